@@ -262,7 +262,7 @@ class MpiCommunicator:
         lengths = np.empty(self.size, np.int64)
         _doze(self.mpi.Iallgather(np.array([text.size], np.int64), lengths))
         gathered = np.empty(int(lengths.sum()), np.uint8)
-        self.mpi.Allgatherv(text, [gathered, lengths])
+        _doze(self.mpi.Iallgatherv(text, [gathered, lengths]))
         ends = np.cumsum(lengths)
         return [json.loads(gathered[end - n : end].tobytes()) for n, end in zip(lengths, ends, strict=True)]
 

@@ -13,6 +13,8 @@ from .job import Job
 
 LOST_AFTER_S = 30
 """A host that says nothing for so long is lost. A link that is cut for 25 s may need so long: TCP backs off."""
+STALLED_S = 5.0
+"""Who has not looked for so long has not run, nor perhaps its machine: what has come meanwhile is not read yet."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from . import interfaces, machine, segments
-from .dialect import LOST_AFTER_S
+from .dialect import LOST_AFTER_S, STALLED_S
 from .environment import blas_threads
 from .orphans import adopt, end_orphans
 from .watch import Watch
@@ -65,8 +65,13 @@ class Guard:
             else:
                 left_behind.enter_context(segments.same_folder(self._folder))
             try:
-                while not self._is_over and time.monotonic() - self._heard_s < LOST_AFTER_S:
+                looked_s = time.monotonic()
+                while not self._is_over and looked_s - self._heard_s < LOST_AFTER_S:
                     received = self._watch.wait(1.0)
+                    late_s = time.monotonic() - looked_s
+                    looked_s += late_s
+                    if late_s > STALLED_S:
+                        self._heard_s = min(looked_s, self._heard_s + late_s)
                     self._tell_of_ranks()
                     self._reap()
                     if received is not None and received.number != signal.SIGCHLD:

@@ -21,13 +21,12 @@ from typing import Any
 from ..errors import LaunchError, listed
 from . import agent, folders
 from .channel import Channel
-from .dialect import LOST_AFTER_S
+from .dialect import LOST_AFTER_S, STALLED_S
 from .hosts import Place
 from .watch import End, Start, Watch
 
 _REACHED_S, _ANSWERED_S, _ENDED_S = 20.0, 20.0, 4.0
 _BEAT_S = 2.0
-_STALLED_S = 5.0
 
 
 class Guards:
@@ -136,7 +135,7 @@ class Guards:
         late_s = now - self._next_beat if self._next_beat else 0.0
         self._next_beat = now + _BEAT_S
         for channel in self._channels.values():
-            if late_s > _STALLED_S:  # this process has not run, or its machine: what has come meanwhile is not read yet
+            if late_s > STALLED_S:
                 channel.heard_s += late_s
             if not channel.is_closed:
                 silent_s = now - channel.heard_s

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.cluster
 
 # All hosts share this machine's cores: ranks that spin would keep them from the others.
 SHARED = ("--env", "OMPI_MCA_mpi_yield_when_idle=1", "--env", "OMPI_MCA_pml=ob1", "--env", "OMPI_MCA_btl=self,sm,tcp")
+needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
 SLEEPER = """
 import os, signal, sys, time
 from pathlib import Path
@@ -282,6 +284,7 @@ def test_a_program_that_only_this_host_has(two_hosts: Cluster) -> None:
     assert "node2: there is no program /tmp/mine; it must lie at the same path on all hosts" in done.stderr
 
 
+@needs_rsync
 def test_the_working_folder_is_copied_and_the_ranks_start_there(two_hosts: Cluster) -> None:
     source = two_hosts.folder / "a project"
     (source / ".git").mkdir(parents=True)
@@ -293,6 +296,7 @@ def test_the_working_folder_is_copied_and_the_ranks_start_there(two_hosts: Clust
     assert (done.returncode, done.stdout) == (0, f"{there} train.py\n" * 2), done.stderr
 
 
+@needs_rsync
 def test_a_host_that_cannot_be_copied_to(two_hosts: Cluster) -> None:
     done = launch(
         two_hosts, "-n", "2", "-H", "node1,node2", "--sync-dst-dir", "/proc/x", "--", sys.executable, "-c", "1"

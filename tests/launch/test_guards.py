@@ -201,3 +201,24 @@ def test_time_in_which_the_launcher_itself_did_not_run_is_no_silence(
         now[0] += between_s
     group.beat()
     assert bool(group.lost) == lost
+
+
+@pytest.mark.parametrize(("between_s", "lost"), [(1.0, True), (60.0, False)])
+def test_time_in_which_a_guard_itself_did_not_run_is_no_silence(
+    between_s: float, lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, looks = [100.0], []
+    kept = object.__new__(guard.Guard)
+
+    def wait(_: float) -> None:
+        now[0] += between_s
+        looks.append(now[0])
+        kept._is_over = len(looks) == 40
+
+    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(guard, "end_orphans", lambda: None)
+    kept._folder, kept._heard_s, kept._is_over = str(tmp_path / "segments"), now[0], False
+    kept._watch = SimpleNamespace(wait=wait)
+    kept._tell_of_ranks = kept._reap = lambda: None
+    kept.run()
+    assert (len(looks) < 40) == lost
