@@ -130,6 +130,33 @@ def test_what_is_on_another_gpu_than_the_current_one_is_computed_there(on_fake_g
     assert done.returncode == 0 and done.stdout == "computed\n", done.stderr
 
 
+def test_what_is_hybridized_on_another_gpu_than_the_current_one_is_captured_there(on_fake_gpu: Run) -> None:
+    program = """
+        import cupy, warnings
+        import numpy as np
+        from hpcdp import autograd, nn
+        from hpcdp.devices import gpu
+        from hpcdp.kernels import cuda
+        warnings.simplefilter("error")
+        devices, launch = set(), cuda.launch
+        def noted(file, name, grid, *args):
+            devices.add(cupy.cuda.runtime.getDevice())
+            devices.update(int(x.device.id) for x in args if type(x) is cupy.ndarray)
+            launch(file, name, grid, *args)
+        cuda.launch = noted
+        net = nn.models.lenet().to(gpu(1))
+        net.hybridize()
+        x, y = gpu(1).put(np.zeros((6, 1, 28, 28), "f4")), gpu(1).put(np.zeros(6, "i8"))
+        for _ in range(4):
+            with autograd.record():
+                losses = nn.functional.softmax_cross_entropy(net(x), y)
+            losses.backward()
+        print(devices)
+    """
+    done = on_fake_gpu("-c", textwrap.dedent(program))
+    assert done.stdout == "{1}\n" and done.returncode == 0, done.stderr
+
+
 def test_a_network_that_is_hybridized_before_any_product(on_fake_gpu: Run) -> None:
     """cuBLAS of a wheel is found once CuPy has loaded it."""
     program = """
