@@ -69,7 +69,7 @@ class DeviceSums:
         sharded: bool = False,
     ) -> None:
         self.sharded = sharded
-        self._streams = streams = on_every_rank(world.comm, lambda: _streams_of(params))
+        self._streams = streams = on_every_rank(world.comm, lambda: streams_of(params))
         self._counts = layout.counts
         sizes = [
             RowSize(_padded(count, world.num_rails, dtype), dtype)
@@ -228,8 +228,13 @@ def _shards(layout: Layout, number: int, owners: int, ranks: int) -> list[Part]:
     return [layout.shard(number, owners, rank) if rank < owners else (count, count) for rank in range(ranks)]
 
 
-def _streams_of(params: Sequence[Parameter]) -> Streams:
-    """Those of the GPU that all ``params`` are on."""
+def streams_of(params: Sequence[Parameter]) -> Streams:
+    """Those of the GPU that all ``params`` are on, which is this thread's current device.
+
+    Raises:
+        DeviceError: it is not.
+        UnsupportedError: they are on several.
+    """
     devices = sorted({int(param.data.device.id) for param in params})
     if len(devices) > 1:
         found = " and ".join(str(gpu(each)) for each in devices)
