@@ -19,6 +19,17 @@ def remember_devices(cupy: Any, gpus: Gpus) -> None:
 
     cupy.Array.__init__ = noted
     cupy.Array.device = property(lambda x: gpus.device_of(x._held))
+    cupy.Array.data = property(lambda x: _Pointer(x._held.ctypes.data, cupy.cuda.runtime))
+
+
+class _Pointer:
+    """CuPy's to the memory of an array."""
+
+    def __init__(self, ptr: int, runtime: Any) -> None:
+        self.ptr, self._runtime = ptr, runtime
+
+    def copy_from_device_async(self, src: _Pointer, size: int, stream: Stream) -> None:
+        self._runtime.memcpyAsync(self.ptr, src.ptr, size, self._runtime.memcpyDefault, stream.ptr)
 
 
 def change_later(cupy: Any, gpus: Gpus, give: Callable[[Callable[[], None]], None]) -> None:

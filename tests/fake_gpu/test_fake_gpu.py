@@ -58,6 +58,21 @@ def test_sums_over_gpus_are_cupys_own_which_let_those_see_each_other(on_fake_gpu
     assert done.stdout == "PerformanceWarning\n", done.stderr
 
 
+def test_copies_between_gpus_do_not_go_through_the_host(on_fake_gpu: Run) -> None:
+    program = """
+        import cupy, fake_gpu
+        from hpcdp.devices import gpu
+        x = cupy.ones((4, 4), "f4")
+        gpu(2).put(gpu(1).put(x)[1:])
+        print(fake_gpu.detours())
+        with cupy.cuda.Device(3): y = cupy.empty_like(x)
+        cupy.cuda.runtime.memcpyAsync(y.data.ptr, x.data.ptr, x.nbytes, 4, 0)
+        print(fake_gpu.detours())
+    """
+    done = on_fake_gpu("-c", textwrap.dedent(program))
+    assert done.stdout == "0\n1\n", done.stderr
+
+
 def test_another_version_of_cupy_is_refused_in_one_line(on_fake_gpu: Run) -> None:
     done = on_fake_gpu("-c", "import fake_gpu; fake_gpu.WRITTEN_FOR = '9.0.'; import cupy")
     assert done.stderr.splitlines()[-1].startswith(
