@@ -115,8 +115,9 @@ def compute_in_turn(cupy: Any, gpus: Gpus, current: Callable[[], Stream]) -> Non
 
     def reading(method: Any) -> Any:
         def read(self: Any) -> Any:
+            stream = current().ptr  # of the current GPU, also where the array is on another one, as CuPy has it
             with gpus.looking_at(gpus.device_of(self._held).id):
-                reach()
+                gpus.reach(stream)
             return method(self)
 
         return read

@@ -128,6 +128,14 @@ def test_what_tensors_do_is_done_where_they_are(gpus_on_host):
     assert x.data.to_host()[1, 1] == X[1, 1] - np.float32(0.5) and x.data.to_host()[0, 0] == 1
 
 
+def test_what_is_read_was_computed_by_the_stream_of_its_gpu(gpus_on_host):
+    """CuPy reads by the one that is current on the current GPU."""
+    x = autograd.Tensor(gpu(2).put(X))
+    with Streams(gpu(0)).stream():
+        y = x + x
+        np.testing.assert_array_equal(y.asnumpy(), 2 * X)
+
+
 def test_what_heads_are_given_is_added_up_where_they_are(gpus_on_host):
     gpu(1).use()
     x = autograd.Tensor(gpu(2).put(X))
