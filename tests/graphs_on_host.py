@@ -40,6 +40,7 @@ COPIES = {
 """Functions for which CuPy has no kernel of their own."""
 IN_PLACE = {"copyto", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__"}
 ALIGNMENT = 512
+PER_THREAD = 2
 
 
 class CUDARuntimeError(RuntimeError):
@@ -182,7 +183,7 @@ class Machine:
 
     def __init__(self, cupy: Any) -> None:
         self.cupy = cupy
-        self.numbers = itertools.count(1)
+        self.numbers = itertools.count(PER_THREAD + 1)
         self.blocks: list[Block] = []
         self.null = Stream(self, 0, False)
         self.captured: list[Stream] = []
@@ -381,7 +382,7 @@ def _runtime(machine: Machine) -> SimpleNamespace:
 
     return SimpleNamespace(
         runtimeGetVersion=lambda: 12090, getDeviceCount=lambda: 1, getDevice=lambda: machine.here.devices[-1],
-        memcpyDefault=4, memcpyAsync=memcpyAsync,
+        memcpyDefault=4, streamPerThread=PER_THREAD, memcpyAsync=memcpyAsync,
         eventRecord=lambda event, stream: None, streamWaitEvent=lambda stream, event, flags=0: None,
         eventQuery=lambda event: 0, CUDARuntimeError=CUDARuntimeError,
     )  # fmt: skip
