@@ -24,6 +24,7 @@ from ..comm.node_rows import SUMMED_KINDS, NodeRows, Part, RowSize, lone_rows, p
 from ..comm.reductions import resolve
 from ..comm.steps import StepsTo
 from ..comm.ways import Way
+from ..comm.world import GPU_OF_MESSAGES
 from ..compression import Compression
 from ..devices import gpu
 from ..errors import DeviceError, UnsupportedError
@@ -97,6 +98,8 @@ class DeviceSums:
         if not self.on_one_node:
             _require_sums_on_the_host(sizes)
             self.goes_direct = compression is None and cuda_aware.agreed(world)[0]
+            if self.goes_direct:
+                world.keep(GPU_OF_MESSAGES, lambda: streams.device)
             if self._across is not None and compression is not None:
                 self.codes = CodeStaging(streams, self._shares(layout), compression, self._across)
             elif self._across is not None and self.goes_direct:
