@@ -128,6 +128,16 @@ def test_what_tensors_do_is_done_where_they_are(gpus_on_host):
     assert x.data.to_host()[1, 1] == X[1, 1] - np.float32(0.5) and x.data.to_host()[0, 0] == 1
 
 
+def test_a_network_is_cast_and_loaded_where_it_is(gpus_on_host):
+    gpu(1).use()
+    net, other = network().to(gpu(2)), network()
+    other.load_state_dict({name: each + 1 for name, each in other.state_dict().items()})
+    net.to("float16").load_state_dict(other.to("float16").state_dict())
+    for name, found in net.state_dict().items():
+        assert Device.of(found) == gpu(2)
+        np.testing.assert_array_equal(found.to_host(), other.state_dict()[name])
+
+
 def test_what_is_read_was_computed_by_the_stream_of_its_gpu(gpus_on_host):
     """CuPy reads by the one that is current on the current GPU."""
     x = autograd.Tensor(gpu(2).put(X))
