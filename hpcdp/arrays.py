@@ -143,7 +143,8 @@ def to_host(x: Array) -> np.ndarray:
     if isinstance(x, np.ndarray):
         return x
     if hasattr(x, "get"):
-        return x.get()
+        with on_device_of(x):  # else CuPy takes the stream that is current on another GPU, which has not computed it
+            return x.get()
     if hasattr(x, "to_host"):
         return x.to_host()
     return np.asarray(x)

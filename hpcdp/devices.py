@@ -141,8 +141,7 @@ def _copied_between_gpus(cupy: Any, x: Array, index: int) -> Array:
         taking = cupy.cuda.get_current_stream()
         taking.wait_event(filled)
         made = cupy.empty(x.shape, dtype=x.dtype)
-        runtime = cupy.cuda.runtime
-        runtime.memcpyAsync(made.data.ptr, x.data.ptr, x.nbytes, runtime.memcpyDefault, taking.ptr)
+        made.data.copy_from_device_async(x.data, x.nbytes, taking)  # lets GPUs see each other: else it goes by the host
         come = taking.record(cupy.cuda.Event(disable_timing=True))
     with source:
         giving.wait_event(come)

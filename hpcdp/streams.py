@@ -72,9 +72,20 @@ class Streams:
             return self._cuda.Stream(non_blocking=True, priority=_BEFORE_OTHERS)
 
     def current(self) -> Stream:
-        """The stream to which this thread's operations on arrays go."""
+        """The stream to which this thread's operations on arrays go.
+
+        Raises:
+            UnsupportedError: it is the default stream that each thread has for itself, which others cannot wait for.
+        """
         with self.on_device():
-            return self._cuda.get_current_stream()
+            found = self._cuda.get_current_stream()
+        if found.ptr == self._runtime.streamPerThread:
+            raise UnsupportedError(
+                "stream", where=self.device, expected="one that is the same for all threads",
+                got="CUDA's per-thread default stream",
+                remedy="unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM, or use a cupy.cuda.Stream(non_blocking=True)",
+            )  # fmt: skip
+        return found
 
     def event(self, *, timed: bool = False) -> Event:
         """A new event; until it is recorded, nobody waits for it. If ``timed``, it is for `seconds_between`."""

@@ -110,9 +110,9 @@ class CudaGraph:
         """Give it to the current stream; waits for nothing."""
         for function in self.before_launch:
             function()
-        for part, function in self._parts:
+        for part, then in self._parts:
             part.launch()
-            function()
+            then()
         self._last.launch()
 
 

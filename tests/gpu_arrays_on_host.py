@@ -19,6 +19,17 @@ def remember_devices(cupy: Any, gpus: Gpus) -> None:
 
     cupy.Array.__init__ = noted
     cupy.Array.device = property(lambda x: gpus.device_of(x._held))
+    cupy.Array.data = property(lambda x: _Pointer(x._held.ctypes.data, cupy.cuda.runtime))
+
+
+class _Pointer:
+    """CuPy's to the memory of an array."""
+
+    def __init__(self, ptr: int, runtime: Any) -> None:
+        self.ptr, self._runtime = ptr, runtime
+
+    def copy_from_device_async(self, src: _Pointer, size: int, stream: Stream) -> None:
+        self._runtime.memcpyAsync(self.ptr, src.ptr, size, self._runtime.memcpyDefault, stream.ptr)
 
 
 def change_later(cupy: Any, gpus: Gpus, give: Callable[[Callable[[], None]], None]) -> None:
@@ -104,8 +115,9 @@ def compute_in_turn(cupy: Any, gpus: Gpus, current: Callable[[], Stream]) -> Non
 
     def reading(method: Any) -> Any:
         def read(self: Any) -> Any:
+            stream = current().ptr  # of the current GPU, also where the array is on another one, as CuPy has it
             with gpus.looking_at(gpus.device_of(self._held).id):
-                reach()
+                gpus.reach(stream)
             return method(self)
 
         return read

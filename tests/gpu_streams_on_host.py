@@ -22,6 +22,8 @@ PASSED, NOT_READY = 0, 600
 _NO_MEMORY = 2
 DEFAULT = 0
 """The default stream, which is another one for each rank and GPU."""
+PER_THREAD = 2
+"""The one that is another for each thread, too, and that nobody has here."""
 UNWRITTEN = 0xA5
 
 
@@ -52,7 +54,7 @@ class Gpus:
     def __init__(self, seed: int) -> None:
         self.lock = threading.RLock()
         self.random = random.Random(seed)
-        self.numbers = itertools.count(1)
+        self.numbers = itertools.count(PER_THREAD + 1)
         self.queues: dict[int, deque[tuple[Callable[[], bool], Callable[[], None]]]] = {}
         self.defaults: dict[tuple[str, int], int] = {}
         """By process and GPU the key in ``queues`` of the default stream."""
@@ -350,7 +352,7 @@ def runtime(gpus: Gpus) -> ModuleType:
         return ptr
 
     vars(made).update(
-        memcpyDefault=4, getDevice=lambda: getattr(gpus.of_thread, "device", 0),
+        memcpyDefault=4, streamPerThread=PER_THREAD, getDevice=lambda: getattr(gpus.of_thread, "device", 0),
         CUDARuntimeError=CUDARuntimeError, getDeviceCount=lambda: 8, memcpyAsync=memcpyAsync,
         memsetAsync=memsetAsync, eventRecord=eventRecord, streamWaitEvent=streamWaitEvent, eventQuery=eventQuery,
         eventElapsedTime=eventElapsedTime, streamQuery=streamQuery,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import itertools
@@ -39,6 +40,7 @@ COPIES = {
 """Functions for which CuPy has no kernel of their own."""
 IN_PLACE = {"copyto", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__"}
 ALIGNMENT = 512
+PER_THREAD = 2
 
 
 class CUDARuntimeError(RuntimeError):
@@ -153,29 +155,35 @@ class Graph:
 class Device:
     compute_capability = "90"
 
-    def __init__(self, index: int | None = None) -> None:
-        self.id = index or 0
+    def __init__(self, machine: Machine, index: int | None = None) -> None:
+        self._machine = machine
+        self.id = machine.here.devices[-1] if index is None else index
 
-    def use(self) -> None: ...
+    def use(self) -> None:
+        self._machine.here.devices[-1] = self.id
 
     def __enter__(self) -> Device:
+        self._machine.here.devices.append(self.id)
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self._machine.here.devices.pop()
 
 
 class _Here(threading.local):
     def __init__(self, machine: Machine) -> None:
+        self.devices = [0]
+        """Those that were current, and the one that is."""
         self.streams = [machine.null]
         self.allocators = [machine.default_pool.malloc]
 
 
 class Machine:
-    """What the process knows of its GPU."""
+    """What the process knows of its GPUs, one of which has all arrays."""
 
     def __init__(self, cupy: Any) -> None:
         self.cupy = cupy
-        self.numbers = itertools.count(1)
+        self.numbers = itertools.count(PER_THREAD + 1)
         self.blocks: list[Block] = []
         self.null = Stream(self, 0, False)
         self.captured: list[Stream] = []
@@ -184,6 +192,9 @@ class Machine:
         self.launches: list[int] = []
         """Of each launch of a graph, how much it had noted."""
         self.default_pool = MemoryPool(self)
+        self.device_of_arrays = 0
+        self.computed_on: set[int] = set()
+        """The GPUs that were current when work was given to streams."""
         self.here = _Here(self)
 
     def current(self) -> Stream:
@@ -202,6 +213,7 @@ class Machine:
 
     def give(self, run: Callable[[], object]) -> None:
         """Give work to the current stream."""
+        self.computed_on.add(self.here.devices[-1])
         stream = self.current()
         if stream.noted is not None:
             stream.noted.append(run)
@@ -357,19 +369,20 @@ def _patch_arrays(cupy: Any, machine: Machine) -> None:
     array.__getitem__, array.__setitem__ = getitem, setitem
     array.fill = lambda self, value: setitem(self, ..., value)
     array.T = property(lambda self: array(self._held.T))
-    array.device = property(lambda self: Device())
+    array.device = property(lambda self: Device(machine, machine.device_of_arrays))
     for name in ("__float__", "__int__", "__bool__", "item", "tolist", "to_host"):
         setattr(array, name, reading(name))
 
 
-def _runtime() -> SimpleNamespace:
+def _runtime(machine: Machine) -> SimpleNamespace:
     """Copies and events, where all is done at once."""
 
     def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
         ctypes.memmove(dst, src, size)
 
     return SimpleNamespace(
-        runtimeGetVersion=lambda: 12090, getDeviceCount=lambda: 1, memcpyDefault=4, memcpyAsync=memcpyAsync,
+        runtimeGetVersion=lambda: 12090, getDeviceCount=lambda: 1, getDevice=lambda: machine.here.devices[-1],
+        memcpyDefault=4, streamPerThread=PER_THREAD, memcpyAsync=memcpyAsync,
         eventRecord=lambda event, stream: None, streamWaitEvent=lambda stream, event, flags=0: None,
         eventQuery=lambda event: 0, CUDARuntimeError=CUDARuntimeError,
     )  # fmt: skip
@@ -384,7 +397,8 @@ def installed() -> Iterator[Machine]:
         library = cublas_on_host.Library(machine)
         cuda: Any = ModuleType("cupy.cuda")
         vars(cuda).update(
-            Stream=machine.stream, get_current_stream=machine.current, Device=Device, runtime=_runtime(),
+            Stream=machine.stream, get_current_stream=machine.current, Device=functools.partial(Device, machine),
+            runtime=_runtime(machine),
             MemoryPool=lambda: MemoryPool(machine), using_allocator=machine.using_allocator,
             get_cublas_handle=lambda: 7, Event=lambda **_: SimpleNamespace(ptr=1, synchronize=lambda: None),
             alloc_pinned_memory=lambda size: np.full(size, 0xA5, np.uint8),

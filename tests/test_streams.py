@@ -2,6 +2,7 @@
 
 import importlib
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -50,6 +51,14 @@ def test_the_default_stream_is_late_too(streams):
     y = x + 1
     assert (x._held == 1).all() and not (y._held == 2).any()
     assert y.tolist() == [2, 2]
+
+
+def test_a_default_stream_of_each_thread_is_refused(streams, monkeypatch):
+    """A lane that records an event there, or waits for one, would do so on its own."""
+    cuda = importlib.import_module("cupy").cuda
+    monkeypatch.setattr(cuda, "get_current_stream", lambda: SimpleNamespace(ptr=cuda.runtime.streamPerThread))
+    with pytest.raises(UnsupportedError, match="the same for all threads, got CUDA's per-thread default stream; unset"):
+        streams.current()
 
 
 def test_one_stream_waits_for_another_by_an_event(streams, gpus_on_host):

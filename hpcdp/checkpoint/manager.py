@@ -246,7 +246,12 @@ class Manager:
         self._saving = saving
         if behind:
             self._end_before_h5py()
-            self._engine.push(saving.run, lane=_SAVES, name="save")
+
+            def run() -> None:
+                self.world.use_gpu_of_messages()
+                saving.run()
+
+            self._engine.push(run, lane=_SAVES, name="save")
         else:
             saving.run()
         if wait:

@@ -6,6 +6,8 @@ the node decides: what all are ready for is started next. It writes that down in
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
 from .shared import Milestones, NodeMemory
@@ -17,7 +19,8 @@ THINGS = 1024
 class AgreedOrder:
     """Made by all ranks of a node together.
 
-    Each rank says `ready` for a thing, asks until it `is_turn` of that, starts it, and says `pass_on`.
+    Each rank says `ready` for a thing, asks until it `is_turn` of that, starts it, and says `pass_on`; by any thread,
+    as what is summed on the lane and what is gathered by who waits for it may share an order.
     """
 
     def __init__(self, memory: NodeMemory) -> None:
@@ -28,6 +31,7 @@ class AgreedOrder:
         self._decisions = memory.alloc((THINGS,), np.int64)
         self._rounds = np.zeros(THINGS, np.int64)
         """How often this rank has become ready for each thing."""
+        self._deciding = threading.Lock()
         self._awaited: set[int] = set()
         """What this rank is ready for, and nothing is decided about; where it decides."""
         self._num_decided = self._num_started = 0
@@ -55,9 +59,10 @@ class AgreedOrder:
         self._num_started += 1
 
     def _decide(self) -> None:
-        for thing in sorted(self._awaited):
-            if self._ready.reached(int(self._rounds[thing]), thing):
-                self._awaited.remove(thing)
-                self._decisions[self._num_decided % THINGS] = thing
-                self._num_decided += 1
-                self._decided.post(self._num_decided)
+        with self._deciding:
+            for thing in sorted(self._awaited):
+                if self._ready.reached(int(self._rounds[thing]), thing):
+                    self._awaited.remove(thing)
+                    self._decisions[self._num_decided % THINGS] = thing
+                    self._num_decided += 1
+                    self._decided.post(self._num_decided)

@@ -229,8 +229,10 @@ class Watchdog:
 
     def _answer(self) -> None:
         """Tell ranks of other nodes that have asked how far this one is."""
-        for question in self._roll.questions() if self._roll else ():
-            assert self._roll is not None
+        if self._roll is None:
+            return
+        self._world.use_gpu_of_messages()
+        for question in self._roll.questions():
             calls = self.calls
             self._roll.answer(question.rank, calls, self._now() is not None)
             if question.calls > calls != self._shown:

@@ -108,6 +108,6 @@ def refuse_shared(found: Sequence[Offer]) -> None:
         raise DeviceError(
             "NCCL", where=f"GPU {found[ranks[0]].bus_id}", expected="one rank on each GPU",
             got=f"local ranks {', '.join(map(str, ranks))}",
-            remedy="start as many ranks a node as it has GPUs (srun --gpus-per-task=1); ranks that share one GPU sum "
-            "through CUDA IPC",
+            remedy="start as many ranks a node as it has GPUs, which all see (srun --gres=gpu:N --gpu-bind=none); "
+            "ranks that share one GPU sum through CUDA IPC",
         )  # fmt: skip

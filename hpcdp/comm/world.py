@@ -23,6 +23,9 @@ from .weak_methods import WeakMethods
 
 T = TypeVar("T")
 
+GPU_OF_MESSAGES = "GPU of messages"
+"""What a world keeps it under: the GPU whose memory messages go from and to."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -166,6 +169,18 @@ class World:
                 each.shutdown()
         if self.whole is not None:
             self.whole.end()
+
+    def use_gpu_of_messages(self) -> None:
+        """Let this thread have that GPU for its current one, where there is one; for threads in MPI beside others.
+
+        MPI may go on with a message of any thread in each call of any other, and libraries copy by the context that the
+        thread has: UCX's `cuda_copy` ends with an error where that has none.
+        """
+        device = self.kept.get(GPU_OF_MESSAGES)
+        if device is not None:
+            device.use()
+        for part in self.parts:
+            part.use_gpu_of_messages()
 
     def keep(self, key: object, make: Callable[[], T]) -> T:
         """What ``make()`` returned when ``key`` was first asked for: state of a higher room, such as staging buffers.

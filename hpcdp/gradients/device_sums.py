@@ -24,6 +24,7 @@ from ..comm.node_rows import SUMMED_KINDS, NodeRows, Part, RowSize, lone_rows, p
 from ..comm.reductions import resolve
 from ..comm.steps import StepsTo
 from ..comm.ways import Way
+from ..comm.world import GPU_OF_MESSAGES
 from ..compression import Compression
 from ..devices import gpu
 from ..errors import DeviceError, UnsupportedError
@@ -69,7 +70,7 @@ class DeviceSums:
         sharded: bool = False,
     ) -> None:
         self.sharded = sharded
-        self._streams = streams = on_every_rank(world.comm, lambda: _streams_of(params))
+        self._streams = streams = on_every_rank(world.comm, lambda: streams_of(params))
         self._counts = layout.counts
         sizes = [
             RowSize(_padded(count, world.num_rails, dtype), dtype)
@@ -97,6 +98,8 @@ class DeviceSums:
         if not self.on_one_node:
             _require_sums_on_the_host(sizes)
             self.goes_direct = compression is None and cuda_aware.agreed(world)[0]
+            if self.goes_direct:
+                world.keep(GPU_OF_MESSAGES, lambda: streams.device)
             if self._across is not None and compression is not None:
                 self.codes = CodeStaging(streams, self._shares(layout), compression, self._across)
             elif self._across is not None and self.goes_direct:
@@ -228,8 +231,13 @@ def _shards(layout: Layout, number: int, owners: int, ranks: int) -> list[Part]:
     return [layout.shard(number, owners, rank) if rank < owners else (count, count) for rank in range(ranks)]
 
 
-def _streams_of(params: Sequence[Parameter]) -> Streams:
-    """Those of the GPU that all ``params`` are on."""
+def streams_of(params: Sequence[Parameter]) -> Streams:
+    """Those of the GPU that all ``params`` are on, which is this thread's current device.
+
+    Raises:
+        DeviceError: it is not.
+        UnsupportedError: they are on several.
+    """
     devices = sorted({int(param.data.device.id) for param in params})
     if len(devices) > 1:
         found = " and ".join(str(gpu(each)) for each in devices)

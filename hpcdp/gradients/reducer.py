@@ -37,7 +37,7 @@ from .bucket import Bucket, Parameter, State
 from .buckets import Layout
 from .closing import CLOSING_OPERATION, ClosingExchange
 from .critical_path import BucketTimes
-from .device_sums import DeviceSums
+from .device_sums import DeviceSums, streams_of
 from .lane import Lane
 from .rail import Coder, Rail
 from .virtual_shards import VirtualShards
@@ -71,6 +71,8 @@ class Reducer:
         self.world = world
         on_host = all(is_host(param.data) for param in params)
         shares = on_host and not (compression is not None and compression.inside_nodes)
+        if world.size == 1 and params and all(is_cupy(param.data) for param in params):
+            streams_of(params)  # elsewhere buckets would be on another GPU, and with them the parameters
         self.memory: NodeMemory = world.node_memory if shares else PrivateMemory()
         together = self.memory is world.node_memory
         self.num_shards = world.num_rails if together else 1

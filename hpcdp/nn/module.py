@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..arrays import Array, dtype_of, from_host, to_host
+from ..arrays import Array, dtype_of, from_host, on_device_of, to_host
 from ..autograd import Tensor, as_tensor, concatenate
 from ..autograd.registry import catch_up
 from ..devices import Device
@@ -323,7 +323,8 @@ class Module:
             if state[name] is not own[name].data:  # which a checkpoint has filled already, on all ranks together
                 refuse_change(own[name].data, name, "load_state_dict")
         for name, tensor in own.items():
-            tensor.data[...] = from_host(to_host(state[name]), tensor.data)
+            with on_device_of(tensor.data):
+                tensor.data[...] = from_host(to_host(state[name]), tensor.data)
 
     def describe(self) -> str:
         """What stands in the parentheses of this module's own line in ``repr``."""
@@ -346,7 +347,8 @@ def _dtype(dtype: Any) -> np.dtype:
 
 def _as_dtype(tensor: Tensor, dtype: np.dtype, is_kept_single: bool) -> Array:
     """A copy; of what is kept float32 where others get fewer bits, in that."""
-    return tensor.data.astype(np.float32 if is_kept_single and dtype.itemsize < 4 else dtype)
+    with on_device_of(tensor.data):
+        return tensor.data.astype(np.float32 if is_kept_single and dtype.itemsize < 4 else dtype)
 
 
 class Sequential(Module):

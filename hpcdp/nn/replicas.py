@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from ..arrays import Array, on_device_of
-from ..autograd import Gradient, Tensor, concatenate, is_training, on_tape
+from ..autograd import Gradient, Tensor, concatenate, is_training, on_tape, pause
 from ..devices import Device, brought, require_devices
 from ..errors import ConfigError, DeviceError
 from .deferred import lacks_shapes
@@ -44,7 +45,7 @@ class Replicas(Module):
 
     Args:
         net: what it does to a batch it does to each sample. Shapes that its layers do not know yet the first call finds
-            out, on the first device.
+            out, by a prediction on the first device.
         devices: where, each once. The first is where ``net`` is, with its own parameters.
 
     Raises:
@@ -90,14 +91,29 @@ class Replicas(Module):
     def forward(self, x: Tensor) -> Tensor:
         if len(self.devices) > 1 and is_training() and self._look.is_due():
             self.net.require_parts_of_this_rank("Replicas")
-        count, parts = x.shape[0], len(self.devices)
-        results = []
-        for number, device in enumerate(self.devices):
-            piece = x[count * number // parts : count * (number + 1) // parts]
-            if len(piece) or (number == 0 and not count):
-                results.append(self.on(device)(piece if number == 0 else moved(piece, device)))
-        first = [result if number == 0 else moved(result, self.devices[0]) for number, result in enumerate(results)]
-        return first[0] if len(first) == 1 else concatenate(first)
+        home, count, parts = self.devices[0], x.shape[0], len(self.devices)
+        pieces = {
+            device: x[count * number // parts : count * (number + 1) // parts]
+            for number, device in enumerate(self.devices)
+            if count * number // parts < count * (number + 1) // parts
+        } or {home: x}
+        if None in self._copies.values() and lacks_shapes(self.net):
+            with pause():
+                self.net(x[:1])  # finds out the shapes that copies need
+        computes = {device: self._ready(device, piece) for device, piece in pieces.items()}
+        found = {device: compute() for device, compute in computes.items()}
+        results = [result if device == home else moved(result, home) for device, result in found.items()]
+        return results[0] if len(results) == 1 else concatenate(results)
+
+    def _ready(self, device: Device, piece: Tensor) -> Callable[[], Tensor]:
+        """What computes ``piece`` on ``device``, to which all that it needs is brought at once: a copy waits for what
+        the first GPU was given before, and that would be its own piece."""
+        if device == self.devices[0]:
+            return partial(self.net, piece)
+        there = self.on(device)
+        assert isinstance(there, _OnDevice)
+        there.bring()
+        return partial(there.compute, moved(piece, device))
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Those of the network."""
@@ -120,8 +136,17 @@ class _OnDevice(Module):
         self.net, self.there, self.device = net, there, device
 
     def forward(self, *inputs: Any) -> Any:
+        self.bring()
+        return self.compute(*inputs)
+
+    def bring(self) -> None:
+        """Let it have the parameters as they are now."""
         with self.device.current():
             _bring(self.net, self.there, self.device, {})
+
+    def compute(self, *inputs: Any) -> Any:
+        """`forward` with the parameters that it has."""
+        with self.device.current():
             return self.there(*inputs)
 
 

@@ -1,12 +1,16 @@
 """Ranks that become ready in different orders start things in one."""
 
+import contextlib
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hpcdp.collectives.progress import Together
 from hpcdp.comm import threads
 from hpcdp.comm.agreed_order import THINGS, AgreedOrder
+from hpcdp.comm.shared import Milestones
 from hpcdp.comm.steps import Until
 
 
@@ -34,6 +38,28 @@ def test_all_start_in_one_order_and_nobody_waits_for_ever(n, seed):
     first, *others = threads.run(n, rank)
     assert len(first) == things * rounds
     assert all(other == first for other in others)
+
+
+def test_threads_of_a_rank_share_an_order(monkeypatch):
+    """Of two that look at once what all are ready for, one decides."""
+
+    def rank(world):
+        order, looking, look = AgreedOrder(world.node_memory), threading.Barrier(2), Milestones.reached
+
+        def looked(self, *args, **kwargs):
+            found = look(self, *args, **kwargs)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                looking.wait(0.2)
+            return found
+
+        monkeypatch.setattr(Milestones, "reached", looked)
+        order.ready(3)
+        with ThreadPoolExecutor(2) as two:
+            assert all(two.map(lambda _: order.is_turn(3), range(2)))
+        order.pass_on()
+        return order.is_turn(3)
+
+    assert threads.run(1, rank) == [False]
 
 
 def test_more_decisions_than_there_is_room_for_at_a_time():

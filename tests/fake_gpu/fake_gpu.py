@@ -72,6 +72,11 @@ def waits() -> int:
     return int(ctypes.CDLL(os.environ["FAKE_GPU"]).fake_waits())
 
 
+def detours() -> int:
+    """How often this process has copied something between GPUs that do not see each other, which goes by the host."""
+    return int(ctypes.CDLL(os.environ["FAKE_GPU"]).fake_detours())
+
+
 class OnImport(MetaPathFinder):
     """Puts the fake under a module of CuPy when that is imported; a process without CuPy loses no time."""
 

@@ -58,6 +58,21 @@ def test_sums_over_gpus_are_cupys_own_which_let_those_see_each_other(on_fake_gpu
     assert done.stdout == "PerformanceWarning\n", done.stderr
 
 
+def test_copies_between_gpus_do_not_go_through_the_host(on_fake_gpu: Run) -> None:
+    program = """
+        import cupy, fake_gpu
+        from hpcdp.devices import gpu
+        x = cupy.ones((4, 4), "f4")
+        gpu(2).put(gpu(1).put(x)[1:])
+        print(fake_gpu.detours())
+        with cupy.cuda.Device(3): y = cupy.empty_like(x)
+        cupy.cuda.runtime.memcpyAsync(y.data.ptr, x.data.ptr, x.nbytes, 4, 0)
+        print(fake_gpu.detours())
+    """
+    done = on_fake_gpu("-c", textwrap.dedent(program))
+    assert done.stdout == "0\n1\n", done.stderr
+
+
 def test_another_version_of_cupy_is_refused_in_one_line(on_fake_gpu: Run) -> None:
     done = on_fake_gpu("-c", "import fake_gpu; fake_gpu.WRITTEN_FOR = '9.0.'; import cupy")
     assert done.stderr.splitlines()[-1].startswith(
@@ -128,6 +143,33 @@ def test_what_is_on_another_gpu_than_the_current_one_is_computed_there(on_fake_g
     """
     done = on_fake_gpu("-c", textwrap.dedent(program))
     assert done.returncode == 0 and done.stdout == "computed\n", done.stderr
+
+
+def test_what_is_hybridized_on_another_gpu_than_the_current_one_is_captured_there(on_fake_gpu: Run) -> None:
+    program = """
+        import cupy, warnings
+        import numpy as np
+        from hpcdp import autograd, nn
+        from hpcdp.devices import gpu
+        from hpcdp.kernels import cuda
+        warnings.simplefilter("error")
+        devices, launch = set(), cuda.launch
+        def noted(file, name, grid, *args):
+            devices.add(cupy.cuda.runtime.getDevice())
+            devices.update(int(x.device.id) for x in args if type(x) is cupy.ndarray)
+            launch(file, name, grid, *args)
+        cuda.launch = noted
+        net = nn.models.lenet().to(gpu(1))
+        net.hybridize()
+        x, y = gpu(1).put(np.zeros((6, 1, 28, 28), "f4")), gpu(1).put(np.zeros(6, "i8"))
+        for _ in range(4):
+            with autograd.record():
+                losses = nn.functional.softmax_cross_entropy(net(x), y)
+            losses.backward()
+        print(devices)
+    """
+    done = on_fake_gpu("-c", textwrap.dedent(program))
+    assert done.stdout == "{1}\n" and done.returncode == 0, done.stderr
 
 
 def test_a_network_that_is_hybridized_before_any_product(on_fake_gpu: Run) -> None:

@@ -234,7 +234,7 @@ def test_lanes_make_no_context_on_gpus_of_other_ranks(gpus_on_host, monkeypatch)
     assert gpus_on_host.contexts == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize(("n", "wrong"), [(2, (1,)), (3, (0, 1, 2))])
+@pytest.mark.parametrize(("n", "wrong"), [(1, (0,)), (2, (1,)), (3, (0, 1, 2))])
 def test_parameters_that_are_not_on_the_current_device_are_told_on_all_ranks(gpus_on_host, n, wrong):
     told = []
 

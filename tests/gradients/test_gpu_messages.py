@@ -10,8 +10,13 @@ from parameters_on_gpus import SHAPES, Parameter, check_steps, device_of, show_g
 
 import hpcdp
 from hpcdp.arrays import dtype_of
+from hpcdp.checkpoint.manager import Manager
+from hpcdp.checkpoint.saving import Saving
 from hpcdp.collectives import progress
 from hpcdp.comm import cuda_aware, threads
+from hpcdp.comm.roll_call import RollCall
+from hpcdp.comm.steps import wait_for
+from hpcdp.comm.watchdog import Watchdog
 from hpcdp.comm.ways import Way
 from hpcdp.errors import ConfigError, DeviceError
 from hpcdp.gradients import Reducer, buckets, message_length, rail, staging
@@ -142,6 +147,40 @@ def test_who_waits_for_the_gpu_looks_after_the_node(reached, monkeypatch):
     monkeypatch.setattr("hpcdp.comm.node_rows.LoneRow.check", check)
     with pytest.raises(DeviceError, match="a rank that is gone"), pytest.warns(UserWarning, match="gradients on GPUs"):
         threads.run(2, lambda world: sums_of(world, Way.HOST, "f4", False))
+
+
+def test_all_threads_in_mpi_have_the_gpu_of_messages(reached, monkeypatch, tmp_path):
+    """The watchdog, which answers other nodes, and a save behind; also where a part of the world has such messages.
+
+    MPI goes on with any thread's messages in them, by the context that they have.
+    """
+    show_gpus(monkeypatch, 2)
+    monkeypatch.setenv(cuda_aware.SETTING, "direct")
+    found = set()
+
+    def noted(cls, method):
+        before = getattr(cls, method)
+
+        def call(self):
+            found.add((cls, reached.process(), getattr(reached.of_thread, "device", 0)))
+            return before(self)
+
+        monkeypatch.setattr(cls, method, call)
+
+    noted(RollCall, "questions")
+    noted(Saving, "run")
+
+    def rank(world):
+        sums_of(world.split(0), Way.NCCL, "f4", False)
+        watchdog = Watchdog(world, 0.4, 600)
+        manager = Manager(tmp_path, world)
+        manager.save(1, {"step": 1}, wait=False)
+        manager.wait()
+        wait_for(lambda: (RollCall, f"rank-{world.rank}") in {each[:2] for each in found})
+        watchdog.end()
+
+    threads.run(2, rank, 1)
+    assert found == {(each, f"rank-{number}", number) for each in (RollCall, Saving) for number in range(2)}
 
 
 def agreed_by(n, nodes=None):

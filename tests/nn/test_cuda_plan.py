@@ -406,3 +406,21 @@ def test_an_export_is_that_of_a_cpu(gpu, tmp_path):
     loaded = nn.SymbolBlock.load(tmp_path / "net")
     np.testing.assert_allclose(loaded(x).data, wanted, rtol=1e-5)
     assert loaded(arrays(7, 6)).shape == (7, 2)
+
+
+@pytest.mark.parametrize("has_input_there", [True, False])
+def test_all_is_computed_and_captured_on_the_gpu_of_the_network(graphs_on_host, has_input_there):
+    """Whatever GPU is current; tokens stay on the host, and a network has its GPU by its parameters."""
+    import cupy
+
+    net = nn.Sequential(nn.Dense(6, 4)) if has_input_there else nn.Sequential(nn.Embedding(7, 4), nn.Dense(4, 4))
+    net.to(like=cupy.zeros((1,), dtype=np.float32))
+    net.hybridize()
+    x = cupy.asarray(arrays(5, 6)) if has_input_there else np.arange(5)
+    graphs_on_host.device_of_arrays = 1
+    graphs_on_host.computed_on.clear()
+    for _ in range(STEPS):
+        with autograd.record():
+            y = net(x)
+        y.backward()
+    assert graphs_on_host.computed_on == {1} and graphs_on_host.num_graphs == 2

@@ -3,10 +3,12 @@
 On the stand-in, which refuses what is computed on one GPU with arrays of another.
 """
 
+import gpu_streams_on_host
 import numpy as np
 import pytest
 
 from hpcdp import autograd, data, nn
+from hpcdp.autograd import on_tape
 from hpcdp.devices import Device, gpu
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.streams import Streams
@@ -53,6 +55,51 @@ def test_a_batch_is_computed_in_pieces_on_all_of_them(gpus_on_host, current):
         np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+def test_results_of_less_samples_than_gpus_are_on_the_first(gpus_on_host, samples):
+    gpu(1).use()
+    replicas = nn.Replicas(network().to(GPUS[0]), GPUS)
+    found = replicas(GPUS[0].put(X[:samples]))
+    assert Device.of(found.data) == GPUS[0]
+    np.testing.assert_allclose(found.data.to_host(), network()(X[:samples]).data, rtol=1e-5, atol=1e-6)
+
+
+class Meets(nn.Module):
+    """Computes on its GPU until others have come as far, forward or back."""
+
+    def __init__(self, gpus, until):
+        self.weight = nn.Parameter(np.ones((2, 6), np.float32))
+        self.gpus, self.until, self.come = gpus, until, set()
+
+    def meet(self, way):
+        here = way, self.gpus.current()
+        awaited = self.until.get(here)
+        self.gpus.push(0, lambda: self.come.add(here), lambda: awaited is None or awaited in self.come)
+
+    def forward(self, x):
+        y = x + self.weight
+        self.meet("forward")
+
+        def pullback(gy, dx):
+            self.meet("back")
+            dx.add(gy)
+
+        return on_tape(y.data, (y,), pullback)
+
+
+def test_gpus_compute_their_pieces_side_by_side(gpus_on_host, monkeypatch):
+    monkeypatch.setattr(gpu_streams_on_host, "LIMIT_S", 3.0)
+    gpu(1).use()
+    until = {("forward", 1): ("forward", 2), ("back", 2): ("back", 1)}
+    net = Meets(gpus_on_host, until).to(GPUS[0])
+    x = GPUS[0].put(X[:4])
+    with autograd.record():
+        y = nn.Replicas(net, GPUS[:2])(x)
+    y.backward()
+    np.testing.assert_array_equal(y.data.to_host(), X[:4] + 1)
+    np.testing.assert_array_equal(net.weight.grad.to_host(), np.full((2, 6), 2))
+
+
 def test_pieces_and_losses_of_a_program_are_where_their_operands_are(gpus_on_host):
     net = network().to(GPUS[0])
     replicas = nn.Replicas(net, GPUS)
@@ -79,6 +126,24 @@ def test_what_tensors_do_is_done_where_they_are(gpus_on_host):
     x -= 0.5
     x[0] = 1.0
     assert x.data.to_host()[1, 1] == X[1, 1] - np.float32(0.5) and x.data.to_host()[0, 0] == 1
+
+
+def test_a_network_is_cast_and_loaded_where_it_is(gpus_on_host):
+    gpu(1).use()
+    net, other = network().to(gpu(2)), network()
+    other.load_state_dict({name: each + 1 for name, each in other.state_dict().items()})
+    net.to("float16").load_state_dict(other.to("float16").state_dict())
+    for name, found in net.state_dict().items():
+        assert Device.of(found) == gpu(2)
+        np.testing.assert_array_equal(found.to_host(), other.state_dict()[name])
+
+
+def test_what_is_read_was_computed_by_the_stream_of_its_gpu(gpus_on_host):
+    """CuPy reads by the one that is current on the current GPU."""
+    x = autograd.Tensor(gpu(2).put(X))
+    with Streams(gpu(0)).stream():
+        y = x + x
+        np.testing.assert_array_equal(y.asnumpy(), 2 * X)
 
 
 def test_what_heads_are_given_is_added_up_where_they_are(gpus_on_host):

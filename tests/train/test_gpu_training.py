@@ -1,5 +1,6 @@
 """A network, its data and its gradients on GPUs, on ranks: the same program as on the host, here on a stand-in."""
 
+import contextlib
 import shutil
 
 import numpy as np
@@ -10,6 +11,7 @@ from hpcdp.arrays import to_host
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
 from hpcdp.comm.ways import Way
+from hpcdp.devices import cpu, gpu
 from hpcdp.train.trainers.trainer import Trainer
 
 N, STEPS = 48, 4
@@ -64,6 +66,35 @@ def check(monkeypatch, way, n, nodes, *args, **options):
         for mine, first, theirs in zip(params, there[0][2], host_params, strict=True):
             np.testing.assert_array_equal(mine, first)
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}])
+def test_networks_on_several_gpus_are_trained_whatever_gpu_is_current(gpus_on_host, options):
+    """Each trainer where its parameters are."""
+    rng = np.random.default_rng(1)
+    x, y = rng.standard_normal((N, 8)).astype("f4"), rng.integers(0, 4, N)
+
+    def trained(world, places):
+        nets, trainers = [], []
+        for place in places:
+            place.use()
+            nets.append(network().to(place))
+            trainers.append(Trainer(nets[-1].parameters(), optim.SGD(lr=0.1, momentum=0.9), world, **options))
+        for _ in range(2):
+            for net, trainer, place in zip(nets, trainers, places, strict=True):
+                for ahead in (trainer.no_sync(), contextlib.nullcontext()):
+                    with ahead:
+                        with autograd.record():
+                            loss = nn.functional.softmax_cross_entropy(net(place.put(x)), place.put(y))
+                        loss.backward()
+                        trainer.step(N)
+            state = trainers[0].state_dict()
+            trainers[0].load_state_dict(state)
+        return [to_host(each.data).copy() for net in nets for each in net.parameters()]
+
+    ((wanted, found),) = threads.run(1, lambda world: (trained(world, [cpu()]), trained(world, [gpu(1), gpu(2)])))
+    for mine, theirs in zip(found, wanted * 2, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(("way", "n", "nodes"), [(Way.NCCL, 2, None), (Way.CUDA_IPC, 2, None), (Way.NCCL, 4, 2)])

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...arrays import Array, is_cupy
+from ...arrays import Array, is_cupy, on_device_of
 from ...autograd import Tensor, as_tensor
 from ...autograd.modes import modes
+from ...autograd.registry import first_on_gpu
 from ...errors import ConfigError
 from ...kernels.capture import warmed_up
 from ..virtual_shard import entered_shard
@@ -65,6 +66,8 @@ class _Here(threading.local):
         self.modules: object = None
         """The state of all modules at which ``attributes`` were the network's."""
         self.attributes: list[Any] = []
+        self.parameter: Any = None
+        """The network's first one, where the others are, too."""
         self.needs_all_ranks = False
         """Whether one of its parts does."""
         self.shortcut: Shortcut | None = None
@@ -107,6 +110,10 @@ class Hybrid:
             return self._forward(given)
         if here.modules is not state.modules:
             self._look_at_attributes(here)
+        with on_device_of(first_on_gpu(*given, array_of(here.parameter))):  # where operators compute that are called
+            return self._called(given, here)
+
+    def _called(self, given: Sequence[Tensor], here: _Here) -> Any:
         # Layers of all ranks talk to the others, and virtual shards change what layers draw and note.
         if modes.training and (here.needs_all_ranks or entered_shard() is not None):
             return self._forward(given)
@@ -194,6 +201,7 @@ class Hybrid:
             here.known.clear()
             here.shortcut = None
             here.attributes = attributes
+            here.parameter = next((held for _, held in attributes_of(self._module) if hasattr(held, "held")), None)
             here.needs_all_ranks = any(each.needs_all_ranks for each in self._module.modules())
         here.modules = now
 
@@ -210,10 +218,12 @@ class Hybrid:
             result = run.run(self._module.forward, given)
         return run.graph, result
 
-    def _warmed_up(self, given: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _warmed_up(self, given: Sequence[Tensor]) -> Iterator[None]:
         """What runs inside may be captured later, if it is on a GPU."""
-        arrays = (*(x.data for x in given), *(array_of(x) for _, x in attributes_of(self._module)))
-        return warmed_up() if any(map(is_cupy, arrays)) else contextlib.nullcontext()
+        array = first_on_gpu(*given, *(array_of(x) for _, x in attributes_of(self._module)))
+        with on_device_of(array), contextlib.nullcontext() if array is None else warmed_up():
+            yield
 
 
 def _parts(module: Module) -> Iterator[Module]:

@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ... import autograd
-from ...arrays import from_host, is_cupy
+from ...arrays import from_host, is_cupy, on_device_of
 from ...comm import World, init
 from ...comm.agreement import on_every_rank
 from ...compression import Compression, Settings
@@ -37,7 +38,21 @@ from .reproducible import ReproducibleSteps, checked_virtual_shards, fix_arithme
 from .trainer import Trainer, show_to_profiler
 from .trainer_checks import checked_count, described, require_alike, require_same_settings, trained, unfinished
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _SAVED_WHOLE = "save all of its ranks' state: checkpoint.Manager(path, world).save(step, {'trainer': trainer})"
+
+
+def _on_its_gpu(method: Callable[Concatenate[BucketTrainer, P], T]) -> Callable[Concatenate[BucketTrainer, P], T]:
+    """``method`` with the GPU of the parameters, if they are on one, for this thread's current one."""
+
+    @wraps(method)
+    def call(self: BucketTrainer, *args: P.args, **kwargs: P.kwargs) -> T:
+        with on_device_of(next((bucket.mine for bucket in self.reducer.buckets), None)):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class BucketTrainer(Trainer):
@@ -169,6 +184,7 @@ class BucketTrainer(Trainer):
             "state": self.owner.nbytes_state,
         }
 
+    @_on_its_gpu
     def step(self, count: int) -> int:
         """See `Trainer.step`."""
         return self.step_by(self.owner.reduce_and_update, count)
@@ -261,6 +277,7 @@ class BucketTrainer(Trainer):
         self.owner.update(self.step_count + 1, scale)
         self.step_count += 1
 
+    @_on_its_gpu
     def allreduce_grads(self) -> None:
         """See `Trainer.allreduce_grads`."""
         self._settle("allreduce_grads")
@@ -271,6 +288,7 @@ class BucketTrainer(Trainer):
         self.reducer.reduce_everywhere()
         self._account(began_ns)
 
+    @_on_its_gpu
     def update(self, count: int) -> int:
         """See `Trainer.update`."""
         self._settle("update")
@@ -293,7 +311,7 @@ class BucketTrainer(Trainer):
     def no_sync(self) -> Iterator[None]:
         """See `Trainer.no_sync`."""
         refuse_reproducible("no_sync", self.reducer, "make the global batch larger")
-        self.reducer.arrivals.accumulate()
+        self._accumulate()
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -301,6 +319,10 @@ class BucketTrainer(Trainer):
             self._syncing = before
             if before:
                 self.reducer.arrivals.launch_again()
+
+    @_on_its_gpu
+    def _accumulate(self) -> None:
+        self.reducer.arrivals.accumulate()
 
     def _close_step(self, count: int) -> int:
         """The step's one small exchange: when it returns, every rank has left backward. The global count."""
@@ -374,6 +396,7 @@ class BucketTrainer(Trainer):
         self._refuse_unfinished("state_dict")
         return trainer_states.state_of(self)
 
+    @_on_its_gpu
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Trainer.load_state_dict`."""
         self._refuse_unfinished("load_state_dict")
@@ -388,6 +411,7 @@ class BucketTrainer(Trainer):
         self.reducer.settle()
         trainer_states.save(self, Path(path))
 
+    @_on_its_gpu
     def load_states(self, path: str | Path) -> None:
         """See `Trainer.load_states`."""
         require_whole("load_states", list(self.reducer.params.values()), _SAVED_WHOLE)
