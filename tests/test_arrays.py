@@ -68,7 +68,8 @@ def test_who_does_not_name_bfloat16_does_not_import_it():
     program = """
 import sys
 from hpcdp import arrays, nn
-from hpcdp.train import fit, trainer
+from hpcdp.train import fit
+from hpcdp.train.trainers import trainer
 nn.Dense(2, 3).to("float16")
 assert "ml_dtypes" not in sys.modules
 nn.Dense(2, 3).to("bfloat16")

@@ -6,12 +6,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from ... import autograd
-from ...arrays import from_host, is_cupy, on_device_of
+from ...arrays import from_host, is_cupy
 from ...comm import World, init
 from ...comm.agreement import on_every_rank
 from ...compression import Compression, Settings
@@ -32,27 +31,14 @@ from .communication_stats import CommunicationStats
 from .gpu_times import EXPOSED, GpuTimes
 from .graph_update import GraphUpdate, graph_update
 from .loss_scale import DYNAMIC, DynamicLossScale, first_scale, skipping
+from .on_its_gpu import on_its_gpu
 from .parts import require_whole, share_over_parts
 from .policy import Policy, Unwritten, checked_policy, stale_anywhere
 from .reproducible import ReproducibleSteps, checked_virtual_shards, fix_arithmetic
 from .trainer import Trainer, show_to_profiler
 from .trainer_checks import checked_count, described, require_alike, require_same_settings, trained, unfinished
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 _SAVED_WHOLE = "save all of its ranks' state: checkpoint.Manager(path, world).save(step, {'trainer': trainer})"
-
-
-def _on_its_gpu(method: Callable[Concatenate[BucketTrainer, P], T]) -> Callable[Concatenate[BucketTrainer, P], T]:
-    """``method`` with the GPU of the parameters, if they are on one, for this thread's current one."""
-
-    @wraps(method)
-    def call(self: BucketTrainer, *args: P.args, **kwargs: P.kwargs) -> T:
-        with on_device_of(next((bucket.mine for bucket in self.reducer.buckets), None)):
-            return method(self, *args, **kwargs)
-
-    return call
 
 
 class BucketTrainer(Trainer):
@@ -184,7 +170,7 @@ class BucketTrainer(Trainer):
             "state": self.owner.nbytes_state,
         }
 
-    @_on_its_gpu
+    @on_its_gpu
     def step(self, count: int) -> int:
         """See `Trainer.step`."""
         return self.step_by(self.owner.reduce_and_update, count)
@@ -277,7 +263,7 @@ class BucketTrainer(Trainer):
         self.owner.update(self.step_count + 1, scale)
         self.step_count += 1
 
-    @_on_its_gpu
+    @on_its_gpu
     def allreduce_grads(self) -> None:
         """See `Trainer.allreduce_grads`."""
         self._settle("allreduce_grads")
@@ -288,7 +274,7 @@ class BucketTrainer(Trainer):
         self.reducer.reduce_everywhere()
         self._account(began_ns)
 
-    @_on_its_gpu
+    @on_its_gpu
     def update(self, count: int) -> int:
         """See `Trainer.update`."""
         self._settle("update")
@@ -320,7 +306,7 @@ class BucketTrainer(Trainer):
             if before:
                 self.reducer.arrivals.launch_again()
 
-    @_on_its_gpu
+    @on_its_gpu
     def _accumulate(self) -> None:
         self.reducer.arrivals.accumulate()
 
@@ -396,7 +382,7 @@ class BucketTrainer(Trainer):
         self._refuse_unfinished("state_dict")
         return trainer_states.state_of(self)
 
-    @_on_its_gpu
+    @on_its_gpu
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Trainer.load_state_dict`."""
         self._refuse_unfinished("load_state_dict")
@@ -411,7 +397,7 @@ class BucketTrainer(Trainer):
         self.reducer.settle()
         trainer_states.save(self, Path(path))
 
-    @_on_its_gpu
+    @on_its_gpu
     def load_states(self, path: str | Path) -> None:
         """See `Trainer.load_states`."""
         require_whole("load_states", list(self.reducer.params.values()), _SAVED_WHOLE)
