@@ -136,7 +136,7 @@ class Guards:
         self._next_beat = now + _BEAT_S
         for channel in self._channels.values():
             if late_s > STALLED_S:
-                channel.heard_s += late_s
+                channel.heard_s = min(now, channel.heard_s + late_s)
             if not channel.is_closed:
                 silent_s = now - channel.heard_s
                 if silent_s > LOST_AFTER_S:

@@ -186,21 +186,40 @@ def test_the_agent_is_a_private_program_that_hands_on_what_it_is_asked(ssh: Path
     assert not agent.parent.exists()
 
 
-@pytest.mark.parametrize(("between_s", "lost"), [(2.5, True), (60.0, False)])
-def test_time_in_which_the_launcher_itself_did_not_run_is_no_silence(
-    between_s: float, lost: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def of_one_host(monkeypatch: pytest.MonkeyPatch) -> tuple[Guards, SimpleNamespace, list[float]]:
+    """Guards that nothing has started, of one host, its channel, and what the clock shows."""
     now = [100.0]
     monkeypatch.setattr(guards, "time", SimpleNamespace(monotonic=lambda: now[0]))
     away = SimpleNamespace(host="away", is_closed=False, heard_s=100.0, out=1, err=2, send=lambda message: None)
     group = Guards([], print)
     group._channels = {"away": away}
     group._watch = SimpleNamespace(no_more=lambda descriptor: None)
+    return group, away, now
+
+
+@pytest.mark.parametrize(("between_s", "lost"), [(2.5, True), (60.0, False)])
+def test_time_in_which_the_launcher_itself_did_not_run_is_no_silence(
+    between_s: float, lost: bool, of_one_host: tuple[Guards, SimpleNamespace, list[float]]
+) -> None:
+    group, _, now = of_one_host
     while now[0] < 140:
         group.beat()
         now[0] += between_s
     group.beat()
     assert bool(group.lost) == lost
+
+
+def test_a_host_that_is_lost_behind_such_a_time_is_not_missed_later_for_it(
+    of_one_host: tuple[Guards, SimpleNamespace, list[float]],
+) -> None:
+    group, away, now = of_one_host
+    group.beat()
+    now[0] = away.heard_s = 200.0
+    while now[0] < 235:
+        group.beat()
+        now[0] += 2.5
+    assert group.lost
 
 
 @pytest.mark.parametrize(("between_s", "lost"), [(1.0, True), (60.0, False)])
