@@ -244,9 +244,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _train_here(config: TrainConfig, said: dict[str, Any]) -> int:
-    from hpcdp.launch import local
     from hpcdp.launch.ending import fail
     from hpcdp.launch.job import Job
+    from hpcdp.launch.launchers import local
     from hpcdp.train import stop_signal
     from hpcdp.train.runs import config as settings
     from hpcdp.train.runs import run_dir
@@ -346,13 +346,13 @@ def _forward(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from hpcdp.launch import info
+    from hpcdp.launch.diagnosis import info
 
     return info.show(as_json=arguments.json)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from hpcdp.launch import doctor, doctor_slurm
+    from hpcdp.launch.diagnosis import doctor, doctor_slurm
 
     return doctor.show(doctor_slurm.CHECKS if arguments.slurm else doctor.CHECKS)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, check_name
-from ..launch.batch_values import SLURM
+from ..launch.batch_systems.batch_values import SLURM
 
 LAUNCHERS = ("srun", "mpirun")
 FILE = "hpcdp-site.toml"

@@ -32,7 +32,7 @@ def hpcdp(*arguments: str, cwd: Path | None = None, **environ: str) -> subproces
 FORKS = """
 import json, os, sys
 import numpy
-import hpcdp.commands.launch, hpcdp.launch.local, hpcdp.train.runs.config, hpcdp.train.runs.inputs
+import hpcdp.commands.launch, hpcdp.launch.launchers.local, hpcdp.train.runs.config, hpcdp.train.runs.inputs
 from hpcdp import cli
 
 for line in sys.stdin:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from ..errors import ConfigError, check_name
 from ..launch import hosts, launchers
 from ..launch.arguments import Parser
+from ..launch.batch_systems.slurm_allocation import allocation
 from ..launch.job import BINDINGS, Job
-from ..launch.slurm_allocation import allocation
 
 _MOST_RANKS = 1_000_000
 _EPILOG = """\

@@ -1,6 +1,7 @@
 """Floor 7: launch. Imports: comm, errors, kernels, arrays, launched.
 
-Starts ranks and examines the machine and its MPI library, without ever starting MPI in the launcher itself.
+Starts ranks, by one of the `launchers`, on other hosts through `remote`, in jobs of `batch_systems`; examines the
+machine and its MPI library (`diagnosis`). MPI is never started in the launcher itself.
 """
 
 from ..errors import LaunchError

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .guards import Guards
+from .remote.guards import Guards
 from .watch import End, Start, Watch
 
 _LINE = re.compile(r"\(rank, host, exe, pid\) = \(([0-9]+), (.*?), .*, ([0-9]+)\)")

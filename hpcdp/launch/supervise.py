@@ -19,9 +19,9 @@ from pathlib import Path
 from ..errors import LaunchError, to_stderr
 from . import machine, segments
 from .cause import BEREFT, first_failure
-from .guards import Guards
 from .mpi_library import is_open_mpi_4
 from .orphans import adopt, bound, end_orphans
+from .remote.guards import Guards
 from .started import Started, listed
 from .watch import End, Watch, name_of
 from .words import Named, Words
@@ -57,7 +57,7 @@ def supervise(
     Args:
         command: what starts the ranks, an mpirun of ``family``, or ``"srun"``.
         ranks: how many processes it starts, of which the last ``servers`` are servers.
-        usr1_has_come: see `hpcdp.launch.local.run`.
+        usr1_has_come: see `hpcdp.launch.launchers.local.run`.
         elsewhere: how many of the ranks run on other hosts.
         guards: what holds those, where it is this launcher that reaches the hosts; else it is a batch system, and of
             a host that is lost mpirun's words on stderr are all there is.

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hpcdp import cli
-from hpcdp.launch import local
 from hpcdp.launch.job import Job
+from hpcdp.launch.launchers import local
 from hpcdp.train.metrics import Record
 
 Trains = Callable[[ModuleType, list[Record]], list[tuple[str, ...]]]

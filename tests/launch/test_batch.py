@@ -10,7 +10,7 @@ import pytest
 from batch_jobs import FULL
 
 from hpcdp.errors import ConfigError, LaunchError
-from hpcdp.launch import batch
+from hpcdp.launch.batch_systems import batch
 from hpcdp.launch.job import Plan
 
 
@@ -93,7 +93,7 @@ import signal, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_batch import Batch
-from hpcdp.launch import batch
+from hpcdp.launch.batch_systems import batch
 from hpcdp.launch.job import Plan
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 job = """

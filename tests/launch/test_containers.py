@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from batch_jobs import processes, wait_for
 
-from hpcdp.launch import containers, mpi_library
+from hpcdp.launch import mpi_library
+from hpcdp.launch.batch_systems import containers
 
 IS_OPEN_MPI = mpi_library.find_library().family == "openmpi"
 LEADS = "import time; from pathlib import Path\nwhile not Path('enough').exists(): time.sleep(0.02)"
@@ -120,7 +121,9 @@ def test_containers_that_do_not_come_are_told_of(folder: Path) -> None:
 
 def test_open_mpi_is_not_started_in_two_containers_of_a_machine(folder: Path) -> None:
     both = [
-        subprocess.Popen([sys.executable, "-m", "hpcdp.launch.containers", str(folder / "job"), "2", "true"])
+        subprocess.Popen(
+            [sys.executable, "-m", "hpcdp.launch.batch_systems.containers", str(folder / "job"), "2", "true"]
+        )
         for _ in range(2)
     ]
     assert [each.wait(20) for each in both] == [0, 0]

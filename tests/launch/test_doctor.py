@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import children, doctor, machine
-from hpcdp.launch.doctor import Verdict
+from hpcdp.launch import children, machine
+from hpcdp.launch.diagnosis import doctor
+from hpcdp.launch.diagnosis.doctor import Verdict
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import doctor_slurm, mpi_library, slurm
-from hpcdp.launch.doctor import Verdict
+from hpcdp.launch import mpi_library
+from hpcdp.launch.diagnosis import doctor_slurm
+from hpcdp.launch.diagnosis.doctor import Verdict
+from hpcdp.launch.launchers import slurm
 from hpcdp.launch.mpi_library import MpiLibrary
 
 LIBRARY = "/x/lib/libmpi.so.40"

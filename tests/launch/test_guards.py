@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import guard, guards, interfaces
-from hpcdp.launch.guards import Guards
+from hpcdp.launch import interfaces
 from hpcdp.launch.hosts import Place
+from hpcdp.launch.remote import guard, guards
+from hpcdp.launch.remote.guards import Guards
 
 SSH = """#!/bin/sh
 while [ "$1" != "--" ]; do shift; done

@@ -9,8 +9,9 @@ from pathlib import Path
 import cuda_driver
 import pytest
 
-from hpcdp.launch import doctor, gpus, machine
-from hpcdp.launch.doctor import Verdict
+from hpcdp.launch import machine
+from hpcdp.launch.diagnosis import doctor, gpus
+from hpcdp.launch.diagnosis.doctor import Verdict
 from hpcdp.launch.mpi_library import MpiLibrary
 
 ONE = "0000:3B:00.0 NVIDIA H200"

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import info, mpi_library, segments, supervise
+from hpcdp.launch import mpi_library, segments, supervise
+from hpcdp.launch.diagnosis import info
 from hpcdp.launch.environment import environment
 
 CORES = len(os.sched_getaffinity(0))

@@ -7,8 +7,9 @@ import pytest
 
 from hpcdp import cli
 from hpcdp.errors import HpcdpError
-from hpcdp.launch import checks, environment, hosts, interfaces, launchers, mpi_library, sync
+from hpcdp.launch import checks, environment, hosts, interfaces, launchers, mpi_library
 from hpcdp.launch.job import Host, Job
+from hpcdp.launch.remote import sync
 
 GOLDEN = Path(__file__).parent / "golden"
 PROGRAM = ("/venv/bin/python", "train.py", "--name", "it's two words")
@@ -172,7 +173,7 @@ def test_a_dry_run_prints_the_plan_and_does_nothing(elsewhere, capsys: pytest.Ca
 
 def test_the_options_make_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Job] = []
-    monkeypatch.setattr("hpcdp.launch.ssh.run", lambda job: asked.append(job) or 7)
+    monkeypatch.setattr("hpcdp.launch.launchers.ssh.run", lambda job: asked.append(job) or 7)
     monkeypatch.setenv("HERE", "a b")
     options = ["-n", "3", "-s", "1", "-H", "a:4", "--ranks-per-node", "3", "--interface", "eth9", "--bind", "numa"]
     options += ["--sync-dst-dir", "/x", "--tag-output", "-v", "--env", "MODE=x=y", "--env", "HERE"]

@@ -12,8 +12,8 @@ import pytest
 from batch_jobs import FULL, GOLDEN, PROGRAM, RANKS, SHELLCHECK, SLEEPER, install, launch, processes, rendered, wait_for
 
 from hpcdp.errors import ConfigError, LaunchError
-from hpcdp.launch import sge
 from hpcdp.launch.job import Host, Job
+from hpcdp.launch.launchers import sge
 
 STAND_IN = Path(__file__).with_name("grid_engine.py")
 JOBS = {

@@ -8,9 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import info, launchers
+from hpcdp.launch import launchers
+from hpcdp.launch.batch_systems.slurm_allocation import Allocation, allocation, check, expand_counts, expand_hosts
+from hpcdp.launch.diagnosis import info
 from hpcdp.launch.job import Host, Job
-from hpcdp.launch.slurm_allocation import Allocation, allocation, check, expand_counts, expand_hosts
 
 
 @pytest.mark.parametrize(

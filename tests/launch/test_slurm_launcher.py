@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import ConfigError, LaunchError
-from hpcdp.launch import mpi_library, slurm
+from hpcdp.launch import mpi_library
 from hpcdp.launch.job import Host, Job
+from hpcdp.launch.launchers import slurm
 from hpcdp.launch.mpi_library import MpiLibrary
 
 LIST = (

@@ -204,7 +204,7 @@ def test_what_a_signal_has_ended_says_so_and_what_is_left(tmp_path, monkeypatch,
         return 130
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hpcdp.launch.local.run", interrupted)
+    monkeypatch.setattr("hpcdp.launch.launchers.local.run", interrupted)
     assert cli.main(["train", "mlp", "--ranks", "2", "--run-dir", "a"]) == 130
     said = "hpcdp: interrupted, all ranks have ended; what it had written is in a\n"
     assert capsys.readouterr().err == said

@@ -18,12 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..errors import LaunchError, listed
-from . import agent, folders
+from ...errors import LaunchError, listed
+from .. import folders
+from ..dialect import LOST_AFTER_S, STALLED_S
+from ..hosts import Place
+from ..watch import End, Start, Watch
+from . import agent
 from .channel import Channel
-from .dialect import LOST_AFTER_S, STALLED_S
-from .hosts import Place
-from .watch import End, Start, Watch
 
 _REACHED_S, _ANSWERED_S, _ENDED_S = 20.0, 20.0, 4.0
 _BEAT_S = 2.0

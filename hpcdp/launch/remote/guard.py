@@ -23,11 +23,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import interfaces, machine, segments
-from .dialect import LOST_AFTER_S, STALLED_S
-from .environment import blas_threads
-from .orphans import adopt, end_orphans
-from .watch import Watch
+from .. import interfaces, machine, segments
+from ..dialect import LOST_AFTER_S, STALLED_S
+from ..environment import blas_threads
+from ..orphans import adopt, end_orphans
+from ..watch import Watch
 
 FIRST_WORDS = "hpcdp guard "
 """Before its first line: what a login script has written is not taken for it."""

@@ -8,10 +8,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import LaunchError, listed
+from ...errors import LaunchError, listed
+from ..hosts import is_this_machine
+from ..job import Command
 from .channel import ALIVE, SSH
-from .hosts import is_this_machine
-from .job import Command
 
 EXCLUDED = (".git", ".hg", ".svn", ".venv*", "__pycache__", ".*_cache", ".ipynb_checkpoints", "*.egg-info")
 """What is not copied: histories, environments, caches."""

@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from ..errors import ConfigError, LaunchError, to_stderr
-from . import batch, batch_values
-from .job import Command, Job, Plan
+from ...errors import ConfigError, LaunchError, to_stderr
+from ..batch_systems import batch, batch_values
+from ..job import Command, Job, Plan
 
 _AGAIN = 99
 """The exit status of a job that Grid Engine is to start again."""
@@ -71,7 +71,7 @@ def plan(job: Job) -> Plan:
 
 
 def run(job: Job) -> int:
-    """Runs ``job`` as one of Grid Engine and returns its exit status; `hpcdp.launch.batch.run` says what signals do.
+    """Runs ``job`` as one of Grid Engine and returns its exit status; `batch.run` says what signals do.
 
     A job that stops early, with status 75, is started again by Grid Engine, as one whose host was lost. Raises as
     `plan`, and `LaunchError` where qsub is missing or refuses the job.
@@ -114,7 +114,7 @@ def _script(job: Job, folder: Path, files: list[str], stop_s: float, *, has_host
         lines += batch.agent_settings(folder)
         lines += ["""hosts=$(awk '{ printf "%s%s:%s", (NR > 1 ? "," : ""), $1, $2 }' "$PE_HOSTFILE")"""]
         hosts = '"$hosts"'
-    runner = [sys.executable, "-m", "hpcdp.launch.batch_runner", str(folder), str(_AGAIN), f"{stop_s:g}"]
+    runner = [sys.executable, "-m", "hpcdp.launch.batch_systems.batch_runner", str(folder), str(_AGAIN), f"{stop_s:g}"]
     lines += [f"exec {shlex.join(runner)} \\", f"  {batch.launch_command(job, hosts)}"]
     return "\n".join(lines) + "\n"
 

@@ -14,14 +14,15 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from ..errors import LaunchError
-from . import batch_values, mpi_library
-from .checks import check, warn_of_other_library
-from .dialect import Dialect
-from .environment import blas_threads
-from .job import Command, Job, Plan
-from .slurm_allocation import Allocation, allocation
-from .supervise import supervise
+from ...errors import LaunchError
+from .. import mpi_library
+from ..batch_systems import batch_values
+from ..batch_systems.slurm_allocation import Allocation, allocation
+from ..checks import check, warn_of_other_library
+from ..dialect import Dialect
+from ..environment import blas_threads
+from ..job import Command, Job, Plan
+from ..supervise import supervise
 
 MPI_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}
 """What a library of either family speaks with srun."""

@@ -11,15 +11,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..launched import batch_system
-from . import folders, mpi_library, segments, slurm_allocation, sync
-from .checks import check, check_binding, warn_of_other_library
-from .dialect import Dialect
-from .environment import environment_of_hosts, travelling
-from .guards import Guards
-from .hosts import is_this_machine, of_ranks, place
-from .job import SERVER, Command, Job, Plan
-from .supervise import say, supervise
+from ...launched import batch_system
+from .. import folders, mpi_library, segments
+from ..batch_systems import slurm_allocation
+from ..checks import check, check_binding, warn_of_other_library
+from ..dialect import Dialect
+from ..environment import environment_of_hosts, travelling
+from ..hosts import is_this_machine, of_ranks, place
+from ..job import SERVER, Command, Job, Plan
+from ..remote import sync
+from ..remote.guards import Guards
+from ..supervise import say, supervise
 
 
 def plan(job: Job, *, by_ssh: bool, folder: Path = Path()) -> Plan:
@@ -63,7 +65,7 @@ def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[Plan, mpi_library.Mp
 
 
 def run(job: Job, *, by_ssh: bool) -> int:
-    """Runs ``job`` and returns its exit status, see `hpcdp.launch.local.run`.
+    """Runs ``job`` and returns its exit status, see `hpcdp.launch.launchers.local.run`.
 
     A host that is lost, or says nothing for `dialect.LOST_AFTER_S`, ends the job and is named. Raises `LaunchError`
     also for hosts that cannot be reached, copied to or run the program, each with its name.

@@ -12,11 +12,12 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 
-from ..errors import LaunchError
-from . import mpi_library, slurm
-from .children import child
+from ...errors import LaunchError
+from .. import mpi_library
+from ..batch_systems.slurm_allocation import Allocation, allocation
+from ..children import child
+from ..launchers import slurm
 from .doctor import HELLO, Finding, failed, ok, warning
-from .slurm_allocation import Allocation, allocation
 
 _COMMANDS = ("srun", "sbatch", "squeue", "scancel", "scontrol")
 _LITTLE_MIB = 512

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import to_stderr
+from ...errors import to_stderr
 from .batch import replace
 from .containers import COMMAND, ENDED, WRITTEN
 

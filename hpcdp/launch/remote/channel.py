@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .banners import Banners
+from ..banners import Banners
+from ..quiet import Quiet
 from .guard import FIRST_WORDS
-from .quiet import Quiet
 
 SSH = ("ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR")
 """It never asks: for a password, or whether a host is known."""
 ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4", "-o", "ControlPath=none")
 """It ends by itself where neither side ends it: the guard's limit is another thing."""
-_ROOT = Path(__file__).resolve().parents[2]
-_GUARD = "import sys; sys.path.insert(0, {!r}); from hpcdp.launch import guard; guard.main()"
+_ROOT = Path(__file__).resolve().parents[3]
+_GUARD = "import sys; sys.path.insert(0, {!r}); from hpcdp.launch.remote import guard; guard.main()"
 _MOST_WORDS = 10_000
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 
 Valid = Mapping[str, tuple[str, str]]
 """Of options by name: what a value must be, and how that is said."""

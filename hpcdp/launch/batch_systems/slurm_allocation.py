@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..errors import LaunchError, listed, shortened
-from . import hosts
-from .job import Host, Job
+from ...errors import LaunchError, listed, shortened
+from .. import hosts
+from ..job import Host, Job
 
 _POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
 _MOST_HOSTS = 100_000

@@ -10,11 +10,11 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from ..comm.gpus import LIBRARY, Driver, Gpu, driver_release
-from ..errors import DeviceError, LaunchError
-from ..launched import launched_ranks
-from . import machine, mpi_library
-from .children import child
+from ...comm.gpus import LIBRARY, Driver, Gpu, driver_release
+from ...errors import DeviceError, LaunchError
+from ...launched import launched_ranks
+from .. import machine, mpi_library
+from ..children import child
 
 _CUPY = """
 import warnings

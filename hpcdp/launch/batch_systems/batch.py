@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from ..errors import ConfigError, LaunchError, to_stderr
-from ..launched import launched_ranks
-from .environment import FIND_PROGRAMS, READ_BY_PROGRAMS
-from .job import Job, Plan
-from .supervise import ENDING, FORWARDED
+from ...errors import ConfigError, LaunchError, to_stderr
+from ...launched import launched_ranks
+from ..environment import FIND_PROGRAMS, READ_BY_PROGRAMS
+from ..job import Job, Plan
+from ..supervise import ENDING, FORWARDED
 
 OUTPUT, ERRORS, STATUS = "output", "errors", "status"
 """The names of a job's files in its folder."""

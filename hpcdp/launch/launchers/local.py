@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Callable
 
-from ..errors import LaunchError
-from . import mpi_library
-from .checks import check, check_binding, warn_of_other_library
-from .dialect import Dialect
-from .environment import environment
-from .job import SERVER, Command, Job, Plan
-from .supervise import supervise
+from ...errors import LaunchError
+from .. import mpi_library
+from ..checks import check, check_binding, warn_of_other_library
+from ..dialect import Dialect
+from ..environment import environment
+from ..job import SERVER, Command, Job, Plan
+from ..supervise import supervise
 
 
 def run(job: Job, usr1_has_come: Callable[[], bool] | None = None) -> int:

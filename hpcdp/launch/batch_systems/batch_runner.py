@@ -1,8 +1,9 @@
 """Runs in a job of a batch system, between it and the ``hpcdp launch`` there: signals to it, and its status.
 
-``python -m hpcdp.launch.batch_runner FOLDER AGAIN STOP_S COMMAND...`` runs COMMAND, which gets SIGUSR1 after STOP_S
-seconds (``inf``: never), and leaves its exit status in FOLDER, where `batch` looks for it. Its own status is the same,
-but AGAIN for a command that wants to be started again (75), and 1 for one of those that mean something to Grid Engine.
+``python -m hpcdp.launch.batch_systems.batch_runner FOLDER AGAIN STOP_S COMMAND...`` runs COMMAND, which gets SIGUSR1
+after STOP_S seconds (``inf``: never), and leaves its exit status in FOLDER, where `batch` looks for it. Its own status
+is the same, but AGAIN for a command that wants to be started again (75), and 1 for one of those that mean something to
+Grid Engine.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..orphans import bound
+from ..supervise import FORWARDED
 from .batch import STATUS, replace
-from .orphans import bound
-from .supervise import FORWARDED
 
 _POLL_S = 0.2
 _STOP_EARLY = {signal.SIGUSR1, signal.SIGUSR2}

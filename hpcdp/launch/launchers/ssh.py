@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..errors import LaunchError
+from ...errors import LaunchError
+from ..job import Job, Plan
 from . import over_hosts
-from .job import Job, Plan
 
 
 def plan(job: Job) -> Plan:
@@ -14,7 +14,7 @@ def plan(job: Job) -> Plan:
 
 
 def run(job: Job) -> int:
-    """Runs ``job`` and returns its exit status. Raises as `hpcdp.launch.over_hosts.run` does."""
+    """Runs ``job`` and returns its exit status. Raises as `hpcdp.launch.launchers.over_hosts.run` does."""
     _check(job)
     return over_hosts.run(job, by_ssh=True)
 

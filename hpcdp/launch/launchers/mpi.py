@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from ..errors import LaunchError
-from ..launched import batch_system
+from ...errors import LaunchError
+from ...launched import batch_system
+from ..job import Job, Plan
 from . import over_hosts
-from .job import Job, Plan
 
 
 def plan(job: Job) -> Plan:
@@ -16,7 +16,7 @@ def plan(job: Job) -> Plan:
 
 
 def run(job: Job) -> int:
-    """Runs ``job`` and returns its exit status. Raises as `hpcdp.launch.over_hosts.run` does."""
+    """Runs ``job`` and returns its exit status. Raises as `hpcdp.launch.launchers.over_hosts.run` does."""
     return over_hosts.run(job, by_ssh=_by_ssh(job))
 
 

@@ -1,4 +1,4 @@
-"""The launchers by name. Each is a module of this room with ``plan(job)`` and ``run(job)``, see `job`."""
+"""The launchers by name. Each is a module here with ``plan(job)`` and ``run(job)``, see `job`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Protocol, cast
 
-from ..launched import batch_system
-from .job import Job, Plan
+from ...launched import batch_system
+from ..job import Job, Plan
 
 LAUNCHERS = {
     "local": "this machine",
