@@ -30,7 +30,7 @@ _COUNTS = (100, 1 << 17)
 _LIMIT_S = 120.0
 """Of the try, which ends itself after 60 s."""
 
-_TRY = "from hpcdp.launch import gpus; print(gpus.cuda_aware())"
+_TRY = "from hpcdp.launch.diagnosis import gpus; print(gpus.cuda_aware())"
 _YES = "yes"
 _OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "SLURM_")
 """How variables begin by which launchers tell a process that it is a rank, and of which job."""

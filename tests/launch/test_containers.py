@@ -14,7 +14,7 @@ IS_OPEN_MPI = mpi_library.find_library().family == "openmpi"
 LEADS = "import time; from pathlib import Path\nwhile not Path('enough').exists(): time.sleep(0.02)"
 QUICK = """
 import sys
-from hpcdp.launch import containers
+from hpcdp.launch.batch_systems import containers
 containers.{name} = {value}
 containers._together = lambda folder, count: None  # as if each were on a machine of its own
 sys.exit(containers.main(sys.argv[1:]))

@@ -40,7 +40,8 @@ wait $!
 LAUNCHER = """
 import os, sys
 from pathlib import Path
-from hpcdp.launch import channel, guard, guards, supervise
+from hpcdp.launch import supervise
+from hpcdp.launch.remote import channel, guard, guards
 from hpcdp.launch.hosts import Place
 supervise._FAILED_GRACE_S = 0.5
 with guards.Guards([Place("away", 1)], print) as reached:

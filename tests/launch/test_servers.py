@@ -35,7 +35,8 @@ program.main()
 """
 LAUNCHER = """
 import sys
-from hpcdp.launch import local, supervise
+from hpcdp.launch import supervise
+from hpcdp.launch.launchers import local
 from hpcdp.launch.job import Job
 workers, servers, server, grace, *program = sys.argv[1:]
 local.SERVER, supervise._GRACE_S = ("-c", server), float(grace)
