@@ -25,6 +25,9 @@ _POLL_S = 0.2
 _STOP_EARLY = {signal.SIGUSR1, signal.SIGUSR2}
 _OF_GRID_ENGINE = (99, 100)
 """Start the job again; keep it from being started."""
+_TASKS_END_S = 2.0
+"""A job that is to be started again is lost where one of its tasks on other hosts still ends when it does (seen with
+8.1.9 on a busy machine: "failed 25: rescheduling", and for the task "failed 100: assumedly after job")."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     folder, again, stop_s, *command = argv
     status = run(Path(folder), command, float(stop_s))
     if status == os.EX_TEMPFAIL:
+        time.sleep(_TASKS_END_S)
         return int(again)
     return 1 if status in _OF_GRID_ENGINE else status
 
