@@ -28,6 +28,7 @@ from .markdown import of_targets
 from .sizes import parse_size
 
 _FOR_JOBS = 0.6
+_LEAST_NBYTES = 4 << 10
 """Of the time; the rest is for models and kernels."""
 
 
@@ -55,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=at_least(1), default=480, help="nothing begins after so many seconds (480)")
     parser.add_argument("--json", metavar="FILE", default="gpu.json", help="for the figures (gpu.json)")
     args = parser.parse_args(argv)
-    parse_size(args.size)  # is refused here, and not by each job
+    if parse_size(args.size) < _LEAST_NBYTES:  # is refused here, and not by each job
+        raise ConfigError("gpu", where="-m", expected="at least 4K", got=args.size)
     if launched_ranks() is not None:
         raise ConfigError("gpu", expected="no launcher: it starts jobs of its own", got="mpirun or srun")
     cupy, reason = gpu_or_reason()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -149,13 +151,20 @@ def _copied_between_gpus(cupy: Any, x: Array, index: int) -> Array:
 
 
 def _cupy(device: Device) -> Any:
+    limit = os.environ.get("CUPY_GPU_MEMORY_LIMIT", "")
+    if limit and not re.fullmatch(r"\d+|\d+(\.\d*)?%", limit.strip()):
+        raise DeviceError("device", where="CUPY_GPU_MEMORY_LIMIT", expected="bytes, or percent such as 50%", got=limit)
     try:
         cupy = importlib.import_module("cupy")
         count = cupy.cuda.runtime.getDeviceCount()
+    except ModuleNotFoundError as error:
+        raise DeviceError("device", where=device, expected="CuPy and a GPU", got="no CuPy",
+                          remedy="pip install 'hpcdp[cuda13]', for a driver of CUDA 12 'hpcdp[cuda12]'; or take "
+                          "hpcdp.cpu(0), hpcdp.cpu(1), ...") from error  # fmt: skip
     except Exception as error:  # CuPy raises its own where there is no driver
         _refuse_old_driver(device)
         raise DeviceError("device", where=device, expected="CuPy and a GPU", got=f"{type(error).__name__}: {error}",
-                          remedy="take cpu(0), cpu(1), ...") from error  # fmt: skip
+                          remedy="take hpcdp.cpu(0), hpcdp.cpu(1), ...") from error  # fmt: skip
     if device.index >= count:
         raise DeviceError("device", where=device, expected=f"a number below {count}, the GPUs here", got=device.index)
     return cupy

@@ -107,7 +107,7 @@ class CudaGraph:
         self._last = self._stream.end_capture()
 
     def launch(self) -> None:
-        """Give it to the current stream; waits for nothing."""
+        """Give it to the current stream; waits for nothing. Where what is called `between` raises, the rest is not."""
         for function in self.before_launch:
             function()
         for part, then in self._parts:

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..arrays import Array, array_namespace, dtype_name, is_half
+from ..errors import ConfigError
 from . import cuda_conv, cuda_elementwise, cuda_epilogue, cuda_times
 from .reference import Pair
 
@@ -130,12 +131,20 @@ def _handle(cudnn: Any, device: int) -> Any:
     return handles[device]
 
 
+def _measures() -> bool:
+    """Whether ``HPCDP_CUDNN_BENCHMARK`` has engines chosen by measuring them, whose bits may differ from run to run."""
+    setting = os.environ.get("HPCDP_CUDNN_BENCHMARK") or "0"
+    if setting not in ("0", "1"):
+        raise ConfigError("convolution", where="HPCDP_CUDNN_BENCHMARK", expected="0 or 1", got=repr(setting))
+    return setting == "1"
+
+
 def _plan(
     cudnn: Any, handle: Any, operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair
 ) -> tuple[Any, list[Any]] | None:
     """A graph of one operation, built, and its tensors: those ``given``, and the result. None: cuDNN has none."""
     kind = getattr(cudnn.data_type, _TYPES[dtype_name(out.dtype)])
-    measures = os.environ.get("HPCDP_CUDNN_BENCHMARK", "0") not in ("", "0")
+    measures = _measures()
     left_out: tuple[str, ...] = _LEFT_OUT
     wide, mode = cudnn.data_type.FLOAT, cudnn.heur_mode.A
     if not is_half(out):

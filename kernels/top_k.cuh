@@ -10,7 +10,8 @@ typedef unsigned long long Bits;
 
 enum { DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS };  // as many as leave room for other blocks in shared memory
 
-// What is known of the magnitude of the last element that is sent, and how many of just that magnitude are sent.
+// What is known of the magnitude of the last element that is sent, and how many of just that magnitude are sent; less
+// than none where there are too few elements (`next_limit`).
 struct Limit {
     Bits digits;
     Index ties;
@@ -152,7 +153,7 @@ __device__ inline Place place_in_warp(Word own) {
 // number to `numbers`; the first digit of the limit. `again`: all elements as they are, if that is needed.
 template <class T>
 __device__ void collect(
-    const T* __restrict__ grad, T* __restrict__ residual, Index count, Index length, Index k, bool again,
+    const T* __restrict__ grad, T* __restrict__ residual, Index count, Index length, Index wanted, bool again,
     Search* search, Word* counts, Word* __restrict__ numbers, Word* __restrict__ indices, T* __restrict__ values
 ) {
     if (again && !search->again) return;
@@ -207,7 +208,7 @@ __device__ void collect(
     }
     if (this_lane() == 0) numbers[own.warp] = Word(number);
     if (!digits.is_last_to_add(counts, &search->ended)) return;
-    const Limit found = next_limit(counts, {0, k}, DIGIT_BITS);
+    const Limit found = next_limit(counts, {0, wanted}, DIGIT_BITS);
     if (threadIdx.x > 0) return;
     search->again = found.ties < 0;
     search->limit = found;

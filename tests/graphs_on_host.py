@@ -200,7 +200,7 @@ class Machine:
     def current(self) -> Stream:
         return self.here.streams[-1]
 
-    def stream(self, non_blocking: bool = False) -> Stream:
+    def stream(self, non_blocking: bool = False, priority: int | None = None) -> Stream:
         return Stream(self, next(self.numbers), non_blocking)
 
     @contextlib.contextmanager

@@ -61,6 +61,26 @@ def test_a_driver_that_is_too_old_for_cupy_is_told_with_what_to_install(monkeypa
         gpu(0).use()
 
 
+@pytest.mark.parametrize("limit", ["lots", "-1", "50 MB", "%", "1e9"])
+def test_a_limit_of_memory_that_cupy_cannot_read_is_told_by_its_name(limit, gpus_on_host, monkeypatch):
+    monkeypatch.setenv("CUPY_GPU_MEMORY_LIMIT", limit)
+    told = rf"device \[CUPY_GPU_MEMORY_LIMIT\]: expected bytes, or percent such as 50%, got {limit}"
+    with pytest.raises(DeviceError, match=told):
+        gpu(0).use()
+
+
+@pytest.mark.parametrize("limit", ["", "1000000", "50%", "12.5%"])
+def test_a_limit_of_memory_that_cupy_can_read(limit, gpus_on_host, monkeypatch):
+    monkeypatch.setenv("CUPY_GPU_MEMORY_LIMIT", limit)
+    gpu(0).use()
+
+
+def test_where_cupy_is_not_installed_it_is_told_how(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(DeviceError, match=r"got no CuPy; pip install 'hpcdp\[cuda13\]'.* or take hpcdp.cpu\(0\)"):
+        gpu(0).use()
+
+
 def test_what_is_brought_is_where_the_other_is(gpus_on_host):
     gpu(1).use()
     x, y = of([1, 2]), of([3, 4])

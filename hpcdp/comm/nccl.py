@@ -294,7 +294,7 @@ class NcclRows:
                 at = _at(x, first)
                 comm.reduce(at, at, last - first, kind, _SUM, owner, stream)
 
-        first, last = min(first for first, _ in own), max(last for _, last in own)
+        first, last = min(first for first, _ in own), max(last for _, last in own)  # what others own is undefined here
         yield from self._in_turn(lambda: self._sum(calls, first, last), after)
 
     def allgather(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:

@@ -274,10 +274,12 @@ class Module:
             dtype: or a `Device`, where the copies are then.
 
         Raises:
-            ConfigError: ``dtype`` is none.
+            ConfigError: ``dtype`` is none, or ``like`` no array.
             DeviceError: the machine does not have the device; a RuntimeError. Nothing is changed.
         """
         catch_up()
+        if like is not None and not hasattr(like, "dtype"):
+            raise ConfigError("to", where="like", expected="an array", got=type(like).__name__)
         tensors = [tensor for _, tensor in self._tensors()]
         single = {id(each) for part in self.modules() if part.keeps_float32 for each in vars(part).values()}
         if isinstance(dtype, Device):
@@ -340,9 +342,8 @@ def _dtype(dtype: Any) -> np.dtype:
     try:
         return dtype_of(dtype)
     except TypeError as error:
-        raise ConfigError(
-            "to", where="dtype", expected="a dtype, or a device such as cpu(0)", got=repr(dtype)
-        ) from error
+        expected = "a dtype, or a device: hpcdp.cpu(0), hpcdp.gpu(0), world.device"
+        raise ConfigError("to", where="dtype", expected=expected, got=repr(dtype)) from error
 
 
 def _as_dtype(tensor: Tensor, dtype: np.dtype, is_kept_single: bool) -> Array:

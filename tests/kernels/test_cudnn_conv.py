@@ -12,6 +12,7 @@ from pairs import pairs
 
 from hpcdp import kernels
 from hpcdp.arrays import dtype_of, is_half
+from hpcdp.errors import ConfigError
 from hpcdp.kernels import cuda_conv, cuda_times, cudnn_conv, reference
 from hpcdp.nn import functional
 
@@ -265,6 +266,13 @@ def test_the_fastest_plan_is_taken_where_that_is_asked_for(cudnn, monkeypatch):
     monkeypatch.setenv("HPCDP_CUDNN_BENCHMARK", "0")
     cudnn_conv.conv2d(to_gpu(x[:1]), to_gpu(weight), None, to_gpu(gy[:1]), (1, 1), (0, 0), False)
     assert not cudnn.took
+
+
+def test_a_setting_that_is_none_is_refused(cudnn, monkeypatch):
+    monkeypatch.setenv("HPCDP_CUDNN_BENCHMARK", "no")
+    x, weight, _, gy = arrays("f4", (1, 1), (0, 0))
+    with pytest.raises(ConfigError, match=r"convolution \[HPCDP_CUDNN_BENCHMARK\]: expected 0 or 1, got 'no'"):
+        cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), None, to_gpu(gy), (1, 1), (0, 0), False)
 
 
 def test_no_more_plans_are_tried_than_the_first(cudnn, monkeypatch):

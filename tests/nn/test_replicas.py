@@ -172,7 +172,11 @@ def test_the_network_must_be_on_the_first_device(monkeypatch):
         (lambda: data.split_and_load(X, 2), r"split_and_load \[devices\]: expected a list of devices, .* got 2"),
         (lambda: data.split_and_load(X, ["cpu"]), r"expected a list of devices, .* got \['cpu'\]"),
         (lambda: data.split_and_load(None, devices(2)), r"split_batch \[x\]: expected an array of samples"),
-        (lambda: network().to("cpu"), r"to \[dtype\]: expected a dtype, or a device such as cpu\(0\), got 'cpu'"),
+        (lambda: network().to(like=3), r"to \[like\]: expected an array, got int"),
+        (
+            lambda: network().to("cpu"),
+            r"to \[dtype\]: expected a dtype, or a device: hpcdp.cpu\(0\), .*, got 'cpu'",
+        ),
     ],
 )
 def test_what_are_no_devices_and_no_network(make, message):

@@ -234,7 +234,7 @@ class CudaStepPlan(CudaPlan):
 
         def completed(leaf: Tensor) -> None:
             self._behind.append(leaf)
-            if leaf in launching and leaf is not self._leaves[-1]:
+            if leaf in launching and leaf is not self._leaves[-1]:  # behind the last one nothing is left to cut off
                 between(partial(_call_hooks, self._behind))
                 self._behind = []
 
