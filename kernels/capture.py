@@ -79,12 +79,10 @@ class CudaGraph:
 
     def __init__(self, inputs: Any, stream: Any) -> None:
         self._inputs, self._stream = inputs, stream
-        self._parts: list[tuple[Any, Callable[[], object]]] = []
-        """CuPy's graphs of what comes before something `between`, and that."""
+        self._parts: list[tuple[Any, Callable[[], object] | None]] = []
+        """CuPy's graphs, and what is to be called behind each; behind the last one, nothing."""
         self.before_launch: list[Callable[[], None]] = []
         """What each launch calls first."""
-        self._last: Any = None
-        """CuPy's graph of the rest."""
 
     def place_like(self, x: Array) -> Array:
         """An array like ``x`` in memory that nothing in the graph shares, to be filled before a launch."""
@@ -99,21 +97,21 @@ class CudaGraph:
 
     def cut(self, function: Callable[[], object]) -> None:
         """See `between`."""
-        self._parts.append((self._stream.end_capture(), function))
-        self._stream.begin_capture()
+        self.end(function)
+        self.begin()
 
-    def end(self) -> None:
-        """All is captured."""
-        self._last = self._stream.end_capture()
+    def end(self, behind: Callable[[], object] | None = None) -> None:
+        """All of a part is captured."""
+        self._parts.append((self._stream.end_capture(), behind))
 
     def launch(self) -> None:
         """Give it to the current stream; waits for nothing. Where what is called `between` raises, the rest is not."""
         for function in self.before_launch:
             function()
-        for part, then in self._parts:
+        for part, behind in self._parts:
             part.launch()
-            then()
-        self._last.launch()
+            if behind is not None:
+                behind()
 
 
 class Capturer:

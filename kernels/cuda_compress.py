@@ -63,16 +63,14 @@ def encode_top_k(grad: Array, residual: Array, indices: Array, values: Array) ->
     if not grad.size:
         return
     count, k = np.int64(grad.size), np.int64(indices.size)
-    elements = 16 // grad.itemsize  # of a pack
-    of_warp, warps_of_block = cuda.WARP * elements, cuda.THREADS // cuda.WARP
-    length = -(-grad.size // (cuda.MAX_PARTS * warps_of_block * of_warp)) * of_warp
-    blocks = -(-grad.size // (length * warps_of_block))
+    length, blocks, warps = _stretches(grad)
     _, *digits = _digits(8 * grad.itemsize - 1)
     search, of_sample, of_all, of_all_again, *of_digits = xp.zeros((4 + len(digits), 1 << _DIGIT_BITS), xp.uint32)
+    elements = 16 // grad.itemsize  # of a pack
     stride, wanted = _sample(grad.size // elements, indices.size / grad.size * elements)
     sampled = (grad, residual, count, np.int64(stride), np.int64(wanted), search, of_sample)
     cuda.launch("compress", f"sample_floor_{of_type}", cuda.blocks(-(-grad.size // (elements * stride))), *sampled)
-    numbers = xp.empty((3, blocks * warps_of_block), xp.uint32)
+    numbers = xp.empty((3, warps), xp.uint32)
     candidates = (numbers[0], xp.empty(grad.size, xp.uint32), xp.empty_like(grad))
     for again, counts in ((False, of_all), (True, of_all_again)):
         passed = (grad, residual, count, np.int64(length), k, np.bool_(again), search, counts, *candidates)
@@ -83,6 +81,14 @@ def encode_top_k(grad: Array, residual: Array, indices: Array, values: Array) ->
         cuda.launch("compress", f"find_digit_{of_type}", blocks, *among, *digit)
     cuda.launch("compress", f"count_chosen_{of_type}", blocks, *among, search, numbers[1:])
     cuda.launch("compress", f"write_chosen_{of_type}", blocks, *among, search, numbers[1:], residual, indices, values)
+
+
+def _stretches(x: Array) -> tuple[int, int, int]:
+    """How many elements each warp has, and how many blocks and warps that takes."""
+    warps_of_block, at_once = cuda.THREADS // cuda.WARP, cuda.WARP * 16 // x.itemsize
+    length = -(-x.size // (cuda.MAX_PARTS * warps_of_block * at_once)) * at_once
+    blocks = -(-x.size // (length * warps_of_block))
+    return length, blocks, blocks * warps_of_block
 
 
 def _digits(bits: int) -> Iterator[tuple[int, int]]:

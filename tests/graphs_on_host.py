@@ -29,6 +29,7 @@ import cublas_on_host
 import cupy_on_host
 import numpy as np
 import pytest
+from gpu_streams_on_host import PER_THREAD
 
 SYNCHRONOUS = "the current stream is capturing, so synchronous API calls are disallowed"
 TO_DEVICE = "the current stream is capturing, so H2D transfers are disallowed"
@@ -40,7 +41,6 @@ COPIES = {
 """Functions for which CuPy has no kernel of their own."""
 IN_PLACE = {"copyto", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__"}
 ALIGNMENT = 512
-PER_THREAD = 2
 
 
 class CUDARuntimeError(RuntimeError):

@@ -120,7 +120,7 @@ def test_reductions_are_captured(counted_graphs, name, axis):
 
 
 def test_a_graph_is_cut_where_the_host_has_something_to_do(counted_graphs):
-    """Which finds what comes before, and nothing of what comes behind; also where it raises."""
+    """Which finds what comes before, and nothing of what comes behind."""
     x, seen = ones(), []
 
     def work():

@@ -91,6 +91,18 @@ def test_what_is_not_finite_is_sent_and_not_kept(codec: Any, dtype: type, bad: f
         assert np.isfinite(kept.to_host()).all()
 
 
+def sent_alike(cupy: ModuleType, x: np.ndarray, residual: np.ndarray, k: int) -> tuple[tuple[Any, ...], ...]:
+    """Indices and values of the k largest by the device, and by the specification, which leave the same."""
+    expected = np.empty(k, np.uint32), np.empty(k, x.dtype)
+    found = tuple(cupy.asarray(each) for each in expected)
+    kept = cupy.asarray(residual)
+    cuda_compress.encode_top_k(cupy.asarray(x), kept, *found)
+    reference_compress.encode_top_k(x, residual, *expected)
+    for ours, theirs in zip((*found, kept), (*expected, residual), strict=True):
+        same(ours, theirs)
+    return found, expected
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("blocks", [1, 2, 1056])
 def test_top_k(dtype: type, blocks: int, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,13 +116,7 @@ def test_top_k(dtype: type, blocks: int, cupy: ModuleType, monkeypatch: pytest.M
         x[3::11], x[4::13] = 0, -0.0
         x[5:6], x[9:40:3], x[8:60:5] = np.nan, np.nan, -np.inf
         x[6:7] = -x[5:6]
-        expected = np.empty(k, np.uint32), np.empty(k, dtype)
-        found = tuple(cupy.asarray(each) for each in expected)
-        on_device, kept = cupy.asarray(x), cupy.asarray(residual)
-        cuda_compress.encode_top_k(on_device, kept, *found)
-        reference_compress.encode_top_k(x, residual, *expected)
-        for ours, theirs in zip((*found, kept), (*expected, residual), strict=True):
-            same(ours, theirs)
+        found, expected = sent_alike(cupy, x, residual, k)
         out, whole = cupy.asarray(np.full(size, 7, dtype)), np.full(size, 7, dtype)
         cuda_compress.decode_top_k(*found, out)
         reference_compress.decode_top_k(*expected, whole)
@@ -125,13 +131,7 @@ def test_top_k_where_the_sample_misleads(
     """A floor that fewer than k elements reach, and one that all do."""
     monkeypatch.setattr(cuda_compress, "_sample", lambda packs, chosen_of_pack: (3, wanted))
     x, residual = given(9001, dtype)
-    expected = np.empty(90, np.uint32), np.empty(90, dtype)
-    found = tuple(cupy.asarray(each) for each in expected)
-    kept = cupy.asarray(residual)
-    cuda_compress.encode_top_k(cupy.asarray(x), kept, *found)
-    reference_compress.encode_top_k(x, residual, *expected)
-    for ours, theirs in zip((*found, kept), (*expected, residual), strict=True):
-        same(ours, theirs)
+    sent_alike(cupy, x, residual, 90)
 
 
 def test_top_k_sets_few_candidates_aside(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
