@@ -121,7 +121,7 @@ def check_name(kind: str, name: str, valid: Iterable[str], where: object = None)
         return
     import difflib  # not before: this file is imported by all others
 
-    close = difflib.get_close_matches(name, valid, n=1)
+    close = difflib.get_close_matches(name.lower(), valid, n=1)
     raise ConfigError(
         f"unknown {kind} {name!r}",
         where=where,

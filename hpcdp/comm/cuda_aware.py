@@ -12,6 +12,7 @@ import importlib
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -65,6 +66,11 @@ def _agree(world: World) -> tuple[bool, str]:
     setting = world.comm.allgather_json(os.environ.get(SETTING) or "auto")[0]
     if setting not in MESSAGES:
         raise ConfigError("reduction", where=SETTING, expected=" or ".join(MESSAGES), got=repr(setting))
+    if setting == "direct" and world.rank == 0 and not library_says():
+        warnings.warn(
+            f"{SETTING}=direct, but the MPI library says that it takes no arrays in a GPU's memory: it may crash",
+            stacklevel=5,
+        )
     if setting != "auto":
         return setting == "direct", f"{SETTING}={setting}"
     if not all(world.comm.allgather_json(library_says())):

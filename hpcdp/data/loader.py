@@ -117,7 +117,7 @@ class DataLoader:
         if not isinstance(augment, Augmentation | None):
             raise ConfigError("DataLoader", where="augment", expected="an Augmentation", got=repr(augment))
         if not isinstance(device, Device | None):
-            raise ConfigError("DataLoader", where="device", expected="gpu(i) or cpu(i)", got=repr(device))
+            raise ConfigError("DataLoader", where="device", expected="hpcdp.gpu(i) or hpcdp.cpu(i)", got=repr(device))
         self.device = device
         self.dataset, self.sampler, self.prefetch = dataset, sampler, prefetch
         self.transform, self.augment, self._engine = transform, augment, engine

@@ -61,8 +61,9 @@ def says_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "LIBRARY", "libnone.so.1")
-    assert gpus.shown() == {"GPU": "none"}
-    assert doctor.check_gpus() == doctor.ok("none")
+    why = "none: libnone.so.1: cannot open shared object file: No such file or directory"
+    assert gpus.shown() == {"GPU": why}
+    assert doctor.check_gpus() == doctor.ok(why)
 
 
 def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

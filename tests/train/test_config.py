@@ -51,7 +51,10 @@ from hpcdp.train.runs.config import TrainConfig
             {"kv_store": "dist_sync", "optimizer": "lars"},
             "setting optimizer: expected sgd, adam or adamw with",
         ),
-        ({"kv_store": "local", "ranks": 2}, "setting kv_store: expected a dist kind for 2 ranks, got local"),
+        (
+            {"kv_store": "local", "ranks": 2},
+            "setting kv_store: expected dist or dist_sync or dist_device_sync or dist_async for 2 ranks, got local",
+        ),
         ({"batch_size": 3, "ranks": 4}, "expected at least one sample for each of the 4 ranks, got 3"),
     ],
 )

@@ -303,7 +303,7 @@ def check_gpus() -> Finding:
     if not found:
         models = machine.gpus()
         if not models:
-            return ok("none")
+            return ok(f"none: {told}")
         return warning(
             f"{', '.join(models)} cannot be used: {told}",
             "look with nvidia-smi; in a container: apptainer --nv, docker --gpus all; in a job: ask for them (--gres)",

@@ -66,8 +66,8 @@ def shown() -> dict[str, str]:
     """For `hpcdp info`: facts by title."""
     found, told = visible()
     if not found:
-        models = machine.gpus()
-        return {"GPU": f"none: {', '.join(models)} cannot be used, {told}" if models else "none"}
+        unused = "".join(f"{model} cannot be used, " for model in machine.gpus())
+        return {"GPU": f"none: {unused}{told}"}
     return {
         "GPU": ", ".join(f"{each.index}: {each.name} at {each.bus_id}" for each in found),
         "GPU driver": f"{driver_release()}, for CUDA up to {told}",

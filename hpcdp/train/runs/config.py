@@ -18,6 +18,9 @@ from .usual import RATES, SEQUENCE_MODELS, TEXTS, usual
 AUTO = "auto"
 """``resume``: go on where there is something to go on from."""
 
+_OF_SEVERAL = ("dist", "dist_sync", "dist_device_sync", "dist_async")
+"""The kinds of key-value stores that several ranks can share."""
+
 VIRTUAL_SHARDS = 8
 """The default of a reproducible run: what 8 ranks need, and 2 or 4 divide among them evenly."""
 
@@ -68,7 +71,7 @@ class TrainConfig:
     kv_store: str | None = setting(
         None,
         "train on a key-value store (default: in buckets, without)",
-        choices=("local", "device", "dist", "dist_sync", "dist_device_sync", "dist_async"),
+        choices=("local", "device", *_OF_SEVERAL),
     )
     work_load: str | None = setting(
         None, "shares of the ranks in a batch, e.g. 3,1; or: measured, anew after each epoch (default: all alike)"
@@ -199,7 +202,7 @@ class TrainConfig:
                 expected = f"{'none' if alone is None else alone} with kv_store"
                 raise ConfigError(f"setting {name}", expected=expected, got=getattr(self, name))
         if kind in ("local", "device") and self.ranks not in (None, 1):
-            raise ConfigError("setting kv_store", expected=f"a dist kind for {self.ranks} ranks", got=kind)
+            raise ConfigError("setting kv_store", expected=f"{' or '.join(_OF_SEVERAL)} for {self.ranks} ranks", got=kind)
 
     def _check_reproducible(self) -> None:
         if not self.reproducible:
