@@ -6,7 +6,7 @@ returns numbers waits for the current stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -33,17 +33,30 @@ def sum_of_squares(x: Array) -> float:
 
 def sums_of_squares(xs: Iterable[Array]) -> list[float]:
     """See `reference_norms.sums_of_squares`; waits once for all."""
-    sums = [_sum_of_squares(x) for x in xs]
-    return to_host(array_namespace(*sums).concatenate(sums)).tolist() if sums else []
+    given = list(xs)
+    return to_host(all_squares(given)).tolist() if given else []
 
 
-def _sum_of_squares(x: Array) -> Array:
-    """Shape ``(1,)``, on the GPU."""
-    of_type = cuda.type_name("sum_of_squares", _DTYPES, x.size, x)
-    xp, blocks = array_namespace(x), min(cuda.blocks(-(-x.nbytes // 16)), cuda.MAX_PARTS)
-    partial, out = xp.empty(blocks, dtype=np.float64), xp.empty(1, dtype=np.float64)
-    cuda.launch("norms", f"sum_of_squares_{of_type}", blocks, x, np.int64(x.size), partial)
-    cuda.launch("norms", "add_partials_f64", 1, partial, np.int64(blocks), out)
+def all_squares(xs: Sequence[Array]) -> Array:
+    """`sums_of_squares` of one or more arrays, in float64 on their GPU; waits for nothing."""
+    xp = array_namespace(*xs)
+    out = xp.empty(len(xs), dtype=np.float64)
+    for number, x in enumerate(xs):
+        of_type = cuda.type_name("sum_of_squares", _DTYPES, x.size, x)
+        blocks = min(cuda.blocks(-(-x.nbytes // 16)), cuda.MAX_PARTS)
+        partial = xp.empty(blocks, dtype=np.float64)
+        cuda.launch("norms", f"sum_of_squares_{of_type}", blocks, x, np.int64(x.size), partial)
+        cuda.launch("norms", "add_partials_f64", 1, partial, np.int64(blocks), out[number : number + 1])
+    return out
+
+
+def clipped_scale(squares: Array, scale: float | Array, most: float) -> Array:
+    """See `reference_norms.clipped_scale`: float64, shape ``(1,)``, on the GPU of ``squares``, where ``scale`` may be,
+    too; waits for nothing."""
+    cuda.check("clipped_scale", ("float64",), squares.size, squares)
+    number, place = (np.float64(scale), cuda.NOWHERE) if isinstance(scale, float) else (np.float64(1), scale)
+    out = array_namespace(squares).empty(1, dtype=np.float64)
+    cuda.launch("norms", "clipped_scale", 1, squares, np.int64(squares.size), number, place, np.float64(most), out)
     return out
 
 

@@ -56,6 +56,18 @@ template <class T> __device__ void find_not_finite(const T* x, Index count, int*
     if (!finite) *found = 1;
 }
 
+// The scale is `*scale_at`, if that is not null. One thread of one block.
+extern "C" __global__ void clipped_scale(
+    const double* squares, Index count, double scale, const double* scale_at, double most, double* out
+) {
+    if (threadIdx.x) return;
+    double total = 0;
+    for (Index i = 0; i < count; ++i) total += squares[i];
+    const double norm = sqrt(total);
+    if (scale_at) scale = *scale_at;
+    *out = is_finite(norm) && norm * scale > most ? most / norm : scale;
+}
+
 #define KERNELS(T, NAME)                                                                                               \
     extern "C" __global__ void sum_of_squares_##NAME(const T* x, Index count, double* partial) {                       \
         sum_of_squares(x, count, partial);                                                                             \

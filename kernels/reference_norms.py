@@ -6,6 +6,7 @@ Arrays are 1-D and contiguous, float32, float64 or `hpcdp.arrays.words`; any num
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from ..arrays import Array, array_namespace
@@ -30,6 +31,16 @@ def sum_of_squares(x: Array) -> float:
 def sums_of_squares(xs: Iterable[Array]) -> list[float]:
     """`sum_of_squares` of each."""
     return [float(sum_of_squares(x)) for x in xs]
+
+
+def clipped_scale(squares: Iterable[float], scale: float, most: float) -> float:
+    """The scale by which a gradient is at most ``most`` long, whose parts have these sums of squares: ``scale``, where
+    it is that already, and where it is not finite.
+
+    Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013, algorithm 1.
+    """
+    norm = math.sqrt(sum(squares))
+    return most / norm if norm < math.inf and norm * scale > most else scale
 
 
 def segment_squares(params: Array, grads: Array, bounds: Array, out: Array) -> None:

@@ -1,6 +1,7 @@
 // Fused optimizer updates, one pass over memory. reference_update.py is the specification: same bits.
 //
-// Coefficients are numbers, or, in a CUDA graph, which would freeze them, in memory: `from` if it is not null.
+// Coefficients are numbers, or, in a CUDA graph, which would freeze them, in memory: `from` if it is not null. So may
+// the scale be, which clipping computes on the GPU: `scale_at`, in the place of the coefficient.
 #include "common.cuh"
 #include "sgd.cuh"
 
@@ -35,32 +36,37 @@ __device__ void adam(
 
 #define KERNELS(T, NAME)                                                                                               \
     extern "C" __global__ void sgd_##NAME(                                                                             \
-        T* param, const T* grad, Index count, T lr, T weight_decay, T scale, const double* from                        \
+        T* param, const T* grad, Index count, T lr, T weight_decay, T scale,                                           \
+        const double* from, const double* scale_at                                                                     \
     ) {                                                                                                                \
         take(from, lr, weight_decay, scale);                                                                           \
+        take(scale_at, scale);                                                                                         \
         sgd(param, grad, count, lr, weight_decay, scale);                                                              \
     }                                                                                                                  \
     extern "C" __global__ void sgd_momentum_##NAME(                                                                    \
         T* param, const T* grad, T* velocity, Index count, T lr, T weight_decay, T scale, T momentum,                  \
-        const double* from                                                                                             \
+        const double* from, const double* scale_at                                                                     \
     ) {                                                                                                                \
         take(from, lr, weight_decay, scale, momentum);                                                                 \
+        take(scale_at, scale);                                                                                         \
         momentum_sgd<false>(param, grad, velocity, count, lr, weight_decay, scale, momentum);                          \
     }                                                                                                                  \
     extern "C" __global__ void sgd_nesterov_##NAME(                                                                    \
         T* param, const T* grad, T* velocity, Index count, T lr, T weight_decay, T scale, T momentum,                  \
-        const double* from                                                                                             \
+        const double* from, const double* scale_at                                                                     \
     ) {                                                                                                                \
         take(from, lr, weight_decay, scale, momentum);                                                                 \
+        take(scale_at, scale);                                                                                         \
         momentum_sgd<true>(param, grad, velocity, count, lr, weight_decay, scale, momentum);                           \
     }                                                                                                                  \
     extern "C" __global__ void adam_##NAME(                                                                            \
         T* param, const T* grad, T* m, T* v, Index count, T step_size, T weight_decay, T scale, T shrink,              \
-        T one_minus_beta1, T beta2, T one_minus_beta2, T root_scale, T eps, const double* from                         \
+        T one_minus_beta1, T beta2, T one_minus_beta2, T root_scale, T eps, const double* from, const double* scale_at \
     ) {                                                                                                                \
         take(                                                                                                          \
             from, step_size, weight_decay, scale, shrink, one_minus_beta1, beta2, one_minus_beta2, root_scale, eps     \
         );                                                                                                             \
+        take(scale_at, scale);                                                                                         \
         adam(                                                                                                          \
             param, grad, m, v, count, step_size, weight_decay, scale, shrink, one_minus_beta1, beta2, one_minus_beta2, \
             root_scale, eps                                                                                            \

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, from_host, is_host, to_host
+from .. import kernels
+from ..arrays import Array, array_namespace, from_host, is_host, to_host, words
 from ..collectives import allreduce
 from ..collectives.progress import Progress
 from ..comm import Communicator
 from ..comm.watchdog import nobody
+from ..kernels import reference_norms
 from ..optim.lars import segment_squares, squares
 from ..state import cut_of
 from .bucket import Bucket
@@ -36,8 +38,8 @@ def of_shards(reducer: Reducer) -> float:
     return sum(squares([run for bucket in reducer.buckets for run in _counted(reducer, bucket, *bucket.shard)]))
 
 
-def of_model(reducer: Reducer) -> float:
-    """The norm of the summed gradients, the same on all ranks, all of which must call; the shards must be reduced.
+def squares_of_model(reducer: Reducer) -> float:
+    """The squared norm of the summed gradients, the same on all ranks, which must call; the shards must be reduced.
 
     It is that of a whole model, also where this rank has a part of one (`World.model_comm`, `World.part_comm`). It is
     not finite where some gradient is not.
@@ -49,7 +51,20 @@ def of_model(reducer: Reducer) -> float:
         total = reducer.closing.tally(of_shards(reducer))[0]
     for comm in (reducer.world.part_comm, reducer.world.model_comm):
         total = sum(_told_by(comm, reducer, total))
-    return float(total**0.5)
+    return float(total)
+
+
+def clipped_scale(squares: float, scale: float, most: float) -> float:
+    """The scale by which gradients of this squared norm are at most ``most`` long: ``scale``, also where they are
+    not finite, or less."""
+    return float(reference_norms.clipped_scale([squares], scale, most))
+
+
+def clipped_scale_on_gpu(reducer: Reducer, scale: float | Array, most: float) -> Array:
+    """`clipped_scale` of all sums, which the rank has on its GPU: float64, shape ``(1,)``, there; nothing waits."""
+    sums = [words(bucket.mine) for bucket in reducer.buckets]
+    kernel = kernels.kernels_for("norms", sums[0], reference_norms)
+    return kernel.clipped_scale(kernel.all_squares(sums), scale, most)
 
 
 class Layers:

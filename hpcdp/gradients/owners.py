@@ -76,8 +76,11 @@ class Owner(Protocol):
         """
         ...
 
-    def update(self, step: int, scale: float) -> None:
-        """Update from gradients that are summed already, over this rank's `span` at least; every rank must call."""
+    def update(self, step: int, scale: float | Array) -> None:
+        """Update from gradients that are summed already, over this rank's `span` at least; every rank must call.
+
+        The scale may be an array as `Optimizer.update` takes it.
+        """
         ...
 
     @property
@@ -226,7 +229,7 @@ class _Flat:
             found = self._views[key] = self.flats[bucket.number][columns], bucket.mine[columns], state
         return found
 
-    def _update_own(self, bucket: Bucket, pieces: Sequence[Piece], step: int, scale: float) -> None:
+    def _update_own(self, bucket: Bucket, pieces: Sequence[Piece], step: int, scale: float | Array) -> None:
         for each in pieces:
             self.update_piece(bucket, each, partial(each.rule.update, step=step - each.passed_over, scale=scale))
 
@@ -234,7 +237,7 @@ class _Flat:
         flat, gradient, state = self._views_of(bucket, piece)
         master_weights.update(rule, flat, gradient, dict(state))  # a copy, which a rule of the user's may change
 
-    def _update_all(self, step: int, scale: float) -> None:
+    def _update_all(self, step: int, scale: float | Array) -> None:
         if not self.optimizer.by_layer:
             for bucket in self.reducer.buckets:
                 self._update_own(bucket, self.pieces[bucket.number], step, scale)
@@ -269,7 +272,7 @@ class EveryRank(_Flat):
             self.reduce()
             self.update(step, scale)
 
-    def update(self, step: int, scale: float) -> None:
+    def update(self, step: int, scale: float | Array) -> None:
         self._update_all(step, scale)
 
 
@@ -343,6 +346,6 @@ class ShardOwner(_Flat):
                 self._update_own(bucket, pieces, step, scale)
         reducer.gate.barrier()
 
-    def update(self, step: int, scale: float) -> None:
+    def update(self, step: int, scale: float | Array) -> None:
         self._update_all(step, scale)
         self.reducer.share(self.flats)

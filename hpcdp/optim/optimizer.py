@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from .. import kernels
-from ..arrays import Array, array_namespace, dtype_name, is_host
+from ..arrays import Array, array_namespace, dtype_name, is_cupy, is_host
 from ..errors import ConfigError, UnsupportedError
 from ..kernels import buffers, reference_update
 from .schedules import Schedule, schedule_from_config
@@ -104,7 +104,9 @@ class Optimizer(Configurable, abc.ABC):
         """Whether `update` does what its `kernel` says and no more, so that fused kernels may stand in for it."""
         return "update" not in vars(self) and type(self).update is Optimizer.update
 
-    def update(self, param: Array, grad: Array, state: dict[str, Array], *, step: int, scale: float = 1.0) -> None:
+    def update(
+        self, param: Array, grad: Array, state: dict[str, Array], *, step: int, scale: float | Array = 1.0
+    ) -> None:
         """One step of the rule; changes ``param`` and the arrays of ``state`` in place, leaves ``grad`` as it is.
 
         Args:
@@ -113,7 +115,8 @@ class Optimizer(Configurable, abc.ABC):
                 ``param`` or the state.
             state: what `init_state` made for this array, changed by all steps before.
             step: the number of this update, counted from 1.
-            scale: usually one over the global number of samples.
+            scale: usually one over the global number of samples; of arrays on a GPU it may lie there, too, in float64,
+                shape ``(1,)``, so that nobody waits for it.
 
         Raises:
             UnsupportedError: shape, dtype or layout differ from the above.
@@ -127,9 +130,10 @@ class Optimizer(Configurable, abc.ABC):
         arrays = (param, grad, *(state[name] for name in names))
         if step < 1:
             raise ConfigError(operation, where="step", expected="an integer >= 1", got=step)
-        name, coefficients = self.kernel(step, scale)
+        place = scale if is_cupy(scale) else None
+        name, coefficients = self.kernel(step, scale if place is None else 1.0)
         if not is_host(param):
-            self.launch(param, grad, state, name, coefficients)
+            self.launch(param, grad, state, name, coefficients, place)
             return
         if any(x.shape != param.shape for x in arrays):
             require_alike(operation, arrays)
@@ -140,16 +144,24 @@ class Optimizer(Configurable, abc.ABC):
             raise
 
     def launch(
-        self, param: Array, grad: Array, state: dict[str, Array], name: str, coefficients: tuple[float, ...] | Array
+        self,
+        param: Array,
+        grad: Array,
+        state: dict[str, Array],
+        name: str,
+        coefficients: tuple[float, ...] | Array,
+        scale: Array | None = None,
     ) -> None:
-        """`update` on a device, by what `kernel` has said; the coefficients may lie there, too, in float64.
+        """`update` on a device, by what `kernel` has said; the coefficients may lie there, too, in float64, and the
+        scale that counts in the place of theirs.
 
         Raises:
             UnsupportedError, ArrayMixError: as `update`.
         """
         arrays = (param, grad, *(state[each] for each in self.state_names()))
         require_alike(f"{self.name}.update", arrays)
-        getattr(kernels.kernels_for("update", param, reference_update), name)(*arrays, coefficients)
+        places = () if scale is None else (scale,)
+        getattr(kernels.kernels_for("update", param, reference_update), name)(*arrays, coefficients, *places)
 
 
 def require_alike(operation: str, arrays: tuple[Array, ...]) -> None:

@@ -1,6 +1,7 @@
 """Prints how often the host waits for its GPU in five steps of training, by kind of step, as JSON."""
 
 import json
+from typing import Any
 
 import cupy
 import fake_gpu
@@ -23,11 +24,11 @@ HOW = ("", " hybridized", " whole")
 """As written; the network hybridized; the whole step."""
 
 
-def waits(model: str, optimizer: str, how: str, clip_norm: float | None) -> int:
+def waits(model: str, optimizer: str, how: str, **options: Any) -> int:
     net = nn.models.create(model, input_shape=IMAGES[model], num_classes=10, seed=0).to(world.device)
     if how == " hybridized":
         net.hybridize()
-    trainer = Trainer(net.parameters(), OPTIMIZERS[optimizer], world=world, clip_norm=clip_norm)
+    trainer = Trainer(net.parameters(), OPTIMIZERS[optimizer], world=world, **options)
     step = TrainStep(net, trainer)
     step.hybridize(how == " whole")
     x, labels = cupy.zeros((2, *IMAGES[model]), np.float32), cupy.zeros(2, np.int64)
@@ -43,7 +44,8 @@ found = {}
 for model in IMAGES:
     for how in HOW:
         for optimizer in OPTIMIZERS:
-            found[f"{model} {optimizer}{how}"] = waits(model, optimizer, how, None)
-        found[f"{model} sgd{how} clip_norm"] = waits(model, "sgd", how, 1.0)
+            found[f"{model} {optimizer}{how}"] = waits(model, optimizer, how)
+        found[f"{model} sgd{how} clip_norm"] = waits(model, "sgd", how, clip_norm=1.0)
+        found[f"{model} sgd{how} skip"] = waits(model, "sgd", how, policy=hpcdp.Policy(nonfinite="skip"))
 if world.rank == 0:
     print(json.dumps({"device": str(world.device), "waits": found}))

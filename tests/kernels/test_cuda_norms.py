@@ -33,6 +33,17 @@ def test_squares_of_float32_do_not_overflow(cupy: ModuleType) -> None:
     assert cuda_norms.sum_of_squares(cupy.asarray(x)) == pytest.approx(2 * float(x[0]) ** 2, rel=1e-14)
 
 
+@pytest.mark.parametrize("squares", [[4.0], [1.0, 2.0, 0.3], [0.0], [1e-300], [1.0, np.inf], [np.nan], [2.0, -np.nan]])
+@pytest.mark.parametrize("scale", [1.0, 1 / 3, 1e-9])
+def test_clipped_scale(squares: list[float], scale: float, cupy: ModuleType) -> None:
+    for most in (1e-3, 0.7, 2.0, 1e200):
+        expected = reference_norms.clipped_scale(squares, scale, most)
+        assert expected <= scale
+        for given in (scale, cupy.asarray(np.array([scale]))):
+            found = cuda_norms.clipped_scale(cupy.asarray(np.array(squares)), given, most)
+            assert found.to_host().tolist() == [expected]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_finite(dtype: np.dtype, cupy: ModuleType) -> None:
     for size in (0, 1, 33, 1031):

@@ -63,6 +63,23 @@ def test_coefficients_may_lie_on_the_gpu(rule: str, dtype: type, cupy: ModuleTyp
             getattr(cuda_update, rule)(*arrays, cupy.asarray(wrong))
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_scale_may_lie_there_by_itself(rule: str, dtype: type, cupy: ModuleType) -> None:
+    plain = [np.nan_to_num(x) for x in given(rule, dtype, 67)]
+    lr, decay, scale, *others = RULES[rule][1]
+    getattr(reference_update, rule)(*plain, RULES[rule][1])
+    for coefficients in ((lr, decay, 7.0, *others), cupy.asarray(np.array((lr, decay, 7.0, *others)))):
+        arrays = [cupy.asarray(np.nan_to_num(x)) for x in given(rule, dtype, 67)]
+        getattr(cuda_update, rule)(*arrays, coefficients, cupy.asarray(np.array([scale])))
+        for ours, theirs in zip(arrays, plain, strict=True):
+            np.testing.assert_array_equal(ours.to_host(), theirs)
+    for wrong in (np.ones(2), np.ones(1, np.float32)):
+        with pytest.raises(UnsupportedError, match="float64"):
+            getattr(cuda_update, rule)(*arrays, RULES[rule][1], cupy.asarray(wrong))
+
+
 def test_more_elements_than_threads(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads stride over what a launch of few blocks leaves."""
     monkeypatch.setattr("hpcdp.kernels.cuda.MAX_BLOCKS", 2)

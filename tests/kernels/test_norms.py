@@ -96,3 +96,11 @@ def test_the_parts_of_a_layer_add_up():
     norms.segment_squares(params, grads, np.array([0, 1000]), whole)
     norms.segment_squares(params, grads, np.array([0, 333, 1000]), parts)
     np.testing.assert_allclose(parts.sum(axis=0), whole[0], rtol=1e-13)
+
+
+def test_a_gradient_is_scaled_to_the_length_that_it_may_have():
+    assert reference_norms.clipped_scale([9.0, 16.0], 0.5, 1.0) == 0.2
+    assert reference_norms.clipped_scale([9.0, 16.0], 0.5, 2.5) == 0.5
+    assert reference_norms.clipped_scale([0.0], 0.5, 1.0) == 0.5
+    for squares in (math.inf, math.nan):
+        assert reference_norms.clipped_scale([squares], 0.5, 1.0) == 0.5

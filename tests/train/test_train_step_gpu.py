@@ -40,12 +40,13 @@ RULES = {
 }
 
 
-def made(world, build=mlp, rule=RULES["momentum"], dtype=None, **options):
-    """Network and trainer on the GPU, parameters by their numbers."""
+def made(world, build=mlp, rule=RULES["momentum"], dtype=None, on_host=False, **options):
+    """Network and trainer, on the GPU unless ``on_host``, parameters by their numbers."""
     net = build()
     for number, param in enumerate(net.parameters()):
         param.data[...] = arrays(*param.shape, seed=number) / 4
-    net.to(like=on_gpu(np.zeros(1, np.float32)))
+    if not on_host:
+        net.to(like=on_gpu(np.zeros(1, np.float32)))
     if dtype:
         net.to(dtype=dtype)
     return net, hpcdp.Trainer(net.parameters(), rule(), world, **options)
@@ -120,9 +121,50 @@ def test_rates_and_corrections_are_those_of_each_step(gpu, rule):
     assert len(gpu.graphs) == 1
 
 
-def test_nothing_is_launched_behind_the_graph(gpu, monkeypatch):
+CLIPPED = {
+    "sgd": {"rule": RULES["sgd"]},
+    "adamw": {"rule": RULES["adamw"]},
+    "shards": {"owner": "shard"},
+    "float16": {"dtype": "float16", "loss_scale": 8.0},
+}
+LONGEST = 0.7
+"""Some gradients of these tests are longer."""
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clipping_is_in_the_graph(gpu, name):
+    pairs = compare(alone(), clip_norm=LONGEST, **CLIPPED[name])
+    assert len(gpu.graphs) == 1 and len(gpu.launches) == STEPS - 1
+    assert not pairs[1][1].num_nonfinite
+
+
+def test_clipped_steps_are_those_of_the_host(gpu):
+    found = []
+    for on_host in (False, True):
+        net, trainer = made(alone(), rule=RULES["sgd"], on_host=on_host, clip_norm=LONGEST)
+        step = by_hand(net, trainer) if on_host else planned(net, trainer)
+        for x, y in batches((4, 6), 8):
+            step(*((to_host(x), to_host(y)) if on_host else (x, y)))
+        found.append([to_host(param.data) for param in net.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_what_nobody_looks_at_is_not_counted_and_updates(gpu):
+    net, trainer = made(alone(), clip_norm=LONGEST)
+    step = planned(net, trainer)
+    for number, (x, y) in enumerate(batches((4, 6))):
+        if number == 3:
+            x[...] = np.nan
+        step(x, y)
+    assert trainer.step_count == STEPS and not trainer.num_nonfinite
+    assert np.isnan(to_host(net[0].weight.data)).all() and len(gpu.launches) == STEPS - 1
+
+
+@pytest.mark.parametrize("clip_norm", [None, LONGEST])
+def test_nothing_is_launched_behind_the_graph(gpu, monkeypatch, clip_norm):
     """Nor before it, where rates stay as they are: kernels of ours would be seen here."""
-    step = planned(*made(alone(), rule=RULES["sgd"]))
+    step = planned(*made(alone(), rule=RULES["sgd"], clip_norm=clip_norm))
     given = list(batches((4, 6)))
     for x, y in given[:3]:
         step(x, y)
@@ -141,12 +183,13 @@ def test_copies_in_float32_are_updated_in_the_graph(gpu, dtype):
 
 
 BEHIND = {
-    "clipping": {"clip_norm": 0.05},
+    "clipping and a look at sums": {"clip_norm": 0.05, "policy": hpcdp.Policy(nonfinite="skip")},
+    "clipping and lars": {"clip_norm": 0.05, "rule": lambda: optim.LARS(lr=1.0)},
     "a dynamic loss scale": {"loss_scale": "dynamic"},
     "a look at sums": {"policy": hpcdp.Policy(nonfinite="raise")},
     "lars": {"rule": lambda: optim.LARS(lr=1.0)},
-    "shards": {"owner": "shard", "clip_norm": 1.0},
     "a rule of the program's": {"rule": lambda: Halving(lr=0.1)},
+    "a rule of the program's, and clipping": {"rule": lambda: Halving(lr=0.1), "clip_norm": 0.05},
 }
 
 

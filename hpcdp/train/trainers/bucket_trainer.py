@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +14,8 @@ from ...comm import World, init
 from ...comm.agreement import on_every_rank
 from ...compression import Compression, Settings
 from ...devices import Device
-from ...errors import HpcdpError, NonFiniteGradientError, StaleGradientError
-from ...gradients import EveryRank, Owner, Reducer, ShardOwner, norms
+from ...errors import HpcdpError, StaleGradientError
+from ...gradients import EveryRank, Owner, Reducer, ShardOwner
 from ...gradients.auto_owner import lies_once_per_node
 from ...gradients.bucket import Parameter
 from ...gradients.buckets import plan
@@ -25,7 +24,7 @@ from ...gradients.critical_path import BucketTimes
 from ...nn.virtual_shard import enter_shard
 from ...optim import Optimizer
 from ...streams import Streams
-from . import trainer_states
+from . import looking, trainer_states
 from .bucket_checks import check_settings, refuse_half_a_step, refuse_reproducible, refuse_sums
 from .communication_stats import CommunicationStats
 from .gpu_times import EXPOSED, GpuTimes
@@ -78,7 +77,7 @@ class BucketTrainer(Trainer):
         if loss_scale == DYNAMIC:
             self.policy, self._dynamic = skipping(self.policy), DynamicLossScale()
         self._unwritten = Unwritten(self.policy, self.world.rank)
-        self._clip_norm = clip_norm
+        self.clip_norm = clip_norm
         self._syncing = True
         self._held_count = 0
         settings = [f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {loss_scale=} {self.policy}",
@@ -173,10 +172,11 @@ class BucketTrainer(Trainer):
     @on_its_gpu
     def step(self, count: int) -> int:
         """See `Trainer.step`."""
-        return self.step_by(self.owner.reduce_and_update, count)
+        return self.step_by(self._reduce_and_update, count)
 
     def step_by(self, update: Callable[[int, float], None], count: int) -> int:
-        """`step` with another ``update``, for this one's step and by this scale, where nobody looks at sums."""
+        """`step` with another ``update``, for this one's step and by this scale, which may clip on a GPU, where the
+        host does not look at sums."""
         count = checked_count("step", count)
         self._settle("step")
         if not self._syncing:
@@ -191,7 +191,7 @@ class BucketTrainer(Trainer):
                 return self._next_virtual_shard(count)
         total, before = self._close_step(count), self.step_count
         try:
-            if total and not self._looks_at_sums:
+            if total and not looking.host_looks(self):
                 update(self.step_count + 1, 1.0 / (total * self.loss_scale))
                 self.step_count += 1
             else:
@@ -203,6 +203,13 @@ class BucketTrainer(Trainer):
             self._begin_step()
         self._account(began_ns)
         return total
+
+    def _reduce_and_update(self, step: int, scale: float) -> None:
+        if looking.clips_on_gpu(self):
+            self.owner.reduce()
+            self.owner.update(step, looking.clipped_on_gpu(self, scale))
+        else:
+            self.owner.reduce_and_update(step, scale)
 
     @property
     def accumulation(self) -> tuple[bool, bool]:  # type: ignore[override]
@@ -218,8 +225,8 @@ class BucketTrainer(Trainer):
 
     @property
     def updates_at_once(self) -> bool:
-        """Whether `step` updates without a look at the sums, and not only counts."""
-        return self._syncing and not self._looks_at_sums and self._reproducible is None
+        """Whether `step` updates without a look of the host's at the sums, and not only counts."""
+        return self._syncing and not looking.host_looks(self) and self._reproducible is None
 
     def _next_virtual_shard(self, count: int) -> int:
         assert self._reproducible is not None
@@ -230,38 +237,23 @@ class BucketTrainer(Trainer):
         return self._held_count
 
     def _reduce(self) -> None:
-        if self.virtual_shards is not None and self._looks_at_sums:
+        if self.virtual_shards is not None and looking.host_looks(self):
             self.reducer.reduce_everywhere()  # looking at parts of the sum would depend on what the parts are
         else:
             self.owner.reduce()
 
-    @property
-    def _looks_at_sums(self) -> bool:
-        return self._clip_norm is not None or self.policy.nonfinite != "ignore"
+    def found(self, is_finite: bool) -> None:
+        """What the sums of a step are, where somebody has looked."""
+        self.num_nonfinite += not is_finite
+        if self._dynamic is not None:
+            self.loss_scale = self._dynamic.after_step(self.loss_scale, is_finite)
 
     def _update(self, total: int) -> None:
         """Update from gradients that are summed."""
-        if not total:
-            return
-        scale = 1.0 / (total * self.loss_scale)
-        if self._looks_at_sums:
-            norm = norms.of_model(self.reducer)
-            if self._dynamic is not None:
-                self.loss_scale = self._dynamic.after_step(self.loss_scale, math.isfinite(norm))
-            if not math.isfinite(norm):
-                self.num_nonfinite += 1
-                if self.policy.nonfinite == "raise":
-                    raise NonFiniteGradientError(
-                        "step", where=f"step {self.step_count + 1}", expected="finite gradients",
-                        got="a NaN or an infinity in their sum over all ranks",
-                        remedy="lower the learning rate, or skip such steps: Policy(nonfinite='skip')",
-                    )  # fmt: skip
-                if self.policy.nonfinite == "skip":
-                    return
-            elif self._clip_norm is not None and norm * scale > self._clip_norm:
-                scale = self._clip_norm / norm
-        self.owner.update(self.step_count + 1, scale)
-        self.step_count += 1
+        scale = looking.scale_of(self, total) if total else None
+        if scale is not None:
+            self.owner.update(self.step_count + 1, scale)
+            self.step_count += 1
 
     @on_its_gpu
     def allreduce_grads(self) -> None:

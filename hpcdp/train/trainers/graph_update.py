@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...arrays import Array, is_cupy
 from ...gradients.owners import Piece
 from ...kernels.capture import numbers
+from .looking import clipped_on_gpu, clips_on_gpu
 
 if TYPE_CHECKING:
     from .bucket_trainer import BucketTrainer
@@ -45,6 +46,9 @@ class GraphUpdate:
 
     def capture(self) -> None:
         """Launch it, within a capture."""
+        scale = None
+        if clips_on_gpu(self._trainer):
+            scale = clipped_on_gpu(self._trainer, numbers(lambda: self._now[1:]))
         of_rules: dict[tuple[int, int], Array] = {}
         captured = iter(self._captured)
         owner = self._trainer.owner
@@ -53,7 +57,8 @@ class GraphUpdate:
                 key = id(piece.rule), piece.passed_over
                 if key not in of_rules:
                     of_rules[key] = numbers(partial(self._coefficients, piece))
-                rule = partial(piece.rule.launch, name=next(captured)[1], coefficients=of_rules[key])
+                name, coefficients = next(captured)[1], of_rules[key]
+                rule = partial(piece.rule.launch, name=name, coefficients=coefficients, scale=scale)
                 owner.update_piece(bucket, piece, rule)
 
     def still_fits(self) -> bool:

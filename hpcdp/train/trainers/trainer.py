@@ -64,7 +64,8 @@ class Trainer:
             and all that follows is not for stores.
         bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1. None: an eighth of the model, but from
             1 to 25.
-        clip_norm: scale the global batch's mean gradient down to this norm where it is longer.
+        clip_norm: scale the global batch's mean gradient down to this norm where it is longer. One that is not finite
+            stays as it is.
         overlap: reduce a bucket as soon as backward has written it, and update its parameters while the next forward
             runs, as far as that does not need it; then gradients must not be changed by hand before `step`, and there
             is one backward for each, with ``grad_req="write"``. None: where there are several nodes. The numbers are
