@@ -18,7 +18,9 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from .. import comm, kernels
-from ..kernels import buffers, reference
+from ..kernels import buffers
+from ..kernels.reference import conv as reference
+from ..kernels.reference.windows import output_size
 from ..launch.arguments import Parser, at_least
 from . import program
 from .files import check_writable, write_json
@@ -49,7 +51,7 @@ class Layer:
 
     @property
     def out_size(self) -> int:
-        return reference.output_size(self.size, self.kernel, self.stride, self.padding)
+        return output_size(self.size, self.kernel, self.stride, self.padding)
 
     @property
     def gflop(self) -> float:

@@ -13,15 +13,8 @@ import numpy as np
 
 from .. import kernels
 from ..arrays import Array, to_host
-from ..kernels import (
-    reference,
-    reference_cast,
-    reference_compress,
-    reference_cross_entropy,
-    reference_norms,
-    reference_reduce,
-    reference_update,
-)
+from ..kernels.reference.compress import num_blocks
+from ..kernels.reference.reduce import SUM
 from .kernels import UPDATES
 
 _CHANNELS, _SIDE, _CLASSES = 64, 32, 1000
@@ -37,7 +30,7 @@ class Case:
 
     Args:
         name: as printed.
-        room: as `kernels.kernels_for` takes it, with the specification ``plain``.
+        room: as `kernels.kernels_for` takes it.
         call: takes the module and the arrays, of which it changes some; returns None or a number.
         arrays: NumPy's.
         moved: bytes that must be read or written.
@@ -46,7 +39,6 @@ class Case:
 
     name: str
     room: str
-    plain: ModuleType
     call: Callable[..., Any]
     arrays: tuple[np.ndarray, ...]
     moved: int
@@ -55,13 +47,13 @@ class Case:
     def on(self, asarray: Callable[[np.ndarray], Array]) -> tuple[Callable[[], Any], tuple[Array, ...]]:
         """The call on copies of its arrays that ``asarray`` makes, and those."""
         found = tuple(map(asarray, self.arrays))
-        return partial(self.call, kernels.kernels_for(self.room, found[0], self.plain), *found), found
+        return partial(self.call, kernels.kernels_for(self.room, found[0]), *found), found
 
     def wrong(self, asarray: Callable[[np.ndarray], Array]) -> int:
         """How many elements of one call's arrays are not the specification's."""
         call, ours = self.on(asarray)
         theirs = tuple(x.copy() for x in self.arrays)
-        answer, expected = call(), self.call(self.plain, *theirs)
+        answer, expected = call(), self.call(kernels.specification(self.room), *theirs)
         differ = 0 if expected is None else int(abs(answer - expected) > 1e-12 * abs(expected))
         for x, y in zip(map(to_host, ours), theirs, strict=True):
             apart = abs(x.astype(np.float64) - y)  # unsigned integers would wrap around
@@ -92,47 +84,46 @@ def _flat(count: int) -> Iterator[Case]:
     for name, rule, number, coefficients in UPDATES:
         arrays = tuple(abs(_random(rng, count)) for _ in range(number))
         call = _named(rule, coefficients)
-        yield Case(name, "update", reference_update, call, arrays, (2 * number - 1) * nbytes)
+        yield Case(name, "update", call, arrays, (2 * number - 1) * nbytes)
     x, wide, half = _random(rng, count), np.zeros(count, np.float32), np.zeros(count, np.uint16)
     for word in ("float16", "bfloat16"):
         for name, both in ((f"to_{word}", (x, half)), (f"from_{word}", (half, wide))):
-            yield Case(name.replace("_", " "), "cast", reference_cast, _named(name), both, nbytes * 3 // 2)
+            yield Case(name.replace("_", " "), "cast", _named(name), both, nbytes * 3 // 2)
     scaled = _named("scale", -1.0)
-    yield Case("scale", "cast", reference_cast, scaled, (x,), 2 * nbytes)
+    yield Case("scale", "cast", scaled, (x,), 2 * nbytes)
     for name in ("sum_of_squares", "all_finite"):
-        yield Case(name.replace("_", " "), "norms", reference_norms, _named(name), (x,), nbytes)
+        yield Case(name.replace("_", " "), "norms", _named(name), (x,), nbytes)
     for n in (2, 4, 8):
         rows = _random(rng, n, count)
         call = partial(_sum_rows, count)
-        yield Case(f"sum of {n} rows", "reduce", reference_reduce, call, (rows, wide), (n + 1) * nbytes)
+        yield Case(f"sum of {n} rows", "reduce", call, (rows, wide), (n + 1) * nbytes)
 
 
 def _sum_rows(count: int, module: ModuleType, rows: Array, out: Array) -> None:
-    module.combine(rows, 0, count, out, reference_reduce.SUM)
+    module.combine(rows, 0, count, out, SUM)
 
 
 def _codecs(count: int) -> Iterator[Case]:
     grad, residual = _random(np.random.default_rng(2), 2, count)
-    nbytes, scales = 4 * count, np.zeros(reference_compress.num_blocks(count), np.float32)
+    nbytes, scales = 4 * count, np.zeros(num_blocks(count), np.float32)
     for name, width, numbers in (("two_bit", 16, (0.5,)), ("one_bit", 32, (0.1, 0.5))):
         words = np.zeros(-(-count // width), np.uint32)
         codes = scales.nbytes + words.nbytes
         call = partial(_encode, f"encode_{name}", numbers)
         arrays = (grad, residual, scales, words)
-        plain = reference_compress
-        yield Case(f"encode {name.replace('_', ' ')}", "compress", plain, call, arrays, 3 * nbytes + codes)
+        yield Case(f"encode {name.replace('_', ' ')}", "compress", call, arrays, 3 * nbytes + codes)
         decode = _named(f"decode_{name}")
         full = (abs(scales) + 0.5, words, np.zeros_like(grad))
-        yield Case(f"decode {name.replace('_', ' ')}", "compress", plain, decode, full, nbytes + codes)
+        yield Case(f"decode {name.replace('_', ' ')}", "compress", decode, full, nbytes + codes)
     halves = np.zeros(count, np.uint16)
     for name in ("encode_float16", "encode_bfloat16"):
         moved = 3 * nbytes + halves.nbytes
         into = (grad, residual, halves)
-        yield Case(name.replace("_", " "), "compress", reference_compress, _named(name), into, moved)
+        yield Case(name.replace("_", " "), "compress", _named(name), into, moved)
     k = max(1, count // 100)
     chosen = (grad, residual, np.zeros(k, np.uint32), np.zeros(k, np.float32))
     moved = 3 * nbytes + 8 * k  # of which the sum alone is most
-    yield Case("top 1%", "compress", reference_compress, _named("encode_top_k"), chosen, moved)
+    yield Case("top 1%", "compress", _named("encode_top_k"), chosen, moved)
 
 
 def _encode(name: str, numbers: tuple[float, ...], module: ModuleType, *arrays: Array) -> None:
@@ -150,31 +141,30 @@ def _layers(batch: int) -> Iterator[Case]:
         ("max_pool", (x, small, chosen)), ("max_pool_gradient", (gy[:, :, ::2, ::2].copy(), chosen, np.zeros_like(x))),
     ):  # fmt: skip
         moved = sum(each.nbytes for each in pooled)
-        yield Case(name.replace("_", " "), "pool", reference, _named(name, *twice), pooled, moved)
+        yield Case(name.replace("_", " "), "pool", _named(name, *twice), pooled, moved)
     planes = x.reshape(batch, _CHANNELS, -1)
     scale, shift, *saved = abs(rng.standard_normal((4, _CHANNELS), np.float32))
     for name, dtype, error in (("batch norm", np.float32, _ROUNDED), ("batch norm, float16", np.float16, 2.0**-10)):
         own = planes.astype(dtype)
         into = (own, scale, shift, np.zeros_like(own), *saved)
-        yield Case(name, "batch_norm", reference, _batch_norm, into, 3 * own.nbytes, error)
+        yield Case(name, "batch_norm", _batch_norm, into, 3 * own.nbytes, error)
     grads, dx, of_channels = gy.reshape(planes.shape), np.zeros_like(planes), np.zeros((2, _CHANNELS), np.float32)
     into = (grads, planes, scale, planes.mean(axis=(0, 2)), planes.var(axis=(0, 2)), dx, *of_channels)
-    yield Case("batch norm gradient", "batch_norm", reference, _batch_norm_gradients, into, 5 * x.nbytes, _ROUNDED)
+    yield Case("batch norm gradient", "batch_norm", _batch_norm_gradients, into, 5 * x.nbytes, _ROUNDED)
     into, of_bias = (grads, np.maximum(planes, 0), dx, of_channels[0]), _named("bias_gradient")
-    yield Case("bias gradient, ReLU", "epilogue", reference, of_bias, into, 3 * x.nbytes, _ROUNDED)
+    yield Case("bias gradient, ReLU", "epilogue", of_bias, into, 3 * x.nbytes, _ROUNDED)
     rows = x.reshape(-1, _CHANNELS * _SIDE)
-    yield Case("bias, ReLU", "epilogue", reference, _named("add_bias", True), (rows, rows[0].copy()), 2 * x.nbytes)
+    yield Case("bias, ReLU", "epilogue", _named("add_bias", True), (rows, rows[0].copy()), 2 * x.nbytes)
     logits = x.reshape(-1)[: x.size // _CLASSES * _CLASSES].reshape(-1, _CLASSES)
     labels = rng.integers(0, _CLASSES, len(logits))
     losses = np.zeros(len(logits), np.float32)
     call, of_rows = _named("softmax_cross_entropy"), (logits, labels, np.zeros_like(logits), losses)
-    plain = reference_cross_entropy
-    yield Case("softmax, loss", "cross_entropy", plain, call, of_rows, 2 * logits.nbytes, _ROUNDED)
+    yield Case("softmax, loss", "cross_entropy", call, of_rows, 2 * logits.nbytes, _ROUNDED)
 
 
 def _batch_norm(module: ModuleType, *arrays: Array) -> None:
     x, scale, shift, out, mean, variance = arrays
-    if module is reference:
+    if module is kernels.specification("batch_norm"):
         x = x.astype(np.float32)  # in which the kernels compute with 16 bits
     module.batch_norm(x, scale, shift, out, (mean, variance), 1e-5)
 

@@ -20,7 +20,11 @@ from typing import Any
 import numpy as np
 
 from .. import comm, kernels
-from ..kernels import buffers, reference_cast, reference_norms, reference_quantise, reference_update
+from ..kernels import buffers
+from ..kernels.reference import cast as reference_cast
+from ..kernels.reference import norms as reference_norms
+from ..kernels.reference import quantise as reference_quantise
+from ..kernels.reference import update as reference_update
 from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core

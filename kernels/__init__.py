@@ -1,10 +1,9 @@
 """Floor 0: compute kernels. Imports: arrays, errors, launched.
 
-``reference`` and the modules ``reference_X`` are the specification, in the functions that NumPy and CuPy share. The
-modules ``cuda_X``, with ``X.cu``, are for CuPy arrays (`cuda`), as are `capture` and `cublas` for CUDA graphs. The
-others are Numba versions for NumPy arrays, reached through `load`. Those are compiled for the types of their arguments
-when they are first called with them, by one process of a node while the others wait and then read the cache
-(`machine_code`). `kernels_for` chooses by the array.
+``reference/X.py`` is the specification, in the functions that NumPy and CuPy share; ``cuda/X.py`` and ``cuda/X.cu`` are
+for CuPy arrays. The files here are Numba versions for NumPy arrays, reached through `load`. Those are compiled for the
+types of their arguments when they are first called with them, by one process of a node while the others wait and then
+read the cache (`machine_code`). `kernels_for` chooses by the array.
 """
 
 from __future__ import annotations
@@ -234,21 +233,27 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def kernels_for(name: str, x: Array, plain: ModuleType) -> ModuleType:
-    """What has the functions of the specification ``plain`` for arrays like ``x``: Numba's kernels (`load`) for NumPy,
-    CUDA's for CuPy, where there are any, else ``plain`` itself, which every namespace can do. Convolutions of CuPy's
-    arrays are cuDNN's (`cudnn_conv`) where that is installed.
+def kernels_for(name: str, x: Array) -> ModuleType:
+    """What has the functions of the specification ``name`` for arrays like ``x``: Numba's kernels (`load`) for NumPy,
+    CUDA's for CuPy, where there are any, else the specification itself, which every namespace can do. Convolutions of
+    CuPy's arrays are cuDNN's (`cuda.cudnn_conv`) where that is installed.
 
     Raises:
         ConfigError: as `load`.
     """
     if is_host(x):
-        return plain if name in _PLAIN_ON_HOST else load(name)
+        return specification(name) if name in _PLAIN_ON_HOST else load(name)
     if name not in _ON_CUDA or not is_cupy(x):
-        return plain
-    return _for_cuda("cudnn_conv" if name == "conv" and _for_cuda("cudnn_conv").is_there() else f"cuda_{name}")
+        return specification(name)
+    return _for_cuda("cudnn_conv" if name == "conv" and _for_cuda("cudnn_conv").is_there() else name)
+
+
+@cache
+def specification(name: str) -> ModuleType:
+    """The plain array operations of the kernels ``name``."""
+    return importlib.import_module(f"{__name__}.reference.{name}")
 
 
 @cache
 def _for_cuda(name: str) -> ModuleType:
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f"{__name__}.cuda.{name}")

@@ -1,7 +1,7 @@
 """Floor 0: batch normalisation of NumPy arrays. Imports: numba.
 
-`reference` is the specification. Sums over a plane run in as many lanes as a vector register has (``reassoc``), the
-same in every run since those loops store nothing, and are added up in float64.
+`reference.batch_norm` is the specification. Sums over a plane run in as many lanes as a vector register has
+(``reassoc``), the same in every run since those loops store nothing, and are added up in float64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FLOATS = (numba.float32, numba.float64)
     fastmath={"reassoc", "contract"},
 )
 def batch_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def]
-    """See `reference.batch_norm`."""
+    """See `reference.batch_norm.batch_norm`."""
     batch, channels, size = x.shape
     count = batch * size
     for c in range(channels):
@@ -63,7 +63,7 @@ def batch_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def
     fastmath={"reassoc", "contract"},
 )
 def batch_norm_gradients(gy, x, scale, saved, into, eps):  # type: ignore[no-untyped-def]
-    """See `reference.batch_norm_gradients`."""
+    """See `reference.batch_norm.batch_norm_gradients`."""
     dx, dscale, dshift = into
     batch, channels, size = x.shape
     count = batch * size
@@ -93,7 +93,7 @@ def batch_norm_gradients(gy, x, scale, saved, into, eps):  # type: ignore[no-unt
     fastmath={"reassoc", "contract"},
 )
 def channel_sums(x, sums):  # type: ignore[no-untyped-def]
-    """See `reference.channel_sums`."""
+    """See `reference.batch_norm.channel_sums`."""
     batch, channels, size = x.shape
     for c in range(channels):
         total, squares = 0.0, 0.0
@@ -114,7 +114,7 @@ def channel_sums(x, sums):  # type: ignore[no-untyped-def]
     fastmath={"reassoc", "contract"},
 )
 def normalise(x, scale, shift, saved, out, eps):  # type: ignore[no-untyped-def]
-    """See `reference.normalise`."""
+    """See `reference.batch_norm.normalise`."""
     batch, channels, size = x.shape
     for c in range(channels):
         mean = saved[0][c]
@@ -133,7 +133,7 @@ def normalise(x, scale, shift, saved, out, eps):  # type: ignore[no-untyped-def]
     fastmath={"reassoc", "contract"},
 )
 def gradient_sums(gy, x, saved, sums, eps):  # type: ignore[no-untyped-def]
-    """See `reference.gradient_sums`."""
+    """See `reference.batch_norm.gradient_sums`."""
     batch, channels, size = x.shape
     for c in range(channels):
         mean = saved[0][c]
@@ -165,7 +165,7 @@ def gradient_sums(gy, x, saved, sums, eps):  # type: ignore[no-untyped-def]
     fastmath={"reassoc", "contract"},
 )
 def gradient_of_input(gy, x, scale, saved, means, dx, eps):  # type: ignore[no-untyped-def]
-    """See `reference.gradient_of_input`."""
+    """See `reference.batch_norm.gradient_of_input`."""
     batch, channels, size = x.shape
     for c in range(channels):
         mean = saved[0][c]

@@ -1,6 +1,6 @@
 """Casts between float32 and the 16-bit formats, and scaling, for NumPy arrays. Imports: halves, lanes, numba.
 
-`reference_cast` is the specification: same names, same arguments. All arrays are 1-D, contiguous and do not overlap;
+`reference.cast` is the specification: same names, same arguments. All arrays are 1-D, contiguous and do not overlap;
 the 16-bit numbers of casts are given as their bits in uint16, whose format the name of the cast says.
 """
 
@@ -58,7 +58,7 @@ def _from_bfloat16(typingctx: Any, value: Any) -> Any:
 # No factory for these loops: what closes over an intrinsic is not found in Numba's cache by the next process.
 @kernel([types.void(float32[::1], uint16[::1])])
 def to_float16(x, out):  # type: ignore[no-untyped-def]
-    """See `reference_cast.to_float16`."""
+    """See `reference.cast.to_float16`."""
     if out.size != x.size:
         raise ValueError("out must have as many elements as x")
     for i in range(out.size):
@@ -67,7 +67,7 @@ def to_float16(x, out):  # type: ignore[no-untyped-def]
 
 @kernel([types.void(uint16[::1], float32[::1])])
 def from_float16(x, out):  # type: ignore[no-untyped-def]
-    """See `reference_cast.from_float16`."""
+    """See `reference.cast.from_float16`."""
     if out.size != x.size:
         raise ValueError("out must have as many elements as x")
     for i in range(out.size):
@@ -76,7 +76,7 @@ def from_float16(x, out):  # type: ignore[no-untyped-def]
 
 @kernel([types.void(float32[::1], uint16[::1])])
 def to_bfloat16(x, out):  # type: ignore[no-untyped-def]
-    """See `reference_cast.to_bfloat16`.
+    """See `reference.cast.to_bfloat16`.
 
     NaNs are looked for in 32 elements at a time: a choice in every element took a quarter of the time.
     """
@@ -93,7 +93,7 @@ def to_bfloat16(x, out):  # type: ignore[no-untyped-def]
 
 @kernel([types.void(uint16[::1], float32[::1])])
 def from_bfloat16(x, out):  # type: ignore[no-untyped-def]
-    """See `reference_cast.from_bfloat16`."""
+    """See `reference.cast.from_bfloat16`."""
     if out.size != x.size:
         raise ValueError("out must have as many elements as x")
     for i in range(out.size):
@@ -102,7 +102,7 @@ def from_bfloat16(x, out):  # type: ignore[no-untyped-def]
 
 @kernel()
 def follow(wide, x):  # type: ignore[no-untyped-def]
-    """See `reference_cast.follow`."""
+    """See `reference.cast.follow`."""
     if wide.size != x.size:
         raise ValueError("wide must have as many elements as x")
     for i in range(wide.size):
@@ -112,7 +112,7 @@ def follow(wide, x):  # type: ignore[no-untyped-def]
 
 @kernel()
 def scale(x, factor):  # type: ignore[no-untyped-def]
-    """See `reference_cast.scale`."""
+    """See `reference.cast.scale`."""
     by = type(widen(x.dtype.type(0)))(factor)
     for i in range(x.size):
         x[i] = narrow(widen(x[i]) * by, x)
@@ -120,7 +120,7 @@ def scale(x, factor):  # type: ignore[no-untyped-def]
 
 @kernel()
 def scale_into(x, factor, out):  # type: ignore[no-untyped-def]
-    """See `reference_cast.scale_into`."""
+    """See `reference.cast.scale_into`."""
     by = type(widen(x.dtype.type(0)))(factor)
     if out.size != x.size:
         raise ValueError("out must have as many elements as x")

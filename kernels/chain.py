@@ -1,6 +1,6 @@
 """Floor 0: a chain of elementwise operations in one pass over memory, in blocks that stay in the first-level cache.
 
-Imports: numba. `reference_chain` is the specification of the operations; there is no fastmath here, so that each rounds
+Imports: numba. `reference.chain` is the specification of the operations; there is no fastmath here, so that each rounds
 as NumPy's own.
 
 Chains are known only when a network is planned, so this is no kernel for one chain, which would have to be compiled
@@ -53,7 +53,7 @@ def run(code, zero):  # type: ignore[no-untyped-def]
             many bytes further the next element of the whole and of the row is (0 for what each block begins with
             anew). Then the fillings, made once before all else: the address of some elements, how many, and to which
             address they are copied over and over, up to how many. Then the operations: their places in
-            `reference_chain.OPERATIONS`, the numbers of both operands (of the only one twice) and of the result.
+            `reference.chain.OPERATIONS`, the numbers of both operands (of the only one twice) and of the result.
         zero: 0 in the dtype of all elements.
     """
     size, period, num_operands, num_fillings = code[0]

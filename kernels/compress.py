@@ -1,7 +1,7 @@
 """Gradients encoded in one call that keeps what is not sent, for NumPy arrays. Imports: cast, halves, norms, quantise,
 numba.
 
-`reference_compress` is the specification: same names, same arguments; the scales of blocks are the same up to rounding,
+`reference.compress` is the specification: same names, same arguments; the scales of blocks are the same up to rounding,
 and everything else to the bit for the same scales. A block's arrays stay in the first cache between its passes, so
 memory is read and written once.
 """
@@ -16,7 +16,7 @@ from .halves import narrow, widen
 from .machine_code import kernel
 from .norms import _magnitude
 from .quantise import pack_one_bit, pack_two_bit, unpack_one_bit, unpack_two_bit
-from .reference_compress import BLOCK, SHARE
+from .reference.compress import BLOCK, SHARE
 
 _DIGITS = ((19, 12), (7, 12), (0, 7))
 """Of a float32's magnitude, which has 31 bits: how far each is shifted to the left, and how many bits it has."""
@@ -53,7 +53,7 @@ def _mean_from(grad, residual, threshold):  # type: ignore[no-untyped-def]
 
 @kernel()
 def encode_two_bit(grad, residual, threshold, scales, words):  # type: ignore[no-untyped-def]
-    """See `reference_compress.encode_two_bit`."""
+    """See `reference.compress.encode_two_bit`."""
     for block in range(scales.size):
         first, last = block * BLOCK, min((block + 1) * BLOCK, grad.size)
         added, kept, packed = grad[first:last], residual[first:last], words[first // 16 : (last + 15) // 16]
@@ -72,7 +72,7 @@ def encode_two_bit(grad, residual, threshold, scales, words):  # type: ignore[no
 
 @kernel()
 def decode_two_bit(scales, words, out):  # type: ignore[no-untyped-def]
-    """See `reference_compress.decode_two_bit`."""
+    """See `reference.compress.decode_two_bit`."""
     for block in range(scales.size):
         first, last = block * BLOCK, min((block + 1) * BLOCK, out.size)
         unpack_two_bit(words[first // 16 : (last + 15) // 16], scales[block], out[first:last])
@@ -80,7 +80,7 @@ def decode_two_bit(scales, words, out):  # type: ignore[no-untyped-def]
 
 @kernel()
 def encode_one_bit(grad, residual, threshold, magnitude, scales, words):  # type: ignore[no-untyped-def]
-    """See `reference_compress.encode_one_bit`."""
+    """See `reference.compress.encode_one_bit`."""
     for block in range(scales.size):
         first, last = block * BLOCK, min((block + 1) * BLOCK, grad.size)
         added, kept, packed = grad[first:last], residual[first:last], words[first // 32 : (last + 31) // 32]
@@ -96,7 +96,7 @@ def encode_one_bit(grad, residual, threshold, magnitude, scales, words):  # type
 
 @kernel()
 def decode_one_bit(scales, words, out):  # type: ignore[no-untyped-def]
-    """See `reference_compress.decode_one_bit`."""
+    """See `reference.compress.decode_one_bit`."""
     for block in range(scales.size):
         first, last = block * BLOCK, min((block + 1) * BLOCK, out.size)
         unpack_one_bit(words[first // 32 : (last + 31) // 32], scales[block], out[first:last])
@@ -104,7 +104,7 @@ def decode_one_bit(scales, words, out):  # type: ignore[no-untyped-def]
 
 @kernel()
 def encode_float16(grad, residual, halves):  # type: ignore[no-untyped-def]
-    """See `reference_compress.encode_float16`."""
+    """See `reference.compress.encode_float16`."""
     for i in range(grad.size):
         total = residual[i] + grad[i]
         halves[i] = narrow(total, halves)
@@ -114,7 +114,7 @@ def encode_float16(grad, residual, halves):  # type: ignore[no-untyped-def]
 
 @kernel()
 def encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
-    """See `reference_compress.encode_bfloat16`, block by block: NaNs are looked for in many elements at a time."""
+    """See `reference.compress.encode_bfloat16`, block by block: NaNs are looked for in many elements at a time."""
     for first in range(0, grad.size, BLOCK):
         part = slice(first, min(first + BLOCK, grad.size))
         _encode_bfloat16(grad[part], residual[part], halves[part])
@@ -132,7 +132,7 @@ def _encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
 
 @kernel()
 def encode_top_k(grad, residual, indices, values):  # type: ignore[no-untyped-def]
-    """See `reference_compress.encode_top_k`. The smallest magnitude that is sent is found digit by digit."""
+    """See `reference.compress.encode_top_k`. The smallest magnitude that is sent is found digit by digit."""
     if indices.size == 0:
         return
     for i in range(grad.size):
@@ -169,7 +169,7 @@ def encode_top_k(grad, residual, indices, values):  # type: ignore[no-untyped-de
 
 @kernel()
 def decode_top_k(indices, values, out):  # type: ignore[no-untyped-def]
-    """See `reference_compress.decode_top_k`."""
+    """See `reference.compress.decode_top_k`."""
     out[:] = 0
     for place in range(indices.size):
         if indices[place] < out.size:

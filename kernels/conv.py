@@ -1,7 +1,7 @@
 """Floor 0: convolution of NumPy arrays, by whichever of three ways suits its shapes. Imports: buffers, direct, im2col,
 lanes, winograd, epilogue.
 
-`reference` is the specification; all arrays must be C-contiguous.
+`reference.conv` is the specification; all arrays must be C-contiguous.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def conv2d(
     padding: Pair,
     relu: bool,
 ) -> None:
-    """See `reference.conv2d`."""
+    """See `reference.conv.conv2d`."""
     if _by_winograd(x, weight, out, stride, padding):
         load("winograd").conv2d(x, weight, bias, out, padding, relu)
     elif _directly(x, weight, out):
@@ -80,7 +80,7 @@ def conv2d_gradients(
     stride: Pair,
     padding: Pair,
 ) -> None:
-    """See `reference.conv2d_gradients`."""
+    """See `reference.conv.conv2d_gradients`."""
     by_winograd = _by_winograd(x, weight, gy, stride, padding)
     if not by_winograd and not _directly(x, weight, gy):
         im2col.conv2d_gradients(x, weight, gy, out, into, stride, padding)

@@ -269,7 +269,7 @@ def _room(channels: int, depth: int) -> np.ndarray:
 def conv2d(
     x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, out: np.ndarray, stride: Pair, padding: Pair, relu: bool
 ) -> None:  # fmt: skip
-    """See `reference.conv2d`; float32, at least one result."""
+    """See `reference.conv.conv2d`; float32, at least one result."""
     layout = _of_input(x.shape, weight.shape[2:], out.shape[2:], stride, padding)
     outputs, depth = len(weight), weight[0].size
     panels, padded = _room(outputs, depth), np.zeros(outputs + 2 * LANES, np.float32)

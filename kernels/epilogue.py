@@ -1,6 +1,6 @@
 """Floor 0: bias and activation after a product, in one pass over memory. Imports: sums, numba.
 
-`reference` is the specification.
+`reference.epilogue` is the specification.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FLOATS = (numba.float32, numba.float64)
 
 @kernel([numba.void(f[:, ::1], f[::1], numba.boolean) for f in _FLOATS])
 def add_bias(y, bias, relu):  # type: ignore[no-untyped-def]
-    """See `reference.add_bias`."""
+    """See `reference.epilogue.add_bias`."""
     zero = y.dtype.type(0)
     for row in range(y.shape[0]):
         if relu:
@@ -36,12 +36,12 @@ def _relu_gradient(gy, y, dx):  # type: ignore[no-untyped-def]
 
 
 def relu_gradient(gy: np.ndarray, y: np.ndarray, dx: np.ndarray) -> None:
-    """See `reference.relu_gradient`; the arrays must be C-contiguous."""
+    """See `reference.epilogue.relu_gradient`; the arrays must be C-contiguous."""
     _relu_gradient(gy.reshape(-1), y.reshape(-1), dx.reshape(-1))
 
 
 def bias_gradient(gy: np.ndarray, y: np.ndarray | None, dx: np.ndarray | None, dbias: np.ndarray) -> None:
-    """See `reference.bias_gradient`; of rows alone."""
+    """See `reference.epilogue.bias_gradient`; of rows alone."""
     if y is not None and dx is not None:
         relu_gradient(gy, y, dx)
         gy = dx

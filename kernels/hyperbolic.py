@@ -43,13 +43,13 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def gelu(x, half, one, slope, cube):  # type: ignore[no-untyped-def]
-    """See `reference_sequences.gelu`; constants of the dtype of ``x``: 1/2, 1, `GELU_SLOPE` and `GELU_CUBE`."""
+    """See `reference.sequences.gelu`; constants of the dtype of ``x``: 1/2, 1, `GELU_SLOPE` and `GELU_CUBE`."""
     return half * x * (one + tanh(slope * (x + cube * x * x * x)))
 
 
 @numba.njit(inline="always")
 def gelu_gradient(gy, x, half, one, slope, cube):  # type: ignore[no-untyped-def]
-    """See `reference_sequences.gelu_gradient`; constants as of `gelu`."""
+    """See `reference.sequences.gelu_gradient`; constants as of `gelu`."""
     square = x * x
     y = tanh(slope * x * (one + cube * square))
     return gy * (half * (one + y) + half * x * (one - y * y) * slope * (one + (one + one + one) * cube * square))

@@ -1,8 +1,8 @@
 """Floor 0: convolution of NumPy arrays by blocked im2col and BLAS. Imports: numba, buffers,
 patches, planes, products.
 
-`reference` is the specification. A block is as many images, or rows of an image, as keep their patches in the L2 cache:
-unfolding the whole batch at once was measured at a quarter of the speed.
+`reference.conv` is the specification. A block is as many images, or rows of an image, as keep their patches in the L2
+cache: unfolding the whole batch at once was measured at a quarter of the speed.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def conv2d(
     padding: Pair,
     relu: bool,
 ) -> None:
-    """See `reference.conv2d`."""
+    """See `reference.conv.conv2d`."""
     blocks = _Blocks(x, weight, out, stride, padding, unfolds_alone=False)
     matrix = blocks.patches.matrix()
     planes = blocks.planes(out)
@@ -210,7 +210,7 @@ def conv2d_gradients(
     stride: Pair,
     padding: Pair,
 ) -> None:
-    """See `reference.conv2d_gradients`."""
+    """See `reference.conv.conv2d_gradients`."""
     dx, dweight, dbias = into
     blocks = _Blocks(x, weight, gy, stride, padding, unfolds_alone=dx is None)
     patches, room = blocks.patches, blocks.product

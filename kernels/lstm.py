@@ -1,6 +1,6 @@
 """Floor 0: one step of an LSTM, forward and backward, for NumPy arrays. Imports: numba.
 
-`reference_sequences` is the specification. Loops write one array each: with more the compiler would have to compare too
+`reference.sequences` is the specification. Loops write one array each: with more the compiler would have to compare too
 many places to be sure that they are apart, and would not use vector registers.
 """
 
@@ -19,7 +19,7 @@ _FLOATS = (numba.float32, numba.float64)
     fastmath={"contract"},
 )
 def lstm_step(bias, product, t, gates, cells, inputs):  # type: ignore[no-untyped-def]
-    """See `reference_sequences.lstm_step`."""
+    """See `reference.lstm.lstm_step`."""
     size = cells.shape[2]
     first_hidden = inputs.shape[2] - size
     half = gates.dtype.type(0.5)
@@ -47,7 +47,7 @@ def lstm_step(bias, product, t, gates, cells, inputs):  # type: ignore[no-untype
     fastmath={"contract"},
 )
 def lstm_step_gradients(gy, dinputs, dcell, t, gates, cells, dgates, dbias):  # type: ignore[no-untyped-def]
-    """See `reference_sequences.lstm_step_gradients`."""
+    """See `reference.lstm.lstm_step_gradients`."""
     size = dcell.shape[1]
     one = gates.dtype.type(1)
     for b in range(gates.shape[1]):

@@ -1,6 +1,6 @@
 """Sums of squares and the search for infinities and NaNs, for NumPy arrays. Imports: arrays, halves, numba.
 
-`reference_norms` is the specification: same names, same arguments, the same sums up to rounding in float64. A sum may
+`reference.norms` is the specification: same names, same arguments, the same sums up to rounding in float64. A sum may
 be reassociated so that it runs in several vectors at once; its order depends on the compiled code and the number of
 elements alone, so the same run gives the same bits.
 """
@@ -60,7 +60,7 @@ def _is_finite(typingctx: Any, magnitude: Any) -> Any:
 
 @kernel()
 def all_finite(x):  # type: ignore[no-untyped-def]
-    """See `reference_norms.all_finite`."""
+    """See `reference.norms.all_finite`."""
     for first in range(0, x.size, _BLOCK):
         block = x[first : min(first + _BLOCK, x.size)]
         largest = _magnitude(block[0])
@@ -73,7 +73,7 @@ def all_finite(x):  # type: ignore[no-untyped-def]
 
 @kernel(fastmath={"reassoc", "contract"})
 def sum_of_squares(x):  # type: ignore[no-untyped-def]
-    """See `reference_norms.sum_of_squares`.
+    """See `reference.norms.sum_of_squares`.
 
     The halves are summed side by side: LLVM makes four sums of one loop, which wait for their additions (0.63 of the
     copy rate in the cache against 1.0).
@@ -92,13 +92,13 @@ def sum_of_squares(x):  # type: ignore[no-untyped-def]
 
 
 def sums_of_squares(xs: Iterable[Array]) -> list[float]:
-    """See `reference_norms.sums_of_squares`."""
+    """See `reference.norms.sums_of_squares`."""
     return [float(sum_of_squares(x)) for x in xs]
 
 
 @kernel()
 def segment_squares(params, grads, bounds, out):  # type: ignore[no-untyped-def]
-    """See `reference_norms.segment_squares`."""
+    """See `reference.norms.segment_squares`."""
     for segment in range(bounds.size - 1):
         first, last = bounds[segment], bounds[segment + 1]
         out[segment, 0] = sum_of_squares(params[first:last])

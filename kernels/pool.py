@@ -1,7 +1,7 @@
 """Floor 0: average and max pooling of NumPy arrays. Imports: numba.
 
-`reference` is the specification. Windows of 2 x 2 without overlap or padding, the usual ones, have loops of their own
-that vectorise.
+`reference.pool` is the specification. Windows of 2 x 2 without overlap or padding, the usual ones, have loops of their
+own that vectorise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _plain(kernel, stride, padding):  # type: ignore[no-untyped-def]
 
 @_compile("f", "f")
 def average_pool(x, out, kernel, stride, padding):  # type: ignore[no-untyped-def]
-    """See `reference.average_pool`."""
+    """See `reference.pool.average_pool`."""
     share = x.dtype.type(1.0 / (kernel[0] * kernel[1]))
     for n in range(out.shape[0]):
         for c in range(out.shape[1]):
@@ -52,7 +52,7 @@ def average_pool(x, out, kernel, stride, padding):  # type: ignore[no-untyped-de
 
 @_compile("f", "f")
 def average_pool_gradient(gy, dx, kernel, stride, padding):  # type: ignore[no-untyped-def]
-    """See `reference.average_pool_gradient`."""
+    """See `reference.pool.average_pool_gradient`."""
     share = dx.dtype.type(1.0 / (kernel[0] * kernel[1]))
     for n in range(gy.shape[0]):
         for c in range(gy.shape[1]):
@@ -80,7 +80,7 @@ def average_pool_gradient(gy, dx, kernel, stride, padding):  # type: ignore[no-u
 
 @_compile("f", "f", numba.int32[:, :, :, ::1])
 def max_pool(x, out, chosen, kernel, stride, padding):  # type: ignore[no-untyped-def]
-    """See `reference.max_pool`."""
+    """See `reference.pool.max_pool`."""
     for n in range(out.shape[0]):
         for c in range(out.shape[1]):
             for y in range(out.shape[2]):
@@ -100,7 +100,7 @@ def max_pool(x, out, chosen, kernel, stride, padding):  # type: ignore[no-untype
 
 @_compile("f", numba.int32[:, :, :, ::1], "f")
 def max_pool_gradient(gy, chosen, dx, kernel, stride, padding):  # type: ignore[no-untyped-def]
-    """See `reference.max_pool_gradient`."""
+    """See `reference.pool.max_pool_gradient`."""
     dx[:] = 0
     for n in range(gy.shape[0]):
         for c in range(gy.shape[1]):

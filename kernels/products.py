@@ -128,7 +128,7 @@ def _by_tiles(a: np.ndarray, b: np.ndarray, out: np.ndarray, rows: int, columns:
 
 @np.errstate(over="ignore", invalid="ignore")  # as numpy.dot: who cares for overflows looks for them
 def multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """See `reference_products.multiply`."""
+    """See `reference.products.multiply`."""
     m, k = a.shape[-2:]
     n = b.shape[-1]
     is_large = m * k * n > MOST and out.size * k >= _WORTH and min(m, n) >= _FEWEST

@@ -1,6 +1,6 @@
 """Gradients in 2 bits or 1 bit an element, the rest being kept, for NumPy arrays. Imports: lanes, numba.
 
-`reference_quantise` is the specification: same names, same arguments, same bits. Comparing a vector of elements gives a
+`reference.quantise` is the specification: same names, same arguments, same bits. Comparing a vector of elements gives a
 vector of bits, which is (a part of) a packed word as it stands. LLVM does not find that in a loop over elements (0.04
 of the copy rate), so the words are written as vector operations here, which LLVM turns into what the processor has.
 """
@@ -79,7 +79,7 @@ def _unpack_32(typingctx: Any, word: Any, magnitude: Any, out: Any, index: Any) 
 # functions of their own took 0.3 s more to compile, of 1.0.
 @kernel()
 def pack_two_bit(grad, residual, threshold, magnitude, words):  # type: ignore[no-untyped-def]
-    """See `reference_quantise.pack_two_bit`."""
+    """See `reference.quantise.pack_two_bit`."""
     if residual.size != grad.size or words.size * 16 < grad.size:
         raise ValueError("residual must have as many elements as grad, and words a bit field for each")
     whole = grad.size // 16
@@ -98,7 +98,7 @@ def pack_two_bit(grad, residual, threshold, magnitude, words):  # type: ignore[n
 
 @kernel()
 def unpack_two_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
-    """See `reference_quantise.unpack_two_bit`."""
+    """See `reference.quantise.unpack_two_bit`."""
     if words.size * 16 < out.size:
         raise ValueError("words must have a bit field for each element of out")
     whole = out.size // 16
@@ -114,7 +114,7 @@ def unpack_two_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
 
 @kernel()
 def pack_one_bit(grad, residual, threshold, magnitude, words):  # type: ignore[no-untyped-def]
-    """See `reference_quantise.pack_one_bit`."""
+    """See `reference.quantise.pack_one_bit`."""
     if residual.size != grad.size or words.size * 32 < grad.size:
         raise ValueError("residual must have as many elements as grad, and words a bit field for each")
     whole = grad.size // 32
@@ -133,7 +133,7 @@ def pack_one_bit(grad, residual, threshold, magnitude, words):  # type: ignore[n
 
 @kernel()
 def unpack_one_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
-    """See `reference_quantise.unpack_one_bit`."""
+    """See `reference.quantise.unpack_one_bit`."""
     if words.size * 32 < out.size:
         raise ValueError("words must have a bit field for each element of out")
     whole = out.size // 32

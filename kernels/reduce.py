@@ -1,6 +1,6 @@
-"""N-way reductions of memory shared by a node's ranks. Imports: halves, reference_reduce.
+"""N-way reductions of memory shared by a node's ranks. Imports: halves, reference.reduce.
 
-`reference_reduce` is the specification of `combine` and `combine_into`: same names, same arguments, same bits.
+`reference.reduce` is the specification of `combine` and `combine_into`: same names, same arguments, same bits.
 
 All sums run in the order of the ranks, whatever the blocking, so the result has the same bits on every rank and in
 every run. float16 and bfloat16, as `hpcdp.arrays.words`, are accumulated in float32 and rounded once.
@@ -17,9 +17,9 @@ import numpy as np
 
 from .halves import narrow, widen
 from .machine_code import kernel
-from .reference_reduce import EVERY_ROW as EVERY_ROW
-from .reference_reduce import MAX as MAX
-from .reference_reduce import MEAN, MIN, PROD, SUM
+from .reference.reduce import EVERY_ROW as EVERY_ROW
+from .reference.reduce import MAX as MAX
+from .reference.reduce import MEAN, MIN, PROD, SUM
 
 BLOCK = 2048
 """Elements that are accumulated at a time: they stay in a core's first-level cache."""

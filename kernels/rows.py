@@ -1,4 +1,4 @@
-"""Floor 0: additions to some rows of NumPy arrays. Imports: numba. `reference_rows` is the specification."""
+"""Floor 0: additions to some rows of NumPy arrays. Imports: numba. `reference.rows` is the specification."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from . import reference_rows
 from .machine_code import kernel
+from .reference import rows as reference
 
 _FLOATS = (numba.float32, numba.float64)
 
@@ -17,7 +17,7 @@ _FLOATS = (numba.float32, numba.float64)
     [numba.void(f[:, ::1], numba.int64[::1], f[:, ::1]) for f in _FLOATS],
 )
 def add_rows(table, rows, values):  # type: ignore[no-untyped-def]
-    """See `reference_rows.add_rows`."""
+    """See `reference.rows.add_rows`."""
     for k in range(rows.size):
         row, value = table[rows[k]], values[k]
         for j in range(row.size):
@@ -25,5 +25,5 @@ def add_rows(table, rows, values):  # type: ignore[no-untyped-def]
 
 
 def add_at(table: np.ndarray, key: Any, values: np.ndarray) -> None:
-    """See `reference_rows.add_at`: NumPy adds in their order."""
-    reference_rows.add_at(table, key, values)
+    """See `reference.rows.add_at`: NumPy adds in their order."""
+    reference.add_at(table, key, values)

@@ -1,6 +1,6 @@
 """Floor 0: layer normalisation, GELU and causal softmax of NumPy arrays. Imports: numba.
 
-`reference_sequences` is the specification. Sums over a row run in as many lanes as a vector register has (``reassoc``),
+`reference.sequences` is the specification. Sums over a row run in as many lanes as a vector register has (``reassoc``),
 the same in every run.
 """
 
@@ -22,7 +22,7 @@ _LANES = {"reassoc", "contract"}
     fastmath=_LANES,
 )
 def layer_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def]
-    """See `reference_sequences.layer_norm`."""
+    """See `reference.sequences.layer_norm`."""
     count = x.shape[1]
     for n in range(x.shape[0]):
         row, into = x[n], out[n]
@@ -51,7 +51,7 @@ def layer_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def
     fastmath=_LANES,
 )  # fmt: skip
 def layer_norm_gradients(gy, x, scale, saved, into):  # type: ignore[no-untyped-def]
-    """See `reference_sequences.layer_norm_gradients`."""
+    """See `reference.sequences.layer_norm_gradients`."""
     dx, dscale, dshift = into
     count = x.shape[1]
     dscale[:] = 0
@@ -83,7 +83,7 @@ def _gelu(x, out):  # type: ignore[no-untyped-def]
 
 
 def gelu(x: np.ndarray, out: np.ndarray) -> None:
-    """See `reference_sequences.gelu`; the arrays must be C-contiguous."""
+    """See `reference.sequences.gelu`; the arrays must be C-contiguous."""
     _gelu(x.reshape(-1), out.reshape(-1))
 
 
@@ -96,13 +96,13 @@ def _gelu_gradient(gy, x, dx):  # type: ignore[no-untyped-def]
 
 
 def gelu_gradient(gy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
-    """See `reference_sequences.gelu_gradient`; the arrays must be C-contiguous."""
+    """See `reference.sequences.gelu_gradient`; the arrays must be C-contiguous."""
     _gelu_gradient(gy.reshape(-1), x.reshape(-1), dx.reshape(-1))
 
 
 @kernel([numba.void(f[:, :, ::1], numba.float64) for f in _FLOATS])
 def causal_shift(scores, factor):  # type: ignore[no-untyped-def]
-    """See `reference_sequences.causal_shift`."""
+    """See `reference.sequences.causal_shift`."""
     by = scores.dtype.type(factor)
     for n in range(scores.shape[0]):
         for i in range(scores.shape[1]):
@@ -120,7 +120,7 @@ def causal_shift(scores, factor):  # type: ignore[no-untyped-def]
 
 @kernel([numba.void(f[:, :, ::1]) for f in _FLOATS], fastmath=_LANES)
 def normalise_rows(chances):  # type: ignore[no-untyped-def]
-    """See `reference_sequences.normalise_rows`."""
+    """See `reference.sequences.normalise_rows`."""
     for n in range(chances.shape[0]):
         for i in range(chances.shape[1]):
             row = chances[n, i]
@@ -137,7 +137,7 @@ def normalise_rows(chances):  # type: ignore[no-untyped-def]
     fastmath=_LANES,
 )
 def softmax_gradient(chances, gradients, factor):  # type: ignore[no-untyped-def]
-    """See `reference_sequences.softmax_gradient`."""
+    """See `reference.sequences.softmax_gradient`."""
     by = chances.dtype.type(factor)
     for n in range(chances.shape[0]):
         for i in range(chances.shape[1]):

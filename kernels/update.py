@@ -1,6 +1,6 @@
 """Floor 0: fused optimizer updates for NumPy arrays, one pass over memory. Imports: numba.
 
-`reference_update` is the specification: same names, same arguments, same bits. There is no fastmath here: LLVM may then
+`reference.update` is the specification: same names, same arguments, same bits. There is no fastmath here: LLVM may then
 neither contract a multiplication and an addition nor reorder, so the vectorised body of a loop and its scalar tail
 round alike, and any split of the arrays gives the same bits (measured: no slower, the loops wait for memory).
 """
@@ -23,7 +23,7 @@ def _compile(num_arrays: int, num_coefficients: int):  # type: ignore[no-untyped
 
 @_compile(2, 3)
 def sgd(param, grad, coefficients):  # type: ignore[no-untyped-def]
-    """SGD without momentum; see `reference_update.sgd`."""
+    """SGD without momentum; see `reference.update.sgd`."""
     lr = param.dtype.type(coefficients[0])
     weight_decay = param.dtype.type(coefficients[1])
     scale = param.dtype.type(coefficients[2])
@@ -35,7 +35,7 @@ def sgd(param, grad, coefficients):  # type: ignore[no-untyped-def]
 
 @_compile(3, 4)
 def sgd_momentum(param, grad, velocity, coefficients):  # type: ignore[no-untyped-def]
-    """SGD with momentum; see `reference_update.sgd_momentum`."""
+    """SGD with momentum; see `reference.update.sgd_momentum`."""
     lr = param.dtype.type(coefficients[0])
     weight_decay = param.dtype.type(coefficients[1])
     scale = param.dtype.type(coefficients[2])
@@ -50,7 +50,7 @@ def sgd_momentum(param, grad, velocity, coefficients):  # type: ignore[no-untype
 
 @_compile(3, 4)
 def sgd_nesterov(param, grad, velocity, coefficients):  # type: ignore[no-untyped-def]
-    """SGD with Nesterov's momentum; see `reference_update.sgd_nesterov`."""
+    """SGD with Nesterov's momentum; see `reference.update.sgd_nesterov`."""
     lr = param.dtype.type(coefficients[0])
     weight_decay = param.dtype.type(coefficients[1])
     scale = param.dtype.type(coefficients[2])
@@ -65,7 +65,7 @@ def sgd_nesterov(param, grad, velocity, coefficients):  # type: ignore[no-untype
 
 @_compile(4, 9)
 def adam(param, grad, m, v, coefficients):  # type: ignore[no-untyped-def]
-    """Adam and AdamW; see `reference_update.adam`."""
+    """Adam and AdamW; see `reference.update.adam`."""
     step_size = param.dtype.type(coefficients[0])
     weight_decay = param.dtype.type(coefficients[1])
     scale = param.dtype.type(coefficients[2])

@@ -251,7 +251,7 @@ def _convolve(
 def conv2d(
     x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, out: np.ndarray, padding: Pair, relu: bool
 ) -> None:  # fmt: skip
-    """See `reference.conv2d`; float32, at least one result."""
+    """See `reference.conv.conv2d`; float32, at least one result."""
     _convolve(x, _weight_planes(weight.transpose(1, 0, 2, 3), False), bias, out, padding, relu)
 
 

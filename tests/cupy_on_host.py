@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcdp.kernels import cuda, cudnn_conv
+from hpcdp.kernels import cuda
+from hpcdp.kernels.cuda import cudnn_conv
 
 HERE = Path(__file__).parent
 _KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(([^)]*)\)')

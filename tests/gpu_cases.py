@@ -24,7 +24,7 @@ from hpcdp.comm.ways import offers, own_offer
 from hpcdp.devices import Device, cpu
 from hpcdp.errors import DeviceError
 from hpcdp.gradients import Reducer, buckets
-from hpcdp.kernels import cudnn_conv
+from hpcdp.kernels.cuda import cudnn_conv
 from hpcdp.nn.functional import conv2d, softmax_cross_entropy
 from hpcdp.streams import Streams
 from hpcdp.train.trainers.trainer import Trainer

@@ -420,7 +420,7 @@ def installed() -> Iterator[Machine]:
         )
         patch.setattr(cupy_on_host, "give", machine.give)
         for local in ("capture", "cublas"):
-            module = importlib.import_module(f"hpcdp.kernels.{local}")
+            module = importlib.import_module(f"hpcdp.kernels.cuda.{local}")
             patch.setattr(module, "_here", module._Here())
         compiled = cupy.RawModule
 

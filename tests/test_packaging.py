@@ -85,7 +85,12 @@ def test_both_hold_every_module_and_data_file(built: Path) -> None:
     wanted = {str(file.relative_to(ROOT)) for package in packages for file in package.rglob("*.py")}
     wanted |= {"hpcdp/cli.py", "hpcdp/py.typed", "hpcdp/data/sets/digits.h5", "hpcdp/data/sets/LICENSE-digits.txt"}
     wanted |= {"hpcdp/data/sets/shakespeare.txt.gz", "hpcdp/data/sets/LICENSE-shakespeare.txt"}
-    wanted |= {"hpcdp/slurm/train.sbatch", "hpcdp/slurm/ranks.sh", "hpcdp/kernels/cast.cu", "hpcdp/kernels/common.cuh"}
+    wanted |= {
+        "hpcdp/slurm/train.sbatch",
+        "hpcdp/slurm/ranks.sh",
+        "hpcdp/kernels/cuda/cast.cu",
+        "hpcdp/kernels/cuda/common.cuh",
+    }
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         in_wheel = set(wheel.namelist())
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:

@@ -11,7 +11,7 @@ from numpy.lib.array_utils import normalize_axis_tuple
 
 from ..arrays import Array, array_namespace, is_half
 from ..errors import UnsupportedError
-from ..kernels import kernels_for, reference_rows
+from ..kernels import kernels_for
 from . import tensor
 from .operators import Derivative, add_up, astype, divide, unary
 from .registry import Call, operator
@@ -175,7 +175,7 @@ def _taken(x: Tensor, *indices: Any, key: tuple[Any, ...], places: tuple[int, ..
     def derivative(gy: Array) -> Array:
         dx = xp.zeros(shape, dtype=gy.dtype)
         if indices:
-            kernels_for("rows", dx, reference_rows).add_at(dx, chosen, gy)
+            kernels_for("rows", dx).add_at(dx, chosen, gy)
         else:
             dx[chosen] = gy
         return dx

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from ..arrays import Array, array_namespace, dtype_of, is_bfloat16, is_cupy, is_half
-from ..kernels import kernels_for, reference_elementwise
+from ..kernels import kernels_for
 from ..kernels.buffers import empty
-from ..kernels.cublas import matmul_of
+from ..kernels.cuda.cublas import matmul_of
 from ..kernels.sums import ROWS_AT_ONCE, add_up_rows
 from . import tensor
 from .modes import modes
@@ -125,7 +125,7 @@ def _sum(x: Any, y: Any) -> Array:
     if not (is_cupy(x) and is_cupy(y) and x.shape == y.shape and x.dtype == y.dtype):
         return x + y
     out = array_namespace(x).empty(x.shape, dtype=x.dtype)
-    kernels_for("elementwise", x, reference_elementwise).add(x, y, out)
+    kernels_for("elementwise", x).add(x, y, out)
     return out
 
 

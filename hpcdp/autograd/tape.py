@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays import Array, array_namespace, on_device_of
 from ..errors import HpcdpError, type_named
-from ..kernels import kernels_for, reference_elementwise
+from ..kernels import kernels_for
 from ..kernels.buffers import empty
 from .modes import modes
 from .registry import catch_up
@@ -95,7 +95,7 @@ class Gradient:
                 self.value = self._home
                 self._private = True
         else:
-            first, kernels = self.value, kernels_for("elementwise", self.value, reference_elementwise)
+            first, kernels = self.value, kernels_for("elementwise", self.value)
             if not self._private:  # it is somebody else's array
                 self.value, self._private = empty(self.shape, self.dtype, self._xp), True
             kernels.add(first, contribution, self.value)

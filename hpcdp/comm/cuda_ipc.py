@@ -23,8 +23,8 @@ from typing import Any
 
 from ..arrays import Array, words
 from ..errors import DeviceError, UnsupportedError
-from ..kernels import cuda_reduce
-from ..kernels.reference_reduce import EVERY_ROW, SUM
+from ..kernels.cuda import reduce as cuda_reduce
+from ..kernels.reference.reduce import EVERY_ROW, SUM
 from ..streams import Event, Stream, Streams
 from .agreement import on_every_rank
 from .communicator import Communicator

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeviceError, UnsupportedError
-from ..kernels import cuda_cast
+from ..kernels.cuda import cast as cuda_cast
 from ..streams import Event, Streams
 from .agreed_order import THINGS, AgreedOrder
 from .agreement import on_rank_0

@@ -16,8 +16,7 @@ import numpy as np
 from .. import kernels
 from ..arrays import Array, array_namespace, is_host
 from ..errors import ConfigError
-from ..kernels import reference_cast, reference_compress
-from ..kernels.reference_compress import num_blocks
+from ..kernels.reference.compress import num_blocks
 
 _LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 """What a float32 can be."""
@@ -59,12 +58,12 @@ class Codec(Protocol):
 
 def _kernels(x: Array) -> ModuleType:
     if is_host(x) and x.dtype != np.float32:
-        return reference_compress
-    return kernels.kernels_for("compress", x, reference_compress)
+        return kernels.specification("compress")
+    return kernels.kernels_for("compress", x)
 
 
 def _casts(x: Array) -> ModuleType:
-    return kernels.kernels_for("cast", x, reference_cast)
+    return kernels.kernels_for("cast", x)
 
 
 def _scaled(wire: Array, count: int) -> tuple[Array, Array]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from .. import kernels
 from ..arrays import Array, array_namespace, is_half, words
-from ..kernels import reference_cast
 from ..kernels.buffers import empty
 from ..optim import Optimizer
 
@@ -59,4 +58,4 @@ def round_to(param: Array, master: Array) -> None:
 
 
 def _casts(x: Array) -> Any:
-    return kernels.kernels_for("cast", x, reference_cast)
+    return kernels.kernels_for("cast", x)

@@ -18,7 +18,7 @@ from ..collectives import allreduce
 from ..collectives.progress import Progress
 from ..comm import Communicator
 from ..comm.watchdog import nobody
-from ..kernels import reference_norms
+from ..kernels.reference.norms import clipped_scale as clipped
 from ..optim.lars import segment_squares, squares
 from ..state import cut_of
 from .bucket import Bucket
@@ -57,13 +57,13 @@ def squares_of_model(reducer: Reducer) -> float:
 def clipped_scale(squares: float, scale: float, most: float) -> float:
     """The scale by which gradients of this squared norm are at most ``most`` long: ``scale``, also where they are
     not finite, or less."""
-    return float(reference_norms.clipped_scale([squares], scale, most))
+    return clipped([squares], scale, most)
 
 
 def clipped_scale_on_gpu(reducer: Reducer, scale: float | Array, most: float) -> Array:
     """`clipped_scale` of all sums, which the rank has on its GPU: float64, shape ``(1,)``, there; nothing waits."""
     sums = [words(bucket.mine) for bucket in reducer.buckets]
-    kernel = kernels.kernels_for("norms", sums[0], reference_norms)
+    kernel = kernels.kernels_for("norms", sums[0])
     return kernel.clipped_scale(kernel.all_squares(sums), scale, most)
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from ..arrays import Array, array_namespace, from_host, on_device_of, words
 from ..comm.node_rows import SUMMED_KINDS
 from ..devices import brought
-from ..kernels import kernels_for, reference_reduce
+from ..kernels import kernels_for
+from ..kernels.reference.reduce import SUM
 from .arguments import merged
 
 _MOST_ROWS = 32
@@ -54,11 +55,11 @@ def sum_into(out: Array, arrays: Sequence[Array]) -> None:
             out[...] = here[0] if len(here) == 1 else merged(here)
             return
         rows, total = [_flat(x) for x in here], _flat(out)
-        kernels = kernels_for("reduce", out, reference_reduce)
-        kernels.combine(rows[:_MOST_ROWS], 0, total.size, total, reference_reduce.SUM)
+        kernels = kernels_for("reduce", out)
+        kernels.combine(rows[:_MOST_ROWS], 0, total.size, total, SUM)
         for first in range(_MOST_ROWS, len(rows), _MOST_ROWS - 1):
             more = [total, *rows[first : first + _MOST_ROWS - 1]]
-            kernels.combine_into(more, 0, total.size, 0, reference_reduce.SUM)
+            kernels.combine_into(more, 0, total.size, 0, SUM)
 
 
 def _flat(x: Array) -> Array:

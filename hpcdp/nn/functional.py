@@ -18,10 +18,10 @@ from ..arrays import Array, array_namespace
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.registry import Call, operator
 from ..errors import UnsupportedError
-from ..kernels import reference, reference_elementwise
 from ..kernels.buffers import empty
-from ..kernels.capture import fill
-from ..kernels.cublas import matmul_of
+from ..kernels.cuda.capture import fill
+from ..kernels.cuda.cublas import matmul_of
+from ..kernels.reference.windows import output_size
 from .half import in_float32
 from .losses import l2_loss, softmax_cross_entropy
 from .normalisation import batch_norm, batch_norm_by_running
@@ -67,7 +67,7 @@ def _images(operation: str, x: Any) -> Array:
 def _windows(operation: str, x: Array, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
     """The output's height and width."""
     geometry = zip(x.shape[2:], kernel, stride, padding, strict=True)
-    size = tuple(reference.output_size(*each) for each in geometry) if min(*kernel, *stride) > 0 else (0, 0)
+    size = tuple(output_size(*each) for each in geometry) if min(*kernel, *stride) > 0 else (0, 0)
     if min(size) < 1 or min(padding) < 0:
         raise UnsupportedError(
             operation,
@@ -292,7 +292,7 @@ def relu(x: Any) -> Tensor:
     # which refuses it, for the kernel of the gradient; integers, which have none, have a ReLU
     xp = array_namespace(a) if a.dtype.isnative else alike("relu", a)
     out = empty(a.shape, a.dtype, xp)
-    kernels_for("elementwise", a, reference_elementwise).relu(a, out)
+    kernels_for("elementwise", a).relu(a, out)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:

@@ -11,8 +11,7 @@ from ..arrays import Array, is_half, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.registry import operator
 from ..errors import ConfigError, DataError, UnsupportedError, type_named
-from ..kernels import reference_cross_entropy
-from ..kernels.capture import fill
+from ..kernels.cuda.capture import fill
 from .half import in_float32
 from .operands import alike, contiguous, kernels_for, refreshed
 
@@ -54,7 +53,7 @@ def _cross_entropy(logits: Any, labels: Any) -> Tensor:
     numbers = contiguous(y) if y.dtype == np.int64 and not is_host(y) else xp.empty(y.shape, dtype=xp.int64)
     wide = np.dtype(np.float32) if is_half(a) else a.dtype
     chances, losses = xp.empty(a.shape, dtype=wide), xp.empty(y.shape, dtype=wide)
-    functions = kernels_for("cross_entropy", a, reference_cross_entropy)
+    functions = kernels_for("cross_entropy", a)
 
     def flat(x: Array) -> Array:
         return x if y.ndim == 1 else x.reshape(math.prod(y.shape), *x.shape[y.ndim :])

@@ -11,12 +11,11 @@ from .. import kernels
 from ..arrays import Array, array_namespace, is_cupy, is_half
 from ..autograd.registry import Call
 from ..errors import UnsupportedError
-from ..kernels import reference
 
 
-def kernels_for(name: str, x: Array, plain: Any = reference) -> Any:
+def kernels_for(name: str, x: Array) -> Any:
     """The kernels for arrays like ``x``; of 16 bits there are CUDA's alone, for what `half` leaves in them."""
-    return plain if is_half(x) and not is_cupy(x) else kernels.kernels_for(name, x, plain)
+    return kernels.specification(name) if is_half(x) and not is_cupy(x) else kernels.kernels_for(name, x)
 
 
 def alike(operation: str, x: Array, *others: Array | None, wide: bool = False) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ..arrays import Array
 from ..autograd.registry import Call
-from ..kernels import reference_products
-from ..kernels.cublas import dot_of
+from ..kernels.cuda.cublas import dot_of
 from .operands import kernels_for
 
 _SMALL = 1_000_000
@@ -16,4 +15,4 @@ def product(a: Array, b: Array, out: Array) -> Call:
     """The call that writes ``out = a @ b``, shapes ``(m, k)`` and ``(k, n)``; ``out`` is C-contiguous."""
     if a.size * out.shape[1] <= _SMALL:
         return dot_of(a), (b, out)  # half of matmul's overhead
-    return kernels_for("products", a, reference_products).multiply, (a, b, out)
+    return kernels_for("products", a).multiply, (a, b, out)

@@ -10,7 +10,6 @@ from ..arrays import Array
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..autograd.registry import Call, operator
 from ..errors import UnsupportedError, whole_number
-from ..kernels import reference_products, reference_sequences
 from ..kernels.buffers import empty
 from . import deferred
 from .half import in_float32
@@ -49,8 +48,8 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
             got=", ".join(str(tuple(each.shape)) for each in (a, w, u, b)),
         )  # fmt: skip
     batch, time, features = a.shape
-    compute = kernels_for("lstm", a, reference_sequences)
-    multiply = kernels_for("products", a, reference_products).multiply
+    compute = kernels_for("lstm", a)
+    multiply = kernels_for("products", a).multiply
     both = features + size
     inputs, gates = empty((time + 1, batch, both), a.dtype, xp), empty((time, batch, 4 * size), a.dtype, xp)
     cells, out = empty((time + 1, batch, size), a.dtype, xp), empty((batch, time, size), a.dtype, xp)

@@ -10,10 +10,9 @@ from ..arrays import Array, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..autograd.registry import Call, operator
 from ..errors import ConfigError, DataError, UnsupportedError, whole_number
-from ..kernels import reference_rows, reference_sequences
 from ..kernels.buffers import empty
-from ..kernels.capture import fill
-from ..kernels.cublas import matmul_of
+from ..kernels.cuda.capture import fill
+from ..kernels.cuda.cublas import matmul_of
 from . import deferred
 from .half import in_float32
 from .init import Initialiser, Normal, Ones, Zeros
@@ -69,7 +68,7 @@ def embedding(tokens: Any, weight: Any) -> Tensor:
             place = dweight.empty()
             place[...] = 0
             values = contiguous(gy).reshape(out.shape)
-            kernels_for("rows", w, reference_rows).add_rows(place, rows, values)
+            kernels_for("rows", w).add_rows(place, rows, values)
             dweight.add(place)
 
     return on_tape(
@@ -96,7 +95,7 @@ def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
             got=", ".join(str(tuple(each.shape)) for each in (a, gamma, beta)),
         )  # fmt: skip
     rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
-    compute = kernels_for("sequences", a, reference_sequences)
+    compute = kernels_for("sequences", a)
     out = empty(rows.shape, a.dtype, xp)
     saved = xp.empty(rows.shape[0], dtype=a.dtype), xp.empty(rows.shape[0], dtype=a.dtype)
     compute.layer_norm(rows, gamma, beta, out, saved, eps)
@@ -123,7 +122,7 @@ def gelu(x: Any) -> Tensor:
     given = as_tensor(x).data
     a = contiguous(given)
     xp = alike("gelu", a)
-    compute = kernels_for("sequences", a, reference_sequences)
+    compute = kernels_for("sequences", a)
     out = empty(a.shape, a.dtype, xp)
     compute.gelu(a, out)
 
@@ -157,7 +156,7 @@ def causal_attention(parts: Any, heads: int) -> Tensor:
         raise UnsupportedError("causal_attention", expected=expected, got=tuple(a.shape))
     batch, time, width = a.shape[0], a.shape[1], a.shape[2] // 3
     depth = width // heads
-    compute = kernels_for("sequences", a, reference_sequences)
+    compute = kernels_for("sequences", a)
     matmul = matmul_of(xp)
     factor = 1 / math.sqrt(depth)
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from .. import kernels
 from ..arrays import Array, array_namespace, is_host, words
-from ..kernels import reference_lars, reference_norms
 from .optimizer import require_alike
 from .rules import SGD
 from .settings import count, number
@@ -80,14 +79,14 @@ class LARS(SGD):
         arrays = (param, grad, *(state[name] for name in self.state_names()))
         require_alike("lars.update", arrays)
         name, coefficients = self.kernel(step, scale)
-        lars = kernels.kernels_for("lars", param, reference_lars)
+        lars = kernels.kernels_for("lars", param)
         getattr(lars, name)(*arrays, of_layer, (*coefficients, self.trust))
 
 
 def segment_squares(params: Array, grads: Array, bounds: Array) -> Array:
-    """What `reference_norms.segment_squares` finds, on the device of flat ``params``; waits for nothing."""
+    """What `reference.norms.segment_squares` finds, on the device of flat ``params``; waits for nothing."""
     out = array_namespace(params).empty((bounds.size - 1, 2), dtype=np.float64)
-    norms = kernels.kernels_for("norms", params, reference_norms)
+    norms = kernels.kernels_for("norms", params)
     norms.segment_squares(words(params), words(grads), bounds, out)
     return out
 
@@ -96,7 +95,7 @@ def squares(xs: Sequence[Array]) -> list[float]:
     """The squared norms of flat arrays, all on one device, summed in float64; for a GPU the host waits once."""
     if not xs:
         return []
-    return kernels.kernels_for("norms", xs[0], reference_norms).sums_of_squares(map(words, xs))  # type: ignore[no-any-return]
+    return kernels.kernels_for("norms", xs[0]).sums_of_squares(map(words, xs))  # type: ignore[no-any-return]
 
 
 def linear_scaling(lr: float, batch_size: int, base_batch_size: int = 256) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from .. import kernels
 from ..arrays import Array, array_namespace, dtype_name, is_cupy, is_host
 from ..errors import ConfigError, UnsupportedError
-from ..kernels import buffers, reference_update
+from ..kernels import buffers
 from .schedules import Schedule, schedule_from_config
 from .settings import Configurable, build, number, split_config
 
@@ -161,7 +161,7 @@ class Optimizer(Configurable, abc.ABC):
         arrays = (param, grad, *(state[each] for each in self.state_names()))
         require_alike(f"{self.name}.update", arrays)
         places = () if scale is None else (scale,)
-        getattr(kernels.kernels_for("update", param, reference_update), name)(*arrays, coefficients, *places)
+        getattr(kernels.kernels_for("update", param), name)(*arrays, coefficients, *places)
 
 
 def require_alike(operation: str, arrays: tuple[Array, ...]) -> None:

@@ -1,6 +1,6 @@
 """Floor 3: optim, the update rules: SGD, Adam, AdamW. Imports: errors.
 
-Their numbers are those of ``torch.optim`` with the same arguments; the arithmetic is `kernels.reference_update`.
+Their numbers are those of ``torch.optim`` with the same arguments; the arithmetic is `kernels.reference.update`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from hpcdp.benchmarks.gpu_kernels import Case, cases
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
 from hpcdp.errors import ConfigError, DeviceError
-from hpcdp.kernels import cuda_update
+from hpcdp.kernels.cuda import update as cuda_update
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hpcdp import kernels
 from hpcdp.arrays import dtype_of
 from hpcdp.compression import BFloat16, Float16, OneBit, TopK, TwoBit
 from hpcdp.errors import ConfigError
-from hpcdp.kernels import reference_compress
+from hpcdp.kernels.reference import compress as reference_compress
 
 CODECS = [Float16(), BFloat16(), TwoBit(), TwoBit(0.5), OneBit(), OneBit(0.25), TopK(), TopK(0.3), TopK(1.0)]
 SIZES = [0, 1, 2, 31, 33, 255, 256, 257, 10007]

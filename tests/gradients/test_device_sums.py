@@ -35,7 +35,7 @@ from hpcdp.errors import DeviceError, MismatchError, UnsupportedError
 from hpcdp.gradients import Reducer, buckets, staging
 from hpcdp.gradients.rail import node_nbytes
 from hpcdp.gradients.residuals import gather_residuals, give_residuals
-from hpcdp.kernels import cuda_compress
+from hpcdp.kernels.cuda import compress as cuda_compress
 from hpcdp.streams import Streams
 from hpcdp.train.trainers.trainer import Trainer
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels import reference
+from hpcdp.kernels.reference import batch_norm as reference
 
 EPS = 1e-5
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from hpcdp.arrays import to_host
-from hpcdp.kernels import cuda_update, reference_update
-from hpcdp.kernels.capture import Capturer, between, fill, numbers
+from hpcdp.kernels.cuda import update as cuda_update
+from hpcdp.kernels.cuda.capture import Capturer, between, fill, numbers
+from hpcdp.kernels.reference import update as reference_update
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the stand-in for CuPy needs g++")
 
@@ -66,7 +67,7 @@ def test_what_is_brought_is_made_by_each_launch(counted_graphs):
 def test_numbers_are_brought_where_they_have_changed(counted_graphs, monkeypatch):
     x, gradient, rate, brought = ones(), ones(), [0.5], []
     counted = SimpleNamespace(array=lambda made: brought.append(made) or np.array(made))
-    monkeypatch.setattr("hpcdp.kernels.capture.np", counted)
+    monkeypatch.setattr("hpcdp.kernels.cuda.capture.np", counted)
     cuda_update.sgd(x, gradient, (0.0, 0.0, 0.0))
     graph = Capturer().capture(lambda: cuda_update.sgd(x, gradient, numbers(lambda: (rate[0], 0.0, 1.0))))
     for wanted, new in ((0.5, 0.5), (0.0, 0.25), (-0.25, 0.25), (-0.5, 0.5)):

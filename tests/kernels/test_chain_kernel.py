@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels.reference_chain import OPERATIONS
+from hpcdp.kernels.reference.chain import OPERATIONS
 
 NUMBERS = {name: number for number, name in enumerate(OPERATIONS)}
 ONE_OPERAND = ("negative", "abs", "sqrt", "sign", "gelu", "copy")

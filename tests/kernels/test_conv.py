@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels import reference
+from hpcdp.kernels.reference import conv as reference
+from hpcdp.kernels.reference.windows import output_size
 
 CASES = [  # batch, in channels, (height, width), out channels, kernel, stride, padding
     (3, 1, (7, 7), 2, (3, 3), (1, 1), (0, 0)),
@@ -28,7 +29,7 @@ CASES = [  # batch, in channels, (height, width), out channels, kernel, stride, 
 def arrays(case, dtype=np.float64):
     batch, channels, (height, width), out, kernel, stride, padding = case
     rng = np.random.default_rng(len(str(case)))
-    size = tuple(map(reference.output_size, (height, width), kernel, stride, padding))
+    size = tuple(map(output_size, (height, width), kernel, stride, padding))
     x = rng.standard_normal((batch, channels, height, width)).astype(dtype)
     weight = rng.standard_normal((out, channels, *kernel)).astype(dtype)
     bias = rng.standard_normal(out).astype(dtype)

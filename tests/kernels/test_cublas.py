@@ -8,8 +8,8 @@ import pytest
 
 from hpcdp.arrays import dtype_of
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels.capture import Capturer, warmed_up
-from hpcdp.kernels.cublas import dot_of, matmul, matmul_of
+from hpcdp.kernels.cuda.capture import Capturer, warmed_up
+from hpcdp.kernels.cuda.cublas import dot_of, matmul, matmul_of
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the stand-in for CuPy needs g++")
 

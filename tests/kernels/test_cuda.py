@@ -1,6 +1,7 @@
 """How CUDA kernels are chosen, launched and refused; where there is no GPU, they run on this processor."""
 
 import ast
+import importlib
 import inspect
 import subprocess
 import sys
@@ -13,97 +14,62 @@ import standin
 
 from hpcdp import kernels, optim
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels import (
-    cuda,
-    cuda_batch_norm,
-    cuda_cast,
-    cuda_compress,
-    cuda_conv,
-    cuda_cross_entropy,
-    cuda_elementwise,
-    cuda_epilogue,
-    cuda_lars,
-    cuda_norms,
-    cuda_pool,
-    cuda_quantise,
-    cuda_reduce,
-    cuda_rows,
-    cuda_update,
-    reference,
-    reference_cast,
-    reference_compress,
-    reference_cross_entropy,
-    reference_elementwise,
-    reference_lars,
-    reference_norms,
-    reference_quantise,
-    reference_reduce,
-    reference_rows,
-    reference_update,
-)
+from hpcdp.kernels import cuda
+from hpcdp.kernels.cuda import cast as cuda_cast
+from hpcdp.kernels.cuda import compress as cuda_compress
+from hpcdp.kernels.cuda import cross_entropy as cuda_cross_entropy
+from hpcdp.kernels.cuda import epilogue as cuda_epilogue
+from hpcdp.kernels.cuda import norms as cuda_norms
+from hpcdp.kernels.cuda import reduce as cuda_reduce
+from hpcdp.kernels.cuda import update as cuda_update
+from hpcdp.kernels.reference import compress as reference_compress
+from hpcdp.kernels.reference import lstm as reference_lstm
+from hpcdp.kernels.reference import reduce as reference_reduce
+from hpcdp.kernels.reference import update as reference_update
 
-FOLDER = Path(kernels.__file__).parent
-SPECIFICATIONS = {
-    cuda_batch_norm: reference,
-    cuda_cast: reference_cast,
-    cuda_compress: reference_compress,
-    cuda_conv: reference,
-    cuda_cross_entropy: reference_cross_entropy,
-    cuda_elementwise: reference_elementwise,
-    cuda_epilogue: reference,
-    cuda_lars: reference_lars,
-    cuda_norms: reference_norms,
-    cuda_pool: reference,
-    cuda_quantise: reference_quantise,
-    cuda_reduce: reference_reduce,
-    cuda_rows: reference_rows,
-    cuda_update: reference_update,
-}
+FOLDER = Path(cuda.__file__).parent
+NAMES = sorted(kernels._ON_CUDA)
+ON_GPUS_ALONE = {"norms": "all_squares", "update": "scale"}
+"""Functions, and arguments of them, by which nothing waits, which others need not have."""
 
 
 def test_kernels_are_chosen_by_the_array(cupy: ModuleType) -> None:
     host = np.ones(3, np.float32)
-    chosen = [kernels.kernels_for("update", x, reference_update) for x in (host, standin.asarray(host))]
+    chosen = [kernels.kernels_for("update", x) for x in (host, standin.asarray(host))]
     assert chosen == [kernels.load("update"), reference_update]
-    assert kernels.kernels_for("update", cupy.asarray(host), reference_update) is cuda_update
-    assert kernels.kernels_for("lstm", cupy.asarray(host), standin) is standin, "CUDA has none of that name"
+    assert kernels.kernels_for("update", cupy.asarray(host)) is cuda_update
+    assert kernels.kernels_for("lstm", cupy.asarray(host)) is reference_lstm, "CUDA has none of that name"
 
 
 def test_numpy_does_not_import_cupy() -> None:
-    program = "import sys, numpy, hpcdp.kernels.cuda_update, hpcdp.optim as o; x = numpy.ones(3); "
+    program = "import sys, numpy, hpcdp.kernels.cuda.update, hpcdp.optim as o; x = numpy.ones(3); "
     program += "o.SGD(lr=0.1).update(x, x.copy(), {}, step=1); assert 'cupy' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize("module", SPECIFICATIONS, ids=lambda module: module.__name__.rpartition(".")[2])
-def test_the_functions_are_those_of_the_specification(module: ModuleType) -> None:
-    """All those of it that Numba has, too: `reference` specifies several modules. Where Numba has none, all."""
-    name = module.__name__.rpartition("cuda_")[2]
-    plain = name in kernels._PLAIN_ON_HOST
-    file = FOLDER / (f"reference_{name}.py" if plain else f"{name}.py")
-    numbas = {each.name for each in ast.parse(file.read_text()).body if isinstance(each, ast.FunctionDef)}
+@pytest.mark.parametrize("name", NAMES)
+def test_the_functions_are_those_of_the_specification(name: str) -> None:
+    """All those of it that Numba has, too; where Numba has none, all."""
+    module, specification = importlib.import_module(f"hpcdp.kernels.cuda.{name}"), kernels.specification(name)
+    file = Path(specification.__file__ or "") if name in kernels._PLAIN_ON_HOST else FOLDER.parent / f"{name}.py"
+    needed = {each.name for each in ast.parse(file.read_text()).body if isinstance(each, ast.FunctionDef)}
     ours, theirs = (
         {
-            name: list(inspect.signature(each).parameters)
-            for name, each in vars(of).items()
-            if inspect.isfunction(each) and each.__module__ == of.__name__ and not name.startswith("_")
+            function: [each for each in inspect.signature(found).parameters if each != ON_GPUS_ALONE.get(name)]
+            for function, found in vars(of).items()
+            if inspect.isfunction(found) and found.__module__ == of.__name__ and not function.startswith("_")
         }
-        for of in (module, SPECIFICATIONS[module])
+        for of in (module, specification)
     )
-    assert ours == {name: parameters for name, parameters in theirs.items() if name in numbas}
+    ours.pop(ON_GPUS_ALONE.get(name, ""), None)
+    assert ours == {name: parameters for name, parameters in theirs.items() if name in needed | ours.keys()}
 
 
 def test_every_cuda_file_has_its_module_and_its_specification() -> None:
-    names, headers = ({path.stem for path in FOLDER.glob(pattern)} for pattern in ("*.cu", "*.cuh"))
-    assert names | headers == {path.stem.removeprefix("cuda_") for path in FOLDER.glob("cuda_*.py")} | {
-        "codes",
-        "common",
-        "sgd",
-        "top_k",
-    }
-    assert names >= kernels._ON_CUDA, "what kernels_for chooses exists"
-    of_results = names - {"times"}
-    assert of_results == {module.__name__.rpartition("cuda_")[2] for module in SPECIFICATIONS}
+    names, headers, modules = ({path.stem for path in FOLDER.glob(f"*.{end}")} for end in ("cu", "cuh", "py"))
+    of_cupy = {"__init__", "capture", "cublas", "cudnn_conv"}
+    assert names | headers == modules - of_cupy | {"codes", "common", "sgd", "top_k"}
+    assert names - {"times"} == set(NAMES), "what kernels_for chooses exists"
 
 
 def test_an_optimizer_updates_by_one_launch(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +174,6 @@ def test_the_host_refuses_what_a_gpu_would_misread(on_host: ModuleType) -> None:
 
 def test_kernels_use_no_float_atomics_and_no_wait() -> None:
     """Those of top-k and of rows count: `cuda_on_host.h` has none but of integers. Who measures waits."""
-    for path in [*FOLDER.glob("cuda*.py"), *FOLDER.glob("*.cu*")]:
-        assert path.name == "cuda_times.py" or "synchronize" not in path.read_text(), path
+    for path in filter(Path.is_file, FOLDER.iterdir()):
+        assert path.name == "times.py" or "synchronize" not in path.read_text(), path
         assert path.name in ("top_k.cuh", "rows.cu") or "atomicAdd" not in path.read_text(), path

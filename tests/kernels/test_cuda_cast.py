@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from hpcdp.arrays import dtype_of, words
-from hpcdp.kernels import cuda_cast, reference_cast
+from hpcdp.kernels.cuda import cast as cuda_cast
+from hpcdp.kernels.reference import cast as reference_cast
 
 SIZES = (0, 1, 2, 3, 31, 32, 33, 1031)
 

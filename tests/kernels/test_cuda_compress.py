@@ -10,7 +10,9 @@ import pytest
 from hpcdp.arrays import dtype_of, is_bfloat16
 from hpcdp.compression import BFloat16, Float16, OneBit, TopK, TwoBit
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels import cuda, cuda_compress, reference_compress
+from hpcdp.kernels import cuda
+from hpcdp.kernels.cuda import compress as cuda_compress
+from hpcdp.kernels.reference import compress as reference_compress
 
 CODECS = [Float16(), BFloat16(), TwoBit(), TwoBit(0.5), OneBit(), OneBit(0.25), TopK(0.1), TopK(1.0)]
 DTYPES = [dtype_of(name).type for name in ("float16", "bfloat16", "float32", "float64")]

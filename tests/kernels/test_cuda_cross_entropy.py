@@ -11,7 +11,8 @@ from placed import beginning_at
 from hpcdp import autograd, nn
 from hpcdp.arrays import dtype_of, is_half
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels import cuda_cross_entropy, reference_cross_entropy
+from hpcdp.kernels.cuda import cross_entropy as cuda_cross_entropy
+from hpcdp.kernels.reference import cross_entropy as reference_cross_entropy
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")
 DTYPES = ["float16", "bfloat16", "float32", "float64"]

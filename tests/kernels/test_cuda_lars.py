@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from hpcdp import optim
-from hpcdp.kernels import cuda_lars, reference_lars
+from hpcdp.kernels.cuda import lars as cuda_lars
+from hpcdp.kernels.reference import lars as reference_lars
 
 NUMBERS = {"sgd": (0.1, 0.01, 0.3, 0.02), "sgd_momentum": (0.1, 0.01, 0.3, 0.9, 0.02)}
 NUMBERS["sgd_nesterov"] = NUMBERS["sgd_momentum"]

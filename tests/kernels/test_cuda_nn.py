@@ -13,17 +13,16 @@ from hpcdp import nn
 from hpcdp.arrays import dtype_of, is_half
 from hpcdp.autograd import Tensor, record
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels import (
-    cuda,
-    cuda_batch_norm,
-    cuda_conv,
-    cuda_elementwise,
-    cuda_epilogue,
-    cuda_pool,
-    cudnn_conv,
-    reference,
-    reference_elementwise,
-)
+from hpcdp.kernels import cuda
+from hpcdp.kernels.cuda import batch_norm as cuda_batch_norm
+from hpcdp.kernels.cuda import conv as cuda_conv
+from hpcdp.kernels.cuda import cudnn_conv
+from hpcdp.kernels.cuda import elementwise as cuda_elementwise
+from hpcdp.kernels.cuda import epilogue as cuda_epilogue
+from hpcdp.kernels.cuda import pool as cuda_pool
+from hpcdp.kernels.reference import batch_norm, conv, epilogue, pool
+from hpcdp.kernels.reference import elementwise as reference_elementwise
+from hpcdp.kernels.reference.windows import output_size
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 WINDOWS = [((2, 2), (2, 2), (0, 0)), ((3, 3), (2, 2), (1, 1)), ((3, 2), (1, 3), (1, 0)), ((2, 2), (3, 3), (0, 0))]
@@ -63,11 +62,11 @@ def test_add_bias_and_relu_gradient(dtype: str, relu: bool, cupy: ModuleType) ->
         on_device = [cupy.asarray(x) for x in (y, bias, gy, np.empty_like(y))]
         cuda_epilogue.add_bias(on_device[0], on_device[1], relu)
         summed = wide(y)
-        reference.add_bias(summed, wide(bias), relu)
+        epilogue.add_bias(summed, wide(bias), relu)
         same_in(y.dtype, on_device[0], summed)
         expected = np.empty_like(summed)
         cuda_epilogue.relu_gradient(on_device[2], on_device[0], on_device[3])
-        reference.relu_gradient(wide(gy), summed, expected)
+        epilogue.relu_gradient(wide(gy), summed, expected)
         same_in(y.dtype, on_device[3], expected)
 
 
@@ -107,7 +106,7 @@ def test_add_bias_to_images(dtype: str, relu: bool, cupy: ModuleType) -> None:
     for shape in ((0, 3, 4), (2, 3, 0), (3, 5, 1), (2, 3, 3), (2, 5, 3, 3), (3, 2, 4, 4), (2, 3, 37)):
         y, bias = normal(shape, dtype, 1), normal(shape[1], dtype, 2)
         expected = wide(y.copy())
-        reference.add_bias(expected, wide(bias), relu)
+        epilogue.add_bias(expected, wide(bias), relu)
         for offset in (0, 1):
             ours = beginning_at(offset, cupy.asarray(y))
             cuda_epilogue.add_bias(ours, cupy.asarray(bias), relu)
@@ -128,8 +127,8 @@ def test_bias_gradient(dtype: str, relu: bool, shape: tuple[int, ...], cupy: Mod
     gy.reshape(-1)[-1:] += 100  # what is added up twice, or not, is no rounding
     masked, expected = wide(gy.copy()), np.empty(shape[1])
     if relu:
-        reference.relu_gradient(wide(gy), wide(y), masked)
-    reference.bias_gradient(masked.astype("f8"), None, None, expected)
+        epilogue.relu_gradient(wide(gy), wide(y), masked)
+    epilogue.bias_gradient(masked.astype("f8"), None, None, expected)
     few = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6, "float64": 1e-12}[dtype]
     found = []
     for offset in (0, 1):
@@ -159,7 +158,7 @@ def test_pooling(
     x[0, 0, :3, :4], x[0, 2, 4] = -np.inf, np.inf
     nans = x.copy()
     nans[1, :, 3, 4:6], nans[0, 1] = np.nan, np.nan
-    size = [reference.output_size(*each) for each in zip(x.shape[2:], kernel, stride, padding, strict=True)]
+    size = [output_size(*each) for each in zip(x.shape[2:], kernel, stride, padding, strict=True)]
     gy = normal((2, 3, *size), dtype, 8)
     out, dx, chosen = np.empty_like(gy), np.empty_like(x), np.empty(gy.shape, np.int32)
     steps = (kernel, stride, padding)
@@ -167,7 +166,7 @@ def test_pooling(
     def same(name: str, *arrays: np.ndarray) -> None:
         on_device, given = [beginning_at(offset, cupy.asarray(each)) for each in arrays], [wide(x) for x in arrays]
         getattr(cuda_pool, name)(*on_device, *steps)
-        getattr(reference, name)(*given, *steps)
+        getattr(pool, name)(*given, *steps)
         for ours, theirs in zip(on_device, given, strict=True):
             same_in(x.dtype, ours, theirs, name)
         if given[-1] is not chosen and name == "max_pool":
@@ -196,13 +195,13 @@ def test_convolution(
     x, weight, bias = (normal(shape, dtype, 6 + seed) for seed, shape in enumerate(shapes))
     if batch > 1:
         x[1, 0, 3, 4] = np.nan
-    size = [reference.output_size(*each) for each in zip(x.shape[2:], kernel, stride, padding, strict=True)]
+    size = [output_size(*each) for each in zip(x.shape[2:], kernel, stride, padding, strict=True)]
     gy = normal((batch, filters, *size), dtype, 9)
     for added in (bias, None):
         out = wide(np.full_like(gy, 7))
         ours = [None if each is None else cupy.asarray(each) for each in (x, weight, added, np.full_like(gy, 7))]
         cuda_conv.conv2d(*ours, stride, padding, relu)
-        reference.conv2d(wide(x), wide(weight), None if added is None else wide(added), out, stride, padding, relu)
+        conv.conv2d(wide(x), wide(weight), None if added is None else wide(added), out, stride, padding, relu)
         same(ours[3], out)
     into = [cupy.asarray(np.full_like(each, 7)) for each in (x, weight, bias)]
     wanted = [wide(np.full_like(each, 7)) for each in (x, weight, bias)]
@@ -211,7 +210,7 @@ def test_convolution(
     on_device = [cupy.asarray(each) for each in arrays] + [None] * (4 - len(arrays))
     cuda_conv.conv2d_gradients(*on_device, tuple(into), stride, padding)
     given = *map(wide, (x, weight, gy)), wide(out) if relu else None
-    reference.conv2d_gradients(*given, tuple(wanted), stride, padding)
+    conv.conv2d_gradients(*given, tuple(wanted), stride, padding)
     for ours, theirs in zip(into[:2], wanted, strict=False):
         same(ours, theirs)
     few = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-5, "float64": 1e-13}[dtype]
@@ -239,7 +238,7 @@ def test_batch_norm(dtype: str, shape: tuple[int, int, int], cupy: ModuleType) -
         on_device = [tuple(map(cupy.asarray, x)) if isinstance(x, tuple) else cupy.asarray(x) for x in arrays]
         given = [tuple(map(wide, x)) if isinstance(x, tuple) else wide(x) for x in arrays]
         getattr(cuda_batch_norm, name)(*on_device, *eps)
-        getattr(reference, name)(*given, *eps)
+        getattr(batch_norm, name)(*given, *eps)
         for ours, theirs in zip(flat(on_device), flat(given), strict=True):
             error = 0 if exact else of_element if ours.dtype == x.dtype else few
             found, wanted = wide(ours.to_host()), wide(theirs.astype(ours.dtype))
@@ -264,7 +263,7 @@ def test_one_reading_is_enough_for_a_variance(dtype: str, cupy: ModuleType) -> N
     x[0, 1:3, 0] += 1e6
     x[0, 3, 0], x[0, 4, 0], x[2, 5, 7] = np.inf, np.nan, np.inf
     wanted = [np.empty(6), np.empty(6)]
-    reference.batch_norm(x.astype("f8"), np.ones(6), np.zeros(6), np.empty_like(x, "f8"), tuple(wanted), 1e-5)
+    batch_norm.batch_norm(x.astype("f8"), np.ones(6), np.zeros(6), np.empty_like(x, "f8"), tuple(wanted), 1e-5)
     saved = tuple(cupy.asarray(np.empty(6, dtype)) for _ in wanted)
     of_channels = (cupy.asarray(np.full(6, value, dtype)) for value in (1, 0))
     cuda_batch_norm.batch_norm(cupy.asarray(x), *of_channels, cupy.asarray(x), saved, 1e-5)
@@ -303,7 +302,7 @@ def test_channels_have_the_same_sums_wherever_their_elements_begin(
     for y in x[:1, 1:, :1], gy[1:, 1:, 3:4]:
         y[...] = np.inf
     expected, found = np.empty((2, shape[1])), []
-    reference.gradient_sums(wide(gy), wide(x), (mean, ones), expected, 0.0)
+    batch_norm.gradient_sums(wide(gy), wide(x), (mean, ones), expected, 0.0)
     for offset in (0, 1):
         views = [beginning_at(offset, cupy.asarray(y)) for y in (gy, x)]
         sums = cupy.asarray(np.empty_like(expected))

@@ -9,7 +9,8 @@ import pytest
 
 from hpcdp import optim
 from hpcdp.arrays import dtype_of, words
-from hpcdp.kernels import cuda_norms, reference_norms
+from hpcdp.kernels.cuda import norms as cuda_norms
+from hpcdp.kernels.reference import norms as reference_norms
 from hpcdp.optim import lars
 
 DTYPES = [dtype_of(name) for name in ("float16", "bfloat16", "float32", "float64")]

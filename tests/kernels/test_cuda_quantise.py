@@ -5,7 +5,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from hpcdp.kernels import cuda_quantise, reference_quantise
+from hpcdp.kernels.cuda import quantise as cuda_quantise
+from hpcdp.kernels.reference import quantise as reference_quantise
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 

@@ -8,8 +8,9 @@ import pytest
 from hpcdp import kernels
 from hpcdp.arrays import dtype_of, is_float, words
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels import cuda_reduce, reference_reduce
-from hpcdp.kernels.reference_reduce import EVERY_ROW, MAX, MEAN, MIN, PROD, SUM
+from hpcdp.kernels.cuda import reduce as cuda_reduce
+from hpcdp.kernels.reference import reduce as reference_reduce
+from hpcdp.kernels.reference.reduce import EVERY_ROW, MAX, MEAN, MIN, PROD, SUM
 
 OPS = [SUM, PROD, MIN, MAX, MEAN]
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")

@@ -11,7 +11,9 @@ from hpcdp import autograd
 from hpcdp.arrays import dtype_of
 from hpcdp.autograd import Tensor
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels import cuda, cuda_rows, reference_rows
+from hpcdp.kernels import cuda
+from hpcdp.kernels.cuda import rows as cuda_rows
+from hpcdp.kernels.reference import rows as reference_rows
 
 DTYPES = [np.float16, dtype_of("bfloat16").type, np.float32, np.float64]
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp import kernels
 from hpcdp.kernels import cuda
 
 ARCHITECTURES = (80, 90, 100)
@@ -24,7 +23,7 @@ OPTIMISED = bool(os.environ.get("HPCDP_TEST_THOROUGH"))
 
 _NAME = r"__global__ void (?:__launch_bounds__\(.*?\) )?(\w+)"
 
-FILES = sorted(path.stem for path in Path(kernels.__file__).parent.glob("*.cu"))
+FILES = sorted(path.stem for path in Path(cuda.__file__).parent.glob("*.cu"))
 
 
 def _alone(file: str) -> str:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels import cuda_update, reference_update
+from hpcdp.kernels.cuda import update as cuda_update
+from hpcdp.kernels.reference import update as reference_update
 
 RULES = {
     "sgd": (0, (0.1, 0.01, 0.3)),

@@ -13,7 +13,11 @@ from pairs import pairs
 from hpcdp import kernels
 from hpcdp.arrays import dtype_of, is_half
 from hpcdp.errors import ConfigError
-from hpcdp.kernels import cuda_conv, cuda_times, cudnn_conv, reference
+from hpcdp.kernels.cuda import conv as cuda_conv
+from hpcdp.kernels.cuda import cudnn_conv
+from hpcdp.kernels.cuda import times as cuda_times
+from hpcdp.kernels.reference import conv as reference
+from hpcdp.kernels.reference.windows import output_size
 from hpcdp.nn import functional
 
 CASES = [((1, 1), (0, 0)), ((2, 1), (1, 2)), ((1, 2), (2, 0))]
@@ -190,7 +194,7 @@ def arrays(dtype, stride, padding):
     rng = np.random.default_rng(3)
     kind = dtype_of(dtype)
     x, weight, bias = (rng.standard_normal(shape).astype(kind) for shape in ((2, 3, 7, 8), (4, 3, 3, 2), (4,)))
-    size = [reference.output_size(*each) for each in zip(x.shape[2:], weight.shape[2:], stride, padding, strict=True)]
+    size = [output_size(*each) for each in zip(x.shape[2:], weight.shape[2:], stride, padding, strict=True)]
     return x, weight, bias, rng.standard_normal((2, 4, *size)).astype(kind)
 
 
@@ -303,7 +307,7 @@ def test_tensor_cores_multiply_what_has_16_bits_and_add_up_in_float32(cudnn, dty
     x, weight, _, gy = arrays(dtype, (1, 1), (0, 0))
     cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), None, to_gpu(gy), (1, 1), (0, 0), False)
     assert cudnn.graphs[0].left_out == {"DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "NONDETERMINISTIC"}
-    assert kernels.kernels_for("conv", to_gpu(x), reference) is cudnn_conv
+    assert kernels.kernels_for("conv", to_gpu(x)) is cudnn_conv
     functional.conv2d(to_gpu(x), to_gpu(weight))
     assert cudnn.executed == ["conv_fprop"] * 2
 
@@ -316,7 +320,7 @@ def test_a_frontend_without_the_library_is_none(cudnn):
 
     cudnn.backend_version = missing
     with pytest.warns(UserWarning, match="go by im2col, for cuDNN does not start: Unable to find symbol"):
-        assert kernels.kernels_for("conv", to_gpu(np.zeros(3)), reference) is cuda_conv
+        assert kernels.kernels_for("conv", to_gpu(np.zeros(3))) is cuda_conv
 
 
 def test_a_batch_of_nothing_does_not_ask_cudnn(cudnn):
@@ -341,7 +345,7 @@ def test_memory_that_does_not_begin_at_16_bytes_goes_by_im2col(cudnn, moved):
 
 def test_networks_take_it_where_it_is_installed(cudnn):
     x, weight, _, _ = arrays("f4", (1, 1), (0, 0))
-    assert kernels.kernels_for("conv", to_gpu(x), reference) is cudnn_conv
+    assert kernels.kernels_for("conv", to_gpu(x)) is cudnn_conv
     functional.conv2d(to_gpu(x), to_gpu(weight))
     assert cudnn.executed == ["conv_fprop"]
 
@@ -349,7 +353,7 @@ def test_networks_take_it_where_it_is_installed(cudnn):
 def test_without_it_convolutions_go_by_im2col(cudnn, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cudnn_conv.is_there.cache_clear()
-    assert kernels.kernels_for("conv", to_gpu(np.zeros(3)), reference) is cuda_conv
+    assert kernels.kernels_for("conv", to_gpu(np.zeros(3))) is cuda_conv
 
 
 def test_a_stand_in_for_cupy_has_none_where_it_is_installed(cudnn):
@@ -370,5 +374,5 @@ def test_one_that_does_not_start_is_told_once(cudnn, monkeypatch):
     monkeypatch.setattr("importlib.import_module", refuses)
     with pytest.warns(UserWarning, match=r"go by im2col, for cuDNN does not start: no libcudnn\.so\.9") as told:
         for _ in range(2):
-            assert kernels.kernels_for("conv", to_gpu(np.zeros(3)), reference) is cuda_conv
+            assert kernels.kernels_for("conv", to_gpu(np.zeros(3))) is cuda_conv
     assert len(told) == 1

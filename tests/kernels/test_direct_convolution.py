@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels import lanes, reference
+from hpcdp.kernels import lanes
+from hpcdp.kernels.reference import conv as reference
+from hpcdp.kernels.reference.windows import output_size
 
 CASES = [  # batch, in channels, (height, width), out channels, kernel, stride, padding
     (1, 1, (1, 1), 1, (1, 1), (1, 1), (0, 0)),
@@ -28,7 +30,7 @@ ACCURACY = 3e-6
 def arrays(case):
     batch, channels, size, out, kernel, stride, padding = case
     rng = np.random.default_rng(len(str(case)))
-    results = tuple(map(reference.output_size, size, kernel, stride, padding))
+    results = tuple(map(output_size, size, kernel, stride, padding))
     shapes = [(batch, channels, *size), (out, channels, *kernel), (out,), (batch, out, *results)]
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
@@ -157,7 +159,7 @@ def test_which_convolutions_do(change, passes, monkeypatch):
              "batch": 2, "size": (16, 16), "eight": True} | change  # fmt: skip
     monkeypatch.setattr(lanes, "are_eight", lambda: given["eight"])
     conv = kernels.load("conv")
-    results = map(reference.output_size, given["size"], given["kernel"], given["stride"], given["padding"])
+    results = map(output_size, given["size"], given["kernel"], given["stride"], given["padding"])
     x = np.empty((given["batch"], given["inputs"], *given["size"]), given["dtype"])
     weight = np.empty((given["outputs"], given["inputs"], *given["kernel"]), given["dtype"])
     out = np.empty((given["batch"], given["outputs"], *results), given["dtype"])

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels import reference
+from hpcdp.kernels.reference import epilogue as reference
 
 
 @pytest.mark.parametrize("relu", [False, True])

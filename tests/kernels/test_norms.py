@@ -7,7 +7,7 @@ import pytest
 
 from hpcdp import kernels
 from hpcdp.arrays import dtype_of, words
-from hpcdp.kernels import reference_norms
+from hpcdp.kernels.reference import norms as reference_norms
 
 SIZES = [0, 1, 2, 3, 31, 16384, 16385, 50_001]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels import reference
+from hpcdp.kernels.reference import pool as reference
+from hpcdp.kernels.reference.windows import output_size
 
 CASES = [  # shape, kernel, stride, padding
     ((2, 3, 6, 8), (2, 2), (2, 2), (0, 0)),
@@ -22,7 +23,7 @@ def sized(case, dtype=np.float64):
     shape, kernel, stride, padding = case
     rng = np.random.default_rng(sum(shape))
     x = rng.standard_normal(shape).astype(dtype)
-    size = tuple(map(reference.output_size, shape[2:], kernel, stride, padding))
+    size = tuple(map(output_size, shape[2:], kernel, stride, padding))
     return x, rng.standard_normal((*shape[:2], *size)).astype(dtype)
 
 

@@ -5,7 +5,8 @@ import pytest
 from pairs import pairs
 from threadpoolctl import threadpool_limits
 
-from hpcdp.kernels import products, reference_products
+from hpcdp.kernels import products
+from hpcdp.kernels.reference import products as reference_products
 
 SHAPES = [  # m, k, n, of which the first ones are known to be tiled where matrices lie as they are read
     (16, 2048, 320), (32, 320, 1024), (64, 512, 320), (128, 576, 256), (65, 999, 130), (17, 333, 777), (333, 17, 777),

@@ -5,7 +5,7 @@ import pytest
 
 from hpcdp import kernels
 from hpcdp.arrays import words
-from hpcdp.kernels import reference_quantise
+from hpcdp.kernels.reference import quantise as reference_quantise
 
 SIZES = [0, 1, 15, 16, 17, 31, 32, 33, 64, 997]
 DTYPES = [np.float16, np.float32, np.float64]

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels import reference_update
+from hpcdp.kernels.reference import update as reference_update
 
 STATES = {"sgd": 0, "sgd_momentum": 1, "sgd_nesterov": 1, "adam": 2}
 COEFFICIENTS = {

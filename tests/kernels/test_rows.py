@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels import reference_rows
+from hpcdp.kernels.reference import rows as reference_rows
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

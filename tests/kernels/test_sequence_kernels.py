@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels import reference_sequences as reference
+from hpcdp.kernels.reference import sequences as reference
 
 DTYPES = [np.float32, np.float64]
 TOLERANCE = {np.float32: {"rtol": 2e-5, "atol": 1e-5}, np.float64: {"rtol": 1e-11, "atol": 1e-12}}
@@ -30,7 +30,7 @@ def draw(request):
 @pytest.mark.parametrize(("batch", "time", "size"), [(1, 1, 1), (3, 4, 5), (2, 3, 33), (0, 2, 4)])
 def test_steps_of_an_lstm(draw, batch, time, size):
     dtype, normal = draw
-    modules = [reference, kernels.load("lstm")]
+    modules = [kernels.specification("lstm"), kernels.load("lstm")]
     features = 3
     for t in range(time):
         arrays = [

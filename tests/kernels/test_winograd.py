@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels import reference
+from hpcdp.kernels.reference import conv as reference
+from hpcdp.kernels.reference.windows import output_size
 
 CASES = [  # batch, in channels, (height, width), out channels, padding
     (1, 1, (3, 3), 1, (0, 0)),
@@ -22,7 +23,7 @@ ACCURACY = 2e-5
 def arrays(case):
     batch, channels, size, out, padding = case
     rng = np.random.default_rng(sum(size) + batch)
-    height, width = (reference.output_size(*each) for each in zip(size, (3, 3), (1, 1), padding, strict=True))
+    height, width = (output_size(*each) for each in zip(size, (3, 3), (1, 1), padding, strict=True))
     shapes = [(batch, channels, *size), (out, channels, 3, 3), (out,), (batch, out, height, width)]
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 

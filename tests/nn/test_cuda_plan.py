@@ -10,7 +10,7 @@ from hpcdp import autograd, nn, optim
 from hpcdp.arrays import to_host
 from hpcdp.autograd import Tensor
 from hpcdp.errors import DataError
-from hpcdp.kernels.capture import Capturer
+from hpcdp.kernels.cuda.capture import Capturer
 from hpcdp.train.trainers.trainer import Trainer
 
 F = nn.functional
@@ -381,7 +381,7 @@ def test_values_that_forward_needs_are_refused_as_on_a_cpu(gpu):
 def test_without_cublas_it_goes_without(gpu, monkeypatch):
     import ctypes
 
-    from hpcdp.kernels import capture
+    from hpcdp.kernels.cuda import capture
 
     def missing(name):
         raise OSError(f"{name}: cannot open shared object file")

@@ -21,7 +21,7 @@ from ...autograd.modes import modes
 from ...autograd.registry import CALLS
 from ...autograd.tape import Pullback, add_gradients, leaves_below
 from ...errors import UnsupportedError
-from ...kernels.capture import Capturer, CudaGraph, warmed_up
+from ...kernels.cuda.capture import Capturer, CudaGraph, warmed_up
 from .graph import Graph, Input, Result, Source
 from .graph import Node as GraphNode
 from .held import HeldArrays

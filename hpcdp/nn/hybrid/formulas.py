@@ -31,7 +31,7 @@ class Term:
     """An operand of a chain, or the result of an operation on terms.
 
     Args:
-        operation: one of `kernels.reference_chain.OPERATIONS` or of `BY_NUMPY`; "" where it is an operand.
+        operation: one of `kernels.reference.chain.OPERATIONS` or of `BY_NUMPY`; "" where it is an operand.
         value: an operand's array, `Moving` or number; None where it is told later.
     """
 

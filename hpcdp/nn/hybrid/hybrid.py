@@ -16,7 +16,7 @@ from ...autograd import Tensor, as_tensor
 from ...autograd.modes import modes
 from ...autograd.registry import first_on_gpu
 from ...errors import ConfigError
-from ...kernels.capture import warmed_up
+from ...kernels.cuda.capture import warmed_up
 from ..virtual_shard import entered_shard
 from .batches import takes_any_batch
 from .changed import state

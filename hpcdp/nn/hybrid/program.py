@@ -11,7 +11,7 @@ import numpy as np
 from ... import kernels
 from ...arrays import Array
 from ...autograd.registry import Call
-from ...kernels.reference_chain import OPERATIONS
+from ...kernels.reference.chain import OPERATIONS
 from .formulas import BY_NUMPY, Moving, Term, in_order
 
 _PIECE = 32768

@@ -21,7 +21,7 @@ from ...arrays import Array, array_namespace, dtype_of, is_cupy
 from ...autograd import Gradient, Tensor, pause
 from ...autograd.repeated import RepeatedBackward
 from ...autograd.tape import add_gradients, leaves_below
-from ...kernels.capture import between
+from ...kernels.cuda.capture import between
 from .cuda_plan import CudaPlan
 from .formulas import Moving
 from .graph import Graph, Meta, Result

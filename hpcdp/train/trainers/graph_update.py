@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...arrays import Array, is_cupy
 from ...gradients.owners import Piece
-from ...kernels.capture import numbers
+from ...kernels.cuda.capture import numbers
 from .looking import clipped_on_gpu, clips_on_gpu
 
 if TYPE_CHECKING:

@@ -1,0 +1,196 @@
+"""Convolution of CuPy arrays by cuDNN, through its Python frontend.
+
+Imports: conv, elementwise, epilogue, times.
+
+``pip install nvidia-cudnn-frontend nvidia-cudnn-cu12`` (or ``cu13``); without them, for what cuDNN has no engine for,
+and for arrays that begin where it takes none, `conv` computes. `reference.conv` is the specification: same names, same
+arguments, sums in another order. Engines that round to fewer bits than the arrays have (TF32 on tensor cores), or whose
+bits differ from run to run, are left out. What has 16 bits is multiplied on tensor cores, which add up in float32, and
+rounded; what a bias is added to is rounded once more.
+
+The first engine that cuDNN's heuristics name computes, or, with ``HPCDP_CUDNN_BENCHMARK=1``, the one that is fastest
+when a convolution of new shapes is first computed.
+
+Source: NVIDIA, "cuDNN Frontend", github.com/NVIDIA/cudnn-frontend, `pygraph`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from ...arrays import Array, array_namespace, dtype_name, is_half
+from ...errors import ConfigError
+from ..reference.windows import Pair
+from . import conv, elementwise, epilogue, times
+
+_TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT", "float64": "DOUBLE"}
+_ALIGNED = 16
+"""Bytes of which each address is a multiple that cuDNN is given: the frontend says so of tensors, unless it is told."""
+_LEFT_OUT = ("DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "NONDETERMINISTIC")
+_SELDOM_BEST = "FFT"
+"""Left out, too, where heuristics choose for float32 and float64: they count on TF32, and what they name next is often
+this. A step of ResNet-18 on an H200 took 40.4 ms by mode A, 38.7 by B, 31.2 by B without FFT, and 29 by measuring."""
+
+_MOST_TRIED = 16
+"""Plans whose time is taken, of some dozens in the order of cuDNN's heuristics."""
+
+_of_thread = threading.local()
+"""cuDNN's handles, one a GPU, and plans: neither may be used by two threads at once."""
+
+
+@functools.cache
+def is_there() -> bool:
+    """Whether cuDNN's frontend is installed and starts; of one that does not start, a warning says why, once."""
+    if importlib.util.find_spec("cudnn") is None:
+        return False
+    try:
+        importlib.import_module("cudnn").backend_version()  # the frontend is imported without the library, too
+    except (ImportError, OSError, RuntimeError) as error:
+        warnings.warn(f"convolutions on GPUs go by im2col, for cuDNN does not start: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair, padding: Pair, relu: bool) -> None:
+    """See `reference.conv.conv2d`."""
+    if not _run("conv_fprop", {"image": x, "weight": weight}, out, stride, padding):
+        conv.conv2d(x, weight, bias, out, stride, padding, relu)
+    elif bias is not None:
+        epilogue.add_bias(out, bias, relu)
+    elif relu:
+        elementwise.relu(out, out)
+
+
+def conv2d_gradients(
+    x: Array,
+    weight: Array,
+    gy: Array,
+    out: Array | None,
+    into: tuple[Array | None, Array | None, Array | None],
+    stride: Pair,
+    padding: Pair,
+) -> None:
+    """See `reference.conv.conv2d_gradients`."""
+    dx, dweight, dbias = into
+    loss = gy if out is None else array_namespace(gy).empty(gy.shape, dtype=gy.dtype)
+    if dbias is not None:
+        epilogue.bias_gradient(gy, out, loss, dbias)
+    elif out is not None:
+        epilogue.relu_gradient(gy, out, loss)
+    if dx is not None and _run("conv_dgrad", {"loss": loss, "filter": weight}, dx, stride, padding):
+        dx = None
+    if dweight is not None and _run("conv_wgrad", {"image": x, "loss": loss}, dweight, stride, padding):
+        dweight = None
+    if dx is not None or dweight is not None:
+        conv.conv2d_gradients(x, weight, loss, None, (dx, dweight, None), stride, padding)
+
+
+def _run(operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair) -> bool:
+    """Let cuDNN compute ``out``, on CuPy's current stream; whether it can."""
+    arrays = (*given.values(), out)
+    if any(x.dtype != out.dtype or x.size == 0 or not x.flags.c_contiguous for x in arrays):
+        return False
+    kind = dtype_name(out.dtype)
+    if kind not in _TYPES or any(x.data.ptr % _ALIGNED for x in arrays):
+        return False
+    cudnn, cupy = importlib.import_module("cudnn"), array_namespace(out)
+    handle = _handle(cudnn, int(out.device.id))
+    key = (operation, int(out.device.id), kind, tuple(x.shape for x in arrays), stride, padding)
+    plans = vars(_of_thread).setdefault("plans", {})
+    cudnn.set_stream(handle=handle, stream=cupy.cuda.get_current_stream().ptr)
+    if key not in plans:
+        plans[key] = _plan(cudnn, handle, operation, given, out, stride, padding)
+    if plans[key] is None:
+        return False
+    graph, tensors = plans[key]
+    _execute(handle, graph, tensors, arrays)
+    return True
+
+
+def _execute(handle: Any, graph: Any, tensors: list[Any], arrays: tuple[Array, ...]) -> None:
+    """By the plan of ``graph`` that was built last."""
+    cupy = array_namespace(*arrays)
+    workspace = cupy.empty(max(1, graph.get_workspace_size()), dtype=cupy.uint8)
+    at = {tensor: int(x.data.ptr) for tensor, x in zip(tensors, arrays, strict=True)}
+    graph.execute(at, int(workspace.data.ptr), handle=handle)
+
+
+def _handle(cudnn: Any, device: int) -> Any:
+    """That of this thread for the current GPU, which is ``device``; a number only in early releases of the frontend."""
+    handles = vars(_of_thread).setdefault("handles", {})
+    if device not in handles:
+        handles[device] = cudnn.create_handle()
+    return handles[device]
+
+
+def _measures() -> bool:
+    """Whether ``HPCDP_CUDNN_BENCHMARK`` has engines chosen by measuring them, whose bits may differ from run to run."""
+    setting = os.environ.get("HPCDP_CUDNN_BENCHMARK") or "0"
+    if setting not in ("0", "1"):
+        raise ConfigError("convolution", where="HPCDP_CUDNN_BENCHMARK", expected="0 or 1", got=repr(setting))
+    return setting == "1"
+
+
+def _plan(
+    cudnn: Any, handle: Any, operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair
+) -> tuple[Any, list[Any]] | None:
+    """A graph of one operation, built, and its tensors: those ``given``, and the result. None: cuDNN has none."""
+    kind = getattr(cudnn.data_type, _TYPES[dtype_name(out.dtype)])
+    measures = _measures()
+    left_out: tuple[str, ...] = _LEFT_OUT
+    wide, mode = cudnn.data_type.FLOAT, cudnn.heur_mode.A
+    if not is_half(out):
+        wide, left_out = kind, ("TENSOR_CORE", *left_out)
+        if not measures:
+            mode, left_out = cudnn.heur_mode.B, (_SELDOM_BEST, *left_out)
+    try:
+        graph = cudnn.pygraph(io_data_type=kind, intermediate_data_type=wide, compute_data_type=wide, handle=handle)
+        tensors = {
+            name: graph.tensor(name=name, dim=list(x.shape), stride=_strides(x), data_type=kind)
+            for name, x in given.items()
+        }
+        steps = {"padding": list(padding), "stride": list(stride), "dilation": [1, 1]}
+        result = getattr(graph, operation)(**tensors, **steps)
+        result.set_output(True).set_data_type(kind).set_dim(list(out.shape)).set_stride(_strides(out))
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([mode, cudnn.heur_mode.FALLBACK])
+        graph.deselect_numeric_notes([getattr(cudnn.numerical_note, name) for name in left_out])
+        graph.check_support()
+        all_tensors = [*tensors.values(), result]
+        if measures:
+            _build_fastest(cudnn, graph, lambda: _execute(handle, graph, all_tensors, (*given.values(), out)))
+        else:
+            graph.build_plans()
+    except (cudnn.cudnnGraphNotSupportedError, RuntimeError):
+        return None
+    return graph, all_tensors
+
+
+def _build_fastest(cudnn: Any, graph: Any, execute: Callable[[], None]) -> None:
+    """Build the plan by which ``execute`` takes the least time, of the first ones that it can go by."""
+    measured: dict[int, float] = {}
+    for index in range(graph.get_execution_plan_count()):
+        # one that is left out, that this GPU cannot run, or whose workspace finds no room
+        with contextlib.suppress(cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, MemoryError):
+            graph.build_plan_at_index(index)
+            measured[index] = times.milliseconds(execute)
+        if len(measured) == _MOST_TRIED:
+            break
+    if measured:
+        graph.build_plan_at_index(min(measured, key=measured.__getitem__))
+    else:
+        graph.build_plans()
+
+
+def _strides(x: Array) -> list[int]:
+    """In elements."""
+    return [each // x.dtype.itemsize for each in x.strides]

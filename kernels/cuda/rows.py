@@ -1,0 +1,64 @@
+"""Additions to some rows of CuPy arrays, without atomic ones, whose order changes from run to run. Imports: cuda.
+
+`reference.rows` is the specification: same names, same arguments, the same bits. Rows not in the table are left
+out. Nothing is waited for, but where an index has a mask, which CuPy waits for.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ...arrays import Array, array_namespace, words
+from .. import cuda
+
+_DTYPES = ("uint16", "int16", "float32", "float64")
+_DIGIT_BITS = 8
+_CHUNK = 1024
+"""Places that a block sorts, unless there are too many for the blocks of a launch."""
+
+
+def add_rows(table: Array, rows: Array, values: Array) -> None:
+    """See `reference.rows.add_rows`."""
+    table, values = words(table), words(values)
+    (number, features), count = table.shape, rows.size
+    of_type = cuda.type_name("add_rows", _DTYPES, count * features, values)
+    cuda.check("add_rows", (str(values.dtype),), number * features, table)
+    cuda.check("add_rows", ("int64",), count, rows)
+    if number == 0:  # no digit would be sorted by, and `order` would have what nobody has written
+        return
+    xp, chunk = array_namespace(table), max(_CHUNK, -(-count // cuda.MAX_BLOCKS))
+    blocks = -(-count // chunk)
+    counts, starts = xp.empty((blocks, cuda.THREADS), dtype=np.uint32), xp.empty((blocks, cuda.THREADS), dtype=np.int64)
+    order, other = xp.empty(count, dtype=np.int64), xp.empty(count, dtype=np.int64)
+    for shift in range(0, int(number).bit_length(), _DIGIT_BITS):
+        what = rows, np.int64(count), np.int64(number), order, np.int64(chunk), np.int32(shift), np.bool_(shift == 0)
+        cuda.launch("rows", "count_digits", blocks, *what, counts)
+        cuda.launch("rows", "find_starts", min(blocks, 1), counts, np.int64(blocks), starts)
+        cuda.launch("rows", "sort_by_digit", blocks, *what, starts, other)
+        order, other = other, order
+    sizes = np.int64(count), np.int64(number)
+    threads = cuda.blocks(count * features)
+    cuda.launch("rows", f"add_sorted_{of_type}", threads, rows, *sizes, order, values, np.int64(features), table)
+
+
+def add_at(table: Array, key: Any, values: Array) -> None:
+    """See `reference.rows.add_at`; ``table`` is contiguous."""
+    xp, axes = array_namespace(table, values), _axes(key, table.ndim)
+    number, features = math.prod(table.shape[:axes]), math.prod(table.shape[axes:])
+    rows = xp.arange(number).reshape(table.shape[:axes])[key]
+    flat = xp.ascontiguousarray(values).reshape(rows.size, features)
+    add_rows(table.reshape(number, features), xp.ascontiguousarray(rows).reshape(-1), flat)
+
+
+def _axes(key: Any, ndim: int) -> int:
+    """So many axes are chosen from, the first ones; what comes behind them is taken as it is."""
+    parts, axes = key if isinstance(key, tuple) else (key,), 0
+    for part in parts:
+        if part is Ellipsis or isinstance(part, (bool, list)):
+            return ndim
+        if part is not None:
+            axes += part.ndim if str(getattr(part, "dtype", "")) == "bool" else 1
+    return axes
