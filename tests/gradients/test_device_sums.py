@@ -33,6 +33,7 @@ from hpcdp.compression import Compression, codecs
 from hpcdp.devices import gpu
 from hpcdp.errors import DeviceError, MismatchError, UnsupportedError
 from hpcdp.gradients import Reducer, buckets, staging
+from hpcdp.gradients import norms as gradient_norms
 from hpcdp.gradients.rail import node_nbytes
 from hpcdp.gradients.residuals import gather_residuals, give_residuals
 from hpcdp.kernels.cuda import compress as cuda_compress
@@ -380,7 +381,17 @@ def test_what_codes_have_not_sent_is_given_back_to_gpus(gpus_on_host, monkeypatc
 
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
 @pytest.mark.parametrize(("gpus_on_host", "way"), in_turn(ORDERS, WAYS), indirect=True)
-def test_training_on_gpus_is_training_on_the_host(gpus_on_host, way):
+def test_training_on_gpus_is_training_on_the_host(gpus_on_host, monkeypatch, way):
+    """Gradients are clipped by each GPU for itself, alike."""
+    norms, squares_of_model = [], gradient_norms.squares_of_model
+
+    def noted(reducer):
+        squares = squares_of_model(reducer)
+        norms.append(squares**0.5)
+        return squares
+
+    monkeypatch.setattr(gradient_norms, "squares_of_model", noted)
+
     def rank(world, on_gpu):
         if on_gpu:
             use_gpu(world, way)
@@ -396,8 +407,13 @@ def test_training_on_gpus_is_training_on_the_host(gpus_on_host, way):
 
     for n, nodes in ((3, None), (4, 2)):
         host = threads.run(n, lambda world: rank(world, False), nodes)[0]
-        for found in threads.run(n, lambda world: rank(world, True), nodes):
-            for mine, theirs in zip(found, host, strict=True):
+        assert norms and min(norms) > n * 100.0
+        norms.clear()
+        everyone = threads.run(n, lambda world: rank(world, True), nodes)
+        assert not norms, "the host knows none"
+        for found in everyone:
+            for mine, first, theirs in zip(found, everyone[0], host, strict=True):
+                np.testing.assert_array_equal(mine, first)
                 np.testing.assert_allclose(mine, theirs, rtol=1e-6)
 
 

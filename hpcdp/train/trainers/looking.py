@@ -19,12 +19,13 @@ def host_looks(trainer: BucketTrainer) -> bool:
 
 
 def clips_on_gpu(trainer: BucketTrainer) -> bool:
-    """Whether norm and scale stay on a GPU: it has all sums, and nobody else needs to know them."""
+    """Whether norm and scale stay on GPUs: each has all sums, the same ones, and nobody else needs to know them."""
     if trainer.clip_norm is None or trainer.policy.nonfinite != "ignore" or trainer.optimizer.by_layer:
         return False
     reducer, world = trainer.reducer, trainer.world
-    is_alone = world.size == 1 and world.part_comm is None and world.model_comm is None
-    return is_alone and reducer.virtual_shards is None and all(is_cupy(bucket.mine) for bucket in reducer.buckets)
+    has_all = world.size == 1 or trainer.owner.holds_all
+    is_whole = world.part_comm is None and world.model_comm is None and reducer.virtual_shards is None
+    return has_all and is_whole and all(is_cupy(bucket.mine) for bucket in reducer.buckets)
 
 
 def scale_of(trainer: BucketTrainer, count: int) -> float | Array | None:
