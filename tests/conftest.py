@@ -238,8 +238,9 @@ def counted_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     capture, launch = Capturer.capture, CudaGraph.launch
 
     def capturing(self: Capturer, function: Callable[[], object]) -> CudaGraph:
-        counted.graphs.append(capture(self, function))
-        return counted.graphs[-1]
+        graph = capture(self, function)
+        counted.graphs.append(graph)  # ranks that are threads may add theirs at once
+        return graph
 
     def launching(self: CudaGraph) -> None:
         launch(self)

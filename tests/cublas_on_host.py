@@ -6,6 +6,7 @@ Stricter than cuBLAS: a product that was not made outside of a capture before is
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,20 @@ REFUSED = "calling cuBLAS API during stream capture is currently unsupported"
 """So says CuPy."""
 
 
+class _Here(threading.local):
+    """A thread's handle, of which CuPy makes one for each."""
+
+    def __init__(self) -> None:
+        self.stream = 0
+        self.has_workspace = False
+
+
 class Library:
     """cuBLAS, with the C types that its header has."""
 
     def __init__(self, machine: Any) -> None:
         self._machine = machine
-        self._stream = 0
-        self._has_workspace = False
+        self._here = _Here()
         i, p, long = ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong
         self.cublasSetWorkspace_v2 = ctypes.CFUNCTYPE(i, p, p, ctypes.c_size_t)(self._set_workspace)
         self.cublasGemmEx = ctypes.CFUNCTYPE(
@@ -36,11 +44,11 @@ class Library:
         known = [self._machine.null, *self._machine.captured]
         if any(each.ptr == ptr and each.is_capturing() for each in known):
             raise NotImplementedError(REFUSED)
-        self._stream, self._has_workspace = ptr, False
+        self._here.stream, self._here.has_workspace = ptr, False
 
     def _set_workspace(self, handle: int, ptr: int, nbytes: int) -> int:
-        self._has_workspace = handle == 7 and ptr % 256 == 0 and nbytes >= 4 << 20
-        return 0 if self._has_workspace else 7
+        self._here.has_workspace = handle == 7 and ptr % 256 == 0 and nbytes >= 4 << 20
+        return 0 if self._here.has_workspace else 7
 
     def _gemm(self, handle: int, op_a: int, op_b: int, m: int, n: int, k: int, alpha: int, *more: Any) -> int:
         a, kind_a, lda, b, kind_b, ldb, beta, c, kind_c, ldc, compute_type, algo = more
@@ -60,10 +68,11 @@ class Library:
         rows = (k if op_a else m, n if op_b else k, m)
         if min(m, n, k, count) < 1 or lda < rows[0] or ldb < rows[1] or ldc < rows[2]:
             return 7
-        if not self._has_workspace or handle != 7:
+        if not self._here.has_workspace or handle != 7:
             return 1
         kernel = op_a, op_b, m, n, k, kind, count
-        if self._machine.captured and kernel not in self._machine.compiled:
+        (stream,) = [each for each in [self._machine.null, *self._machine.captured] if each.ptr == self._here.stream]
+        if stream.is_capturing() and kernel not in self._machine.compiled:
             return 13  # cuBLAS loads its kernels when they are first needed
         self._machine.compiled.add(kernel)
         dtype = dtype_of(wanted[0])
@@ -81,7 +90,6 @@ class Library:
                 into = rows_of(c + i * sc * dtype.itemsize, ldc, m, n)
                 into[...] = np.matmul(left.T if op_b else left, right.T if op_a else right)
 
-        (stream,) = [each for each in [self._machine.null, *self._machine.captured] if each.ptr == self._stream]
         with stream:
             self._machine.give(run)
         return 0

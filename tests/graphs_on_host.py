@@ -7,7 +7,11 @@ it, and CuPy's own products. Stricter than they are: what was not compiled befor
 error, too.
 
 All arrays are in memory of pools, by stream as CuPy's are. What is freed is filled with NaN and given out again; what
-a graph reads there, or in the memory of a pool that is gone, spoils its results.
+a graph reads there, or in the memory of a pool that is gone, spoils its results. Memory of a capture that the garbage
+collector frees is filled when it is given out again: it comes at any moment, also while the graph is launched, which
+has that memory by right.
+
+Ranks may be threads: each captures for itself.
 """
 
 from __future__ import annotations
@@ -50,6 +54,9 @@ class CUDARuntimeError(RuntimeError):
 class Block:
     """Memory of a pool."""
 
+    is_captured = False
+    """Whether it was given out in a capture."""
+
     def __init__(self, nbytes: int) -> None:
         whole = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
         first = -whole.ctypes.data % ALIGNMENT
@@ -63,6 +70,7 @@ class MemoryPool:
         self._machine = machine
         self._free: dict[int, list[Block]] = {}
         self._blocks: list[Block] = []
+        self._taking = threading.Lock()
 
     def total_bytes(self) -> int:
         return sum(each.memory.nbytes for each in self._blocks)
@@ -71,20 +79,24 @@ class MemoryPool:
         """What all arrays in a block have as their base; when it goes, the block is free."""
         size, stream = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT, self._machine.current().ptr
         free = self._free.setdefault(stream, [])
-        fitting = [each for each in free if size <= each.memory.nbytes]
-        if fitting:
-            block = min(fitting, key=lambda each: each.memory.nbytes)
-            free.remove(block)
-        else:
-            block = Block(size)
-            self._blocks.append(block)
-            self._machine.blocks.append(block)
+        with self._taking:
+            fitting = [each for each in free if size <= each.memory.nbytes]
+            if fitting:
+                block = min(fitting, key=lambda each: each.memory.nbytes)
+                free.remove(block)
+                block.memory[...] = 0xFF
+            else:
+                block = Block(size)
+                self._blocks.append(block)
+                self._machine.blocks.append(block)
+        block.is_captured = self._machine.current().is_capturing()
         owned = (ctypes.c_char * block.memory.nbytes).from_buffer(block.memory)
         weakref.finalize(owned, self._release, block, free)
         return owned
 
     def _release(self, block: Block, free: list[Block]) -> None:
-        block.memory[...] = 0xFF
+        if not (block.is_captured and self._machine.collector == threading.get_ident()):
+            block.memory[...] = 0xFF
         free.append(block)
 
     def __del__(self) -> None:
@@ -195,7 +207,13 @@ class Machine:
         self.device_of_arrays = 0
         self.computed_on: set[int] = set()
         """The GPUs that were current when work was given to streams."""
+        self.collector: int | None = None
+        """The thread in which garbage is collected now."""
         self.here = _Here(self)
+
+    def collecting(self, phase: str, info: dict[str, int]) -> None:
+        """For `gc.callbacks`."""
+        self.collector = threading.get_ident() if phase == "start" else None
 
     def current(self) -> Stream:
         return self.here.streams[-1]
@@ -418,17 +436,21 @@ def installed() -> Iterator[Machine]:
             "CDLL",
             lambda name, *args, **kwargs: library if name == "libcublas.so.12" else other(name, *args, **kwargs),
         )
-        patch.setattr(cupy_on_host, "give", machine.give)
+        patch.setattr(cupy_on_host, "give", lambda run: machine.give(functools.partial(run, ())))  # keeps nothing alive
         for local in ("capture", "cublas"):
             module = importlib.import_module(f"hpcdp.kernels.cuda.{local}")
             patch.setattr(module, "_here", module._Here())
         compiled = cupy.RawModule
 
         def raw_module(**kwargs: Any) -> Any:
-            if machine.captured:
+            if machine.current().is_capturing():
                 raise CUDARuntimeError("a module would be loaded in a capture")
             return compiled(**kwargs)
 
         cupy.RawModule = raw_module
-        yield machine
-        gc.collect()  # arrays go before the memory that they are in
+        gc.callbacks.append(machine.collecting)
+        try:
+            yield machine
+        finally:
+            gc.callbacks.remove(machine.collecting)
+            gc.collect()  # arrays go before the memory that they are in

@@ -94,15 +94,12 @@ class _Call:
             return x
         if a.dtype == self._to and (not is_first or self._to == self._half):
             return x
-        copy = self._copied(a)
-        self._refresh.append((lambda: copy.__setitem__(..., self._copied(a)), ()))
+        copied = partial(_copied, a, self._half, self._to)  # not of this call: a ring keeps arrays until it is found
+        copy = copied()
+        self._refresh.append((lambda: copy.__setitem__(..., copied()), ()))
         tensor = Tensor(copy)
         self._given[id(tensor)] = (as_tensor(x), tensor)
         return tensor
-
-    def _copied(self, a: Array) -> Array:
-        with np.errstate(over="ignore"):  # to an infinity, which is no surprise
-            return a.astype(self._half, copy=False).astype(self._to)
 
     def _on_tape(self, wide: Array, inputs: Sequence[Any], pullback: Any, again: Again | None) -> Tensor:
         given = [self._given.get(id(each), (each, None)) for each in inputs]
@@ -129,6 +126,11 @@ class _Call:
             value = array_namespace(wide).empty(wide.shape, dtype=self._half)
             _round(wide, value)
         return on_tape(value, tuple(each for each, _ in given), back, None if again is None else once_more)
+
+
+def _copied(a: Array, half: np.dtype, to: np.dtype) -> Array:
+    with np.errstate(over="ignore"):  # to an infinity, which is no surprise
+        return a.astype(half, copy=False).astype(to)
 
 
 def _round(wide: Array, place: Array) -> None:

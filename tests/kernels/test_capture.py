@@ -1,5 +1,6 @@
 """Captures of CUDA graphs, and that their stand-in refuses what CUDA and CuPy do."""
 
+import gc
 import shutil
 from types import SimpleNamespace
 
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 from hpcdp.arrays import to_host
+from hpcdp.comm import threads
 from hpcdp.kernels.cuda import update as cuda_update
-from hpcdp.kernels.cuda.capture import Capturer, between, fill, numbers
+from hpcdp.kernels.cuda.capture import Capturer, between, fill, numbers, warmed_up
+from hpcdp.kernels.cuda.cublas import matmul
 from hpcdp.kernels.reference import update as reference_update
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the stand-in for CuPy needs g++")
@@ -142,6 +145,25 @@ def test_a_graph_is_cut_where_the_host_has_something_to_do(counted_graphs):
         np.testing.assert_array_equal(found, np.full(x.shape, wanted))
 
 
+def test_memory_is_the_graphs_also_where_the_garbage_collector_frees_it_within_a_launch(counted_graphs):
+    x, out = ones(), ones()
+
+    def work():
+        ring = [x * 2]
+        ring.append(ring)
+        between(gc.collect)
+        out[...] = ring[0] + 1
+
+    x * 2 + 1
+    capturer = Capturer()
+    gc.disable()
+    try:
+        capturer.capture(work).launch()
+    finally:
+        gc.enable()
+    np.testing.assert_array_equal(out.to_host(), 3)
+
+
 def test_an_error_ends_the_capture(graphs_on_host):
     x = ones()
     capturer = Capturer()
@@ -192,6 +214,34 @@ def test_the_stand_in_refuses_what_cuda_and_cupy_do(graphs_on_host):
         with null, pytest.raises(stand_in.CUDARuntimeError, match="Implicit"):
             x += 1
         waits.end_capture()
+
+
+def test_on_the_stand_in_ranks_that_are_threads_capture_at_once(graphs_on_host):
+    """Each what it launches itself, products as well, while another one computes."""
+    import cupy
+
+    def rank(world):
+        a = cupy.full((3, 3), world.rank + 1, dtype=np.float32)
+        with warmed_up():
+            matmul(a, a) + 1
+        found = []
+
+        def work():
+            world.barrier()
+            product = matmul(a, a)
+            world.barrier()
+            found.append(product + 1)
+
+        world.barrier()
+        if world.rank == 2:
+            with warmed_up():
+                work()
+        else:
+            Capturer().capture(work).launch()
+        return found[0].to_host()
+
+    for number, found in enumerate(threads.run(3, rank)):
+        np.testing.assert_array_equal(found, np.full((3, 3), 3 * (number + 1) ** 2 + 1))
 
 
 def test_the_stand_in_spoils_graphs_whose_memory_is_others(graphs_on_host):

@@ -1,6 +1,8 @@
 """Operators of networks on floats of 16 bits: those in float32 of the same numbers, rounded once, forward and back."""
 
+import gc
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -65,6 +67,23 @@ def test_computed_in_float32_and_rounded_once(name, half):
     for ours, wide in zip(*(computed(*OPERATORS[name], half, dtype) for dtype in (None, "float32")), strict=True):
         assert ours.dtype == dtype_of(half)
         np.testing.assert_array_equal(ours, wide.astype(ours.dtype))
+
+
+def test_what_operands_are_converted_to_goes_without_the_garbage_collector(monkeypatch):
+    """Which does not know how large it is, nor that it may be a GPU's."""
+    converted = []
+
+    def tensor(array):
+        converted.append(weakref.ref(array))
+        return Tensor(array)
+
+    monkeypatch.setattr("hpcdp.nn.half.Tensor", tensor)
+    gc.disable()
+    try:
+        computed(*OPERATORS["dense"], "float16")
+        assert len(converted) == 3 and not any(each() is not None for each in converted)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("half", HALVES)

@@ -1,9 +1,11 @@
-"""A whole run, which costs seconds to start, is made once for the files that look at it."""
+"""What several files need: a whole run, which costs seconds to start and is made once, and small buckets."""
 
 from pathlib import Path
 
 import pytest
 from train_command import RUN, train
+
+from hpcdp.gradients import buckets
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +19,10 @@ def finished(made_once) -> tuple[Path, str]:
 
     folder = made_once("finished-run", fill)
     return folder / "runs" / "mlp-digits-001", (folder / "shown").read_text()
+
+
+@pytest.fixture
+def one_bucket_each(monkeypatch):
+    """For each parameter one, but for small ones that lie side by side."""
+    module = "hpcdp.train.trainers.bucket_trainer.plan"
+    monkeypatch.setattr(module, lambda params, cap, room_for: buckets.plan(params, 1e-4, 1e-4, room_for))

@@ -11,7 +11,6 @@ from hpcdp import autograd, nn, optim
 from hpcdp.arrays import to_host
 from hpcdp.comm import threads
 from hpcdp.errors import HpcdpError, NonFiniteGradientError
-from hpcdp.gradients import buckets
 from hpcdp.kernels import cuda
 from hpcdp.train import TrainStep
 
@@ -91,16 +90,22 @@ def compare(world, shape=(4, 6), count=STEPS, host=False, between=lambda number,
         for (net, trainer), step in zip(pairs, steps, strict=True):
             between(number, net, trainer)
             found.append(step(x, y))
-        for a, b in zip(*found, strict=True):
-            same(a.data, b.data)
-        for (name, own), (_, other) in zip(*(net._tensors() for net, _ in pairs), strict=True):
-            assert name
-            same(own.data, other.data)
-        for own, other in zip(*(trainer.owner.states for _, trainer in pairs), strict=True):
-            for name in own:
-                same(own[name], other[name])
-    assert pairs[0][1].step_count == pairs[1][1].step_count
+        check_alike(pairs, found)
     return pairs
+
+
+def check_alike(pairs, found):
+    """Whether both have ``found`` the same losses and outputs, and are where the other is."""
+    for a, b in zip(*found, strict=True):
+        same(a.data, b.data)
+    for (name, own), (_, other) in zip(*(net._tensors() for net, _ in pairs), strict=True):
+        assert name
+        same(own.data, other.data)
+    for own, other in zip(*(trainer.owner.states for _, trainer in pairs), strict=True):
+        for name in own:
+            same(own[name], other[name])
+    numbers = [(each.step_count, each.num_nonfinite, each.loss_scale, each.good_steps) for _, each in pairs]
+    assert numbers[0] == numbers[1]
 
 
 @pytest.mark.parametrize("host", [False, True], ids=["labels on the GPU", "labels on the host"])
@@ -204,13 +209,6 @@ class Halving(optim.SGD):
 def test_what_lies_between_has_the_update_behind_the_graph(gpu, name):
     compare(alone(), **BEHIND[name])
     assert len(gpu.graphs) == 1 and len(gpu.launches) == STEPS - 1
-
-
-@pytest.fixture
-def one_bucket_each(monkeypatch):
-    """For each parameter one, but for small ones that lie side by side."""
-    module = "hpcdp.train.trainers.bucket_trainer.plan"
-    monkeypatch.setattr(module, lambda params, cap, room_for: buckets.plan(params, 1e-4, 1e-4, room_for))
 
 
 def test_graphs_are_cut_where_sums_over_ranks_begin(gpu, one_bucket_each, monkeypatch):
