@@ -77,8 +77,8 @@ def between(function: Callable[[], object]) -> None:
 class CudaGraph:
     """What a function has launched, to be launched again; see `Capturer.capture`."""
 
-    def __init__(self, inputs: Any, stream: Any) -> None:
-        self._inputs, self._stream = inputs, stream
+    def __init__(self, pool: Any, inputs: Any, stream: Any) -> None:
+        self._pool, self._inputs, self._stream = pool, inputs, stream  # whose memory lives as long as the graph
         self._parts: list[tuple[Any, Callable[[], object] | None]] = []
         """CuPy's graphs, and what is to be called behind each; behind the last one, nothing."""
         self.before_launch: list[Callable[[], None]] = []
@@ -148,7 +148,7 @@ class Capturer:
         Raises:
             Exception: what ``function`` raises, or CuPy where it did what no graph can have; nothing is captured then.
         """
-        graph = CudaGraph(self._inputs, self._stream)
+        graph = CudaGraph(self._pool, self._inputs, self._stream)
         with self._cuda.using_allocator(self._pool.malloc), self._cublas.on(self._stream), self._stream:
             graph.begin()
             _here.graph = graph

@@ -4,108 +4,22 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from graph_checks import arrays, needs_compiler, on_gpu, same
+from compared_steps import RULES, STEPS, alone, batches, by_hand, compare, made, mlp, planned
+from graph_checks import needs_compiler, same
 
 import hpcdp
-from hpcdp import autograd, nn, optim
+from hpcdp import nn, optim
 from hpcdp.arrays import to_host
-from hpcdp.comm import threads
 from hpcdp.errors import HpcdpError, NonFiniteGradientError
 from hpcdp.kernels import cuda
-from hpcdp.train import TrainStep
 
-F = nn.functional
-STEPS = 5
-"""Traced, captured, replayed."""
 pytestmark = needs_compiler
-
-
-def mlp():
-    return nn.Sequential(nn.Dense(6, 8, activation="relu"), nn.Dropout(0.2, 3), nn.Dense(8, 3))
-
-
 NETWORKS = {
     "mlp": (mlp, (4, 6)),
     "batch norm": (lambda: nn.Sequential(nn.Dense(6, 1), nn.BatchNorm(1), nn.Dense(1, 3)), (5, 6)),
     "lenet": (lambda: nn.models.lenet((1, 12, 12)), (2, 1, 12, 12)),
     "lstm": (lambda: nn.Sequential(nn.LSTM(3, 4), nn.LayerNorm(4), nn.Dense(4, 3)), (2, 5, 3)),
 }
-RULES = {
-    "sgd": lambda: optim.SGD(lr=0.1, weight_decay=0.01),
-    "momentum": lambda: optim.SGD(lr=optim.StepSchedule(0.1, 2, 0.5), momentum=0.9),
-    "nesterov": lambda: optim.SGD(lr=0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: optim.Adam(lr=0.01),
-    "adamw": lambda: optim.AdamW(lr=optim.StepSchedule(0.1, 2, 0.5)),
-}
-
-
-def made(world, build=mlp, rule=RULES["momentum"], dtype=None, on_host=False, **options):
-    """Network and trainer, on the GPU unless ``on_host``, parameters by their numbers."""
-    net = build()
-    for number, param in enumerate(net.parameters()):
-        param.data[...] = arrays(*param.shape, seed=number) / 4
-    if not on_host:
-        net.to(like=on_gpu(np.zeros(1, np.float32)))
-    if dtype:
-        net.to(dtype=dtype)
-    return net, hpcdp.Trainer(net.parameters(), rule(), world, **options)
-
-
-def by_hand(net, trainer):
-    def step(x, y):
-        with autograd.record():
-            output = net(x)
-            losses = F.softmax_cross_entropy(output, y)
-        losses.backward(trainer.loss_scale)
-        trainer.step(len(y))
-        return losses, output
-
-    return step
-
-
-def planned(net, trainer):
-    step = TrainStep(net, trainer)
-    step.hybridize()
-    return step
-
-
-def batches(shape, count=STEPS, host=False):
-    rng = np.random.default_rng(1)
-    for _ in range(count):
-        x = rng.standard_normal(shape).astype(np.float32)
-        y = rng.integers(0, 3, shape[:2] if len(shape) == 3 else shape[0])
-        yield on_gpu(x), y if host else on_gpu(y)
-
-
-def alone():
-    return threads.run(1, lambda world: world)[0]
-
-
-def compare(world, shape=(4, 6), count=STEPS, host=False, between=lambda number, net, trainer: None, **options):
-    """Train by hand and by a plan: the same losses, outputs, parameters, statistics and states. Returns both nets."""
-    pairs = [made(world, **options), made(world, **options)]
-    steps = [by_hand(*pairs[0]), planned(*pairs[1])]
-    for number, (x, y) in enumerate(batches(shape, count, host)):
-        found = []
-        for (net, trainer), step in zip(pairs, steps, strict=True):
-            between(number, net, trainer)
-            found.append(step(x, y))
-        check_alike(pairs, found)
-    return pairs
-
-
-def check_alike(pairs, found):
-    """Whether both have ``found`` the same losses and outputs, and are where the other is."""
-    for a, b in zip(*found, strict=True):
-        same(a.data, b.data)
-    for (name, own), (_, other) in zip(*(net._tensors() for net, _ in pairs), strict=True):
-        assert name
-        same(own.data, other.data)
-    for own, other in zip(*(trainer.owner.states for _, trainer in pairs), strict=True):
-        for name in own:
-            same(own[name], other[name])
-    numbers = [(each.step_count, each.num_nonfinite, each.loss_scale, each.good_steps) for _, each in pairs]
-    assert numbers[0] == numbers[1]
 
 
 @pytest.mark.parametrize("host", [False, True], ids=["labels on the GPU", "labels on the host"])
@@ -226,6 +140,7 @@ def test_graphs_are_cut_where_sums_over_ranks_begin(gpu, one_bucket_each, monkey
         before = to_host(first.grad).copy()
         with trainer.no_sync() if number % 2 == 0 else nullcontext():
             step(x, y)
+    trainer.reducer.settle()
     count = len(trainer.reducer.buckets)
     assert count > 2 and len(gpu.graphs) == 2
     behind_it = 1  # the bias of the first layer

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from compared_steps import RULES, by_hand, check_alike, made, planned
 from graph_checks import needs_compiler, on_gpu
-from test_train_step_gpu import RULES, by_hand, check_alike, made, planned
 
 from hpcdp import nn, optim
 from hpcdp.comm import threads
