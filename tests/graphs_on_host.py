@@ -143,6 +143,9 @@ class Stream:
             raise CUDARuntimeError("cudaErrorStreamCaptureInvalidated")
         return Graph(self._machine, noted)
 
+    def record(self, event: Any) -> Any:
+        return event
+
     def synchronize(self) -> None:
         if self.noted is not None:
             self._is_spoilt = True
@@ -418,7 +421,7 @@ def installed() -> Iterator[Machine]:
             Stream=machine.stream, get_current_stream=machine.current, Device=functools.partial(Device, machine),
             runtime=_runtime(machine),
             MemoryPool=lambda: MemoryPool(machine), using_allocator=machine.using_allocator,
-            get_cublas_handle=lambda: 7, Event=lambda **_: SimpleNamespace(ptr=1, synchronize=lambda: None),
+            get_cublas_handle=lambda: 7, Event=lambda **_: SimpleNamespace(ptr=1, synchronize=lambda: None, done=True),
             alloc_pinned_memory=lambda size: np.full(size, 0xA5, np.uint8),
         )  # fmt: skip
         cupy.cuda, cupy._core = cuda, SimpleNamespace(get_compute_type=lambda dtype: 1)

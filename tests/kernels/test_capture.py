@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+import weakref
 from types import SimpleNamespace
 
 import graphs_on_host as stand_in
@@ -78,6 +79,35 @@ def test_numbers_are_brought_where_they_have_changed(counted_graphs, monkeypatch
         np.testing.assert_array_equal(x.to_host(), wanted)
         rate[0] = new
     assert brought == [(0.5, 0.0, 1.0), (0.25, 0.0, 1.0)]
+
+
+def test_numbers_that_a_gpu_may_still_read_are_kept(graphs_on_host, monkeypatch):
+    import cupy
+
+    class Event:
+        done = False
+
+        def __init__(self, **_):
+            pass
+
+    monkeypatch.setattr(cupy.cuda, "Event", Event)
+    x, gradient, rate, brought = ones(), ones(), [0.5], []
+
+    def noted(made):
+        x = np.array(made)
+        brought.append(weakref.ref(x))
+        return x
+
+    monkeypatch.setattr("hpcdp.kernels.cuda.capture.np", SimpleNamespace(array=noted))
+    cuda_update.sgd(x, gradient, (0.0, 0.0, 0.0))
+    graph = Capturer().capture(lambda: cuda_update.sgd(x, gradient, numbers(lambda: (rate[0], 0.0, 1.0))))
+    for _ in range(3):
+        graph.launch()
+        rate[0] /= 2
+    assert all(each() is not None for each in brought) and len(brought) == 3
+    Event.done = True
+    graph.launch()
+    assert [each() is not None for each in brought] == [False, False, False, True]
 
 
 def test_memory_is_used_again_in_a_graph_and_by_nobody_else(counted_graphs):

@@ -39,6 +39,7 @@ if not cuda_aware.says(ctypes.CDLL(sys.argv[1])):
     answer = "no, it says"
 else:
     import cupy
+    world.device.use()
     x = cupy.arange(1 << 20) * (1 - world.rank)
     cupy.cuda.Device().synchronize()
     if world.rank == 0:
