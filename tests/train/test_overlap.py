@@ -177,18 +177,18 @@ NOT_FINITE = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "nonfinite", "bad", "overlap"),
-    pairs([(1, None), (3, None), (3, 1), (4, 2)], NOT_FINITE, [np.nan, np.inf, -np.inf], [False, True]),
+    ("layout", "nonfinite", "bad", "overlap", "clip_norm"),
+    pairs([(1, None), (3, None), (3, 1), (4, 2)], NOT_FINITE, [np.nan, np.inf, -np.inf], [False, True], [None, 1e3]),
 )
-def test_gradients_that_are_not_finite(layout, nonfinite, bad, overlap):
-    """On one rank only, in the second of three steps; each rank counts, skips or raises alike."""
+def test_gradients_that_are_not_finite(layout, nonfinite, bad, overlap, clip_norm):
+    """On one rank only, in the second of three steps; each rank counts, skips or raises alike, also where it clips."""
     n, nodes = layout
 
     def rank(world):
         net = Net()
         trainer = hpcdp.Trainer(
             net.parameters(), optim.SGD(lr=0.1), world, bucket_cap_mb=0.006, overlap=overlap,
-            policy=Policy(nonfinite=nonfinite),
+            policy=Policy(nonfinite=nonfinite), clip_norm=clip_norm,
         )  # fmt: skip
         finite = []
         for step in range(3):

@@ -24,7 +24,7 @@ from ...gradients.critical_path import BucketTimes
 from ...nn.virtual_shard import enter_shard
 from ...optim import Optimizer
 from ...streams import Streams
-from . import looking, trainer_states
+from . import trainer_states
 from .bucket_checks import check_settings, refuse_half_a_step, refuse_reproducible, refuse_sums
 from .communication_stats import CommunicationStats
 from .gpu_times import EXPOSED, GpuTimes
@@ -36,6 +36,7 @@ from .policy import Policy, Unwritten, checked_policy, stale_anywhere
 from .reproducible import ReproducibleSteps, checked_virtual_shards, fix_arithmetic
 from .trainer import Trainer, show_to_profiler
 from .trainer_checks import checked_count, described, require_alike, require_same_settings, trained, unfinished
+from .update_scale import clipped_on_gpu, clips_on_gpu, host_looks, update_scale
 
 _SAVED_WHOLE = "save all of its ranks' state: checkpoint.Manager(path, world).save(step, {'trainer': trainer})"
 
@@ -191,7 +192,7 @@ class BucketTrainer(Trainer):
                 return self._next_virtual_shard(count)
         total, before = self._close_step(count), self.step_count
         try:
-            if total and not looking.host_looks(self):
+            if total and not host_looks(self):
                 update(self.step_count + 1, 1.0 / (total * self.loss_scale))
                 self.step_count += 1
             else:
@@ -205,9 +206,9 @@ class BucketTrainer(Trainer):
         return total
 
     def _reduce_and_update(self, step: int, scale: float) -> None:
-        if looking.clips_on_gpu(self):
+        if clips_on_gpu(self):
             self.owner.reduce()
-            self.owner.update(step, looking.clipped_on_gpu(self, scale))
+            self.owner.update(step, clipped_on_gpu(self, scale))
         else:
             self.owner.reduce_and_update(step, scale)
 
@@ -226,7 +227,7 @@ class BucketTrainer(Trainer):
     @property
     def updates_at_once(self) -> bool:
         """Whether `step` updates without a look of the host's at the sums, and not only counts."""
-        return self._syncing and not looking.host_looks(self) and self._reproducible is None
+        return self._syncing and not host_looks(self) and self._reproducible is None
 
     def _next_virtual_shard(self, count: int) -> int:
         assert self._reproducible is not None
@@ -237,12 +238,12 @@ class BucketTrainer(Trainer):
         return self._held_count
 
     def _reduce(self) -> None:
-        if self.virtual_shards is not None and looking.host_looks(self):
+        if self.virtual_shards is not None and host_looks(self):
             self.reducer.reduce_everywhere()  # looking at parts of the sum would depend on what the parts are
         else:
             self.owner.reduce()
 
-    def found(self, is_finite: bool) -> None:
+    def looked(self, is_finite: bool) -> None:
         """What the sums of a step are, where somebody has looked."""
         self.num_nonfinite += not is_finite
         if self._dynamic is not None:
@@ -250,7 +251,7 @@ class BucketTrainer(Trainer):
 
     def _update(self, total: int) -> None:
         """Update from gradients that are summed."""
-        scale = looking.scale_of(self, total) if total else None
+        scale = update_scale(self, total) if total else None
         if scale is not None:
             self.owner.update(self.step_count + 1, scale)
             self.step_count += 1

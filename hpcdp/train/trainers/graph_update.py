@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...arrays import Array, is_cupy
 from ...gradients.owners import Piece
 from ...kernels.cuda.capture import numbers
-from .looking import clipped_on_gpu, clips_on_gpu
+from .update_scale import clipped_on_gpu, clips_on_gpu
 
 if TYPE_CHECKING:
     from .bucket_trainer import BucketTrainer

@@ -1,4 +1,5 @@
-"""What a trainer looks for in the sums of gradients before it updates: infinities and NaNs, and how long they are."""
+"""What summed gradients are multiplied by in an update: one over samples and loss scale, less where they are clipped,
+and nothing where they are not finite and such steps are left out."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ def clips_on_gpu(trainer: BucketTrainer) -> bool:
     return has_all and is_whole and all(is_cupy(bucket.mine) for bucket in reducer.buckets)
 
 
-def scale_of(trainer: BucketTrainer, count: int) -> float | Array | None:
+def update_scale(trainer: BucketTrainer, count: int) -> float | Array | None:
     """What the sums over ``count`` samples are multiplied by in the update; None where it is left out.
 
     Every rank must call. Counts what is not finite, and tells a loss scale that follows it.
 
     Raises:
-        NonFiniteGradientError: some sum is not finite, and so is the trainer's policy.
+        NonFiniteGradientError: a sum is not finite, and the policy is to raise.
     """
     scale = 1.0 / (count * trainer.loss_scale)
     if clips_on_gpu(trainer):
@@ -43,7 +44,8 @@ def scale_of(trainer: BucketTrainer, count: int) -> float | Array | None:
         return scale
     squares = norms.squares_of_model(trainer.reducer)
     is_finite = math.isfinite(squares)
-    trainer.found(is_finite)
+    if trainer.policy.nonfinite != "ignore":
+        trainer.looked(is_finite)
     if not is_finite and trainer.policy.nonfinite == "raise":
         raise NonFiniteGradientError(
             "step", where=f"step {trainer.step_count + 1}", expected="finite gradients",
