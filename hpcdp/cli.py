@@ -248,8 +248,7 @@ def _train_here(config: TrainConfig, said: dict[str, Any]) -> int:
     from hpcdp.launch.job import Job
     from hpcdp.launch.launchers import local
     from hpcdp.train import stop_signal
-    from hpcdp.train.runs import config as settings
-    from hpcdp.train.runs import run_dir
+    from hpcdp.train.runs import inputs, run_dir
 
     if config.resume is not None:
         from hpcdp.train.runs.resume import settled
@@ -257,7 +256,7 @@ def _train_here(config: TrainConfig, said: dict[str, Any]) -> int:
         config = settled(said, launched=False)
     ranks, servers = config.ranks or 1, config.servers or 0
     config = config.for_world(ranks, servers)
-    settings.check_inputs(config)
+    inputs.check(config)
     if config.resume is None:
         config = run_dir.reserve_run_dir(config)
     try:

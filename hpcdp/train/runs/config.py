@@ -305,22 +305,3 @@ def _hints() -> dict[str, Any]:
 def parse(name: str, text: str | bool) -> Any:
     """The value of setting ``name`` from a command line; `ConfigError` where ``text`` is of another type."""
     return parsed(TrainConfig.__dataclass_fields__[name], kind_of(name), text)
-
-
-def check_inputs(config: TrainConfig) -> None:
-    """Makes the data sets, their augmentation and the network, for what they say: better by one process than by all.
-
-    Tries out the name of the trace, too.
-    """
-    from ...comm.gpus import device_of
-    from . import inputs
-    from .device import require_gpu
-    from ..tracing import check_path
-
-    if config.device == "gpu":
-        require_gpu(device_of(0))
-    train_set, _ = inputs.datasets(config)
-    inputs.network(config, train_set)
-    inputs.augmentation(config, train_set)
-    if config.trace is not None:
-        check_path(config.trace)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from ... import data, nn, optim
+from ...comm.gpus import device_of
 from ...devices import Device
 from ...errors import ConfigError
 from ...nn import models
+from ..tracing import check_path
 from .config import TrainConfig
+from .device import require_gpu
 
 _IMAGE_SIZE = {"digits": 28}
 """Data sets that are enlarged: the digits have 8x8 pixels, and LeNet's layers want 28x28."""
@@ -75,3 +78,17 @@ def optimizer(config: TrainConfig, steps: int, updates: int = 1) -> optim.Optimi
         lr = optim.WarmupSchedule(inner, steps=warmup_steps)
     momentum = {"momentum": config.momentum} if config.optimizer in ("sgd", "lars") else {}
     return optim.create(config.optimizer, lr=lr, weight_decay=decay, **momentum)
+
+
+def check(config: TrainConfig) -> None:
+    """Makes the data sets, their augmentation and the network, for what they say: better by one process than by all.
+
+    Looks for a GPU, where one is asked for, and tries out the name of the trace, too.
+    """
+    if config.device == "gpu":
+        require_gpu(device_of(0))
+    train_set, _ = datasets(config)
+    network(config, train_set)
+    augmentation(config, train_set)
+    if config.trace is not None:
+        check_path(config.trace)
