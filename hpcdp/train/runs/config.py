@@ -202,7 +202,8 @@ class TrainConfig:
                 expected = f"{'none' if alone is None else alone} with kv_store"
                 raise ConfigError(f"setting {name}", expected=expected, got=getattr(self, name))
         if kind in ("local", "device") and self.ranks not in (None, 1):
-            raise ConfigError("setting kv_store", expected=f"{' or '.join(_OF_SEVERAL)} for {self.ranks} ranks", got=kind)
+            expected = f"{' or '.join(_OF_SEVERAL)} for {self.ranks} ranks"
+            raise ConfigError("setting kv_store", expected=expected, got=kind)
 
     def _check_reproducible(self) -> None:
         if not self.reproducible:
@@ -313,9 +314,9 @@ def check_inputs(config: TrainConfig) -> None:
     Tries out the name of the trace, too.
     """
     from ...comm.gpus import device_of
+    from ..tracing import check_path
     from . import inputs
     from .device import require_gpu
-    from ..tracing import check_path
 
     if config.device == "gpu":
         require_gpu(device_of(0))

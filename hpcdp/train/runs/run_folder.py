@@ -12,9 +12,9 @@ from typing import Any
 from ...comm import World
 from ...comm.agreement import on_rank_0
 from ...errors import ConfigError
-from .config import TrainConfig, load
 from ..metrics import MetricsLog, Record, read_metrics, replace_file
 from ..plots import draw_curves
+from .config import TrainConfig, load
 from .run_dir import drop_run_files, reserve_run_dir
 from .uncollected import uncollected
 
