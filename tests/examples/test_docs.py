@@ -220,6 +220,19 @@ def test_names_of_modules_and_what_is_in_them_are_there(page):
     assert [name for name in sorted(names) if not is_there(name)] == []
 
 
+OF_ITS_OWN = {"HPCDP_CONTAINERS", "HPCDP_DOCTOR", "HPCDP_DOCTOR_PATH"}
+"""Variables by which one process of hpcdp tells another something; nobody sets them."""
+
+
+def test_every_variable_that_is_read_is_on_one_page_and_none_else():
+    folders = [ROOT / each for each in ("hpcdp", "kernels", "benchmarks", "slurm")]
+    sources = [each for folder in folders for each in folder.rglob("*") if each.suffix in (".py", ".sh", ".sbatch")]
+    read = {name for each in sources for name in re.findall(r"HPCDP_[A-Z_]*[A-Z]", each.read_text())}
+    table = (ROOT / "docs" / "launching.md").read_text().partition("## Variables of hpcdp")[2]
+    said = re.findall(r"^\| (`HPCDP_.*?) \|", table, re.M)
+    assert {name for cell in said for name in re.findall(r"HPCDP_[A-Z_]+", cell)} == read - OF_ITS_OWN
+
+
 FOLDERS = ("hpcdp", "tests", "benchmarks", "docs", "examples", "kernels", "slurm", "container")
 
 
