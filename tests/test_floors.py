@@ -4,6 +4,7 @@ import ast
 import functools
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,22 @@ def test_a_planted_fault_is_found(line: str, says: str, tmp_path: Path, monkeypa
     planted.write_text(line + "\n")
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
     assert any(says in fault for fault in faults(planted)), faults(planted)
+
+
+def test_every_folder_of_modules_is_a_package() -> None:
+    folders = {each.parent for each in FILES} - {ROOT / "data" / "sets"}  # data, and the script that wrote it
+    assert [str(each) for each in sorted(folders) if not (each / "__init__.py").exists()] == []
+
+
+def test_git_ignores_no_module() -> None:
+    """A new file of an ignored folder is in no commit, and nobody is told."""
+    names = "\n".join(os.path.relpath(os.path.realpath(each), ROOT.parent) for each in FILES)
+    done = subprocess.run(
+        ["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT.parent, input=names, capture_output=True, text=True
+    )
+    if done.returncode > 1:
+        pytest.skip("not a clone")
+    assert done.stdout == ""
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:

@@ -1,7 +1,7 @@
 """What is to be started, the same for every launcher, and what a launcher makes of it.
 
-A launcher is a module of this room with two functions: ``plan(job)`` says what it would do and touches nothing, and
-``run(job)`` does it and returns the exit status of the job. `LAUNCHERS` in `launchers.py` lists them.
+A launcher is a module of `launchers/` with two functions: ``plan(job)`` says what it would do and touches nothing, and
+``run(job)`` does it and returns the exit status of the job. `LAUNCHERS` in `launchers/__init__.py` lists them.
 """
 
 from __future__ import annotations

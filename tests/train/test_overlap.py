@@ -1,6 +1,7 @@
 """Training with reductions under backward and updates under the next forward: the same bits, and nothing forgotten."""
 
 import functools
+import threading
 import time
 import warnings
 
@@ -232,6 +233,32 @@ def test_a_policy_that_is_none_is_refused():
         Policy(unused="ignore")
     with pytest.raises(ConfigError, match=r"\[nonfinite\]: expected ignore or count or skip or raise, got 'zero'"):
         Policy(nonfinite="zero")
+
+
+def test_the_next_forward_begins_while_updates_go_on_and_who_reads_a_parameter_waits():
+    def rank(world):
+        gate = threading.Event()
+
+        class Held(optim.SGD):
+            def update(self, *args, **kwargs):
+                assert gate.wait(30)
+                return super().update(*args, **kwargs)
+
+        net = Net()
+        trainer = hpcdp.Trainer(net.parameters(), Held(lr=0.1), world, bucket_cap_mb=0.006, overlap=True)
+        weight = net.first.weight
+        before = weight.data.copy()
+        backward(net, *batch(0, world.rank, 2))
+        trainer.step(2)
+        assert not gate.is_set()  # it has returned, and no parameter has been updated
+        opens = threading.Timer(0.1, gate.set)
+        opens.start()
+        changed = not np.array_equal(weight.data, before)
+        waited = gate.is_set()
+        opens.join()
+        return changed, waited
+
+    assert threads.run(2, rank, 1) == [(True, True)] * 2
 
 
 def test_an_update_uses_the_settings_of_its_step():

@@ -129,6 +129,20 @@ def test_a_resumed_run_says_that_its_numbers_are_gone(tmp_path):
         RunFolder(dataclasses.replace(config, resume=str(tmp_path)))
 
 
+@pytest.mark.parametrize("line", ["{bad", "5", "[" * 100_000, '{"kind": "epoch"}', '{"kind": "other", "epoch": 1}'])
+def test_numbers_that_are_damaged_are_a_failure_of_the_folder_not_of_the_run_that_goes_on(line, tmp_path):
+    config = TrainConfig(run_dir=str(tmp_path), ranks=2)
+    with RunFolder(config) as folder:
+        folder.write(STEP)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    with RunFolder(dataclasses.replace(config, resume=str(tmp_path))) as folder:
+        folder.go_on(1, 1)
+        folder.write({**STEP, "step": 2})
+    assert folder.failure.strerror.startswith("metrics.jsonl is damaged: ")
+    assert f"{line}\n" in (tmp_path / "metrics.jsonl").read_text()
+
+
 def test_a_run_that_fails_before_its_first_number_has_no_curves(tmp_path):
     with pytest.raises(ZeroDivisionError), RunFolder(TrainConfig(run_dir=str(tmp_path), ranks=2)):
         raise ZeroDivisionError

@@ -202,7 +202,8 @@ class TrainConfig:
                 expected = f"{'none' if alone is None else alone} with kv_store"
                 raise ConfigError(f"setting {name}", expected=expected, got=getattr(self, name))
         if kind in ("local", "device") and self.ranks not in (None, 1):
-            raise ConfigError("setting kv_store", expected=f"{' or '.join(_OF_SEVERAL)} for {self.ranks} ranks", got=kind)
+            expected = f"{' or '.join(_OF_SEVERAL)} for {self.ranks} ranks"
+            raise ConfigError("setting kv_store", expected=expected, got=kind)
 
     def _check_reproducible(self) -> None:
         if not self.reproducible:

@@ -28,27 +28,27 @@ from ...errors import listed
 from ...gradients.rail import node_nbytes
 from ...nn import Module
 from ...nn.functional import softmax_cross_entropy
-from . import inputs
-from ..trainers.bucket_trainer import BucketTrainer
 from ..callbacks import Callback, EarlyStopping, KeepMetrics, ShowProgress
 from ..checkpoints import Checkpoints
-from .config import TrainConfig
-from .device import choose_device, described
 from ..evaluate import evaluate, perplexity
 from ..fit import fit
 from ..metrics import Record, peak_memory_mb
 from ..preemption import StopRequests
 from ..progress import slowest_rank
+from ..tracing import Recording, traced
+from ..trainers.bucket_trainer import BucketTrainer
+from ..trainers.store_trainer import StoreTrainer
+from ..trainers.trainer import Trainer
+from ..work_load import MEASURED, AdaptWorkLoad, parse_work_load
+from . import inputs
+from .config import TrainConfig
+from .device import choose_device, described
 from .resume import is_finished
 from .run_dir import CHECKPOINTS, drop_empty_run_dir
 from .run_folder import RunFolder, make_run_folder, open_run_folder
 from .shared_count import SharedCount
-from ..trainers.store_trainer import StoreTrainer
-from ..tracing import Recording, traced
-from ..trainers.trainer import Trainer
 from .uncollected import uncollected
 from .usual import SEQUENCE_MODELS
-from ..work_load import MEASURED, AdaptWorkLoad, parse_work_load
 
 
 def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from typing import Any
 from ...comm import World
 from ...comm.agreement import on_rank_0
 from ...errors import ConfigError
-from .config import TrainConfig, load
 from ..metrics import MetricsLog, Record, read_metrics, replace_file
 from ..plots import draw_curves
+from .config import TrainConfig, load
 from .run_dir import drop_run_files, reserve_run_dir
 from .uncollected import uncollected
 
@@ -102,8 +102,8 @@ class RunFolder:
         `failure`."""
         try:
             self._log.go_on(epochs, steps)
-        except (OSError, ValueError) as error:
-            self.failure = error if isinstance(error, OSError) else OSError(0, str(error))
+        except (OSError, *_DAMAGE) as error:
+            self.failure = _told(error)
 
     def write(self, record: Record) -> None:
         """Log ``record`` at once; a failure is kept in `failure` and does not raise."""
@@ -120,5 +120,13 @@ class RunFolder:
         try:
             with uncollected():
                 draw_run(self.path)
-        except OSError as failure:
-            self.failure = self.failure or failure
+        except (OSError, *_DAMAGE) as failure:
+            self.failure = self.failure or _told(failure)
+
+
+_DAMAGE = (ValueError, LookupError, TypeError, RecursionError)
+"""What reading numbers raises that no run has written."""
+
+
+def _told(error: BaseException) -> OSError:
+    return error if isinstance(error, OSError) else OSError(0, f"metrics.jsonl is damaged: {error}")
