@@ -3,7 +3,7 @@
 Since Linux 6.6 (the scheduler EEVDF) a thread that wakes up waits until the running one has used up its slice, some
 3 ms, and meanwhile messages lie about. Since 6.12 a thread may ask for shorter slices than others; it then gets its
 share of the core in smaller pieces, but as soon as it wakes up. Measured with a reduction of 16 MiB over 1 Gbit/s
-beside backward, a core a rank: a step took 274 ms without and 235 ms with it (docs/benchmarks.md, S3).
+beside backward, a core a rank: a step took 274 ms without and 235 ms with it (docs/benchmarks.md, "Overlap").
 
 Source: Stoica and Abdel-Wahab, "Earliest eligible virtual deadline first", 1995; sched_setattr(2).
 """
