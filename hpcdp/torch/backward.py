@@ -72,12 +72,12 @@ class Backward:
             handle.remove()
         if before() is not None:
             before()._taken_over = param.name
-        weak = weakref.ref(self)
+        weak, name = weakref.ref(self), param.name  # what the hook holds lives as long as the tensor
 
         def written(_tensor: torch.Tensor) -> None:
             living = weak()
             if living is not None:
-                living._written(param)
+                living._written(living.params[name])
 
         _takers[param.tensor] = weak, param.tensor.register_post_accumulate_grad_hook(written)
 

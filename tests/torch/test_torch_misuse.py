@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import gc
 import io
+import weakref
 
 import numpy as np
 import pytest
@@ -104,6 +106,26 @@ def test_a_module_may_be_wrapped_again_and_the_first_wrapper_says_so(owner, befo
             add_average(reference, step, world.size)
             theirs.step()
         assert alike(world, model, reference)
+
+    threads.run(2, rank)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_a_wrapper_that_is_gone_keeps_no_memory_while_its_module_lives(owner, overlap):
+    def rank(world):
+        net = Network()
+        model, optimizer = wrapped(net, world, owner, overlap=overlap)
+        loss_of(model, 0, world.rank).backward()
+        optimizer.step()
+        left = [weakref.ref(each) for each in (model, model.backward_pass.reducer, model.backward_pass)]
+        del model, optimizer
+        world.barrier()
+        if world.rank == 0:
+            gc.collect()  # of all threads
+        world.barrier()
+        assert [each() for each in left] == [None] * 3
+        loss_of(net, 1, world.rank).backward()  # of this rank alone, from now on
 
     threads.run(2, rank)
 
