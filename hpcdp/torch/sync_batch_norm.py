@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 
 from ..collectives import allreduce
 from ..comm import World, init
@@ -140,6 +141,7 @@ class _Normalised(torch.autograd.Function):
         return torch.nn.functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
+    @once_differentiable  # autograd does not see the sums over ranks
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         x, weight, mean, inverse = ctx.saved_tensors
         over = [dim for dim in range(x.dim()) if dim != 1]
