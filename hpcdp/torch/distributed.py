@@ -95,6 +95,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.world = init() if world is None else world
         self.owner = owner
         self.compression = settings
+        self._held_before = _places(module)
         self._broadcasts = broadcast_buffers
         self._buffers_of_all = ModuleBuffers(module, self.world)
         alike = f"{owner=} {broadcast_buffers=} {find_unused_parameters=} {bucket_cap_mb=} {overlap=}"
@@ -130,6 +131,8 @@ class DistributedDataParallel(torch.nn.Module):
         if will_sync:
             backward.begin()
             self._refuse_unfrozen()
+            if any(held.get(name) is not each for held, name, each in self._held_before):
+                self._refuse_others()
             shares = self.training and self._broadcasts
             backward.turns.announce("forward", shares)
             self._share_buffers(shares)
@@ -150,6 +153,21 @@ class DistributedDataParallel(torch.nn.Module):
                 "forward", where=unfrozen, expected="a parameter that stays frozen",
                 got="one that requires a gradient since", remedy="wrap the module again after changing requires_grad",
             )  # fmt: skip
+
+    def _refuse_others(self) -> None:
+        """Raise where the module has a trained parameter that it had not when it was wrapped.
+
+        Others may be elsewhere since, by pruning or tying, or be gone.
+        """
+        known = {id(param.tensor) for param in self.backward_pass.params.values()}
+        for name, each in self.module.named_parameters():
+            # No parameters are the tensors by which `torch.func.functional_call` replaces them for a while.
+            if each.requires_grad and id(each) not in known and isinstance(each, torch.nn.Parameter):
+                raise ConfigError(
+                    "forward", where=name, expected="a parameter that was there when the module was wrapped",
+                    got="another one", remedy="wrap the module again, or call load_state_dict() without assign=True",
+                )  # fmt: skip
+        self._held_before = _places(self.module)
 
     def _marked(self, output: Any) -> Any:
         """``output``, so that a backward tells where it goes through this module without using any parameter."""
@@ -263,6 +281,12 @@ class DistributedDataParallel(torch.nn.Module):
             yield
         finally:
             backward.syncing = before
+
+
+def _places(module: torch.nn.Module) -> list[tuple[Mapping[str, Any], str, Any]]:
+    """Where ``module`` and its parts hold parameters and parts, and which; not inside of scripted ones."""
+    return [(held, name, each) for part in module.modules() for held in (part._parameters, part._modules)
+            if isinstance(held, dict) for name, each in held.items()]  # fmt: skip
 
 
 def _one_device(trained: Sequence[TorchParameter]) -> Device | None:

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import toy
 from torch import nn
+from torch.nn.utils import prune
 from toy import SEEDING, add_average, loss_of
 
 import hpcdp.torch
@@ -363,6 +364,42 @@ def test_what_cannot_be_done_is_refused_by_name():
         loss_of(model, 0, world.rank).backward()
         with pytest.raises(ConfigError, match=r"step \[first.weight\]: expected a parameter in the memory"):
             optimizer.step()
+
+    threads.run(2, rank)
+
+
+def test_parameters_that_are_not_the_wrapped_ones_are_refused_by_name():
+    def assign(net):
+        net.load_state_dict({name: each.clone() for name, each in net.state_dict().items()}, assign=True)
+
+    def replace(net):
+        net.last = nn.Linear(8, 4)
+
+    def rank(world):
+        for change, name in ((assign, "first.weight"), (replace, "last.weight")):
+            model, _ = wrapped(Network(), world, find_unused_parameters=True)
+            change(model.module)
+            with pytest.raises(ConfigError, match=rf"\[{name}\]: expected a parameter that was there .* wrap"):
+                loss_of(model, 0, world.rank)
+            with torch.no_grad():
+                loss_of(model, 0, world.rank)
+
+    threads.run(2, rank)
+
+
+def test_wrapped_parameters_may_be_held_elsewhere():
+    def rank(world):
+        model, optimizer = wrapped(Network(), world, find_unused_parameters=True)
+        prune.random_unstructured(model.module.first, "weight", 0)  # first.weight_orig from now on
+        model.module.last.bias = None
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, step, world.rank).backward()
+            grads = world.comm.allgather_json(model.module.first.weight_orig.grad.tolist())
+            assert grads[0] == grads[1]
+        other = {name: each.detach().clone().requires_grad_() for name, each in model.named_parameters()}
+        torch.func.functional_call(model, other, (torch.ones(2, 6),)).sum().backward()
+        assert all(each.grad is not None for each in other.values())
 
     threads.run(2, rank)
 
