@@ -255,6 +255,7 @@ class DistributedDataParallel(torch.nn.Module):
 
         Raises:
             MismatchError: the ranks with data do not do the same; on every rank.
+            ConfigError: a model is joined already.
             UnsupportedError: there is a `SyncBatchNorm` in the model.
         """
         if any(isinstance(each, SyncBatchNorm) for each in self.module.modules()):
