@@ -114,6 +114,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         events["unscale"] = self._unscale
         events["skip"] = lambda _: self._drop()
 
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "ShardedOptimizer", expected="its state to be copied or saved", got="the optimizer",
+            remedy="call state_dict() on all ranks",
+        )  # fmt: skip
+
     @property
     def num_steps(self) -> int:
         """Updates made so far."""

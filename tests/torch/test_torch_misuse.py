@@ -331,6 +331,9 @@ def test_modules_are_copied_and_saved_and_wrappers_are_not():
         model = hpcdp.torch.DistributedDataParallel(net, world)
         with pytest.raises(UnsupportedError, match=r"copy model\.module, save model\.module\.state_dict"):
             copy.deepcopy(model)
+        _, optimizer = wrapped(Network(), world, "shard")
+        with pytest.raises(UnsupportedError, match=r"its state to be copied or saved.*call state_dict\(\)"):
+            torch.save(optimizer, io.BytesIO())
         copied = copy.deepcopy(model.module)
         x = torch.arange(12.0).view(2, 6) * (1 + world.rank)
         assert torch.equal(copied(x), model.module(x))
