@@ -362,6 +362,9 @@ def test_what_cannot_be_done_is_refused_by_name():
         net.first.weight.requires_grad_(True)
         with pytest.raises(ConfigError, match=r"\[first.weight\]: expected a parameter that stays frozen"):
             loss_of(model, 0, world.rank)
+        model = wrap(Network(), world).double()
+        with pytest.raises(UnsupportedError, match=r"expected a gradient of torch\.float32, got one of torch\.float64"):
+            model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
         model, optimizer = wrapped(Network(), world, "shard")
         model.module.first.weight.data = torch.zeros(8, 6)
         loss_of(model, 0, world.rank).backward()
