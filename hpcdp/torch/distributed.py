@@ -224,8 +224,16 @@ class DistributedDataParallel(torch.nn.Module):
             remedy="copy model.module, save model.module.state_dict()",
         )  # fmt: skip
 
-    def refuse_shared_buffers(self, operation: str) -> None:
-        """Raise where a parameter's memory, which is to move, is a buffer's, too."""
+    def refuse_shared_memory(self, operation: str) -> None:
+        """Raise where a parameter's memory, which is to move, is a buffer's or another parameter's, too."""
+        at: dict[int, str] = {}
+        for name, each in self.module.named_parameters():
+            first = at.setdefault(each.data_ptr(), name) if each.numel() else name
+            if first != name:
+                raise UnsupportedError(
+                    operation, where=name, expected="a parameter with memory of its own", got=f"that of {first}",
+                    remedy="let both names be one Parameter, or wrap the model with owner='rank'",
+                )  # fmt: skip
         memory = {each.untyped_storage().data_ptr(): name for name, each in self.module.named_parameters()}
         for name, each in self.module.named_buffers():
             shared = memory.get(each.untyped_storage().data_ptr()) if each.numel() else None
