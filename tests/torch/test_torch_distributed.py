@@ -181,6 +181,22 @@ def test_buffers_are_those_of_rank_0_before_each_forward_and_states_load_in_plai
     threads.run(2, rank)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_two_forwards_with_buffers_may_go_before_one_backward(n):
+    def loss(net, other):  # as of a critic, of what is real and what is not
+        return (net(batch(0, other)[0]) * net(batch(1, other)[0])).mean()
+
+    def rank(world):
+        model, reference = hpcdp.torch.DistributedDataParallel(network(0), world), network(0)
+        loss(model, world.rank).backward()
+        for other in range(n):
+            (loss(reference, other) / n).backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
+
+    threads.run(n, rank)
+
+
 def test_gradients_asked_for_by_hand_are_this_ranks():
     def rank(world):
         model = hpcdp.torch.DistributedDataParallel(network(0), world)
