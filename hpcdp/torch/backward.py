@@ -117,7 +117,7 @@ class Backward:
 
     def reached(self, _tensor: torch.Tensor) -> None:
         """Called within a backward that goes through the module, whether it uses parameters or not."""
-        self._reached = True
+        self._reached = self.syncing
         self.watch_end()
 
     def _written(self, param: TorchParameter) -> None:

@@ -137,7 +137,7 @@ class DistributedDataParallel(torch.nn.Module):
             backward.turns.announce("forward", shares)
             self._share_buffers(shares)
         output = self.module(*args, **kwargs)
-        if not will_sync:
+        if not torch.is_grad_enabled():
             return output
         if backward.find_unused:
             return self._marked(output)
@@ -283,7 +283,10 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it a backward only adds to this rank's gradients; the next one outside averages all that came."""
+        """Within it a backward only adds to this rank's gradients; the next one outside averages all that came.
+
+        Where their forwards were makes no difference, other than with torch's wrapper, which goes by those.
+        """
         backward = self.backward_pass
         before, backward.syncing = backward.syncing, False
         try:

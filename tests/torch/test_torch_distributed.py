@@ -76,6 +76,33 @@ def test_without_synchronising_gradients_add_up_and_the_next_backward_averages_t
     threads.run(3, rank)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_backward_is_averaged_where_only_the_forward_was_within_no_sync(overlap):
+    class Checkpointed(nn.Module):
+        """All gradients come from backwards within the backward."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers = network(0)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=True, preserve_rng_state=False)
+            return x
+
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(Checkpointed(), world, overlap=overlap)
+        expected = averages(network(0), world.size, 0)
+        x, y = batch(0, world.rank)
+        with model.no_sync():
+            loss = nn.functional.cross_entropy(model(x.requires_grad_()), y)
+        loss.backward()
+        for name, param in model.module.layers.named_parameters():
+            assert torch.allclose(param.grad, expected[name], atol=1e-6), name
+
+    threads.run(2, rank)
+
+
 class Branches(nn.Module):
     """Of two branches it uses those that it is told to."""
 
