@@ -292,10 +292,10 @@ def test_groups_may_come_later_and_states_of_a_part_are_given():
                 assert found["state"].keys() == expected["state"].keys()
                 group = {"lr": 0.01, "betas": (0.5, 0.6)}
                 optimizer.add_param_group({"params": list(model.module.last.parameters()), **group})
-                theirs = torch.optim.Adam([{"params": reference.first.parameters()},
-                                           {"params": reference.last.parameters(), **group}], lr=0.1)  # fmt: skip
-                theirs.load_state_dict(optimizer.state_dict())
+                theirs.add_param_group({"params": list(reference.last.parameters()), **group})
         assert alike(world, model, reference)
+        found, expected = optimizer.state_dict()["state"], theirs.state_dict()["state"]
+        assert [found[each]["step"] for each in found] == [expected[each]["step"] for each in found] == [4, 4, 2, 2]
 
     threads.run(2, rank)
 
