@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -178,6 +179,11 @@ class DistributedDataParallel(torch.nn.Module):
                   if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf]  # fmt: skip
         for place, tensor in zip(places, _Marked.apply(mark, *(leaves[place] for place in places)), strict=True):  # type: ignore[no-untyped-call]
             leaves[place] = tensor
+        for place, leaf in enumerate(leaves):
+            if _is_record(leaf):  # of which torch's trees know nothing
+                leaves[place] = copy.copy(leaf)
+                for name, each in self._marked(_fields(leaf)).items():
+                    object.__setattr__(leaves[place], name, each)
         return tree_unflatten(leaves, form)
 
     def compression_state(self) -> dict[str, torch.Tensor]:
@@ -321,8 +327,16 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, list | tuple):
         for each in output:
             yield from _tensors(each)
-    elif dataclasses.is_dataclass(output):
-        yield from _tensors([getattr(output, each.name) for each in dataclasses.fields(output)])
+    elif _is_record(output):
+        yield from _tensors(_fields(output))
+
+
+def _is_record(output: Any) -> bool:
+    return dataclasses.is_dataclass(output) and not isinstance(output, type)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
 
 
 class _Marked(torch.autograd.Function):

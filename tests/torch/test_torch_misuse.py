@@ -223,6 +223,12 @@ def test_gradients_that_are_zeroed_count_no_more():
     threads.run(3, rank)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    named: dict
+    more: object
+
+
 class Branches(nn.Module):
     """Uses one of two layers, or none."""
 
@@ -272,6 +278,21 @@ def test_a_rank_that_uses_no_parameter_at_all_takes_part():
         own(torch.ones(2, 6), "a").sum().backward()
         assert torch.allclose(model.module.layers["a"].weight.grad, own.layers["a"].weight.grad / world.size)
         assert model.module.layers["b"].weight.grad is None
+
+    threads.run(3, rank)
+
+
+def test_a_rank_that_uses_no_parameter_at_all_may_give_a_record():
+    class Recorded(Branches):
+        def forward(self, x, used):
+            return [Record({"scores": super().forward(x, used)}, None)]
+
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(Recorded(), world, find_unused_parameters=True)
+        out = model(torch.ones(2, 6, requires_grad=True), "a" if world.rank == 1 else None)[0]
+        assert type(out) is Record and out.more is None
+        out.named["scores"].sum().backward()
+        assert torch.allclose(model.module.layers["a"].weight.grad, torch.full((4, 6), 2.0 / world.size))
 
     threads.run(3, rank)
 
