@@ -192,7 +192,8 @@ class Backward:
         reducer, held, following = self.reducer, self._held, self.turns.following
         missing = reducer.arrivals.missing
         self._held = set()
-        unused = [name for name in missing if name not in held]
+        # What was held may be dropped since, by an optimizer's zero_grad().
+        unused = [name for name in missing if name not in held or self.params[name].tensor.grad is None]
         with exchange.on_torchs_stream(self._device):
             for name in missing:
                 param = self.params[name]

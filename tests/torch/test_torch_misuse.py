@@ -223,6 +223,18 @@ def test_gradients_that_are_zeroed_count_no_more():
     threads.run(3, rank)
 
 
+def test_what_was_zeroed_after_no_sync_counts_as_not_used():
+    def rank(world):
+        model, optimizer = wrapped(Branches(), world, find_unused_parameters=True)
+        with model.no_sync():
+            model(torch.ones(2, 6), "b").sum().backward()
+        optimizer.zero_grad()
+        model(torch.ones(2, 6), "a").sum().backward()
+        assert model.module.layers["b"].weight.grad is None
+
+    threads.run(2, rank)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
     named: dict
