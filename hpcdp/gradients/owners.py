@@ -210,8 +210,8 @@ class _Flat:
             self._divide_all()
 
     def pass_over(self) -> None:
-        """The last step does not count for what was left out in it."""
-        for name in self._left_out:
+        """The last step does not count for what was left out in it, or has no rule yet."""
+        for name in self._left_out | {name for name, rule in self._rules.items() if rule is None}:
             self.passed_over[name] = self.passed_over.get(name, 0) + 1
 
     def _divide_all(self) -> None:

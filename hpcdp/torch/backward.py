@@ -72,12 +72,12 @@ class Backward:
             handle.remove()
         if before() is not None:
             before()._taken_over = param.name
-        weak = weakref.ref(self)
+        weak, name = weakref.ref(self), param.name  # what the hook holds lives as long as the tensor
 
         def written(_tensor: torch.Tensor) -> None:
             living = weak()
             if living is not None:
-                living._written(param)
+                living._written(living.params[name])
 
         _takers[param.tensor] = weak, param.tensor.register_post_accumulate_grad_hook(written)
 
@@ -117,7 +117,7 @@ class Backward:
 
     def reached(self, _tensor: torch.Tensor) -> None:
         """Called within a backward that goes through the module, whether it uses parameters or not."""
-        self._reached = True
+        self._reached = self.syncing
         self.watch_end()
 
     def _written(self, param: TorchParameter) -> None:
@@ -192,7 +192,8 @@ class Backward:
         reducer, held, following = self.reducer, self._held, self.turns.following
         missing = reducer.arrivals.missing
         self._held = set()
-        unused = [name for name in missing if name not in held]
+        # What was held may be dropped since, by an optimizer's zero_grad().
+        unused = [name for name in missing if name not in held or self.params[name].tensor.grad is None]
         with exchange.on_torchs_stream(self._device):
             for name in missing:
                 param = self.params[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -95,6 +96,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.world = init() if world is None else world
         self.owner = owner
         self.compression = settings
+        self._held_before = _places(module)
         self._broadcasts = broadcast_buffers
         self._buffers_of_all = ModuleBuffers(module, self.world)
         alike = f"{owner=} {broadcast_buffers=} {find_unused_parameters=} {bucket_cap_mb=} {overlap=}"
@@ -130,11 +132,13 @@ class DistributedDataParallel(torch.nn.Module):
         if will_sync:
             backward.begin()
             self._refuse_unfrozen()
+            if any(held.get(name) is not each for held, name, each in self._held_before):
+                self._refuse_others()
             shares = self.training and self._broadcasts
             backward.turns.announce("forward", shares)
             self._share_buffers(shares)
         output = self.module(*args, **kwargs)
-        if not will_sync:
+        if not torch.is_grad_enabled():
             return output
         if backward.find_unused:
             return self._marked(output)
@@ -151,6 +155,21 @@ class DistributedDataParallel(torch.nn.Module):
                 got="one that requires a gradient since", remedy="wrap the module again after changing requires_grad",
             )  # fmt: skip
 
+    def _refuse_others(self) -> None:
+        """Raise where the module has a trained parameter that it had not when it was wrapped.
+
+        Others may be elsewhere since, by pruning or tying, or be gone.
+        """
+        known = {id(param.tensor) for param in self.backward_pass.params.values()}
+        for name, each in self.module.named_parameters():
+            # No parameters are the tensors by which `torch.func.functional_call` replaces them for a while.
+            if each.requires_grad and id(each) not in known and isinstance(each, torch.nn.Parameter):
+                raise ConfigError(
+                    "forward", where=name, expected="a parameter that was there when the module was wrapped",
+                    got="another one", remedy="wrap the module again, or call load_state_dict() without assign=True",
+                )  # fmt: skip
+        self._held_before = _places(self.module)
+
     def _marked(self, output: Any) -> Any:
         """``output``, so that a backward tells where it goes through this module without using any parameter."""
         leaves, form = tree_flatten(output)
@@ -160,6 +179,11 @@ class DistributedDataParallel(torch.nn.Module):
                   if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf]  # fmt: skip
         for place, tensor in zip(places, _Marked.apply(mark, *(leaves[place] for place in places)), strict=True):  # type: ignore[no-untyped-call]
             leaves[place] = tensor
+        for place, leaf in enumerate(leaves):
+            if _is_record(leaf):  # of which torch's trees know nothing
+                leaves[place] = copy.copy(leaf)
+                for name, each in self._marked(_fields(leaf)).items():
+                    object.__setattr__(leaves[place], name, each)
         return tree_unflatten(leaves, form)
 
     def compression_state(self) -> dict[str, torch.Tensor]:
@@ -206,8 +230,16 @@ class DistributedDataParallel(torch.nn.Module):
             remedy="copy model.module, save model.module.state_dict()",
         )  # fmt: skip
 
-    def refuse_shared_buffers(self, operation: str) -> None:
-        """Raise where a parameter's memory, which is to move, is a buffer's, too."""
+    def refuse_shared_memory(self, operation: str) -> None:
+        """Raise where a parameter's memory, which is to move, is a buffer's or another parameter's, too."""
+        at: dict[int, str] = {}
+        for name, each in self.module.named_parameters():
+            first = at.setdefault(each.data_ptr(), name) if each.numel() else name
+            if first != name:
+                raise UnsupportedError(
+                    operation, where=name, expected="a parameter with memory of its own", got=f"that of {first}",
+                    remedy="let both names be one Parameter, or wrap the model with owner='rank'",
+                )  # fmt: skip
         memory = {each.untyped_storage().data_ptr(): name for name, each in self.module.named_parameters()}
         for name, each in self.module.named_buffers():
             shared = memory.get(each.untyped_storage().data_ptr()) if each.numel() else None
@@ -237,6 +269,7 @@ class DistributedDataParallel(torch.nn.Module):
 
         Raises:
             MismatchError: the ranks with data do not do the same; on every rank.
+            ConfigError: a model is joined already.
             UnsupportedError: there is a `SyncBatchNorm` in the model.
         """
         if any(isinstance(each, SyncBatchNorm) for each in self.module.modules()):
@@ -256,13 +289,22 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it a backward only adds to this rank's gradients; the next one outside averages all that came."""
+        """Within it a backward only adds to this rank's gradients; the next one outside averages all that came.
+
+        Where their forwards were makes no difference, other than with torch's wrapper, which goes by those.
+        """
         backward = self.backward_pass
         before, backward.syncing = backward.syncing, False
         try:
             yield
         finally:
             backward.syncing = before
+
+
+def _places(module: torch.nn.Module) -> list[tuple[Mapping[str, Any], str, Any]]:
+    """Where ``module`` and its parts hold parameters and parts, and which; not inside of scripted ones."""
+    return [(held, name, each) for part in module.modules() for held in (part._parameters, part._modules)
+            if isinstance(held, dict) for name, each in held.items()]  # fmt: skip
 
 
 def _one_device(trained: Sequence[TorchParameter]) -> Device | None:
@@ -285,8 +327,16 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, list | tuple):
         for each in output:
             yield from _tensors(each)
-    elif dataclasses.is_dataclass(output):
-        yield from _tensors([getattr(output, each.name) for each in dataclasses.fields(output)])
+    elif _is_record(output):
+        yield from _tensors(_fields(output))
+
+
+def _is_record(output: Any) -> bool:
+    return dataclasses.is_dataclass(output) and not isinstance(output, type)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
 
 
 class _Marked(torch.autograd.Function):

@@ -13,6 +13,9 @@ from typing import Any
 from ..comm import World
 from ..errors import ConfigError, MismatchError
 
+_JOINED = "joined model"
+"""What a world keeps the turns under that are taken just now."""
+
 
 class Turns:
     """What the ranks of one model do together, in turn.
@@ -57,10 +60,13 @@ class Turns:
         """Within it ranks may run out of data; who leaves waits until all have.
 
         Raises:
-            ConfigError: within another one.
+            ConfigError: within another one, also of another model, whose turns would be taken for this one's.
         """
-        if self._open:
-            raise ConfigError("join", expected="one at a time", got="join() within join()")
+        if _JOINED in self._world.kept:
+            raise ConfigError(
+                "join", expected="one at a time", got="join() within join()", remedy="wrap one module that holds both"
+            )
+        self._world.kept[_JOINED] = self
         self._open, self._divides_by_all = True, divides_by_all
         try:
             yield
@@ -71,6 +77,7 @@ class Turns:
                 self.events[said[0]](said[1])
             self.last_rank = last[0]
         finally:
+            del self._world.kept[_JOINED]
             self._open, self.following, self._divides_by_all = False, False, True
             self.active = list(range(self._world.size))
 

@@ -31,10 +31,14 @@ class ModuleBuffers:
                 )
 
     def broadcast(self, root: int = 0) -> None:
-        """Give every rank the values of rank ``root``; every rank must call. Changes the buffers in place."""
+        """Give every rank the values of rank ``root``; every rank must call.
+
+        Changes the buffers in place. As with torch's wrapper autograd takes no notice, so that the backward of an
+        earlier forward may follow.
+        """
         if self._world.size == 1:
             return
-        buffers = [each.detach() for each in self._module.buffers() if each.numel()]
+        buffers = [each.data for each in self._module.buffers() if each.numel()]
         if self.on_gpu is not None:
             there = [each for each in buffers if exchange.gpu_of(each) == self.on_gpu.device]
             buffers = [each for each in buffers if exchange.gpu_of(each) != self.on_gpu.device]

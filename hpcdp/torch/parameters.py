@@ -98,7 +98,11 @@ class TorchParameter:
         return self._view
 
     def contribute(self, share: float) -> None:
-        """Write ``share`` times the tensor's gradient to its place, in one pass; none counts as zero."""
+        """Write ``share`` times the tensor's gradient to its place, in one pass; none counts as zero.
+
+        Raises:
+            UnsupportedError: the gradient is of a longer dtype than its place.
+        """
         grad, view = self.tensor.grad, self.view
         if grad is None or share == 0.0:
             view.zero_()
@@ -107,6 +111,11 @@ class TorchParameter:
         elif grad.dtype == view.dtype:
             torch.mul(grad.detach(), share, out=view)
         else:
+            if grad.dtype.itemsize > view.dtype.itemsize:
+                raise UnsupportedError(
+                    "backward", where=self.name, expected=f"a gradient of {view.dtype}", got=f"one of {grad.dtype}",
+                    remedy="change dtypes before wrapping",
+                )  # fmt: skip
             view.copy_(grad.detach()).mul_(share)
 
     def release(self) -> None:

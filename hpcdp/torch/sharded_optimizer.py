@@ -58,7 +58,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         MismatchError: the ranks' classes, groups or settings differ, later their states or what they do in a step; on
             every rank.
         UnsupportedError: settings that the kernels cannot do (amsgrad, dampening, maximize), or that need states of
-            different kinds; parameters that are summed in another dtype than their own, or share memory with a buffer.
+            different kinds; parameters that are summed in another dtype than their own, or share memory with a buffer
+            or with each other.
 
     Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, stage 1.
     """
@@ -90,7 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "ShardedOptimizer", where=each.name, expected="a parameter of float32 or float64",
                     got=each.tensor.dtype, remedy="use autocast, or owner='rank'",
                 )  # fmt: skip
-        model.refuse_shared_buffers("ShardedOptimizer")
+        model.refuse_shared_memory("ShardedOptimizer")
         self._names = {id(each): name for name, each in model.module.named_parameters()}
         self._whole = optimizer_class(model.parameters() if params is None else params, **settings)
         """Torch's own: checks and completes settings, knows the form of state dicts, and holds no state for long."""
@@ -113,6 +114,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         events["clip"] = self._clip
         events["unscale"] = self._unscale
         events["skip"] = lambda _: self._drop()
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "ShardedOptimizer", expected="its state to be copied or saved", got="the optimizer",
+            remedy="call state_dict() on all ranks",
+        )  # fmt: skip
 
     @property
     def num_steps(self) -> int:

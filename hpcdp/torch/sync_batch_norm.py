@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 
 from ..collectives import allreduce
 from ..comm import World, init
@@ -17,8 +18,9 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     """As ``torch.nn.SyncBatchNorm``: in training, mean and variance are those of the batches of all ranks together.
 
     Input of shape ``(N, C, ...)``, where N may differ between ranks and be 0 on some. Every rank must run the same
-    forwards and backwards. Evaluation needs no other rank. As torch's it normalises by the biased variance, and keeps
-    the unbiased one in ``running_var``, both over all ranks.
+    forwards and backwards. Evaluation needs no other rank; without running statistics it takes those of this rank's own
+    batch. As torch's it normalises by the biased variance, and keeps the unbiased one in ``running_var``, both over all
+    ranks.
 
     Args:
         world: the ranks; default `hpcdp.init()`. The others are those of ``torch.nn.BatchNorm2d``.
@@ -84,14 +86,13 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise ``input``; in training every rank must call, and the running statistics change in place."""
-        by_batch = self.training or self.running_mean is None
-        if not by_batch or self.world.size == 1:
+        if not self.training or self.world.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
         if input.device.type not in ("cpu", "cuda"):
             raise UnsupportedError("SyncBatchNorm", expected="an input in CPU memory or on a GPU", got=input.device)
         count, mean, var = self._statistics(input.detach())
-        if self.training and self.running_mean is not None and self.running_var is not None:
+        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             self._keep(count, mean, var)
         return _Normalised.apply(input, self.weight, self.bias, mean, var, self.eps, count, self.world)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -140,6 +141,7 @@ class _Normalised(torch.autograd.Function):
         return torch.nn.functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
+    @once_differentiable  # autograd does not see the sums over ranks
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         x, weight, mean, inverse = ctx.saved_tensors
         over = [dim for dim in range(x.dim()) if dim != 1]

@@ -255,6 +255,19 @@ def test_a_buffer_in_the_memory_of_a_parameter_that_is_to_move_is_refused():
         threads.run(2, lambda world: made(world, net=Sharing()))
 
 
+def test_parameters_in_the_same_memory_that_are_to_move_are_refused():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.last.weight.data = self.first.weight.data
+
+    with pytest.raises(
+        UnsupportedError, match=r"\[last\.weight\]: expected a parameter with memory of its own, got that of first"
+    ):
+        threads.run(2, lambda world: made(world, net=Tied()))
+
+
 def test_a_sparse_buffer_and_what_is_no_module_are_refused():
     net = nn.Linear(2, 2)
     net.register_buffer("sparse", torch.eye(2).to_sparse())

@@ -76,6 +76,33 @@ def test_without_synchronising_gradients_add_up_and_the_next_backward_averages_t
     threads.run(3, rank)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_backward_is_averaged_where_only_the_forward_was_within_no_sync(overlap):
+    class Checkpointed(nn.Module):
+        """All gradients come from backwards within the backward."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers = network(0)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=True, preserve_rng_state=False)
+            return x
+
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(Checkpointed(), world, overlap=overlap)
+        expected = averages(network(0), world.size, 0)
+        x, y = batch(0, world.rank)
+        with model.no_sync():
+            loss = nn.functional.cross_entropy(model(x.requires_grad_()), y)
+        loss.backward()
+        for name, param in model.module.layers.named_parameters():
+            assert torch.allclose(param.grad, expected[name], atol=1e-6), name
+
+    threads.run(2, rank)
+
+
 class Branches(nn.Module):
     """Of two branches it uses those that it is told to."""
 
@@ -179,6 +206,22 @@ def test_buffers_are_those_of_rank_0_before_each_forward_and_states_load_in_plai
             assert torch.allclose(plain.get_buffer(name), buffer, atol=1e-6), name
 
     threads.run(2, rank)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_two_forwards_with_buffers_may_go_before_one_backward(n):
+    def loss(net, other):  # as of a critic, of what is real and what is not
+        return (net(batch(0, other)[0]) * net(batch(1, other)[0])).mean()
+
+    def rank(world):
+        model, reference = hpcdp.torch.DistributedDataParallel(network(0), world), network(0)
+        loss(model, world.rank).backward()
+        for other in range(n):
+            (loss(reference, other) / n).backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
+
+    threads.run(n, rank)
 
 
 def test_gradients_asked_for_by_hand_are_this_ranks():

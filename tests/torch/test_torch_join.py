@@ -123,8 +123,9 @@ def test_ranks_that_do_different_things_are_told_so():
 def test_what_cannot_be_joined_is_refused():
     def rank(world):
         model = hpcdp.torch.DistributedDataParallel(network(0), world)
-        with model.join(), pytest.raises(ConfigError, match=r"got join\(\) within join\(\)"), model.join():
-            pass
+        for other in (model, hpcdp.torch.DistributedDataParallel(network(0), world)):
+            with model.join(), pytest.raises(ConfigError, match=r"got join\(\) within join\(\)"), other.join():
+                pass
         synced = hpcdp.torch.SyncBatchNorm.convert_sync_batchnorm(network(0), world)
         model = hpcdp.torch.DistributedDataParallel(synced, world)
         with pytest.raises(UnsupportedError, match="a model without SyncBatchNorm"), model.join():

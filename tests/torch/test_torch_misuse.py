@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import gc
 import io
+import weakref
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import toy
 from torch import nn
+from torch.nn.utils import prune
 from toy import SEEDING, add_average, loss_of
 
 import hpcdp.torch
@@ -108,6 +111,26 @@ def test_a_module_may_be_wrapped_again_and_the_first_wrapper_says_so(owner, befo
     threads.run(2, rank)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_a_wrapper_that_is_gone_keeps_no_memory_while_its_module_lives(owner, overlap):
+    def rank(world):
+        net = Network()
+        model, optimizer = wrapped(net, world, owner, overlap=overlap)
+        loss_of(model, 0, world.rank).backward()
+        optimizer.step()
+        left = [weakref.ref(each) for each in (model, model.backward_pass.reducer, model.backward_pass)]
+        del model, optimizer
+        world.barrier()
+        if world.rank == 0:
+            gc.collect()  # of all threads
+        world.barrier()
+        assert [each() for each in left] == [None] * 3
+        loss_of(net, 1, world.rank).backward()  # of this rank alone, from now on
+
+    threads.run(2, rank)
+
+
 @pytest.mark.parametrize("owner", ["rank", "shard"])
 @pytest.mark.parametrize(("n", "ranks_per_node"), SPREAD)
 def test_two_models_of_which_one_is_trained_through_the_other(n, ranks_per_node, owner):
@@ -200,6 +223,24 @@ def test_gradients_that_are_zeroed_count_no_more():
     threads.run(3, rank)
 
 
+def test_what_was_zeroed_after_no_sync_counts_as_not_used():
+    def rank(world):
+        model, optimizer = wrapped(Branches(), world, find_unused_parameters=True)
+        with model.no_sync():
+            model(torch.ones(2, 6), "b").sum().backward()
+        optimizer.zero_grad()
+        model(torch.ones(2, 6), "a").sum().backward()
+        assert model.module.layers["b"].weight.grad is None
+
+    threads.run(2, rank)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    named: dict
+    more: object
+
+
 class Branches(nn.Module):
     """Uses one of two layers, or none."""
 
@@ -253,6 +294,21 @@ def test_a_rank_that_uses_no_parameter_at_all_takes_part():
     threads.run(3, rank)
 
 
+def test_a_rank_that_uses_no_parameter_at_all_may_give_a_record():
+    class Recorded(Branches):
+        def forward(self, x, used):
+            return [Record({"scores": super().forward(x, used)}, None)]
+
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(Recorded(), world, find_unused_parameters=True)
+        out = model(torch.ones(2, 6, requires_grad=True), "a" if world.rank == 1 else None)[0]
+        assert type(out) is Record and out.more is None
+        out.named["scores"].sum().backward()
+        assert torch.allclose(model.module.layers["a"].weight.grad, torch.full((4, 6), 2.0 / world.size))
+
+    threads.run(3, rank)
+
+
 def test_groups_may_come_later_and_states_of_a_part_are_given():
     def rank(world):
         model, reference = hpcdp.torch.DistributedDataParallel(Network(), world, owner="shard"), Network()
@@ -269,10 +325,10 @@ def test_groups_may_come_later_and_states_of_a_part_are_given():
                 assert found["state"].keys() == expected["state"].keys()
                 group = {"lr": 0.01, "betas": (0.5, 0.6)}
                 optimizer.add_param_group({"params": list(model.module.last.parameters()), **group})
-                theirs = torch.optim.Adam([{"params": reference.first.parameters()},
-                                           {"params": reference.last.parameters(), **group}], lr=0.1)  # fmt: skip
-                theirs.load_state_dict(optimizer.state_dict())
+                theirs.add_param_group({"params": list(reference.last.parameters()), **group})
         assert alike(world, model, reference)
+        found, expected = optimizer.state_dict()["state"], theirs.state_dict()["state"]
+        assert [found[each]["step"] for each in found] == [expected[each]["step"] for each in found] == [4, 4, 2, 2]
 
     threads.run(2, rank)
 
@@ -308,6 +364,9 @@ def test_modules_are_copied_and_saved_and_wrappers_are_not():
         model = hpcdp.torch.DistributedDataParallel(net, world)
         with pytest.raises(UnsupportedError, match=r"copy model\.module, save model\.module\.state_dict"):
             copy.deepcopy(model)
+        _, optimizer = wrapped(Network(), world, "shard")
+        with pytest.raises(UnsupportedError, match=r"its state to be copied or saved.*call state_dict\(\)"):
+            torch.save(optimizer, io.BytesIO())
         copied = copy.deepcopy(model.module)
         x = torch.arange(12.0).view(2, 6) * (1 + world.rank)
         assert torch.equal(copied(x), model.module(x))
@@ -336,11 +395,50 @@ def test_what_cannot_be_done_is_refused_by_name():
         net.first.weight.requires_grad_(True)
         with pytest.raises(ConfigError, match=r"\[first.weight\]: expected a parameter that stays frozen"):
             loss_of(model, 0, world.rank)
+        model = wrap(Network(), world).double()
+        with pytest.raises(UnsupportedError, match=r"expected a gradient of torch\.float32, got one of torch\.float64"):
+            model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
         model, optimizer = wrapped(Network(), world, "shard")
         model.module.first.weight.data = torch.zeros(8, 6)
         loss_of(model, 0, world.rank).backward()
         with pytest.raises(ConfigError, match=r"step \[first.weight\]: expected a parameter in the memory"):
             optimizer.step()
+
+    threads.run(2, rank)
+
+
+def test_parameters_that_are_not_the_wrapped_ones_are_refused_by_name():
+    def assign(net):
+        net.load_state_dict({name: each.clone() for name, each in net.state_dict().items()}, assign=True)
+
+    def replace(net):
+        net.last = nn.Linear(8, 4)
+
+    def rank(world):
+        for change, name in ((assign, "first.weight"), (replace, "last.weight")):
+            model, _ = wrapped(Network(), world, find_unused_parameters=True)
+            change(model.module)
+            with pytest.raises(ConfigError, match=rf"\[{name}\]: expected a parameter that was there .* wrap"):
+                loss_of(model, 0, world.rank)
+            with torch.no_grad():
+                loss_of(model, 0, world.rank)
+
+    threads.run(2, rank)
+
+
+def test_wrapped_parameters_may_be_held_elsewhere():
+    def rank(world):
+        model, optimizer = wrapped(Network(), world, find_unused_parameters=True)
+        prune.random_unstructured(model.module.first, "weight", 0)  # first.weight_orig from now on
+        model.module.last.bias = None
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, step, world.rank).backward()
+            grads = world.comm.allgather_json(model.module.first.weight_orig.grad.tolist())
+            assert grads[0] == grads[1]
+        other = {name: each.detach().clone().requires_grad_() for name, each in model.named_parameters()}
+        torch.func.functional_call(model, other, (torch.ones(2, 6),)).sum().backward()
+        assert all(each.grad is not None for each in other.values())
 
     threads.run(2, rank)
 

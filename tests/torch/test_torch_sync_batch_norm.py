@@ -136,6 +136,38 @@ def test_from_a_gpu_sums_alone_go_through_the_host(monkeypatch, n):
     assert sorted(moved) == [2 * 6] * n + [2 * 6 + 1] * n
 
 
+@pytest.mark.parametrize("settings", [{}, {"track_running_stats": False}])
+def test_one_rank_may_evaluate_alone(settings):
+    def rank(world):
+        ours = hpcdp.torch.SyncBatchNorm(6, world=world, **settings).eval()
+        if world.rank == 1:
+            x, _ = samples(1, (), 0)
+            assert torch.equal(ours(x), nn.BatchNorm1d(6, **settings).eval()(x))
+
+    threads.run(2, rank)
+
+
+def test_gradients_of_gradients_are_refused():
+    def rank(world):
+        x = samples(world.rank, (), 0)[0].requires_grad_()
+        out = hpcdp.torch.SyncBatchNorm(6, world=world)(x).pow(3).sum()
+        (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.sum().backward()
+
+    threads.run(2, rank)
+
+
+def test_statistics_that_are_no_longer_tracked_stay_as_they_are():
+    def rank(world):
+        ours = hpcdp.torch.SyncBatchNorm(6, world=world)
+        ours.track_running_stats = False
+        ours(samples(world.rank, (), 0)[0])
+        assert ours.running_mean.tolist() == [0.0] * 6 and ours.num_batches_tracked == 0
+
+    threads.run(2, rank)
+
+
 def test_inputs_that_have_no_statistics_are_refused():
     def rank(world):
         layer = hpcdp.torch.SyncBatchNorm(6, world=world)
