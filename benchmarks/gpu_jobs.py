@@ -50,7 +50,7 @@ class Job:
 
 JOBS = (
     Job("shared", 1), Job("shared", 2), Job("shared", 4), Job("staging", 1), Job("training", 2), Job("training", 2, 1),
-    Job("training", 4, 2), Job("codes", 2, 1), Job("nccl", 1), Job("refused", 2),
+    Job("training", 4, 2), Job("graphs", 2), Job("graphs", 2, 1), Job("codes", 2, 1), Job("nccl", 1), Job("refused", 2),
 )  # fmt: skip
 
 

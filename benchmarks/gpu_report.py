@@ -22,8 +22,8 @@ _RATES = ("samples_s", "graphs_samples_s", "torch_samples_s", "torch_graphs_samp
 def verdicts(report: Report) -> list[Verdict]:
     """S13."""
     jobs, kernels = report["sums"], report.get("kernels", [])
-    training = [each for each in jobs if each["case"] == "training"]
-    behind_and_beside = [each for each in jobs if each["case"] in ("training", "codes")]
+    training = [each for each in jobs if each["case"] in ("training", "graphs")]
+    behind_and_beside = [*training, *(each for each in jobs if each["case"] == "codes")]
     other = [each["name"] for each in behind_and_beside if gpu_jobs.failed(each)]
     bits = ", ".join(other) or "same bits" if behind_and_beside else None
     slower = [

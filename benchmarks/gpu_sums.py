@@ -2,9 +2,9 @@
 
 ``hpcdp launch -n 4 -- python -m hpcdp.benchmarks.gpu_sums shared -m 256M`` lets one rank sum what four have on the GPU
 that they share (CUDA IPC). ``staging`` brings an array through the host and back as sums over nodes do, without a
-network. ``training`` trains with and without overlap, with ``HPCDP_RANKS_PER_NODE=2`` on virtual nodes, and ``codes``
-does so by each codec between those. ``nccl`` sums with one rank, and lets NCCL refuse a call; ``refused`` offers it two
-ranks on one GPU. All compare what comes out.
+network. ``training`` trains with and without overlap, with ``HPCDP_RANKS_PER_NODE=2`` on virtual nodes, ``graphs`` by
+CUDA graphs, and ``codes`` by each codec between nodes. ``nccl`` sums with one rank, and lets NCCL refuse a call;
+``refused`` offers it two ranks on one GPU. All compare what comes out.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from ..errors import DeviceError
 from ..gradients.staging import Staging
 from ..launch.arguments import Parser
 from ..streams import Streams
+from ..train import TrainStep
 from ..train.trainers.trainer import Trainer
 from . import program
 from .files import check_writable, write_json
 from .machine import describe
 from .measure import FreshData
 from .sizes import parse_size
-from .train_lenet import step_of
 
 _TURNS, _STEPS, _BATCH, _WIDTH = 7, 8, 256, 2048
+_WARM_UP = 3
+"""Steps that are not counted: graphs are traced in the first and captured in the second."""
 _FLOAT = np.dtype(np.float32)
 _CODECS = ("2bit", "1bit", "fp16", "topk")
 
@@ -137,47 +139,58 @@ def staging(world: World, count: int) -> Found:
     return {"told": told, "share": copy_s / taken, "wrong": wrong, "seconds": taken, "copy_s": copy_s}
 
 
-def training(world: World, count: int) -> Found:
-    """Steps of a network of about ``count`` parameters, reduced behind and beside backward; the same bits."""
-    (behind, beside), wrong, way = _both_ways(world, count, None)
+def training(world: World, count: int, hybridize: bool = False) -> Found:
+    """Steps of a network of about ``count`` parameters, in layers of one size, reduced behind and beside backward; the
+    same bits."""
+    (behind, beside), wrong, way = _both_ways(world, count, None, hybridize)
     told = f"{way}: step {1e3 * behind:.1f} ms, with overlap {1e3 * beside:.1f}"
     return {"told": told, "share": None, "wrong": wrong, "seconds": {"behind": behind, "beside": beside}}
+
+
+def graphs(world: World, count: int) -> Found:
+    """As `training`, each step by CUDA graphs, which are cut where reductions begin beside backward."""
+    return training(world, count, hybridize=True)
 
 
 def codes(world: World, count: int) -> Found:
     """As `training`, by each codec between nodes, with a quarter of the parameters; on one node they change nothing."""
     found, wrong, told = {}, 0, []
     for codec in _CODECS:
-        (behind, beside), differ, _ = _both_ways(world, max(1, count // len(_CODECS)), codec)
+        (behind, beside), differ, _ = _both_ways(world, max(1, count // len(_CODECS)), codec, False)
         found[codec], wrong = {"behind": behind, "beside": beside}, wrong + differ
         told.append(f"{codec} {1e3 * behind:.1f} ms, {1e3 * beside:.1f}")
     return {"told": "step, with overlap: " + "; ".join(told), "share": None, "wrong": wrong, "seconds": found}
 
 
-def _both_ways(world: World, count: int, codec: str | None) -> tuple[tuple[float, float], int, str]:
+def _both_ways(world: World, count: int, codec: str | None, hybridize: bool) -> tuple[tuple[float, float], int, str]:
     """Seconds of a step without and with overlap, how many parameters of all ranks differ between them, or from those
     of rank 0, and how sums go."""
-    behind, beside = (_trained(world, count, overlap, codec) for overlap in (False, True))
+    behind, beside = (_trained(world, count, overlap, codec, hybridize) for overlap in (False, True))
     differ = sum(int(np.count_nonzero(a != b)) for a, b in zip(behind[1], beside[1], strict=True))
     sums = world.comm.allgather_json([zlib.crc32(each.tobytes()) for each in beside[1]])
     return (behind[0], beside[0]), sum(world.comm.allgather_json(differ + (sums[world.rank] != sums[0]))), beside[2]
 
 
-def _trained(world: World, count: int, overlap: bool, codec: str | None) -> tuple[float, list[np.ndarray], str]:
+def _trained(
+    world: World, count: int, overlap: bool, codec: str | None, hybridize: bool
+) -> tuple[float, list[np.ndarray], str]:
     """Seconds of a step, of some in a row without waits between them, the parameters after those, and how sums go."""
-    hidden = max(1, count // _WIDTH)
+    depth = max(1, count // _WIDTH**2)
     rng = np.random.default_rng(world.rank)
     streams = Streams(world.device)
     x, y = streams.array(rng.standard_normal((_BATCH, _WIDTH), np.float32)), streams.array(rng.integers(0, 10, _BATCH))
-    net = nn.models.mlp(_WIDTH, 10, (hidden,), seed=0).to(world.device)
+    net = nn.models.mlp(_WIDTH, 10, (_WIDTH,) * depth, seed=0).to(world.device)
     trainer = Trainer(net.parameters(), optim.SGD(lr=0.01), world=world, overlap=overlap, compression=codec)
-    step = step_of(net, trainer, [(x, y)])
-    to_host(step(0))
+    step = TrainStep(net, trainer)
+    step.hybridize(hybridize)
+    for _ in range(_WARM_UP):
+        losses, _output = step(x, y)
+    to_host(losses.data)
     world.comm.barrier()
     begin = time.perf_counter()
-    for number in range(_STEPS):
-        loss = step(number)
-    to_host(loss)  # which waits for all of them
+    for _ in range(_STEPS):
+        losses, _output = step(x, y)
+    to_host(losses.data)  # which waits for all of them
     taken = max(world.comm.allgather_json(time.perf_counter() - begin)) / _STEPS
     gpus = trainer.reducer.gpus  # type: ignore[attr-defined]
     way = "host" if gpus is None else gpus.way.name + ", MPI on its memory" * gpus.goes_direct
@@ -229,7 +242,7 @@ def refused(world: World, count: int) -> Found:
     return {"told": f"NCCL refuses, {way.name} is taken", "share": None, "wrong": wrong, "errors": [told]}
 
 
-CASES = {each.__name__: each for each in (shared, staging, training, codes, nccl, refused)}
+CASES = {each.__name__: each for each in (shared, staging, training, graphs, codes, nccl, refused)}
 """By name: each takes the world and how many elements, and every rank must call it."""
 
 

@@ -15,10 +15,15 @@ from hpcdp.comm.gpus import Gpu
 
 
 @pytest.fixture
-def one_gpu(gpus_on_host, monkeypatch):
+def few(monkeypatch):
+    """Turns, steps and numbers, on the one GPU that each rank sees."""
     monkeypatch.setattr(gpus, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
     for name, value in (("_TURNS", 1), ("_STEPS", 2), ("_BATCH", 3), ("_WIDTH", 40)):
         monkeypatch.setattr(gpu_sums, name, value)
+
+
+@pytest.fixture
+def one_gpu(few, gpus_on_host):
     return gpus_on_host
 
 
@@ -32,20 +37,29 @@ def run(job, count=500):
     return found
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+@pytest.mark.parametrize("job", [job for job in JOBS if job.case != "graphs"], ids=lambda job: job.name)
 def test_each_job_comes_to_right_results(one_gpu, job):
     found = run(job)
     assert found["wrong"] == 0
     assert (found["share"] is not None) == (job.case in ("shared", "staging"))
     json.dumps(found)
+    way = "ALONE" if job.ranks_per_node == 1 else "CUDA_IPC"
     said = {
         "shared": "GB/s of memory", "staging": "GB/s each way", "nccl": "refuses a rank that is not there",
-        "refused": "NCCL refuses, CUDA_IPC is taken", "training": "ALONE" if job.ranks_per_node == 1 else "CUDA_IPC",
-        "codes": "topk",
+        "refused": "NCCL refuses, CUDA_IPC is taken", "training": way, "codes": "topk",
     }  # fmt: skip
     assert said[job.case] in found["told"]
     if job.case == "nccl":
         assert "NCCL_ERROR_4" in found["errors"][0] and "given up" in found["errors"][1]
+
+
+@pytest.mark.filterwarnings("ignore:gradients on GPUs", "error:hybridize")
+@pytest.mark.parametrize("job", [job for job in JOBS if job.case == "graphs"], ids=lambda job: job.name)
+def test_jobs_of_graphs_come_to_right_results(few, graphs_on_host, monkeypatch, job):
+    monkeypatch.setattr("hpcdp.comm.ways._nccl_version", lambda: 0)
+    found = run(job)
+    assert found["wrong"] == 0 and "with overlap" in found["told"]
+    assert graphs_on_host.num_graphs == 2 * job.ranks, "one of each trainer: where there is one bucket none is cut"
 
 
 @pytest.mark.parametrize("job", [Job("shared", 2), Job("nccl", 1)], ids=lambda job: job.name)
