@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import Array, has_namespace, is_bfloat16, is_host, to_host
 from ..errors import ConfigError, UnsupportedError, type_named
-from .pulled import can_wait
+from .pulled import array_of, can_wait
 
 Key = int | str
 
@@ -160,7 +160,9 @@ def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dt
 
     To pull to it must be one that can be written; or a parameter of a network, which can wait for a whole value.
     """
-    fits = is_array(value) or (operation == "pull" and can_wait(value))
+    if operation == "pull" and can_wait(value):
+        value = array_of(value)
+    fits = is_array(value)
     if not fits or tuple(value.shape) != shape or np.dtype(value.dtype) != dtype:
         got = f"{tuple(value.shape)} {value.dtype}" if fits else type_named(value)
         raise UnsupportedError(operation, where=f"key {key!r}", expected=f"an array of {shape} {dtype}", got=got)

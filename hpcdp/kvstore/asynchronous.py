@@ -130,7 +130,7 @@ class AsyncStore(WorldStore):
 
     def set_updater(self, updater: Function) -> None:
         """See `KVStore.set_updater`."""
-        with self._world.meeting():
+        with self._changing_updater():
             super().set_updater(updater)
 
             def checked() -> Updater:
@@ -142,9 +142,20 @@ class AsyncStore(WorldStore):
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """See `KVStore.set_optimizer`."""
-        with self._world.meeting():
+        with self._changing_updater():
             super().set_optimizer(optimizer)
             self._install({"optimizer": optimizer.config()}, lambda: self._updater)
+
+    @contextlib.contextmanager
+    def _changing_updater(self) -> Iterator[None]:
+        """Within it workers meet for a new updater; one that is refused leaves the last one, as it does on servers."""
+        before = self._updater
+        try:
+            with self._world.meeting():
+                yield
+        except BaseException:
+            self._updater = before
+            raise
 
     def _install(self, described: dict[str, Any], find: Callable[[], Updater]) -> None:
         self._settle()
