@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from ..errors import ConfigError, UnsupportedError, type_named
 from .pulled import array_of, can_wait
 
 Key = int | str
+_INT64 = np.iinfo(np.int64)
 
 
 def listed_keys(operation: str, key: object) -> list[Key]:
@@ -133,6 +135,21 @@ def checked_file(operation: str, path: Any) -> Path:
         if file.is_dir() or not file.exists() or file.is_file():
             return file
     raise ConfigError(operation, where="path", expected="the name of a file", got=repr(path))
+
+
+def checked_integer(operation: str, where: str, number: object) -> int:
+    """``number`` as an int that travels in 64 bits.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        found = operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        found = None
+    if found is None or not _INT64.min <= found <= _INT64.max:
+        raise ConfigError(operation, where=where, expected="an integer", got=repr(number))
+    return found
 
 
 def is_array(x: object) -> bool:

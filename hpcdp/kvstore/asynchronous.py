@@ -35,7 +35,7 @@ from ..gradients.lane import COMMUNICATION, Lane, Turn
 from ..optim import Optimizer, Schedule
 from ..state import Part, Sharded
 from . import together
-from .arguments import Key, checked_file, merged
+from .arguments import Key, checked_file, checked_integer, merged
 from .cell import AWAY, BACK
 from .compress import check_codable
 from .pulled import Pulled, can_wait
@@ -165,10 +165,10 @@ class AsyncStore(WorldStore):
 
     def _compress(self, compression: Compression | None) -> None:
         said = "" if compression is None else str(compression)
+        self._settle()  # before others know: what is encoded by the last settings is decoded by them
         require_same(self._world.comm, "set_gradient_compression", [said], "pass the same on all ranks")
         if compression is not None:
             check_codable("set_gradient_compression", ((key, entry.stored) for key, entry in self._entries.items()))
-        self._settle()
         self._command("compress", said=said)
         together.compress(self._table, compression)
         self._compression = compression
@@ -199,7 +199,7 @@ class AsyncStore(WorldStore):
         elif self._is_quick(own) and self._engine.hold(entry.variable):
             failure: BaseException | None = None
             try:
-                value = np.ascontiguousarray(arrays[0]) if len(arrays) == 1 else merged(arrays)
+                value = arrays[0] if len(arrays) == 1 and arrays[0].flags.carray else merged(arrays)
                 with self._watching(f"push of {entry.variable.name}"):  # a rank that has stopped may have its lock
                     drive(self._transfer.push(own, value.reshape(-1), rate, out, None))
             except BaseException as error:
@@ -271,6 +271,7 @@ class AsyncStore(WorldStore):
         Raises:
             ConfigError: there is no such key, or it is no single int64.
         """
+        count = checked_integer("take", "count", count)
         own = self._own[self._entry("take", key).key]
         with self._replayed():
             return self._transfer.take(own.item, count)
