@@ -48,6 +48,10 @@ class KeepsState(abc.ABC):
     def wait(self) -> None:
         """Until all pushes of this worker have taken effect; raises what one of them raised."""
 
+    @abc.abstractmethod
+    def _finish(self, entries: list[Entry]) -> None:
+        """Until this worker's pushes and pulls of some keys have ended; what a push has raised counts no more."""
+
     def _agreed(self, check: Callable[[], T]) -> T:
         """What ``check()`` returns; what it raises on one worker is raised on all."""
         return check()
@@ -99,8 +103,9 @@ class KeepsState(abc.ABC):
                 self._updater.steps[entry.key] = updates
 
     def _renew(self, rule: ByOptimizer, config: dict[str, Any]) -> None:
-        """Take over the settings of an optimizer."""
-        rule.optimizer.take_config(config)
+        """Take over the settings of an optimizer; every worker calls."""
+        if config != rule.optimizer.config():
+            rule.optimizer.take_config(config)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the store keeps; every worker must call.
@@ -143,6 +148,7 @@ class KeepsState(abc.ABC):
         if not (isinstance(state, Mapping) and isinstance(state.get("values"), Mapping) and "optimizer" in state):
             expected = "what state_dict() of a store returns"
             raise ConfigError("load_state_dict", expected=expected, got=reprlib.repr(state))
+        self._finish(list(self._entries.values()))  # pulls on their way get what was there before
         own = self.state_dict()
         odd = next(iter(set(own["values"]) ^ set(state["values"])), None)
         if odd is not None:
@@ -151,7 +157,7 @@ class KeepsState(abc.ABC):
         if (state["optimizer"] is None) != (own["optimizer"] is None):
             held, lacks = ("one", "none") if own["optimizer"] is None else ("none", "one")
             raise ConfigError("load_state_dict", where="optimizer", expected=f"{lacks}, as the store has", got=held)
-        if isinstance(self._updater, ByOptimizer) and state["optimizer"] != own["optimizer"]:
+        if isinstance(self._updater, ByOptimizer):
             self._renew(self._updater, json.loads(state["optimizer"]))
         residuals = state.get("residuals", {})
         for key, mine in own.get("residuals", {}).items():

@@ -114,10 +114,7 @@ class KVStore(KeepsState):
             return {entry.key: brought(arrays[0], entry.stored) for entry, arrays in named}
 
         values = self._agreed(check)
-        for each in values:  # behind pulls that are on their way, too
-            entry = self._entries[each]
-            self._engine.push(lambda: None, [], [entry.variable], self._lane, 0, f"assignment of {each!r}")
-            self._wait_for(entry, entry.variable)
+        self._finish([self._entries[each] for each in values])
         self._assign(values)
 
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
@@ -340,6 +337,12 @@ class KVStore(KeepsState):
         for entry in self._entries.values():
             with contextlib.suppress(Exception):  # who has not asked for the value does not want to know
                 self._wait_for(entry, entry.variable)
+
+    def _finish(self, entries: list[Entry]) -> None:
+        for entry in entries:  # a write waits for reads, too
+            self._engine.push(lambda: None, [], [entry.variable], self._lane, 0, f"assignment of {entry.key!r}")
+        for entry in entries:
+            self._wait_for(entry, entry.variable)
 
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
         """Until ``variable`` is written, by a push or a pull of ``entry``."""
