@@ -55,12 +55,18 @@ class _Push:
     entry: Entry
     rows: Rows
     updater: Updater
-    number: int
-    """Of the round."""
     coded: Coded | None
     """What encodes it, if it is."""
+    number: int = 0
+    """Of the round, once it has begun."""
     failure: Exception | None = None
     """Why this rank could not update."""
+
+    def begin(self) -> _Push:
+        """Its round begins: with the key's variable held, so that rounds are numbered in their order."""
+        self.rows.rounds += 1
+        self.number = self.rows.rounds
+        return self
 
 
 class SyncStore(WorldStore):
@@ -152,17 +158,16 @@ class SyncStore(WorldStore):
         if not done:
             super().pushpull(key, value, out, priority)
 
-    def _begin(self, entry: Entry, rows: Rows, updater: Updater) -> _Push:
-        rows.rounds += 1
+    def _counted(self, entry: Entry, rows: Rows, updater: Updater) -> _Push:
         coded = self._coded.get(entry.key)
         entry.count(None if coded is None else coded.codes.sent_nbytes)
-        return _Push(entry, rows, updater, rows.rounds, coded)
+        return _Push(entry, rows, updater, coded)
 
     def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
         value = np.ascontiguousarray(merged(arrays))
-        push = self._begin(entry, self._rows[entry.key], self._updater.now())
+        push = self._counted(entry, self._rows[entry.key], self._updater.now())
         name = f"push of {entry.variable.name}"
-        self._of_world.launch(lambda turn: self._round(push, value, turn), [entry.variable], priority, name)
+        self._of_world.launch(lambda turn: self._round(push.begin(), value, turn), [entry.variable], priority, name)
 
     def _pushpull(self, entry: Entry, arrays: list[Array], targets: list[Any], priority: int) -> None:
         if len(targets) > 1 or can_wait(targets[0]):
@@ -190,12 +195,12 @@ class SyncStore(WorldStore):
             watchdog.enter((rows.label, None, rows.behind))
             exchange = self._exchanges.get(entry.key) if self._compression is None else None
             if exchange is None or not isinstance(updater, Replace):
-                self._push_and_pull(self._begin(entry, rows, updater), exchange, x, out)
+                self._push_and_pull(self._counted(entry, rows, updater).begin(), exchange, x, out)
             else:
                 rows.rounds += 1
                 entry.pushes += 1
                 if not exchange.replace(x, out):
-                    self._push_and_pull(_Push(entry, rows, updater, rows.rounds, None), None, x, out)
+                    self._push_and_pull(_Push(entry, rows, updater, None, rows.rounds), None, x, out)
         except BaseException as error:
             failure = error
             raise
