@@ -211,7 +211,7 @@ class AsyncStore(WorldStore):
             value = merged(arrays).reshape(-1)
 
             def steps(turn: Turn) -> Steps:
-                return self._transfer.push(own, value, rate, out, turn)
+                yield from self._transfer.push(own, value, rate, out, turn)  # keeps the store: see `_let_go`
 
             self._of_group.launch(steps, [entry.variable], priority, f"push of {entry.variable.name}")
 
@@ -269,7 +269,7 @@ class AsyncStore(WorldStore):
         For handing out work, 0, 1, 2, ..., so that faster workers do more.
 
         Raises:
-            ConfigError: there is no such key, or it is no single int64.
+            ConfigError: there is no such key, it is no single int64, or ``count`` is none.
         """
         count = checked_integer("take", "count", count)
         own = self._own[self._entry("take", key).key]
@@ -390,7 +390,10 @@ class AsyncStore(WorldStore):
 
 
 def _let_go(transfer: Transfer, replay: Replay | None, worker: int) -> None:
-    """Of a store that its program has dropped, or that ends with it: its worker holds nobody back, and is not dead."""
+    """Of a store that its program has dropped, or that ends with it: its worker holds nobody back, and is not dead.
+
+    Not before its last push has ended, which would make its worker's clock count again, and hold others back for ever.
+    """
     transfer.leave()
     if replay is not None:
         replay.end(worker)
