@@ -186,13 +186,13 @@ class SyncStore(WorldStore):
             x, out: contiguous, apart or the same.
         """
         watchdog, failure = self._watchdog, None
-        before = watchdog.call
+        rows, updater = self._rows[entry.key], self._updater
+        call = rows.label, None, rows.behind
         if (self._rail is not None and self._of_world.turns) or not self._engine.hold(entry.variable):
             return False
         try:
-            rows, updater = self._rows[entry.key], self._updater
             watchdog.calls += 1
-            watchdog.enter((rows.label, None, rows.behind))
+            watchdog.enter(call)
             exchange = self._exchanges.get(entry.key) if self._compression is None else None
             if exchange is None or not isinstance(updater, Replace):
                 self._push_and_pull(self._counted(entry, rows, updater).begin(), exchange, x, out)
@@ -205,7 +205,7 @@ class SyncStore(WorldStore):
             failure = error
             raise
         finally:
-            watchdog.call = before
+            watchdog.leave(call)
             self._engine.release(entry.variable, failure)
         return True
 

@@ -349,3 +349,19 @@ def test_threads_of_a_rank_push_one_key(monkeypatch):
         return value, store.pull("w").wait().tolist()
 
     assert threads.run(2, one) == [([4.0] * 4, [2.0] * 4)] * 2
+
+
+def test_calls_of_several_threads_end_for_the_watchdog_too():
+    """It would report a call, and in the end the job, that has begun first and ended before the other one."""
+
+    def one(world):
+        dog = kvstore.create("dist_sync", world)._watchdog
+        first, second = dog.watching("the first"), dog.watching("the second")
+        first.__enter__()
+        second.__enter__()
+        first.__exit__()
+        within = dog.call
+        second.__exit__()
+        return within[0], dog.call
+
+    assert threads.run(1, one) == [("the second", None)]
