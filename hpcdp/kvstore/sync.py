@@ -39,6 +39,7 @@ from .direct import Direct, Exchange, in_one_piece
 from .entry import Entry
 from .keeps_state import residuals_of
 from .placed import carry
+from .pool import Pool
 from .pulled import can_wait
 from .rows import FILLED, SUMMED, Rows
 from .updaters import Replace, Updater
@@ -81,7 +82,7 @@ class SyncStore(WorldStore):
             raise ConfigError("kvstore", where=kind, expected="an MPI library with MPI_THREAD_MULTIPLE", got="less")
         self._of_world = Lane.of(world)
         super().__init__(kind, world, self._of_world.engine, UPDATE)
-        self._memory = world.node_memory
+        self._memory = Pool(world.node_memory)
         self._watchdog = Progress.of(world).watchdog
         self._reduce = kernels.load("reduce")
         serial = world.kept["number of stores"] = world.kept.get("number of stores", 0) + 1
