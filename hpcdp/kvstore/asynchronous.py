@@ -356,7 +356,6 @@ class AsyncStore(WorldStore):
         """See `KVStore.save_optimizer_states`."""
         rule = self._by_optimizer("save_optimizer_states").optimizer
         file = self._agreed(lambda: checked_file("save_optimizer_states", path))
-        self.barrier()
 
         def write() -> None:
             states, steps = States(), dict[Key, int]()
@@ -372,7 +371,6 @@ class AsyncStore(WorldStore):
         """See `KVStore.load_optimizer_states`."""
         rule = self._by_optimizer("load_optimizer_states").optimizer
         file = self._agreed(lambda: checked_file("load_optimizer_states", path))
-        self.barrier()
 
         def read() -> None:
             shapes = {key: own.item.shape for key, own in self._own.items()}

@@ -1,5 +1,6 @@
 """What an updater that fails leaves, and what is said of it: alike in all kinds of stores."""
 
+import contextlib
 import functools
 import sys
 import threading
@@ -569,3 +570,28 @@ def test_a_parameter_gets_the_next_value_after_one_that_failed(kind, per_node):
         return parameter.data.tolist()
 
     assert all(value == [2.0] * 4 for value in with_store(kind, per_node, one))
+
+
+@pytest.mark.parametrize("call", ["state_dict", "save", "load"])
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_what_all_do_with_states_fails_on_all_where_the_push_of_one_has_failed(per_node, call, tmp_path):
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(4))
+        store.set_optimizer(Leaves(lr=1.0))
+        store.save_optimizer_states(tmp_path / "before")
+        if world.rank == 1:
+            with contextlib.suppress(HpcdpError):  # told at once where nobody else is needed
+                store.push("w", np.ones(4))
+        with pytest.raises(HpcdpError, match="SystemExit: enough"):
+            if call == "state_dict":
+                store.state_dict()
+            elif call == "save":
+                store.save_optimizer_states(tmp_path / "after")
+            else:
+                store.load_optimizer_states(tmp_path / "before")
+        store.push("w", np.full(4, 2.0))
+        store.state_dict()
+        return store.pull("w").wait().tolist()
+
+    assert threads.run(2, one, per_node) == [[-4.0] * 4] * 2

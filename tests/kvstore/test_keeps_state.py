@@ -203,3 +203,18 @@ def test_pulls_under_way_get_what_was_there_before(kind, per_node, split):
         return [store.pull(key).wait().all() for key in keys]
 
     assert np.all(one(None) if kind == "local" else threads.run(2, one, per_node))
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])
+def test_what_was_not_sent_is_forgotten_with_a_state_that_has_sent_all(kind):
+    def one(world):
+        store = make(kind, world, lambda: optim.SGD(lr=1.0), keys=[3])
+        store.push(3, np.ones(SHAPES[3], "f4"))
+        state = store.state_dict() | {"values": {3: np.zeros(SHAPES[3], "f4")}}
+        store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        store.push(3, np.full(SHAPES[3], 0.4, "f4"))
+        store.load_state_dict(state)
+        store.push(3, np.full(SHAPES[3], 0.4, "f4"))
+        return store.pull(3).wait().any()
+
+    assert not np.any(one(None) if kind == "local" else threads.run(2, one))
