@@ -48,7 +48,8 @@ class Algorithm:
         progress = Progress.of(world)
         watchdog = progress.watchdog
         watchdog.calls += 1
-        before = watchdog.enter((operation, x))
+        call = operation, x
+        watchdog.enter(call)
         try:
             progress.finish()
             if self.blocking is not None:
@@ -56,7 +57,7 @@ class Algorithm:
             else:
                 drive(self.machine(world, operation, x, *others))
         finally:
-            watchdog.call = before
+            watchdog.leave(call)
 
 
 def _is_agreed(argument: object) -> bool:

@@ -12,6 +12,7 @@ import os
 import struct
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 
 from .communicator import Communicator
@@ -45,6 +46,7 @@ class NodeLocks:
         self._own: dict[int, threading.Lock] = {}
         """The threads of a rank share its description, whose locks would let them all in."""
         self._adding = threading.Lock()
+        _open_here.add(self)
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, lock_request(fcntl.F_WRLCK, self.rank))
         if comm is not None:
             comm.barrier()
@@ -97,9 +99,26 @@ class NodeLocks:
                 found.append(rank)
         return found
 
+    def forget(self) -> None:
+        """Close the file: in a child made by fork, which would keep the locks of a rank that has died."""
+        file, self._file = self._file, -1
+        with contextlib.suppress(OSError):  # a child of such a child
+            os.close(file)
+
     def __del__(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
             os.close(self._file)
+
+
+_open_here: weakref.WeakSet[NodeLocks] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for each in _open_here:
+        each.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def _open_alone() -> int:

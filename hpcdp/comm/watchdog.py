@@ -81,8 +81,8 @@ class Watchdog:
     """
 
     def __init__(self, world: World, stall_s: float, timeout_s: float, stream: TextIO | None = None) -> None:
-        self.call: tuple[Any, ...] | None = None
-        """What this rank is in, a new tuple for every call: see the arguments of `watching`."""
+        self._open: dict[int, tuple[Any, ...]] = {}
+        """The calls of all threads that have begun and not ended, in that order, by their identities."""
         self.calls = 0
         """How many calls this rank has begun."""
         self.asked: Asked | None = None
@@ -139,13 +139,23 @@ class Watchdog:
         """
         return _Watching(self, (operation, x, behind))
 
-    def enter(self, call: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Be in ``call``, a new tuple of the arguments of `watching`; returns what `call` is to be again at the end.
+    @property
+    def call(self) -> tuple[Any, ...] | None:
+        """What this rank is in, of several calls the one that has begun last; for every call a new tuple of the
+        arguments of `watching`."""
+        begun = list(self._open.values())  # a copy: other threads come and go
+        return begun[-1] if begun else None
+
+    def enter(self, call: tuple[Any, ...]) -> None:
+        """Be in ``call``, a new tuple of the arguments of `watching`, until `leave` is called with it.
 
         For what is too short for a context; a call to which all ranks come adds one to `calls` before.
         """
-        before, self.call = self.call, call
-        return before
+        self._open[id(call)] = call
+
+    def leave(self, call: tuple[Any, ...]) -> None:
+        """``call`` has ended; others may have begun or ended meanwhile, in other threads."""
+        self._open.pop(id(call), None)
 
     def end(self) -> None:
         """Watch no longer; this rank makes no more calls."""
@@ -327,7 +337,7 @@ class Asked(Protocol):
 class _Watching:
     """See `Watchdog.watching`; a generator would take three times as long, in each step of training."""
 
-    __slots__ = ("_before", "_call", "_watchdog")
+    __slots__ = ("_call", "_watchdog")
 
     def __init__(self, watchdog: Watchdog, call: tuple[Any, ...]) -> None:
         self._watchdog, self._call = watchdog, call
@@ -335,10 +345,10 @@ class _Watching:
     def __enter__(self) -> None:
         watchdog = self._watchdog
         watchdog.calls += 1
-        self._before = watchdog.enter(self._call)
+        watchdog.enter(self._call)
 
     def __exit__(self, *_: object) -> None:
-        self._watchdog.call = self._before
+        self._watchdog.leave(self._call)
 
 
 class WatchedGate(Gate):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -11,9 +12,10 @@ import numpy as np
 
 from ..arrays import Array, has_namespace, is_bfloat16, is_host, to_host
 from ..errors import ConfigError, UnsupportedError, type_named
-from .pulled import can_wait
+from .pulled import array_of, can_wait
 
 Key = int | str
+_INT64 = np.iinfo(np.int64)
 
 
 def listed_keys(operation: str, key: object) -> list[Key]:
@@ -135,6 +137,21 @@ def checked_file(operation: str, path: Any) -> Path:
     raise ConfigError(operation, where="path", expected="the name of a file", got=repr(path))
 
 
+def checked_integer(operation: str, where: str, number: object) -> int:
+    """``number`` as an int that travels in 64 bits.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        found = operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        found = None
+    if found is None or not _INT64.min <= found <= _INT64.max:
+        raise ConfigError(operation, where=where, expected="an integer", got=repr(number))
+    return found
+
+
 def is_array(x: object) -> bool:
     """Whether ``x`` is an array: no number, no parameter of a network, nothing masked."""
     if isinstance(x, np.ndarray | np.generic):
@@ -160,7 +177,9 @@ def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dt
 
     To pull to it must be one that can be written; or a parameter of a network, which can wait for a whole value.
     """
-    fits = is_array(value) or (operation == "pull" and can_wait(value))
+    if operation == "pull" and can_wait(value):
+        value = array_of(value)
+    fits = is_array(value)
     if not fits or tuple(value.shape) != shape or np.dtype(value.dtype) != dtype:
         got = f"{tuple(value.shape)} {value.dtype}" if fits else type_named(value)
         raise UnsupportedError(operation, where=f"key {key!r}", expected=f"an array of {shape} {dtype}", got=got)

@@ -35,7 +35,7 @@ from ..gradients.lane import COMMUNICATION, Lane, Turn
 from ..optim import Optimizer, Schedule
 from ..state import Part, Sharded
 from . import together
-from .arguments import Key, checked_file, merged
+from .arguments import Key, checked_file, checked_integer, merged
 from .cell import AWAY, BACK
 from .compress import check_codable
 from .pulled import Pulled, can_wait
@@ -130,7 +130,7 @@ class AsyncStore(WorldStore):
 
     def set_updater(self, updater: Function) -> None:
         """See `KVStore.set_updater`."""
-        with self._world.meeting():
+        with self._changing_updater():
             super().set_updater(updater)
 
             def checked() -> Updater:
@@ -142,9 +142,20 @@ class AsyncStore(WorldStore):
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """See `KVStore.set_optimizer`."""
-        with self._world.meeting():
+        with self._changing_updater():
             super().set_optimizer(optimizer)
             self._install({"optimizer": optimizer.config()}, lambda: self._updater)
+
+    @contextlib.contextmanager
+    def _changing_updater(self) -> Iterator[None]:
+        """Within it workers meet for a new updater; one that is refused leaves the last one, as it does on servers."""
+        before = self._updater
+        try:
+            with self._world.meeting():
+                yield
+        except BaseException:
+            self._updater = before
+            raise
 
     def _install(self, described: dict[str, Any], find: Callable[[], Updater]) -> None:
         self._settle()
@@ -154,10 +165,10 @@ class AsyncStore(WorldStore):
 
     def _compress(self, compression: Compression | None) -> None:
         said = "" if compression is None else str(compression)
+        self._settle()  # before others know: what is encoded by the last settings is decoded by them
         require_same(self._world.comm, "set_gradient_compression", [said], "pass the same on all ranks")
         if compression is not None:
             check_codable("set_gradient_compression", ((key, entry.stored) for key, entry in self._entries.items()))
-        self._settle()
         self._command("compress", said=said)
         together.compress(self._table, compression)
         self._compression = compression
@@ -188,7 +199,7 @@ class AsyncStore(WorldStore):
         elif self._is_quick(own) and self._engine.hold(entry.variable):
             failure: BaseException | None = None
             try:
-                value = np.ascontiguousarray(arrays[0]) if len(arrays) == 1 else merged(arrays)
+                value = arrays[0] if len(arrays) == 1 and arrays[0].flags.carray else merged(arrays)
                 with self._watching(f"push of {entry.variable.name}"):  # a rank that has stopped may have its lock
                     drive(self._transfer.push(own, value.reshape(-1), rate, out, None))
             except BaseException as error:
@@ -200,7 +211,7 @@ class AsyncStore(WorldStore):
             value = merged(arrays).reshape(-1)
 
             def steps(turn: Turn) -> Steps:
-                return self._transfer.push(own, value, rate, out, turn)
+                yield from self._transfer.push(own, value, rate, out, turn)  # keeps the store: see `_let_go`
 
             self._of_group.launch(steps, [entry.variable], priority, f"push of {entry.variable.name}")
 
@@ -258,8 +269,9 @@ class AsyncStore(WorldStore):
         For handing out work, 0, 1, 2, ..., so that faster workers do more.
 
         Raises:
-            ConfigError: there is no such key, or it is no single int64.
+            ConfigError: there is no such key, it is no single int64, or ``count`` is none.
         """
+        count = checked_integer("take", "count", count)
         own = self._own[self._entry("take", key).key]
         with self._replayed():
             return self._transfer.take(own.item, count)
@@ -344,7 +356,6 @@ class AsyncStore(WorldStore):
         """See `KVStore.save_optimizer_states`."""
         rule = self._by_optimizer("save_optimizer_states").optimizer
         file = self._agreed(lambda: checked_file("save_optimizer_states", path))
-        self.barrier()
 
         def write() -> None:
             states, steps = States(), dict[Key, int]()
@@ -360,7 +371,6 @@ class AsyncStore(WorldStore):
         """See `KVStore.load_optimizer_states`."""
         rule = self._by_optimizer("load_optimizer_states").optimizer
         file = self._agreed(lambda: checked_file("load_optimizer_states", path))
-        self.barrier()
 
         def read() -> None:
             shapes = {key: own.item.shape for key, own in self._own.items()}
@@ -378,7 +388,10 @@ class AsyncStore(WorldStore):
 
 
 def _let_go(transfer: Transfer, replay: Replay | None, worker: int) -> None:
-    """Of a store that its program has dropped, or that ends with it: its worker holds nobody back, and is not dead."""
+    """Of a store that its program has dropped, or that ends with it: its worker holds nobody back, and is not dead.
+
+    Not before its last push has ended, which would make its worker's clock count again, and hold others back for ever.
+    """
     transfer.leave()
     if replay is not None:
         replay.end(worker)

@@ -12,13 +12,13 @@ import numpy as np
 
 from ..arrays import Array, to_host
 from ..devices import brought
-from ..errors import ConfigError
+from ..errors import ConfigError, HpcdpError
 from ..state import Part, Sharded, take
 from .arguments import Key, checked_file
 from .compress import Codes
 from .entry import Entry
 from .states import read_states, write_states
-from .updaters import ByOptimizer, Replace, Updater, new_state
+from .updaters import ByOptimizer, Replace, Updater, new_state, summary
 
 T = TypeVar("T")
 
@@ -48,9 +48,30 @@ class KeepsState(abc.ABC):
     def wait(self) -> None:
         """Until all pushes of this worker have taken effect; raises what one of them raised."""
 
+    @abc.abstractmethod
+    def _finish(self, entries: list[Entry]) -> None:
+        """Until this worker's pushes and pulls of some keys have ended; what a push has raised counts no more."""
+
     def _agreed(self, check: Callable[[], T]) -> T:
         """What ``check()`` returns; what it raises on one worker is raised on all."""
         return check()
+
+    def _meet_updated(self) -> None:
+        """`barrier`; a push that has failed on one worker is an error on all, before others wait for that one."""
+        failure: Exception | None = None
+        try:
+            self.barrier()
+        except Exception as error:
+            failure = error
+
+        def tell() -> None:
+            if failure is not None:
+                raise HpcdpError("push", expected="an update", got=summary(failure))
+
+        try:
+            self._agreed(tell)
+        except HpcdpError as error:
+            raise (failure or error) from None
 
     def _by_first(self, write: Callable[[], None]) -> None:
         """Call ``write()`` on the first worker; what it raises is raised on all."""
@@ -99,8 +120,9 @@ class KeepsState(abc.ABC):
                 self._updater.steps[entry.key] = updates
 
     def _renew(self, rule: ByOptimizer, config: dict[str, Any]) -> None:
-        """Take over the settings of an optimizer."""
-        rule.optimizer.take_config(config)
+        """Take over the settings of an optimizer; every worker calls."""
+        if config != rule.optimizer.config():
+            rule.optimizer.take_config(config)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the store keeps; every worker must call.
@@ -110,7 +132,7 @@ class KeepsState(abc.ABC):
             name, and ``updates`` by key; with compression ``residuals`` by key, shape ``(workers, *shape)``. Arrays may
             be the store's own, which the next push changes.
         """
-        self.barrier()
+        self._meet_updated()
         rule = self._updater if isinstance(self._updater, ByOptimizer) else None
         entries = self._entries.items()
         state: dict[str, Any] = {
@@ -143,6 +165,7 @@ class KeepsState(abc.ABC):
         if not (isinstance(state, Mapping) and isinstance(state.get("values"), Mapping) and "optimizer" in state):
             expected = "what state_dict() of a store returns"
             raise ConfigError("load_state_dict", expected=expected, got=reprlib.repr(state))
+        self._finish(list(self._entries.values()))  # pulls on their way get what was there before
         own = self.state_dict()
         odd = next(iter(set(own["values"]) ^ set(state["values"])), None)
         if odd is not None:
@@ -151,12 +174,15 @@ class KeepsState(abc.ABC):
         if (state["optimizer"] is None) != (own["optimizer"] is None):
             held, lacks = ("one", "none") if own["optimizer"] is None else ("none", "one")
             raise ConfigError("load_state_dict", where="optimizer", expected=f"{lacks}, as the store has", got=held)
-        if isinstance(self._updater, ByOptimizer) and state["optimizer"] != own["optimizer"]:
+        if isinstance(self._updater, ByOptimizer):
             self._renew(self._updater, json.loads(state["optimizer"]))
         residuals = state.get("residuals", {})
         for key, mine in own.get("residuals", {}).items():
             if key in residuals:
                 take(f"key {key!r}, residual", mine, residuals[key])
+            else:  # all was sent then
+                for part in mine.parts:
+                    part.values[...] = 0
         for key, entry in self._entries.items():
             values = _taken(f"key {key!r}", own["values"][key], state["values"][key])
             states = {name: _taken(f"key {key!r}, {name}", each, state["states"][key][name])
@@ -202,11 +228,12 @@ class KeepsState(abc.ABC):
                 place[...] = self._own_part(entry, states[key, name])
 
     def _by_optimizer(self, operation: str) -> ByOptimizer:
+        """The optimizer, when the pushes of all workers have taken effect; every worker must call."""
         if not isinstance(self._updater, ByOptimizer):
             raise ConfigError(
                 operation, expected="a store with an optimizer", got="none", remedy="set_optimizer() first"
             )
-        self.wait()
+        self._meet_updated()
         return self._updater
 
 

@@ -38,9 +38,10 @@ def fill(place: Array, value: Array, rows: np.ndarray | None) -> None:
     if rows is None:
         place[...] = value
     else:
-        at = from_host(rows, value)
         place[...] = 0
-        place[at] = value[at]
+        if rows.size:  # of a number there are none, and it has no axis to name them
+            at = from_host(rows, value)
+            place[at] = value[at]
 
 
 def sum_into(out: Array, arrays: Sequence[Array]) -> None:

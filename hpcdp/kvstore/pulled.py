@@ -53,11 +53,36 @@ def can_wait(target: Any) -> bool:
     return hasattr(target, "data_hook")
 
 
+class Failed:
+    """What a parameter calls before it is read where its value has not come: raises why, again and again."""
+
+    def __init__(self, pulled: Pulled) -> None:
+        self._pulled = pulled
+
+    def __call__(self, parameter: Any) -> None:
+        self._pulled.wait()
+
+
 def hook_of(pulled: Pulled) -> Callable[[Any], None]:
     """What a parameter calls before it is read while its value is on its way."""
 
     def wait(parameter: Any) -> None:
-        pulled.wait()
+        try:
+            pulled.wait()
+        except Exception:
+            parameter.data_hook = Failed(pulled)
+            raise
         parameter.data_hook = None  # not before: whoever reads meanwhile waits, too
 
     return wait
+
+
+def array_of(parameter: Any) -> Array:
+    """What a parameter holds, when all is there that is on its way: to be overwritten, so what has failed is over."""
+    try:
+        return parameter.data
+    except Exception:
+        if not isinstance(parameter.data_hook, Failed):
+            raise
+        parameter.data_hook = None
+        return parameter.data

@@ -104,7 +104,7 @@ class Rows:
 
     def fail(self, number: int, error: Exception) -> None:
         """Let the others know, when the value is new, that it is not."""
-        self._reasons[self._memory.rank] = summary(error).encode()
+        self._reasons[self._memory.rank] = summary(error).encode(errors="backslashreplace")
         self._failed[self._memory.rank] = number
 
     def check(self, number: int, name: str, ranks: list[int]) -> None:

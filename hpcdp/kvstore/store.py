@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import operator
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,16 @@ from ..devices import brought, lie_together
 from ..engine import Engine, Variable
 from ..errors import ConfigError, UnsupportedError, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer
-from .arguments import Key, check_array, checked_rows, grouped, listed_keys, new_keys, rows_of_each
+from .arguments import (
+    Key,
+    check_array,
+    checked_integer,
+    checked_rows,
+    grouped,
+    listed_keys,
+    new_keys,
+    rows_of_each,
+)
 from .entry import Entry
 from .keeps_state import KeepsState
 from .placed import carry, fill, like
@@ -106,10 +114,7 @@ class KVStore(KeepsState):
             return {entry.key: brought(arrays[0], entry.stored) for entry, arrays in named}
 
         values = self._agreed(check)
-        for each in values:  # behind pulls that are on their way, too
-            entry = self._entries[each]
-            self._engine.push(lambda: None, [], [entry.variable], self._lane, 0, f"assignment of {each!r}")
-            self._wait_for(entry, entry.variable)
+        self._finish([self._entries[each] for each in values])
         self._assign(values)
 
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
@@ -126,7 +131,7 @@ class KVStore(KeepsState):
             ConfigError: there is no such key; ``dist_async`` has no updater.
             UnsupportedError: an array of another shape or dtype than the key's; no key is pushed then.
         """
-        priority = _checked_priority("push", priority)
+        priority = checked_integer("push", "priority", priority)
         for entry, arrays in self._pushable(key, value):
             self._push(entry, arrays, priority)
 
@@ -141,7 +146,7 @@ class KVStore(KeepsState):
         Returns:
             Without ``out``, and at once, a `Pulled` for one key, a list of them for several. Else None.
         """
-        priority = _checked_priority("pull", priority)
+        priority = checked_integer("pull", "priority", priority)
         if out is None:
             entries = [self._entry("pull", each) for each in listed_keys("pull", key)]
             pulled = [self._pull(entry, like(entry.stored), priority) for entry in entries]
@@ -151,7 +156,7 @@ class KVStore(KeepsState):
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push`, then `pull` to ``out``; without it ``value`` is overwritten."""
-        priority = _checked_priority("push", priority)
+        priority = checked_integer("push", "priority", priority)
         pushed = self._pushable(key, value)
         places = self._named("pull", key, value if out is None else out)
         entry, targets = places[0]
@@ -215,7 +220,8 @@ class KVStore(KeepsState):
                     raise ConfigError("row_sparse_pull", where=where, expected=expected, got=got)
             all_of_them = [self.row_sparse_pull(*each, priority) for each in zip(keys, outs, row_ids, strict=True)]
             return all_of_them if out is None else None
-        entry, before = self._entry("row_sparse_pull", keys[0]), _checked_priority("row_sparse_pull", priority)
+        entry = self._entry("row_sparse_pull", keys[0])
+        before = checked_integer("row_sparse_pull", "priority", priority)
         shape, dtype = tuple(entry.stored.shape), np.dtype(entry.stored.dtype)
         places = [like(entry.stored)] if out is None else list(out) if isinstance(out, list | tuple) else [out]
         wanted = [checked_rows("row_sparse_pull", each, shape) for each in rows_of_each(row_ids, len(places))]
@@ -332,6 +338,12 @@ class KVStore(KeepsState):
             with contextlib.suppress(Exception):  # who has not asked for the value does not want to know
                 self._wait_for(entry, entry.variable)
 
+    def _finish(self, entries: list[Entry]) -> None:
+        for entry in entries:  # a write waits for reads, too
+            self._engine.push(lambda: None, [], [entry.variable], self._lane, 0, f"assignment of {entry.key!r}")
+        for entry in entries:
+            self._wait_for(entry, entry.variable)
+
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
         """Until ``variable`` is written, by a push or a pull of ``entry``."""
         self._engine.wait_to_read(variable)
@@ -364,7 +376,8 @@ class KVStore(KeepsState):
         return pushed
 
     def _entry(self, operation: str, key: object) -> Entry:
-        if isinstance(key, int | str) and key in self._entries:
+        key = int(key) if isinstance(key, np.integer) else key
+        if isinstance(key, int | str) and not isinstance(key, bool) and key in self._entries:
             return self._entries[key]
         there = listed([repr(each) for each in self._entries]) if self._entries else "none yet"
         raise ConfigError(operation, where=f"key {key!r}", expected=f"one of the keys that init() has made: {there}")
@@ -377,10 +390,3 @@ class KVStore(KeepsState):
 
         self._engine.push(copy, [entry.variable], [variable], self._lane, priority, variable.name)
         return Pulled(lambda: self._wait_for(entry, variable), place, lambda: version)
-
-
-def _checked_priority(operation: str, priority: object) -> int:
-    try:
-        return operator.index(priority)  # type: ignore[arg-type]
-    except TypeError:
-        raise ConfigError(operation, where="priority", expected="an integer", got=repr(priority)) from None

@@ -39,6 +39,7 @@ from .direct import Direct, Exchange, in_one_piece
 from .entry import Entry
 from .keeps_state import residuals_of
 from .placed import carry
+from .pool import Pool
 from .pulled import can_wait
 from .rows import FILLED, SUMMED, Rows
 from .updaters import Replace, Updater
@@ -55,12 +56,18 @@ class _Push:
     entry: Entry
     rows: Rows
     updater: Updater
-    number: int
-    """Of the round."""
     coded: Coded | None
     """What encodes it, if it is."""
+    number: int = 0
+    """Of the round, once it has begun."""
     failure: Exception | None = None
     """Why this rank could not update."""
+
+    def begin(self) -> _Push:
+        """Its round begins: with the key's variable held, so that rounds are numbered in their order."""
+        self.rows.rounds += 1
+        self.number = self.rows.rounds
+        return self
 
 
 class SyncStore(WorldStore):
@@ -75,7 +82,7 @@ class SyncStore(WorldStore):
             raise ConfigError("kvstore", where=kind, expected="an MPI library with MPI_THREAD_MULTIPLE", got="less")
         self._of_world = Lane.of(world)
         super().__init__(kind, world, self._of_world.engine, UPDATE)
-        self._memory = world.node_memory
+        self._memory = Pool(world.node_memory)
         self._watchdog = Progress.of(world).watchdog
         self._reduce = kernels.load("reduce")
         serial = world.kept["number of stores"] = world.kept.get("number of stores", 0) + 1
@@ -152,17 +159,16 @@ class SyncStore(WorldStore):
         if not done:
             super().pushpull(key, value, out, priority)
 
-    def _begin(self, entry: Entry, rows: Rows, updater: Updater) -> _Push:
-        rows.rounds += 1
+    def _counted(self, entry: Entry, rows: Rows, updater: Updater) -> _Push:
         coded = self._coded.get(entry.key)
         entry.count(None if coded is None else coded.codes.sent_nbytes)
-        return _Push(entry, rows, updater, rows.rounds, coded)
+        return _Push(entry, rows, updater, coded)
 
     def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
         value = np.ascontiguousarray(merged(arrays))
-        push = self._begin(entry, self._rows[entry.key], self._updater.now())
+        push = self._counted(entry, self._rows[entry.key], self._updater.now())
         name = f"push of {entry.variable.name}"
-        self._of_world.launch(lambda turn: self._round(push, value, turn), [entry.variable], priority, name)
+        self._of_world.launch(lambda turn: self._round(push.begin(), value, turn), [entry.variable], priority, name)
 
     def _pushpull(self, entry: Entry, arrays: list[Array], targets: list[Any], priority: int) -> None:
         if len(targets) > 1 or can_wait(targets[0]):
@@ -181,26 +187,26 @@ class SyncStore(WorldStore):
             x, out: contiguous, apart or the same.
         """
         watchdog, failure = self._watchdog, None
-        before = watchdog.call
+        rows, updater = self._rows[entry.key], self._updater
+        call = rows.label, None, rows.behind
         if (self._rail is not None and self._of_world.turns) or not self._engine.hold(entry.variable):
             return False
         try:
-            rows, updater = self._rows[entry.key], self._updater
             watchdog.calls += 1
-            watchdog.enter((rows.label, None, rows.behind))
+            watchdog.enter(call)
             exchange = self._exchanges.get(entry.key) if self._compression is None else None
             if exchange is None or not isinstance(updater, Replace):
-                self._push_and_pull(self._begin(entry, rows, updater), exchange, x, out)
+                self._push_and_pull(self._counted(entry, rows, updater).begin(), exchange, x, out)
             else:
                 rows.rounds += 1
                 entry.pushes += 1
                 if not exchange.replace(x, out):
-                    self._push_and_pull(_Push(entry, rows, updater, rows.rounds, None), None, x, out)
+                    self._push_and_pull(_Push(entry, rows, updater, None, rows.rounds), None, x, out)
         except BaseException as error:
             failure = error
             raise
         finally:
-            watchdog.call = before
+            watchdog.leave(call)
             self._engine.release(entry.variable, failure)
         return True
 

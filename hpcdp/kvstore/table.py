@@ -25,6 +25,7 @@ from ..optim import Schedule, from_config
 from .arguments import Key
 from .cell import AWAY, Cell
 from .placement import Part, Placement
+from .pool import Pool
 from .updaters import ByFunction, ByOptimizer, Function, Rate, Updater, name_of, summary
 from .wire import NO_STATE, VALUE, Message
 
@@ -73,7 +74,7 @@ class Table:
 
     def __init__(self, group: World, num_workers: int, staleness: int | None) -> None:
         self.group, self.num_workers, self.staleness = group, num_workers, staleness
-        memory = group.node_memory
+        memory = Pool(group.node_memory)
         shares = memory.size > 1
         everyone = group.comm.allgather_json(group.node if shares else -1 - group.rank)
         self.homes: list[int] = everyone

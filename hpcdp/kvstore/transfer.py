@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -70,6 +70,26 @@ class Own:
         codes = np.empty(self.feedback[number].nbytes(piece.size), np.uint8)
         self.feedback[number].encode(piece, slice(0, piece.size), codes)
         return codes
+
+
+class _First:
+    """The first error of several parts; it is raised when all of them have had their turn."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within it what is raised is kept."""
+        try:
+            yield
+        except Exception as error:
+            self._error = self._error or error
+
+    def throw(self) -> None:
+        """Raise it, if there is one."""
+        if self._error is not None:
+            raise self._error
 
 
 class _Place:
@@ -144,7 +164,7 @@ class Transfer:
                 message.rate = math.nan if isinstance(rate, Schedule) else rate
                 message.payload, message.coded = own.encoded(number, value), bool(own.feedback)
                 asked.append((_Place(item, number), self._ask(part.server, message, item)))
-        version = 0
+        version, failure = 0, _First()
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
                 continue
@@ -156,11 +176,14 @@ class Transfer:
                 change = _and_copy(change, flat[part.first : part.last])
             if ticket >= 0:
                 yield [_turn_of(cell, ticket)]
-            version = cell.change(change, table.group.rank, ticket >= 0)
+            with failure.kept():  # a part that is passed over would wait for this ticket for ever
+                version = cell.change(change, table.group.rank, ticket >= 0)
         for place, each in asked:
-            yield [each]
-            version = place.take_answer(each, flat)
-            self.statistics.waited_s += each.held_s
+            with failure.kept():
+                yield [each]
+                version = place.take_answer(each, flat)
+                self.statistics.waited_s += each.held_s
+        failure.throw()
         self._count(own, version, out is not None)
         if out is not None and flat is not None:
             _put_back(flat, out)
@@ -177,7 +200,7 @@ class Transfer:
         if rows is not None:
             flat[:] = 0
         asked: list[tuple[_Place, Asked]] = []
-        version = 0
+        version, failure = 0, _First()
         places = [_Place(item, number, rows) for number in range(len(item.parts))]
         for number, (place, cell) in enumerate(zip(places, item.cells, strict=True)):
             if cell is None:
@@ -188,10 +211,13 @@ class Transfer:
             if cell is not None:
                 if ticket >= 0:
                     yield [_turn_of(cell, ticket)]
-                version = cell.read(partial(place.copy, flat), ticket >= 0)
+                with failure.kept():  # see `push`
+                    version = cell.read(partial(place.copy, flat), ticket >= 0)
         for place, each in asked:
-            yield [each]
-            version = place.take_answer(each, flat)
+            with failure.kept():
+                yield [each]
+                version = place.take_answer(each, flat)
+        failure.throw()
         own.seen = version
         versions.append(version)
         _put_back(flat, out)

@@ -118,11 +118,7 @@ class ByOptimizer:
         try:
             apply_rule(self.optimizer, flat, received.reshape(-1), self.states[key], step)
         except ConfigError as error:
-            raise _of_push(error) from None
-        except BaseException as error:
-            if (failure := _told(error, "an update rule")) is error:
-                raise
-            raise failure from error
+            raise _of_push(error) from error.__cause__
         self.steps[key] = step
 
 
@@ -174,12 +170,16 @@ def new_state(rule: Optimizer, flat: Array) -> dict[str, Array]:
 
 def apply_rule(rule: Optimizer, flat: Array, received: Array, state: dict[str, Array], step: int) -> None:
     """One update of a flat value, in place; float16 is rounded once."""
-    if flat.dtype != np.float16:
-        rule.update(flat, received, state, step=step)
-        return
-    wide = flat.astype(np.float32)
-    rule.update(wide, received.astype(np.float32), state, step=step)
-    flat[...] = wide
+    is_half = flat.dtype == np.float16
+    value, gradient = (x.astype(np.float32) for x in (flat, received)) if is_half else (flat, received)
+    try:
+        rule.update(value, gradient, state, step=step)
+    except BaseException as error:
+        if (failure := _told(error, "an update rule")) is error:
+            raise
+        raise failure from error
+    if is_half:
+        flat[...] = value
 
 
 def name_of(function: Any) -> str:

@@ -100,8 +100,8 @@ class Message:
 
     @classmethod
     def of_text(cls, kind: Kind, text: str, **fields: int) -> Message:
-        """One that carries text."""
-        return cls(kind, payload=np.frombuffer(text.encode(), np.uint8), **fields)  # type: ignore[arg-type]
+        """One that carries text; what UTF-8 cannot say, as halves of surrogate pairs in names of files, is escaped."""
+        return cls(kind, payload=np.frombuffer(text.encode(errors="backslashreplace"), np.uint8), **fields)  # type: ignore[arg-type]
 
 
 def pieces(data: np.ndarray) -> list[np.ndarray]:

@@ -103,12 +103,13 @@ class Messages:
 
     def receive(self) -> tuple[Array, ...]:
         """See `Link`."""
-        before = self._watchdog.enter((self._label, None, lambda: self._behind))
+        call = self._label, None, lambda: self._behind
+        self._watchdog.enter(call)
         try:
             (count,) = self._receive(np.empty(1, np.int64))
             return tuple(self._receive_one() for _ in range(count))
         finally:
-            self._watchdog.call = before
+            self._watchdog.leave(call)
 
     def _receive_one(self) -> Array:
         dtype, ndim, *shape = self._receive(np.empty(2 + _MOST_AXES, np.int64)).tolist()

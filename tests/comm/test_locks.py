@@ -88,8 +88,9 @@ def test_nobody_is_gone_while_all_live():
     assert threads.run(3, one) == [[]] * 3
 
 
-def test_the_dead_hold_nothing():
-    """The lock of a process that is killed, tried by one that was made by its parent."""
+@pytest.mark.parametrize("forks", ["", "os.fork() or time.sleep(21) or os._exit(0); "])
+def test_the_dead_hold_nothing(forks):
+    """The lock of a process that is killed, tried by one that was made by its parent; its own child may live on."""
     read, write = os.pipe()
     locks = NodeLocks(None)
     descriptor = os.open(f"/proc/self/fd/{locks._file}", os.O_RDWR)
@@ -97,7 +98,7 @@ def test_the_dead_hold_nothing():
     code = (
         "import os, sys, time; from hpcdp.comm.locks import NodeLocks; other = NodeLocks(None); "
         f"os.close(other._file); other._file = {descriptor}\n"
-        f"with other.hold(0):\n    os.write({write}, b'x'); time.sleep(60)"
+        f"with other.hold(0):\n    {forks}os.write({write}, b'x'); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], pass_fds=[descriptor, write])
     os.close(descriptor)

@@ -258,3 +258,20 @@ def test_an_idle_server_needs_no_core():
         return (time.process_time() - cpu) / (time.perf_counter() - began)
 
     assert max(threads.run(2, one, 1)) < 0.25  # of both servers together
+
+
+@pytest.mark.parametrize("per_node", [None, 1])
+@pytest.mark.parametrize("count", [1.5, "a", 2**70])
+def test_a_count_that_is_none_is_refused_wherever_the_key_lies(count, per_node):
+    """Rounded to 0 it would give a number to several workers."""
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init([1, 2], [np.zeros(1, np.int64)] * 2)
+        for key in (1, 2):
+            with pytest.raises(ConfigError, match=r"\[count\]: expected an integer"):
+                store.take(key, count)
+        return store.take(np.int64(1)), store.take(2, np.int64(3))
+
+    taken = threads.run(2, one, per_node)
+    assert sorted(first for first, _ in taken) == [0, 1] and sorted(second for _, second in taken) == [0, 3]

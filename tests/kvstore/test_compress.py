@@ -288,3 +288,22 @@ def test_codes_that_do_not_wait_for_each_other_send_all_in_the_end(codec):
 
     for found in threads.run(2, one, 1):
         np.testing.assert_allclose(found / 160, np.linspace(-1, 1, 64), atol=0.12)
+
+
+@pytest.mark.parametrize("then", [None, "fp16"])
+def test_pushes_under_way_are_decoded_as_they_were_encoded(then):
+    """While their worker still waits for them others have come, and the server could take the new settings."""
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(400_000, "f4"))  # on the first node
+        store.set_updater(added)
+        store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        if world.rank == 1:
+            for _ in range(40):
+                store.push("w", np.full(400_000, 0.5, "f4"))
+        store.set_gradient_compression(then)
+        store.barrier()
+        return store.pull("w").wait().tolist()[::100_000]
+
+    assert threads.run(2, one, 1) == [[40.0] * 4] * 2

@@ -321,3 +321,47 @@ def test_two_threads_of_a_rank_may_push_different_keys_at_once(ranks, rule):
         return wrong
 
     assert threads.run(ranks, one) == [[]] * ranks
+
+
+def test_threads_of_a_rank_push_one_key(monkeypatch):
+    """A push is of the round in whose order it takes effect, also where another thread gets between."""
+
+    def one(world):
+        store = kvstore.create("dist_sync", world)
+        store.init("w", np.zeros(4))
+        lane = store._of_world
+        launch, first, second = lane.launch, threading.Event(), threading.Event()
+
+        def late(*args):
+            if not first.is_set():
+                first.set()
+                second.wait(30)
+            launch(*args)
+
+        monkeypatch.setattr(lane, "launch", late)
+        other = threading.Thread(target=store.push, args=("w", np.full(4, 1.0)))
+        other.start()
+        first.wait(30)
+        store.push("w", np.full(4, 2.0))
+        value = store.pull("w").wait().tolist()
+        second.set()
+        other.join(30)
+        return value, store.pull("w").wait().tolist()
+
+    assert threads.run(2, one) == [([4.0] * 4, [2.0] * 4)] * 2
+
+
+def test_calls_of_several_threads_end_for_the_watchdog_too():
+    """It would report a call, and in the end the job, that has begun first and ended before the other one."""
+
+    def one(world):
+        dog = kvstore.create("dist_sync", world)._watchdog
+        first, second = dog.watching("the first"), dog.watching("the second")
+        first.__enter__()
+        second.__enter__()
+        first.__exit__()
+        within = dog.call
+        second.__exit__()
+        return within[0], dog.call
+
+    assert threads.run(1, one) == [("the second", None)]

@@ -1,5 +1,6 @@
 """What an updater that fails leaves, and what is said of it: alike in all kinds of stores."""
 
+import contextlib
 import functools
 import sys
 import threading
@@ -12,7 +13,9 @@ from small_stores import added, full
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
+from hpcdp.kvstore import placement
 from hpcdp.kvstore.together import serve
+from hpcdp.nn.module import Parameter
 
 KINDS = [("local", None), ("dist_sync", None), ("dist_async", None), ("dist_async", 1)]
 
@@ -476,3 +479,119 @@ def test_a_push_that_fails_just_when_a_pull_begins_is_told(kind):
                 store.pull("w", full(0))
 
     threads.run(1, one)
+
+
+@pytest.mark.parametrize("in_one", [False, True])
+def test_all_parts_of_a_node_have_their_turn(in_one, monkeypatch):
+    """Where one fails; a part that was passed over would wait for its turn for ever, and answers that nobody takes pile
+    up."""
+    monkeypatch.setattr(placement, "SPLIT_NBYTES", 8)
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(64))
+        store.set_updater(halves)
+        if world.rank == 0:
+            with pytest.raises((ValueError, HpcdpError), match="a one"):
+                if in_one:
+                    store.pushpull("w", np.ones(64))
+                else:
+                    store.push("w", np.ones(64))
+                    store.wait()
+        world.barrier()
+        store.push("w", np.full(64, 2.0))
+        store.barrier()
+        return store.pull("w").wait().tolist(), len(store._server._answers)
+
+    assert threads.run(4, one, 2) == [([8.0] * 64, 0)] * 4
+
+
+def names_a_file(key, received, stored):
+    if received[0] == 1:
+        raise ValueError("a one in \udcff.txt")  # a name that is no UTF-8, as os.listdir() gives it
+    stored += received
+
+
+@pytest.mark.parametrize(("kind", "per_node"), KINDS)
+def test_an_error_that_utf8_cannot_say_is_told_like_others(kind, per_node):
+    def one(store, first):
+        store.init(["v", "w"], [np.zeros(4)] * 2)  # one lies on each node
+        store.set_updater(names_a_file)
+        for value in (1, 2):
+            for key in ("v", "w"):
+                if kind == "dist_sync" or first:
+                    store.push(key, np.full(4, float(value if first else 0)))
+            if value == 1 and (first or kind == "dist_sync"):
+                for key in ("v", "w"):
+                    with pytest.raises((ValueError, HpcdpError), match="a one in"):
+                        store.pull(key).wait()
+        store.barrier()
+        return store.pull("w").wait().tolist()
+
+    assert all(value == [2.0] * 4 for value in with_store(kind, per_node, one))
+
+
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_an_updater_that_is_refused_leaves_the_last_one(per_node):
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(4))
+        with pytest.raises(ConfigError):
+            store.set_updater(adds_twice)
+        before = store.has_updater
+        store.set_optimizer(optim.SGD(lr=0.5))
+        with pytest.raises(ConfigError):
+            store.set_updater(adds_twice)
+        store.push("w", np.ones(4))
+        store.barrier()
+        return before, store.pull("w").wait().tolist()
+
+    assert threads.run(2, one, per_node, 1, serve) == [(False, [-1.0] * 4)] * 2
+
+
+@pytest.mark.parametrize(("kind", "per_node"), KINDS)
+def test_a_parameter_gets_the_next_value_after_one_that_failed(kind, per_node):
+    def one(store, first):
+        parameter = Parameter(np.zeros(4))
+        store.init("w", np.zeros(4))
+        store.set_updater(halves)
+        for value in (1.0, 1.0, 2.0):
+            if kind == "dist_sync" or first:
+                store.pushpull("w", np.full(4, value if first else 0.0), out=parameter)
+            if value == 1 and (kind == "dist_sync" or first):
+                for _ in range(2):
+                    with pytest.raises((ValueError, HpcdpError), match="a one"):
+                        print(parameter.data)
+                with pytest.raises((ValueError, HpcdpError), match="a one"):  # the key is as it was
+                    store.pull("w", out=parameter)
+                    print(parameter.data)
+        store.barrier()
+        store.pull("w", out=parameter)
+        return parameter.data.tolist()
+
+    assert all(value == [2.0] * 4 for value in with_store(kind, per_node, one))
+
+
+@pytest.mark.parametrize("call", ["state_dict", "save", "load"])
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_what_all_do_with_states_fails_on_all_where_the_push_of_one_has_failed(per_node, call, tmp_path):
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(4))
+        store.set_optimizer(Leaves(lr=1.0))
+        store.save_optimizer_states(tmp_path / "before")
+        if world.rank == 1:
+            with contextlib.suppress(HpcdpError):  # told at once where nobody else is needed
+                store.push("w", np.ones(4))
+        with pytest.raises(HpcdpError, match="SystemExit: enough"):
+            if call == "state_dict":
+                store.state_dict()
+            elif call == "save":
+                store.save_optimizer_states(tmp_path / "after")
+            else:
+                store.load_optimizer_states(tmp_path / "before")
+        store.push("w", np.full(4, 2.0))
+        store.state_dict()
+        return store.pull("w").wait().tolist()
+
+    assert threads.run(2, one, per_node) == [[-4.0] * 4] * 2

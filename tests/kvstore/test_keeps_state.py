@@ -173,3 +173,48 @@ def test_states_of_other_stores_are_refused():
         (lambda world: make("dist_sync", world, optim.Adam), r"optimizer\]: expected adam, got sgd"),
     ):
         threads.run(2, lambda world, o=other, m=message: worker(world, o, m))
+
+
+def test_workers_whose_rates_differ_take_over_a_state_together():
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(4))
+        rule = optim.SGD(lr=0.5)
+        store.set_optimizer(rule)
+        state = store.state_dict()
+        if world.rank == 1:
+            rule.lr = 0.25
+        store.load_state_dict(state)
+        return rule.lr
+
+    assert threads.run(2, one) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(("kind", "per_node"), [("local", None), ("dist_sync", None), ("dist_async", 1)])
+def test_pulls_under_way_get_what_was_there_before(kind, per_node, split):
+    keys, count = list(range(16)), 1 << 18
+
+    def one(world):
+        store = kvstore.create(kind) if kind == "local" else kvstore.create(kind, world)
+        store.init(keys, [np.zeros(count, "f4")] * len(keys))
+        pulls = [store.pull(key) for key in keys]
+        store.load_state_dict({"values": {key: np.ones(count, "f4") for key in keys}, "optimizer": None})
+        assert not any(pull.wait().any() for pull in pulls)
+        return [store.pull(key).wait().all() for key in keys]
+
+    assert np.all(one(None) if kind == "local" else threads.run(2, one, per_node))
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])
+def test_what_was_not_sent_is_forgotten_with_a_state_that_has_sent_all(kind):
+    def one(world):
+        store = make(kind, world, lambda: optim.SGD(lr=1.0), keys=[3])
+        store.push(3, np.ones(SHAPES[3], "f4"))
+        state = store.state_dict() | {"values": {3: np.zeros(SHAPES[3], "f4")}}
+        store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        store.push(3, np.full(SHAPES[3], 0.4, "f4"))
+        store.load_state_dict(state)
+        store.push(3, np.full(SHAPES[3], 0.4, "f4"))
+        return store.pull(3).wait().any()
+
+    assert not np.any(one(None) if kind == "local" else threads.run(2, one))

@@ -77,3 +77,13 @@ def test_rows_alone_travel(ranks, per_node, split):
         return store.statistics()["sent_nbytes"] - before
 
     assert sum(threads.run(ranks, one, per_node)) < ranks * (7 * 1200 + 20 * 64)  # of 40 rows each
+
+
+def test_a_number_has_no_rows(kind):
+    def one(store):
+        store.init("w", np.ones((), "f4"))
+        with pytest.raises(ConfigError):
+            store.row_sparse_pull("w", row_ids=[0])
+        return store.row_sparse_pull("w", row_ids=[]).wait().tolist()
+
+    assert on_one_worker(kind, one) == 0.0

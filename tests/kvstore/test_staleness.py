@@ -1,5 +1,6 @@
 """Bounded delay: who leads by too much waits; and seeded schedules that can be had again."""
 
+import threading
 import time
 
 import numpy as np
@@ -278,3 +279,29 @@ def test_a_store_that_is_gone_on_all_ranks_costs_calls_of_all_ranks_nothing(sett
         return [*counts, exchanges()]
 
     assert threads.run(2, one) == [[3, 3, 3, 3, 1, 3]] * 2
+
+
+def slowly(key, received, stored):
+    time.sleep(0.02)
+    stored += received
+
+
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_who_drops_a_store_with_pushes_under_way_holds_nobody_back(per_node):
+    gone = threading.Event()
+
+    def one(world):
+        store = kvstore.create("dist_async", world, staleness=1)
+        store.init(["a", "b"], [np.zeros(4)] * 2)
+        store.set_updater(slowly)
+        for _ in range(3 if world.rank else 12):
+            for key in ("a", "b"):
+                store.push(key, np.ones(4))
+        if world.rank:
+            del store
+            return gone.wait(30)
+        store.wait()
+        gone.set()
+        return [store.pull(key).wait().tolist() for key in ("a", "b")]
+
+    assert threads.run(2, one, per_node) == [[[15.0] * 4] * 2, True]

@@ -311,3 +311,33 @@ def test_on_real_ranks():
     assert (store.pull("a")[...] == 1 + 6 * (total + world.size)).all()
     assert (store.pull("b")[...] == 6 * total).all()
     store.barrier()
+
+
+@pytest.mark.parametrize(("kind", "updater"), [("dist_sync", None), ("dist_async", optim.Adam(lr=1.0))])
+def test_many_keys_share_few_pieces_of_memory(kind, updater):
+    """Each costs an exchange of the node's ranks, and a process cannot have many."""
+    keys, shapes = list(range(300)), [(), (0,), (3,), (5, 7)]
+
+    def one(world):
+        sizes, alloc = [], world.node_memory.alloc
+
+        def counted(shape, dtype):
+            sizes.append(np.prod(shape))
+            return alloc(shape, dtype)
+
+        world.node_memory.alloc = counted
+        store = kvstore.create(kind, world)
+        begun = len(sizes)
+        store.init(keys, [np.full(shapes[key % 4], key, "f4") for key in keys])
+        if updater is not None:
+            store.set_optimizer(updater)
+        assert all((store.pull(key).wait() == key).all() for key in keys)
+        world.barrier()
+        for key in keys:
+            store.push(key, np.full(shapes[key % 4], 1, "f4"))
+        store.barrier()
+        expected = [2.0 if updater is None else key - 2.0 for key in keys]
+        assert all(np.allclose(store.pull(key), each) for key, each in zip(keys, expected, strict=True))
+        return len(sizes) - begun
+
+    assert max(threads.run(2, one)) <= 4

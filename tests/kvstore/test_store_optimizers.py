@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 from pairs import pairs
-from small_stores import LAYOUTS, WORLDS, full
+from small_stores import LAYOUTS, WORLDS, full, on_one_worker
 
 from hpcdp import kvstore, nn, optim
 from hpcdp.comm import threads
@@ -230,3 +230,21 @@ def test_half_precision_is_updated_in_single(kind, per_node):
     for found in threads.run(2, one, per_node):
         assert found.dtype == np.float16
         np.testing.assert_array_equal(found, wanted.astype("f2"))
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])
+def test_gradients_that_nobody_may_write_to_are_pushed(kind):
+    gradient = np.full(100, 0.5, "f4")
+    gradient.flags.writeable = False
+    apart = np.zeros(401, np.uint8)[1:].view("f4")  # not aligned
+    apart[:] = 0.5
+
+    def one(store):
+        store.init("w", np.ones(100, "f4"))
+        store.set_optimizer(optim.SGD(lr=0.5))
+        for value in (gradient, apart):
+            store.push("w", value)
+            store.pushpull("w", value, out=np.zeros(100, "f4"))
+        return store.pull("w").wait().tolist()
+
+    assert on_one_worker(kind, one) == [0.0] * 100
