@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 from pathlib import Path
 
 from ...errors import ConfigError, DataError
@@ -103,12 +102,13 @@ def drop_run_files(folder: Path) -> None:
 
 
 def _drop_checkpoints(folder: Path) -> None:
+    from ...checkpoint.folder import remove
     from ...checkpoint.lock import NAME, WriterLock
 
     lock = WriterLock(folder)
     try:
         for path in folder.glob("step-*"):
-            shutil.rmtree(path)
+            remove(path)
         (folder / NAME).unlink()
     finally:
         lock.release()
