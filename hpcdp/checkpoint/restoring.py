@@ -282,6 +282,7 @@ class Filling:
         place = part.values
         if is_host(place):
             _require_writable(place, name)
+        if is_host(place) and place.dtype.isnative:
             self._reads.append(_Read(tensor, part.first, bits(place), rows))
         else:
             out = np.empty(place.shape, tensor.stored_dtype)

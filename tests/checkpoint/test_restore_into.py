@@ -10,7 +10,7 @@ from on_threads import restore, save
 
 from hpcdp import nn
 from hpcdp.arrays import dtype_of, to_host
-from hpcdp.checkpoint import Part, PerRank, Sharded
+from hpcdp.checkpoint import Part, PerRank, Sharded, verify
 from hpcdp.errors import ConfigError, UnsupportedError
 
 SIZES = [1, 2, 3, 4, 6]
@@ -66,6 +66,22 @@ def test_bfloat16_comes_back_as_what_it_was(where, tmp_path):
         assert restored.state["x"] is x and type(restored.state["one"]) is dtype.type
         assert to_host(x).tobytes() == values.tobytes()
         assert to_host(cut).tobytes() == values[rank * 3 : rank * 3 + 3].tobytes()
+
+
+@pytest.mark.parametrize("dtypes", [(">f4", "<f4"), ("<f4", ">f4"), (">f4", ">f4")])
+def test_parts_of_another_order_of_bytes(dtypes, tmp_path):
+    """Files have little-endian bytes, whatever a part has in memory."""
+    values = np.arange(6.0)
+
+    def state(rank, dtype, values):
+        return {"cut": Sharded((6,), np.dtype(dtype), [Part(3 * rank, values[3 * rank : 3 * rank + 3].astype(dtype))])}
+
+    save(tmp_path, 1, 2, lambda step, world: state(world.rank, dtypes[0], values))
+    assert [*verify.faults(tmp_path / "step-0000000001")] == []
+    assert np.array_equal(restore(tmp_path, 1)[0].state["cut"], values.astype("<f4"))
+    into = [state(rank, dtypes[1], np.zeros(6)) for rank in range(2)]
+    restore(tmp_path, 2, lambda world: into[world.rank])
+    assert np.array_equal(np.concatenate([each["cut"].parts[0].values for each in into]), values)
 
 
 @pytest.mark.parametrize("dtype", ["f8", "bfloat16"])
