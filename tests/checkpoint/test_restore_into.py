@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import standin
 from on_threads import restore, save
+from saved import flip
 
 from hpcdp import nn
 from hpcdp.arrays import dtype_of, to_host
-from hpcdp.checkpoint import Part, PerRank, Sharded, verify
+from hpcdp.checkpoint import Part, PerRank, Sharded, manifest, verify
 from hpcdp.errors import ConfigError, UnsupportedError
 
 SIZES = [1, 2, 3, 4, 6]
@@ -66,6 +67,20 @@ def test_bfloat16_comes_back_as_what_it_was(where, tmp_path):
         assert restored.state["x"] is x and type(restored.state["one"]) is dtype.type
         assert to_host(x).tobytes() == values.tobytes()
         assert to_host(cut).tobytes() == values[rank * 3 : rank * 3 + 3].tobytes()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_nothing_of_a_damaged_checkpoint_stays_where_the_next_one_lacks_a_name(n, tmp_path):
+    save(tmp_path, 1, n, lambda step, world: {"a": np.ones(4)})
+    save(tmp_path, 2, n, lambda step, world: {"b": np.full(4, 2.0), "a": np.full(4, 2.0)})
+    part = manifest.read(tmp_path / "step-0000000002").tensors["a"].parts[0]
+    flip(tmp_path / "step-0000000002" / part.file, part.offset)
+    into = [{"a": np.zeros(4), "b": np.zeros(4)} for _ in range(n)]
+    with pytest.warns(UserWarning, match="taking step 1 instead"):
+        found = restore(tmp_path, n, lambda world: into[world.rank], strict=False)
+    for restored, state in zip(found, into, strict=True):
+        assert (restored.step, restored.missing) == (1, ["b"])
+        assert state["a"].tolist() == [1.0] * 4 and state["b"].tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("dtypes", [(">f4", "<f4"), ("<f4", ">f4"), (">f4", ">f4")])
