@@ -139,9 +139,11 @@ def test_of_two_jobs_that_start_in_one_folder_the_second_writes_nothing(tmp_path
 
 
 def test_a_time_limit(tmp_path, monkeypatch, capsys):
-    arguments = ("mlp", "--data", "digits", "--epochs", "40", "--run-dir", "a", "--time-limit-s", "0.01")
+    arguments = ("mlp", "--data", "digits", "--epochs", "40", "--run-dir", "a b", "--time-limit-s", "0.01")
     assert train_on_threads(monkeypatch, tmp_path, 1, *arguments) == [75]
-    assert "stopped early after step 2 (time_limit_s): a checkpoint is in a/checkpoints\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "stopped early after step 2 (time_limit_s): a checkpoint is in a b/checkpoints\n" in shown
+    assert shown.endswith("go on with     hpcdp train --resume 'a b'\n")
 
 
 @pytest.mark.thorough

@@ -146,7 +146,7 @@ def _last_words(result: dict[str, Any], checkpoints: Checkpoints, folder: RunFol
     if stopped is not None:
         return (
             f"stopped early after step {stopped.position.total} ({stopped.reason}): a checkpoint is in "
-            f"{run_dir}/{CHECKPOINTS}\ngo on with     hpcdp train --resume {run_dir}"
+            f"{run_dir}/{CHECKPOINTS}\ngo on with     hpcdp train --resume {shlex.quote(str(run_dir))}"
         )
     if not result["records"]:  # its newest checkpoint is damaged, and that of the step before went far enough
         return _at_its_end(run_dir)
