@@ -245,7 +245,8 @@ class Filling:
         array = np.empty(tensor.shape, tensor.stored_dtype)
         self._reads.append(_Read(tensor, 0, array.reshape(-1)))
         if isinstance(template, bool | int | float):
-            return lambda: widened(array, tensor.dtype)[()]
+            shape = tensor.shape if takes is _Takes.ALL else ()
+            return lambda: widened(array, tensor.dtype).reshape(shape)[()]
         make = MAKERS.get(node.get("kind", ""), MAKERS[""])
         return lambda: make(array, tensor.dtype)
 

@@ -69,6 +69,13 @@ def test_bfloat16_comes_back_as_what_it_was(where, tmp_path):
         assert to_host(cut).tobytes() == values[rank * 3 : rank * 3 + 3].tobytes()
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_an_array_of_one_element_in_the_place_of_a_number_is_one(shape, tmp_path):
+    save(tmp_path, 1, 1, lambda step, world: {"a": np.full(shape, 3)})
+    (found,) = restore(tmp_path, 1, lambda world: {"a": 0})
+    assert range(found.state["a"]) == range(3)
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_nothing_of_a_damaged_checkpoint_stays_where_the_next_one_lacks_a_name(n, tmp_path):
     save(tmp_path, 1, n, lambda step, world: {"a": np.ones(4)})
