@@ -8,7 +8,7 @@ from typing import Any
 from ..autograd import waitall
 from ..comm import World
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from . import folder, index, manifest, notice, renaming, tree
 from .restoring import Filling, Restored
 from .shard import failing
@@ -33,6 +33,7 @@ def restore(path: Path, world: World, which: int | list[int], into: Any, strict:
         if folder.step_of(each) > steps[-1]:
             where = each / manifest.NAME
             notice.warn(f"restore [{where}]: expected a file, got none: taking step {steps[-1]} instead")
+    damaged: DataError | None = None
     while True:
         step = steps.pop()
         try:
@@ -46,6 +47,12 @@ def restore(path: Path, world: World, which: int | list[int], into: Any, strict:
                 raise
             if world.rank == 0:
                 notice.warn(f"{error}: taking step {steps[-1]} instead")
+            damaged = error
+        except ConfigError as error:
+            if damaged is None:
+                raise
+            damaged.remedy = f"step {step} was to be taken instead: {error}"
+            raise damaged from error  # of which there may be elements in ``into``, where nothing else has changed it
 
 
 def found(operation: str, path: Path) -> dict[int, Path]:

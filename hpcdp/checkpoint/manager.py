@@ -387,7 +387,8 @@ class Manager:
             UnsupportedError: what an object of ``into`` has raised, e.g. its ``load_state_dict()``; on every rank.
                 ``into`` may then hold some of what was saved.
             DataError: there is no such checkpoint, or it is damaged: names file and data set, and an older checkpoint
-                that can be restored. ``into`` may then hold some of its elements.
+                that can be restored, or why the next older one does not fit. ``into`` may then hold some of its
+                elements.
         """
         self._require_open("restore")
         self.wait()

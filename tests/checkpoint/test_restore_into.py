@@ -12,7 +12,7 @@ from saved import flip
 from hpcdp import nn
 from hpcdp.arrays import dtype_of, to_host
 from hpcdp.checkpoint import Part, PerRank, Sharded, manifest, verify
-from hpcdp.errors import ConfigError, UnsupportedError
+from hpcdp.errors import ConfigError, DataError, UnsupportedError
 
 SIZES = [1, 2, 3, 4, 6]
 
@@ -88,6 +88,18 @@ def test_nothing_of_a_damaged_checkpoint_stays_where_the_next_one_lacks_a_name(n
     for restored, state in zip(found, into, strict=True):
         assert (restored.step, restored.missing) == (1, ["b"])
         assert state["a"].tolist() == [1.0] * 4 and state["b"].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_where_the_next_older_one_does_not_fit_the_damage_is_the_error(n, tmp_path):
+    """`ConfigError` says that nothing is changed, which of the damaged one may not be true."""
+    save(tmp_path, 1, n, lambda step, world: {"a": np.ones(3), "b": np.ones(4)})
+    save(tmp_path, 2, n, lambda step, world: {"a": np.ones(4), "b": np.ones(4)})
+    part = manifest.read(tmp_path / "step-0000000002").tensors["b"].parts[0]
+    flip(tmp_path / "step-0000000002" / part.file, part.offset)
+    said = r"step-0000000002/shard-0000.*, b\]: expected checksum .*; step 1 was to be taken instead: restore \[a\]: "
+    with pytest.warns(UserWarning, match="taking step 1 instead"), pytest.raises(DataError, match=said):
+        restore(tmp_path, n, lambda world: {"a": np.zeros(4), "b": np.zeros(4)})
 
 
 @pytest.mark.parametrize("dtypes", [(">f4", "<f4"), ("<f4", ">f4"), (">f4", ">f4")])
