@@ -66,8 +66,10 @@ def _require_free(folder: Path) -> None:
 def _is_empty(folder: Path) -> bool:
     from ...checkpoint.lock import NAME  # not before: NumPy would be loaded for --help, too
 
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    return found <= {CHECKPOINTS, f"{CHECKPOINTS}/{NAME}"} and not (folder / CHECKPOINTS).is_file()
+    checkpoints = folder / CHECKPOINTS
+    inner = {path.name for path in checkpoints.iterdir()} if checkpoints.is_dir() else set()  # it may be a link
+    found = {path.name for path in folder.iterdir()}
+    return found <= {CHECKPOINTS} and inner <= {NAME} and not checkpoints.is_file()
 
 
 def _new_run_dir(stem: str) -> Path:
