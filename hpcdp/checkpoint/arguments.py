@@ -98,17 +98,18 @@ def _number(name: str, value: Any) -> float:
 
 
 def settings(config: object) -> dict[str, Any]:
-    """A configuration that JSON can carry.
+    """A copy of a configuration that JSON can carry, as it comes back: a save behind may take a while.
 
     Raises:
         ConfigError: it cannot.
     """
     try:
         manifest.check_config(config)
+        copied: dict[str, Any] = json.loads(json.dumps(dict(config)))  # type: ignore[call-overload]
     except (TypeError, ValueError, RecursionError) as error:
         expected = "a dict of what JSON can carry, with keys that are str"
         raise ConfigError("save", where="config", expected=expected, got=error) from error
-    return dict(config)  # type: ignore[call-overload, no-any-return]
+    return copied
 
 
 def told_alike(metrics: Mapping[str, float], config: Mapping[str, Any]) -> list[str]:

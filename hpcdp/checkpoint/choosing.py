@@ -8,7 +8,7 @@ from typing import Any
 from ..autograd import waitall
 from ..comm import World
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from . import folder, index, manifest, notice, renaming, tree
 from .restoring import Filling, Restored
 from .shard import failing
@@ -33,10 +33,11 @@ def restore(path: Path, world: World, which: int | list[int], into: Any, strict:
         if folder.step_of(each) > steps[-1]:
             where = each / manifest.NAME
             notice.warn(f"restore [{where}]: expected a file, got none: taking step {steps[-1]} instead")
+    damaged: DataError | None = None
     while True:
         step = steps.pop()
         try:
-            return _restore(path, world, step, into, strict, rename)
+            return _restore(path, world, step, into, strict, rename, bool(steps))
         except DataError as error:
             if not steps:
                 if asked:
@@ -46,6 +47,12 @@ def restore(path: Path, world: World, which: int | list[int], into: Any, strict:
                 raise
             if world.rank == 0:
                 notice.warn(f"{error}: taking step {steps[-1]} instead")
+            damaged = error
+        except ConfigError as error:
+            if damaged is None:
+                raise
+            damaged.remedy = f"step {step} was to be taken instead: {error}"
+            raise damaged from error  # of which there may be elements in ``into``, where nothing else has changed it
 
 
 def found(operation: str, path: Path) -> dict[int, Path]:
@@ -66,7 +73,7 @@ def _offer(path: Path, damaged: int) -> str | None:
     return None if other is None else f"restore(step={other}) takes another checkpoint"
 
 
-def _restore(path: Path, world: World, step: int, into: Any, strict: bool, rename: Any) -> Restored:
+def _restore(path: Path, world: World, step: int, into: Any, strict: bool, rename: Any, others: bool) -> Restored:
     comm, place = world.comm, folder.path_of(path, step)
     text, real_place = on_rank_0(comm, lambda: _read_manifest(path, step))
     saved = manifest.parse(text.encode(), place / manifest.NAME)
@@ -77,6 +84,8 @@ def _restore(path: Path, world: World, step: int, into: Any, strict: bool, renam
     require_same(comm, "restore", items, "restore into the same on all ranks, by the same names")
     form = renaming.renamed(saved.state, names)
     filling = on_every_rank(comm, lambda: Filling(saved, form, world, into, strict))
+    if others and not strict:  # which may lack names, of which this one must leave nothing where it is damaged
+        on_every_rank(comm, lambda: filling.check(Path(real_place)))
     on_every_rank(comm, lambda: filling.read(Path(real_place)))
     state = on_every_rank(comm, filling.finish)
     return Restored(saved.step, state, place, saved.metrics, saved.config, filling.missing, filling.left_over,

@@ -93,8 +93,9 @@ def write(chosen: Chosen, path: Path, writer: Writer, overwrite: bool = False, t
             something.
         DataError: a file cannot be read or written, or another export writes this one; what was there stays.
     """
-    if path.is_dir():
-        raise ConfigError("export", where=path, expected="a new file", got="a folder")
+    if path.exists() and not path.is_file():  # a device, too: what would have its name then is a file
+        got = "a folder" if path.is_dir() else "what is no plain file"
+        raise ConfigError("export", where=path, expected="a new file", got=got)
     if path.exists() and not overwrite:
         raise _there(path)
     if overview.is_checkpoint(path.absolute().parent):
@@ -175,12 +176,14 @@ _SAFETENSORS_DTYPES = {
     "float64", "complex64",
 }  # fmt: skip
 
+_SAFETENSORS_OWN = "__metadata__"
+
 
 def write_safetensors(chosen: Chosen, path: Path, tell: Tell) -> None:
     """By the package of that name, which takes all elements at once: they must fit in memory.
 
     Raises:
-        ConfigError: the package is missing, or the format has no such dtype.
+        ConfigError: the package is missing, or the format has no such dtype, or no such name.
         OSError: the file cannot be written.
     """
     try:
@@ -193,6 +196,9 @@ def write_safetensors(chosen: Chosen, path: Path, tell: Tell) -> None:
     if odd is not None:
         raise ConfigError("export", where=odd, expected="a dtype that safetensors has",
                           got=chosen.tensors[odd].dtype, remedy="--format npz")  # fmt: skip
+    if _SAFETENSORS_OWN in chosen.tensors:
+        raise ConfigError("export", where=_SAFETENSORS_OWN, expected="names that safetensors has not for itself",
+                          got="that of its metadata", remedy="--format npz, or pt")  # fmt: skip
     arrays = dict(read(chosen.folder, chosen.tensors, tell))
     specs = {name: safetensors.TensorSpec(dtype=chosen.tensors[name].dtype, shape=list(array.shape),
                                           data_ptr=array.ctypes.data, data_len=array.nbytes)

@@ -60,13 +60,14 @@ def find(folder: Path) -> dict[int, Path]:
 
 def is_complete(path: Path) -> bool:
     """Whether its writer has come to the end; see `manifest.read` for whether it is undamaged."""
-    if not (path / manifest.NAME).is_file():
-        return False
     try:
+        if not (path / manifest.NAME).is_file():
+            return False
         found = manifest.read(path)
-    except DataError:
-        return True  # damaged, which is said where it is read
-    return not found.commit_file or all((path / name).is_file() for name in (COMMITTED, *(f.name for f in found.files)))
+        names = (COMMITTED, *(file.name for file in found.files)) if found.commit_file else ()
+        return all((path / name).is_file() for name in names)
+    except (DataError, OSError):
+        return True  # damaged, or not to be looked into, which is said where it is read
 
 
 def _wants_commit_file(path: Path) -> bool:
@@ -125,11 +126,28 @@ def require_room(folder: Path, step: int) -> None:
             raise DataError("save", where=path, expected="a folder, or nothing", got="a file", remedy="move it away")
 
 
+def remove(path: Path) -> None:
+    """Remove a folder and what is in it; of a link to one, such as to a checkpoint that lies elsewhere, the link."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def remove_if_possible(path: Path) -> None:
+    """As `remove`, but of what cannot be removed something stays, which is then left over."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def clean(folder: Path, atomic_rename: bool) -> list[Path]:
     """Remove what is left over; returns what that was. An old checkpoint that was never replaced gets its name back."""
     removed = left_over(folder, atomic_rename)
     for path in removed:
-        shutil.rmtree(path)
+        remove(path)
     for step, path in find(folder).items():
         if path != path_of(folder, step):
             path.rename(path_of(folder, step))
@@ -142,10 +160,10 @@ def commit(folder: Path, step: int, atomic_rename: bool) -> Path:
     sync_folder(partial)
     if final.exists() and is_complete(final):
         if old.exists():  # it was replaced by that one, and could not be removed
-            shutil.rmtree(old)
+            remove(old)
         final.rename(old)
     elif final.exists():
-        shutil.rmtree(final)
+        remove(final)
     partial.rename(final)
     if not atomic_rename:
         with open(final / COMMITTED, "xb") as file:
@@ -158,7 +176,7 @@ def commit(folder: Path, step: int, atomic_rename: bool) -> Path:
 def remove_old(folder: Path, step: int) -> None:
     """Remove what `commit` has put aside, if there is something."""
     if _old_path(folder, step).exists():
-        shutil.rmtree(_old_path(folder, step))
+        remove(_old_path(folder, step))
 
 
 def retire(folder: Path, step: int) -> Path:
@@ -167,7 +185,7 @@ def retire(folder: Path, step: int) -> Path:
     for path in (_old_path(folder, step), path_of(folder, step)):
         if path.exists():
             if partial.exists():
-                shutil.rmtree(partial)
+                remove(partial)
             path.rename(partial)
     sync_folder(folder)  # before files are gone
     return partial

@@ -37,7 +37,7 @@ class WriterLock:
         path = self._path = folder / NAME
         self._operation = operation
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # as the umask has it
         except OSError as error:
             raise DataError(self._operation, where=path, got=error.strerror) from error
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import shutil
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -306,7 +305,7 @@ class Manager:
             folder.require_room(self.path, folder.step_of(partial))
             if partial.exists():  # to be removed, or of a save that has failed
                 self._engine.waitall()
-                shutil.rmtree(partial, ignore_errors=True)
+                folder.remove_if_possible(partial)
             partial.mkdir()
 
     def _copied(self, pieces: list[Piece]) -> list[Piece]:
@@ -348,7 +347,7 @@ class Manager:
 
     def _remove_behind(self, path: Path) -> None:
         """It may take as long as a save, and nobody needs to wait for it."""
-        remove = partial(shutil.rmtree, path, ignore_errors=True)
+        remove = partial(folder.remove_if_possible, path)
         if self._is_left:  # the engine is shut down
             remove()
         else:
@@ -388,7 +387,8 @@ class Manager:
             UnsupportedError: what an object of ``into`` has raised, e.g. its ``load_state_dict()``; on every rank.
                 ``into`` may then hold some of what was saved.
             DataError: there is no such checkpoint, or it is damaged: names file and data set, and an older checkpoint
-                that can be restored. ``into`` may then hold some of its elements.
+                that can be restored, or why the next older one does not fit. ``into`` may then hold some of its
+                elements.
         """
         self._require_open("restore")
         self.wait()

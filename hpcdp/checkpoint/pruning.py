@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, DataError
 from . import folder, lock, overview, verify
+from .shard import failing
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def prune(
 
     Raises:
         ConfigError: ``path`` is the folder of one checkpoint, or ``best`` names no metric.
-        DataError: there are no checkpoints, another job saves here, or nothing that stays is good. Nothing is changed
-            then.
+        DataError: there are no checkpoints, another job saves here, or nothing that stays is good: nothing is changed
+            then. Or something cannot be removed.
     """
     if overview.is_checkpoint(path):
         raise ConfigError("prune", where=path, expected="a folder of several checkpoints", got="that of one")
@@ -87,9 +87,11 @@ def _remove(
                             got=f"step {step}, {wrong}", remedy=_more(found, dropped, tell))  # fmt: skip
     pruning = Pruning({step: overview.size_of(found[step]) for step in dropped}, left_over, good, damaged)
     if not dry_run:
-        folder.clean(path, atomic_rename=not found)
+        with failing("prune", lambda: path):
+            folder.clean(path, atomic_rename=not found)
         for step in dropped:
-            shutil.rmtree(folder.retire(path, step))
+            with failing("prune", lambda: found[step]):  # noqa: B023
+                folder.remove(folder.retire(path, step))
     return pruning
 
 

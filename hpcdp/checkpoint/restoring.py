@@ -99,6 +99,16 @@ class Filling:
                 remedy="restore(strict=False) takes what there is, rename={old: new} gives names",
             )  # fmt: skip
 
+    def check(self, path: Path) -> None:
+        """As `read`, but nothing is changed.
+
+        Raises:
+            DataError: a file is missing or damaged.
+        """
+        with ShardReader(path) as reader:
+            for each in self._reads:
+                _read(reader, each._replace(out=np.empty_like(each.out)))
+
     def read(self, path: Path) -> None:
         """Read all elements, from the folder of the checkpoint.
 
@@ -108,10 +118,7 @@ class Filling:
         """
         with ShardReader(path) as reader:
             for each in self._reads:
-                if each.rows is None:
-                    read_elements(reader, each.tensor, each.first, each.out)
-                else:
-                    _read_shares(reader, each)
+                _read(reader, each)
         for name, write in self._write_back:
             try:
                 write()
@@ -238,7 +245,8 @@ class Filling:
         array = np.empty(tensor.shape, tensor.stored_dtype)
         self._reads.append(_Read(tensor, 0, array.reshape(-1)))
         if isinstance(template, bool | int | float):
-            return lambda: widened(array, tensor.dtype)[()]
+            shape = tensor.shape if takes is _Takes.ALL else ()
+            return lambda: widened(array, tensor.dtype).reshape(shape)[()]
         make = MAKERS.get(node.get("kind", ""), MAKERS[""])
         return lambda: make(array, tensor.dtype)
 
@@ -282,6 +290,7 @@ class Filling:
         place = part.values
         if is_host(place):
             _require_writable(place, name)
+        if is_host(place) and place.dtype.isnative:
             self._reads.append(_Read(tensor, part.first, bits(place), rows))
         else:
             out = np.empty(place.shape, tensor.stored_dtype)
@@ -325,6 +334,13 @@ def _told(template: Any) -> str:
 def _as_is(template: Any) -> Value:
     value = template.value if isinstance(template, PerRank) else template
     return lambda: value
+
+
+def _read(reader: ShardReader, read: _Read) -> None:
+    if read.rows is None:
+        read_elements(reader, read.tensor, read.first, read.out)
+    else:
+        _read_shares(reader, read)
 
 
 def _read_shares(reader: ShardReader, read: _Read) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from ..arrays import bits, copied_to_host, is_host
+from ..arrays import bits, copied_to_host, is_host, native
 from ..autograd import waitall
 from ..comm import World
 from ..errors import ConfigError, HpcdpError, UnsupportedError, shortened
@@ -31,6 +31,7 @@ MOST_AXES = 32
 _DIGITS = sys.int_info.default_max_str_digits  # which JSON reads, if nobody has said otherwise
 _TOO_LONG = 10**_DIGITS
 _ROOT = "%"  # the name of a tensor that is the whole state: see `quoted`
+_OTHERS = 256  # numbers of dtypes from here on are not NumPy's own
 _SAVABLE = "arrays, numbers, texts, None, dicts, lists, tuples, and objects with state_dict() and load_state_dict()"
 
 
@@ -164,9 +165,14 @@ class _Flattening:
                 part if is_host(part.values) else Part(part.first, copied_to_host(part.values)) for part in given
             )
             check_parts("save", name, value, parts)
-            name, dtype = name or _ROOT, np.dtype(value.dtype)
-            shape, kept = tuple(value.shape), tuple(Part(part.first, bits(part.values)) for part in parts)
-            stored, is_copied = bits(np.empty(0, dtype)).dtype, not any(is_host(part.values) for part in given)
+            dtype = np.dtype(value.dtype)
+            stored = bits(native(np.empty(0, dtype))).dtype
+            if not _has_a_place_in_files(stored):
+                got = f"a Sharded of {dtype}"
+                raise UnsupportedError("save", where=name or "the state", expected=_SAVABLE, got=got)
+            name, shape = name or _ROOT, tuple(value.shape)
+            kept = tuple(Part(part.first, bits(native(part.values))) for part in parts)
+            is_copied = not any(is_host(part.values) for part in given)
             return self._hold(
                 Held(name, shape, dtype.name, stored, kept, value.copies, value.copy, self._own, is_copied)
             )
@@ -188,7 +194,7 @@ class _Flattening:
 
     def _tensor(self, value: Any, name: str, copies: int, copy: int) -> Form:
         view = as_array(value)
-        if view is None or view.array.dtype.hasobject or view.array.dtype.kind not in "biufc":
+        if view is None or not _has_a_place_in_files(view.array.dtype):
             got = type(value).__name__ if view is None else f"an array of {view.array.dtype}"
             remedy = _of_torch(value)
             if isinstance(value, np.ma.MaskedArray):
@@ -199,6 +205,11 @@ class _Flattening:
                     view.write_back is not None)  # fmt: skip
         node = self._hold(held)
         return node | ({"kind": view.kind} if view.kind else {})
+
+
+def _has_a_place_in_files(stored: np.dtype) -> bool:
+    """Whether elements can be saved as this dtype; what other libraries add may call itself a float, too."""
+    return stored.kind in "biufc" and stored.num < _OTHERS
 
 
 def _of_torch(value: object) -> str | None:

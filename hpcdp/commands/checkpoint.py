@@ -108,7 +108,12 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("checkpoint", expected="a command", got="none", remedy="hpcdp checkpoint -h lists them")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names in a checkpoint may have any characters
-    status: int = given.run(given)
+    try:
+        status: int = given.run(given)
+    except OSError as error:
+        if error.filename is None:  # of what is printed
+            raise
+        raise DataError(f"checkpoint {argv[0]}", where=error.filename, got=error.strerror) from error
     return status
 
 

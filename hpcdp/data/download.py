@@ -19,17 +19,18 @@ def folder_lock(folder: Path) -> Iterator[None]:
     """Makes ``folder`` and holds its lock, so that of all processes that want a file only one fetches it.
 
     Raises:
-        DataError: the folder cannot be made or written.
+        DataError: the folder cannot be made or written, or its file system has no locks.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a")  # noqa: SIM115
-    except OSError as error:
-        raise DataError(
-            "data folder", where=folder, expected="a writeable folder", got=error, remedy="set HPCDP_DATA_DIR to one"
-        ) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(open(folder / ".lock", "a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise DataError(
+                "data folder", where=folder, expected="a writeable folder, of a file system that has locks", got=error,
+                remedy="set HPCDP_DATA_DIR to one",
+            ) from error  # fmt: skip
         yield
 
 
@@ -37,10 +38,13 @@ def check_md5(path: Path, md5: str) -> None:
     """Compares a file with its published checksum; MD5 is what is published; it finds damage, not malice.
 
     Raises:
-        DataError: it differs.
+        DataError: it differs, or cannot be read.
     """
-    with open(path, "rb") as file:
-        got = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    try:
+        with open(path, "rb") as file:
+            got = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    except OSError as error:
+        raise DataError("checksum", where=path, expected="a file that can be read", got=error.strerror) from error
     if got != md5:
         raise DataError(
             "checksum", where=path, expected=f"MD5 {md5}", got=got, remedy="delete the file to fetch it again"

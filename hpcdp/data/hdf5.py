@@ -58,7 +58,8 @@ class HDF5Dataset(Dataset):
 
     Raises:
         DataError: no such file, no HDF5 file, a name that it lacks (those it has are listed), lengths that differ,
-            values that are no numbers, a virtual data set whose source file is missing (HDF5 gives fill values).
+            values that are no numbers, a virtual data set of which a source, or its file, is missing (HDF5 gives fill
+            values).
     """
 
     def __init__(self, path: str | Path, x: str = "x", y: str = "y") -> None:
@@ -91,12 +92,23 @@ class HDF5Dataset(Dataset):
                 expected="an array of numbers",
                 got=f"{found.dtype} of shape {found.shape}",
             )
-        for source in found.virtual_sources() if found.is_virtual else ():
-            if source.file_name != "." and not (self.path.parent / source.file_name).is_file():
+        shown = {(source.file_name, source.dset_name) for source in found.virtual_sources()} if found.is_virtual else ()
+        for file_name, inner in sorted(shown):
+            if not self._has(file_name, inner):
                 raise DataError(
-                    "read HDF5", where=f"{self.path}:{name}", expected=f"the file {source.file_name}", got="none"
+                    "read HDF5", where=f"{self.path}:{name}", expected=f"{inner} in the file {file_name}", got="none"
                 )
         return found
+
+    def _has(self, file_name: str, name: str) -> bool:
+        """Whether a source of a virtual data set is there: HDF5 gives fill values where it is not, silently."""
+        if file_name == ".":
+            return _holds(self._file, name)
+        path = self.path.parent / file_name
+        if not path.is_file():
+            return False
+        with _open(path) as file:
+            return _holds(file, name)
 
     def __len__(self) -> int:
         self._require_open()
@@ -140,6 +152,11 @@ class HDF5Dataset(Dataset):
     def close(self) -> None:
         """Closes the file; to read from it afterwards is a `DataError`."""
         self._file.close()
+
+
+def _holds(file: h5py.File, name: str) -> bool:
+    """Whether a data set is there that a virtual one names, where ``%%`` is a % and ``%b`` stands for numbers."""
+    return "%b" in name.replace("%%", "") or name.replace("%%", "%") in file
 
 
 def _native(x: np.ndarray) -> np.ndarray:

@@ -223,7 +223,8 @@ class DataLoader:
 
     def _reads(self, batches: Iterator[Any], read: Callable[[np.ndarray], Any], may_be_here: bool) -> Generator[Any]:
         if self.prefetch == 0:
-            yield from map(read, batches)
+            for numbers in batches:  # no map(), which a StopIteration of the data set would end like the epoch
+                yield read(numbers)
             return
         in_memory = type(self.dataset) is ArrayDataset and self.transform is None
         # When a batch is taken that ranks share decides who gets it: that must not depend on how long one takes.

@@ -54,6 +54,21 @@ def check_work_load(config: TrainConfig) -> None:
         raise ConfigError("setting work_load", expected="ranks that step together, on shares of a batch", got=got)
 
 
+class KeepWorkLoad(Callback):
+    """Where a run goes on it has the shares of this start, not those that are in the state of its loader.
+
+    Args:
+        sampler: that of this rank's loader, with the shares of this start.
+    """
+
+    def __init__(self, sampler: ShardedSampler) -> None:
+        self.sampler, self.weights = sampler, sampler.weights
+
+    def on_resume(self, epochs: int, steps: int) -> None:
+        """See `Callback.on_resume`."""
+        self.sampler.set_weights(self.weights)
+
+
 class AdaptWorkLoad(Callback):
     """After each epoch gives ranks shares of a batch in proportion to their speed in it. Give it to every rank.
 

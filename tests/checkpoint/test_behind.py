@@ -70,6 +70,22 @@ def test_the_state_may_change_at_once(n, held, tmp_path):
     threads.run(n, one)
 
 
+def test_the_config_and_the_metrics_may_change_at_once(held, tmp_path):
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            config, metrics = {"rates": [0.1], "of": {"a": 1}}, {"loss": 1.0}
+            manager.save(1, {}, config=config, metrics=metrics, wait=False)
+            config["rates"].append(0.2)
+            config["of"]["a"] = object()
+            metrics["loss"] = 2.0
+            held.set()
+            manager.wait()
+            found = manager.restore()
+            assert (found.config, found.metrics) == ({"rates": [0.1], "of": {"a": 1}}, {"loss": 1.0})
+
+    threads.run(2, one)
+
+
 def test_training_waits_for_two_exchanges_and_the_copy(tmp_path):
     def one(world):
         gather, calls = world.comm.allgather_json, []

@@ -4,6 +4,7 @@ import enum
 import json
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -136,6 +137,10 @@ def test_a_text_that_is_an_enum_is_its_value():
         ({"a": np.array([None])}, "a", "got an array of object"),
         ({"a": np.array(["x"])}, "a", "got an array of <U1"),
         ({"a": np.array(["2020-01-01"], "M8[D]")}, "a", "got an array of datetime64"),
+        ({"a": np.zeros(2, ml_dtypes.float8_e5m2)}, "a", "got an array of float8_e5m2"),
+        ({"a": Sharded((2,), np.dtype("M8[s]"), [Part(0, np.zeros(2, "M8[s]"))])}, "a", "got a Sharded of datetime"),
+        ({"a": Sharded((2,), np.dtype("O"), [Part(0, np.array([1, None]))])}, "a", "got a Sharded of object"),
+        ({"a": Sharded((2,), np.dtype(ml_dtypes.int4), [])}, "a", "got a Sharded of int4"),
         ({"a": {True: 1}}, "a", "got True"),
         ({"a": {1: 1, "1": 2}}, "a", "expected keys that differ as text"),
         ({(1, 2): 1}, "the state", "expected keys that are str or int"),

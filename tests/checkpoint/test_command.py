@@ -1,5 +1,6 @@
 """`hpcdp checkpoint` from outside: what it prints, and its exit status."""
 
+import errno
 import json
 import os
 import re
@@ -373,6 +374,30 @@ def test_prune_removes_what_has_lost_its_manifest_where_something_good_stays(run
     (folder / "step-0000000100" / "manifest.json").unlink()
     assert run("prune", folder, "--keep", 1)[:2] == (0, "nothing to remove\n")
     assert (folder / "step-0000000100").exists()
+
+
+def test_what_the_system_refuses_is_one_line(run, folder, monkeypatch):
+    def refuse(path, *_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", refuse)
+        status, _, error = run("prune", folder, "--keep", "1")
+    assert status == 2
+    assert error == f"hpcdp: prune [{folder / 'step-0000000100'}]: got Permission denied\n"
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    status, _, error = run("ls", folder)
+    assert (status, error) == (2, f"hpcdp: checkpoint ls [{folder}]: got Permission denied\n")
+
+
+def test_prune_removes_links_and_not_what_they_lead_to(run, folder, tmp_path):
+    moved = (folder / "step-0000000100").rename(tmp_path / "moved")
+    (folder / "step-0000000100").symlink_to(moved)
+    assert run("prune", folder, "--keep", "2")[0] == 0
+    assert sorted(each.name for each in folder.iterdir()) == [
+        "step-0000000200", "step-0000000300", "writer.lock",
+    ]  # fmt: skip
+    assert (moved / "manifest.json").exists()
 
 
 def test_prune_while_somebody_saves(run, folder):

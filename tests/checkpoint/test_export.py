@@ -234,6 +234,21 @@ def test_a_file_of_the_name_of_the_folder_beside_stays(path, tmp_path):
     assert (tmp_path / "x.npz.part").read_text() == "mine"
 
 
+def test_what_is_no_plain_file_is_not_replaced(path, tmp_path):
+    out = tmp_path / "x.npz"
+    os.mkfifo(out)
+    with pytest.raises(ConfigError, match=r"x\.npz\]: expected a new file, got what is no plain file"):
+        write(choose(path), out, WRITERS["npz"], overwrite=True)
+    assert out.is_fifo()
+
+
+def test_the_name_that_safetensors_has_for_itself(tmp_path):
+    (path,) = save(tmp_path, state=lambda step, world: {"net": {"__metadata__": np.ones(2)}})
+    with pytest.raises(ConfigError, match=r"\[__metadata__\]: expected names that safetensors has not.*--format npz"):
+        write(choose(path, "net"), tmp_path / "x.safetensors", WRITERS["safetensors"])
+    assert not (tmp_path / "x.safetensors").exists()
+
+
 def test_a_file_that_cannot_be_written(path, tmp_path):
     with pytest.raises(DataError, match="No such file or directory"):
         write(choose(path), tmp_path / "no" / "x.npz", WRITERS["npz"])

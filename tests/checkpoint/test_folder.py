@@ -1,5 +1,7 @@
 """Names of checkpoints; which are complete, left over, no longer kept."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,35 @@ def test_without_atomic_renames_complete_is_what_has_its_mark_and_all_files(tmp_
     assert folder.is_complete(path) and folder.left_over(tmp_path, False) == []
     (path / "shard-00000.h5").unlink()
     assert not folder.is_complete(path)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_one_that_cannot_be_looked_into_hides_no_other(code, tmp_path, monkeypatch):
+    for step in (1, 2):
+        make(folder.path_of(tmp_path, step))
+    shut, plain_stat = folder.path_of(tmp_path, 2), Path.stat
+
+    def stat(path, **options):
+        if path.parent == shut:
+            raise OSError(code, os.strerror(code), str(path))
+        return plain_stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert list(folder.find(tmp_path)) == [1, 2]  # what is wrong with it says who reads it
+    assert folder.left_over(tmp_path) == []
+
+
+@pytest.mark.parametrize("make_left_over", [folder.partial_path, lambda path, step: path / f"step-{step:010d}.old.tmp"])
+def test_of_a_link_to_a_folder_elsewhere_the_link_is_removed(make_left_over, tmp_path):
+    moved = make(tmp_path / "archive")
+    here = tmp_path / "here"
+    here.mkdir()
+    make(folder.path_of(here, 3))
+    link = make_left_over(here, 3)
+    link.symlink_to(moved)
+    assert folder.clean(here, True) == [link]
+    assert not link.is_symlink()
+    assert folder.is_complete(moved)
 
 
 def test_a_damaged_manifest_is_said_where_it_is_read(tmp_path):

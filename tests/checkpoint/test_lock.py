@@ -98,6 +98,15 @@ def test_the_job_is_named(tmp_path, monkeypatch):
     held.release()
 
 
+def test_a_group_that_shares_a_folder_shares_the_lock(tmp_path):
+    before = os.umask(0o002)
+    try:
+        lock.WriterLock(tmp_path).release()
+    finally:
+        os.umask(before)
+    assert (tmp_path / lock.NAME).stat().st_mode & 0o777 == 0o664
+
+
 def test_a_file_that_cannot_be_made(tmp_path):
     (tmp_path / lock.NAME).mkdir()
     with pytest.raises(DataError, match=r"lock the checkpoints \[.*writer.lock\]: got Is a directory"):

@@ -98,6 +98,22 @@ def test_retention(tmp_path):
     threads.run(2, one)
 
 
+def test_links_to_checkpoints_elsewhere(tmp_path):
+    folder, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    save(folder, 1, 1)
+    (folder / "step-0000000001").rename(archive)
+    (folder / "step-0000000001").symlink_to(archive)
+    save(folder, 1, 1)  # puts the link aside
+    assert sorted(each.name for each in folder.iterdir()) == ["step-0000000001", "writer.lock"]
+    archive.rename(tmp_path / "again")
+    (folder / "step-0000000001").rename(archive)
+    (folder / "step-0000000001").symlink_to(archive)
+    save(folder, 2, 1, keep=1)
+    save(folder, 3, 1, keep=1)
+    assert sorted(each.name for each in folder.iterdir()) == ["step-0000000003", "writer.lock"]
+    assert [*verify.faults(archive)] == [*verify.faults(tmp_path / "again")] == []
+
+
 def test_a_damaged_manifest_does_not_keep_others_from_being_removed(tmp_path):
     save(tmp_path, 1, 1)
     (tmp_path / "step-0000000001" / "manifest.json").write_bytes(b"")

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import standin
 from on_threads import restore, save
+from saved import flip
 
 from hpcdp import nn
 from hpcdp.arrays import dtype_of, to_host
-from hpcdp.checkpoint import Part, PerRank, Sharded
-from hpcdp.errors import ConfigError, UnsupportedError
+from hpcdp.checkpoint import Part, PerRank, Sharded, manifest, verify
+from hpcdp.errors import ConfigError, DataError, UnsupportedError
 
 SIZES = [1, 2, 3, 4, 6]
 
@@ -66,6 +67,55 @@ def test_bfloat16_comes_back_as_what_it_was(where, tmp_path):
         assert restored.state["x"] is x and type(restored.state["one"]) is dtype.type
         assert to_host(x).tobytes() == values.tobytes()
         assert to_host(cut).tobytes() == values[rank * 3 : rank * 3 + 3].tobytes()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_an_array_of_one_element_in_the_place_of_a_number_is_one(shape, tmp_path):
+    save(tmp_path, 1, 1, lambda step, world: {"a": np.full(shape, 3)})
+    (found,) = restore(tmp_path, 1, lambda world: {"a": 0})
+    assert range(found.state["a"]) == range(3)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_nothing_of_a_damaged_checkpoint_stays_where_the_next_one_lacks_a_name(n, tmp_path):
+    save(tmp_path, 1, n, lambda step, world: {"a": np.ones(4)})
+    save(tmp_path, 2, n, lambda step, world: {"b": np.full(4, 2.0), "a": np.full(4, 2.0)})
+    part = manifest.read(tmp_path / "step-0000000002").tensors["a"].parts[0]
+    flip(tmp_path / "step-0000000002" / part.file, part.offset)
+    into = [{"a": np.zeros(4), "b": np.zeros(4)} for _ in range(n)]
+    with pytest.warns(UserWarning, match="taking step 1 instead"):
+        found = restore(tmp_path, n, lambda world: into[world.rank], strict=False)
+    for restored, state in zip(found, into, strict=True):
+        assert (restored.step, restored.missing) == (1, ["b"])
+        assert state["a"].tolist() == [1.0] * 4 and state["b"].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_where_the_next_older_one_does_not_fit_the_damage_is_the_error(n, tmp_path):
+    """`ConfigError` says that nothing is changed, which of the damaged one may not be true."""
+    save(tmp_path, 1, n, lambda step, world: {"a": np.ones(3), "b": np.ones(4)})
+    save(tmp_path, 2, n, lambda step, world: {"a": np.ones(4), "b": np.ones(4)})
+    part = manifest.read(tmp_path / "step-0000000002").tensors["b"].parts[0]
+    flip(tmp_path / "step-0000000002" / part.file, part.offset)
+    said = r"step-0000000002/shard-0000.*, b\]: expected checksum .*; step 1 was to be taken instead: restore \[a\]: "
+    with pytest.warns(UserWarning, match="taking step 1 instead"), pytest.raises(DataError, match=said):
+        restore(tmp_path, n, lambda world: {"a": np.zeros(4), "b": np.zeros(4)})
+
+
+@pytest.mark.parametrize("dtypes", [(">f4", "<f4"), ("<f4", ">f4"), (">f4", ">f4")])
+def test_parts_of_another_order_of_bytes(dtypes, tmp_path):
+    """Files have little-endian bytes, whatever a part has in memory."""
+    values = np.arange(6.0)
+
+    def state(rank, dtype, values):
+        return {"cut": Sharded((6,), np.dtype(dtype), [Part(3 * rank, values[3 * rank : 3 * rank + 3].astype(dtype))])}
+
+    save(tmp_path, 1, 2, lambda step, world: state(world.rank, dtypes[0], values))
+    assert [*verify.faults(tmp_path / "step-0000000001")] == []
+    assert np.array_equal(restore(tmp_path, 1)[0].state["cut"], values.astype("<f4"))
+    into = [state(rank, dtypes[1], np.zeros(6)) for rank in range(2)]
+    restore(tmp_path, 2, lambda world: into[world.rank])
+    assert np.array_equal(np.concatenate([each["cut"].parts[0].values for each in into]), values)
 
 
 @pytest.mark.parametrize("dtype", ["f8", "bfloat16"])

@@ -107,7 +107,7 @@ def test_the_host_is_no_device_to_bring_batches_to():
 
 def test_what_is_no_device_or_not_there(monkeypatch):
     monkeypatch.setitem(importlib.import_module("sys").modules, "cupy", None)
-    with pytest.raises(ConfigError, match=r"DataLoader \[device\]: expected gpu\(i\) or cpu\(i\), got 'cuda'"):
+    with pytest.raises(ConfigError, match=r"DataLoader \[device\]: expected hpcdp.gpu\(i\) or .*, got 'cuda'"):
         loader(1, "cuda")
     with pytest.raises(DeviceError, match=r"device \[gpu\(0\)\]: expected CuPy and a GPU"):
         next(iter(loader(1, gpu(0))))

@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import gzip
 import hashlib
 import http.server
@@ -145,6 +147,20 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "mnist").write_text("")
     with pytest.raises(DataError, match=r"writeable folder.*HPCDP_DATA_DIR"), folder_lock(tmp_path / "mnist"):
         pass
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(DataError, match=r"that has locks, got.*No locks available.*HPCDP_DATA_DIR"):
+        fetch(("http://127.0.0.1/x",), tmp_path / "mnist" / "x.gz", MD5)
+
+
+def test_the_checksum_of_what_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"checksum .*: expected a file that can be read, got Is a directory"):
+        check_md5(tmp_path, MD5)
 
 
 def test_checksum(tmp_path: Path) -> None:

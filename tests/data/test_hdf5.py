@@ -149,9 +149,27 @@ def test_a_virtual_data_set_needs_its_files(tmp_path: Path) -> None:
         file.create_virtual_dataset("x", layout, fillvalue=-1)
         file["y"] = np.arange(20)
     assert HDF5Dataset(tmp_path / "all.h5")[:][0].sum() == 10
+    with h5py.File(tmp_path / "part1.h5", "a") as file:
+        file.move("x", "z")
+    with pytest.raises(DataError, match=r"all\.h5:x.*expected x in the file part1\.h5, got none"):
+        HDF5Dataset(tmp_path / "all.h5")
     (tmp_path / "part1.h5").unlink()
     with pytest.raises(DataError, match=r"all\.h5:x.*the file part1\.h5, got none"):
         HDF5Dataset(tmp_path / "all.h5")
+
+
+def test_a_virtual_data_set_needs_what_it_shows_of_its_own_file(tmp_path: Path) -> None:
+    layout = h5py.VirtualLayout((20,), "f8")
+    layout[:] = h5py.VirtualSource(".", "a%%b", (20,))
+    with h5py.File(tmp_path / "own.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+        file["y"], file["a%b"] = np.arange(20), np.ones(20)
+    with contextlib.closing(HDF5Dataset(tmp_path / "own.h5")) as dataset:
+        assert dataset[:][0].sum() == 20
+    with h5py.File(tmp_path / "own.h5", "a") as file:
+        del file["a%b"]
+    with pytest.raises(DataError, match=r"own\.h5:x.*expected a%%b in the file \., got none"):
+        HDF5Dataset(tmp_path / "own.h5")
 
 
 def test_any_damage_is_a_data_error(tmp_path: Path) -> None:

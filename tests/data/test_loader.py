@@ -170,6 +170,21 @@ def test_a_forgotten_loop_may_end_on_the_lane_itself(engine: Engine) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_stop_iteration_of_the_data_set_does_not_end_the_epoch(engine: Engine, prefetch: int) -> None:
+    samples = iter(np.arange(8))
+
+    class Once(Recording):
+        def __getitem__(self, index):
+            return np.array([next(samples) for _ in index]), index
+
+    loader = DataLoader(Once(12), batches(12, 4), prefetch=prefetch, engine=engine)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        for _ in loader:
+            pass
+    assert not loader.state_dict()["ended"]
+
+
 def test_an_exception_in_the_loop_is_the_one_that_is_seen(engine: Engine) -> None:
     dataset = Recording(40, delay_s=0.005)
     with pytest.raises(ZeroDivisionError):

@@ -165,6 +165,19 @@ def test_what_is_no_run_folder_is_never_emptied(tmp_path: Path) -> None:
     assert (tmp_path / "photo.png").exists()
 
 
+def test_a_link_to_checkpoints_elsewhere_is_looked_into(tmp_path):
+    saved, folder = tmp_path / "scratch" / "step-0000000001", tmp_path / "run"
+    saved.mkdir(parents=True)
+    folder.mkdir()
+    (folder / "checkpoints").symlink_to(saved.parent)
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        run_dir.reserve_run_dir(TrainConfig(run_dir=str(folder)))
+    run_dir.drop_empty_run_dir(TrainConfig(run_dir=str(folder)))
+    assert saved.exists()
+    saved.rmdir()
+    run_dir.reserve_run_dir(TrainConfig(run_dir=str(folder)))
+
+
 def test_a_full_disk_at_the_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(folder: Path, append: bool) -> None:
         assert (folder / "config.toml").exists()

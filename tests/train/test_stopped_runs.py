@@ -11,6 +11,7 @@ import pytest
 from train_command import ENVIRONMENT, RUN, start, train, train_on_threads
 
 from hpcdp.checkpoint.lock import WriterLock
+from hpcdp.data import ShardedSampler
 from hpcdp.launch import watch
 from hpcdp.train.metrics import read_metrics
 from hpcdp.train.runs import config as settings
@@ -139,9 +140,25 @@ def test_of_two_jobs_that_start_in_one_folder_the_second_writes_nothing(tmp_path
 
 
 def test_a_time_limit(tmp_path, monkeypatch, capsys):
-    arguments = ("mlp", "--data", "digits", "--epochs", "40", "--run-dir", "a", "--time-limit-s", "0.01")
+    arguments = ("mlp", "--data", "digits", "--epochs", "40", "--run-dir", "a b", "--time-limit-s", "0.01")
     assert train_on_threads(monkeypatch, tmp_path, 1, *arguments) == [75]
-    assert "stopped early after step 2 (time_limit_s): a checkpoint is in a/checkpoints\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "stopped early after step 2 (time_limit_s): a checkpoint is in a b/checkpoints\n" in shown
+    assert shown.endswith("go on with     hpcdp train --resume 'a b'\n")
+
+
+def test_a_run_goes_on_with_the_shares_that_are_said_then(tmp_path, monkeypatch):
+    batches, used = ShardedSampler.batches, []
+
+    def noted(sampler, done=None):
+        used.append((done, sampler.weights))
+        return batches(sampler, done)
+
+    monkeypatch.setattr(ShardedSampler, "batches", noted)
+    arguments = ("mlp", "--data", "digits", "--epochs", "2", "--run-dir", "a", "--ranks", "2", "--work-load", "3,1")
+    assert train_on_threads(monkeypatch, tmp_path, 2, *arguments, "--time-limit-s", "0.01") == [75, 75]
+    assert train_on_threads(monkeypatch, tmp_path, 2, "--resume", "a", "--work-load", "1,3") == [0, 0]
+    assert used == [(None, (3.0, 1.0))] * 2 + [(2, (1.0, 3.0))] * 2 + [(None, (1.0, 3.0))] * 2
 
 
 @pytest.mark.thorough

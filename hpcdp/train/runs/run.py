@@ -39,7 +39,7 @@ from ..tracing import Recording, traced
 from ..trainers.bucket_trainer import BucketTrainer
 from ..trainers.store_trainer import StoreTrainer
 from ..trainers.trainer import Trainer
-from ..work_load import MEASURED, AdaptWorkLoad, parse_work_load
+from ..work_load import MEASURED, AdaptWorkLoad, KeepWorkLoad, parse_work_load
 from . import inputs
 from .config import TrainConfig
 from .device import choose_device, described
@@ -105,8 +105,9 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
             checkpoints = stack.enter_context(make_checkpoints(config, world, stop))
             folder = open_run_folder(config, world)
             callbacks: list[Callback] = []
-            if config.work_load == MEASURED and isinstance(loader.sampler, data.ShardedSampler):
-                callbacks.append(AdaptWorkLoad(loader.sampler))
+            if isinstance(loader.sampler, data.ShardedSampler):
+                shares = AdaptWorkLoad if config.work_load == MEASURED else KeepWorkLoad
+                callbacks.append(shares(loader.sampler))
             stopping = config.early_stopping and EarlyStopping("test_loss", patience=config.early_stopping)
             if stopping:
                 callbacks.append(stopping)
@@ -146,7 +147,7 @@ def _last_words(result: dict[str, Any], checkpoints: Checkpoints, folder: RunFol
     if stopped is not None:
         return (
             f"stopped early after step {stopped.position.total} ({stopped.reason}): a checkpoint is in "
-            f"{run_dir}/{CHECKPOINTS}\ngo on with     hpcdp train --resume {run_dir}"
+            f"{run_dir}/{CHECKPOINTS}\ngo on with     hpcdp train --resume {shlex.quote(str(run_dir))}"
         )
     if not result["records"]:  # its newest checkpoint is damaged, and that of the step before went far enough
         return _at_its_end(run_dir)

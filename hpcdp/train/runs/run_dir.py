@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 from pathlib import Path
 
 from ...errors import ConfigError, DataError
@@ -67,8 +66,10 @@ def _require_free(folder: Path) -> None:
 def _is_empty(folder: Path) -> bool:
     from ...checkpoint.lock import NAME  # not before: NumPy would be loaded for --help, too
 
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    return found <= {CHECKPOINTS, f"{CHECKPOINTS}/{NAME}"} and not (folder / CHECKPOINTS).is_file()
+    checkpoints = folder / CHECKPOINTS
+    inner = {path.name for path in checkpoints.iterdir()} if checkpoints.is_dir() else set()  # it may be a link
+    found = {path.name for path in folder.iterdir()}
+    return found <= {CHECKPOINTS} and inner <= {NAME} and not checkpoints.is_file()
 
 
 def _new_run_dir(stem: str) -> Path:
@@ -103,12 +104,13 @@ def drop_run_files(folder: Path) -> None:
 
 
 def _drop_checkpoints(folder: Path) -> None:
+    from ...checkpoint.folder import remove
     from ...checkpoint.lock import NAME, WriterLock
 
     lock = WriterLock(folder)
     try:
         for path in folder.glob("step-*"):
-            shutil.rmtree(path)
+            remove(path)
         (folder / NAME).unlink()
     finally:
         lock.release()
