@@ -200,6 +200,17 @@ def test_equal_elements_share_the_gradient():
     np.testing.assert_array_equal(y.grad, [0.5, 0.0, 1.0])
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_an_extremum_that_is_not_a_number_has_its_gradient(name):
+    x = Tensor([[1.0, np.nan, np.nan], [2.0, 2.0, 2.0]])
+    x.attach_grad()
+    with autograd.record():
+        y = getattr(x, name)(axis=1)
+    y.backward(np.array([4.0, 6.0], np.float32))
+    np.testing.assert_array_equal(x.grad, [[0.0, 2.0, 2.0], [2.0, 2.0, 2.0]])
+
+
 def test_another_dtype_gets_its_gradient_back_in_its_own():
     x = Tensor(np.array([1.0, 2.0], np.float32))
     x.attach_grad()
