@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, is_float, on_device_of, to_host
+from ..arrays import Array, array_namespace, on_device_of, to_host
 from ..errors import HpcdpError, UnsupportedError, shortened
 from ..holders import refuse_change
 from .modes import modes
@@ -93,11 +93,11 @@ class Tensor:
 
         Raises:
             HpcdpError: another ``grad_req``.
-            UnsupportedError: it holds integers or booleans, which have no gradient.
+            UnsupportedError: it holds integers or booleans, which have no gradient, or complex numbers.
         """
         if grad_req not in GRAD_REQS:
             raise HpcdpError("attach_grad", where="grad_req", expected=" or ".join(GRAD_REQS), got=repr(grad_req))
-        if grad_req != "null" and self.dtype.kind in "biu":
+        if grad_req != "null" and self.dtype.kind in "biuc":
             raise UnsupportedError("attach_grad", where="dtype", expected="floats", got=self.dtype)
         catch_up()
         self.node = None
@@ -157,6 +157,11 @@ class Tensor:
     def __len__(self) -> int:
         return len(self.data)
 
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self.shape:  # else Python would find no rows: sum(loss) would be 0
+            raise TypeError("iteration over a tensor without axes")
+        return map(self.__getitem__, range(self.shape[0]))
+
     def __repr__(self) -> str:
         body = np.array2string(to_host(self._values()), separator=", ", prefix="Tensor(", threshold=100)
         tape = ", recorded" if self.node is not None else f", grad_req={self.grad_req!r}" * (self.grad_req != "null")
@@ -169,6 +174,7 @@ class Tensor:
         if modes.recording and (self.node is not None or self.grad_req != "null"):
             raise self._on_tape("while recording", "use `with autograd.pause():`" * (self.node is None))
         self._refuse_recorded()
+        self._become_changeable()
         with on_device_of(self.data):
             self.data[arrangement.index(key)] = value_of(value)
 
@@ -180,6 +186,11 @@ class Tensor:
         if self.node is not None and self.node.pullback is not None:
             raise self._on_tape("that was recorded", "call backward first")
         refuse_change(self.data, getattr(self, "name", ""))
+
+    def _become_changeable(self) -> None:
+        """A number of NumPy's, as sums over all axes are, cannot change; an array can."""
+        if isinstance(self.data, np.generic):
+            self.data = np.array(self.data)
 
     def _on_tape(self, state: str, way_out: str) -> HpcdpError:
         return HpcdpError(
@@ -197,13 +208,14 @@ class Tensor:
             return operation(self, other)
         self._refuse_recorded()
         result = operation(self, other).data
-        if self.dtype.kind in "iub" and is_float(result.dtype):
+        if not np.can_cast(result.dtype, self.dtype, "same_kind"):
             raise UnsupportedError(
                 "in-place operation",
                 expected=f"a result that fits {self.dtype}",
                 got=result.dtype,
                 remedy="use x = ...",
             )
+        self._become_changeable()
         with on_device_of(self.data):
             self.data[...] = result
         return self
