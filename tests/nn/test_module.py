@@ -148,6 +148,23 @@ def test_other_dtypes_and_namespaces():
     assert {array_namespace(param.data, param.grad) for param in net.parameters()} == {standin}
 
 
+def test_indices_and_masks_stay_what_they_are_in_another_dtype():
+    net = Block()
+    net.rows, net.mask, net.shift = (Tensor(x) for x in (np.array([4097, 2]), np.array([True, False]), np.ones(2)))
+    rows = net.rows.data
+    net.to("float16")
+    assert [each.dtype for each in (net.rows, net.mask, net.shift)] == [np.int64, np.bool_, np.float16]
+    assert net.rows.data is not rows
+    assert net.rows.data.tolist() == [4097, 2]
+
+
+def test_a_dtype_without_gradients_is_refused_before_anything_changes():
+    net = Block()
+    with pytest.raises(ConfigError, match="expected one of floats, as gradients have, got int32"):
+        net.to(np.int32)
+    assert all(each.dtype == np.float32 for each in net.parameters())
+
+
 def test_sequential_is_a_list_of_modules():
     net = nn.Sequential(nn.Dense(3, 4))
     net.add(nn.ReLU(), nn.Dense(4, 2))
