@@ -369,7 +369,10 @@ class Sequential(Module):
         for module in modules:
             if not isinstance(module, Module):
                 raise ConfigError("Sequential", expected="modules", got=type(module).__name__)
-            setattr(self, str(len(self)), module)
+            number = len(self)
+            while hasattr(self, str(number)):  # where one before it was deleted
+                number += 1
+            setattr(self, str(number), module)
 
     def forward(self, x: Any) -> Any:
         for module in self:

@@ -178,6 +178,13 @@ def test_sequential_is_a_list_of_modules():
         net.add(3)
 
 
+def test_what_is_added_after_a_deletion_replaces_nothing():
+    net = nn.Sequential(nn.Dense(2, 2), nn.ReLU(), nn.Flatten())
+    delattr(net, "0")
+    net.add(nn.Tanh())
+    assert [type(part).__name__ for part in net] == ["ReLU", "Flatten", "Tanh"]
+
+
 def test_repr_lists_the_layers():
     net = nn.Sequential(nn.Dense(3, 4, activation="relu"), nn.Sequential(nn.Flatten(), nn.Dense(4, 2, bias=False)))
     assert repr(net) == (
