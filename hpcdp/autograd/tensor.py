@@ -36,7 +36,9 @@ class Tensor:
 
     Operators and methods work as NumPy's and make new tensors; other operands may be arrays or numbers. In-place
     operators (``w -= lr * g``) and ``w[...] = values`` change ``data`` in place outside of recording, and never
-    replace it: it may be memory that other ranks see. Recorded results change only after backward freed the tape.
+    replace it: it may be memory that other ranks see. Recorded results change only after backward freed the tape;
+    nobody looks at leaves, nor at views and `detach` of results: who changes those before backward gets its gradients
+    from the new values.
 
     Args:
         data: an array, kept as it is, not copied; numbers and lists become float32 NumPy arrays.
@@ -173,6 +175,13 @@ class Tensor:
     def __setitem__(self, key: Any, value: Any) -> None:
         if modes.recording and (self.node is not None or self.grad_req != "null"):
             raise self._on_tape("while recording", "use `with autograd.pause():`" * (self.node is None))
+        if modes.recording and isinstance(value, Tensor) and (value.node is not None or value.grad_req != "null"):
+            raise HpcdpError(
+                "in-place change",
+                expected="values that are not on the tape, as nothing records a change",
+                got=f"some of shape {tuple(value.shape)} that want a gradient",
+                remedy="make a new tensor (autograd.stack, concatenate, where), or write value.detach()",
+            )
         self._refuse_recorded()
         self._become_changeable()
         with on_device_of(self.data):

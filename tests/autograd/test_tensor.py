@@ -88,6 +88,22 @@ def test_leaves_do_not_change_while_recording():
     np.testing.assert_array_equal(x.data, [2.0, 3.0])
 
 
+def test_what_wants_a_gradient_is_not_written_into_another_tensor_while_recording():
+    x, scale = Tensor([1.0, 2.0]), Tensor([3.0, 4.0])
+    for leaf in (x, scale):
+        leaf.attach_grad()
+    place = Tensor([0.0, 0.0])
+    with autograd.record():
+        for value in (x * x, x):
+            with pytest.raises(HpcdpError, match=r"in-place change.*want a gradient.*value.detach\(\)"):
+                place[...] = value
+        place[...] = (x * x).detach()
+        y = place * scale
+    y.backward()
+    np.testing.assert_array_equal(scale.grad, [1.0, 4.0])
+    np.testing.assert_array_equal(x.grad, [0.0, 0.0])
+
+
 def test_recorded_results_do_not_change_before_backward():
     x = Tensor([1.0, 2.0])
     x.attach_grad()
