@@ -17,6 +17,12 @@ from .tape import Node, Pullback, backward
 GRAD_REQS = ("write", "add", "null")
 
 
+def require_grad_req(operation: str, grad_req: object) -> None:
+    """Raises `HpcdpError` unless it says what backward does with a gradient."""
+    if grad_req not in GRAD_REQS:
+        raise HpcdpError(operation, where="grad_req", expected=" or ".join(GRAD_REQS), got=repr(grad_req))
+
+
 def _numbers(data: Any) -> np.ndarray:
     """Numbers, or nested sequences of them, as float32."""
     remedy = None
@@ -97,8 +103,7 @@ class Tensor:
             HpcdpError: another ``grad_req``.
             UnsupportedError: it holds integers or booleans, which have no gradient, or complex numbers.
         """
-        if grad_req not in GRAD_REQS:
-            raise HpcdpError("attach_grad", where="grad_req", expected=" or ".join(GRAD_REQS), got=repr(grad_req))
+        require_grad_req("attach_grad", grad_req)
         if grad_req != "null" and self.dtype.kind in "biuc":
             raise UnsupportedError("attach_grad", where="dtype", expected="floats", got=self.dtype)
         catch_up()

@@ -12,6 +12,7 @@ import numpy as np
 from ..arrays import Array, dtype_of, from_host, is_float, on_device_of, to_host
 from ..autograd import Tensor, as_tensor, concatenate
 from ..autograd.registry import catch_up
+from ..autograd.tensor import require_grad_req
 from ..devices import Device
 from ..errors import ConfigError, UnsupportedError
 from ..holders import refuse_change
@@ -63,11 +64,12 @@ class Parameter(Tensor):
 
     @property
     def grad_req(self) -> str:  # type: ignore[override]
-        """What backward does with ``grad``; see `Tensor.attach_grad`."""
+        """What backward does with ``grad``; see `Tensor.attach_grad`. Another word is an HpcdpError."""
         return _grad_req.__get__(self)  # type: ignore[no-any-return]
 
     @grad_req.setter
     def grad_req(self, value: str) -> None:
+        require_grad_req("Parameter", value)
         catch_up()
         _grad_req.__set__(self, value)
 

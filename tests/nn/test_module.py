@@ -8,7 +8,7 @@ import standin
 from hpcdp import autograd, nn, optim
 from hpcdp.arrays import array_namespace
 from hpcdp.autograd import Tensor
-from hpcdp.errors import ConfigError, UnsupportedError
+from hpcdp.errors import ConfigError, HpcdpError, UnsupportedError
 from hpcdp.train.trainers.trainer import Trainer
 
 
@@ -214,6 +214,14 @@ def test_a_parameter_of_one_number(value):
     loss.backward()
     trainer.step(4)
     assert net.scale.shape == () and float(net.scale) == 5.5 and isinstance(net.scale.data, np.ndarray)
+
+
+def test_a_parameter_is_frozen_by_the_right_word_alone():
+    param = nn.Parameter(np.ones(2, np.float32))
+    with pytest.raises(HpcdpError, match=r"Parameter \[grad_req\]: expected write or add or null, got 'nul'"):
+        param.grad_req = "nul"
+    assert param.grad_req == "write"
+    param.grad_req = "null"
 
 
 def test_a_parameter_stays_one():
