@@ -75,7 +75,7 @@ def _extremum(x: Tensor, name: str, axis: Any, keepdims: bool) -> Tensor:
     spread = _spread(x.shape, axis, keepdims)
 
     def derivative(gy: Array) -> Array:
-        chosen = a == spread(value)
+        chosen = (a == spread(value)) | (a != a)  # where there is a NaN the result is one
         count = chosen.sum(axis=axis, keepdims=True, dtype="float32" if is_half(gy) else gy.dtype)
         return xp.where(chosen, (spread(gy) / count).astype(gy.dtype, copy=False), gy.dtype.type(0))
 

@@ -162,7 +162,10 @@ def power(a: Any, b: Any) -> Tensor:
 
     def for_b(gy: Array) -> Array:
         xp = array_namespace(y)
-        return gy * value * xp.log(xp.where((x == 0) & (y >= 0), 1, x))  # log 1, as 0 * log 0 tends to 0
+        base = xp.where((x == 0) & (y >= 0), 1, x)  # log 1, as 0 * log 0 tends to 0
+        if base.dtype.itemsize < value.dtype.itemsize:  # whose logarithm would have the base's few bits
+            base = base.astype(value.dtype)
+        return gy * value * xp.log(base)
 
     return _binary(a, b, value, for_a, for_b, ("power", x, y))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, is_float, on_device_of, to_host
+from ..arrays import Array, array_namespace, on_device_of, to_host
 from ..errors import HpcdpError, UnsupportedError, shortened
 from ..holders import refuse_change
 from .modes import modes
@@ -15,6 +15,12 @@ from .registry import Again, catch_up
 from .tape import Node, Pullback, backward
 
 GRAD_REQS = ("write", "add", "null")
+
+
+def require_grad_req(operation: str, grad_req: object) -> None:
+    """Raises `HpcdpError` unless it says what backward does with a gradient."""
+    if grad_req not in GRAD_REQS:
+        raise HpcdpError(operation, where="grad_req", expected=" or ".join(GRAD_REQS), got=repr(grad_req))
 
 
 def _numbers(data: Any) -> np.ndarray:
@@ -36,7 +42,9 @@ class Tensor:
 
     Operators and methods work as NumPy's and make new tensors; other operands may be arrays or numbers. In-place
     operators (``w -= lr * g``) and ``w[...] = values`` change ``data`` in place outside of recording, and never
-    replace it: it may be memory that other ranks see. Recorded results change only after backward freed the tape.
+    replace it: it may be memory that other ranks see. Recorded results change only after backward freed the tape;
+    nobody looks at leaves, nor at views and `detach` of results: who changes those before backward gets its gradients
+    from the new values.
 
     Args:
         data: an array, kept as it is, not copied; numbers and lists become float32 NumPy arrays.
@@ -93,11 +101,10 @@ class Tensor:
 
         Raises:
             HpcdpError: another ``grad_req``.
-            UnsupportedError: it holds integers or booleans, which have no gradient.
+            UnsupportedError: it holds integers or booleans, which have no gradient, or complex numbers.
         """
-        if grad_req not in GRAD_REQS:
-            raise HpcdpError("attach_grad", where="grad_req", expected=" or ".join(GRAD_REQS), got=repr(grad_req))
-        if grad_req != "null" and self.dtype.kind in "biu":
+        require_grad_req("attach_grad", grad_req)
+        if grad_req != "null" and self.dtype.kind in "biuc":
             raise UnsupportedError("attach_grad", where="dtype", expected="floats", got=self.dtype)
         catch_up()
         self.node = None
@@ -157,6 +164,11 @@ class Tensor:
     def __len__(self) -> int:
         return len(self.data)
 
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self.shape:  # else Python would find no rows: sum(loss) would be 0
+            raise TypeError("iteration over a tensor without axes")
+        return map(self.__getitem__, range(self.shape[0]))
+
     def __repr__(self) -> str:
         body = np.array2string(to_host(self._values()), separator=", ", prefix="Tensor(", threshold=100)
         tape = ", recorded" if self.node is not None else f", grad_req={self.grad_req!r}" * (self.grad_req != "null")
@@ -168,7 +180,15 @@ class Tensor:
     def __setitem__(self, key: Any, value: Any) -> None:
         if modes.recording and (self.node is not None or self.grad_req != "null"):
             raise self._on_tape("while recording", "use `with autograd.pause():`" * (self.node is None))
+        if modes.recording and isinstance(value, Tensor) and (value.node is not None or value.grad_req != "null"):
+            raise HpcdpError(
+                "in-place change",
+                expected="values that are not on the tape, as nothing records a change",
+                got=f"some of shape {tuple(value.shape)} that want a gradient",
+                remedy="make a new tensor (autograd.stack, concatenate, where), or write value.detach()",
+            )
         self._refuse_recorded()
+        self._become_changeable()
         with on_device_of(self.data):
             self.data[arrangement.index(key)] = value_of(value)
 
@@ -180,6 +200,11 @@ class Tensor:
         if self.node is not None and self.node.pullback is not None:
             raise self._on_tape("that was recorded", "call backward first")
         refuse_change(self.data, getattr(self, "name", ""))
+
+    def _become_changeable(self) -> None:
+        """A number of NumPy's, as sums over all axes are, cannot change; an array can."""
+        if isinstance(self.data, np.generic):
+            self.data = np.array(self.data)
 
     def _on_tape(self, state: str, way_out: str) -> HpcdpError:
         return HpcdpError(
@@ -197,13 +222,14 @@ class Tensor:
             return operation(self, other)
         self._refuse_recorded()
         result = operation(self, other).data
-        if self.dtype.kind in "iub" and is_float(result.dtype):
+        if not np.can_cast(result.dtype, self.dtype, "same_kind"):
             raise UnsupportedError(
                 "in-place operation",
                 expected=f"a result that fits {self.dtype}",
                 got=result.dtype,
                 remedy="use x = ...",
             )
+        self._become_changeable()
         with on_device_of(self.data):
             self.data[...] = result
         return self

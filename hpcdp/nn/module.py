@@ -9,9 +9,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..arrays import Array, dtype_of, from_host, on_device_of, to_host
+from ..arrays import Array, dtype_of, from_host, is_float, on_device_of, to_host
 from ..autograd import Tensor, as_tensor, concatenate
 from ..autograd.registry import catch_up
+from ..autograd.tensor import require_grad_req
 from ..devices import Device
 from ..errors import ConfigError, UnsupportedError
 from ..holders import refuse_change
@@ -63,11 +64,12 @@ class Parameter(Tensor):
 
     @property
     def grad_req(self) -> str:  # type: ignore[override]
-        """What backward does with ``grad``; see `Tensor.attach_grad`."""
+        """What backward does with ``grad``; see `Tensor.attach_grad`. Another word is an HpcdpError."""
         return _grad_req.__get__(self)  # type: ignore[no-any-return]
 
     @grad_req.setter
     def grad_req(self, value: str) -> None:
+        require_grad_req("Parameter", value)
         catch_up()
         _grad_req.__set__(self, value)
 
@@ -267,14 +269,15 @@ class Module:
     def to(self, dtype: Any = None, like: Array = None) -> Module:
         """Replace all parameters and buffers by copies of another dtype, or in the namespace of the array ``like``.
 
-        Gradients start again from zero. Before a `Trainer` has the parameters, not after. In float16 or bfloat16 layers
-        that normalise keep float32 for themselves, as Gluon's do in ``cast``, and operators compute as `nn.half` says.
+        Buffers of integers and booleans, such as indices and masks, keep their dtype. Gradients start again from zero.
+        Before a `Trainer` has the parameters, not after. In float16 or bfloat16 layers that normalise keep float32 for
+        themselves, as Gluon's do in ``cast``, and operators compute as `nn.half` says.
 
         Args:
             dtype: or a `Device`, where the copies are then.
 
         Raises:
-            ConfigError: ``dtype`` is none, or ``like`` no array.
+            ConfigError: ``dtype`` is none of floats, or ``like`` no array. Nothing is changed.
             DeviceError: the machine does not have the device; a RuntimeError. Nothing is changed.
         """
         catch_up()
@@ -340,15 +343,20 @@ class Module:
 
 def _dtype(dtype: Any) -> np.dtype:
     try:
-        return dtype_of(dtype)
+        found = dtype_of(dtype)
     except TypeError as error:
         expected = "a dtype, or a device: hpcdp.cpu(0), hpcdp.gpu(0), world.device"
         raise ConfigError("to", where="dtype", expected=expected, got=repr(dtype)) from error
+    if not is_float(found):
+        raise ConfigError("to", where="dtype", expected="one of floats, as gradients have", got=str(found))
+    return found
 
 
 def _as_dtype(tensor: Tensor, dtype: np.dtype, is_kept_single: bool) -> Array:
-    """A copy; of what is kept float32 where others get fewer bits, in that."""
+    """A copy; of what is kept float32 where others get fewer bits, in that, and of what are no floats, as they are."""
     with on_device_of(tensor.data):
+        if not is_float(tensor.dtype):
+            return tensor.data.copy()
         return tensor.data.astype(np.float32 if is_kept_single and dtype.itemsize < 4 else dtype)
 
 
@@ -363,7 +371,10 @@ class Sequential(Module):
         for module in modules:
             if not isinstance(module, Module):
                 raise ConfigError("Sequential", expected="modules", got=type(module).__name__)
-            setattr(self, str(len(self)), module)
+            number = len(self)
+            while hasattr(self, str(number)):  # where one before it was deleted
+                number += 1
+            setattr(self, str(number), module)
 
     def forward(self, x: Any) -> Any:
         for module in self:

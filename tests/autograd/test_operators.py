@@ -200,6 +200,28 @@ def test_equal_elements_share_the_gradient():
     np.testing.assert_array_equal(y.grad, [0.5, 0.0, 1.0])
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_an_extremum_that_is_not_a_number_has_its_gradient(name):
+    x = Tensor([[1.0, np.nan, np.nan], [2.0, 2.0, 2.0]])
+    x.attach_grad()
+    with autograd.record():
+        y = getattr(x, name)(axis=1)
+    y.backward(np.array([4.0, 6.0], np.float32))
+    np.testing.assert_array_equal(x.grad, [[0.0, 2.0, 2.0], [2.0, 2.0, 2.0]])
+
+
+@pytest.mark.parametrize("base", [np.float16, np.float32])
+def test_the_gradient_of_an_exponent_is_as_exact_as_the_exponent(base):
+    x, y = np.array([1.37, 3.3], base), Tensor(np.array([2.1, 0.5]))
+    y.attach_grad()
+    with autograd.record():
+        z = x**y
+    z.backward()
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(y.grad, wide**y.data * np.log(wide), rtol=1e-14)
+
+
 def test_another_dtype_gets_its_gradient_back_in_its_own():
     x = Tensor(np.array([1.0, 2.0], np.float32))
     x.attach_grad()

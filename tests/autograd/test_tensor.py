@@ -88,6 +88,22 @@ def test_leaves_do_not_change_while_recording():
     np.testing.assert_array_equal(x.data, [2.0, 3.0])
 
 
+def test_what_wants_a_gradient_is_not_written_into_another_tensor_while_recording():
+    x, scale = Tensor([1.0, 2.0]), Tensor([3.0, 4.0])
+    for leaf in (x, scale):
+        leaf.attach_grad()
+    place = Tensor([0.0, 0.0])
+    with autograd.record():
+        for value in (x * x, x):
+            with pytest.raises(HpcdpError, match=r"in-place change.*want a gradient.*value.detach\(\)"):
+                place[...] = value
+        place[...] = (x * x).detach()
+        y = place * scale
+    y.backward()
+    np.testing.assert_array_equal(scale.grad, [1.0, 4.0])
+    np.testing.assert_array_equal(x.grad, [0.0, 0.0])
+
+
 def test_recorded_results_do_not_change_before_backward():
     x = Tensor([1.0, 2.0])
     x.attach_grad()
@@ -160,3 +176,31 @@ def test_integers_do_not_swallow_fractions_in_place():
         x += 0.5
     x += 2
     assert x.asnumpy().tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize(("dtype", "other"), [(np.uint8, np.arange(3)), (bool, np.arange(3)), (np.float32, 1j)])
+def test_what_does_not_fit_is_no_change_in_place(dtype, other):
+    x = Tensor(np.ones(3, dtype))
+    with pytest.raises(UnsupportedError, match=f"expected a result that fits {np.dtype(dtype)}"):
+        x += other
+    assert x.asnumpy().tolist() == [1, 1, 1]
+
+
+def test_sums_over_all_axes_change_in_place():
+    total, place = (Tensor(np.ones(3, np.float32)).sum() for _ in range(2))
+    total += 2
+    place[...] = 7
+    assert (total.item(), place.item()) == (5.0, 7.0)
+    assert total.dtype == np.float32
+
+
+def test_a_tensor_without_axes_has_no_rows():
+    assert [row.item() for row in Tensor([1.0, 2.0])] == [1.0, 2.0]
+    for look in (list, sum):
+        with pytest.raises(TypeError, match="iteration over a tensor without axes"):
+            look(Tensor(2.0))
+
+
+def test_complex_numbers_get_no_gradient():
+    with pytest.raises(UnsupportedError, match="expected floats, got complex64"):
+        Tensor(np.ones(2, np.complex64)).attach_grad()

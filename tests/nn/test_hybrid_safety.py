@@ -16,6 +16,28 @@ from hpcdp.errors import ConfigError, HpcdpError
 F = nn.functional
 
 
+def test_what_records_by_itself_goes_without_a_plan_where_the_call_does_not(plans):
+    class Records(nn.Module):
+        def __init__(self):
+            self.weight = nn.Parameter(np.ones(3, np.float32))
+
+        def forward(self, x):
+            with autograd.record():
+                return x * self.weight
+
+    net, x = Records(), arrays(2, 3)
+    net.hybridize()
+    for _ in range(4):
+        net(x).backward()
+        np.testing.assert_array_equal(net.weight.grad, x.sum(axis=0))
+    assert not plans
+    for _ in range(3):
+        with autograd.record():
+            y = net(x)
+        y.backward()
+    assert len(plans) == 1
+
+
 def test_a_plan_is_made_once_and_replayed(plans):
     net, plain = pair()
     calls = []

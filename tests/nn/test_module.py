@@ -8,7 +8,7 @@ import standin
 from hpcdp import autograd, nn, optim
 from hpcdp.arrays import array_namespace
 from hpcdp.autograd import Tensor
-from hpcdp.errors import ConfigError, UnsupportedError
+from hpcdp.errors import ConfigError, HpcdpError, UnsupportedError
 from hpcdp.train.trainers.trainer import Trainer
 
 
@@ -148,6 +148,23 @@ def test_other_dtypes_and_namespaces():
     assert {array_namespace(param.data, param.grad) for param in net.parameters()} == {standin}
 
 
+def test_indices_and_masks_stay_what_they_are_in_another_dtype():
+    net = Block()
+    net.rows, net.mask, net.shift = (Tensor(x) for x in (np.array([4097, 2]), np.array([True, False]), np.ones(2)))
+    rows = net.rows.data
+    net.to("float16")
+    assert [each.dtype for each in (net.rows, net.mask, net.shift)] == [np.int64, np.bool_, np.float16]
+    assert net.rows.data is not rows
+    assert net.rows.data.tolist() == [4097, 2]
+
+
+def test_a_dtype_without_gradients_is_refused_before_anything_changes():
+    net = Block()
+    with pytest.raises(ConfigError, match="expected one of floats, as gradients have, got int32"):
+        net.to(np.int32)
+    assert all(each.dtype == np.float32 for each in net.parameters())
+
+
 def test_sequential_is_a_list_of_modules():
     net = nn.Sequential(nn.Dense(3, 4))
     net.add(nn.ReLU(), nn.Dense(4, 2))
@@ -159,6 +176,13 @@ def test_sequential_is_a_list_of_modules():
     assert nn.Sequential()(x) is x
     with pytest.raises(ConfigError, match="expected modules, got int"):
         net.add(3)
+
+
+def test_what_is_added_after_a_deletion_replaces_nothing():
+    net = nn.Sequential(nn.Dense(2, 2), nn.ReLU(), nn.Flatten())
+    delattr(net, "0")
+    net.add(nn.Tanh())
+    assert [type(part).__name__ for part in net] == ["ReLU", "Flatten", "Tanh"]
 
 
 def test_repr_lists_the_layers():
@@ -190,6 +214,14 @@ def test_a_parameter_of_one_number(value):
     loss.backward()
     trainer.step(4)
     assert net.scale.shape == () and float(net.scale) == 5.5 and isinstance(net.scale.data, np.ndarray)
+
+
+def test_a_parameter_is_frozen_by_the_right_word_alone():
+    param = nn.Parameter(np.ones(2, np.float32))
+    with pytest.raises(HpcdpError, match=r"Parameter \[grad_req\]: expected write or add or null, got 'nul'"):
+        param.grad_req = "nul"
+    assert param.grad_req == "write"
+    param.grad_req = "null"
 
 
 def test_a_parameter_stays_one():

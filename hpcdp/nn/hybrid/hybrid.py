@@ -46,8 +46,9 @@ class _Known:
         self._types = _types_of(traced)
         kinds = {*self._types, *(_kind_of(each.data) for each in given)}
         self.is_on_host = kinds <= {np.ndarray}
-        self.is_planned = all(map(_is_planned_kind, kinds))
-        """Whether there can be plans; not after one has failed."""
+        records_by_itself = not recording and any(node.is_recorded for node in traced.nodes)
+        self.is_planned = all(map(_is_planned_kind, kinds)) and not records_by_itself
+        """Whether there can be plans: they know no tape where the caller records none. Not after one has failed."""
         self.graph = rewritten(traced, recording) if self.is_on_host else traced
         self.plans: list[Plan | CudaPlan] = []
 
