@@ -18,7 +18,6 @@ from ..collectives import allreduce
 from ..collectives.progress import Progress
 from ..comm import Communicator
 from ..comm.watchdog import nobody
-from ..kernels.reference.norms import clipped_scale as clipped
 from ..optim.lars import segment_squares, squares
 from ..state import cut_of
 from .bucket import Bucket
@@ -54,14 +53,11 @@ def squares_of_model(reducer: Reducer) -> float:
     return float(total)
 
 
-def clipped_scale(squares: float, scale: float, most: float) -> float:
-    """The scale by which gradients of this squared norm are at most ``most`` long: ``scale``, also where they are
-    not finite, or less."""
-    return clipped([squares], scale, most)
-
-
 def clipped_scale_on_gpu(reducer: Reducer, scale: float | Array, most: float) -> Array:
-    """`clipped_scale` of all sums, which the rank has on its GPU: float64, shape ``(1,)``, there; nothing waits."""
+    """`reference.norms.clipped_scale` of all sums, which the rank has on its GPU: float64, shape ``(1,)``, there.
+
+    Nothing waits for it.
+    """
     sums = [words(bucket.mine) for bucket in reducer.buckets]
     kernel = kernels.kernels_for("norms", sums[0])
     return kernel.clipped_scale(kernel.all_squares(sums), scale, most)

@@ -36,7 +36,7 @@ from .policy import Policy, Unwritten, checked_policy, stale_anywhere
 from .reproducible import ReproducibleSteps, checked_virtual_shards, fix_arithmetic
 from .trainer import Trainer, show_to_profiler
 from .trainer_checks import checked_count, described, require_alike, require_same_settings, trained, unfinished
-from .update_scale import clipped_on_gpu, clips_on_gpu, host_looks, update_scale
+from .update_scale import clips_on_gpu, host_looks, update_scale
 
 _SAVED_WHOLE = "save all of its ranks' state: checkpoint.Manager(path, world).save(step, {'trainer': trainer})"
 
@@ -173,11 +173,11 @@ class BucketTrainer(Trainer):
     @on_its_gpu
     def step(self, count: int) -> int:
         """See `Trainer.step`."""
-        return self.step_by(self._reduce_and_update, count)
+        return self.step_by(None if clips_on_gpu(self) else self.owner.reduce_and_update, count)
 
-    def step_by(self, update: Callable[[int, float], None], count: int) -> int:
-        """`step` with another ``update``, for this one's step and by this scale, which may clip on a GPU, where the
-        host does not look at sums."""
+    def step_by(self, update: Callable[[int, float], None] | None, count: int) -> int:
+        """`step` with an ``update`` that reduces and clips, too, for this one's step and by this scale, where the host
+        does not look at sums; None: one after the other."""
         count = checked_count("step", count)
         self._settle("step")
         if not self._syncing:
@@ -192,7 +192,7 @@ class BucketTrainer(Trainer):
                 return self._next_virtual_shard(count)
         total, before = self._close_step(count), self.step_count
         try:
-            if total and not host_looks(self):
+            if total and update is not None and not host_looks(self):
                 update(self.step_count + 1, 1.0 / (total * self.loss_scale))
                 self.step_count += 1
             else:
@@ -204,13 +204,6 @@ class BucketTrainer(Trainer):
             self._begin_step()
         self._account(began_ns)
         return total
-
-    def _reduce_and_update(self, step: int, scale: float) -> None:
-        if clips_on_gpu(self):
-            self.owner.reduce()
-            self.owner.update(step, clipped_on_gpu(self, scale))
-        else:
-            self.owner.reduce_and_update(step, scale)
 
     @property
     def accumulation(self) -> tuple[bool, bool]:  # type: ignore[override]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ...arrays import Array, is_cupy
 from ...errors import NonFiniteGradientError
 from ...gradients import norms
+from ...kernels.reference.norms import clipped_scale
 
 if TYPE_CHECKING:
     from .bucket_trainer import BucketTrainer
@@ -54,7 +55,7 @@ def update_scale(trainer: BucketTrainer, count: int) -> float | Array | None:
         )  # fmt: skip
     if not is_finite and trainer.policy.nonfinite == "skip":
         return None
-    return scale if trainer.clip_norm is None else norms.clipped_scale(squares, scale, trainer.clip_norm)
+    return scale if trainer.clip_norm is None else clipped_scale([squares], scale, trainer.clip_norm)
 
 
 def clipped_on_gpu(trainer: BucketTrainer, scale: float | Array) -> Array:
