@@ -126,21 +126,16 @@ def require_room(folder: Path, step: int) -> None:
             raise DataError("save", where=path, expected="a folder, or nothing", got="a file", remedy="move it away")
 
 
-def remove(path: Path) -> None:
-    """Remove a folder and what is in it; of a link to one, such as to a checkpoint that lies elsewhere, the link."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
+def remove(path: Path, ignore_errors: bool = False) -> None:
+    """Remove a folder and what is in it; of a link to one, such as to a checkpoint that lies elsewhere, the link.
 
-
-def remove_if_possible(path: Path) -> None:
-    """As `remove`, but of what cannot be removed something stays, which is then left over."""
+    With ``ignore_errors`` what cannot be removed stays, and is then left over.
+    """
     if path.is_symlink():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
             path.unlink()
     else:
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
 def clean(folder: Path, atomic_rename: bool) -> list[Path]:

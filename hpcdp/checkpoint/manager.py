@@ -305,7 +305,7 @@ class Manager:
             folder.require_room(self.path, folder.step_of(partial))
             if partial.exists():  # to be removed, or of a save that has failed
                 self._engine.waitall()
-                folder.remove_if_possible(partial)
+                folder.remove(partial, ignore_errors=True)
             partial.mkdir()
 
     def _copied(self, pieces: list[Piece]) -> list[Piece]:
@@ -347,7 +347,7 @@ class Manager:
 
     def _remove_behind(self, path: Path) -> None:
         """It may take as long as a save, and nobody needs to wait for it."""
-        remove = partial(folder.remove_if_possible, path)
+        remove = partial(folder.remove, path, ignore_errors=True)
         if self._is_left:  # the engine is shut down
             remove()
         else:
