@@ -92,23 +92,24 @@ class HDF5Dataset(Dataset):
                 expected="an array of numbers",
                 got=f"{found.dtype} of shape {found.shape}",
             )
-        shown = {(source.file_name, source.dset_name) for source in found.virtual_sources()} if found.is_virtual else ()
-        for file_name, inner in sorted(shown):
-            if not self._has(file_name, inner):
+        shown: dict[str, set[str]] = {}
+        for source in found.virtual_sources() if found.is_virtual else ():
+            shown.setdefault(source.file_name, set()).add(source.dset_name)
+        for file_name, inner in sorted(shown.items()):
+            missing = self._missing(file_name, sorted(inner))
+            if missing is not None:
                 raise DataError(
-                    "read HDF5", where=f"{self.path}:{name}", expected=f"{inner} in the file {file_name}", got="none"
+                    "read HDF5", where=f"{self.path}:{name}", expected=f"{missing} in the file {file_name}", got="none"
                 )
         return found
 
-    def _has(self, file_name: str, name: str) -> bool:
-        """Whether a source of a virtual data set is there: HDF5 gives fill values where it is not, silently."""
-        if file_name == ".":
-            return _holds(self._file, name)
+    def _missing(self, file_name: str, names: list[str]) -> str | None:
+        """The first source of a virtual data set that is not there: HDF5 gives fill values then, silently."""
         path = self.path.parent / file_name
-        if not path.is_file():
-            return False
-        with _open(path) as file:
-            return _holds(file, name)
+        if file_name != "." and not path.is_file():
+            return names[0]
+        with contextlib.nullcontext(self._file) if file_name == "." else _open(path) as file:
+            return next((each for each in names if not _holds(file, each)), None)
 
     def __len__(self) -> int:
         self._require_open()
