@@ -148,6 +148,8 @@ class Server:
         self._ending = None if has_servers else group.comm.duplicate()  # what fails on it spoils no other messages
         self._workers = group.size - group.num_servers
         self.stores: dict[int, Answers] = {}
+        self._left: dict[int, set[int]] = {}
+        """The workers that have left a store, where not all have."""
         self.commands: deque[dict[str, Any]] = deque()
         """What the first worker has told this server to do together with all others."""
         self.sent_nbytes = 0
@@ -188,6 +190,21 @@ class Server:
     def tell(self, dest: int, message: Message) -> None:
         """Send a request to another rank, and drop its answer."""
         self._send(dest, message, REQUESTS)
+
+    def leave(self, store: int, worker: int) -> None:
+        """This worker asks for nothing of a store any more: what keeps its keys drops them after the last one."""
+        for dest in range(self.comm.size):
+            if dest != self.comm.rank:
+                self.tell(dest, Message(Kind.LEAVE, store))
+        self._count_left(store, worker)
+
+    def _count_left(self, store: int, worker: int) -> None:
+        with self._counting:
+            left = self._left.setdefault(store, set())
+            left.add(worker)
+            if len(left) == self._workers:
+                del self._left[store]
+                self.stores.pop(store, None)
 
     def answer_to(self, number: int) -> Message | None:
         """The answer to a request, given out once; None: it has not come."""
@@ -301,6 +318,9 @@ class Server:
             if message.store not in self.stores:
                 expected = f"one of the stores {sorted(self.stores)}"
                 raise HpcdpError("key-value store message", expected=expected, got=f"store {message.store}")
+            if message.kind is Kind.LEAVE:
+                self._count_left(message.store, source)
+                return
             attempt = self.stores[message.store].answer(source, message)
         except Exception as error:  # whatever it is, the loop goes on
             self._answer(source, message.request, Message.of_text(Kind.FAILED, str(error)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -72,24 +73,29 @@ def serve(whole: World) -> None:
     """
     server = Server.of(whole, has_servers=True)
     for command in server.next_commands(whole.size - whole.num_servers):
-        number = command["store"]
-        if command["do"] == "store":
-            table = Table(whole, command["workers"], command["staleness"])
-            table.strangers = server.comm
-            server.stores[number] = Requests(table)
-            whole.comm.barrier()
-            continue
-        requests = server.stores[number]
-        assert isinstance(requests, Requests)
-        table = requests.table
-        if command["do"] == "make":
-            described = [(key, tuple(shape), dtype) for key, shape, dtype in command["described"]]
-            make(table, described, [np.empty(shape, dtype) for _, shape, dtype in described])
-        elif command["do"] == "assign":
-            items = [table.items[key] for key in command["keys"]]
-            assign(table, command["keys"], [np.empty(item.shape, item.dtype) for item in items])
-        elif command["do"] == "update":
-            with contextlib.suppress(ConfigError):  # which all workers raise, too
-                set_updater(table, partial(updater_of, command["described"]))
-        else:
-            compress(table, Compression.of(command["said"] or None))
+        _obey(command, server, whole)
+
+
+def _obey(command: dict[str, Any], server: Server, whole: World) -> None:
+    """Do a server's part of what all do; keeps nothing of the store, which may be dropped next."""
+    number, do = command["store"], command["do"]
+    if do == "store":
+        table = Table(whole, command["workers"], command["staleness"])
+        table.strangers = server.comm
+        server.stores[number] = Requests(table)
+        whole.comm.barrier()
+        return
+    requests = server.stores[number]
+    assert isinstance(requests, Requests)
+    table = requests.table
+    if do == "make":
+        described = [(key, tuple(shape), dtype) for key, shape, dtype in command["described"]]
+        make(table, described, [np.empty(shape, dtype) for _, shape, dtype in described])
+    elif do == "assign":
+        items = [table.items[key] for key in command["keys"]]
+        assign(table, command["keys"], [np.empty(item.shape, item.dtype) for item in items])
+    elif do == "update":
+        with contextlib.suppress(ConfigError):  # which all workers raise, too
+            set_updater(table, partial(updater_of, command["described"]))
+    else:
+        compress(table, Compression.of(command["said"] or None))

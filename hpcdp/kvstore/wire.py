@@ -53,6 +53,8 @@ class Kind(IntEnum):
     """A request, too: the sender's learning rate from now on, as JSON."""
     HELD = 14
     """Before the answer to a push: by whom it is held back."""
+    LEAVE = 15
+    """The sender asks for nothing of a store any more; after all workers have said so its keys are dropped."""
 
 
 @dataclass

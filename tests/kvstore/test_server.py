@@ -1,5 +1,11 @@
 """A rank's end of the exchange with others: what is on its way stays kept."""
 
+import time
+
+import numpy as np
+import pytest
+
+from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.kvstore.server import Server
 from hpcdp.kvstore.wire import Kind, Message
@@ -53,3 +59,33 @@ def test_a_store_that_is_dropped_while_another_sends_loses_no_message():
         assert set(kept) == set(slow.sent)
 
     threads.run(2, one, 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_a_store_is_kept_until_all_its_workers_have_dropped_it(ranks):
+    """Also by nodes whose own workers have dropped it: others ask for the keys that lie there."""
+
+    def one(world):
+        server = Server.of(world, has_servers=False)
+        for staleness in (None, 1):
+            store = kvstore.create("dist_async", world, staleness=staleness)
+            for key in range(world.size):
+                store.init(key, np.full(5, key, np.float32))
+            store.set_optimizer(optim.SGD(lr=0.5))
+            store.barrier()
+            if world.rank != ranks - 1:
+                del store
+            world.barrier()
+            if world.rank == ranks - 1:
+                for key in range(world.size):
+                    store.push(key, np.full(5, 2, np.float32))
+                    assert store.pull(key)[0] == key - 1
+                assert len(server.stores) == 1
+                del store
+            until = time.monotonic() + 20
+            while server.stores and time.monotonic() < until:
+                time.sleep(1e-3)
+            assert not server.stores
+            world.barrier()
+
+    threads.run(ranks, one, 1)

@@ -166,7 +166,7 @@ def test_a_server_survives_what_strangers_send():
                     kind = decode(message).kind
                 except MismatchError:
                     kind = None
-                may_be_valid = kind in (Kind.PUSH, Kind.PUSHPULL, Kind.WRITE_STATE, Kind.COMMAND)
+                may_be_valid = kind in (Kind.PUSH, Kind.PUSHPULL, Kind.WRITE_STATE, Kind.COMMAND, Kind.LEAVE)
                 if not may_be_valid and not following_nbytes(message):  # who announces more must send it
                     store._server.comm.isend(message, owner, REQUESTS).wait()
             for _ in range(10):
