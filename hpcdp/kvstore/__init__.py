@@ -8,6 +8,7 @@ Values under keys, that every worker pushes to and pulls from.
 - `keeps_state`: what a store keeps, as part of a run's state.
 - `local`: within one process; `sync`: over the ranks of a world, each push merged with those of all others.
 - `device_sync`: the same with keys on GPUs; `placed`: what is pushed and pulled, on the host and on GPUs.
+- `asynchronous`: each push by itself, to keys that `servers` keep; `serve`: the program of a server.
 """
 
 from .create import create

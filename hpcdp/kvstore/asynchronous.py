@@ -34,21 +34,21 @@ from ..errors import ConfigError
 from ..gradients.lane import COMMUNICATION, Lane, Turn
 from ..optim import Optimizer, Schedule
 from ..state import Part, Sharded
-from . import together
 from .arguments import Key, checked_file, checked_integer, merged
-from .cell import AWAY, BACK
 from .compress import check_codable
 from .pulled import Pulled, can_wait
-from .replay import Replay
-from .requests import Requests
-from .server import Server
-from .state_transfer import StateTransfer
+from .servers import together
+from .servers.cell import AWAY, BACK
+from .servers.replay import Replay
+from .servers.requests import Requests
+from .servers.server import Server
+from .servers.state_transfer import StateTransfer
+from .servers.table import Table, no_updater, require_same_by_name
+from .servers.transfer import Own, Transfer
+from .servers.wire import NO_STATE, VALUE, Kind, Message
 from .states import States, read_states, write_states
 from .store import Entry
-from .table import Table, no_updater, require_same_by_name
-from .transfer import Own, Transfer
 from .updaters import ByOptimizer, Function, Rate, Updater, name_of, rate_of, state_dtype
-from .wire import NO_STATE, VALUE, Kind, Message
 from .world_store import WorldStore
 
 

@@ -17,7 +17,7 @@ def main() -> None:
     for sign in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(sign, signal.SIG_IGN)
     from ..comm.starting import init_server
-    from .together import serve
+    from .servers.together import serve
 
     try:
         whole = init_server()

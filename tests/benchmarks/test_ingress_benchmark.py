@@ -13,7 +13,7 @@ from hpcdp.benchmarks import ingress, traffic
 from hpcdp.benchmarks.cluster import obstacle
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
-from hpcdp.kvstore.together import serve
+from hpcdp.kvstore.servers.together import serve
 
 
 def report(wrong: int = 0) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def test_what_comes_in_is_asked_of_every_server(
     counter = tmp_path / "rx_bytes"
     counter.write_text("5000000\n")
     monkeypatch.setattr(traffic, "_RECEIVED", counter)
-    monkeypatch.setattr("hpcdp.kvstore.placement.SPLIT_NBYTES", 1 << 10)
+    monkeypatch.setattr("hpcdp.kvstore.servers.placement.SPLIT_NBYTES", 1 << 10)
 
     def one(world: Any) -> dict[str, Any]:
         return traffic.ingress(world, servers, 1 << 14, 2, 3)

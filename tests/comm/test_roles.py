@@ -174,7 +174,7 @@ SERVER = """
         for worker in range(whole.size - whole.num_servers):
             whole.comm.irecv(np.empty(0, np.uint8), worker, ENDED).wait()
 
-    stub = sys.modules["hpcdp.kvstore.together"] = types.ModuleType("hpcdp.kvstore.together")
+    stub = sys.modules["hpcdp.kvstore.servers.together"] = types.ModuleType("hpcdp.kvstore.servers.together")
     stub.serve = serve
     program.main()
 """

@@ -3,7 +3,7 @@
 import pytest
 
 from hpcdp import kvstore
-from hpcdp.kvstore import placement
+from hpcdp.kvstore.servers import placement
 
 
 @pytest.fixture(params=list(kvstore.KINDS))

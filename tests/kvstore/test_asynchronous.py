@@ -13,7 +13,7 @@ import hpcdp
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
-from hpcdp.kvstore import placement
+from hpcdp.kvstore.servers import placement
 
 PRIME = 1_000_003
 

@@ -6,7 +6,7 @@ from small_stores import added, full
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, HpcdpError
-from hpcdp.kvstore.wire import Kind, Message
+from hpcdp.kvstore.servers.wire import Kind, Message
 
 
 def test_nobody_is_dead_among_the_living():

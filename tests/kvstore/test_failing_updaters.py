@@ -13,8 +13,8 @@ from small_stores import added, full
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
-from hpcdp.kvstore import placement
-from hpcdp.kvstore.together import serve
+from hpcdp.kvstore.servers import placement
+from hpcdp.kvstore.servers.together import serve
 from hpcdp.nn.module import Parameter
 
 KINDS = [("local", None), ("dist_sync", None), ("dist_async", None), ("dist_async", 1)]

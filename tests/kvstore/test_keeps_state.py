@@ -8,7 +8,7 @@ from whole_state import held, joined, restore
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
-from hpcdp.kvstore.together import serve
+from hpcdp.kvstore.servers.together import serve
 
 SHAPES = {3: (33, 7), 11: (), 12: (5,), 40: (1, 3)}
 DTYPES = {3: "f4", 11: "f8", 12: "f2", 40: "i4"}

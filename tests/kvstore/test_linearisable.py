@@ -10,8 +10,8 @@ import pytest
 
 from hpcdp import kvstore
 from hpcdp.comm import threads
-from hpcdp.kvstore import placement
-from hpcdp.kvstore.together import serve
+from hpcdp.kvstore.servers import placement
+from hpcdp.kvstore.servers.together import serve
 
 PRIME = 1_000_003
 COUNT = 6

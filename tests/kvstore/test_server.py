@@ -7,8 +7,8 @@ import pytest
 
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
-from hpcdp.kvstore.server import Server
-from hpcdp.kvstore.wire import Kind, Message
+from hpcdp.kvstore.servers.server import Server
+from hpcdp.kvstore.servers.wire import Kind, Message
 
 
 class OnItsWay:

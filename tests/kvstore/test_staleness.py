@@ -11,9 +11,9 @@ import hpcdp
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
-from hpcdp.kvstore import delay
-from hpcdp.kvstore.replay import Replay
-from hpcdp.kvstore.together import serve
+from hpcdp.kvstore.servers import delay
+from hpcdp.kvstore.servers.replay import Replay
+from hpcdp.kvstore.servers.together import serve
 
 WORLDS = [
     *((False, *each) for each in ((2, None, 0), (3, None, 0), (2, 1, 1))),  # there is nothing to cut keys over

@@ -10,7 +10,7 @@ from small_stores import LAYOUTS, WORLDS, full, on_one_worker
 from hpcdp import kvstore, nn, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, MismatchError
-from hpcdp.kvstore.together import serve
+from hpcdp.kvstore.servers.together import serve
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), WORLDS)

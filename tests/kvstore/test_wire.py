@@ -11,12 +11,12 @@ from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.comm.roles import ENDED
 from hpcdp.errors import HpcdpError, MismatchError
-from hpcdp.kvstore import server
-from hpcdp.kvstore.cell import AWAY, BACK
-from hpcdp.kvstore.requests import Requests
-from hpcdp.kvstore.server import REQUESTS
-from hpcdp.kvstore.together import serve
-from hpcdp.kvstore.wire import DTYPES, HEADER_NBYTES, Kind, Message, decode, following_nbytes
+from hpcdp.kvstore.servers import server
+from hpcdp.kvstore.servers.cell import AWAY, BACK
+from hpcdp.kvstore.servers.requests import Requests
+from hpcdp.kvstore.servers.server import REQUESTS
+from hpcdp.kvstore.servers.together import serve
+from hpcdp.kvstore.servers.wire import DTYPES, HEADER_NBYTES, Kind, Message, decode, following_nbytes
 
 MESSAGES = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") else 20_000
 

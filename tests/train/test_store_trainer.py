@@ -24,7 +24,7 @@ from hpcdp import kvstore, nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import threads
 from hpcdp.errors import MismatchError, StaleGradientError
-from hpcdp.kvstore.together import serve
+from hpcdp.kvstore.servers.together import serve
 from hpcdp.train.trainers.bucket_trainer import BucketTrainer
 from hpcdp.train.trainers.policy import Policy
 from hpcdp.train.trainers.store_trainer import StoreTrainer

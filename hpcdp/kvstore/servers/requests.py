@@ -6,9 +6,9 @@ import json
 
 import numpy as np
 
-from ..errors import MismatchError
-from ..optim import Schedule
-from ..optim.schedules import schedule_from_config
+from ...errors import MismatchError
+from ...optim import Schedule
+from ...optim.schedules import schedule_from_config
 from .cell import AWAY, BACK, Cell, Change
 from .delay import Delay
 from .server import Attempt

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from ..comm import World
-from ..comm.agreement import on_every_rank
-from ..comm.roles import short_name_of
-from ..compression import Compression
-from ..errors import ConfigError
-from .arguments import Key
+from ...comm import World
+from ...comm.agreement import on_every_rank
+from ...comm.roles import short_name_of
+from ...compression import Compression
+from ...errors import ConfigError
+from ..arguments import Key
+from ..updaters import Updater
 from .requests import Requests
 from .server import Server
 from .table import Described, Table, updater_of
-from .updaters import Updater
 
 
 def make(table: Table, described: Sequence[Described], values: Sequence[np.ndarray]) -> None:

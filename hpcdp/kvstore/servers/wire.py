@@ -13,9 +13,9 @@ from enum import IntEnum
 
 import numpy as np
 
-from ..collectives.progress import MESSAGE_NBYTES, segments
-from ..errors import MismatchError
-from .arguments import STORABLE
+from ...collectives.progress import MESSAGE_NBYTES, segments
+from ...errors import MismatchError
+from ..arguments import STORABLE
 from .placement import MOST_NBYTES
 
 VERSION = 1

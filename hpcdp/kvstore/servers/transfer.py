@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
-from ..collectives.progress import Steps
-from ..comm import Request
-from ..comm.steps import Until
-from ..compression import Compression, ErrorFeedback
-from ..errors import HpcdpError, MismatchError, to_stderr
-from ..gradients.lane import Turn
-from ..optim import Schedule
+from ...arrays import Array
+from ...collectives.progress import Steps
+from ...comm import Request
+from ...comm.steps import Until
+from ...compression import Compression, ErrorFeedback
+from ...errors import HpcdpError, MismatchError, to_stderr
+from ...gradients.lane import Turn
+from ...optim import Schedule
+from ..updaters import Rate
 from .cell import AWAY, Cell, Change
 from .delay import Delay
 from .server import Asked, Server
 from .table import Item, Table, take
-from .updaters import Rate
 from .wire import Kind, Message
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ..comm import World
-from ..comm.threads import ThreadCommunicator
-from ..errors import ConfigError
+from ...comm import World
+from ...comm.threads import ThreadCommunicator
+from ...errors import ConfigError
 from .table import Table
 
 _LOOK_S = 0.2

@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from ..comm import Communicator, World
-from ..comm.locks import NodeLocks
-from ..compression import Compression
-from ..errors import ConfigError, MismatchError
-from ..optim import Schedule, from_config
-from .arguments import Key
+from ...comm import Communicator, World
+from ...comm.locks import NodeLocks
+from ...compression import Compression
+from ...errors import ConfigError, MismatchError
+from ...optim import Schedule, from_config
+from ..arguments import Key
+from ..pool import Pool
+from ..updaters import ByFunction, ByOptimizer, Function, Rate, Updater, name_of, summary
 from .cell import AWAY, Cell
 from .placement import Part, Placement
-from .pool import Pool
-from .updaters import ByFunction, ByOptimizer, Function, Rate, Updater, name_of, summary
 from .wire import NO_STATE, VALUE, Message
 
 MOST_STEPS = 1 << 53

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..comm.locks import NodeLocks
-from ..comm.shared import NodeMemory
-from ..errors import HpcdpError
-from ..optim import Optimizer
-from .updaters import apply_rule, new_state
+from ...comm.locks import NodeLocks
+from ...comm.shared import NodeMemory
+from ...errors import HpcdpError
+from ...optim import Optimizer
+from ..updaters import apply_rule, new_state
 
 _COUNT, _HOLDER, _STEPS, _TICKETS, _TURN, _NUMBERS = 0, 1, 2, 3, 4, 8
 AWAY = np.iinfo(np.int64).max

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..collectives.progress import drive
-from ..state import Part, Sharded
+from ...collectives.progress import drive
+from ...state import Part, Sharded
+from ..updaters import state_dtype
 from .cell import Cell
 from .table import Item
 from .transfer import Own, Transfer
-from .updaters import state_dtype
 from .wire import NO_STATE, VALUE, Kind
 
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..comm.communicator import bounds
+from ...comm.communicator import bounds
 
 SPLIT_NBYTES = 4 << 20
 """From so many bytes on a key is cut: below, agreeing on an order among servers costs more than sharing saves."""
