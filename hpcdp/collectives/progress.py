@@ -97,7 +97,7 @@ class Machine:
                 try:
                     if not waiting[-1].test():
                         return False
-                except Exception as error:
+                except BaseException as error:  # Ctrl-C, too: what waits for a segment is not complete without it
                     return self._fail(error)
                 waiting.pop()
             stage = next(self._steps, None)
@@ -105,9 +105,10 @@ class Machine:
                 return True
             waiting.extend(stage)
 
-    def _fail(self, error: Exception) -> bool:
+    def _fail(self, error: BaseException) -> bool:
         """Raise ``error`` where the machine waits; whether that has ended it."""
         _abandoned.append(self._waiting)
+        self._waiting = []
         try:
             self._waiting = list(self._steps.throw(error))
         except StopIteration:

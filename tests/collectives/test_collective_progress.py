@@ -230,6 +230,27 @@ def test_an_operation_that_fails_leaves_the_others_alone():
     assert threads.run(2, rank) == [(2.0, 4.0)] * 2
 
 
+def test_an_operation_whose_segment_was_interrupted_is_not_complete_when_it_is_asked_for_again():
+    switch = Switch()
+
+    def segment(number):
+        yield [switch]
+        if number == 1:
+            raise KeyboardInterrupt
+
+    def rank(world):
+        interrupted = Progress.of(world).start(together([segment(number) for number in range(3)]), np.ones(1))
+        other = Progress.of(world).start(segment(3), np.ones(1))
+        switch.on = True
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                interrupted.wait()
+        other.wait()
+        Progress.of(world).finish()
+
+    threads.run(1, rank)
+
+
 def test_an_operation_that_cannot_start_says_so_at_once():
     def rank(world):
         with pytest.raises(UnsupportedError, match="of 8, 32 or 64 bits"):
