@@ -35,6 +35,10 @@ class Link(Protocol):
         """Wait until all that was sent has left."""
         ...
 
+    def forget(self) -> None:
+        """Drop what was sent and not received, after an error."""
+        ...
+
 
 class Queue:
     """Between stages of one process."""
@@ -52,6 +56,10 @@ class Queue:
 
     def finish(self) -> None:
         """See `Link`."""
+
+    def forget(self) -> None:
+        """See `Link`."""
+        self._sent.clear()
 
 
 class Messages:
@@ -124,3 +132,6 @@ class Messages:
         """See `Link`."""
         while self._under_way:
             self._under_way.popleft()[0].wait()
+
+    def forget(self) -> None:
+        """See `Link`."""

@@ -45,6 +45,8 @@ class Trains(Protocol):
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
 
+    def drop(self) -> None: ...
+
 
 @dataclass
 class _Part:
@@ -58,6 +60,10 @@ class _Part:
     """Where its outputs go, and whence their gradients come; None at the last stage."""
     kept: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = field(default_factory=dict)
     """Inputs and outputs of the micro-batches whose backward is still to come."""
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        return (*(self.before or ()), *(self.after or ()))
 
 
 class Pipeline(Module):
@@ -169,7 +175,7 @@ class Pipeline(Module):
                 "Pipeline", expected="pipeline.step(trainer, x, y), which trains", got="a call within record()",
                 remedy="outside of it pipeline(x) predicts; train.fit and train.TrainStep record, and take no Pipeline",
             )  # fmt: skip
-        with autograd.pause(train_mode=autograd.is_training()):
+        with self._forgetting_at_errors(), autograd.pause(train_mode=autograd.is_training()):
             outputs: tuple[Tensor, ...] = ()
             for part in self._parts:
                 inputs = (as_tensor(x),) if part.before is None else _tensors(part.before[0].receive())
@@ -189,6 +195,8 @@ class Pipeline(Module):
 
         Returns:
             The sum of the losses of this copy's samples, before the update, on each of its ranks.
+
+        An error leaves nothing of the batch behind where all stages are in this process.
 
         Raises:
             ConfigError: the trainer has another world, or is reproducible: it sums virtual shards, not micro-batches;
@@ -210,24 +218,44 @@ class Pipeline(Module):
             raise ConfigError("Pipeline.step", expected="samples and a label for each", got=got)
         if len(x) != len(y):
             raise DataError("Pipeline.step", expected="a label for each sample", got=f"{len(x)} and {len(y)}")
-        spans = pieces(len(x), self._micro_batches)
-        total = 0.0
-        if spans:
-            for part, action in self._turns(len(spans)):
-                first, last = spans[action.micro]
-                if action.is_forward:
-                    total += self._forward(part, action.micro, x[first:last], y[first:last])
-                    continue
-                # This rank's last backward completes the step's gradients; those before add to them.
-                ends = action.micro == len(spans) - 1 and part is self._parts[0]
-                with contextlib.nullcontext() if ends else trainer.no_sync():
-                    self._backward(part, action.micro, trainer.loss_scale)
-                    if part is self._parts[0]:
-                        trainer.step(last - first)
-            self._finish()
-        else:
-            trainer.step(0)
+        with self._forgetting_at_errors(trainer):
+            total = self._train(trainer, x, y)
         return float(self._from_last((np.array([total]),))[0][0])
+
+    def _train(self, trainer: Trains, x: Array, y: Array) -> float:
+        """The sum of the losses, where the last stage is one of this rank's."""
+        spans = pieces(len(x), self._micro_batches)
+        if not spans:
+            trainer.step(0)
+        total = 0.0
+        for part, action in self._turns(len(spans)):
+            first, last = spans[action.micro]
+            if action.is_forward:
+                total += self._forward(part, action.micro, x[first:last], y[first:last])
+                continue
+            # This rank's last backward completes the step's gradients; those before add to them.
+            ends = action.micro == len(spans) - 1 and part is self._parts[0]
+            with contextlib.nullcontext() if ends else trainer.no_sync():
+                self._backward(part, action.micro, trainer.loss_scale)
+                if part is self._parts[0]:
+                    trainer.step(last - first)
+        self._finish()
+        return total
+
+    @contextlib.contextmanager
+    def _forgetting_at_errors(self, trainer: Trains | None = None) -> Iterator[None]:
+        """Within it an error drops what the next call would take for its own; between ranks the job ends."""
+        try:
+            yield
+        except BaseException:
+            if self._comm is None:
+                for part in self._parts:
+                    part.kept.clear()
+                    for link in part.links:
+                        link.forget()
+                if trainer is not None:
+                    trainer.drop()
+            raise
 
     def _turns(self, num_micro: int) -> Iterator[tuple[_Part, Action]]:
         """What this rank does, in order: its stages take turns where it has several, each as soon as it can."""
@@ -270,7 +298,7 @@ class Pipeline(Module):
 
     def _finish(self) -> None:
         for part in self._parts:
-            for link in (*(part.before or ()), *(part.after or ())):
+            for link in part.links:
                 link.finish()
 
     def _from_last(self, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
