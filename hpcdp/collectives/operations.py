@@ -85,8 +85,9 @@ def iallreduce(
 
     Every rank must start the same ones in the same order. They progress while one of them is asked (``test()``, which
     never blocks) or waited for (``wait()``); until then neither ``x`` nor ``out`` may be touched. A blocking collective
-    ends what was started before it. Algorithm "native", which "auto" may choose, may sum in another order than
-    `allreduce` does: MPI libraries have other algorithms for their nonblocking collectives.
+    ends what was started before it in its world; during that, those of other worlds do not progress. Algorithm
+    "native", which "auto" may choose, may sum in another order than `allreduce` does: MPI libraries have other
+    algorithms for their nonblocking collectives.
 
     Args, Raises: as `allreduce`.
 

@@ -70,6 +70,8 @@ class World:
     """So many of this world's ranks, the last ones, are servers."""
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     """See `keep`."""
+    common: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What this world has in common with all that `split` makes of it, on this rank."""
     endings: WeakMethods[None] = field(default_factory=WeakMethods, repr=False, compare=False)
     """Called by `finish`, the last first."""
     meetings: WeakMethods[AbstractContextManager[None]] = field(default_factory=WeakMethods, repr=False, compare=False)
@@ -109,7 +111,7 @@ class World:
         if self.divide is None:
             raise ConfigError("split", expected="a world of workers", got="one with servers among its ranks")
         part_comm = self.part_comm if part_comm is None else part_comm
-        part = replace(self.divide(color), model_comm=model_comm, part_comm=part_comm)
+        part = replace(self.divide(color), model_comm=model_comm, part_comm=part_comm, common=self.common)
         self.parts.append(part)
         return part
 
