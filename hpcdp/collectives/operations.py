@@ -276,6 +276,8 @@ def _found(
     operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int = 0
 ) -> tuple[Algorithm, Reduction]:
     """What to run, and with which reduction: looked up once per size class, dtype, op and algorithm."""
+    if type(x) is not np.ndarray:
+        _refuse_mask(operation, "x", x)
     if world.debug:
         with world.meeting(), Watchdog.of(world).watching(operation, x):
             _compare(operation, x, op, algorithm, world, root)
@@ -349,6 +351,10 @@ def _check_like(operation: str, out: Array, shape: tuple[int, ...], x: Array) ->
 def _check_array(operation: str, where: str, x: Array) -> None:
     if not hasattr(x, "dtype"):
         raise UnsupportedError(operation, where=where, expected="an array", got=type(x).__name__)
+    _refuse_mask(operation, where, x)
+
+
+def _refuse_mask(operation: str, where: str, x: Array) -> None:
     if isinstance(x, np.ma.MaskedArray):
         raise UnsupportedError(operation, where=where, expected="an array without a mask", got="a masked one")
 

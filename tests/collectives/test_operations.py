@@ -90,9 +90,13 @@ def test_a_receiver_that_cannot_be_written_is_told_after_it_took_part(x):
         assert broadcast(np.full(2, world.rank + value)).tolist() == [value] * 2
 
 
-def test_a_masked_array_is_refused():
-    with pytest.raises(UnsupportedError, match="expected an array without a mask, got a masked one"):
-        threads.run(2, lambda world: allreduce(np.ma.array([1.0, 2.0], mask=[0, 1]), world=world))
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_masked_array_is_refused_on_all_ranks(collective):
+    def rank(world):
+        with pytest.raises(UnsupportedError, match="expected an array without a mask, got a masked one"):
+            COLLECTIVES[collective](np.ma.array([1.0, 2.0], mask=[0, 1]), world=world)
+
+    threads.run(2, rank)
 
 
 def test_every_collective_takes_arrays_that_are_not_contiguous():
@@ -322,6 +326,17 @@ def test_a_monoid_that_changes_the_shape_is_told():
         UnsupportedError, match=r"op='first'.*expected a function that returns shape \(2,\).*got \(1,\)"
     ):
         threads.run(2, lambda world: allreduce(np.zeros(4), first, world))
+
+
+def test_a_monoid_whose_results_do_not_fit_into_the_dtype_is_told():
+    def rank(world):
+        length = Monoid(np.hypot, 0.0, "length")
+        with pytest.raises(UnsupportedError, match=r"op='length'.*shape \(2,\) and int64, .*got \(2,\) and float64"):
+            allreduce(np.full(4, 3), length, world, "ring")
+        either = Monoid(np.logical_or, 0.0, "either")
+        assert allreduce(np.full(4, float(world.rank)), either, world).tolist() == [1.0] * 4
+
+    threads.run(2, rank)
 
 
 ODD = [
