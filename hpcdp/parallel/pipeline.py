@@ -8,7 +8,6 @@ recurrent network on several devices Wu et al., "Google's neural machine transla
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
@@ -26,7 +25,7 @@ from ..nn import Module
 from ..nn.hybrid.changed import Look
 from ..nn.losses import require_per_sample
 from .links import BACKWARD, FORWARD, Link, Messages, Queue
-from .schedules import SCHEDULES, Action
+from .schedules import SCHEDULES, Action, pieces
 
 Stage = Module | Callable[[], Module]
 Loss = Callable[[Any, Array], Tensor]
@@ -112,6 +111,9 @@ class Pipeline(Module):
         world = init() if world is None else world
         if isinstance(stages, Module) or not isinstance(stages, Sequence):
             raise ConfigError("Pipeline", where="stages", expected="a list of modules", got=type(stages).__name__)
+        if not isinstance(world, World):
+            expected = "a world, that of hpcdp.init() or split_world(...).replicas"
+            raise ConfigError("Pipeline", where="world", expected=expected, got=type_named(world))
         _check(len(stages), world.size, micro_batches, schedule)
         said = [f"{len(stages)} stages", f"micro_batches {micro_batches}", f"schedule {schedule}"]
         self._loss, self._micro_batches, self._schedule = loss, micro_batches, SCHEDULES[schedule]
@@ -202,6 +204,7 @@ class Pipeline(Module):
             ConfigError: the trainer has another world, or is reproducible: it sums virtual shards, not micro-batches;
                 on ranks of the last stage: the loss is not of shape ``(batch,)``.
             DataError: ``x`` and ``y`` differ in length.
+            MismatchError: on a rank behind one of this copy that has a batch of another length.
         """
         if self._look.is_due():
             self.require_parts_of_this_rank("Pipeline.step")
@@ -225,6 +228,11 @@ class Pipeline(Module):
     def _train(self, trainer: Trains, x: Array, y: Array) -> float:
         """The sum of the losses, where the last stage is one of this rank's."""
         spans = pieces(len(x), self._micro_batches)
+        for part in self._parts:
+            if part.before is not None:
+                part.before[0].expect(len(x))
+            if part.after is not None:
+                part.after[0].begin(len(x))
         if not spans:
             trainer.step(0)
         total = 0.0
@@ -320,18 +328,8 @@ def _recorded(output: Tensor) -> Tensor:
     return output * 1 if output.node is None and output.grad_req != "null" else output
 
 
-def pieces(count: int, number: int) -> list[tuple[int, int]]:
-    """Where the micro-batches of ``count`` samples begin and end: at most ``number``, none of them empty, the first
-    ones longer by a sample where it does not divide."""
-    number = min(count, number)
-    ends = [0]
-    for piece in range(number):
-        ends.append(ends[-1] + count // number + (piece < count % number))
-    return list(itertools.pairwise(ends))
-
-
 def _check(num_stages: int, size: int, micro_batches: int, schedule: str) -> None:
-    if schedule not in SCHEDULES:
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
         raise ConfigError("Pipeline", where="schedule", expected=f"one of {', '.join(SCHEDULES)}", got=repr(schedule))
     if num_stages < 1:
         raise ConfigError("Pipeline", where="stages", expected="at least one", got="none")

@@ -11,7 +11,7 @@ from hpcdp.autograd import Tensor
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError, UnsupportedError
 from hpcdp.parallel import Pipeline
-from hpcdp.parallel.pipeline import pieces
+from hpcdp.parallel.schedules import pieces
 from hpcdp.train.trainers.trainer import Trainer
 
 
