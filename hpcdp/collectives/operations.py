@@ -137,8 +137,8 @@ def reduce_scatter(
     result = np.empty(own, host.dtype)
     if out is not None:
         _check_like("reduce_scatter", out, (own,), x)
-    in_place = type(x) is np.ndarray and type(out) is np.ndarray and np.may_share_memory(x, out)
-    work = host if in_place and host.flags.carray else np.array(host, order="C")
+    in_place = type(x) is np.ndarray and x.flags.carray and type(out) is np.ndarray and np.shares_memory(x, out)
+    work = host if in_place else np.array(host, order="C")
     if world.size > 1:
         chosen.run(world, "reduce_scatter", work.reshape(-1), result, reduction)
     else:

@@ -159,6 +159,20 @@ def test_parts_stay_where_they_are(algorithm):
         np.testing.assert_allclose(x, reduced(n, count, "float64"), rtol=1e-13)
 
 
+def test_an_input_stays_beside_which_its_part_of_the_result_is_written():
+    """In the memory between them, but not in it."""
+
+    def rank(world):
+        place = np.zeros((3, 10))
+        place[1] = data(world.rank, 10, "float64")
+        reduce_scatter(place[1], "sum", world, "ring", out=place[::2, 5])
+        np.testing.assert_array_equal(place[1], data(world.rank, 10, "float64"))
+        return place[::2, 5]
+
+    wanted = reduced(5, 10, "float64")
+    np.testing.assert_allclose(np.concatenate(threads.run(5, rank)), wanted, rtol=1e-13)
+
+
 def test_an_array_of_another_namespace_goes_through_host_memory():
     def rank(world):
         def own():
