@@ -85,8 +85,9 @@ def iallreduce(
 
     Every rank must start the same ones in the same order. They progress while one of them is asked (``test()``, which
     never blocks) or waited for (``wait()``); until then neither ``x`` nor ``out`` may be touched. A blocking collective
-    ends what was started before it. Algorithm "native", which "auto" may choose, may sum in another order than
-    `allreduce` does: MPI libraries have other algorithms for their nonblocking collectives.
+    ends what was started before it in its world; during that, those of other worlds do not progress. Algorithm
+    "native", which "auto" may choose, may sum in another order than `allreduce` does: MPI libraries have other
+    algorithms for their nonblocking collectives.
 
     Args, Raises: as `allreduce`.
 
@@ -136,8 +137,8 @@ def reduce_scatter(
     result = np.empty(own, host.dtype)
     if out is not None:
         _check_like("reduce_scatter", out, (own,), x)
-    in_place = type(x) is np.ndarray and type(out) is np.ndarray and np.may_share_memory(x, out)
-    work = host if in_place and host.flags.carray else np.array(host, order="C")
+    in_place = type(x) is np.ndarray and x.flags.carray and type(out) is np.ndarray and np.shares_memory(x, out)
+    work = host if in_place else np.array(host, order="C")
     if world.size > 1:
         chosen.run(world, "reduce_scatter", work.reshape(-1), result, reduction)
     else:
@@ -275,6 +276,8 @@ def _found(
     operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int = 0
 ) -> tuple[Algorithm, Reduction]:
     """What to run, and with which reduction: looked up once per size class, dtype, op and algorithm."""
+    if type(x) is not np.ndarray:
+        _refuse_mask(operation, "x", x)
     if world.debug:
         with world.meeting(), Watchdog.of(world).watching(operation, x):
             _compare(operation, x, op, algorithm, world, root)
@@ -348,6 +351,10 @@ def _check_like(operation: str, out: Array, shape: tuple[int, ...], x: Array) ->
 def _check_array(operation: str, where: str, x: Array) -> None:
     if not hasattr(x, "dtype"):
         raise UnsupportedError(operation, where=where, expected="an array", got=type(x).__name__)
+    _refuse_mask(operation, where, x)
+
+
+def _refuse_mask(operation: str, where: str, x: Array) -> None:
     if isinstance(x, np.ma.MaskedArray):
         raise UnsupportedError(operation, where=where, expected="an array without a mask", got="a masked one")
 

@@ -10,6 +10,7 @@ request that is complete when all its machines have ended, and so one stage of a
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..arrays import Array
-from ..comm import Communicator, Request, World
+from ..comm import Request, World
 from ..comm.communicator import LANE_BITS, OPERATION_BITS, make_tag, split
 from ..comm.steps import Steps, wait_for
 from ..comm.watchdog import Watchdog
@@ -97,7 +98,7 @@ class Machine:
                 try:
                     if not waiting[-1].test():
                         return False
-                except Exception as error:
+                except BaseException as error:  # Ctrl-C, too: what waits for a segment is not complete without it
                     return self._fail(error)
                 waiting.pop()
             stage = next(self._steps, None)
@@ -105,9 +106,10 @@ class Machine:
                 return True
             waiting.extend(stage)
 
-    def _fail(self, error: Exception) -> bool:
+    def _fail(self, error: BaseException) -> bool:
         """Raise ``error`` where the machine waits; whether that has ended it."""
         _abandoned.append(self._waiting)
+        self._waiting = []
         try:
             self._waiting = list(self._steps.throw(error))
         except StopIteration:
@@ -182,20 +184,27 @@ def in_lanes(
 
 
 class Progress:
-    """The operations of a world that have been started and have not ended, and the tags that tell them apart."""
+    """The operations of a world that have been started and have not ended, and the tags that tell them apart.
 
-    def __init__(self, watchdog: Watchdog, comm: Communicator) -> None:
-        self.watchdog = watchdog
-        self.first_calls = comm.duplicate()
+    Those of all worlds that are parts of one progress together: ranks may wait for them in different orders.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.watchdog = Watchdog.of(world)
+        self.first_calls = world.comm.duplicate()
         """For what ranks compare before they call something for the first time: some may have gone on."""
-        self._signatures = comm.signatures
+        self._signatures = world.comm.signatures
         self._active = Together([])
+        self._turn = threading.RLock()
+        """Of who lets `_active` progress: worlds may be used by different threads."""
         self._count = 0
+        self._all: list[Progress] = world.common.setdefault(Progress, [])
+        self._all.append(self)
 
     @classmethod
     def of(cls, world: World) -> Progress:
         """That of ``world``; every rank must call the first time."""
-        return world.kept.get(cls) or world.keep(cls, lambda: cls(Watchdog.of(world), world.comm))
+        return world.kept.get(cls) or world.keep(cls, lambda: cls(world))
 
     def tag(self, *agreed: object) -> int:
         """The first tag of the next operation, the same on all ranks, which start operations in one order.
@@ -230,12 +239,13 @@ class Progress:
 
         def test() -> bool:
             if not ended:
-                self._active.test()
+                self._go_on()
             if failure is not None:
                 raise failure
             return ended
 
-        self._active.add(to_its_end())
+        with self._turn:
+            self._active.add(to_its_end())
         if isinstance(failure, UnsupportedError):
             raise failure
         return Watched(test, self.watchdog, x)
@@ -243,4 +253,14 @@ class Progress:
     def finish(self) -> None:
         """Block until no operation is under way: before a blocking call, during which none would progress."""
         if self._active.running:
-            self._active.wait()
+            wait_for(self._go_on)
+
+    def _go_on(self) -> bool:
+        """Give every machine a turn, also those of other worlds; whether all of this one's have ended."""
+        for each in self._all:
+            if each._active.running and each._turn.acquire(blocking=False):
+                try:
+                    each._active.test()
+                finally:
+                    each._turn.release()
+        return not self._active.running

@@ -82,10 +82,11 @@ def _by(ufunc: np.ufunc) -> Callable[[np.ndarray, np.ndarray], None]:
 def _by_monoid(monoid: Monoid) -> Callable[[np.ndarray, np.ndarray], None]:
     def into(total: np.ndarray, x: np.ndarray) -> None:
         reduced = np.asarray(monoid.function(total, x))
-        if reduced.shape != total.shape:
+        if reduced.shape != total.shape or not np.can_cast(reduced.dtype, total.dtype, "same_kind"):
             raise UnsupportedError(
                 "reduction", where=f"op={monoid.name!r}",
-                expected=f"a function that returns shape {total.shape}, as its arguments have", got=reduced.shape,
+                expected=f"a function that returns shape {total.shape} and {total.dtype}, as its arguments have",
+                got=f"{reduced.shape} and {reduced.dtype}",
             )  # fmt: skip
         total[...] = reduced
 

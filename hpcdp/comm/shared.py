@@ -8,10 +8,12 @@ to leave behind when a job is killed, and alive for as long as an array views it
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -183,7 +185,7 @@ class ProcessMemory:
         if block is None:
             raise HpcdpError(
                 "share memory", where=f"{self.size} ranks of a node", expected=f"{nbytes} bytes", got="none",
-                remedy="lift the job's limits (ulimit -v, ulimit -f; hpcdp doctor looks for more), or go other ways: "
+                remedy="lift the job's limits (ulimit -v, -f, -n; hpcdp doctor looks for more), or go other ways: "
                 "HPCDP_SHARED_MEMORY=window or none",
             )  # fmt: skip
         return block[:nbytes].view(kind).reshape(shape)
@@ -222,14 +224,34 @@ def memfd(comm: Communicator, nbytes: int) -> np.ndarray | None:
     if offer is not None:
         with contextlib.suppress(OSError, ValueError):
             with _opened(descriptor, f"/proc/{offer[0]}/fd/{offer[1]}") as file:
-                mapped = mmap.mmap(file, nbytes + _TOKEN_BYTES)
+                mapped = np.asarray(_Mapping(file, nbytes + _TOKEN_BYTES))
             # The same path may be another process's file in a process namespace of our own.
-            if mapped[nbytes:] == bytes.fromhex(offer[2]):
-                block = np.frombuffer(mapped, np.uint8, nbytes)
+            if mapped[nbytes:].tobytes() == bytes.fromhex(offer[2]):
+                block = mapped[:nbytes]
     everyone_has_it = all(comm.allgather_json(block is not None))
     if descriptor >= 0:
         os.close(descriptor)
     return block if everyone_has_it else None
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class _Mapping:
+    """The memory of a file, as NumPy takes it, given back with the last array that views it.
+
+    Python's own keeps a descriptor open for each, before 3.13 (``trackfd``), and a job may have no more than 1024.
+    """
+
+    def __init__(self, file: int, nbytes: int) -> None:
+        at = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+        if at == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        weakref.finalize(self, _libc.munmap, at, nbytes).atexit = False
+        self.__array_interface__ = {"data": (at, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
 @contextlib.contextmanager

@@ -23,6 +23,9 @@ from .weak_methods import WeakMethods
 
 T = TypeVar("T")
 
+MOST_COLOR = 2**31 - 1
+"""Of `World.split`: MPI takes an int."""
+
 GPU_OF_MESSAGES = "GPU of messages"
 """What a world keeps it under: the GPU whose memory messages go from and to."""
 
@@ -70,6 +73,8 @@ class World:
     """So many of this world's ranks, the last ones, are servers."""
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     """See `keep`."""
+    common: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What this world has in common with all that `split` makes of it, on this rank."""
     endings: WeakMethods[None] = field(default_factory=WeakMethods, repr=False, compare=False)
     """Called by `finish`, the last first."""
     meetings: WeakMethods[AbstractContextManager[None]] = field(default_factory=WeakMethods, repr=False, compare=False)
@@ -99,17 +104,18 @@ class World:
         It ends with this one. Nodes are those of this world, as far as they have ranks in it.
 
         Args:
-            color: not negative.
+            color: an integer from 0 to `MOST_COLOR`, or a bool.
             model_comm: of the new world, see there.
             part_comm: as well; default that of this one.
 
         Raises:
-            ConfigError: some ranks are servers.
+            ConfigError: some ranks are servers, or the color is another one.
         """
         if self.divide is None:
             raise ConfigError("split", expected="a world of workers", got="one with servers among its ranks")
+        number = _color(color)
         part_comm = self.part_comm if part_comm is None else part_comm
-        part = replace(self.divide(color), model_comm=model_comm, part_comm=part_comm)
+        part = replace(self.divide(number), model_comm=model_comm, part_comm=part_comm, common=self.common)
         self.parts.append(part)
         return part
 
@@ -190,3 +196,11 @@ class World:
         if key not in self.kept:
             self.kept[key] = make()
         return self.kept[key]
+
+
+def _color(color: object) -> int:
+    """``color`` as MPI takes it, which would cut 1.5 to 1 without a word."""
+    number = int(color) if isinstance(color, (bool, np.bool_)) else color
+    if not isinstance(number, (int, np.integer)) or not 0 <= number <= MOST_COLOR:
+        raise ConfigError("split", where="color", expected=f"an integer from 0 to {MOST_COLOR}", got=repr(color))
+    return int(number)

@@ -17,14 +17,14 @@ def _refuse(layer: Module, expected: str, x: Tensor) -> UnsupportedError:
     return UnsupportedError("forward", where=repr(layer), expected=f"input of shape {expected}", got=tuple(x.shape))
 
 
-def _require_channels(layer: Module, **numbers: int | None) -> None:
+def require_channels(layer: Module, **numbers: int | None) -> None:
     """Raises `ConfigError` unless the numbers of inputs, which may be None, and of outputs are at least 1."""
     for where, number in numbers.items():
         if number is not None or not where.startswith("in_"):
             whole_number(type(layer).__name__, where, number, 1)
 
 
-def _size(layer: Module, where: str, size: Size, least: int) -> Pair:
+def window(layer: Module, where: str, size: Size, least: int) -> Pair:
     """(vertical, horizontal); `ConfigError` unless they are at least ``least``."""
     sizes = size if isinstance(size, Sequence) and len(size) == 2 else (size, size)
     if not all(isinstance(each, int) and each >= least for each in sizes):
@@ -51,7 +51,7 @@ class Dense(Module):
         activation: str | None = None,
         weight_init: Initialiser | None = None,
     ) -> None:
-        _require_channels(self, in_features=in_features, out_features=out_features)
+        require_channels(self, in_features=in_features, out_features=out_features)
         self.weight = deferred.parameter((in_features, out_features), weight_init or Xavier())
         self.bias = Parameter(Zeros()((out_features,))) if bias else None
         self.activation = activation
@@ -96,9 +96,9 @@ class Conv2D(Module):
         activation: str | None = None,
         weight_init: Initialiser | None = None,
     ) -> None:
-        _require_channels(self, in_channels=in_channels, out_channels=out_channels)
-        kernel = _size(self, "kernel_size", kernel_size, 1)
-        self.stride, self.padding = _size(self, "stride", stride, 1), _size(self, "padding", padding, 0)
+        require_channels(self, in_channels=in_channels, out_channels=out_channels)
+        kernel = window(self, "kernel_size", kernel_size, 1)
+        self.stride, self.padding = window(self, "stride", stride, 1), window(self, "padding", padding, 0)
         self.weight = deferred.parameter((out_channels, in_channels, *kernel), weight_init or Xavier())
         self.bias = Parameter(Zeros()((out_channels,))) if bias else None
         self.activation = activation
@@ -134,9 +134,9 @@ def _options(layer: Dense | Conv2D) -> str:
 
 class _Pool(Module):
     def __init__(self, kernel_size: Size, stride: Size | None = None, padding: Size = 0) -> None:
-        self.kernel_size = _size(self, "kernel_size", kernel_size, 1)
-        self.stride = self.kernel_size if stride is None else _size(self, "stride", stride, 1)
-        self.padding = _size(self, "padding", padding, 0)
+        self.kernel_size = window(self, "kernel_size", kernel_size, 1)
+        self.stride = self.kernel_size if stride is None else window(self, "stride", stride, 1)
+        self.padding = window(self, "padding", padding, 0)
 
     def check(self, x: Tensor) -> None:
         least = tuple(k - 2 * p for k, p in zip(self.kernel_size, self.padding, strict=True))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +13,7 @@ from ..arrays import Array, dtype_of, from_host, native, to_host
 from ..comm import Communicator, Request
 from ..comm.communicator import make_tag
 from ..comm.watchdog import Watchdog
-from ..errors import UnsupportedError
+from ..errors import MismatchError, UnsupportedError
 
 _DTYPES = ("float32", "float64", "float16", "int32", "int64", "int8", "uint8", "bool", "bfloat16")
 _MOST_AXES = 8
@@ -22,6 +24,18 @@ FORWARD, BACKWARD = 1, 2
 
 class Link(Protocol):
     """One way between two neighbouring stages; what is sent first is received first."""
+
+    def begin(self, length: int) -> None:
+        """Tell the other end of a batch of so many samples, of which what is sent next are micro-batches."""
+        ...
+
+    def expect(self, length: int) -> None:
+        """Wait for such a batch.
+
+        Raises:
+            MismatchError: the other end has begun one of another length.
+        """
+        ...
 
     def send(self, arrays: tuple[Array, ...]) -> None:
         """Begin to send; the arrays must not change any more."""
@@ -35,12 +49,22 @@ class Link(Protocol):
         """Wait until all that was sent has left."""
         ...
 
+    def forget(self) -> None:
+        """Drop what was sent and not received, after an error."""
+        ...
+
 
 class Queue:
     """Between stages of one process."""
 
     def __init__(self) -> None:
         self._sent: deque[tuple[Array, ...]] = deque()
+
+    def begin(self, length: int) -> None:
+        """See `Link`."""
+
+    def expect(self, length: int) -> None:
+        """See `Link`; there is one batch."""
 
     def send(self, arrays: tuple[Array, ...]) -> None:
         """See `Link`."""
@@ -52,6 +76,10 @@ class Queue:
 
     def finish(self) -> None:
         """See `Link`."""
+
+    def forget(self) -> None:
+        """See `Link`."""
+        self._sent.clear()
 
 
 class Messages:
@@ -74,6 +102,21 @@ class Messages:
         what = "activations" if way == FORWARD else "gradients"
         self._label = f"wait for {what} from rank {other} of the pipeline"
         self._under_way: deque[tuple[Request, np.ndarray]] = deque()
+
+    def begin(self, length: int) -> None:
+        """See `Link`."""
+        self._send(np.array([length], np.int64))
+
+    def expect(self, length: int) -> None:
+        """See `Link`."""
+        with self._waiting():
+            (theirs,) = self._receive(np.empty(1, np.int64))
+        if theirs != length:
+            raise MismatchError(
+                "Pipeline.step", where="batch",
+                expected=f"{theirs} samples, as rank {self._other} of this copy has, the stage before", got=length,
+                remedy="give all stages of a copy the same batch; those in the middle need an array as long",
+            )  # fmt: skip
 
     def send(self, arrays: tuple[Array, ...]) -> None:
         """See `Link`.
@@ -103,11 +146,16 @@ class Messages:
 
     def receive(self) -> tuple[Array, ...]:
         """See `Link`."""
+        with self._waiting():
+            (count,) = self._receive(np.empty(1, np.int64))
+            return tuple(self._receive_one() for _ in range(count))
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
         call = self._label, None, lambda: self._behind
         self._watchdog.enter(call)
         try:
-            (count,) = self._receive(np.empty(1, np.int64))
-            return tuple(self._receive_one() for _ in range(count))
+            yield
         finally:
             self._watchdog.leave(call)
 
@@ -124,3 +172,6 @@ class Messages:
         """See `Link`."""
         while self._under_way:
             self._under_way.popleft()[0].wait()
+
+    def forget(self) -> None:
+        """See `Link`."""

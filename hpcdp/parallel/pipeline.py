@@ -8,7 +8,6 @@ recurrent network on several devices Wu et al., "Google's neural machine transla
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
@@ -26,7 +25,7 @@ from ..nn import Module
 from ..nn.hybrid.changed import Look
 from ..nn.losses import require_per_sample
 from .links import BACKWARD, FORWARD, Link, Messages, Queue
-from .schedules import SCHEDULES, Action
+from .schedules import SCHEDULES, Action, pieces
 
 Stage = Module | Callable[[], Module]
 Loss = Callable[[Any, Array], Tensor]
@@ -45,6 +44,8 @@ class Trains(Protocol):
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
 
+    def drop(self) -> None: ...
+
 
 @dataclass
 class _Part:
@@ -58,6 +59,10 @@ class _Part:
     """Where its outputs go, and whence their gradients come; None at the last stage."""
     kept: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = field(default_factory=dict)
     """Inputs and outputs of the micro-batches whose backward is still to come."""
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        return (*(self.before or ()), *(self.after or ()))
 
 
 class Pipeline(Module):
@@ -106,6 +111,9 @@ class Pipeline(Module):
         world = init() if world is None else world
         if isinstance(stages, Module) or not isinstance(stages, Sequence):
             raise ConfigError("Pipeline", where="stages", expected="a list of modules", got=type(stages).__name__)
+        if not isinstance(world, World):
+            expected = "a world, that of hpcdp.init() or split_world(...).replicas"
+            raise ConfigError("Pipeline", where="world", expected=expected, got=type_named(world))
         _check(len(stages), world.size, micro_batches, schedule)
         said = [f"{len(stages)} stages", f"micro_batches {micro_batches}", f"schedule {schedule}"]
         self._loss, self._micro_batches, self._schedule = loss, micro_batches, SCHEDULES[schedule]
@@ -169,7 +177,7 @@ class Pipeline(Module):
                 "Pipeline", expected="pipeline.step(trainer, x, y), which trains", got="a call within record()",
                 remedy="outside of it pipeline(x) predicts; train.fit and train.TrainStep record, and take no Pipeline",
             )  # fmt: skip
-        with autograd.pause(train_mode=autograd.is_training()):
+        with self._forgetting_at_errors(), autograd.pause(train_mode=autograd.is_training()):
             outputs: tuple[Tensor, ...] = ()
             for part in self._parts:
                 inputs = (as_tensor(x),) if part.before is None else _tensors(part.before[0].receive())
@@ -190,10 +198,13 @@ class Pipeline(Module):
         Returns:
             The sum of the losses of this copy's samples, before the update, on each of its ranks.
 
+        An error leaves nothing of the batch behind where all stages are in this process.
+
         Raises:
             ConfigError: the trainer has another world, or is reproducible: it sums virtual shards, not micro-batches;
                 on ranks of the last stage: the loss is not of shape ``(batch,)``.
             DataError: ``x`` and ``y`` differ in length.
+            MismatchError: on a rank behind one of this copy that has a batch of another length.
         """
         if self._look.is_due():
             self.require_parts_of_this_rank("Pipeline.step")
@@ -210,24 +221,49 @@ class Pipeline(Module):
             raise ConfigError("Pipeline.step", expected="samples and a label for each", got=got)
         if len(x) != len(y):
             raise DataError("Pipeline.step", expected="a label for each sample", got=f"{len(x)} and {len(y)}")
-        spans = pieces(len(x), self._micro_batches)
-        total = 0.0
-        if spans:
-            for part, action in self._turns(len(spans)):
-                first, last = spans[action.micro]
-                if action.is_forward:
-                    total += self._forward(part, action.micro, x[first:last], y[first:last])
-                    continue
-                # This rank's last backward completes the step's gradients; those before add to them.
-                ends = action.micro == len(spans) - 1 and part is self._parts[0]
-                with contextlib.nullcontext() if ends else trainer.no_sync():
-                    self._backward(part, action.micro, trainer.loss_scale)
-                    if part is self._parts[0]:
-                        trainer.step(last - first)
-            self._finish()
-        else:
-            trainer.step(0)
+        with self._forgetting_at_errors(trainer):
+            total = self._train(trainer, x, y)
         return float(self._from_last((np.array([total]),))[0][0])
+
+    def _train(self, trainer: Trains, x: Array, y: Array) -> float:
+        """The sum of the losses, where the last stage is one of this rank's."""
+        spans = pieces(len(x), self._micro_batches)
+        for part in self._parts:
+            if part.before is not None:
+                part.before[0].expect(len(x))
+            if part.after is not None:
+                part.after[0].begin(len(x))
+        if not spans:
+            trainer.step(0)
+        total = 0.0
+        for part, action in self._turns(len(spans)):
+            first, last = spans[action.micro]
+            if action.is_forward:
+                total += self._forward(part, action.micro, x[first:last], y[first:last])
+                continue
+            # This rank's last backward completes the step's gradients; those before add to them.
+            ends = action.micro == len(spans) - 1 and part is self._parts[0]
+            with contextlib.nullcontext() if ends else trainer.no_sync():
+                self._backward(part, action.micro, trainer.loss_scale)
+                if part is self._parts[0]:
+                    trainer.step(last - first)
+        self._finish()
+        return total
+
+    @contextlib.contextmanager
+    def _forgetting_at_errors(self, trainer: Trains | None = None) -> Iterator[None]:
+        """Within it an error drops what the next call would take for its own; between ranks the job ends."""
+        try:
+            yield
+        except BaseException:
+            if self._comm is None:
+                for part in self._parts:
+                    part.kept.clear()
+                    for link in part.links:
+                        link.forget()
+                if trainer is not None:
+                    trainer.drop()
+            raise
 
     def _turns(self, num_micro: int) -> Iterator[tuple[_Part, Action]]:
         """What this rank does, in order: its stages take turns where it has several, each as soon as it can."""
@@ -270,7 +306,7 @@ class Pipeline(Module):
 
     def _finish(self) -> None:
         for part in self._parts:
-            for link in (*(part.before or ()), *(part.after or ())):
+            for link in part.links:
                 link.finish()
 
     def _from_last(self, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -292,18 +328,8 @@ def _recorded(output: Tensor) -> Tensor:
     return output * 1 if output.node is None and output.grad_req != "null" else output
 
 
-def pieces(count: int, number: int) -> list[tuple[int, int]]:
-    """Where the micro-batches of ``count`` samples begin and end: at most ``number``, none of them empty, the first
-    ones longer by a sample where it does not divide."""
-    number = min(count, number)
-    ends = [0]
-    for piece in range(number):
-        ends.append(ends[-1] + count // number + (piece < count % number))
-    return list(itertools.pairwise(ends))
-
-
 def _check(num_stages: int, size: int, micro_batches: int, schedule: str) -> None:
-    if schedule not in SCHEDULES:
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
         raise ConfigError("Pipeline", where="schedule", expected=f"one of {', '.join(SCHEDULES)}", got=repr(schedule))
     if num_stages < 1:
         raise ConfigError("Pipeline", where="stages", expected="at least one", got="none")

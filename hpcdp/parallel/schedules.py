@@ -8,6 +8,7 @@ each other, and ``m`` micro-batches.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,6 +39,16 @@ def one_forward_one_backward(stage: int, num_stages: int, num_micro: int) -> lis
     for micro in range(ahead, num_micro):
         actions += [Action(True, micro), Action(False, micro - ahead)]
     return actions + [Action(False, micro) for micro in range(num_micro - ahead, num_micro)]
+
+
+def pieces(count: int, number: int) -> list[tuple[int, int]]:
+    """Where the micro-batches of ``count`` samples begin and end: at most ``number``, none of them empty, the first
+    ones longer by a sample where it does not divide."""
+    number = min(count, number)
+    ends = [0]
+    for piece in range(number):
+        ends.append(ends[-1] + count // number + (piece < count % number))
+    return list(itertools.pairwise(ends))
 
 
 SCHEDULES: dict[str, Callable[[int, int, int], list[Action]]] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}

@@ -17,9 +17,10 @@ from ..autograd import Tensor
 from ..comm import World
 from ..comm.agreement import require_same
 from ..comm.communicator import bounds
-from ..errors import ConfigError
+from ..errors import ConfigError, whole_number
 from ..nn import Conv2D, Dense, Parameter, deferred, functional
 from ..nn.init import Initialiser, Xavier, Zeros
+from ..nn.layers import require_channels, window
 from ..state import Cut
 from .exchanges import fan_out, gathered, own_channels, summed
 
@@ -54,6 +55,8 @@ class ColumnDense(Dense):
         gather: bool = False,
     ) -> None:
         _require_alike(self, parts, f"{in_features}, {out_features}, {bias=}, {activation=}, {gather=}")
+        require_channels(self, in_features=in_features, out_features=out_features)
+        functional.is_relu(activation)
         self.parts, self.gather = parts, gather
         self._ends = _ends(self, "out_features", out_features, out_features, parts)
         self.weight = _own_part((in_features, out_features), 1, self._ends, parts, weight_init or Xavier())
@@ -98,6 +101,8 @@ class RowDense(Dense):
     ) -> None:
         said = f"{in_features}, {out_features}, {bias=}, {activation=}, {scatter=}, {channels=}"
         _require_alike(self, parts, said)
+        require_channels(self, in_features=in_features, out_features=out_features)
+        functional.is_relu(activation)
         self.parts, self.scatter = parts, scatter
         self._ends = _ends(self, "in_features", in_features, in_features if channels is None else channels, parts)
         self.weight = _own_part((in_features, out_features), 0, self._ends, parts, weight_init or Xavier())
@@ -139,14 +144,16 @@ class ColumnConv2D(Conv2D):
         weight_init: Initialiser | None = None,
         gather: bool = False,
     ) -> None:
-        window = f"{kernel_size=}, {stride=}, {padding=}"
-        _require_alike(self, parts, f"{in_channels}, {out_channels}, {window}, {bias=}, {activation=}, {gather=}")
+        sizes = f"{kernel_size=}, {stride=}, {padding=}"
+        _require_alike(self, parts, f"{in_channels}, {out_channels}, {sizes}, {bias=}, {activation=}, {gather=}")
+        require_channels(self, in_channels=in_channels, out_channels=out_channels)
+        functional.is_relu(activation)
         self.parts, self.gather = parts, gather
         self._ends = _ends(self, "out_channels", out_channels, out_channels, parts)
-        shape = (out_channels, in_channels, *functional.pair(kernel_size))
+        shape = (out_channels, in_channels, *window(self, "kernel_size", kernel_size, 1))
         self.weight = _own_part(shape, 0, self._ends, parts, weight_init or Xavier())
         self.bias = _own_part((out_channels,), 0, self._ends, parts, Zeros()) if bias else None
-        self.stride, self.padding = functional.pair(stride), functional.pair(padding)
+        self.stride, self.padding = window(self, "stride", stride, 1), window(self, "padding", padding, 0)
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,14 +189,16 @@ class RowConv2D(Conv2D):
         weight_init: Initialiser | None = None,
         scatter: bool = False,
     ) -> None:
-        window = f"{kernel_size=}, {stride=}, {padding=}"
-        _require_alike(self, parts, f"{in_channels}, {out_channels}, {window}, {bias=}, {activation=}, {scatter=}")
+        sizes = f"{kernel_size=}, {stride=}, {padding=}"
+        _require_alike(self, parts, f"{in_channels}, {out_channels}, {sizes}, {bias=}, {activation=}, {scatter=}")
+        require_channels(self, in_channels=in_channels, out_channels=out_channels)
+        functional.is_relu(activation)
         self.parts, self.scatter = parts, scatter
         self._ends = _ends(self, "in_channels", in_channels, in_channels, parts)
-        shape = (out_channels, in_channels, *functional.pair(kernel_size))
+        shape = (out_channels, in_channels, *window(self, "kernel_size", kernel_size, 1))
         self.weight = _own_part(shape, 1, self._ends, parts, weight_init or Xavier())
         self.bias = Parameter(Zeros()((out_channels,))) if bias else None
-        self.stride, self.padding = functional.pair(stride), functional.pair(padding)
+        self.stride, self.padding = window(self, "stride", stride, 1), window(self, "padding", padding, 0)
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
@@ -212,10 +221,10 @@ def _require_alike(layer: Dense | Conv2D, parts: World, said: str) -> None:
 def _ends(layer: Dense | Conv2D, where: str, features: int | None, channels: int | None, parts: World) -> list[int]:
     """Where the features of each rank begin, and the last ones end: whole channels of nearly equal number."""
     name = type(layer).__name__
-    if not isinstance(channels, int) or channels < parts.size:
+    if channels is None or whole_number(name, where, channels, 1) < parts.size:
         expected = f"at least as many channels as the {parts.size} ranks"
         raise ConfigError(name, where=where, expected=expected, got=repr(channels))
-    if not isinstance(features, int) or features % channels:
+    if features is None or features % channels:
         raise ConfigError(name, where=where, expected=f"a multiple of the {channels} channels", got=repr(features))
     return [end * (features // channels) for end in bounds(channels, parts.size)]
 

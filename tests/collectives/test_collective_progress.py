@@ -1,6 +1,7 @@
 """Machines that progress together: any order of waiting, errors of one of them, and blocking calls between them."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -171,6 +172,36 @@ def test_operations_are_waited_for_in_another_order_on_every_rank(nodes, calls, 
         assert_same_bits(arrays)
 
 
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "shared", "hierarchical"])
+def test_operations_of_several_worlds_are_waited_for_in_another_order_on_every_rank(algorithm):
+    def rank(world):
+        parts = [world.split(0), world.split(world.rank % 2), world.split(0).split(0), world]
+        arrays = [data(part.rank, 9000, "float64") for part in parts]
+        requests = [iallreduce(x, "sum", part, algorithm) for x, part in zip(arrays, parts, strict=True)]
+        for place in np.random.default_rng(world.rank).permutation(len(parts)):
+            requests[place].wait()
+            assert_close(arrays[place], reduced(parts[place].size, 9000, "float64", "sum"), 4, "sum", 9000)
+
+    threads.run(4, rank, 2 if algorithm == "hierarchical" else None)
+
+
+@pytest.mark.mpi
+def test_real_ranks_have_each_world_in_a_thread_of_its_own():
+    import hpcdp
+
+    world = hpcdp.init()
+    parts = [world.split(0) for _ in range(3)]
+
+    def sums(part):
+        for count in range(0, 3000, 100):
+            requests = [iallreduce(x, "sum", part, "ring") for x in (np.ones(count), np.ones(count + 30000))]
+            for request in requests:
+                request.wait()
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(sums, parts)) == [None] * 3
+
+
 @pytest.mark.parametrize("algorithm", ["native", "shared"])
 def test_operations_of_the_library_and_in_memory(algorithm):
     def rank(world):
@@ -228,6 +259,27 @@ def test_an_operation_that_fails_leaves_the_others_alone():
         return good[0], later[0]
 
     assert threads.run(2, rank) == [(2.0, 4.0)] * 2
+
+
+def test_an_operation_whose_segment_was_interrupted_is_not_complete_when_it_is_asked_for_again():
+    switch = Switch()
+
+    def segment(number):
+        yield [switch]
+        if number == 1:
+            raise KeyboardInterrupt
+
+    def rank(world):
+        interrupted = Progress.of(world).start(together([segment(number) for number in range(3)]), np.ones(1))
+        other = Progress.of(world).start(segment(3), np.ones(1))
+        switch.on = True
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                interrupted.wait()
+        other.wait()
+        Progress.of(world).finish()
+
+    threads.run(1, rank)
 
 
 def test_an_operation_that_cannot_start_says_so_at_once():

@@ -90,9 +90,13 @@ def test_a_receiver_that_cannot_be_written_is_told_after_it_took_part(x):
         assert broadcast(np.full(2, world.rank + value)).tolist() == [value] * 2
 
 
-def test_a_masked_array_is_refused():
-    with pytest.raises(UnsupportedError, match="expected an array without a mask, got a masked one"):
-        threads.run(2, lambda world: allreduce(np.ma.array([1.0, 2.0], mask=[0, 1]), world=world))
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_masked_array_is_refused_on_all_ranks(collective):
+    def rank(world):
+        with pytest.raises(UnsupportedError, match="expected an array without a mask, got a masked one"):
+            COLLECTIVES[collective](np.ma.array([1.0, 2.0], mask=[0, 1]), world=world)
+
+    threads.run(2, rank)
 
 
 def test_every_collective_takes_arrays_that_are_not_contiguous():
@@ -153,6 +157,20 @@ def test_parts_stay_where_they_are(algorithm):
 
     for x in threads.run(n, rank):
         np.testing.assert_allclose(x, reduced(n, count, "float64"), rtol=1e-13)
+
+
+def test_an_input_stays_beside_which_its_part_of_the_result_is_written():
+    """In the memory between them, but not in it."""
+
+    def rank(world):
+        place = np.zeros((3, 10))
+        place[1] = data(world.rank, 10, "float64")
+        reduce_scatter(place[1], "sum", world, "ring", out=place[::2, 5])
+        np.testing.assert_array_equal(place[1], data(world.rank, 10, "float64"))
+        return place[::2, 5]
+
+    wanted = reduced(5, 10, "float64")
+    np.testing.assert_allclose(np.concatenate(threads.run(5, rank)), wanted, rtol=1e-13)
 
 
 def test_an_array_of_another_namespace_goes_through_host_memory():
@@ -322,6 +340,17 @@ def test_a_monoid_that_changes_the_shape_is_told():
         UnsupportedError, match=r"op='first'.*expected a function that returns shape \(2,\).*got \(1,\)"
     ):
         threads.run(2, lambda world: allreduce(np.zeros(4), first, world))
+
+
+def test_a_monoid_whose_results_do_not_fit_into_the_dtype_is_told():
+    def rank(world):
+        length = Monoid(np.hypot, 0.0, "length")
+        with pytest.raises(UnsupportedError, match=r"op='length'.*shape \(2,\) and int64, .*got \(2,\) and float64"):
+            allreduce(np.full(4, 3), length, world, "ring")
+        either = Monoid(np.logical_or, 0.0, "either")
+        assert allreduce(np.full(4, float(world.rank)), either, world).tolist() == [1.0] * 4
+
+    threads.run(2, rank)
 
 
 ODD = [

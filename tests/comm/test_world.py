@@ -75,6 +75,23 @@ def test_shared_memory_is_the_same_bytes_for_all_and_starts_zeroed(world):
     assert world.size == 1 or "/memfd:hpcdp" in Path("/proc/self/maps").read_text()  # no name: nothing to leave behind
 
 
+@pytest.mark.mpi
+def test_shared_memory_keeps_no_descriptor_and_is_given_back_with_its_last_view(world):
+    def mapped():
+        return Path("/proc/self/maps").read_text().count("/memfd:hpcdp")
+
+    begun = mapped()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    views = [world.node_memory.alloc((3, 5), np.float64)[1:] for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert mapped() == begun + (20 if world.size > 1 else 0)
+    views[0][...] = world.rank
+    del views[1:]
+    assert mapped() == begun + (world.size > 1)
+    views.clear()
+    assert mapped() == begun
+
+
 @pytest.mark.mpi(min_size=2)
 def test_shared_memory_that_is_not_to_be_had_is_an_error_of_one_line_on_every_rank(world):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

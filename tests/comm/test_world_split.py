@@ -73,6 +73,16 @@ def test_the_world_of_all_with_servers_in_it_is_not_split():
     threads.run(2, rank, num_servers=1)
 
 
+@pytest.mark.parametrize("color", [-1, 1.5, None, "a", 2**31, np.float64(1)])
+def test_a_color_that_mpi_does_not_take_is_refused(color):
+    def rank(world):
+        with pytest.raises(ConfigError, match=r"^split \[color\]: expected an integer from 0 to 2147483647, got "):
+            world.split(color)
+        return [world.split(each).size for each in (world.rank == 0, np.bool_(world.rank), np.int8(3), 2**31 - 1)]
+
+    assert threads.run(3, rank) == [[1, 1, 3, 3], [2, 2, 3, 3], [2, 2, 3, 3]]
+
+
 @pytest.mark.mpi
 def test_on_real_ranks():
     world = hpcdp.init()

@@ -7,7 +7,7 @@ import numpy as np
 from hpcdp import autograd, nn, optim
 from hpcdp.comm import threads
 from hpcdp.parallel import Pipeline
-from hpcdp.parallel.pipeline import pieces
+from hpcdp.parallel.schedules import pieces
 from hpcdp.train.trainers.trainer import Trainer
 
 LOSS = nn.functional.softmax_cross_entropy

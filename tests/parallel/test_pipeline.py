@@ -9,9 +9,9 @@ from hpcdp import autograd, nn, optim
 from hpcdp.arrays import dtype_of
 from hpcdp.autograd import Tensor
 from hpcdp.comm import threads
-from hpcdp.errors import ConfigError
+from hpcdp.errors import ConfigError, DataError, UnsupportedError
 from hpcdp.parallel import Pipeline
-from hpcdp.parallel.pipeline import pieces
+from hpcdp.parallel.schedules import pieces
 from hpcdp.train.trainers.trainer import Trainer
 
 
@@ -283,3 +283,26 @@ def test_backward_begins_with_the_loss_scale_in_16_bits_too(n):
     np.testing.assert_array_equal(plain, scaled)
     np.testing.assert_allclose(plain, halves, rtol=0.02, atol=0.02)
     np.testing.assert_allclose(plain, brains, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"kvstore": "dist_sync"}])
+def test_an_error_in_one_process_leaves_nothing_of_the_batch_behind(schedule, settings):
+    def trained(fails):
+        def rank(world):
+            net = Pipeline(stages(2), LOSS, world, micro_batches=4, schedule=schedule)
+            trainer = Trainer(net.parameters(), optim.SGD(lr=0.1, momentum=0.9), net.replicas, **settings)
+            for step in range(STEPS):
+                x, y = batch(step, 0, 20)
+                if fails and step == 1:
+                    with pytest.raises(DataError, match="labels"):
+                        net.step(trainer, *batch(7, 0, 20)[:1], np.where(np.arange(20) < 12, y, 99))
+                    with pytest.raises(UnsupportedError, match="input of shape"):
+                        net(x[:, :5])
+                net.step(trainer, x, y)
+            return values(net), net(x).data
+
+        return threads.run(1, rank)[0]
+
+    for expected, got in zip(trained(fails=False), trained(fails=True), strict=True):
+        np.testing.assert_array_equal(got, expected)

@@ -6,7 +6,7 @@ from pipelined_network import LOSS, batch, stages
 from hpcdp import nn, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError, MismatchError
-from hpcdp.parallel import Pipeline
+from hpcdp.parallel import Pipeline, split_world
 from hpcdp.train.trainers.trainer import Trainer
 
 
@@ -15,6 +15,7 @@ from hpcdp.train.trainers.trainer import Trainer
     [
         (3, {}, "1 rank, or a multiple of the 2 stages, got 3 ranks"),
         (2, {"schedule": "2f2b"}, "one of gpipe, 1f1b, got '2f2b'"),
+        (2, {"schedule": ["gpipe"]}, r"one of gpipe, 1f1b, got \['gpipe'\]"),
         (2, {"micro_batches": 0}, "an integer >= 1, got 0"),
         (2, {"micro_batches": 1.5}, "an integer >= 1, got 1.5"),
     ],
@@ -22,6 +23,14 @@ from hpcdp.train.trainers.trainer import Trainer
 def test_what_cannot_be(n, settings, says):
     with pytest.raises(ConfigError, match=says):
         threads.run(n, lambda world: Pipeline(stages(2), LOSS, world, **settings))
+
+
+def test_what_is_no_world_is_refused():
+    def rank(world):
+        with pytest.raises(ConfigError, match=r"Pipeline \[world\]: expected a world, that of hpcdp.init\(\) or"):
+            Pipeline(stages(2), LOSS, split_world(1, world))
+
+    threads.run(2, rank)
 
 
 def test_ranks_that_say_different_things():
@@ -46,6 +55,19 @@ def test_a_trainer_of_another_world_and_labels_that_are_missing():
         threads.run(1, lambda world: Pipeline([*stages(1), lambda: None], LOSS, world))
     with pytest.raises(ConfigError, match=r"stages\]: expected a list of modules, got Sequential"):
         threads.run(1, lambda world: Pipeline(nn.Sequential(), LOSS, world))
+
+
+@pytest.mark.parametrize("lengths", [(8, 4, 8), (8, 8, 7), (7, 8, 8), (8, 3, 8), (8, 0, 8), (0, 8, 8), (8, 8, 0)])
+def test_stages_whose_batches_differ_in_length_are_told(lengths):
+    def rank(world):
+        net = Pipeline(stages(3), LOSS, world)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas)
+        net.step(trainer, *batch(0, 0, lengths[world.rank]))
+
+    with pytest.raises(
+        MismatchError, match=r"Pipeline.step \[batch\]: expected [078] samples, as rank [01] of this copy"
+    ):
+        threads.run(3, rank)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])

@@ -180,12 +180,33 @@ def test_a_network_with_such_layers_is_called_as_usual_where_it_is_hybridized():
             r"out_channels\]: expected at least as many channels as the 3 ranks, got 2",
         ),
         (lambda w: RowConv2D(2, 3, 3, w), r"in_channels\]: expected at least as many channels as the 3 ranks, got 2"),
+        (lambda w: RowDense(None, 6, w, channels=3), r"in_features\]: expected a multiple of the 3 channels, got None"),
+        (lambda w: RowDense(12, None, w), r"RowDense \[out_features\]: expected an integer >= 1, got None"),
+        (lambda w: ColumnDense(-1, 4, w), r"ColumnDense \[in_features\]: expected an integer >= 1, got -1"),
+        (lambda w: ColumnDense(4, 4.5, w), r"ColumnDense \[out_features\]: expected an integer >= 1, got 4.5"),
+        (lambda w: RowConv2D(3, 4, 0, w), r"RowConv2D \[kernel_size\]: expected an integer >= 1"),
+        (lambda w: ColumnConv2D(3, 4, 3, w, 0), r"ColumnConv2D \[stride\]: expected an integer >= 1"),
         (lambda w: ColumnDense(6, 6, 3), r"parts\]: expected a world, that of split_world\(...\).parts, got 3"),
     ],
 )
 def test_sizes_that_cannot_be_split(make, says):
     with pytest.raises(ConfigError, match=says):
         threads.run(3, make)
+
+
+def test_an_activation_that_there_is_not_is_refused_where_the_layer_is_made():
+    with pytest.raises(UnsupportedError, match="expected 'relu' or None, got 'swish'"):
+        threads.run(2, lambda world: ColumnDense(6, 8, world, activation="swish"))
+
+
+def test_sizes_may_be_integers_of_numpy():
+    def rank(world):
+        two, six = np.int64(2), np.int32(6)
+        dense = [ColumnDense(two, six, world), RowDense(six, two, world, channels=two)]
+        convolutions = [ColumnConv2D(two, six, 3, world), RowConv2D(six, two, 3, world)]
+        return [layer.weight.shape for layer in [*dense, *convolutions]]
+
+    assert threads.run(2, rank) == [[(2, 3), (3, 2), (3, 2, 3, 3), (2, 3, 3, 3)]] * 2
 
 
 def test_ranks_that_disagree():

@@ -311,17 +311,17 @@ class BucketTrainer(Trainer):
         sums, alike = self.reducer.closing.tally_alike(settings, count, bool(stale or lost), *met)
         total, num_stale, *num_strangers = sums
         if not alike:
-            self._give_up()
+            self.drop()
             require_same_settings(self.world.comm, "step", *settings)
         if any(num_strangers):
-            self._give_up()
+            self.drop()
             raise HpcdpError(
                 "step", expected="layers whose parameters the Trainer has", got="a BatchNorm of which it has none",
                 remedy="give it the parameters of all that is trained",
             )  # fmt: skip
         if num_stale:
             error = moved_anywhere(self.world.comm, lost) or stale_anywhere(self.world.comm, stale)
-            self._give_up()
+            self.drop()
             raise error
         return int(total)
 
@@ -334,8 +334,9 @@ class BucketTrainer(Trainer):
         """Of the next update, which must be the same on all ranks."""
         return self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
 
-    def _give_up(self) -> None:
-        """Drop the step before an error; nobody leaves before what was launched has ended."""
+    def drop(self) -> None:
+        """See `Trainer.drop`; nobody leaves before what was launched has ended."""
+        self.reducer.launch_rest()
         self.owner.reduce()
         self._begin_step()
 

@@ -240,6 +240,13 @@ class Trainer:
         """
         raise NotImplementedError
 
+    def drop(self) -> None:
+        """Drop what backward and `no_sync` have added for a step that ends with an error; every rank must call."""
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        raise NotImplementedError
+
     @contextmanager
     def changing_parameters(self) -> Iterator[None]:
         """Within it a program changes parameters by itself, alike on all ranks; every rank must enter and leave it::
