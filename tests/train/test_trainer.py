@@ -138,6 +138,21 @@ def test_frozen_parameters_are_left_alone():
     threads.run(2, rank)
 
 
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_values_that_may_only_be_read_are_taken_and_left_as_they_are(owner):
+    def rank(world):
+        given = np.frombuffer((np.array([1.0, 2.0], "f4") * (world.rank + 1)).tobytes(), "f4")  # rank 0's count
+        param = Parameter("w", given)
+        trainer = Trainer([param], optim.SGD(lr=0.5), world, owner=owner)
+        param.write(np.array([world.rank + 1.0, 10.0], "f4"))
+        trainer.step(1)
+        world.comm.barrier()
+        assert np.array_equal(given, np.array([1.0, 2.0], "f4") * (world.rank + 1))
+        return param.data.tolist()
+
+    assert threads.run(3, rank) == [[1.0 - 0.5 * 6 / 3, 2.0 - 0.5 * 30 / 3]] * 3
+
+
 def test_every_rank_has_all_of_it_where_each_updates_everything():
     def rank(world):
         trainer = Trainer(model(0), optim.Adam(), world, owner="rank")

@@ -88,7 +88,7 @@ class BucketTrainer(Trainer):
         if self.virtual_shards is not None:
             fix_arithmetic(self.world)
         for param in ours:
-            param.data[...] = from_host(of_rank_0(param.data, self.world.comm), param.data)
+            param.data = from_host(of_rank_0(param.data, self.world.comm), param.data)  # the program's may be read-only
         show_to_profiler(ours, self.world)
         layout, overlap = plan(described(ours), bucket_cap_mb, room_for=room_for), False if adding else overlap
         self.reducer = Reducer(
