@@ -75,6 +75,9 @@ def test_settings_of_another_kind_are_refused():
         lambda: TwoBit(threshold="0.5"),
         lambda: TopK(ratio="0.5"),
         lambda: Compression(TwoBit(), feedback="x"),
+        lambda: Compression(TwoBit(), inside_nodes="off"),
+        lambda: Compression("2bit"),
+        lambda: Compression(TwoBit),
     ):
         with pytest.raises(ConfigError):
             make()
