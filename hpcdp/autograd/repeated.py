@@ -48,9 +48,10 @@ class RepeatedBackward:
     def run(self, head_grad: np.ndarray) -> None:
         """Compute the gradients of all leaves anew; ``head_grad`` is of the head's shape and dtype."""
         for leaf, gradient in self._leaves.items():
-            if leaf.grad is None:
-                leaf.grad = np.zeros(leaf.shape, leaf.dtype)
-            gradient.begin(leaf.grad, leaf.grad_req == "add")
+            home = leaf.grad
+            if home is None:
+                home = leaf.grad = np.zeros(leaf.shape, leaf.dtype)
+            gradient.begin(home, leaf.grad_req == "add")
         self._head.add(head_grad)
         try:
             for pullback, own, of_inputs, completed in self._turns:

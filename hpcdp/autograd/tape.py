@@ -357,10 +357,11 @@ class _Pass(Way):
             elif source.grad_req == "null":
                 return None
             else:
-                if source.grad is None:
+                home = source.grad
+                if home is None:
                     with on_device_of(source.data):  # which need not be where its operation was
-                        source.grad = self._xp.zeros(source.shape, dtype=source.dtype)
-                gradient = Gradient(source, self._xp, home=source.grad, adds=source.grad_req == "add")
+                        home = source.grad = self._xp.zeros(source.shape, dtype=source.dtype)
+                gradient = Gradient(source, self._xp, home=home, adds=source.grad_req == "add")
             self.gradients[source] = gradient
         return gradient
 

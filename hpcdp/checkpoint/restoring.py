@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,7 +211,11 @@ class Filling:
             else:
                 self.left_over += [each for each, _ in tree.leaves(node, inner)]
         for key in () if as_saved else names.values():
-            self.missing.append(tree.joined(name, key))
+            inner, shares = tree.joined(name, key), _shares(template[key])
+            if shares is None:
+                self.missing.append(inner)
+            else:
+                self._write_back += [(inner, partial(_clear, each)) for each in shares]
             planned[key] = _as_is(template[key])
         return lambda: {key: value() for key, value in planned.items()}
 
@@ -324,6 +329,18 @@ def _is_plain(template: Any) -> bool:
     if isinstance(template, Mapping | list | tuple):
         return all(map(_is_plain, template.values() if isinstance(template, Mapping) else template))
     return template is None or isinstance(template, bool | int | float | str)
+
+
+def _shares(template: Any) -> list[Sharded] | None:
+    """The shares of sums that ``template`` has by name, None where it has anything else. A checkpoint without those
+    names is of ranks that had no shares, as one node has no gradients that it has not sent, so the sums are zero."""
+    found = list(template.values()) if isinstance(template, Mapping) else []
+    return found if found and all(isinstance(each, Sharded) and each.shares for each in found) else None
+
+
+def _clear(share: Sharded) -> None:
+    for part in share.parts:
+        part.values[...] = 0
 
 
 def _told(template: Any) -> str:

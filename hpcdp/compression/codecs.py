@@ -129,6 +129,8 @@ class OneBit:
     def __post_init__(self) -> None:
         _require("1bit", "threshold", self.threshold is None or _is_number(self.threshold), self.threshold, "finite")
         _require("1bit", "magnitude", _is_number(self.magnitude, least=_SMALLEST), self.magnitude, "above 0")
+        has_effect = self.threshold is not None or self.magnitude == 1
+        _require("1bit", "magnitude", has_effect, self.magnitude, "that is 1 without a threshold")
 
     @property
     def feedback(self) -> float:

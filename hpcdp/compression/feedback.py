@@ -46,6 +46,11 @@ class ErrorFeedback:
             residual *= residual.dtype.type(self.share)
         (self.codec if codec is None else codec).encode(x, residual, wire)
 
+    def rescale(self, factor: float) -> None:
+        """From now on what is encoded is so many times what it was, and so is what was not sent yet."""
+        with np.errstate(over="ignore"):  # what cannot be kept is found when it is sent
+            self.residual *= self.residual.dtype.type(factor)
+
     def nbytes(self, count: int) -> int:
         """Of what ``count`` elements are encoded to."""
         return self.codec.nbytes(count, self.residual.dtype)

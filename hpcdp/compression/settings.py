@@ -37,6 +37,14 @@ class Compression:
     inside_nodes: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.codec, type) or not hasattr(self.codec, "of_sum"):
+            raise ConfigError(
+                "compression", where="codec", expected="a codec, e.g. TwoBit()", got=repr(self.codec),
+                remedy="Compression.of takes a name, e.g. '2bit'",
+            )  # fmt: skip
+        if not isinstance(self.inside_nodes, bool):
+            got = repr(self.inside_nodes)
+            raise ConfigError("compression", where="inside_nodes", expected="True or False", got=got)
         is_share = isinstance(self.feedback, int | float) and 0 <= self.feedback <= 1
         if not (self.feedback is None or is_share):
             raise ConfigError("compression", where="feedback", expected="a share, 0 to 1", got=repr(self.feedback))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from ..collectives.progress import Steps
 from ..comm import World
@@ -86,8 +87,8 @@ class Beside:
     def update_later(self, bucket: Bucket, update: Callable[[], None]) -> None:
         """Call ``update()``, which updates the parameters that this rank owns, as soon as the bucket is reduced.
 
-        It runs on the update lane. Whoever reads ``data`` of one of the bucket's parameters waits until all owners of
-        the node have updated theirs.
+        It runs on the update lane. Whoever reads ``data`` or ``grad`` of one of the bucket's parameters waits until all
+        owners of the node have updated theirs.
         """
         number, updated = bucket.number, _PHASES * self._step + _UPDATED
 
@@ -132,7 +133,8 @@ class Beside:
 
     def _hook(self, bucket: Bucket, hook: Callable[[Parameter], None] | None) -> None:
         for slot in bucket.slots:
-            self._params[slot.name].data_hook = hook  # type: ignore[attr-defined]
+            param: Any = self._params[slot.name]
+            param.data_hook = param.update_hook = hook
 
     def _note_times(self) -> None:
         self.times = [

@@ -16,7 +16,8 @@ _MOST_NAMES = 2
 class Parameter(Protocol):
     """What a parameter must be for its gradient to be reduced; `hpcdp.nn.Parameter` is one.
 
-    If it has a ``data_hook``, too, which is called before ``data`` is read, its update may run beside the next forward.
+    If it has a ``data_hook``, too, which is called before ``data`` is read, its update may run beside the next forward;
+    it is then given an ``update_hook``, to be called before ``grad`` is read.
     """
 
     name: str

@@ -21,8 +21,9 @@ from .hybrid import Graph, Hybrid, changed
 
 _data: Any = Tensor.__dict__["data"]
 """The slot behind `Parameter.data`."""
+_grad: Any = Tensor.__dict__["grad"]
 _grad_req: Any = Tensor.__dict__["grad_req"]
-_HOOKS = ("_data_hook", "grad_hook")
+_HOOKS = ("_data_hook", "grad_hook", "update_hook")
 """What a trainer hangs on a parameter."""
 
 
@@ -37,10 +38,12 @@ class Parameter(Tensor):
         grad_req: "write", "add" or "null".
     """
 
-    __slots__ = ("_data_hook", "cut", "is_joint", "name")
+    __slots__ = ("_data_hook", "cut", "is_joint", "name", "update_hook")
 
     def __init__(self, data: Any, name: str = "", grad_req: str = "write") -> None:
         self._data_hook: Callable[[Parameter], None] | None = None
+        self.update_hook: Callable[[Parameter], None] | None = None
+        """Called before ``grad`` is read, where an update that still reads it may be under way."""
         super().__init__(np.array(data) if isinstance(data, np.generic) else data)  # a number of NumPy's cannot change
         self.name = name
         self.cut: Cut | None = None
@@ -61,6 +64,17 @@ class Parameter(Tensor):
         catch_up()
         _data.__set__(self, values)
         changed.in_parameters()
+
+    @property
+    def grad(self) -> Array | None:  # type: ignore[override]
+        """The gradient that backward has left."""
+        if self.update_hook is not None:
+            self.update_hook(self)
+        return _grad.__get__(self)
+
+    @grad.setter
+    def grad(self, values: Array | None) -> None:
+        _grad.__set__(self, values)
 
     @property
     def grad_req(self) -> str:  # type: ignore[override]

@@ -65,6 +65,8 @@ class Optimizer(Configurable, abc.ABC):
         if name != self.name or set(args) != fields:
             got = f"{name} with {', '.join(args)}"
             raise ConfigError("load_state_dict", where="optimizer", expected=self.name, got=got)
+        if isinstance(self.lr, Schedule) and self.lr.config() == args["lr"]:
+            args["lr"] = self.lr  # which may be a variant
         other = dataclasses.replace(self, **args)
         if other.state_names() != self.state_names():
             raise ConfigError(

@@ -22,7 +22,8 @@ class Schedule(Configurable, abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _kinds[cls.name] = cls
+        if "name" in vars(cls):  # else a variant, which does not replace what it varies
+            _kinds[cls.name] = cls
 
     @abc.abstractmethod
     def learning_rate(self, step: int) -> float:

@@ -29,6 +29,8 @@ class Configurable:
             value = getattr(self, field.name)
             if isinstance(value, Configurable):
                 value = value.config()
+            elif isinstance(value, numbers.Real) and not isinstance(value, bool):  # a number of NumPy's may be assigned
+                value = int(value) if isinstance(value, numbers.Integral) else float(value)
             config[field.name] = list(value) if isinstance(value, tuple) else value
         return config
 

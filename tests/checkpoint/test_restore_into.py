@@ -138,6 +138,23 @@ def test_shares_of_a_sum_are_dealt_anew(saved_on, size, dtype, tmp_path):
         assert np.array_equal(rows[rank], expected)
 
 
+def test_shares_of_sums_that_nobody_had_are_zero(tmp_path):
+    """Ranks of one node have not sent nothing; a checkpoint of theirs does not name what those of several have."""
+
+    def state(world, saving=False):
+        weights = {"w": np.full(3, 1.0 if saving else 0.0)}
+        row = np.full(4, 7.0)
+        shares = {"w": Sharded((world.size, 4), np.dtype("f8"), [Part(4 * world.rank, row)], shares=True)}
+        return weights if saving else weights | {"residuals": shares}
+
+    save(tmp_path, 1, 2, lambda step, world: state(world, saving=True))
+    for restored in restore(tmp_path, 3, state):
+        assert not restored.missing and restored.state["w"].tolist() == [1.0] * 3
+        assert not restored.state["residuals"]["w"].parts[0].values.any()
+    with pytest.raises(ConfigError, match="residuals missing"):  # with other things it is the program's own
+        restore(tmp_path, 3, lambda world: state(world) | {"residuals": state(world)["residuals"] | {"kept": None}})
+
+
 class Counter:
     """An object with a state, as torch and others have them."""
 

@@ -44,6 +44,7 @@ def test_what_a_trainer_takes(given, wanted):
         ("2bit:threshold=1e-50", "got 1e-50"),
         ("fp16:inside_nodes=yes", "got 'inside_nodes=yes'"),
         ("2bit:threshold=-1", "2bit [threshold]"),
+        ("1bit:magnitude=2", "1bit [magnitude]: expected a number that is 1 without a threshold, got 2.0"),
         (2, "got 2"),
         (TwoBit, "got <class"),
     ],
@@ -75,6 +76,9 @@ def test_settings_of_another_kind_are_refused():
         lambda: TwoBit(threshold="0.5"),
         lambda: TopK(ratio="0.5"),
         lambda: Compression(TwoBit(), feedback="x"),
+        lambda: Compression(TwoBit(), inside_nodes="off"),
+        lambda: Compression("2bit"),
+        lambda: Compression(TwoBit),
     ):
         with pytest.raises(ConfigError):
             make()

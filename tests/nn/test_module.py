@@ -127,10 +127,10 @@ class Slotted(nn.Parameter):
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_of_parameters_have_what_a_subclass_adds(kind, copied):
     param = kind(np.arange(3.0), 0.1)
-    param.grad_hook = param.data_hook = lambda param: None
+    param.grad_hook = param.data_hook = param.update_hook = lambda param: None
     found = copied(param)
     assert type(found) is kind and found.factor == 0.1 and found.grad_req == param.grad_req
-    assert found.grad_hook is None and found.data_hook is None
+    assert found.grad_hook is None and found.data_hook is None and found.update_hook is None
     param.data_hook = None
     np.testing.assert_array_equal(found.data, param.data)
 

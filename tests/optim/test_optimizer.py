@@ -76,6 +76,15 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
     assert json.dumps(optimizer.config()) == json.dumps(optim.SGD(0.5, 0.25).config())
 
 
+@pytest.mark.parametrize("value", [np.float32(0.25), np.float64(0.25), np.int64(2)])
+def test_numbers_of_numpy_that_are_assigned_travel_as_json(value: np.generic) -> None:
+    optimizer = optim.SGD(optim.StepSchedule(0.5, every=3), momentum=0.25)
+    optimizer.momentum = optimizer.lr.lr = optimizer.lr.every = value
+    assert json.loads(json.dumps(optimizer.config()))["momentum"] == value
+    optimizer.lr = value
+    assert json.dumps(optimizer.config()["lr"]) == json.dumps(value.item())
+
+
 def test_a_schedule_drives_the_rate() -> None:
     optimizer = optim.SGD(optim.StepSchedule(1.0, every=2, factor=0.5))
     param = np.zeros(1)

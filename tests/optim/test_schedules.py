@@ -4,6 +4,7 @@ import pytest
 
 from hpcdp import optim
 from hpcdp.errors import ConfigError
+from hpcdp.optim import schedules
 
 
 def rates(schedule: optim.Schedule, steps: int) -> list[float]:
@@ -73,3 +74,18 @@ def test_warmup_scales_any_schedule_and_keeps_its_steps() -> None:
 def test_wrong_values_are_refused(make, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_a_variant_does_not_replace_what_it_varies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "_kinds", schedules._kinds.copy())
+
+    class Restarted(optim.CosineSchedule):
+        def learning_rate(self, step: int) -> float:
+            return super().learning_rate((step - 1) % self.steps + 1)
+
+    config = optim.SGD(optim.CosineSchedule(0.5, 10)).config()
+    assert type(optim.from_config(config).lr) is optim.CosineSchedule
+    varied = optim.SGD(Restarted(0.5, 10))
+    assert varied.learning_rate(11) == 0.5
+    varied.take_config(config)  # that of its own state, as a checkpoint has it
+    assert varied.learning_rate(11) == 0.5

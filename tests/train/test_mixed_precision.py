@@ -352,6 +352,28 @@ def test_gradients_of_16_bits_are_compressed_and_what_was_not_sent_is_in_saved_s
             np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_was_not_sent_keeps_to_a_loss_scale_that_changes(overlap):
+    """Of a step that overflows nothing comes later as if it were twice as much."""
+    gradient = np.arange(1, 65, dtype="f4") / 64
+
+    def rank(world):
+        param = Parameter("weight", np.zeros(64, "f4"))
+        options = {"loss_scale": "dynamic", "compression": "topk:ratio=0.1", "overlap": overlap}
+        trainer = Trainer([param], optim.SGD(lr=1.0), world, **options)
+        for step in range(60):
+            param.grad[...] = trainer.loss_scale * gradient if step == 0 else 0
+            if step == world.rank == 0:
+                param.grad[7] = np.inf
+            param.grad_hook(param)
+            trainer.step(1)
+        assert trainer.num_nonfinite == 1 and trainer.loss_scale == 2.0**15
+        return -np.array(param.data)
+
+    for moved in threads.run(2, rank, 1):
+        assert np.all(moved <= gradient) and np.sum(moved == gradient) > 32  # the largest went with the step
+
+
 @pytest.mark.parametrize("half", HALVES)
 def test_a_state_of_another_precision_is_refused(half):
     def rank(world):

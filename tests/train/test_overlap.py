@@ -261,6 +261,40 @@ def test_the_next_forward_begins_while_updates_go_on_and_who_reads_a_parameter_w
     assert threads.run(2, rank, 1) == [(True, True)] * 2
 
 
+@pytest.mark.parametrize("what", ["zeros", "backward"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_are_what_they_were_while_an_update_reads_them(overlap, what):
+    """A program makes them zero after a step, or goes back through what it has recorded before it."""
+
+    class Late(optim.SGD):
+        def update(self, *args, **kwargs):
+            changed.wait(0.05)  # by then a program that does not wait is ready
+            super().update(*args, **kwargs)
+
+    changed = threading.Event()
+
+    def rank(world):
+        net = nn.Dense(3, 2)
+        net.weight[...] = net.bias[...] = 1.0
+        trainer = hpcdp.Trainer(net.parameters(), Late(lr=1.0), world, overlap=overlap, owner="shard")
+        x = np.full((1, 3), world.rank + 1.0, np.float32)
+        with record():
+            losses = [net(x).sum(), net(100 * x).sum()]
+        losses[0].backward()
+        trainer.step(1)
+        if what == "zeros":
+            for param in net.parameters():
+                param.grad[...] = 0
+        else:
+            losses[1].backward()
+        changed.set()
+        return np.array(net.weight.data), np.array(net.bias.data)
+
+    for weight, bias in threads.run(2, rank, ranks_per_node=1):
+        np.testing.assert_array_equal(weight, np.full(weight.shape, 1.0 - 1.5, np.float32))
+        np.testing.assert_array_equal(bias, np.zeros(2, np.float32))
+
+
 def test_an_update_uses_the_settings_of_its_step():
     """The learning rate is changed when `step` has returned, while updates may be under way."""
 

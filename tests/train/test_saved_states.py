@@ -44,6 +44,27 @@ def test_states_are_restored_on_other_numbers_of_ranks_and_owners(tmp_path, n, p
                 np.testing.assert_allclose(state[name], expected[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(("per_node", "compression"), [(None, None), (1, "topk")])
+def test_a_parameter_without_axes_has_a_state_too(tmp_path, per_node, compression):
+    path = tmp_path / "states.npz"
+
+    def rank(world):
+        params = model(0, {"temperature": (), "weight": (5,)})
+        trainer = Trainer(params, optim.Adam(), world, compression=compression)
+        for number, param in enumerate(params):
+            param.write(np.full(param.data.shape, world.rank + number + 1.0, "f4"))
+        trainer.step(1)
+        trainer.save_states(path)
+        again = Trainer(model(0, {"temperature": (), "weight": (5,)}), optim.Adam(), world, compression=compression)
+        again.load_states(path)
+        return [all(map(np.array_equal, a.values(), b.values())) and all(each.any() for each in b.values())
+                for a, b in zip(trainer.owner.states, again.owner.states, strict=True)]  # fmt: skip
+
+    assert all(map(all, threads.run(2, rank, per_node)))
+    with np.load(path) as file:
+        assert file["temperature/m"].shape == ()
+
+
 def test_states_of_another_model_or_a_damaged_file_are_refused_by_name(tmp_path):
     path = tmp_path / "states.npz"
 

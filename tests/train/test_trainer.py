@@ -1,5 +1,7 @@
 """The trainer over thread ranks and real ranks, on parameters whose gradients the tests write themselves."""
 
+import warnings
+
 import numpy as np
 import pytest
 import standin
@@ -7,7 +9,8 @@ from pairs import pairs
 from written_gradients import Parameter, all_to_the_last, backward, model, sample_gradients, train, uneven
 
 import hpcdp
-from hpcdp import optim
+from hpcdp import nn, optim
+from hpcdp.autograd import record
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 from hpcdp.train.trainers.trainer import Trainer
@@ -136,6 +139,46 @@ def test_frozen_parameters_are_left_alone():
         np.testing.assert_array_equal(params[2].data, before)
 
     threads.run(2, rank)
+
+
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_values_that_may_only_be_read_are_taken_and_left_as_they_are(owner):
+    def rank(world):
+        given = np.frombuffer((np.array([1.0, 2.0], "f4") * (world.rank + 1)).tobytes(), "f4")  # rank 0's count
+        param = Parameter("w", given)
+        trainer = Trainer([param], optim.SGD(lr=0.5), world, owner=owner)
+        param.write(np.array([world.rank + 1.0, 10.0], "f4"))
+        trainer.step(1)
+        world.comm.barrier()
+        assert np.array_equal(given, np.array([1.0, 2.0], "f4") * (world.rank + 1))
+        return param.data.tolist()
+
+    assert threads.run(3, rank) == [[1.0 - 0.5 * 6 / 3, 2.0 - 0.5 * 30 / 3]] * 3
+
+
+@pytest.mark.parametrize("kvstore", [None, "dist_sync"])
+def test_a_parameter_that_is_unfrozen_later_is_not_trained_and_said_to_be_so_once(kvstore):
+    def rank(world):
+        net = nn.Sequential(nn.Dense(2, 3), nn.Dense(3, 2))
+        below = net.parameters()[:2]
+        for param in below:
+            param.grad_req = "null"
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.5), world, kvstore=kvstore)
+        before, said = [param.data.copy() for param in below], []
+        for req in ("null", "write", "write"):
+            for param in below:
+                param.grad_req = req
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with record():
+                    losses = net(np.ones((1, 2), np.float32)).sum(axis=1)
+                losses.backward()
+            said.append(sorted(str(each.message).split(",")[0] for each in caught))
+            trainer.step(1)
+        return said, all(map(np.array_equal, before, (param.data for param in below)))
+
+    expected = [[], ["0.bias has a gradient", "0.weight has a gradient"], []]
+    assert threads.run(1, rank) == [(expected, True)]
 
 
 def test_every_rank_has_all_of_it_where_each_updates_everything():

@@ -10,7 +10,7 @@ from pairs import pairs
 from whole_state import held, joined, restore
 from written_gradients import Parameter
 
-from hpcdp import autograd, nn, optim
+from hpcdp import autograd, checkpoint, nn, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, StaleGradientError
 from hpcdp.gradients.buckets import plan
@@ -139,6 +139,24 @@ def test_residuals_without_compression_are_lost_with_a_warning_and_begin_at_zero
     del state["residuals"]
     again, _, _ = gone_on(2, 1, state, params_then, steps=0, compression="2bit")
     assert not any(rows.any() for rows in again["residuals"].values())
+
+
+@pytest.mark.parametrize(("then", "now"), [(None, 1), (1, None), (1, 2)])
+def test_a_checkpoint_goes_on_with_compression_on_any_number_of_nodes(then, now, tmp_path):
+    def rank(world, resumed):
+        params, trainer = make(world, compression="topk")
+        manager = checkpoint.Manager(tmp_path, world)
+        if resumed:
+            manager.restore(into={"trainer": trainer})
+        train(trainer, params, world, 2)
+        if not resumed:
+            manager.save(trainer.step_count, {"trainer": trainer})
+        return trainer.step_count
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "compression topk changes nothing|load_state_dict: what compression had not")
+        assert threads.run(3, lambda world: rank(world, False), ranks_per_node=then) == [2] * 3
+        assert threads.run(3, lambda world: rank(world, True), ranks_per_node=now) == [4] * 3
 
 
 @pytest.mark.parametrize("overlap", [False, True])

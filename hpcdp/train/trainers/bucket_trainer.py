@@ -88,7 +88,7 @@ class BucketTrainer(Trainer):
         if self.virtual_shards is not None:
             fix_arithmetic(self.world)
         for param in ours:
-            param.data[...] = from_host(of_rank_0(param.data, self.world.comm), param.data)
+            param.data = from_host(of_rank_0(param.data, self.world.comm), param.data)  # the program's may be read-only
         show_to_profiler(ours, self.world)
         layout, overlap = plan(described(ours), bucket_cap_mb, room_for=room_for), False if adding else overlap
         self.reducer = Reducer(
@@ -240,7 +240,10 @@ class BucketTrainer(Trainer):
         """What the sums of a step are, where somebody has looked."""
         self.num_nonfinite += not is_finite
         if self._dynamic is not None:
-            self.loss_scale = self._dynamic.after_step(self.loss_scale, is_finite)
+            before, self.loss_scale = self.loss_scale, self._dynamic.after_step(self.loss_scale, is_finite)
+            if self.loss_scale != before and self.reducer.coder is not None:
+                for each in self.reducer.coder.feedback:
+                    each.rescale(self.loss_scale / before)
 
     def _update(self, total: int) -> None:
         """Update from gradients that are summed."""

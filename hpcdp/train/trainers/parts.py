@@ -42,7 +42,7 @@ def share_over_parts(params: Sequence[Parameter], world: World, compression: Com
         raise ConfigError("Trainer", where="compression", expected=expected, got=codec)
     for param in params:
         if cut_of(param) is None:
-            param.data[...] = from_host(of_rank_0(param.data, comm), param.data)
+            param.data = from_host(of_rank_0(param.data, comm), param.data)
     counts = comm.allgather_json([math.prod(param.data.shape) for param in params])
     return [max(each) for each in zip(*counts, strict=True)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 
@@ -42,8 +43,12 @@ def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]
         )
     found = [param for param in params if param.grad_req != "null"]
     for param in params:
-        if param.grad_req == "null" and holders.change_of(param.data) is not None:
+        if param.grad_req != "null":
+            continue
+        if holders.change_of(param.data) is not None:
             param.data = param.data.copy()
+        if param.grad_hook is None:  # else an earlier Trainer may train it
+            param.grad_hook = _warn_of_unfrozen
     if not found and (world is None or world.model_comm is None):
         raise ConfigError("Trainer", where="params", expected="at least one trainable parameter", got="none")
     for param in found:
@@ -56,6 +61,16 @@ def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]
             remedy="make two networks children of one Module, which puts their names before those of their parameters",
         )  # fmt: skip
     return found
+
+
+def _warn_of_unfrozen(param: Parameter) -> None:
+    """What backward calls when it has written the gradient of a parameter that its Trainer has left alone; once."""
+    param.grad_hook = None
+    warnings.warn(
+        f"{param.name} has a gradient, and is not trained: it had grad_req='null' when its Trainer was made. Make a "
+        "new Trainer to train it",
+        stacklevel=2,
+    )
 
 
 def described(params: Sequence[Parameter]) -> list[tuple[str, tuple[int, ...], np.dtype]]:

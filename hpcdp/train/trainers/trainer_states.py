@@ -136,7 +136,7 @@ def save(trainer: BucketTrainer, path: Path) -> None:
         for name, whole in flat.items():
             for slot in bucket.slots:
                 part = whole[..., slot.offset : slot.offset + slot.count]
-                arrays[f"{slot.name}/{name}"] = part.reshape(*whole.shape[:-1], *slot.shape)
+                arrays[f"{slot.name}/{name}"] = part.reshape((*whole.shape[:-1], *slot.shape))
     header = {"version": 1, "step_count": trainer.step_count, "optimizer": trainer.optimizer.config()["name"]}
     if trainer.virtual_shards is not None:
         header |= {"virtual_shards": trainer.virtual_shards, "arithmetic": arithmetic()}
