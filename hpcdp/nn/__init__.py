@@ -3,7 +3,8 @@ replacing, arrays, errors."""
 
 from . import functional, init, models
 from .layers import AvgPool2D, Conv2D, Dense, Flatten, GlobalAvgPool2D, MaxPool2D, ReLU, Sigmoid, Tanh
-from .module import HybridConcurrent, Module, Parameter, Sequential
+from .module import HybridConcurrent, Module, Sequential
+from .parameter import Parameter
 from .recurrent import LSTM
 from .regularisation import BatchNorm, Dropout
 from .replicas import Replicas

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, DeviceError
-from .module import Module, Parameter
+from .module import Module
+from .parameter import Parameter
 
 Shape = tuple[int | None, ...]
 Draw = Callable[[tuple[int, ...]], np.ndarray]

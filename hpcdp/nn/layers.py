@@ -10,7 +10,8 @@ from ..errors import ConfigError, UnsupportedError, whole_number
 from . import deferred, functional
 from .functional import Pair, Size, pair
 from .init import Initialiser, Xavier, Zeros
-from .module import Module, Parameter
+from .module import Module
+from .parameter import Parameter
 
 
 def _refuse(layer: Module, expected: str, x: Tensor) -> UnsupportedError:

@@ -14,8 +14,9 @@ from ..kernels.buffers import empty
 from . import deferred
 from .half import in_float32
 from .init import Initialiser, Xavier
-from .module import Module, Parameter
+from .module import Module
 from .operands import alike, called, contiguous, kernels_for, refreshed
+from .parameter import Parameter
 
 _PADDING = 16
 """Between rows of weights: at a distance of a power of two they take each other's place in the caches."""

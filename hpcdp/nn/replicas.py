@@ -14,7 +14,8 @@ from ..errors import ConfigError, DeviceError
 from .deferred import lacks_shapes
 from .hybrid.changed import Look
 from .hybrid.held import array_of
-from .module import Module, Parameter
+from .module import Module
+from .parameter import Parameter
 
 
 def moved(x: Tensor, device: Device) -> Tensor:

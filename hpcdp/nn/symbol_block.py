@@ -17,7 +17,8 @@ from ..errors import ConfigError, DataError, HpcdpError
 from ..replacing import own_part_of, replaced
 from .hybrid.graph import Graph, Held, Input, Literal, Result, Source
 from .hybrid.saved import Reader, arrays_of, as_json, call, with_held
-from .module import Module, Parameter
+from .module import Module
+from .parameter import Parameter
 
 
 def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:

@@ -17,8 +17,9 @@ from . import deferred
 from .half import in_float32
 from .init import Initialiser, Normal, Ones, Zeros
 from .layers import Dense
-from .module import Module, Parameter
+from .module import Module
 from .operands import alike, called, contiguous, kernels_for, refreshed
+from .parameter import Parameter
 
 
 @operator("embedding", ("tokens", "weight"))

@@ -15,7 +15,7 @@ from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
 from hpcdp.kvstore.servers import placement
 from hpcdp.kvstore.servers.together import serve
-from hpcdp.nn.module import Parameter
+from hpcdp.nn import Parameter
 
 KINDS = [("local", None), ("dist_sync", None), ("dist_async", None), ("dist_async", 1)]
 
