@@ -130,6 +130,16 @@ def test_standard_input_reaches_rank_0() -> None:
     assert "read a line" in launch(1, *python(code), input="a line\n").stdout
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["in:out", ":", "a b", ""], ["--bind-to", "core", "'"], ["--runtime-options", "x"], ["--mca"], ["--prtemca", "é"]],
+    ids=lambda arguments: arguments[0] if arguments[0] != "in:out" else "colon",
+)
+def test_a_program_gets_its_arguments_as_they_are(arguments: list[str]) -> None:
+    done = launch(2, *python("import os, sys; os.write(1, f'{sys.argv[1:]}\\n'.encode())"), *arguments)
+    assert done.stdout.splitlines() == [str(arguments)] * 2, done.stderr
+
+
 def test_a_missing_program() -> None:
     done = launch(2, "no-such-program")
     assert done.returncode == 127

@@ -56,7 +56,7 @@ def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[Plan, mpi_library.Mp
     ]
     attached = [] if given is None else dialect.under_slurm()
     argv = [str(mpirun), *dialect.options(job), *attached, *where, *further, "-n", str(job.ranks), *everywhere]
-    argv += [program_on_hosts(job), *job.program[1:]]
+    argv += dialect.program([program_on_hosts(job), *job.program[1:]])
     if job.servers:
         argv += [":", "-n", str(job.servers), *everywhere, sys.executable, *SERVER]
     copies = [] if job.sync_dst_dir is None else sync.commands([host.name for host in places], job.sync_dst_dir)
