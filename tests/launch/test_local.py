@@ -52,13 +52,18 @@ def wait_for(condition: Callable[[], object], limit_s: float = 30.0) -> None:
 class Job:
     """Two sleeping ranks under a launcher; all its processes carry a mark in their environment."""
 
-    def __init__(self, folder: Path, before: str = "") -> None:
+    def __init__(self, folder: Path, before: str = "", hangup: signal.Handlers = signal.SIG_DFL) -> None:
         self.folder = folder
         self.mark = f"HPCDP_TEST_JOB={uuid.uuid4()}"
         name, _, value = self.mark.partition("=")
         command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", *python(before + SLEEPER), str(folder)]
         self.launcher = subprocess.Popen(
-            command, env=os.environ | {name: value}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            command,
+            env=os.environ | {name: value},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
         )
         wait_for(lambda: all((folder / f"ready-{rank}").exists() for rank in (0, 1)))
 
@@ -174,6 +179,18 @@ def test_an_ending_signal_ends_the_ranks(sign: signal.Signals, tmp_path: Path) -
     job = Job(tmp_path)
     job.launcher.send_signal(sign)
     assert job.end() == 128 + sign
+
+
+def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    job = Job(tmp_path, hangup=signal.SIG_IGN)
+    children = Path(f"/proc/{job.launcher.pid}/task/{job.launcher.pid}/children").read_text().split()
+    for pid in (job.launcher.pid, *map(int, children)):  # a shell tells the whole process group
+        os.kill(pid, signal.SIGHUP)
+    time.sleep(1.0)
+    assert job.launcher.poll() is None
+    os.kill(job.rank_pid(1), 0)
+    job.launcher.send_signal(signal.SIGTERM)
+    assert job.end() == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("whose", ["launcher", "mpirun", "rank"])

@@ -135,12 +135,14 @@ def _in_batch(job: Job, command: Command, library: mpi_library.MpiLibrary) -> in
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP are an exception, as SIGINT is, until mpirun runs: what was begun is undone."""
+    """SIGTERM and SIGHUP are an exception, as SIGINT is, until mpirun runs: what was begun is undone. One that is
+    ignored stays so."""
 
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = {sign: signal.signal(sign, end) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    taken = [sign for sign in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(sign) != signal.SIG_IGN]
+    before = {sign: signal.signal(sign, end) for sign in taken}
     try:
         yield
     finally:
