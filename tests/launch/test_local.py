@@ -5,6 +5,7 @@ import os
 import pty
 import pwd
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import mpi_library, segments, supervise
+from hpcdp.launch import machine, mpi_library, segments, supervise
 from hpcdp.launch.diagnosis import info
 from hpcdp.launch.environment import environment
 
@@ -205,6 +206,19 @@ def test_a_kill_leaves_nothing_behind(whose: str, tmp_path: Path) -> None:
         folder = (tmp_path / "segments").read_text().split()[0]
         assert launch(1, "true").returncode == 0
         assert not Path(folder).exists(), "the next launch removes it"
+
+
+def test_a_process_of_any_name_is_found(tmp_path: Path) -> None:
+    program = tmp_path / os.fsdecode(b"caf\xe9")  # as Latin-1 has it, or where 15 bytes are the half of a letter
+    shutil.copy("/bin/sleep", program)
+    done = launch(1, "sh", "-c", '"$1" 60 >/dev/null 2>&1 & echo $!', "sh", str(program))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not Path("/proc", done.stdout.strip()).exists()
+    with subprocess.Popen([program, "60"]) as process:
+        wait_for(lambda: Path(f"/proc/{process.pid}/comm").read_bytes() == b"caf\xe9\n")
+        assert str(program) in machine.files_in_use(str(tmp_path))
+        assert machine.started_at_s("python-of-nobody") == []
+        process.kill()
 
 
 def test_ranks_end_where_launcher_and_mpirun_are_killed_at_once(tmp_path: Path) -> None:
