@@ -107,6 +107,8 @@ def _main(argv: Sequence[str]) -> int:
 
         stop_signal.note()
     try:
+        if argv[:1] in (["train"], ["launch"]):
+            _require_working_folder(argv[0])
         arguments = _parse(argv)
         command: Callable[[argparse.Namespace], int] = arguments.command
         status = command(arguments)
@@ -132,6 +134,13 @@ def _main(argv: Sequence[str]) -> int:
 
         asked_wrongly = isinstance(error, ConfigError | DataError | LaunchError) and not isinstance(error, SaveError)
         return fail(error, 127 if isinstance(error, ProgramMissingError) else 2 if asked_wrongly else 1)
+
+
+def _require_working_folder(command: str) -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(command, expected="a working folder", got=error.strerror, remedy="cd to another") from error
 
 
 def _can_be_written(stream: TextIO) -> bool:
