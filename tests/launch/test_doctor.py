@@ -217,6 +217,10 @@ def test_a_wrapped_message_is_told_from_its_start() -> None:
     assert children.child([sys.executable, "-c", code]) == (1, "ZeroDivisionError: division by zero")
 
 
+def test_a_child_may_say_what_is_no_text() -> None:
+    assert children.child([sys.executable, "-c", r"import os; os.write(1, b'caf\xe9\n')"]) == (0, "caf\ufffd")
+
+
 def test_a_child_says_its_answer_before_what_a_library_adds() -> None:
     noisy = "print('hello 2'); print('[7] UCX WARN object was not returned')"
     assert children.child([sys.executable, "-c", noisy], "hello") == (0, "hello 2")

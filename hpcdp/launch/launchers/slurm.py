@@ -100,7 +100,12 @@ def mpi_types() -> tuple[str, ...]:
     """What ``srun --mpi`` takes here; ``LaunchError`` where it does not say."""
     try:
         done = subprocess.run(
-            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_LIMIT_S, stdin=subprocess.DEVNULL
+            ["srun", "--mpi=list"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LIMIT_S,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError("srun --mpi=list", got=error) from error
