@@ -234,7 +234,7 @@ def _environment(request: Request, profile: Profile) -> Iterator[str]:
         yield f"module load {shlex.join(profile.modules)} || exit 1"
     if profile.venv is not None:
         yield "# shellcheck source=/dev/null"
-        yield f"source {shlex.quote(str(Path(profile.venv).expanduser() / 'bin' / 'activate'))} || exit 1"
+        yield f"source {shlex.quote(str(_path('venv', profile.venv) / 'bin' / 'activate'))} || exit 1"
     cores = str(request.cpus_per_task)
     if request.template != "interactive":
         cores = f'"${{SLURM_CPUS_PER_TASK:-{cores}}}"'
@@ -244,6 +244,13 @@ def _environment(request: Request, profile: Profile) -> Iterator[str]:
         yield "export PMIX_MCA_psec=native  # or Open MPI says that it found no munge"
     for variable, text in profile.env.items():
         yield f"export {variable}={shlex.quote(text)}"
+
+
+def _path(key: str, text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"site profile: {key}", expected="a home folder for its ~", got=repr(text)) from error
 
 
 def _launch(request: Request, profile: Profile) -> Iterator[str]:
@@ -262,7 +269,7 @@ def _launch(request: Request, profile: Profile) -> Iterator[str]:
 def _container(request: Request, profile: Profile) -> Iterator[str]:
     if profile.image is not None and request.template != "interactive":
         yield "apptainer exec --nv" if request.template == "train-gpu" else "apptainer exec"
-        yield shlex.quote(str(Path(profile.image).expanduser()))
+        yield shlex.quote(str(_path("image", profile.image)))
 
 
 def _directive(option: str) -> str:

@@ -89,6 +89,13 @@ def test_folders_below_ones_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "source '/home/a b/env/bin/activate' || exit 1" in text and "apptainer exec '/home/a b/x.sif'" in text
 
 
+def test_a_home_that_nobody_has_is_a_line() -> None:
+    for key in ("venv", "image"):
+        site = Profile(mpi_type="pmix", time="1", **{key: "~nobody-of-that-name/x"})
+        with pytest.raises(ConfigError, match=f"site profile: {key}: expected a home folder for its ~, got '~nobody-"):
+            render(Request(template="train", program=TRAIN), site)
+
+
 def test_a_folder_of_its_own_to_go_on_in() -> None:
     made = render(Request(template="train", program=TRAIN), SRUN)
     assert "run=${1:-runs/train-$job}\n" in made.text
