@@ -75,7 +75,8 @@ def test_values_that_srun_would_refuse(srun: Path, options: str, says: str) -> N
 
 def test_values_that_srun_takes(srun: Path) -> None:
     options = ["-t", "5", "-pmain,long", "--mem=16G", "--gres=gpu:a100:2", "--exclusive", "-v", "--time=1-12:30"]
-    options += ["--time=90:30", "--time=48:00:00", "--time=0"]
+    options += ["--time=90:30", "--time=48:00:00", "--time=0", "--time=unlimited", "--mem=16g", "--mem-per-cpu=500m"]
+    options += ["--gpus-per-node=a100-40gb:2,v100:1"]
     assert argv(Job(("p",), 2, mpi_args=" ".join(options)))[-len(options) - 1 :] == [*options, "p"]
 
 
