@@ -259,6 +259,11 @@ def _launch(request: Request, profile: Profile) -> Iterator[str]:
     else:
         remedy = 'mpi_type = "pmix" for Open MPI, "pmi2" for MPICH, or launcher = "mpirun"; srun --mpi=list lists them'
         mpi_type = profile.require("mpi_type", remedy)
+        if any(":" in line for line in (request.program, *request.settings)):
+            raise ConfigError(
+                "program", expected="no argument : alone, where srun begins another program", got="one",
+                remedy="a script of its own can give it",
+            )  # fmt: skip
         yield f"srun --mpi={mpi_type}"
         # Others of a rank that has died, also before MPI was up, may wait for ever; an end at once would hide a 75.
         yield "--wait=30"

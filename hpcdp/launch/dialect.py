@@ -96,11 +96,6 @@ class Dialect:
         """The words that make ``path`` the working folder of the ranks."""
         return [] if path is None else ["-wdir" if self._is_hydra else "--wdir", path]
 
-    def program(self, words: Sequence[str]) -> list[str]:
-        """The words that run a program with its arguments. Where mpirun would take some of those for its own, a shell
-        has all of them as one."""
-        return ["sh", "-c", f"exec {shlex.join(words)}"] if any(map(_TAKEN.fullmatch, words)) else [*words]
-
     def by_ssh(self, agent: str | None = None, in_batch: bool = False) -> dict[str, str]:
         """The variables with which mpirun reaches hosts by ssh, or by ``agent``, a program that takes its arguments."""
         if self._is_hydra:
@@ -122,6 +117,12 @@ class Dialect:
         return {f"{prefix}_time": "10", f"{prefix}_intvl": "5", f"{prefix}_probes": str(LOST_AFTER_S // 5)}
 
 
+def program(words: Sequence[str]) -> list[str]:
+    """The words that run a program with its arguments, for every mpirun, and srun. Where one would take some of those
+    for its own, a shell has all of them as one."""
+    return ["sh", "-c", f"exec {shlex.join(words)}"] if any(map(_TAKEN.fullmatch, words)) else [*words]
+
+
 _TAGGED = ["--output", "tag"]
-# A colon ends a program's arguments. Open MPI 5 renames the first four options, and obeys the others.
+# A colon begins another program. Open MPI 5 renames the first four options, and obeys the others.
 _TAKEN = re.compile(":|--(?:bind-to|map-by|rank-by|runtime-options)|--?(?:g|o|pmix|prte)?mca")

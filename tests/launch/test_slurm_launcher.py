@@ -55,6 +55,11 @@ def test_outside_of_a_job(srun: Path) -> None:
     assert argv(Job(("p",), 3, hosts=hosts))[5:] == [*spread, "--nodelist=n1,n2", "p"]
 
 
+def test_a_colon_is_none_of_sruns(srun: Path) -> None:
+    assert argv(Job(("p", "a b", ":"), 3))[-4:] == ["--ntasks=3", "sh", "-c", "exec p 'a b' :"]
+    assert argv(Job(("p", ":"), 2, 1))[-5:] == ["2", sys.executable, "sh", "-c", "exec p :"]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -15,7 +15,7 @@ from ...launched import batch_system
 from .. import folders, mpi_library, segments
 from ..batch_systems import slurm_allocation
 from ..checks import check, check_binding, warn_of_other_library
-from ..dialect import Dialect
+from ..dialect import Dialect, program
 from ..environment import environment_of_hosts, travelling
 from ..hosts import is_this_machine, of_ranks, place
 from ..job import SERVER, Command, Job, Plan
@@ -56,7 +56,7 @@ def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[Plan, mpi_library.Mp
     ]
     attached = [] if given is None else dialect.under_slurm()
     argv = [str(mpirun), *dialect.options(job), *attached, *where, *further, "-n", str(job.ranks), *everywhere]
-    argv += dialect.program([program_on_hosts(job), *job.program[1:]])
+    argv += program([program_on_hosts(job), *job.program[1:]])
     if job.servers:
         argv += [":", "-n", str(job.servers), *everywhere, sys.executable, *SERVER]
     copies = [] if job.sync_dst_dir is None else sync.commands([host.name for host in places], job.sync_dst_dir)
