@@ -1,6 +1,8 @@
 """What each launcher would do, compared whole with golden files: command line, variables and host lists."""
 
+import errno
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,15 @@ def test_hydra_takes_no_ipv6_address(elsewhere) -> None:
     elsewhere("mpich", "ssh")
     with pytest.raises(HpcdpError, match=r"got an IPv6 address; name it in ~/\.ssh/config"):
         launchers.launcher("ssh").plan(Job(PROGRAM, 2, hosts=(Host("node1"), Host("fe80::1"))))
+
+
+def test_no_temporary_folder_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    with pytest.raises(HpcdpError, match=r"make a temporary folder: got No usable temporary .*; set TMPDIR"):
+        launchers.launcher("ssh").run(Job(PROGRAM, 1, hosts=HOSTS))
 
 
 def test_the_usual_launcher() -> None:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ...errors import LaunchError
 from ...launched import batch_system
 from .. import folders, mpi_library, segments
 from ..batch_systems import slurm_allocation
@@ -70,7 +71,12 @@ def run(job: Job, *, by_ssh: bool) -> int:
     A host that is lost, or says nothing for `dialect.LOST_AFTER_S`, ends the job and is named. Raises `LaunchError`
     also for hosts that cannot be reached, copied to or run the program, each with its name.
     """
-    with _ended_by_signals(), folders.new(Path(tempfile.gettempdir()), folders.of_this_host("hpcdp-hosts")) as folder:
+    with _ended_by_signals(), contextlib.ExitStack() as left_behind:
+        try:
+            base = Path(tempfile.gettempdir())
+            folder = left_behind.enter_context(folders.new(base, folders.of_this_host("hpcdp-hosts")))
+        except OSError as error:
+            raise LaunchError("make a temporary folder", got=error.strerror, remedy="set TMPDIR") from error
         planned, library, dialect = _planned(job, by_ssh, folder)
         for path, text in planned.files.items():
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
