@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import LaunchError, to_stderr
+from ..launched import PMI_OF_SRUN
 from . import machine, segments
 from .cause import BEREFT, first_failure
 from .mpi_library import is_open_mpi_4
@@ -74,6 +75,8 @@ def supervise(
     """
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # as nohup has it
     watched = {*FORWARDED, signal.SIGCHLD} - ignored
+    if family != "srun":
+        environ = {name: value for name, value in environ.items() if name not in PMI_OF_SRUN}
     adopt()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
 

@@ -175,6 +175,15 @@ def test_inside_a_job_it_is_refused() -> None:
     assert "a rank of a job of 4" in done.stderr
 
 
+def test_the_shell_of_an_interactive_job_is_no_rank() -> None:
+    of_srun = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    of_srun |= {"PMI_FD": "11", "PMI_JOBID": "7.0", "PMI_RANK": "0", "PMI_SIZE": "1"}  # of srun --mpi=pmi2 --pty bash
+    code = "import os, sys, time; time.sleep(0.5); rank = int(os.environ['OMPI_COMM_WORLD_RANK']); sys.exit(3 * rank)"
+    done = launch(2, *python(code), env=os.environ | of_srun)
+    assert done.returncode == 3
+    assert done.stderr.startswith("hpcdp launch: rank 1 (pid ")
+
+
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_ending_signal_ends_the_ranks(sign: signal.Signals, tmp_path: Path) -> None:
     job = Job(tmp_path)
