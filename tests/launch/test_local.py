@@ -124,6 +124,12 @@ def test_a_user_setting_wins() -> None:
     assert "OMPI_MCA_mpi_yield_when_idle" not in environment(library, Path("/x/bin/mpirun"), CORES, {})
 
 
+def test_in_a_job_of_slurm_pmix_needs_no_munge() -> None:
+    library = mpi_library.MpiLibrary("openmpi", Path("/x/lib/libmpi.so.40"))
+    assert environment(library, Path("/x/bin/mpirun"), 1, {"SLURM_JOB_NODELIST": "n"})["PMIX_MCA_psec"] == "native"
+    assert "PMIX_MCA_psec" not in environment(library, Path("/x/bin/mpirun"), 1, {})
+
+
 def test_a_missing_home_is_no_obstacle() -> None:
     bare = {name: value for name, value in os.environ.items() if name != "HOME"}
     done = launch(2, *python("import os; from mpi4py import MPI; print(os.environ['HOME'])"), env=bare)
