@@ -1,6 +1,7 @@
 """Every check is made to fail by the breakage that it is there for."""
 
 import contextlib
+import errno
 import mmap
 import os
 import resource
@@ -109,6 +110,16 @@ def test_a_long_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     assert doctor.check_temporary_folder().remedy == "set TMPDIR=/tmp"
+
+
+def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    assert doctor.check_temporary_folder().verdict is Verdict.FAILED
+    assert doctor.check_stale_sessions().verdict is Verdict.OK
+    assert "none" not in doctor.check_kernel_cache().saw
 
 
 def test_a_segment_that_nobody_uses() -> None:
