@@ -22,9 +22,10 @@ _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _ANY = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_ID")
 _MPIRUN = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 """Open MPI's and MPICH's."""
+# Of LSF's two, which say the same, large jobs have the second one alone.
 _ALLOCATIONS = {
     "SLURM_JOB_NODELIST": "Slurm", "PBS_NODEFILE": "PBS", "PE_HOSTFILE": "Grid Engine", "LSB_HOSTS": "LSF",
-    "HPCDP_CONTAINERS": "YARN",
+    "LSB_MCPU_HOSTS": "LSF", "HPCDP_CONTAINERS": "YARN",
 }  # fmt: skip
 
 

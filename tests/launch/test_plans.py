@@ -169,7 +169,7 @@ def test_the_usual_launcher() -> None:
     assert launchers.usual(False, {}) == "local"
     assert launchers.usual(True, {}) == "ssh"
     assert launchers.usual(True, {"SLURM_JOB_NODELIST": "node[1-2]"}) == "mpi"
-    for variable in ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "PE_HOSTFILE", "LSB_HOSTS"):
+    for variable in ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "PE_HOSTFILE", "LSB_HOSTS", "LSB_MCPU_HOSTS"):
         assert launchers.usual(False, {variable: "x"}) == "mpi"
 
 
