@@ -158,6 +158,21 @@ def test_a_missing_program() -> None:
     assert done.stderr == "hpcdp: launch 'no-such-program': got no such program; check its name and PATH\n"
 
 
+@pytest.mark.parametrize("where", [[], ["-H", "localhost"]], ids=["local", "ssh"])
+def test_a_program_is_found_on_the_path_that_ranks_get(where: list[str], tmp_path: Path) -> None:
+    for name in ("here", "given"):
+        (tmp_path / name).mkdir()
+        for program in ("both", f"{name}-alone"):
+            (tmp_path / name / program).write_text(f"#!/bin/sh\necho {name}\n")
+            (tmp_path / name / program).chmod(0o755)
+    given = f"PATH={tmp_path / 'given'}:{os.environ['PATH']}"
+    environ = os.environ | {"PATH": f"{tmp_path / 'here'}:{os.environ['PATH']}"}
+    for program in ("both", "given-alone"):
+        command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "1", *where, "--env", given, "--", program]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+        assert (done.returncode, done.stdout.split()) == (0, ["given"]), done.stderr
+
+
 def test_a_script_that_only_a_shell_would_run(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text("echo started\n")

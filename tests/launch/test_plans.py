@@ -74,7 +74,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
         monkeypatch.setattr(interfaces, "here", lambda: ["lo", "eth0", "eth1", "down0"])
         monkeypatch.setattr(interfaces, "to_other_hosts", lambda: ["eth0", "eth1"])
-        monkeypatch.setattr(checks, "check_program", lambda _: None)
+        monkeypatch.setattr(checks, "check_program", lambda *_: None)
         monkeypatch.chdir(tmp_path)
         (tmp_path / "my-env").mkdir(exist_ok=True)
         (tmp_path / "my-env" / "pyvenv.cfg").touch()

@@ -159,7 +159,7 @@ def _ended_by_signals() -> Iterator[None]:
 def program_on_hosts(job: Job) -> str:
     """The program as every host finds it: a name that was found on PATH by its path, one of this folder as it is."""
     name = job.program[0]
-    return name if "/" in name else shutil.which(name) or name
+    return name if "/" in name else shutil.which(name, path=job.env.get("PATH")) or name
 
 
 def _segments(
