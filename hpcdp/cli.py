@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
+import io
 import logging
 import os
 import signal
@@ -63,6 +64,8 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command of ``hpcdp`` and returns its exit status; under mpirun or srun every rank calls it."""
     _open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # bytes of arguments and file names that are no text
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a cache that it cannot write costs a second, and no more
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -107,6 +110,8 @@ def _main(argv: Sequence[str]) -> int:
 
         stop_signal.note()
     try:
+        if argv[:1] in (["train"], ["launch"]):
+            _require_working_folder(argv[0])
         arguments = _parse(argv)
         command: Callable[[argparse.Namespace], int] = arguments.command
         status = command(arguments)
@@ -132,6 +137,13 @@ def _main(argv: Sequence[str]) -> int:
 
         asked_wrongly = isinstance(error, ConfigError | DataError | LaunchError) and not isinstance(error, SaveError)
         return fail(error, 127 if isinstance(error, ProgramMissingError) else 2 if asked_wrongly else 1)
+
+
+def _require_working_folder(command: str) -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(command, expected="a working folder", got=error.strerror, remedy="cd to another") from error
 
 
 def _can_be_written(stream: TextIO) -> bool:

@@ -15,13 +15,17 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 """Where launchers say which rank this process is, the innermost one first."""
 
+PMI_OF_SRUN = ("PMI_FD", "PMI_JOBID", "PMI_RANK", "PMI_SIZE")
+"""What srun --mpi=pmi2 tells a task: one that starts an mpirun keeps it from that."""
+
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _ANY = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_ID")
 _MPIRUN = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 """Open MPI's and MPICH's."""
+# Of LSF's two, which say the same, large jobs have the second one alone.
 _ALLOCATIONS = {
     "SLURM_JOB_NODELIST": "Slurm", "PBS_NODEFILE": "PBS", "PE_HOSTFILE": "Grid Engine", "LSB_HOSTS": "LSF",
-    "HPCDP_CONTAINERS": "YARN",
+    "LSB_MCPU_HOSTS": "LSF", "HPCDP_CONTAINERS": "YARN",
 }  # fmt: skip
 
 
@@ -35,9 +39,12 @@ def launched_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
 
     A single task of srun counts as outside: it may be the shell of an interactive job.
     """
+    is_alone = environ.get("SLURM_STEP_NUM_TASKS") == "1"
+    of_srun = ("SLURM_STEP_NUM_TASKS",) if any(name in environ for name in _MPIRUN) else _SIZES
     for name in _SIZES:
-        if environ.get(name, "").isdecimal() and (name, environ[name]) != ("SLURM_STEP_NUM_TASKS", "1"):
-            return int(environ[name])
+        size = environ.get(name, "")
+        if size.isdecimal() and not (is_alone and size == "1" and name in of_srun):
+            return int(size)
     return None
 
 

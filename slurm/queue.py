@@ -66,7 +66,7 @@ def write(script: Script) -> Path:
             except FileExistsError:
                 number += 1
                 path = script.folder / f"{script.name}-{stamp}-{number}.sbatch"
-        with open(descriptor, "w", encoding="utf-8") as file:
+        with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(script.text)
     except OSError as error:
         raise LaunchError("write the script", where=path, got=error.strerror) from error
@@ -224,7 +224,9 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
             remedy="run this on a login node of the cluster",
         )
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, stdin=subprocess.DEVNULL)
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, stdin=subprocess.DEVNULL
+        )
     except subprocess.TimeoutExpired as error:
         raise LaunchError(command[0], got=f"no answer in {_LIMIT_S:g} s", remedy="is Slurm's controller up?") from error
 

@@ -234,7 +234,7 @@ def _environment(request: Request, profile: Profile) -> Iterator[str]:
         yield f"module load {shlex.join(profile.modules)} || exit 1"
     if profile.venv is not None:
         yield "# shellcheck source=/dev/null"
-        yield f"source {shlex.quote(str(Path(profile.venv).expanduser() / 'bin' / 'activate'))} || exit 1"
+        yield f"source {shlex.quote(str(_path('venv', profile.venv) / 'bin' / 'activate'))} || exit 1"
     cores = str(request.cpus_per_task)
     if request.template != "interactive":
         cores = f'"${{SLURM_CPUS_PER_TASK:-{cores}}}"'
@@ -246,12 +246,24 @@ def _environment(request: Request, profile: Profile) -> Iterator[str]:
         yield f"export {variable}={shlex.quote(text)}"
 
 
+def _path(key: str, text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"site profile: {key}", expected="a home folder for its ~", got=repr(text)) from error
+
+
 def _launch(request: Request, profile: Profile) -> Iterator[str]:
     if profile.launcher == "mpirun":
         yield f"hpcdp launch --launcher mpi -n {request.nodes * request.ranks_per_node} --"
     else:
         remedy = 'mpi_type = "pmix" for Open MPI, "pmi2" for MPICH, or launcher = "mpirun"; srun --mpi=list lists them'
         mpi_type = profile.require("mpi_type", remedy)
+        if any(":" in line for line in (request.program, *request.settings)):
+            raise ConfigError(
+                "program", expected="no argument : alone, where srun begins another program", got="one",
+                remedy="a script of its own can give it",
+            )  # fmt: skip
         yield f"srun --mpi={mpi_type}"
         # Others of a rank that has died, also before MPI was up, may wait for ever; an end at once would hide a 75.
         yield "--wait=30"
@@ -262,7 +274,7 @@ def _launch(request: Request, profile: Profile) -> Iterator[str]:
 def _container(request: Request, profile: Profile) -> Iterator[str]:
     if profile.image is not None and request.template != "interactive":
         yield "apptainer exec --nv" if request.template == "train-gpu" else "apptainer exec"
-        yield shlex.quote(str(Path(profile.image).expanduser()))
+        yield shlex.quote(str(_path("image", profile.image)))
 
 
 def _directive(option: str) -> str:

@@ -186,6 +186,23 @@ def test_bad_input_is_one_line_and_status_2(arguments: list[str], says: str, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_bytes_of_an_argument_are_printed_as_they_are() -> None:
+    strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}  # as in any locale but C
+    asked = command("launch", "-n", "1", "--dry-run", "--", "true", os.fsdecode(b"caf\xe9"))
+    done = subprocess.run(asked, capture_output=True, env=strict, timeout=60)
+    assert done.stdout.endswith(b" true 'caf\xe9'\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", ["train", "launch"])
+def test_a_working_folder_that_is_gone_is_one_line(name: str, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    shell = ["sh", "-c", 'cd "$0" && rmdir "$0" && exec "$@"', str(gone)]
+    done = subprocess.run([*shell, *command(name, "-n", "1", "true")], capture_output=True, text=True, timeout=60)
+    said = f"hpcdp: {name}: expected a working folder, got No such file or directory; cd to another\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
 @pytest.mark.slow
 def test_what_cannot_be_written_was_not_asked_wrongly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -17,6 +17,10 @@ def test_rank_and_size_are_read_from_the_environment() -> None:
     [
         ({}, None),
         ({"SLURM_STEP_NUM_TASKS": "1"}, None),  # the shell of `srun --pty bash`
+        ({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1"}, None),  # the same with --mpi=pmi2
+        ({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}, 1),  # hydra's there
+        ({"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}, 1),
+        ({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "3"}, 3),
         ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}, 4),
         ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "4"}, 2),  # mpirun in an sbatch job
         ({"PMI_SIZE": "3"}, 3),

@@ -104,7 +104,8 @@ def _arrives(comm: Communicator | None) -> bool:
 
 def library_says() -> bool:
     """Whether that which this process has loaded does; not where there is none."""
-    mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+    mapped = {line.split(maxsplit=5)[-1] for line in lines if "/" in line}
     return any(says(ctypes.CDLL(each)) for each in sorted(mapped) if Path(each).name.startswith("libmpi"))
 
 

@@ -43,7 +43,7 @@ def check(job: Job, *, several_hosts: bool = False) -> list[str]:
         raise LaunchError("launch --mpi-args", expected="closed quotes", got=f"{job.mpi_args!r}: {error}") from error
     if job.interface is not None:
         interfaces.check(job.interface, several_hosts=several_hosts)
-    check_program(job.program[0])
+    check_program(job.program[0], job.env.get("PATH"))
     return further
 
 
@@ -67,9 +67,10 @@ def check_binding(job: Job, family: str, processes: int, cores: int, host: str) 
         )
 
 
-def check_program(name: str) -> None:
-    """Raises `ProgramMissingError`, or `LaunchError`, unless this machine has the program."""
-    found = shutil.which(name)
+def check_program(name: str, path: str | None = None) -> None:
+    """Raises `ProgramMissingError`, or `LaunchError`, unless this machine has the program, on ``path`` where that is
+    not this process's PATH."""
+    found = shutil.which(name, path=path)
     if found is not None and _is_bare_script(Path(found)):
         raise LaunchError(
             f"launch {name!r}",

@@ -17,7 +17,12 @@ def child(command: list[str], answer: str = "") -> tuple[int, str]:
     have the last word.
     """
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
     )
     try:
         said, _ = process.communicate(timeout=LIMIT_S)

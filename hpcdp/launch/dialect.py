@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,4 +117,12 @@ class Dialect:
         return {f"{prefix}_time": "10", f"{prefix}_intvl": "5", f"{prefix}_probes": str(LOST_AFTER_S // 5)}
 
 
+def program(words: Sequence[str]) -> list[str]:
+    """The words that run a program with its arguments, for every mpirun, and srun. Where one would take some of those
+    for its own, a shell has all of them as one."""
+    return ["sh", "-c", f"exec {shlex.join(words)}"] if any(map(_TAKEN.fullmatch, words)) else [*words]
+
+
 _TAGGED = ["--output", "tag"]
+# A colon begins another program. Open MPI 5 renames the first four options, and obeys the others.
+_TAKEN = re.compile(":|--(?:bind-to|map-by|rank-by|runtime-options)|--?(?:g|o|pmix|prte)?mca")

@@ -62,8 +62,6 @@ def environment_of_hosts(
     here = [place for place in places if is_this_machine(place.name)]
     cores = len(os.sched_getaffinity(0))
     wanted = _everywhere(library, environ, any(place.processes > cores for place in here)) | dialect.keep_alive()
-    if library.family == "openmpi" and batch_system(environ) == "Slurm":
-        wanted["PMIX_MCA_psec"] = "native"  # Slurm's own PMIx otherwise complains of a lock that it does not have
     if library.family == "mpich" and batch_system(environ) == "Slurm":  # hydra's daemons are tasks of an srun
         wanted["SLURM_KILL_BAD_EXIT"] = "1"
     if library.family == "mpich":  # which makes UCX warn, on standard output, of what it has not given back
@@ -91,6 +89,8 @@ def _everywhere(library: MpiLibrary, environ: Mapping[str, str], crowded: bool) 
             "PRTE_MCA_hwloc_default_binding_policy": "none",
             "OMPI_MCA_hwloc_base_binding_policy": "none",
         }
+        if batch_system(environ) == "Slurm":
+            wanted["PMIX_MCA_psec"] = "native"  # Slurm's own PMIx otherwise complains of a lock that it does not have
         if crowded:
             wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
         if os.geteuid() == 0:

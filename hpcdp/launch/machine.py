@@ -51,7 +51,7 @@ def files_in_use(prefix: str) -> set[str]:
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            lines = (process / "maps").read_text().splitlines()
+            lines = (process / "maps").read_text(errors="surrogateescape").splitlines()
             found |= {line.split(maxsplit=5)[5] for line in lines if prefix in line}
             for entry in (process / "fd").iterdir():
                 with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -65,8 +65,8 @@ def started_at_s(name: str) -> list[float]:
     booted_s = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if "btime" in line)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            head, _, fields = stat.read_text().rpartition(") ")
-            if head.partition("(")[2] == name:
+            head, _, fields = stat.read_bytes().rpartition(b") ")
+            if head.partition(b"(")[2] == name.encode():
                 found.append(booted_s + int(fields.split()[19]) / os.sysconf("SC_CLK_TCK"))
     return found
 

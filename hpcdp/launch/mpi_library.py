@@ -159,7 +159,7 @@ def _loaded_by(name: str) -> MpiLibrary:
 
 def _file_at(address: int) -> Path | None:
     """The file that this process has mapped there; its name need not be the one that was loaded (Debian's MPICH)."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
         place, *_, file = line.split(maxsplit=5)
         first, last = (int(each, 16) for each in place.split("-"))
         if first <= address < last and file.startswith("/"):

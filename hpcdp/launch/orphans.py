@@ -56,6 +56,6 @@ def children() -> set[int]:
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+            if int(stat.read_bytes().rpartition(b")")[2].split()[1]) == os.getpid():
                 found.add(int(stat.parent.name))
     return found

@@ -16,7 +16,8 @@ from pathlib import Path
 from .remote.guards import Guards
 from .watch import End, Start, Watch
 
-_LINE = re.compile(r"\(rank, host, exe, pid\) = \(([0-9]+), (.*?), .*, ([0-9]+)\)")
+# The name of a program may have line breaks.
+_START = re.compile(r"^\(rank, host, exe, pid\) = \(([0-9]+), ([^,]*), .*?, ([0-9]+)\)$", re.MULTILINE | re.DOTALL)
 _OPTIONS, _LIST = ("runtime-options", "rtos"), "output-proctable"
 
 
@@ -63,11 +64,10 @@ class Started:
     def _starts(self) -> list[Start]:
         """None of them before all are there."""
         found = []
-        for line in self._path.read_text(errors="replace").splitlines():
-            if said := _LINE.fullmatch(line):
-                rank = int(said[1])
-                host = self._hosts[rank] if rank < len(self._hosts) else said[2]
-                found.append(Start(rank, int(said[3]), host))
+        for said in _START.finditer(self._path.read_text(errors="replace")):
+            rank = int(said[1])
+            host = self._hosts[rank] if rank < len(self._hosts) else said[2]
+            found.append(Start(rank, int(said[3]), host))
         return found if len(found) >= self._ranks else []
 
 

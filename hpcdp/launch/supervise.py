@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import LaunchError, to_stderr
+from ..launched import PMI_OF_SRUN
 from . import machine, segments
 from .cause import BEREFT, first_failure
 from .mpi_library import is_open_mpi_4
@@ -72,7 +73,10 @@ def supervise(
     Raises:
         LaunchError: mpirun has refused what was ``asked`` of it.
     """
-    watched = {*FORWARDED, signal.SIGCHLD}
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # as nohup has it
+    watched = {*FORWARDED, signal.SIGCHLD} - ignored
+    if family != "srun":
+        environ = {name: value for name, value in environ.items() if name not in PMI_OF_SRUN}
     adopt()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
 
@@ -87,7 +91,7 @@ def supervise(
                 places = hosts or ([] if elsewhere else [None] * ranks)
                 command, started = left_behind.enter_context(listed(command, ranks, places))
             words = Words(held=bool(asked), with_banners=family == "srun")
-            mpirun = subprocess.Popen(command, env=environ, preexec_fn=bound(before), stderr=words.end)
+            mpirun = subprocess.Popen(command, env=environ, preexec_fn=bound(before | ignored), stderr=words.end)
             with contextlib.closing(Watch(mpirun.pid, ranks - elsewhere, watched, servers, elsewhere)) as watch:
                 if guards is not None:
                     guards.attach(watch)

@@ -256,8 +256,8 @@ def _rank(pid: int) -> int | None:
 def _takes(pid: int, number: signal.Signals) -> bool:
     """Whether a process catches or ignores a signal (proc(5), SigCgt and SigIgn)."""
     with contextlib.suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        masks = re.findall(r"^Sig(?:Cgt|Ign):\s+([0-9a-f]+)$", status, re.MULTILINE)
+        status = Path(f"/proc/{pid}/status").read_bytes()
+        masks = re.findall(rb"^Sig(?:Cgt|Ign):\s+([0-9a-f]+)$", status, re.MULTILINE)
         return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
     return False
 

@@ -67,10 +67,10 @@ WRITES = "import time; f = open('output', 'a'); print('one', file=f, flush=True)
 def test_what_the_job_writes_is_shown_while_it_runs(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     folder = tmp_path / "job"
     job = f"{WRITES}; open('errors', 'wb').write(bytes([255])); open('status', 'w').write('5')"
-    plan = Plan([], {folder / "script": "text"})
+    plan = Plan([], {folder / "script": os.fsdecode(b"text \xe9")})
 
     def submit() -> Batch:
-        assert (folder / "script").read_text() == "text"
+        assert (folder / "script").read_bytes() == b"text \xe9"
         assert (folder / "script").stat().st_mode & 0o77 == folder.stat().st_mode & 0o77 == 0
         return Batch(folder, job)
 

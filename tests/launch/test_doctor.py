@@ -1,6 +1,7 @@
 """Every check is made to fail by the breakage that it is there for."""
 
 import contextlib
+import errno
 import mmap
 import os
 import resource
@@ -111,6 +112,16 @@ def test_a_long_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert doctor.check_temporary_folder().remedy == "set TMPDIR=/tmp"
 
 
+def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    assert doctor.check_temporary_folder().verdict is Verdict.FAILED
+    assert doctor.check_stale_sessions().verdict is Verdict.OK
+    assert "none" not in doctor.check_kernel_cache().saw
+
+
 def test_a_segment_that_nobody_uses() -> None:
     with tempfile.TemporaryDirectory(prefix="hpcdp-", dir="/dev/shm") as used:
         with tempfile.TemporaryDirectory(prefix="hpcdp-", dir="/dev/shm") as left, open(f"{used}/a", "w+b") as held:
@@ -215,6 +226,10 @@ def test_a_wrapped_message_is_told_from_its_start() -> None:
     assert children.child([sys.executable, "-c", code]) == (3, said)
     code = f"{'x' * 80} = 1; 1 / 0"
     assert children.child([sys.executable, "-c", code]) == (1, "ZeroDivisionError: division by zero")
+
+
+def test_a_child_may_say_what_is_no_text() -> None:
+    assert children.child([sys.executable, "-c", r"import os; os.write(1, b'caf\xe9\n')"]) == (0, "caf\ufffd")
 
 
 def test_a_child_says_its_answer_before_what_a_library_adds() -> None:

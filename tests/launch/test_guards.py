@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -172,6 +173,16 @@ def test_what_a_host_lacks(tmp_path: Path) -> None:
     assert said == f"no network interface 'ib9'; valid: {', '.join(valid) or 'none is up'}"
     (said,) = guard.problems(None, sys.executable, "lo")
     assert said.startswith("network interface 'lo' leads to no other host; valid: ")
+
+
+def test_a_user_without_a_home_has_a_private_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with contextlib.ExitStack() as left_behind:
+        assert guards._private_folder(left_behind).is_dir()
 
 
 def test_the_agent_is_a_private_program_that_hands_on_what_it_is_asked(ssh: Path) -> None:

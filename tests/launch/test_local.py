@@ -5,6 +5,7 @@ import os
 import pty
 import pwd
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import mpi_library, segments, supervise
+from hpcdp.launch import machine, mpi_library, segments, supervise
 from hpcdp.launch.diagnosis import info
 from hpcdp.launch.environment import environment
 
@@ -52,13 +53,18 @@ def wait_for(condition: Callable[[], object], limit_s: float = 30.0) -> None:
 class Job:
     """Two sleeping ranks under a launcher; all its processes carry a mark in their environment."""
 
-    def __init__(self, folder: Path, before: str = "") -> None:
+    def __init__(self, folder: Path, before: str = "", hangup: signal.Handlers = signal.SIG_DFL) -> None:
         self.folder = folder
         self.mark = f"HPCDP_TEST_JOB={uuid.uuid4()}"
         name, _, value = self.mark.partition("=")
         command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", *python(before + SLEEPER), str(folder)]
         self.launcher = subprocess.Popen(
-            command, env=os.environ | {name: value}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            command,
+            env=os.environ | {name: value},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
         )
         wait_for(lambda: all((folder / f"ready-{rank}").exists() for rank in (0, 1)))
 
@@ -118,6 +124,12 @@ def test_a_user_setting_wins() -> None:
     assert "OMPI_MCA_mpi_yield_when_idle" not in environment(library, Path("/x/bin/mpirun"), CORES, {})
 
 
+def test_in_a_job_of_slurm_pmix_needs_no_munge() -> None:
+    library = mpi_library.MpiLibrary("openmpi", Path("/x/lib/libmpi.so.40"))
+    assert environment(library, Path("/x/bin/mpirun"), 1, {"SLURM_JOB_NODELIST": "n"})["PMIX_MCA_psec"] == "native"
+    assert "PMIX_MCA_psec" not in environment(library, Path("/x/bin/mpirun"), 1, {})
+
+
 def test_a_missing_home_is_no_obstacle() -> None:
     bare = {name: value for name, value in os.environ.items() if name != "HOME"}
     done = launch(2, *python("import os; from mpi4py import MPI; print(os.environ['HOME'])"), env=bare)
@@ -130,10 +142,35 @@ def test_standard_input_reaches_rank_0() -> None:
     assert "read a line" in launch(1, *python(code), input="a line\n").stdout
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["in:out", ":", "a b", ""], ["--bind-to", "core", "'"], ["--runtime-options", "x"], ["--mca"], ["--prtemca", "é"]],
+    ids=lambda arguments: arguments[0] if arguments[0] != "in:out" else "colon",
+)
+def test_a_program_gets_its_arguments_as_they_are(arguments: list[str]) -> None:
+    done = launch(2, *python("import os, sys; os.write(1, f'{sys.argv[1:]}\\n'.encode())"), *arguments)
+    assert done.stdout.splitlines() == [str(arguments)] * 2, done.stderr
+
+
 def test_a_missing_program() -> None:
     done = launch(2, "no-such-program")
     assert done.returncode == 127
     assert done.stderr == "hpcdp: launch 'no-such-program': got no such program; check its name and PATH\n"
+
+
+@pytest.mark.parametrize("where", [[], ["-H", "localhost"]], ids=["local", "ssh"])
+def test_a_program_is_found_on_the_path_that_ranks_get(where: list[str], tmp_path: Path) -> None:
+    for name in ("here", "given"):
+        (tmp_path / name).mkdir()
+        for program in ("both", f"{name}-alone"):
+            (tmp_path / name / program).write_text(f"#!/bin/sh\necho {name}\n")
+            (tmp_path / name / program).chmod(0o755)
+    given = f"PATH={tmp_path / 'given'}:{os.environ['PATH']}"
+    environ = os.environ | {"PATH": f"{tmp_path / 'here'}:{os.environ['PATH']}"}
+    for program in ("both", "given-alone"):
+        command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "1", *where, "--env", given, "--", program]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+        assert (done.returncode, done.stdout.split()) == (0, ["given"]), done.stderr
 
 
 def test_a_script_that_only_a_shell_would_run(tmp_path: Path) -> None:
@@ -159,11 +196,32 @@ def test_inside_a_job_it_is_refused() -> None:
     assert "a rank of a job of 4" in done.stderr
 
 
+def test_the_shell_of_an_interactive_job_is_no_rank() -> None:
+    of_srun = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    of_srun |= {"PMI_FD": "11", "PMI_JOBID": "7.0", "PMI_RANK": "0", "PMI_SIZE": "1"}  # of srun --mpi=pmi2 --pty bash
+    code = "import os, sys, time; time.sleep(0.5); rank = int(os.environ['OMPI_COMM_WORLD_RANK']); sys.exit(3 * rank)"
+    done = launch(2, *python(code), env=os.environ | of_srun)
+    assert done.returncode == 3
+    assert done.stderr.startswith("hpcdp launch: rank 1 (pid ")
+
+
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_ending_signal_ends_the_ranks(sign: signal.Signals, tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.launcher.send_signal(sign)
     assert job.end() == 128 + sign
+
+
+def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    job = Job(tmp_path, hangup=signal.SIG_IGN)
+    children = Path(f"/proc/{job.launcher.pid}/task/{job.launcher.pid}/children").read_text().split()
+    for pid in (job.launcher.pid, *map(int, children)):  # a shell tells the whole process group
+        os.kill(pid, signal.SIGHUP)
+    time.sleep(1.0)
+    assert job.launcher.poll() is None
+    os.kill(job.rank_pid(1), 0)
+    job.launcher.send_signal(signal.SIGTERM)
+    assert job.end() == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("whose", ["launcher", "mpirun", "rank"])
@@ -178,6 +236,19 @@ def test_a_kill_leaves_nothing_behind(whose: str, tmp_path: Path) -> None:
         folder = (tmp_path / "segments").read_text().split()[0]
         assert launch(1, "true").returncode == 0
         assert not Path(folder).exists(), "the next launch removes it"
+
+
+def test_a_process_of_any_name_is_found(tmp_path: Path) -> None:
+    program = tmp_path / os.fsdecode(b"caf\xe9")  # as Latin-1 has it, or where 15 bytes are the half of a letter
+    shutil.copy("/bin/sleep", program)
+    done = launch(1, "sh", "-c", '"$1" 60 >/dev/null 2>&1 & echo $!', "sh", str(program))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not Path("/proc", done.stdout.strip()).exists()
+    with subprocess.Popen([program, "60"]) as process:
+        wait_for(lambda: Path(f"/proc/{process.pid}/comm").read_bytes() == b"caf\xe9\n")
+        assert str(program) in machine.files_in_use(str(tmp_path))
+        assert machine.started_at_s("python-of-nobody") == []
+        process.kill()
 
 
 def test_ranks_end_where_launcher_and_mpirun_are_killed_at_once(tmp_path: Path) -> None:

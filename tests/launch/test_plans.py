@@ -1,6 +1,8 @@
 """What each launcher would do, compared whole with golden files: command line, variables and host lists."""
 
+import errno
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -72,7 +74,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
         monkeypatch.setattr(interfaces, "here", lambda: ["lo", "eth0", "eth1", "down0"])
         monkeypatch.setattr(interfaces, "to_other_hosts", lambda: ["eth0", "eth1"])
-        monkeypatch.setattr(checks, "check_program", lambda _: None)
+        monkeypatch.setattr(checks, "check_program", lambda *_: None)
         monkeypatch.chdir(tmp_path)
         (tmp_path / "my-env").mkdir(exist_ok=True)
         (tmp_path / "my-env" / "pyvenv.cfg").touch()
@@ -154,11 +156,20 @@ def test_hydra_takes_no_ipv6_address(elsewhere) -> None:
         launchers.launcher("ssh").plan(Job(PROGRAM, 2, hosts=(Host("node1"), Host("fe80::1"))))
 
 
+def test_no_temporary_folder_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    with pytest.raises(HpcdpError, match=r"make a temporary folder: got No usable temporary .*; set TMPDIR"):
+        launchers.launcher("ssh").run(Job(PROGRAM, 1, hosts=HOSTS))
+
+
 def test_the_usual_launcher() -> None:
     assert launchers.usual(False, {}) == "local"
     assert launchers.usual(True, {}) == "ssh"
     assert launchers.usual(True, {"SLURM_JOB_NODELIST": "node[1-2]"}) == "mpi"
-    for variable in ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "PE_HOSTFILE", "LSB_HOSTS"):
+    for variable in ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "PE_HOSTFILE", "LSB_HOSTS", "LSB_MCPU_HOSTS"):
         assert launchers.usual(False, {variable: "x"}) == "mpi"
 
 

@@ -55,6 +55,11 @@ def test_outside_of_a_job(srun: Path) -> None:
     assert argv(Job(("p",), 3, hosts=hosts))[5:] == [*spread, "--nodelist=n1,n2", "p"]
 
 
+def test_a_colon_is_none_of_sruns(srun: Path) -> None:
+    assert argv(Job(("p", "a b", ":"), 3))[-4:] == ["--ntasks=3", "sh", "-c", "exec p 'a b' :"]
+    assert argv(Job(("p", ":"), 2, 1))[-5:] == ["2", sys.executable, "sh", "-c", "exec p :"]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -75,7 +80,8 @@ def test_values_that_srun_would_refuse(srun: Path, options: str, says: str) -> N
 
 def test_values_that_srun_takes(srun: Path) -> None:
     options = ["-t", "5", "-pmain,long", "--mem=16G", "--gres=gpu:a100:2", "--exclusive", "-v", "--time=1-12:30"]
-    options += ["--time=90:30", "--time=48:00:00", "--time=0"]
+    options += ["--time=90:30", "--time=48:00:00", "--time=0", "--time=unlimited", "--mem=16g", "--mem-per-cpu=500m"]
+    options += ["--gpus-per-node=a100-40gb:2,v100:1"]
     assert argv(Job(("p",), 2, mpi_args=" ".join(options)))[-len(options) - 1 :] == [*options, "p"]
 
 

@@ -21,7 +21,7 @@ except Exception as error:
     status = print(error, file=sys.stderr) or 2
 sys.exit(status)
 """
-LINE = "(rank, host, exe, pid) = ({}, {}, /bin/a, b, {})"
+LINE = "(rank, host, exe, pid) = ({}, {}, /bin/a, b\n c\u2028d) = (1, x, {})"
 NO_PROCESS = 2**22 + 1  # more than pid_max may be
 KILLED = f"""
 --------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """`hpcdp slurm` against stand-ins of Slurm's commands, which validate what they are given."""
 
+import os
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from hpcdp import cli
 from hpcdp.slurm import queue
+from hpcdp.slurm.script import Script
 
 TRAIN = ("--", "hpcdp", "train", "lenet", "--run-dir", "out/a")
 
@@ -23,6 +25,11 @@ def test_submit_writes_a_file_for_its_owner_and_tells_the_job(standin, capsys: p
     said = standin()["4711"]["said"]
     assert said["account"] == 'a "b" c\'d' and said["comment"] == "back\\slash # none"
     assert said["nodes"] == "2" and said["ntasks-per-node"] == "3" and said["output"] == "out/train-%j.out"
+
+
+def test_a_script_holds_the_bytes_of_an_argument(tmp_path: Path) -> None:
+    path = queue.write(Script(os.fsdecode(b"python caf\xe9.py\n"), "train", tmp_path))
+    assert path.read_bytes() == b"python caf\xe9.py\n"
 
 
 def test_two_of_one_second_have_two_files(standin) -> None:

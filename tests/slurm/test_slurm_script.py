@@ -89,6 +89,20 @@ def test_folders_below_ones_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "source '/home/a b/env/bin/activate' || exit 1" in text and "apptainer exec '/home/a b/x.sif'" in text
 
 
+def test_a_home_that_nobody_has_is_a_line() -> None:
+    for key in ("venv", "image"):
+        site = Profile(mpi_type="pmix", time="1", **{key: "~nobody-of-that-name/x"})
+        with pytest.raises(ConfigError, match=f"site profile: {key}: expected a home folder for its ~, got '~nobody-"):
+            render(Request(template="train", program=TRAIN), site)
+
+
+def test_a_colon_alone_is_refused_for_srun() -> None:
+    request = Request(template="benchmark", program=("python", "a:b", ":"))
+    with pytest.raises(ConfigError, match="program: expected no argument : alone, where srun begins another program"):
+        render(request, SRUN)
+    assert "-- python a:b :\n" in render(request, Profile(launcher="mpirun", time="1")).text
+
+
 def test_a_folder_of_its_own_to_go_on_in() -> None:
     made = render(Request(template="train", program=TRAIN), SRUN)
     assert "run=${1:-runs/train-$job}\n" in made.text

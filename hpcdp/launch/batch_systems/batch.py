@@ -160,7 +160,7 @@ def run(plan: Plan, folder: Path, submit: Callable[[], Submitted]) -> int:
             ) from error
         try:
             for path, text in plan.files.items():
-                path.write_text(text)
+                path.write_text(text, errors="surrogateescape")
                 path.chmod(0o700)
             return _follow(folder, submit(), watched)
         finally:
@@ -184,6 +184,7 @@ def call(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
             argv,
             capture_output=True,
             text=True,
+            errors="replace",
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             timeout=_ANSWER_S,

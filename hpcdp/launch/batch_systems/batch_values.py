@@ -17,11 +17,12 @@ COUNT = "[1-9][0-9]{0,8}", "a whole number from 1"
 NAME = r"(?!-)[\w.+@:*-]+(,[\w.+@:*-]+)*", "a name of letters, digits and _.+@:*-"
 
 _SLURM_TIME = (
-    "(?=.*[1-9])[0-9]+(-[0-9]+(:[0-5]?[0-9]){0,2}|(:[0-5]?[0-9]){1,2})?|0|UNLIMITED|INFINITE",
+    "(?=.*[1-9])[0-9]+(-[0-9]+(:[0-5]?[0-9]){0,2}|(:[0-5]?[0-9]){1,2})?|0|(?i:UNLIMITED|INFINITE)",
     "a time as Slurm writes it, e.g. 04:00:00 or 2-12, minutes and seconds below 60, or 0 for no limit",
 )
+_SLURM_GPUS = r"(\w[\w.-]*:)?[0-9]+"
 _SLURM_GRES = r"(gres[:/])?\w+([:=][\w.-]+){0,2}"
-_SLURM_MEMORY = "[0-9]+[KMGT]?B?", "a number of MiB, or with K, M, G or T behind it, e.g. 16G"
+_SLURM_MEMORY = "[0-9]+(?i:[KMGT]?B?)", "a number of MiB, or with K, M, G or T behind it, e.g. 16G"
 SLURM: Valid = {
     "time": _SLURM_TIME,
     "mem": _SLURM_MEMORY,
@@ -30,7 +31,7 @@ SLURM: Valid = {
     "cpus-per-task": COUNT,
     "time-min": _SLURM_TIME,
     "gres": (f"{_SLURM_GRES}(,{_SLURM_GRES})*", "a name, its type and its number, e.g. gpu:4 or gpu:a100:2"),
-    "gpus-per-node": (r"(\w+:)?[0-9]+", "a number, or a type and a number, e.g. a100:2"),
+    "gpus-per-node": (f"{_SLURM_GPUS}(,{_SLURM_GPUS})*", "a number, or a type and a number, e.g. a100:2"),
     "partition": NAME,
     "qos": NAME,
 }

@@ -189,7 +189,9 @@ def check_shared_memory() -> Finding:
 
 def check_temporary_folder() -> Finding:
     """MPI libraries keep sockets and segments there; a socket's path has at most 107 characters."""
-    folder = tempfile.gettempdir()
+    folder = _temporary_folder()
+    if folder is None:
+        return failed("none that can be written", "free some room in /tmp, or set TMPDIR to a local disk with room")
     free_mib = shutil.disk_usage(folder).free >> 20
     if free_mib < 64:
         return warning(f"{folder} has {free_mib} MiB left", "free some, or set TMPDIR to a local disk with room")
@@ -199,6 +201,14 @@ def check_temporary_folder() -> Finding:
     if shm_mib < 32:
         return warning(f"/dev/shm has {shm_mib} MiB left", "free some; for a container: --shm-size=1g, or --ipc=host")
     return ok(f"{folder} with {free_mib:,} MiB, /dev/shm with {shm_mib:,} MiB free")
+
+
+def _temporary_folder() -> str | None:
+    """None where none can be written."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        return None
 
 
 def check_stale_segments() -> Finding:
@@ -227,8 +237,8 @@ def check_stale_sessions() -> Finding:
 
     ``ompi.HOST.UID`` is no such folder: all programs that start without an mpirun share it, and leave it there.
     """
-    stale, folder = [], tempfile.gettempdir()
-    for path in sorted(Path(folder).glob("ompi.*")):
+    stale, folder = [], _temporary_folder()
+    for path in [] if folder is None else sorted(Path(folder).glob("ompi.*")):
         pid = path.name.removeprefix("ompi.")
         with contextlib.suppress(OSError):  # it has gone meanwhile
             if pid.isdecimal() and path.stat().st_uid == os.getuid() and not Path("/proc", pid).exists():
@@ -292,7 +302,7 @@ def check_kernel_cache() -> Finding:
             pass
     except (OSError, HpcdpError) as error:
         return failed(f"cannot write compiled kernels: {error}", "set HPCDP_CACHE_DIR to a folder of yours with room")
-    if folder.parent == Path(tempfile.gettempdir()):
+    if str(folder.parent) == _temporary_folder():
         return warning(f"the usual folder cannot be written, {folder} is used", "set HPCDP_CACHE_DIR")
     return ok(str(folder))
 

@@ -95,7 +95,9 @@ def _place() -> dict[str, Any]:
 def _version_of(library: mpi_library.MpiLibrary, mpirun: Path) -> str:
     environ = environment(library, mpirun, 1, os.environ)
     try:
-        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10, env=environ)
+        done = subprocess.run(
+            [mpirun, "--version"], capture_output=True, text=True, errors="replace", timeout=10, env=environ
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"which does not run: {error}"
     said = done.stdout

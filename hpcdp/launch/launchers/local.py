@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ...errors import LaunchError
 from .. import mpi_library
 from ..checks import check, check_binding, warn_of_other_library
-from ..dialect import Dialect
+from ..dialect import Dialect, program
 from ..environment import environment
 from ..job import SERVER, Command, Job, Plan
 from ..supervise import supervise
@@ -54,7 +54,7 @@ def _mpirun(job: Job) -> tuple[mpi_library.MpiLibrary, Command]:
     check_binding(job, found.family, job.ranks + job.servers, len(os.sched_getaffinity(0)), "this machine")
     warn_of_other_library(job, found.family)
     dialect = Dialect(found.family, mpi_library.is_open_mpi_4(mpirun))
-    argv = [str(mpirun), *dialect.options(job), "-n", str(job.ranks), *further, *job.program]
+    argv = [str(mpirun), *dialect.options(job), "-n", str(job.ranks), *further, *program(job.program)]
     if job.servers:
         argv += [":", "-n", str(job.servers), sys.executable, *SERVER]
     given = {**os.environ, **job.env}

@@ -11,11 +11,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ...errors import LaunchError
 from ...launched import batch_system
 from .. import folders, mpi_library, segments
 from ..batch_systems import slurm_allocation
 from ..checks import check, check_binding, warn_of_other_library
-from ..dialect import Dialect
+from ..dialect import Dialect, program
 from ..environment import environment_of_hosts, travelling
 from ..hosts import is_this_machine, of_ranks, place
 from ..job import SERVER, Command, Job, Plan
@@ -56,7 +57,7 @@ def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[Plan, mpi_library.Mp
     ]
     attached = [] if given is None else dialect.under_slurm()
     argv = [str(mpirun), *dialect.options(job), *attached, *where, *further, "-n", str(job.ranks), *everywhere]
-    argv += [program_on_hosts(job), *job.program[1:]]
+    argv += program([program_on_hosts(job), *job.program[1:]])
     if job.servers:
         argv += [":", "-n", str(job.servers), *everywhere, sys.executable, *SERVER]
     copies = [] if job.sync_dst_dir is None else sync.commands([host.name for host in places], job.sync_dst_dir)
@@ -70,7 +71,12 @@ def run(job: Job, *, by_ssh: bool) -> int:
     A host that is lost, or says nothing for `dialect.LOST_AFTER_S`, ends the job and is named. Raises `LaunchError`
     also for hosts that cannot be reached, copied to or run the program, each with its name.
     """
-    with _ended_by_signals(), folders.new(Path(tempfile.gettempdir()), folders.of_this_host("hpcdp-hosts")) as folder:
+    with _ended_by_signals(), contextlib.ExitStack() as left_behind:
+        try:
+            base = Path(tempfile.gettempdir())
+            folder = left_behind.enter_context(folders.new(base, folders.of_this_host("hpcdp-hosts")))
+        except OSError as error:
+            raise LaunchError("make a temporary folder", got=error.strerror, remedy="set TMPDIR") from error
         planned, library, dialect = _planned(job, by_ssh, folder)
         for path, text in planned.files.items():
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -135,12 +141,14 @@ def _in_batch(job: Job, command: Command, library: mpi_library.MpiLibrary) -> in
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP are an exception, as SIGINT is, until mpirun runs: what was begun is undone."""
+    """SIGTERM and SIGHUP are an exception, as SIGINT is, until mpirun runs: what was begun is undone. One that is
+    ignored stays so."""
 
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = {sign: signal.signal(sign, end) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    taken = [sign for sign in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(sign) != signal.SIG_IGN]
+    before = {sign: signal.signal(sign, end) for sign in taken}
     try:
         yield
     finally:
@@ -151,7 +159,7 @@ def _ended_by_signals() -> Iterator[None]:
 def program_on_hosts(job: Job) -> str:
     """The program as every host finds it: a name that was found on PATH by its path, one of this folder as it is."""
     name = job.program[0]
-    return name if "/" in name else shutil.which(name) or name
+    return name if "/" in name else shutil.which(name, path=job.env.get("PATH")) or name
 
 
 def _segments(

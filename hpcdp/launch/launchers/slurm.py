@@ -19,7 +19,7 @@ from .. import mpi_library
 from ..batch_systems import batch_values
 from ..batch_systems.slurm_allocation import Allocation, allocation
 from ..checks import check, warn_of_other_library
-from ..dialect import Dialect
+from ..dialect import Dialect, program
 from ..environment import blas_threads
 from ..job import Command, Job, Plan
 from ..supervise import supervise
@@ -93,14 +93,19 @@ def plan(job: Job) -> Plan:
     argv += further
     if job.servers:
         argv += ["sh", "-c", _BY_RANK, "hpcdp-rank", str(job.ranks), sys.executable]
-    return Plan([Command.beside([*argv, *job.program], {**_environment(family, job), **job.env})])
+    return Plan([Command.beside([*argv, *program(job.program)], {**_environment(family, job), **job.env})])
 
 
 def mpi_types() -> tuple[str, ...]:
     """What ``srun --mpi`` takes here; ``LaunchError`` where it does not say."""
     try:
         done = subprocess.run(
-            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_LIMIT_S, stdin=subprocess.DEVNULL
+            ["srun", "--mpi=list"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LIMIT_S,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError("srun --mpi=list", got=error) from error

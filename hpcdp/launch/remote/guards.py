@@ -259,7 +259,7 @@ _DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 def _private_folder(left_behind: contextlib.ExitStack) -> Path:
     """A new folder of this user's from which programs may be run; some sites forbid that in /tmp."""
     prefix = folders.of_this_host("hpcdp-guards")
-    for base in (Path(tempfile.gettempdir()), Path.home() / ".cache"):
+    for base in (Path(tempfile.gettempdir()), Path(os.path.expanduser("~/.cache"))):
         with contextlib.suppress(OSError):
             base.mkdir(exist_ok=True)
             folder = left_behind.enter_context(folders.new(base, prefix))
