@@ -53,9 +53,15 @@ def children() -> set[int]:
             pass
     except ChildProcessError:
         return set()
+    return living(os.getpid())
+
+
+def living(parent: int) -> set[int]:
+    """The children of a process that have not ended; none is reaped."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if int(stat.read_bytes().rpartition(b")")[2].split()[1]) == os.getpid():
+            state, its_parent, *_ = stat.read_bytes().rpartition(b")")[2].split()
+            if int(its_parent) == parent and state != b"Z":
                 found.add(int(stat.parent.name))
     return found

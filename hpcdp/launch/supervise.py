@@ -99,7 +99,7 @@ def supervise(
                 if started is not None:
                     started.attach(watch, guards)
                 goes_on = "--with-ft" in command  # Open MPI's, with ULFM: who survives decides
-                ended_by = _forward_signals(
+                ended_by, was_stuck = _forward_signals(
                     mpirun, watch, usr1_has_come, guards, words, started, verbose, goes_on, family
                 )  # fmt: skip
                 failed = watch.failed  # while mpirun ran
@@ -125,6 +125,8 @@ def supervise(
         return 1
     if family == "srun" and mpirun.returncode > 0:
         return _told_by_srun(words, ranks, mpirun.returncode) or mpirun.returncode
+    if was_stuck and all(end.status == 0 for end in ends):
+        return 0
     if mpirun.returncode < 0:
         first = _failed(failed, ends, family)
         return 128 - mpirun.returncode if first is None else first.exit_status or 1
@@ -248,8 +250,9 @@ def _forward_signals(
     verbose: bool,
     goes_on: bool,
     family: str,
-) -> int | None:
-    """Waits for ``mpirun``; returns the signal that ended the job, None where it ended by itself.
+) -> tuple[int | None, bool]:
+    """Waits for ``mpirun``; returns the signal that ended the job, None where it ended by itself, and whether all ranks
+    had ended by themselves, and mpirun had not.
 
     A second ending signal, or the end of the grace time after the first one, after a rank has failed, unless the job
     ``goes_on`` then, after a host was lost or after the last worker has ended, kills what has not ended by then.
@@ -257,7 +260,7 @@ def _forward_signals(
     ended_by: int | None = None
     deadline = float("inf")
     is_held = usr1_has_come is not None and usr1_has_come()
-    is_told_to_end, is_killed, told = False, False, 0
+    is_told_to_end, is_killed, was_stuck, told = False, False, False, 0
     while mpirun.poll() is None:
         received = watch.wait(min(_HOLD_S if is_held else 1.0, max(0.0, deadline - time.monotonic())))
         is_held = is_held and not watch.told(signal.SIGUSR1)
@@ -273,9 +276,9 @@ def _forward_signals(
                 deadline, is_told_to_end = min(deadline, time.monotonic() + _LOST_GRACE_S), True
         if watch.failed is not None and not goes_on:  # Open MPI's now and then waits for ranks that are in MPI_Finalize
             deadline = min(deadline, watch.failed.at_s + _FAILED_GRACE_S)
-        gone_s = watch.all_gone_at_s  # of ranks that all are killed at once Open MPI's now and then notices none
+        gone_s = watch.all_gone_at_s  # of ranks that all end at once Open MPI's now and then notices none, or not all
         if gone_s is not None and time.monotonic() >= gone_s + _GRACE_S and _output_is_read():
-            deadline = 0.0
+            deadline = 0.0 if watch.nothing_is_left() else deadline
         alone_s = watch.servers_alone_since_s  # those of a program that has never come to hpcdp.init()
         if time.monotonic() >= min(deadline, float("inf") if alone_s is None else alone_s + _GRACE_S):
             if ended_by is None and not is_told_to_end:
@@ -284,9 +287,8 @@ def _forward_signals(
                     who = first if words.missing is None else _by_watchdog(words.missing)
                     say(f"{who}; mpirun has not ended the others in {_FAILED_GRACE_S:g} s: killed")
                 elif gone_s is not None:
-                    say(
-                        f"{watch.ends()[0].who} and all others have ended, and mpirun has not in {_GRACE_S:g} s: killed"
-                    )
+                    was_stuck, who = True, watch.ends()[0].who
+                    say(f"{who} and all others have ended, and mpirun has not in {_GRACE_S:g} s: killed")
                 else:
                     why = "all workers have ended, and the servers, whom only hpcdp.init() tells, have not"
                     say(f"{why} in {_GRACE_S:g} s: killed")
@@ -305,7 +307,7 @@ def _forward_signals(
                 mpirun.send_signal(received.number)
     if mpirun.returncode < 0 and not is_killed and ended_by is None and watch.failed is None:
         say(f"{'srun' if family == 'srun' else 'mpirun'} was killed by {signal.Signals(-mpirun.returncode).name}")
-    return ended_by
+    return ended_by, was_stuck
 
 
 def _output_is_read() -> bool:

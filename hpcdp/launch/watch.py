@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from .orphans import living
+
 _RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
 _LOOK_S, _LOOK_SOON_S, _LATER_LOOK_S = 0.02, 10.0, 1.0
 """Ranks are looked for so often, so long; later on less often. One that fails at an import lives for some 50 ms."""
@@ -108,7 +110,7 @@ class Watch:
         self.failed: End | None = None
         """The first end that was seen, while mpirun ran, to be none with status 0."""
         self.all_gone_at_s: float | None = None
-        """When all ranks were first seen to be gone, none with a status that is known (monotonic)."""
+        """When all ranks were first seen to be gone, none with a status other than 0 (monotonic)."""
         self.servers_alone_since_s: float | None = None
         """When servers were first seen to run without any worker (monotonic); None while there are workers."""
         self._signals = _signal_descriptor(signals)
@@ -138,7 +140,7 @@ class Watch:
             self._ends[seen.rank] = seen
             if seen.status and self.failed is None:
                 self.failed = seen
-            if len(self._ends) == self._all and all(end.status is None for end in self._ends.values()):
+            if len(self._ends) == self._all and self.failed is None:
                 self.all_gone_at_s = seen.at_s
 
     def know_of(self, rank: int, pid: int) -> None:
@@ -187,6 +189,13 @@ class Watch:
         """``rank 2``, or ``server 0 (rank 2)``."""
         server = self.server(rank)
         return f"rank {rank}" if server is None else f"server {server} (rank {rank})"
+
+    def nothing_is_left(self) -> bool:
+        """Whether, of ranks that are gone, none is known to have ended well, or no process that they have started here
+        runs on, whose output mpirun would wait for."""
+        if all(end.status is None for end in self._ends.values()):
+            return True
+        return self._all == self._count and not living(self._mpirun) and living(os.getpid()) <= {self._mpirun}
 
     def told(self, number: signal.Signals) -> bool:
         """Whether all ranks have been started, here, and a signal has lost its default effect, to end them, on each.

@@ -299,6 +299,14 @@ ranks = "for n in 0 1; do PMI_RANK=$n sh -c 'sleep 0.5; [ $PMI_RANK = 0 ] && sle
 sys.exit(supervise.supervise(["sh", "-c", ranks], os.environ, 2, "mpich"))
 """
 
+UNNOTICED = """
+import os, sys
+from hpcdp.launch import supervise
+supervise._GRACE_S = 1.0
+ranks = f"for n in 0 1 2; do PMI_RANK=$n sh -c 'sleep 0.5; {sys.argv[1]} exit 0' & done; wait; exec sleep {sys.argv[2]}"
+sys.exit(supervise.supervise(["sh", "-c", ranks], os.environ, 3, "mpich"))
+"""
+
 
 def test_an_mpirun_that_does_not_end_after_a_rank_has_failed_is_killed() -> None:
     started = time.monotonic()
@@ -307,6 +315,26 @@ def test_an_mpirun_that_does_not_end_after_a_rank_has_failed_is_killed() -> None
     said = r"rank 1 \(pid \d+\) ended with status 3 before the others; mpirun has not ended the others in 1 s: killed\n"
     assert re.fullmatch(f"hpcdp launch: {said}", done.stderr), done.stderr
     assert time.monotonic() - started < 20
+
+
+def unnoticed(left_behind: str, mpirun_s: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", UNNOTICED, left_behind, str(mpirun_s)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_an_mpirun_that_does_not_notice_that_all_ranks_have_ended_well_is_killed() -> None:
+    """Open MPI's, of 32 or 64 processes that end at once."""
+    started = time.monotonic()
+    done = unnoticed("", 60)
+    assert done.returncode == 0
+    said = r"(rank \d \(pid \d+\)) and all others have ended, and mpirun has not in 1 s: killed\n"
+    assert re.fullmatch(f"hpcdp launch: {said}", done.stderr), done.stderr
+    assert time.monotonic() - started < 30
+
+
+def test_an_mpirun_that_waits_for_what_ranks_have_left_behind_is_not_killed() -> None:
+    done = unnoticed("sleep 20 &", 4)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_job_that_goes_on_without_a_rank_is_not_ended():
