@@ -323,7 +323,7 @@ def _as_arguments(config: TrainConfig) -> list[str]:
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             arguments.append(flag)
-        elif value is False and getattr(type(config), name):
+        elif value is False and getattr(type(config), name) is not False:
             arguments.append(f"--no{flag[1:]}")
         elif value is not None and value is not False:
             arguments.append(f"{flag}={value}")

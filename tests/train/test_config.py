@@ -254,10 +254,16 @@ def test_the_kinds_of_stores_are_those_there_are() -> None:
     assert {*choices, "dist"} == set(KINDS)
 
 
-def test_a_store_that_does_not_update_reaches_the_ranks() -> None:
-    given = TrainConfig(kv_store="dist_sync", update_on_kvstore=False)
+@pytest.mark.parametrize(
+    "given",
+    [
+        TrainConfig(kv_store="dist_sync", update_on_kvstore=False),
+        TrainConfig(hybridize=False),
+        TrainConfig(hybridize=True, reproducible=True, flip=True),
+    ],
+)
+def test_what_is_said_reaches_the_ranks(given: TrainConfig) -> None:
     arguments = cli._as_arguments(given)
-    assert "--no-update-on-kvstore" in arguments and "--kv-store=dist_sync" in arguments
     parsed = vars(cli._parse(["train", *arguments]))
     flags = {name: config.parse(name, value) for name, value in parsed.items() if name in config.names()}
     assert config.load(flags=flags) == given
