@@ -213,6 +213,14 @@ def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
         run_dir.reserve_run_dir(TrainConfig(run_dir=str(tmp_path / "file" / "run")))
 
 
+@pytest.mark.parametrize("link", ["runs", "run"])
+def test_a_link_that_leads_nowhere_is_named(link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(link).symlink_to(tmp_path / "purged" / "runs")
+    with pytest.raises(ConfigError, match=f"got a link that leads nowhere: {tmp_path / link}; choose another"):
+        run_dir.reserve_run_dir(TrainConfig(run_dir=None if link == "runs" else link))
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
