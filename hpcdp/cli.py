@@ -236,8 +236,8 @@ def _train(arguments: argparse.Namespace) -> int:
     atexit.register(gc.freeze)  # what is there at the end goes with the process, and is not looked through before
     given = {name: settings.parse(name, text) for name, text in vars(arguments).items() if name in settings.names()}
     path = getattr(arguments, "config", None)
-    config = settings.load(path, given)
-    said = given if path is None else settings.read_toml(path) | given
+    read = {} if path is None else settings.read_toml(path)  # once: it may be a pipe
+    config, said = settings.merged(read, given, path), read | given
     if launched_ranks() is not None:
         return _train_as_a_rank(config, said)
     return _train_here(config, said)
