@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
+import io
 import logging
 import os
 import signal
@@ -63,6 +64,8 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command of ``hpcdp`` and returns its exit status; under mpirun or srun every rank calls it."""
     _open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # names may have characters that the locale has not
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a cache that it cannot write costs a second, and no more
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
