@@ -285,16 +285,21 @@ def _train_as_a_rank(config: TrainConfig, said: dict[str, Any]) -> int:
     from hpcdp.train.runs.uncollected import uncollected
 
     with uncollected():
+        from hpcdp.comm import init
+        from hpcdp.comm.agreement import on_rank_0, require_same
         from hpcdp.train.preemption import STOPPED, StopRequests
         from hpcdp.train.runs.run import run
     with StopRequests(config.time_limit_s) as stop:
+        comm = init().comm
+        settings = dataclasses.asdict(config)
+        del settings["run_dir"]  # that of rank 0 counts
+        same = [f"{name} = {value}" for name, value in settings.items()]
+        require_same(comm, "train", same, "start all ranks with the same settings")
         if config.resume is not None:
-            from hpcdp.comm import init
-            from hpcdp.comm.agreement import on_rank_0
             from hpcdp.train.runs.config import TrainConfig
             from hpcdp.train.runs.resume import settled
 
-            config = TrainConfig(**on_rank_0(init().comm, lambda: dataclasses.asdict(settled(said, launched=True))))
+            config = TrainConfig(**on_rank_0(comm, lambda: dataclasses.asdict(settled(said, launched=True))))
         return STOPPED if run(config, stop)["stopped"] else 0
 
 

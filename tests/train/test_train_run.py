@@ -175,6 +175,16 @@ def test_bad_settings_are_one_line_that_names_what_is_valid(tmp_path, monkeypatc
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("flag", ["--shift", "--checkpoint-every", "--keep"])
+def test_ranks_with_other_settings_are_told_before_they_train(flag, tmp_path, monkeypatch, capsys):
+    statuses = train_on_threads(monkeypatch, tmp_path, 2, "mlp", "--run-dir={rank}", flag, "1{rank}")
+    assert statuses == [1, 1]
+    name = flag.removeprefix("--").replace("-", "_")
+    said = f"expected {name} = 10 as on rank 0, got {name} = 11 on rank 1; start all ranks with the same settings"
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.thorough
 def test_after_an_interrupt_the_ranks_end_and_the_folder_is_readable(tmp_path):
     run = start(tmp_path, "mlp", "--ranks", "2", "--epochs", "100000", "--run-dir", "a", "--checkpoint-every", "30")
