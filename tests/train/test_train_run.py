@@ -325,7 +325,9 @@ def test_early_stopping_ends_a_run_which_is_at_its_end_then(tmp_path, monkeypatc
 
 
 def test_a_run_that_diverges_says_so_at_its_end_and_nothing_of_numpy(tmp_path, monkeypatch, capsys):
-    assert train_on_threads(monkeypatch, tmp_path, 1, "mlp", "--epochs", "2", "--lr", "1e10") == [0]
+    settings = ("--epochs", "2", "--lr", "1e10", "--early-stopping", "1")
+    assert train_on_threads(monkeypatch, tmp_path, 1, "mlp", *settings) == [0]
     said = capsys.readouterr()
     assert said.err == ""
+    assert "\nearly stopping after epoch 1: test loss was never a number\n" in said.out
     assert "\nloss           not finite since epoch 1: try a smaller --lr, or --clip-norm\n" in said.out
