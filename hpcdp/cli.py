@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import codecs
 import contextlib
 import dataclasses
 import gc
@@ -64,8 +65,9 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command of ``hpcdp`` and returns its exit status; under mpirun or srun every rank calls it."""
     _open_closed_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # bytes of arguments and file names that are no text
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names may have bytes that are no text, or characters it has not
+        has_all = codecs.lookup(sys.stdout.encoding).name == "utf-8"
+        sys.stdout.reconfigure(errors="surrogateescape" if has_all else "backslashreplace")
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a cache that it cannot write costs a second, and no more
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -248,8 +250,8 @@ def _train(arguments: argparse.Namespace) -> int:
     atexit.register(gc.freeze)  # what is there at the end goes with the process, and is not looked through before
     given = {name: settings.parse(name, text) for name, text in vars(arguments).items() if name in settings.names()}
     path = getattr(arguments, "config", None)
-    config = settings.load(path, given)
-    said = given if path is None else settings.read_toml(path) | given
+    read = {} if path is None else settings.read_toml(path)  # once: it may be a pipe
+    config, said = settings.merged(read, given, path), read | given
     if launched_ranks() is not None:
         return _train_as_a_rank(config, said)
     return _train_here(config, said)
@@ -294,16 +296,21 @@ def _train_as_a_rank(config: TrainConfig, said: dict[str, Any]) -> int:
     from hpcdp.train.runs.uncollected import uncollected
 
     with uncollected():
+        from hpcdp.comm import init
+        from hpcdp.comm.agreement import on_rank_0, require_same
         from hpcdp.train.preemption import STOPPED, StopRequests
         from hpcdp.train.runs.run import run
     with StopRequests(config.time_limit_s) as stop:
+        comm = init().comm
+        settings = dataclasses.asdict(config)
+        del settings["run_dir"]  # that of rank 0 counts
+        same = [f"{name} = {value}" for name, value in settings.items()]
+        require_same(comm, "train", same, "start all ranks with the same settings")
         if config.resume is not None:
-            from hpcdp.comm import init
-            from hpcdp.comm.agreement import on_rank_0
             from hpcdp.train.runs.config import TrainConfig
             from hpcdp.train.runs.resume import settled
 
-            config = TrainConfig(**on_rank_0(init().comm, lambda: dataclasses.asdict(settled(said, launched=True))))
+            config = TrainConfig(**on_rank_0(comm, lambda: dataclasses.asdict(settled(said, launched=True))))
         return STOPPED if run(config, stop)["stopped"] else 0
 
 
@@ -335,7 +342,7 @@ def _as_arguments(config: TrainConfig) -> list[str]:
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             arguments.append(flag)
-        elif value is False and getattr(type(config), name):
+        elif value is False and getattr(type(config), name) is not False:
             arguments.append(f"--no{flag[1:]}")
         elif value is not None and value is not False:
             arguments.append(f"{flag}={value}")

@@ -279,6 +279,16 @@ def test_a_closed_output_is_written_nowhere(arguments: list[str], closed: str) -
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_names_may_have_characters_that_the_locale_has_not(tmp_path: Path) -> None:
+    folder = tmp_path / "größe"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"kind": "step", "epoch": 1, "step": 1}\n')
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command("report", str(folder)), env=ascii_only, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{tmp_path}/gr\\xf6\\xdfe/report.html, " in done.stdout
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("arguments", [["info"], ["info", "--json"], ["--help"], ["train", "-h"], ["--version"]])
 def test_a_full_output_is_one_line(arguments: list[str], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import operator
 import os
 from collections.abc import Mapping
@@ -67,7 +66,7 @@ def step_number(operation: str, step: object) -> int:
 
 
 def numbers(metrics: object, best: str | None) -> dict[str, float]:
-    """Metrics as plain numbers, by name.
+    """Metrics as plain numbers, by name; none of None.
 
     Args:
         best: see `Manager`.
@@ -75,6 +74,8 @@ def numbers(metrics: object, best: str | None) -> dict[str, float]:
     Raises:
         ConfigError: they are none, or that of ``best`` is not among them.
     """
+    if metrics is None:
+        return {}
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise ConfigError("save", where="metrics", expected="a dict of numbers by name", got=repr(metrics))
     odd = next((name for name in metrics if not is_utf8(name)), None)
@@ -82,7 +83,7 @@ def numbers(metrics: object, best: str | None) -> dict[str, float]:
         raise ConfigError("save", where="metrics", expected="names that are Unicode", got=ascii(odd))
     found = {name: _number(name, value) for name, value in metrics.items()}
     decides = None if best is None else best.removeprefix("-")
-    if decides is not None and not math.isfinite(found.get(decides, math.nan)):
+    if decides is not None and decides not in found:
         raise ConfigError("save", where="metrics", expected=f"{decides!r}, which decides what is best", got=found)
     return found
 

@@ -47,7 +47,7 @@ class Manager:
         keep: so many of the newest checkpoints stay, at least one; None: all.
         keep_every: those stay, too, whose step this divides.
         best: ``"metric"`` or ``"-metric"``: that one stays, too, whose `save` was given the greatest (smallest) value
-            of it.
+            of it; one that was given no metrics, or a value that is not finite, is never the best.
         shards: ``"rank"``: every rank writes a file; ``"node"``: the ranks of a node write to one; ``"all"``: all ranks
             write to one, through parallel HDF5, where h5py was built with it.
         compression: ``"gzip"`` or ``"lzf"``, by HDF5 in chunks with checksums: a fraction of the speed. None: not.
@@ -215,7 +215,8 @@ class Manager:
                 with ``state_dict()`` and ``load_state_dict()``: networks, trainers, stores, loaders, random generators,
                 what torch has. What is no `Sharded` and no `PerRank` must be alike on all ranks; running statistics of
                 networks are saved averaged, too.
-            metrics: numbers that say how good it is, for ``best``; alike on all ranks. NaN and infinities are left out.
+            metrics: numbers that say how good it is, that of ``best`` among them; alike on all ranks. NaN and
+                infinities are left out. None: of a step that was not measured.
             config: what JSON can carry, for `restore` to give back; alike on all ranks.
             wait: return when it is complete on disk. False: when it is copied; the rest is written behind, by a thread,
                 and errors come from the next `wait`, `poll` or `save`.
@@ -272,7 +273,7 @@ class Manager:
 
         def checked() -> list[tuple[list[str], str]]:
             header["step"] = arguments.step_number("save", step)
-            header["metrics"] = arguments.numbers({} if metrics is None else metrics, self.best)
+            header["metrics"] = arguments.numbers(metrics, self.best)
             header["config"] = arguments.settings({} if config is None else config)
             told = arguments.told_alike(header["metrics"], header["config"])
             called = [f"step {header['step']}", f"wait={wait}", *told]

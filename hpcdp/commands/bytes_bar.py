@@ -33,11 +33,14 @@ class BytesBar:
         if columns:
             from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.table import Column
 
             console = Console(file=sys.stderr, width=columns - 1, force_terminal=True, highlight=False)
+            cut_off = Column(no_wrap=True, overflow="crop")  # not every terminal has rich's ellipsis
             # Refreshed by hand: rich's own refresh is a thread.
             self._bars = Progress(
-                TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
+                TextColumn("{task.description}", markup=False, table_column=cut_off), BarColumn(),
+                DownloadColumn(table_column=cut_off), TimeRemainingColumn(table_column=cut_off),
                 console=console, auto_refresh=False, transient=True,
             )  # fmt: skip
             self._task = self._bars.add_task(self._what, total=self._total)

@@ -43,7 +43,8 @@ class Callback:
         ``record`` is alike on every rank."""
 
     def on_end(self) -> None:
-        """After the last epoch, and when training is interrupted or fails."""
+        """After the last epoch, and when training is interrupted or fails, also by another callback; of those whose
+        `on_start` has returned."""
 
 
 class ShowProgress(Callback):

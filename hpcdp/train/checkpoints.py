@@ -92,6 +92,13 @@ class Checkpoints:
         self._just_saved = False
         """Whether a save has begun since ranks have last said whether the one before is over."""
 
+    def alike(self) -> list[str]:
+        """What of it must be the same on every rank, in words, which `fit` compares before it trains."""
+        from ..checkpoint import arguments  # not before, as above
+
+        named = f"checkpoints every={self._every!r}, resume={self.resume}, extra={sorted(self._extra)}"
+        return [named, *arguments.told_alike({}, arguments.settings(self._config or {}))]
+
     def begin(self, world: World, parts: Mapping[str, Any]) -> Position:
         """Take in what the state consists of, and restore it where the run goes on; every rank must call.
 

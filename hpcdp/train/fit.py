@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -103,15 +104,18 @@ def fit(
             "fit", where="loader", expected="an epoch of at least one batch", got="none on any rank",
             remedy="a smaller batch_size, or last='keep'",
         )  # fmt: skip
-    for callback in callbacks:
-        if position.total:
-            callback.on_resume(position.epoch - 1, position.total)
-        callback.on_start(epochs, steps)
+    begun: list[Callback] = []
     try:
+        for callback in callbacks:
+            if position.total:
+                callback.on_resume(position.epoch - 1, position.total)
+            callback.on_start(epochs, steps)
+            begun.append(callback)
         return loop.train(position, epochs, evaluate)
     finally:
-        for callback in callbacks:
-            callback.on_end()
+        with contextlib.ExitStack() as ending:  # each is told, also where one before it raises
+            for callback in reversed(begun):
+                ending.callback(callback.on_end)
 
 
 def _tell(callbacks: Sequence[Callback], record: Record) -> None:

@@ -38,14 +38,12 @@ def check_arguments(net: object, trainer: object, loader: object, **others: Any)
 
 
 def what_ranks_share(
-    net: Module, loader: DataLoader, callbacks: Sequence[Callback], *, epochs: int, **optional: object
-) -> list[str]:
-    """What must be the same on all ranks, in words.
-
-    Args:
-        optional: of these ranks must have all or none; what they are may differ.
-    """
-    given = [f"{name} {'None' if value is None else 'given'}" for name, value in optional.items()]
+    net: Module, loader: DataLoader, callbacks: Sequence[Callback], *, epochs: int, evaluate: object,
+    checkpoints: Checkpoints | None,
+) -> list[str]:  # fmt: skip
+    """What must be the same on all ranks, in words. Of ``evaluate`` ranks must have one or none; they may differ."""
+    given = [f"evaluate {'None' if evaluate is None else 'given'}"]
+    given += ["checkpoints None"] if checkpoints is None else checkpoints.alike()
     deciding = [each for each in (callback.alike() for callback in callbacks) if each is not None]
     callbacks_too = f"callbacks {', '.join(deciding) or 'none'} that decide"
     return [f"epochs {epochs}", *given, callbacks_too, _order(getattr(loader, "sampler", None)), *_layers(net, "net")]

@@ -47,12 +47,15 @@ def create(epochs: int, steps: int, done: int = 0, stream: TextIO | None = None)
 
 
 def terminal_columns(stream: TextIO) -> int:
-    """The width of the terminal that shows ``stream``; 0 where it goes to a file, or where no width is known.
+    """The width of the terminal that shows ``stream``; 0 where it goes to a file, where no width is known, and of one
+    that cannot write a line anew.
 
     Under mpirun a rank cannot see the terminal. `hpcdp launch` tells it, in the variables that rich has for this. Else
     Open MPI gives every rank a pseudo-terminal of no width, whether its own output is a terminal or a file. There the
     output of the parent process, which is mpirun, decides.
     """
+    if os.environ.get("TERM", "").lower() in ("dumb", "unknown"):  # as rich has them, which shows nothing live there
+        return 0
     told = os.environ.get("TTY_INTERACTIVE")
     if told is not None:
         width = os.environ.get("COLUMNS", "80")
@@ -113,11 +116,11 @@ class TerminalProgress:
         self._eta = _TimeLeft(epochs * steps, done)
         self._shown = 0.0
         console = Console(file=stream, width=columns - 1, force_terminal=True, highlight=False)
-        # Refreshed by hand: rich's own refresh is a thread.
+        # Cut off, since not every terminal has rich's ellipsis. Refreshed by hand: rich's own refresh is a thread.
         self._bars = Bars(
-            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="crop")),
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
-            TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True, overflow="crop")),
             console=console,
             auto_refresh=False,
             transient=True,

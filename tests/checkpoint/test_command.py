@@ -1,6 +1,7 @@
 """`hpcdp checkpoint` from outside: what it prints, and its exit status."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -271,6 +272,21 @@ def test_verify_tells_a_log_how_far_it_is(run, saved, monkeypatch):
     monkeypatch.setattr(bytes_bar, "_LOG_EVERY_S", 0.0)
     _, _, error = run("verify", saved / "checkpoints" / "step-0000000100")
     assert re.fullmatch(r"(step-0000000100: [\d.]+ [kM]?B(ytes)? of 2\.8\d MB\n)+", error.replace("bytes", "B"))
+
+
+@pytest.mark.parametrize("columns", [20, 47])
+def test_a_narrow_terminal_need_not_have_all_characters(columns, monkeypatch):
+    from hpcdp.commands import bytes_bar
+
+    monkeypatch.setattr(bytes_bar, "_REFRESH_S", -1.0)
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    for name, value in (("TTY_INTERACTIVE", "1"), ("COLUMNS", str(columns)), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with bytes_bar.BytesBar("verify runs/mlp-digits-001/checkpoints/step-0000000100", 10**9) as bar:
+        bar.tell(10**7)
+    terminal.flush()
+    assert b"verify" in terminal.buffer.getvalue()
 
 
 def test_diff(run, saved, tmp_path):

@@ -93,9 +93,21 @@ def test_retention(tmp_path):
             restored = manager.restore(110)
             assert (restored.state, restored.metrics, restored.config) == ({"a": 110}, {"loss": 1}, {"lr": 0.1})
             with pytest.raises(ConfigError, match=r"save \[metrics\]: expected 'loss', which decides what is best"):
-                manager.save(160, {"a": 1})
+                manager.save(160, {"a": 1}, metrics={"odd": 1})
 
     threads.run(2, one)
+
+
+@pytest.mark.parametrize("metrics", [None, {"loss": float("nan")}, {"loss": float("inf")}])
+def test_what_was_not_measured_is_never_the_best(metrics, tmp_path):
+    def one(world):
+        with Manager(tmp_path, world, keep=1, best="loss") as manager:
+            manager.save(100, {"a": 1}, metrics={"loss": -1})
+            manager.save(110, {"a": 2}, metrics=metrics)
+            manager.save(120, {"a": 3}, metrics={"loss": -2})
+            return manager.steps()
+
+    assert threads.run(2, one) == [[100, 120]] * 2
 
 
 def test_links_to_checkpoints_elsewhere(tmp_path):

@@ -1,4 +1,6 @@
 import dataclasses
+import os
+import threading
 import tomllib
 from pathlib import Path
 
@@ -56,6 +58,8 @@ from hpcdp.train.runs.config import TrainConfig
             "setting kv_store: expected dist or dist_sync or dist_device_sync or dist_async for 2 ranks, got local",
         ),
         ({"batch_size": 3, "ranks": 4}, "expected at least one sample for each of the 4 ranks, got 3"),
+        ({"run_dir": "runs/\0"}, "setting run_dir: expected a name, which has no NUL, got 'runs/\\x00'"),
+        ({"data_dir": "d\udcfc"}, "setting data_dir: expected a name in UTF-8, as config.toml is, got 'd\\udcfc'"),
     ],
 )
 def test_a_bad_setting_is_named(settings: dict, says: str) -> None:
@@ -87,7 +91,10 @@ def test_a_flag_is_judged_together_with_the_file(tmp_path: Path) -> None:
         ("[train]\nepochs = 3", "expected settings at the top level, without tables, got the table [train]"),
         ("epochs = 0", "setting epochs ["),
         ("optimizer = 'adma'", "unknown optimizer 'adma' ["),
+        (f"seed = {'9' * 5000}", "expected a TOML file, got Exceeds the limit"),
+        (f"seed = {'[' * 5000}", "expected a TOML file, got maximum recursion depth exceeded"),
     ],
+    ids=range(7),
 )
 def test_a_bad_file_is_named(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
@@ -100,6 +107,22 @@ def test_a_bad_file_is_named(text: str, says: str, tmp_path: Path) -> None:
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"\[/no/such\.toml\]: got No such file or directory"):
         config.load("/no/such.toml")
+
+
+def test_a_file_may_begin_with_the_mark_of_some_editors(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbfepochs = 3\n")
+    assert config.load(tmp_path / "run.toml").epochs == 3
+
+
+def test_settings_may_come_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    text = "resume = 'auto'\nepochs = 3\n"
+    threading.Thread(target=(tmp_path / "pipe").write_text, args=(text,), daemon=True).start()
+    taken: list[tuple[TrainConfig, dict]] = []
+    monkeypatch.setattr(cli, "_train_here", lambda *given: taken.append(given) or 0)
+    assert cli.main(["train", "--config", str(tmp_path / "pipe"), "--lr", "0.5"]) == 0
+    ((made, said),) = taken
+    assert (made.epochs, made.lr, said) == (3, 0.5, {"resume": "auto", "epochs": 3, "lr": 0.5})
 
 
 def test_toml_is_read_back() -> None:
@@ -213,6 +236,14 @@ def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
         run_dir.reserve_run_dir(TrainConfig(run_dir=str(tmp_path / "file" / "run")))
 
 
+@pytest.mark.parametrize("link", ["runs", "run"])
+def test_a_link_that_leads_nowhere_is_named(link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(link).symlink_to(tmp_path / "purged" / "runs")
+    with pytest.raises(ConfigError, match=f"got a link that leads nowhere: {tmp_path / link}; choose another"):
+        run_dir.reserve_run_dir(TrainConfig(run_dir=None if link == "runs" else link))
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -254,10 +285,16 @@ def test_the_kinds_of_stores_are_those_there_are() -> None:
     assert {*choices, "dist"} == set(KINDS)
 
 
-def test_a_store_that_does_not_update_reaches_the_ranks() -> None:
-    given = TrainConfig(kv_store="dist_sync", update_on_kvstore=False)
+@pytest.mark.parametrize(
+    "given",
+    [
+        TrainConfig(kv_store="dist_sync", update_on_kvstore=False),
+        TrainConfig(hybridize=False),
+        TrainConfig(hybridize=True, reproducible=True, flip=True),
+    ],
+)
+def test_what_is_said_reaches_the_ranks(given: TrainConfig) -> None:
     arguments = cli._as_arguments(given)
-    assert "--no-update-on-kvstore" in arguments and "--kv-store=dist_sync" in arguments
     parsed = vars(cli._parse(["train", *arguments]))
     flags = {name: config.parse(name, value) for name, value in parsed.items() if name in config.names()}
     assert config.load(flags=flags) == given

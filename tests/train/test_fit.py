@@ -48,7 +48,7 @@ def network() -> nn.Module:
     return net
 
 
-def train(world, sampler, epochs=1, callbacks=(), owner="rank"):
+def train(world, sampler, epochs=1, callbacks=(), owner="rank", checkpoints=None):
     net = network()
     trainer = Trainer(net.parameters(), optim.SGD(lr=0.2, momentum=0.9), world=world, owner=owner)
     records = fit(
@@ -58,6 +58,7 @@ def train(world, sampler, epochs=1, callbacks=(), owner="rank"):
         epochs=epochs,
         evaluate=lambda: evaluate(net, SAMPLES, world),
         callbacks=callbacks,
+        checkpoints=checkpoints,
         world=world,
     )
     return records, [np.array(param.data) for param in net.parameters()]
@@ -257,6 +258,36 @@ def test_callbacks_are_told_every_step_and_the_end_also_of_a_failure():
 
     threads.run(1, job)
     assert events == [("start", 5, 2), ("step", 1, 1), ("step", 1, 2), ("step", 2, 1), ("end",)]
+
+
+@pytest.mark.parametrize("failing", ["on_resume", "on_start", "on_step", "on_record", "on_end"])
+def test_each_callback_is_told_the_end_where_another_one_fails(failing, tmp_path):
+    ended: list[str] = []
+
+    class Named(Callback):
+        def __init__(self, name):
+            self.name = name
+
+        def on_end(self):
+            ended.append(self.name)
+
+    def fail(*arguments):
+        raise RuntimeError("stop here")
+
+    failed = Named("failed")
+    setattr(failed, failing, fail)
+
+    def job(world):
+        with Manager(tmp_path, world) as manager:
+            train(world, ShardedSampler(70, 35), checkpoints=Checkpoints(manager))
+            going_on = Checkpoints(manager, resume=True)
+            with pytest.raises(RuntimeError, match="stop here"):
+                callbacks = [Named("before"), failed, Named("behind")]
+                train(world, ShardedSampler(70, 35), epochs=2, callbacks=callbacks, checkpoints=going_on)
+
+    threads.run(1, job)
+    begun = failing not in ("on_resume", "on_start")
+    assert [name for name in ended if name != "failed"] == (["before", "behind"] if begun else ["before"])
 
 
 def fitted(world, loss, batches):

@@ -5,11 +5,12 @@ import re
 import numpy as np
 import pytest
 
-from hpcdp import data, nn, optim
+from hpcdp import checkpoint, data, nn, optim
 from hpcdp.comm import threads
 from hpcdp.errors import MismatchError
 from hpcdp.train import SyncBatchNorm
 from hpcdp.train.callbacks import Callback, EarlyStopping
+from hpcdp.train.checkpoints import Checkpoints
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
 from hpcdp.train.trainers.trainer import Trainer
@@ -17,8 +18,14 @@ from hpcdp.train.work_load import AdaptWorkLoad
 
 X, Y = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32), np.arange(40) % 3
 
+SAVED = {
+    "checkpoints": {}, "every": {"every": 3}, "resume": {"resume": True}, "extra": {"extra": {"mean": 1}},
+    "config": {"config": {"a": 2}},
+}  # fmt: skip
+"""What of `Checkpoints` is another one."""
 
-def train(world, odd: str | None = None):
+
+def train(world, odd: str | None = None, folder=None):
     other = world.rank == world.size - 1
     net = nn.Sequential(nn.Dense(4, 6), nn.BatchNorm(6), nn.Dense(6, 3))
     trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world=world)
@@ -39,6 +46,11 @@ def train(world, odd: str | None = None):
         callbacks.append(AdaptWorkLoad(sampler))
     callbacks.append(EarlyStopping("loss", patience=2 if odd == "patience" and other else 5))
     samples = data.ArrayDataset(X, Y)
+    checkpoints = None
+    if odd in SAVED:
+        manager = checkpoint.Manager(folder, world)
+        saved = {"config": {"a": {"b": 1, "c": 2} if other else {"c": 2, "b": 1}}} | (SAVED[odd] if other else {})
+        checkpoints = None if odd == "checkpoints" and other else Checkpoints(manager, **saved)
     return len(
         fit(
             net,
@@ -47,6 +59,7 @@ def train(world, odd: str | None = None):
             epochs=3 if odd == "epochs" and other else 2,
             evaluate=None if odd == "evaluate" and other else lambda: evaluate(net, samples, world),
             callbacks=callbacks,
+            checkpoints=checkpoints,
             world=world,
         )
     )
@@ -66,14 +79,19 @@ def train(world, odd: str | None = None):
         ("patience", "patience=5", "patience=2"),
         ("evaluate", "evaluate given", "evaluate None"),
         ("layers", "net.1 SyncBatchNorm", "net.1 BatchNorm"),
+        ("checkpoints", "checkpoints every=None", "checkpoints None"),
+        ("every", "checkpoints every=None", "checkpoints every=3"),
+        ("resume", "resume=False", "resume=True"),
+        ("extra", "extra=[]", "extra=['mean']"),
+        ("config", 'config a = {"b": 1, "c": 2}', "config a = 2"),
     ],
 )
-def test_what_differs_is_named(ranks, odd, expected, got):
+def test_what_differs_is_named(ranks, odd, expected, got, tmp_path):
     def job(world):
         expects, finds = re.escape(expected), re.escape(got)
         says = f"^fit .*: expected .*{expects}.* as on rank 0, got .*{finds}.* on rank {ranks - 1};"
         with pytest.raises(MismatchError, match=says):
-            train(world, odd)
+            train(world, odd, tmp_path)
         return True
 
     assert threads.run(ranks, job) == [True] * ranks

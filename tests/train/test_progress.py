@@ -47,7 +47,7 @@ def show_in_a_terminal(columns: int, environment: dict[str, str]) -> str:
 
 @pytest.fixture
 def environment(monkeypatch) -> dict[str, str]:
-    for name in ("TTY_INTERACTIVE", "COLUMNS"):
+    for name in ("TTY_INTERACTIVE", "COLUMNS", "TERM"):
         monkeypatch.delenv(name, raising=False)
     return dict(os.environ)
 
@@ -62,6 +62,19 @@ def test_on_a_terminal_of_80_columns_no_line_wraps(environment):
     assert live
     assert all("epoch 100/100" in f and "loss 0.432 acc 91.2% 12,346/s ETA 0:00" in f for f in live if "ETA" in f)
     assert max(len(frame) for frame in frames) <= 79
+
+
+@pytest.mark.parametrize("columns", [20, 47])
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_a_narrow_terminal_need_not_have_all_characters(encoding, columns, environment):
+    shown = show_in_a_terminal(columns, environment | {"PYTHONIOENCODING": encoding})
+    assert "end TerminalProgress" in shown
+
+
+@pytest.mark.parametrize("told", [{}, {"TTY_INTERACTIVE": "1", "COLUMNS": "80"}])
+def test_a_terminal_that_cannot_write_a_line_anew_has_plain_lines(told, environment):
+    shown = show_in_a_terminal(80, environment | {"TERM": "dumb"} | told)
+    assert "end LogProgress" in shown and "\x1b" not in shown
 
 
 def test_a_terminal_of_a_launcher_is_believed(environment):

@@ -83,7 +83,7 @@ def network() -> nn.Module:
 
 
 def train(world, folder: Path, optimizer="momentum", reproducible=False, owner="auto", overlap=None, resume=False,
-          every=None, kill_at=None, stop_at=None, kvstore=None, epochs=EPOCHS, last="keep"):  # fmt: skip
+          every=None, kill_at=None, stop_at=None, kvstore=None, epochs=EPOCHS, last="keep", best=None):  # fmt: skip
     net = network()
     arguments = {"kvstore": kvstore} if kvstore else {"owner": owner, "overlap": overlap, "reproducible": reproducible}
     if reproducible:
@@ -94,7 +94,7 @@ def train(world, folder: Path, optimizer="momentum", reproducible=False, owner="
     trainer = Trainer(net.parameters(), OPTIMIZERS[optimizer](), world=world, **arguments)
     stop = StopRequests(environ={})
     listen = Listen(kill_at, stop, stop_at if world.rank == world.size - 1 else None)
-    with Manager(folder, world, keep=2) as manager:
+    with Manager(folder, world, keep=2, best=best) as manager:
         checkpoints = Checkpoints(manager, every=every, stop=stop, resume=resume)
         fit(
             net,
@@ -226,6 +226,14 @@ def test_a_checkpoint_an_epoch_has_its_numbers_and_the_last_is_of_the_end(tmp_pa
     again = whole_run(2, tmp_path / "a", resume=True)
     assert again[0].records == []
     assert again[3] == steps
+
+
+@pytest.mark.parametrize("every", [5, "epoch"])
+def test_a_run_that_keeps_the_best_epoch_is_stopped_within_another(every, tmp_path):
+    arguments = {"every": every, "best": "test_accuracy"}
+    stopped = whole_run(2, tmp_path / "a", stop_at=STEPS + 4, **arguments)
+    assert stopped[2].position.total in (STEPS + 4, STEPS + 5)
+    assert_goes_on_as(undisturbed(2), whole_run(2, tmp_path / "a", resume=True, **arguments))
 
 
 def test_a_run_that_was_stopped_after_its_last_step_is_done_when_it_has_gone_on(tmp_path):

@@ -1,9 +1,12 @@
 """Which run ``--resume`` means, and what may be said beside it."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from hpcdp import checkpoint
 from hpcdp.checkpoint import Manager
 from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.comm import threads
@@ -69,6 +72,30 @@ def test_a_folder_that_is_named_must_have_a_checkpoint(here):
     for name in ("a", "b"):
         with pytest.raises(ConfigError, match=f"a checkpoint in {name}/checkpoints, got none"):
             settled({"resume": name}, launched=False)
+
+
+def test_a_checkpoint_without_its_settings_is_none_to_go_on_from(here):
+    leave_run(here / "a")
+    (here / "a" / "config.toml").unlink()
+    with pytest.raises(ConfigError, match=r"a checkpoint in a/checkpoints, got no config\.toml beside it"):
+        settled({"resume": "a"}, launched=False)
+
+
+def test_what_may_not_be_looked_into_is_passed_over_unless_it_was_named(here, monkeypatch):
+    def refuse(folder):
+        if "mlp-digits-002" in str(folder):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return find(folder)
+
+    for number in (1, 2):
+        leave_run(here / "runs" / f"mlp-digits-00{number}", model="mlp")
+    find = checkpoint.folder.find
+    monkeypatch.setattr(checkpoint.folder, "find", refuse)
+    assert settled({"resume": "auto", "model": "mlp"}, launched=False).run_dir == "runs/mlp-digits-001"
+    with pytest.raises(ConfigError, match=r"\[runs/.*-002/checkpoints\]: expected a run folder, got Permission"):
+        settled({"resume": "runs/mlp-digits-002"}, launched=False)
+    with pytest.raises(ConfigError, match="got File name too long"):
+        settled({"resume": "a" * 300}, launched=False)
 
 
 def test_a_run_that_still_goes_on_is_refused(here):

@@ -157,6 +157,17 @@ def test_curves_that_cannot_be_drawn_are_a_failure_of_the_folder_not_of_the_run(
     assert folder.failure is not None
 
 
+@pytest.mark.parametrize("changed", [None, "lr = 'mine'", "[half of it"])
+def test_settings_that_were_changed_meanwhile_do_not_fail_the_run(changed, tmp_path):
+    with RunFolder(TrainConfig(run_dir=str(tmp_path), ranks=2)) as folder:
+        folder.write(STEP)
+        (tmp_path / "config.toml").unlink()
+        if changed:
+            (tmp_path / "config.toml").write_text(changed)
+    assert folder.failure is None
+    assert (tmp_path / "curves.png").exists()
+
+
 def test_the_curves_of_a_killed_run_can_be_drawn_later(tmp_path):
     folder = RunFolder(TrainConfig(run_dir=str(tmp_path), ranks=2))
     for number in (1, 2, 3):

@@ -175,6 +175,16 @@ def test_bad_settings_are_one_line_that_names_what_is_valid(tmp_path, monkeypatc
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("flag", ["--shift", "--checkpoint-every", "--keep"])
+def test_ranks_with_other_settings_are_told_before_they_train(flag, tmp_path, monkeypatch, capsys):
+    statuses = train_on_threads(monkeypatch, tmp_path, 2, "mlp", "--run-dir={rank}", flag, "1{rank}")
+    assert statuses == [1, 1]
+    name = flag.removeprefix("--").replace("-", "_")
+    said = f"expected {name} = 10 as on rank 0, got {name} = 11 on rank 1; start all ranks with the same settings"
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.thorough
 def test_after_an_interrupt_the_ranks_end_and_the_folder_is_readable(tmp_path):
     run = start(tmp_path, "mlp", "--ranks", "2", "--epochs", "100000", "--run-dir", "a", "--checkpoint-every", "30")
@@ -315,7 +325,9 @@ def test_early_stopping_ends_a_run_which_is_at_its_end_then(tmp_path, monkeypatc
 
 
 def test_a_run_that_diverges_says_so_at_its_end_and_nothing_of_numpy(tmp_path, monkeypatch, capsys):
-    assert train_on_threads(monkeypatch, tmp_path, 1, "mlp", "--epochs", "2", "--lr", "1e10") == [0]
+    settings = ("--epochs", "2", "--lr", "1e10", "--early-stopping", "1")
+    assert train_on_threads(monkeypatch, tmp_path, 1, "mlp", *settings) == [0]
     said = capsys.readouterr()
     assert said.err == ""
+    assert "\nearly stopping after epoch 1: test loss was never a number\n" in said.out
     assert "\nloss           not finite since epoch 1: try a smaller --lr, or --clip-norm\n" in said.out

@@ -28,12 +28,15 @@ def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def train_on_threads(monkeypatch: pytest.MonkeyPatch, folder: Path, ranks: int, *arguments: str) -> list[int]:
-    """What each rank does that ``hpcdp train`` starts, with threads of this process in its place; their statuses."""
+    """What each rank does that ``hpcdp train`` starts, with threads of this process in its place; their statuses.
+
+    ``{rank}`` in an argument is each one's own.
+    """
     own = threading.local()
 
     def rank(world) -> int:
         own.world = world
-        return cli.main(["train", *arguments])
+        return cli.main(["train", *(each.format(rank=world.rank) for each in arguments)])
 
     with monkeypatch.context() as patch:
         patch.chdir(folder)

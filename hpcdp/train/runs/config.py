@@ -172,6 +172,13 @@ class TrainConfig:
             )
 
     def _check_data(self) -> None:
+        try:
+            (self.data_dir or "").encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                "setting data_dir", expected="a name in UTF-8, as config.toml is", got=repr(self.data_dir),
+                remedy="give it a link of such a name",
+            ) from error  # fmt: skip
         if (self.model in SEQUENCE_MODELS) == (self.data in TEXTS):
             return
         from ...data.catalog import NAMES  # not before, as above
@@ -253,10 +260,10 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     Raises `ConfigError` for a missing or damaged file, or an unknown key (with the valid ones).
     """
     try:
-        settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        settings = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors begin it with a mark
     except OSError as error:
         raise ConfigError("read the configuration", where=path, got=error.strerror) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError("read the configuration", where=path, expected="a TOML file", got=error) from error
     for key, value in settings.items():
         if isinstance(value, dict):
@@ -275,14 +282,18 @@ def load(path: str | Path | None = None, flags: Mapping[str, Any] | None = None)
 
     Raises `ConfigError` for what the file has wrong, or a bad value.
     """
-    settings = {} if path is None else read_toml(path)
-    for key in flags or {}:
+    return merged({} if path is None else read_toml(path), flags or {}, path)
+
+
+def merged(settings: Mapping[str, Any], flags: Mapping[str, Any], path: str | Path | None) -> TrainConfig:
+    """The ``settings`` that were read from ``path``, overridden by ``flags``; see `load`."""
+    for key in flags:
         check_name("setting", key, names())
     try:
-        return TrainConfig(**(settings | dict(flags or {})))
+        return TrainConfig(**{**settings, **flags})
     except ConfigError as error:
         if settings:
-            TrainConfig(**(flags or {}))  # raises by itself where the file is not to blame
+            TrainConfig(**flags)  # raises by itself where the file is not to blame
             error.where = path
         raise
 

@@ -41,7 +41,10 @@ def settled(said: Mapping[str, Any], launched: bool) -> TrainConfig:
         DataError: the run still goes on: another job saves there, which is named.
     """
     config = load(None, said)
-    folder = _find(config, said, launched)
+    try:
+        folder = _find(config, said, launched)
+    except OSError as error:
+        raise ConfigError("resume", where=error.filename, expected="a run folder", got=error.strerror) from error
     if folder is None:
         left = config.run_dir is not None and (Path(config.run_dir) / "config.toml").is_file()
         return dataclasses.replace(config, resume=None, overwrite=left)
@@ -80,8 +83,9 @@ def _find(config: TrainConfig, said: Mapping[str, Any], launched: bool) -> Path 
                 remedy=f"--resume {folder.parent.parent} goes on from its newest one",
             )  # fmt: skip
         if not _has_checkpoint(folder):
+            got = "no config.toml beside it" if checkpoint_folder.find(folder / CHECKPOINTS) else "none"
             raise ConfigError(
-                "resume", where=folder, expected=f"a checkpoint in {folder / CHECKPOINTS}", got="none",
+                "resume", where=folder, expected=f"a checkpoint in {folder / CHECKPOINTS}", got=got,
                 remedy="name another run folder, or leave --resume out",
             )  # fmt: skip
         return folder
@@ -90,9 +94,7 @@ def _find(config: TrainConfig, said: Mapping[str, Any], launched: bool) -> Path 
         return folder if _has_checkpoint(folder) else None
     stem = re.escape(f"{config.model}-{config.data}")
     numbered = {
-        int(match[1]): path
-        for path in Path(RUNS).glob("*")
-        if (match := re.fullmatch(f"{stem}-([0-9]+)", path.name)) and _has_checkpoint(path)
+        int(match[1]): path for path in Path(RUNS).glob("*") if (match := re.fullmatch(f"{stem}-([0-9]+)", path.name))
     }
     newest_first = (numbered[number] for number in sorted(numbered, reverse=True))
     return next((folder for folder in newest_first if _can_go_on(folder, said, launched)), None)
@@ -100,8 +102,8 @@ def _find(config: TrainConfig, said: Mapping[str, Any], launched: bool) -> Path 
 
 def _can_go_on(folder: Path, said: Mapping[str, Any], launched: bool) -> bool:
     try:
-        return not is_finished(_settled_in(folder, said, launched))
-    except ConfigError:  # another run than the one that was asked for
+        return _has_checkpoint(folder) and not is_finished(_settled_in(folder, said, launched))
+    except (ConfigError, OSError):  # another run than the one that was asked for, or somebody else's
         return False
 
 

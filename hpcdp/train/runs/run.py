@@ -137,7 +137,8 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
     if folder is not None:
         if stopping and stopping.stop_training:
             last = records[-1]["epoch"]
-            print(f"early stopping after epoch {last}: test loss was lowest after epoch {last - stopping.waited}")
+            best = "never a number" if stopping.best is None else f"lowest after epoch {last - stopping.waited}"
+            print(f"early stopping after epoch {last}: test loss was {best}")
         print(_last_words(result, checkpoints, folder), flush=True)
     return result
 

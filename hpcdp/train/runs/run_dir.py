@@ -74,11 +74,15 @@ def _is_empty(folder: Path) -> bool:
 
 def _new_run_dir(stem: str) -> Path:
     runs = Path(RUNS)
+    try:
+        runs.mkdir(exist_ok=True)
+    except OSError as error:
+        raise _cannot_make(runs, error) from error
     number = 1
     while True:
         folder = runs / f"{stem}-{number:03d}"
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         except FileExistsError:
             number += 1
@@ -87,11 +91,13 @@ def _new_run_dir(stem: str) -> Path:
 
 
 def _cannot_make(folder: Path, error: OSError) -> ConfigError:
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    leads_nowhere = isinstance(error, FileExistsError) and not os.path.exists(there)
+    why = "a link that leads nowhere" if leads_nowhere else error.strerror
     return ConfigError(
         "make the run folder",
         where=folder,
-        got=f"{error.strerror}: {os.path.abspath(there)}",
+        got=f"{why}: {os.path.abspath(there)}",
         remedy="choose another with --run-dir",
     )
 

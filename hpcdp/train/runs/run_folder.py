@@ -54,15 +54,18 @@ def open_run_folder(config: TrainConfig, world: World) -> RunFolder | None:
     return folder
 
 
-def draw_run(folder: Path) -> None:
+def draw_run(folder: Path, config: TrainConfig | None = None) -> None:
     """Draw ``curves.png`` from the other files of a run folder; nothing where there are no numbers yet.
 
     Of a run that was killed too. Raises OSError where a file cannot be read or written.
+
+    Args:
+        config: the settings of the run; None: those in its folder, which may have become others.
     """
     records = read_metrics(folder / "metrics.jsonl")
     if not records:
         return
-    config = load(folder / "config.toml")
+    config = load(folder / "config.toml") if config is None else config
     ranks = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
     title = f"{config.model} on {config.data}, {ranks}, global batch {config.batch_size}"
     draw_curves(records, folder / "curves.png", title)
@@ -78,6 +81,7 @@ class RunFolder:
 
     def __init__(self, config: TrainConfig) -> None:
         self.path = Path(str(config.run_dir))
+        self._config = config
         self.failure: OSError | None = None
         """Why the folder is not complete, or None."""
         try:
@@ -119,7 +123,7 @@ class RunFolder:
         self._log.close()
         try:
             with uncollected():
-                draw_run(self.path)
+                draw_run(self.path, self._config)
         except (OSError, *_DAMAGE) as failure:
             self.failure = self.failure or _told(failure)
 

@@ -66,6 +66,8 @@ def check_range(field: dataclasses.Field[Any], value: Any) -> None:
     """Raises `ConfigError` unless ``value`` is one of the setting's names, or in its range."""
     if value == "":
         raise ConfigError(f"setting {field.name}", expected="a name", got="''")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"setting {field.name}", expected="a name, which has no NUL", got=repr(value))
     if field.metadata["choices"]:
         check_name(field.name, value, field.metadata["choices"])
     least = field.metadata["least"]
