@@ -2,9 +2,10 @@
 
 Outside of a capture all is done at once. In one, operations on arrays, kernels and products are noted with the
 addresses that they are given, and a graph's launch does them; they keep no memory alive. What CUDA or CuPy refuse is
-refused with their errors: to read a value, to copy from the host, to wait, the default stream, a stream that waits for
-it, and CuPy's own products. Stricter than they are: what was not compiled before, by a call outside of captures, is an
-error, too.
+refused with their errors: to read a value, to copy from the host, to wait, also for an event of what is not captured,
+the default stream, a stream that waits for it, and CuPy's own products. Stricter than they are: an event that is
+recorded in a capture, since nobody may ask for it, and what was not compiled before, by a call outside of captures, are
+errors, too.
 
 All arrays are in memory of pools, by stream as CuPy's are. What is freed is filled with NaN and given out again; what
 a graph reads there, or in the memory of a pool that is gone, spoils its results. Memory of a capture that the garbage
@@ -144,6 +145,7 @@ class Stream:
         return Graph(self._machine, noted)
 
     def record(self, event: Any) -> Any:
+        self._machine.refuse_event(self.ptr)
         return event
 
     def synchronize(self) -> None:
@@ -242,6 +244,11 @@ class Machine:
         if not stream.ptr and any(not each.non_blocking for each in self.captured):
             raise CUDARuntimeError("cudaErrorStreamCaptureImplicit: the default stream would wait for a captured one")
         run()
+
+    def refuse_event(self, stream: int) -> None:
+        """Where that is captured: it may neither wait for what is not, nor have others wait for it."""
+        if any(each.ptr == stream for each in self.captured):
+            raise CUDARuntimeError("cudaErrorStreamCaptureIsolation: an event of a captured stream")
 
     def refuse(self, problem: str) -> None:
         """What CuPy refuses while the current stream is captured."""
@@ -404,7 +411,8 @@ def _runtime(machine: Machine) -> SimpleNamespace:
     return SimpleNamespace(
         runtimeGetVersion=lambda: 12090, getDeviceCount=lambda: 1, getDevice=lambda: machine.here.devices[-1],
         memcpyDefault=4, streamPerThread=PER_THREAD, memcpyAsync=memcpyAsync,
-        eventRecord=lambda event, stream: None, streamWaitEvent=lambda stream, event, flags=0: None,
+        eventRecord=lambda event, stream: machine.refuse_event(stream),
+        streamWaitEvent=lambda stream, event, flags=0: machine.refuse_event(stream),
         eventQuery=lambda event: 0, CUDARuntimeError=CUDARuntimeError,
     )  # fmt: skip
 
