@@ -53,28 +53,53 @@ class CUDARuntimeError(RuntimeError):
 
 
 class Block:
-    """Memory of a pool."""
+    """Memory of a pool; CuPy's ``Memory``."""
 
     is_captured = False
     """Whether it was given out in a capture."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, machine: Machine, nbytes: int) -> None:
+        if nbytes > machine.room:
+            raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+        machine.room -= nbytes
         whole = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
         first = -whole.ctypes.data % ALIGNMENT
-        self.memory = whole[first : first + nbytes]
+        self.memory, self.size = whole[first : first + nbytes], nbytes
+        weakref.finalize(self, self._give_back, machine, self.memory).atexit = False
+
+    @staticmethod
+    def _give_back(machine: Machine, memory: np.ndarray) -> None:
+        machine.room += memory.nbytes
+        memory[...] = 0xFF
 
 
 class MemoryPool:
-    """CuPy's: what is freed goes to those that ask on the same stream."""
+    """CuPy's: what is freed goes to those that ask on the same stream, and back where there is no more."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, allocator: Callable[[int], Any] | None = None) -> None:
         self._machine = machine
+        self._allocator = allocator or (lambda nbytes: SimpleNamespace(mem=Block(machine, nbytes)))
         self._free: dict[int, list[Block]] = {}
         self._blocks: list[Block] = []
         self._taking = threading.Lock()
 
-    def total_bytes(self) -> int:
-        return sum(each.memory.nbytes for each in self._blocks)
+    def get_limit(self) -> int:
+        return 0
+
+    def free_all_blocks(self) -> None:
+        for free in self._free.values():
+            for each in free:
+                self._blocks.remove(each)
+            free.clear()
+
+    def _taken(self, nbytes: int) -> Block:
+        try:
+            found: Block = self._allocator(nbytes).mem
+        except CUDARuntimeError:
+            self.free_all_blocks()
+            found = self._allocator(nbytes).mem
+        self._blocks.append(found)
+        return found
 
     def malloc(self, nbytes: int) -> ctypes.Array[ctypes.c_char]:
         """What all arrays in a block have as their base; when it goes, the block is free."""
@@ -87,9 +112,7 @@ class MemoryPool:
                 free.remove(block)
                 block.memory[...] = 0xFF
             else:
-                block = Block(size)
-                self._blocks.append(block)
-                self._machine.blocks.append(block)
+                block = self._taken(size)
         block.is_captured = self._machine.current().is_capturing()
         owned = (ctypes.c_char * block.memory.nbytes).from_buffer(block.memory)
         weakref.finalize(owned, self._release, block, free)
@@ -201,7 +224,8 @@ class Machine:
     def __init__(self, cupy: Any) -> None:
         self.cupy = cupy
         self.numbers = itertools.count(PER_THREAD + 1)
-        self.blocks: list[Block] = []
+        self.room: float = float("inf")
+        """Bytes that pools may still take."""
         self.null = Stream(self, 0, False)
         self.captured: list[Stream] = []
         self.compiled: set[Any] = set()
@@ -428,11 +452,13 @@ def installed() -> Iterator[Machine]:
         vars(cuda).update(
             Stream=machine.stream, get_current_stream=machine.current, Device=functools.partial(Device, machine),
             runtime=_runtime(machine),
-            MemoryPool=lambda: MemoryPool(machine), using_allocator=machine.using_allocator,
+            MemoryPool=functools.partial(MemoryPool, machine), using_allocator=machine.using_allocator,
+            Memory=functools.partial(Block, machine), MemoryPointer=lambda mem, offset: SimpleNamespace(mem=mem),
             get_cublas_handle=lambda: 7, Event=lambda **_: SimpleNamespace(ptr=1, synchronize=lambda: None, done=True),
             alloc_pinned_memory=lambda size: np.full(size, 0xA5, np.uint8),
         )  # fmt: skip
         cupy.cuda, cupy._core = cuda, SimpleNamespace(get_compute_type=lambda dtype: 1)
+        cupy.get_default_memory_pool = lambda: machine.default_pool
         names = ["cupy_backends", "cupy_backends.cuda", "cupy_backends.cuda.libs", "cupy_backends.cuda.libs.cublas"]
         for name in names:
             patch.setitem(sys.modules, name, ModuleType(name))
