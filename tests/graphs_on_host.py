@@ -81,16 +81,16 @@ class MemoryPool:
         self._allocator = allocator or (lambda nbytes: SimpleNamespace(mem=Block(machine, nbytes)))
         self._free: dict[int, list[Block]] = {}
         self._blocks: list[Block] = []
-        self._taking = threading.Lock()
+        self._taking = threading.RLock()
 
     def get_limit(self) -> int:
         return 0
 
     def free_all_blocks(self) -> None:
-        for free in self._free.values():
-            for each in free:
-                self._blocks.remove(each)
-            free.clear()
+        with self._taking:
+            for free in list(self._free.values()):
+                while free:
+                    self._blocks.remove(free.pop())
 
     def _taken(self, nbytes: int) -> Block:
         try:
