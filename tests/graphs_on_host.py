@@ -437,7 +437,7 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         memcpyDefault=4, streamPerThread=PER_THREAD, memcpyAsync=memcpyAsync,
         eventRecord=lambda event, stream: machine.refuse_event(stream),
         streamWaitEvent=lambda stream, event, flags=0: machine.refuse_event(stream),
-        eventQuery=lambda event: 0, CUDARuntimeError=CUDARuntimeError,
+        eventQuery=lambda event: 0, streamQuery=lambda stream: 0, CUDARuntimeError=CUDARuntimeError,
     )  # fmt: skip
 
 
