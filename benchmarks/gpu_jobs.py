@@ -21,6 +21,9 @@ _JOB_S, _ENDING_S = 90.0, 10.0
 """How long a job may take, and how long its end when it is told to."""
 _LAST_S = 60.0
 """How long a kernel may take that has begun in time."""
+_SHARING = ("shared", "refused")
+"""Cases of ranks that share a GPU: they see one alone, also on a machine of several."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch"]
 
 
@@ -45,7 +48,8 @@ class Job:
 
     def environment(self) -> Mapping[str, str]:
         """What is added to that of this process."""
-        return {} if self.ranks_per_node is None else {"HPCDP_RANKS_PER_NODE": str(self.ranks_per_node)}
+        found = {} if self.ranks_per_node is None else {"HPCDP_RANKS_PER_NODE": str(self.ranks_per_node)}
+        return found | ({_VISIBLE: os.environ.get(_VISIBLE, "0").partition(",")[0]} if self.case in _SHARING else {})
 
 
 JOBS = (

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
+import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,6 +28,9 @@ Stream = Any
 
 Event = Any
 """One of CuPy's."""
+
+_forgotten: deque[tuple[Streams, tuple[Stream, ...], Any]] = deque()
+"""Pinned memory that nobody has any more, and the streams that may still copy it."""
 
 _DONE, _NOT_READY = 0, 600
 _BEFORE_OTHERS = -1
@@ -112,10 +117,21 @@ class Streams:
         with self.on_device(), stream:
             return self._cupy.empty(shape, dtype=dtype)
 
-    def pinned(self, nbytes: int) -> np.ndarray:
-        """Host memory that a GPU copies from and to beside all else, shape ``(nbytes,)``, dtype uint8."""
+    def pinned(self, nbytes: int, *copied_by: Stream) -> np.ndarray:
+        """Host memory that a GPU copies from and to beside all else, shape ``(nbytes,)``, dtype uint8.
+
+        Args:
+            copied_by: streams that may still copy it when nobody has it any more. CuPy, which gives it to the next who
+                asks, gets it back when they have done that.
+        """
         with self.on_device():
-            return np.frombuffer(self._cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+            _give_back_forgotten()
+        with self.on_device():  # which another one may be now
+            memory = self._cuda.alloc_pinned_memory(nbytes)
+        made = np.frombuffer(memory, np.uint8, nbytes)
+        if copied_by:
+            weakref.finalize(made, _forgotten.append, (self, copied_by, memory)).atexit = False
+        return made
 
     def copy_async(self, target: Array, source: Array, stream: Stream) -> None:
         """Copy ``source`` to ``target``, contiguous arrays of one size on the GPU or in pinned memory, on ``stream``.
@@ -180,6 +196,15 @@ class Streams:
         event = self.event()
         self.record(event, self.current())
         self.wait_event(stream, event)
+
+
+def _give_back_forgotten() -> None:
+    """What is copied no more; may leave another GPU current."""
+    for _ in range(len(_forgotten)):
+        with contextlib.suppress(IndexError):  # another thread looks, too
+            streams, copied_by, _memory = each = _forgotten.popleft()
+            if not all(map(streams.is_idle, copied_by)):
+                _forgotten.append(each)
 
 
 def _address(x: Array) -> int:

@@ -27,8 +27,9 @@ import cupy_on_host
 import nccl_on_host
 import numpy as np
 from gpu_arrays_on_host import change_later, compute_in_turn, remember_devices
-from gpu_streams_on_host import DEFAULT, UNWRITTEN, Device, Event, EventState, Gpus, Stream, runtime
+from gpu_streams_on_host import DEFAULT, Device, Event, EventState, Gpus, Stream, runtime
 
+from hpcdp import streams as hpcdp_streams
 from hpcdp.comm import threads, ways
 from hpcdp.streams import Streams
 
@@ -68,9 +69,9 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
             gpus.note_array(held)
             return cupy.Array(held.reshape(shape))
 
-        def pinned(size: int) -> np.ndarray:
+        def pinned(size: int) -> Any:
             gpus.current()
-            return np.full(size, UNWRITTEN, np.uint8)
+            return gpus.pinned(size)
 
         def free_all_blocks() -> None:
             gpus.room = float("inf")
@@ -102,6 +103,7 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
 
         monkeypatch.setattr(threading.Thread, "start", started)
         monkeypatch.setattr(ways, "getpid", threading.get_ident)
+        monkeypatch.setattr(hpcdp_streams, "_forgotten", deque())  # that of another stand-in would be looked at
         monkeypatch.setattr(cupy_on_host, "give", lambda run: gpus.push(current().ptr, run, name="kernel"))
         yield gpus
 

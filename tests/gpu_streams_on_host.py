@@ -62,6 +62,8 @@ class Gpus:
         """Whether default streams do at once what they are given, as where others compute there without them."""
         self.events: dict[int, EventState] = {}
         self.allocated: dict[int, np.ndarray] = {}
+        self.once_pinned: list[np.ndarray] = []
+        """What some stream may still copy to, or from."""
         self.mapped: list[int] = []
         self.handles: dict[bytes, tuple[int, str]] = {}
         self.fault = ""
@@ -110,6 +112,15 @@ class Gpus:
         weakref.finalize(owned, lambda: queue.append((lambda: True, lambda: block.fill(UNWRITTEN)))).atexit = False
         order = "F" if like.flags.f_contiguous and not like.flags.c_contiguous else "C"
         return np.ndarray(like.shape, like.dtype, owned, order=order)
+
+    def pinned(self, nbytes: int) -> Any:
+        """Host memory, which is spoilt when nobody has it any more, whatever streams have still to do with it: as in
+        CuPy's pool, which gives it to the next who asks."""
+        block = np.full(max(1, nbytes), UNWRITTEN, np.uint8)
+        self.once_pinned.append(block)
+        owned = (ctypes.c_char * block.nbytes).from_buffer(block)
+        weakref.finalize(owned, block.fill, UNWRITTEN).atexit = False
+        return owned
 
     def reach(self, stream: int) -> None:
         """Do all that a stream was given, and of the others what that waits for: they are as late as they may be."""

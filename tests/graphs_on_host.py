@@ -2,9 +2,10 @@
 
 Outside of a capture all is done at once. In one, operations on arrays, kernels and products are noted with the
 addresses that they are given, and a graph's launch does them; they keep no memory alive. What CUDA or CuPy refuse is
-refused with their errors: to read a value, to copy from the host, to wait, the default stream, a stream that waits for
-it, and CuPy's own products. Stricter than they are: what was not compiled before, by a call outside of captures, is an
-error, too.
+refused with their errors: to read a value, to copy from the host, to wait, also for an event of what is not captured,
+the default stream, a stream that waits for it, and CuPy's own products. Stricter than they are: an event that is
+recorded in a capture, since nobody may ask for it, and what was not compiled before, by a call outside of captures, are
+errors, too.
 
 All arrays are in memory of pools, by stream as CuPy's are. What is freed is filled with NaN and given out again; what
 a graph reads there, or in the memory of a pool that is gone, spoils its results. Memory of a capture that the garbage
@@ -52,28 +53,53 @@ class CUDARuntimeError(RuntimeError):
 
 
 class Block:
-    """Memory of a pool."""
+    """Memory of a pool; CuPy's ``Memory``."""
 
     is_captured = False
     """Whether it was given out in a capture."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, machine: Machine, nbytes: int) -> None:
+        if nbytes > machine.room:
+            raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+        machine.room -= nbytes
         whole = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
         first = -whole.ctypes.data % ALIGNMENT
-        self.memory = whole[first : first + nbytes]
+        self.memory, self.size = whole[first : first + nbytes], nbytes
+        weakref.finalize(self, self._give_back, machine, self.memory).atexit = False
+
+    @staticmethod
+    def _give_back(machine: Machine, memory: np.ndarray) -> None:
+        machine.room += memory.nbytes
+        memory[...] = 0xFF
 
 
 class MemoryPool:
-    """CuPy's: what is freed goes to those that ask on the same stream."""
+    """CuPy's: what is freed goes to those that ask on the same stream, and back where there is no more."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, allocator: Callable[[int], Any] | None = None) -> None:
         self._machine = machine
+        self._allocator = allocator or (lambda nbytes: SimpleNamespace(mem=Block(machine, nbytes)))
         self._free: dict[int, list[Block]] = {}
         self._blocks: list[Block] = []
-        self._taking = threading.Lock()
+        self._taking = threading.RLock()
 
-    def total_bytes(self) -> int:
-        return sum(each.memory.nbytes for each in self._blocks)
+    def get_limit(self) -> int:
+        return 0
+
+    def free_all_blocks(self) -> None:
+        with self._taking:
+            for free in list(self._free.values()):
+                while free:
+                    self._blocks.remove(free.pop())
+
+    def _taken(self, nbytes: int) -> Block:
+        try:
+            found: Block = self._allocator(nbytes).mem
+        except CUDARuntimeError:
+            self.free_all_blocks()
+            found = self._allocator(nbytes).mem
+        self._blocks.append(found)
+        return found
 
     def malloc(self, nbytes: int) -> ctypes.Array[ctypes.c_char]:
         """What all arrays in a block have as their base; when it goes, the block is free."""
@@ -86,9 +112,7 @@ class MemoryPool:
                 free.remove(block)
                 block.memory[...] = 0xFF
             else:
-                block = Block(size)
-                self._blocks.append(block)
-                self._machine.blocks.append(block)
+                block = self._taken(size)
         block.is_captured = self._machine.current().is_capturing()
         owned = (ctypes.c_char * block.memory.nbytes).from_buffer(block.memory)
         weakref.finalize(owned, self._release, block, free)
@@ -144,6 +168,7 @@ class Stream:
         return Graph(self._machine, noted)
 
     def record(self, event: Any) -> Any:
+        self._machine.refuse_event(self.ptr)
         return event
 
     def synchronize(self) -> None:
@@ -199,7 +224,8 @@ class Machine:
     def __init__(self, cupy: Any) -> None:
         self.cupy = cupy
         self.numbers = itertools.count(PER_THREAD + 1)
-        self.blocks: list[Block] = []
+        self.room: float = float("inf")
+        """Bytes that pools may still take."""
         self.null = Stream(self, 0, False)
         self.captured: list[Stream] = []
         self.compiled: set[Any] = set()
@@ -242,6 +268,11 @@ class Machine:
         if not stream.ptr and any(not each.non_blocking for each in self.captured):
             raise CUDARuntimeError("cudaErrorStreamCaptureImplicit: the default stream would wait for a captured one")
         run()
+
+    def refuse_event(self, stream: int) -> None:
+        """Where that is captured: it may neither wait for what is not, nor have others wait for it."""
+        if any(each.ptr == stream for each in self.captured):
+            raise CUDARuntimeError("cudaErrorStreamCaptureIsolation: an event of a captured stream")
 
     def refuse(self, problem: str) -> None:
         """What CuPy refuses while the current stream is captured."""
@@ -404,8 +435,9 @@ def _runtime(machine: Machine) -> SimpleNamespace:
     return SimpleNamespace(
         runtimeGetVersion=lambda: 12090, getDeviceCount=lambda: 1, getDevice=lambda: machine.here.devices[-1],
         memcpyDefault=4, streamPerThread=PER_THREAD, memcpyAsync=memcpyAsync,
-        eventRecord=lambda event, stream: None, streamWaitEvent=lambda stream, event, flags=0: None,
-        eventQuery=lambda event: 0, CUDARuntimeError=CUDARuntimeError,
+        eventRecord=lambda event, stream: machine.refuse_event(stream),
+        streamWaitEvent=lambda stream, event, flags=0: machine.refuse_event(stream),
+        eventQuery=lambda event: 0, streamQuery=lambda stream: 0, CUDARuntimeError=CUDARuntimeError,
     )  # fmt: skip
 
 
@@ -420,11 +452,13 @@ def installed() -> Iterator[Machine]:
         vars(cuda).update(
             Stream=machine.stream, get_current_stream=machine.current, Device=functools.partial(Device, machine),
             runtime=_runtime(machine),
-            MemoryPool=lambda: MemoryPool(machine), using_allocator=machine.using_allocator,
+            MemoryPool=functools.partial(MemoryPool, machine), using_allocator=machine.using_allocator,
+            Memory=functools.partial(Block, machine), MemoryPointer=lambda mem, offset: SimpleNamespace(mem=mem),
             get_cublas_handle=lambda: 7, Event=lambda **_: SimpleNamespace(ptr=1, synchronize=lambda: None, done=True),
             alloc_pinned_memory=lambda size: np.full(size, 0xA5, np.uint8),
         )  # fmt: skip
         cupy.cuda, cupy._core = cuda, SimpleNamespace(get_compute_type=lambda dtype: 1)
+        cupy.get_default_memory_pool = lambda: machine.default_pool
         names = ["cupy_backends", "cupy_backends.cuda", "cupy_backends.cuda.libs", "cupy_backends.cuda.libs.cublas"]
         for name in names:
             patch.setitem(sys.modules, name, ModuleType(name))

@@ -30,6 +30,21 @@ def wait_for(streams, event):
         pass
 
 
+def test_pinned_memory_that_is_forgotten_stays_until_it_is_copied(streams, gpus_on_host):
+    """Then it is given back, when some is asked for."""
+    stream, x = streams.stream(), of([0, 0, 0])
+    there = streams.pinned(12, stream).view("f4")
+    there[:] = [1, 2, 3]
+    streams.copy_async(x, there, stream)
+    memory = gpus_on_host.once_pinned[-1]
+    del there
+    streams.pinned(12)
+    streams.synchronize(stream)
+    np.testing.assert_array_equal(x.to_host(), [1, 2, 3])
+    streams.pinned(12)
+    assert (memory == 0xA5).all()
+
+
 def test_a_copy_is_done_later_and_its_event_tells(streams):
     stream, event = streams.stream(), streams.event()
     x, there = of([1, 2, 3]), streams.pinned(12).view("f4")

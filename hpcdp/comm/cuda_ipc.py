@@ -70,18 +70,25 @@ class CudaIpc:
         self._cupy: Any = importlib.import_module("cupy")
         self._allocated: list[int] = []
         self._mapped: list[int] = []
-        made = on_every_rank(comm, lambda: self._told(lambda: [self._make(each) for each in sizes]))
-        handles = comm.allgather_json([handle.hex() for _, handle in made])
-        for stream in self._streams_of_rows:
-            streams.follow(stream)  # nobody reads or writes a row before it is cleared
         owner = _Owner()
+        try:
+            self.rows = self._make_rows(sizes, owner)
+        except DeviceError:
+            self.close()
+            raise
+        self.users: weakref.WeakSet[object] = weakref.WeakSet([owner])
+        """See `hand_out`."""
+
+    def _make_rows(self, sizes: Sequence[RowSize], owner: _Owner) -> list[IpcRows]:
+        made = on_every_rank(self.comm, lambda: self._told(lambda: [self._make(each) for each in sizes]))
+        handles = self.comm.allgather_json([handle.hex() for _, handle in made])
+        for stream in self._streams_of_rows:
+            self.streams.follow(stream)  # nobody reads or writes a row before it is cleared
 
         def open_all() -> list[IpcRows]:
             return [self._open(number, made[number][0], handles, size, owner) for number, size in enumerate(sizes)]
 
-        self.rows: list[IpcRows] = on_every_rank(comm, lambda: self._told(open_all))
-        self.users: weakref.WeakSet[object] = weakref.WeakSet([owner])
-        """See `hand_out`."""
+        return on_every_rank(self.comm, lambda: self._told(open_all))
 
     def hand_out(self) -> list[IpcRows]:
         """The rows, by number; once. They live as long as somebody has them or a view of one, which `users` tells."""

@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..errors import DeviceError
 from ..streams import Event, Streams
+from .agreement import on_every_rank
+from .communicator import Communicator
 from .cuda_ipc import CudaIpc, IpcRows
 from .nccl import NcclGroup, NcclRows
 from .node_rows import OwnedPart, Part, RowSize
@@ -28,13 +31,13 @@ class GpuGroups:
     Args:
         shared: the ranks of this rank's GPU, as a world.
         groups: the local ranks of each GPU, see `ways.by_gpu`.
-        local_rank: of this rank in the node.
+        node: all ranks of the node.
         streams: of its GPU.
         sizes: of the rows, alike on all ranks.
         between: makes rows of NCCL in these arrays, between the GPUs; called by the first rank of each.
 
     Raises:
-        DeviceError: as `CudaIpc` and `Nccl`.
+        DeviceError: as `CudaIpc`, on all ranks, and `Nccl`.
         UnsupportedError: as well.
     """
 
@@ -42,13 +45,20 @@ class GpuGroups:
         self,
         shared: World,
         groups: Sequence[Sequence[int]],
-        local_rank: int,
+        node: Communicator,
         streams: Streams,
         sizes: Sequence[RowSize],
         between: Callable[[list[Any]], NcclGroup],
     ) -> None:
         self._streams = streams
-        self._ipc = CudaIpc(shared.node_comm, shared.node_memory, streams, sizes)
+        made: list[CudaIpc] = []
+        try:  # or the first ranks of other GPUs would wait for one whose GPU has no room
+            on_every_rank(node, lambda: made.append(CudaIpc(shared.node_comm, shared.node_memory, streams, sizes)))
+        except DeviceError:
+            for each in made:
+                each.close()
+            raise
+        (self._ipc,) = made
         self.users = self._ipc.users
         """See `hand_out`."""
         on_gpus = self._ipc.hand_out()
@@ -57,7 +67,7 @@ class GpuGroups:
         if self._firsts is not None:
             over_gpus = self._firsts.hand_out()
         gpu_of = {rank: number for number, ranks in enumerate(groups) for rank in ranks}
-        own = groups[gpu_of[local_rank]]
+        own = groups[gpu_of[node.rank]]
         places = [gpu_of[rank] for rank in sorted(gpu_of)]
         self._rows = [GroupRows(streams, *each, own, places) for each in zip(on_gpus, over_gpus, strict=True)]
 

@@ -78,7 +78,7 @@ def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequ
                 require_rows(sizes)
                 return _communicator(parts.firsts, streams, firsts, world.rank).group(sizes, arrays)
 
-            return GpuGroups(parts.shared, groups, comm.rank, streams, sizes, between)
+            return GpuGroups(parts.shared, groups, comm, streams, sizes, between)
         if way is Way.NCCL:
             require_rows(sizes)
             return _communicator(world, streams, found, world.rank).group(sizes)

@@ -118,7 +118,7 @@ class _Slot:
         self.coded = streams.event()
         step = -(-code_nbytes // _ALIGNED) * _ALIGNED
         self._sent, self._received = (slice(at * n * step, (at + 1) * n * step) for at in range(2))
-        self._host = streams.pinned(2 * n * step)
+        self._host = streams.pinned(2 * n * step, stream)
         self._there = streams.empty((2 * n * step,), np.dtype(np.uint8), stream)
         self._codes = [slice(number * step, number * step + code_nbytes) for number in range(2 * n)]
         self.added = streams.empty((part_count,), np.dtype(like.dtype), stream)

@@ -23,7 +23,7 @@ from ..collectives.progress import LANES, TAGS, Steps, segments, together
 from ..comm import Request
 from ..comm.node_rows import NodeRows
 from ..comm.steps import StepsTo, Until
-from ..streams import Event, Streams
+from ..streams import Event, Stream, Streams
 
 SEGMENT_NBYTES = 8 << 20
 """The longest segment: long enough for a copy to take longer than the host needs for what comes with one, and for a
@@ -46,8 +46,8 @@ Sum = Callable[[np.ndarray, int, Request | None], Steps]
 class _Slot:
     """Pinned memory, shape ``(nbytes,)``, the events behind what was copied there, and behind what was taken back."""
 
-    def __init__(self, streams: Streams, nbytes: int) -> None:
-        self.memory = streams.pinned(nbytes)
+    def __init__(self, streams: Streams, nbytes: int, *copied_by: Stream) -> None:
+        self.memory = streams.pinned(nbytes, *copied_by)
         self.brought, self.returned = streams.event(), streams.event()
 
 
@@ -63,7 +63,8 @@ class Staging:
         self._streams = streams
         self._down, self._up = streams.stream(), streams.stream()
         self._ready = [streams.event() for _ in nbytes]
-        self._slots = [[_Slot(streams, size) for size in _slot_nbytes(each)] for each in nbytes]
+        ways = self._down, self._up
+        self._slots = [[_Slot(streams, size, *ways) for size in _slot_nbytes(each)] for each in nbytes]
 
     def sum(
         self, number: int, part: Array, row: NodeRows, total: Sum, tag: int, turn: Request | None

@@ -94,7 +94,7 @@ class GpuBuffers:
                 (self._row,), _ = node_groups.make(self._world, self._streams, sizes)
             else:
                 (self._row,) = lone_rows(self._streams, sizes)
-                self._host = self._streams.pinned(room)
+                self._host = self._streams.pinned(room, self._streams.current())
             self._memory = exchange.as_tensor(self._row.mine).view(torch.uint8)
         return [
             self._memory[begin : begin + each.nbytes].view(each.dtype).view(each.shape)

@@ -10,7 +10,8 @@ What holds in a capture (CUDA's programming guide, "CUDA Graphs"; CuPy's ``cuda/
 - CuPy captures in the relaxed mode, where memory may be allocated. What is freed in the capture goes back to the pool
   and is given out again, also to others, while the graph writes there whenever it is launched. So a graph has a pool of
   its own, as in PyTorch, which lives as long as it does; and graphs share one only where one is not launched between
-  another's forward and backward.
+  another's forward and backward. Where a pool of CuPy's finds no more memory it gives back to CUDA what is free at the
+  moment; one of graphs must not (`_pool`).
 - Kernels that are not compiled and loaded yet would be in the capture, which may fail: what is captured has run before
   (`warmed_up`).
 - Numbers from the host are frozen. What is to be another in each launch is brought by `fill`.
@@ -137,7 +138,9 @@ class Capturer:
         self._launched_by = self._cuda.get_current_stream()
         self._device = self._cuda.Device().id
         self._stream = self._cuda.Stream(non_blocking=True)
-        self._pool, self._inputs = self._cuda.MemoryPool(), self._cuda.MemoryPool()
+        self._taken: list[Any] = []
+        """Memory of both pools."""
+        self._pool, self._inputs = _pool(self._taken), _pool(self._taken)
         self._cublas = _cublas()
 
     def is_current(self) -> bool:
@@ -147,7 +150,7 @@ class Capturer:
     @property
     def nbytes(self) -> int:
         """Of the memory that its graphs hold."""
-        return int(self._pool.total_bytes() + self._inputs.total_bytes())
+        return sum(int(each.size) for each in self._taken)
 
     def capture(self, function: Callable[[], object]) -> CudaGraph:
         """What ``function`` launches, which does not run before `CudaGraph.launch`.
@@ -155,6 +158,9 @@ class Capturer:
         Raises:
             Exception: what ``function`` raises, or CuPy where it did what no graph can have; nothing is captured then.
         """
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()  # of a run without a graph, which took as much
         graph = CudaGraph(self._pool, self._inputs, self._stream)
         with self._cuda.using_allocator(self._pool.malloc), self._cublas.on(self._stream), self._stream:
             graph.begin()
@@ -169,6 +175,23 @@ class Capturer:
                 _here.graph = None
             graph.end()
         return graph
+
+
+def _pool(taken: list[Any]) -> Any:
+    """A pool that adds what it takes from CUDA to ``taken``, and has all of that as long as it lives, also what CuPy
+    believes to have given back; at most ``CUPY_GPU_MEMORY_LIMIT``."""
+    import cupy
+
+    limit = int(cupy.cuda.MemoryPool().get_limit())
+
+    def take(nbytes: int) -> Any:
+        held = sum(int(each.size) for each in taken)
+        if 0 < limit < held + nbytes:
+            raise MemoryError(f"{nbytes} bytes beside {held}, where CUPY_GPU_MEMORY_LIMIT is {limit}")
+        taken.append(cupy.cuda.Memory(nbytes))
+        return cupy.cuda.MemoryPointer(taken[-1], 0)
+
+    return cupy.cuda.MemoryPool(take)
 
 
 def warmed_up() -> contextlib.AbstractContextManager[None]:

@@ -163,6 +163,16 @@ def test_no_job_begins_when_its_time_is_over(monkeypatch):
     assert [row["failed"] for row in run_all(JOBS, "4K", time.monotonic())] == ["not begun: no time left"] * len(JOBS)
 
 
+@pytest.mark.parametrize(("visible", "seen"), [(None, "0"), ("3,5", "3"), ("GPU-8932f937", "GPU-8932f937"), ("", "")])
+def test_ranks_that_are_to_share_a_gpu_see_one(monkeypatch, visible, seen):
+    """Of several the ranks of a machine take one each."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    told = {job.case: job.environment().get("CUDA_VISIBLE_DEVICES") for job in JOBS}
+    assert told == {case: seen if case in ("shared", "refused") else None for case in gpu_sums.CASES}
+
+
 def test_ranks_that_mpirun_starts_say_why_they_skip(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (row,) = run_all([Job("shared", 2, 1)], "4K", time.monotonic() + 30)

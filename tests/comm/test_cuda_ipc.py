@@ -130,14 +130,19 @@ def test_memory_that_cupy_keeps_for_arrays_is_given_back_where_rows_need_it(gpus
 def test_a_gpu_without_room_is_told_on_all_ranks(gpus_on_host, monkeypatch):
     import cupy
 
+    malloc = cupy.cuda.runtime.malloc
+
     def refused(size):
-        raise cupy.cuda.runtime.CUDARuntimeError(2)
+        if gpus_on_host.process() == "rank-1":
+            raise cupy.cuda.runtime.CUDARuntimeError(2)
+        return malloc(size)
 
     monkeypatch.setattr(cupy.cuda.runtime, "malloc", refused)
     with pytest.raises(
         DeviceError, match=r"CUDA IPC: expected 2097152 free bytes on the GPU, got cudaError2: stand-in"
     ):
         threads.run(2, lambda world: make(world, RowSize(3, np.dtype("f4"))))
+    assert not gpus_on_host.allocated, "what others have taken is given back"
 
 
 def test_memory_is_given_back_when_nobody_has_a_view_of_a_row(gpus_on_host, monkeypatch):

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -141,6 +142,28 @@ def test_rows_that_nobody_has_are_given_back_when_others_are_made(gpus_on_host):
         return found
 
     assert threads.run(3, rank) == [(3, 10)] * 3
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_gpu_without_room_is_told_on_all_ranks(gpus_on_host, monkeypatch, full):
+    """Those of other GPUs, which have room, do not wait for it."""
+    runtime, here = sys.modules["cupy.cuda.runtime"], gpus_on_host.of_thread
+    malloc = runtime.malloc
+
+    def full_there(size):
+        if here.device == full:
+            raise runtime.CUDARuntimeError(2)
+        return malloc(size)
+
+    monkeypatch.setattr(runtime, "malloc", full_there)
+
+    def rank(world):
+        with pytest.raises(DeviceError, match="free bytes on the GPU"):
+            make(world, [0, 1, 0], RowSize(10, np.dtype("f4")))
+        return "told"
+
+    assert threads.run(3, rank) == ["told"] * 3
+    assert not gpus_on_host.allocated
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])

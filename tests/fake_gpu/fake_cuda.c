@@ -2,7 +2,9 @@
 //
 // A device's memory is addresses that the host can neither read nor write, as with a GPU; what is copied from there is
 // zeros. Kernels do nothing, and all else is done at once. Refused are: memory that is not there, or not so long; an
-// event or a kernel of one device on a stream of another; a wait for a stream that is captured; IPC within one process.
+// event or a kernel of one device on a stream of another; IPC within one process. While a stream is captured: to wait for
+// it, for its device or for what it has recorded, or to ask; that it waits for what is not captured; the default stream,
+// where that would wait for it. What is refused so ends the capture, too.
 // Names, numbers of errors and of attributes are CUDA's. `fake_gpu.py` says how this gets under CuPy.
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -17,11 +19,17 @@ typedef int Status;
 enum {
     OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
     FILE_NOT_FOUND = 301, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_INVALIDATED = 901, CAPTURE_ISOLATION = 905, CAPTURE_IMPLICIT = 906, CAPTURED_EVENT = 907,
 };
-enum { NON_TIMING_EVENT = 2, INTERPROCESS_EVENT = 4 };
+enum { NON_BLOCKING_STREAM = 1, NON_TIMING_EVENT = 2, INTERPROCESS_EVENT = 4 };
 
-typedef struct { int device, flags, capturing; } Stream;
-typedef struct { int device, flags, opened; } Event;
+typedef struct Stream {
+    int device, flags;
+    long capture;  // which one is under way; 0: none
+    int is_spoilt;
+    struct Stream *next;  // that is captured
+} Stream;
+typedef struct { int device, flags, opened, is_recorded; long capture; } Event;
 typedef struct { char *image; size_t size; int device; } Module;
 typedef struct { Module *module; char name[256]; } Function;
 typedef struct { char bytes[64]; } Handle;
@@ -53,6 +61,28 @@ static int devices(void) {
 // The default streams are the addresses 0, 1 and 2.
 static int made(const Stream *stream) { return (uintptr_t)stream > 2; }
 static int foreign(const Stream *stream) { return made(stream) && stream->device != current; }
+
+static Stream *captured;
+static long captures;
+static int is_captured(const Stream *stream) { return made(stream) && stream->capture; }
+static Status spoilt(Stream *stream, Status why) {
+    stream->is_spoilt = 1;
+    return why;
+}
+// Spoils the captures of all streams of the current device but those with `flags`; `why`, if there were some.
+static Status spoil_all(int but, Status why) {
+    Status found = OK;
+    pthread_mutex_lock(&lock);
+    for (Stream *each = captured; each; each = each->next)
+        if (each->device == current && !(each->flags & but)) found = spoilt(each, why);
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+// Whether work may be given to a stream.
+static Status taken(Stream *stream) {
+    if (!made(stream)) return spoil_all(NON_BLOCKING_STREAM, CAPTURE_IMPLICIT);
+    return stream->capture && stream->is_spoilt ? CAPTURE_INVALIDATED : OK;
+}
 
 static Block *find(const void *at) {
     pthread_mutex_lock(&lock);
@@ -126,7 +156,7 @@ Status cudaGetDeviceProperties(char *properties, int device) {
     *(size_t *)(properties + 288) = 80ull << 30;  // totalGlobalMem
     return OK;
 }
-Status cudaDeviceSynchronize(void) { waited(); return OK; }
+Status cudaDeviceSynchronize(void) { waited(); return spoil_all(0, CAPTURE_UNSUPPORTED); }
 Status cudaDeviceCanAccessPeer(int *can, int device, int peer) { *can = 1; return OK; }
 enum { MOST_DEVICES = 16 };
 static char sees[MOST_DEVICES][MOST_DEVICES];  // by a device the others whose memory it reaches
@@ -176,12 +206,17 @@ static Status copy(char *to, const char *from, size_t size, int kind) {
     if (!from_device) (void)(*(volatile const char *)from + *(volatile const char *)last);
     return OK;
 }
-Status cudaMemcpy(void *to, const void *from, size_t size, int kind) { waited(); return copy(to, from, size, kind); }
 Status cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, Stream *stream) {
-    return copy(to, from, size, kind);
+    Status status = taken(stream);
+    return status ? status : copy(to, from, size, kind);
+}
+Status cudaMemcpy(void *to, const void *from, size_t size, int kind) {
+    waited();
+    return cudaMemcpyAsync(to, from, size, kind, NULL);
 }
 Status cudaMemsetAsync(void *to, int value, size_t size, Stream *stream) {
-    return on_device(to, size) ? OK : INVALID_VALUE;
+    Status status = taken(stream);
+    return status ? status : on_device(to, size) ? OK : INVALID_VALUE;
 }
 Status cudaMemset(void *to, int value, size_t size) { return cudaMemsetAsync(to, value, size, NULL); }
 
@@ -200,22 +235,43 @@ Status cudaStreamDestroy(Stream *stream) {
     if (made(stream)) free(stream);
     return OK;
 }
-Status cudaStreamQuery(Stream *stream) { return made(stream) && stream->capturing ? CAPTURE_UNSUPPORTED : OK; }
+Status cudaStreamQuery(Stream *stream) {
+    return is_captured(stream) ? spoilt(stream, CAPTURE_UNSUPPORTED) : taken(stream);
+}
 Status cudaStreamSynchronize(Stream *stream) { waited(); return cudaStreamQuery(stream); }
 Status cudaStreamGetFlags(Stream *stream, unsigned *flags) { *flags = made(stream) ? stream->flags : 0; return OK; }
-Status cudaStreamWaitEvent(Stream *stream, Event *event, unsigned flags) { return event ? OK : INVALID_HANDLE; }
+// One that is not captured would become part of the capture, and had to be joined with it before its end.
+Status cudaStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
+    if (!event) return INVALID_HANDLE;
+    if (!is_captured(stream)) return event->capture ? CAPTURED_EVENT : taken(stream);
+    int is_foreign = event->is_recorded && event->capture != stream->capture;
+    return is_foreign ? spoilt(stream, CAPTURE_ISOLATION) : taken(stream);
+}
 Status cudaStreamBeginCapture(Stream *stream, int mode) {
-    if (!made(stream) || stream->capturing) return CAPTURE_UNSUPPORTED;
-    stream->capturing = 1;
+    if (!made(stream) || stream->capture) return CAPTURE_UNSUPPORTED;
+    pthread_mutex_lock(&lock);
+    stream->capture = ++captures;
+    stream->is_spoilt = 0;
+    stream->next = captured;
+    captured = stream;
+    pthread_mutex_unlock(&lock);
     return OK;
 }
 Status cudaStreamEndCapture(Stream *stream, void **graph) {
-    if (!made(stream) || !stream->capturing) return INVALID_VALUE;
-    stream->capturing = 0;
-    *graph = calloc(1, 1);
-    return OK;
+    if (!is_captured(stream)) return INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    stream->capture = 0;
+    Stream **at = &captured;
+    while (*at != stream) at = &(*at)->next;
+    *at = stream->next;
+    pthread_mutex_unlock(&lock);
+    *graph = stream->is_spoilt ? NULL : calloc(1, 1);
+    return stream->is_spoilt ? CAPTURE_INVALIDATED : OK;
 }
-Status cudaStreamIsCapturing(Stream *stream, int *result) { *result = made(stream) && stream->capturing; return OK; }
+Status cudaStreamIsCapturing(Stream *stream, int *result) {
+    *result = is_captured(stream) ? 1 + stream->is_spoilt : 0;
+    return made(stream) ? OK : taken(stream);
+}
 Status cudaEventCreateWithFlags(Event **result, unsigned flags) {
     if ((flags & INTERPROCESS_EVENT) && !(flags & NON_TIMING_EVENT)) return INVALID_VALUE;
     *result = calloc(1, sizeof **result);
@@ -226,13 +282,17 @@ Status cudaEventCreate(Event **result) { return cudaEventCreateWithFlags(result,
 Status cudaEventRecord(Event *event, Stream *stream) {
     if (!event) return INVALID_HANDLE;
     int device = made(stream) ? stream->device : current;
-    return event->opened || event->device == device ? OK : INVALID_HANDLE;
+    if (!event->opened && event->device != device) return INVALID_HANDLE;
+    event->is_recorded = 1;
+    event->capture = made(stream) ? stream->capture : 0;
+    return taken(stream);
 }
-Status cudaEventQuery(Event *event) { return OK; }
-Status cudaEventSynchronize(Event *event) { waited(); return OK; }
+Status cudaEventQuery(Event *event) { return event->capture ? CAPTURED_EVENT : OK; }
+Status cudaEventSynchronize(Event *event) { waited(); return cudaEventQuery(event); }
 Status cudaEventDestroy(Event *event) { free(event); return OK; }
 Status cudaEventElapsedTime(float *ms, Event *begin, Event *end) {
     if ((begin->flags | end->flags) & NON_TIMING_EVENT) return INVALID_HANDLE;
+    if (begin->capture || end->capture) return CAPTURED_EVENT;
     *ms = 1;
     return OK;
 }
@@ -241,7 +301,7 @@ Status cudaGraphInstantiate(void **result, void *graph, unsigned long long flags
     *result = calloc(1, 1);
     return OK;
 }
-Status cudaGraphLaunch(void *graph, Stream *stream) { return foreign(stream) ? INVALID_HANDLE : OK; }
+Status cudaGraphLaunch(void *graph, Stream *stream) { return foreign(stream) ? INVALID_HANDLE : taken(stream); }
 Status cudaGraphUpload(void *graph, Stream *stream) { return OK; }
 Status cudaGraphDestroy(void *graph) { free(graph); return OK; }
 Status cudaGraphExecDestroy(void *graph) { free(graph); return OK; }
@@ -333,7 +393,7 @@ Status cuLaunchKernel(Function *kernel, unsigned grid_x, unsigned grid_y, unsign
                       void **more) {
     if (!grid_x || !grid_y || !grid_z || !block_x || !block_y || !block_z) return INVALID_VALUE;
     if ((size_t)block_x * block_y * block_z > 1024) return INVALID_VALUE;
-    if (kernel->module->device == current && !foreign(stream)) return OK;
+    if (kernel->module->device == current && !foreign(stream)) return taken(stream);
     fprintf(stderr, "fake GPU: kernel %s of device %d is launched on device %d, on a stream of device %d\n",
             kernel->name, kernel->module->device, current, made(stream) ? stream->device : current);
     return INVALID_HANDLE;

@@ -41,9 +41,11 @@ class Job:
 
 JOBS = [
     Job("nccl", 1), Job("nccl", 2, gpus=2), Job("cuda_ipc", 2), Job("cuda_ipc", 3), Job("reducer", 2),
-    Job("reducer", 2, 1), Job("reducer", 4, 2), Job("reducer", 2, gpus=2), Job("delivery", 1), Job("stores", 1),
-    Job("stores", 2), Job("stores", 2, 1), Job("training", 1), Job("training", 2), Job("training", 4, 2),
+    Job("reducer", 2, 1), Job("reducer", 4, 2), Job("reducer", 2, gpus=2), Job("reducer", 3, gpus=2),
+    Job("delivery", 1), Job("stores", 1), Job("stores", 2), Job("stores", 2, 1),
+    Job("stores", 3, gpus=2), Job("training", 1), Job("training", 2), Job("training", 4, 2), Job("training", 2, gpus=2),
 ]  # fmt: skip
+GRAPHS = [Job("graphs", 1), Job("graphs", 2), Job("graphs", 4, 2), Job("graphs", 2, gpus=2), Job("graphs", 3, gpus=2)]
 
 
 def run_on_gpu(job: Job) -> None:
@@ -95,9 +97,9 @@ def test_what_ranks_do_on_a_gpu(monkeypatch: pytest.MonkeyPatch, job: Job) -> No
         run_on_host(monkeypatch, job)
 
 
-@pytest.mark.parametrize("job", [Job("convolution", 1), Job("torch_ddp", 2)], ids=str)
-def test_what_other_packages_do_on_a_gpu(job: Job) -> None:
-    """Their bodies have stand-ins of their own: ``tests/torch/test_torch_on_gpus.py``, and the next test."""
+@pytest.mark.parametrize("job", [*GRAPHS, Job("convolution", 1), Job("torch_ddp", 2)], ids=str)
+def test_what_other_stand_ins_do_on_a_gpu(job: Job) -> None:
+    """``tests/train/test_train_step_ranks.py``, ``tests/torch/test_torch_on_gpus.py``, and that of the next test."""
     if not ON_GPU:
         pytest.skip("make test-gpu runs it on a GPU")
     run_on_gpu(job)

@@ -64,6 +64,13 @@ def test_any_part_of_a_row_goes_through_the_slots(row, count):
     assert len(seen) == 2 * 2 * -(-count * 4 // 400)
 
 
+def test_sums_on_their_way_back_arrive_also_where_the_slots_are_forgotten(row):
+    """As with a trainer that ends with its last step; a loader that begins then takes pinned memory, too."""
+    sum_staged(Staging(Streams(gpu(0)), [row.mine.nbytes]), 0, row.mine, row, doubled([]))
+    row.stream.synchronize()
+    np.testing.assert_array_equal(row.mine.to_host(), 2 * np.arange(COUNT, dtype="f4"))
+
+
 def test_some_segments_are_on_the_network_while_others_come(row, monkeypatch):
     seen = []
     copy = Streams.copy_async

@@ -132,6 +132,36 @@ def test_memory_is_used_again_in_a_graph_and_by_nobody_else(counted_graphs):
     assert all((each.to_host() == 5).all() for each in others)
 
 
+def test_memory_of_a_graph_stays_where_the_next_one_finds_no_more(graphs_on_host):
+    """A backward goes without a graph then, and its forward is launched on."""
+    import cupy
+
+    x, out = ones(1000), ones(1000)
+    x * 2 + 1
+    capturer = Capturer()
+    graph = capturer.capture(lambda: out.__setitem__(..., x * 2 + 1))  # its product is free in the end
+    graphs_on_host.room = 4096
+    with pytest.raises((stand_in.CUDARuntimeError, MemoryError)):
+        capturer.capture(lambda: cupy.empty(2000, dtype=np.float32))
+    graphs_on_host.room = float("inf")
+    others = cupy.full((4000,), 5, dtype=np.float32)
+    graph.launch()
+    np.testing.assert_array_equal(out.to_host(), 3)
+    assert (others.to_host() == 5).all()
+
+
+def test_a_capture_has_what_runs_without_a_graph_have_left(graphs_on_host):
+    import cupy
+
+    x = ones(1000)
+    x * 2
+    x * 2  # which is free in CuPy's pool
+    capturer = Capturer()
+    graphs_on_host.room = 100
+    capturer.capture(lambda: x * 2).launch()
+    assert capturer.nbytes == 4096 and cupy.get_default_memory_pool() is graphs_on_host.default_pool
+
+
 @pytest.mark.parametrize("name", ["sum", "max"])
 @pytest.mark.parametrize("axis", [None, 1])
 def test_reductions_are_captured(counted_graphs, name, axis):

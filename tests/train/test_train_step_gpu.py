@@ -189,6 +189,16 @@ def test_changes_are_captured_again(gpu):
     assert len(gpu.graphs) == 3, "nesterov is another kernel, and who looks at sums has the update behind the graph"
 
 
+def test_another_norm_to_clip_to_is_captured_again(gpu):
+    norms = {3: 0.05, 6: None, 9: LONGEST}
+
+    def between(number, net, trainer):
+        trainer.clip_norm = norms.get(number, trainer.clip_norm)
+
+    compare(alone(), count=12, between=between, clip_norm=LONGEST)
+    assert len(gpu.graphs) == 4
+
+
 def test_hooks_of_a_program_see_gradients_before_the_update(gpu):
     net, trainer = made(alone(), rule=RULES["sgd"])
     step, seen = planned(net, trainer), {}

@@ -35,7 +35,7 @@ class GraphUpdate:
 
     def __init__(self, trainer: BucketTrainer, leaves: Sequence[Any]) -> None:
         self._trainer, self._leaves = trainer, leaves
-        self._captured = self._kernels()
+        self._captured, self._clip_norm = self._kernels(), trainer.clip_norm
         self._now = (1, 1.0)
         """Step and scale of the next launch."""
 
@@ -65,7 +65,8 @@ class GraphUpdate:
         """Whether a launch of what was captured is still the update that is to be made."""
         trainer = self._trainer
         alone = all(map(trainer.reducer.takes, self._leaves))
-        return alone and trainer.updates_at_once and self._kernels() == self._captured
+        clips_alike = trainer.clip_norm == self._clip_norm
+        return alone and clips_alike and trainer.updates_at_once and self._kernels() == self._captured
 
     def step(self, count: int, launch: Callable[[], None]) -> None:
         """What the trainer's ``step(count)`` does, where ``launch`` launches the graph."""
