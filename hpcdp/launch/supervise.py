@@ -103,7 +103,8 @@ def supervise(
                     mpirun, watch, usr1_has_come, guards, words, started, verbose, goes_on, family
                 )  # fmt: skip
                 failed = watch.failed  # while mpirun ran
-                if guards is not None and mpirun.returncode:  # whose words on ranks may come after it has ended
+                # Guards' words on ranks may come after it has ended, and ranks whose job was aborted end after MPICH's.
+                if mpirun.returncode and (guards is not None or family == "mpich"):
                     _hear_the_last(watch)
                 count = ranks if started is None else started.end()
                 ends = watch.ends()
