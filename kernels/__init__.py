@@ -78,7 +78,8 @@ def cache_dir() -> Path:
     except RuntimeError as error:
         problem = f": {error}"
     fallback = Path(tempfile.gettempdir()) / f"hpcdp-{os.getuid()}"
-    if not _problem(fallback) and fallback.lstat().st_uid != os.getuid():  # it could feed us somebody's machine code
+    _problem(fallback)
+    if os.path.lexists(fallback) and fallback.lstat().st_uid != os.getuid():  # it could feed us their machine code
         raise ConfigError(
             "kernel cache", where=fallback, expected="a folder of this user", remedy="set HPCDP_CACHE_DIR to one"
         )

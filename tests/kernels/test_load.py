@@ -113,6 +113,20 @@ def test_a_user_without_a_home_gets_a_temporary_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("unwarned")
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_temporary_folder_of_somebody_else_is_neither_written_nor_read(tmp_path, monkeypatch, writable):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "hpcdp-4711").mkdir()
+    monkeypatch.delenv("HPCDP_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    monkeypatch.setattr(os, "access", lambda path, mode: writable)
+    with pytest.raises(ConfigError, match=r"hpcdp-4711\]: expected a folder of this user; set HPCDP_CACHE_DIR to one"):
+        kernels.cache_dir()
+
+
+@pytest.mark.usefixtures("unwarned")
 @pytest.mark.parametrize(("variable", "rank"), [("OMPI_COMM_WORLD_RANK", 1), ("PMI_RANK", 3), ("SLURM_PROCID", 2)])
 def test_only_rank_0_warns(tmp_path, monkeypatch, variable, rank, recwarn):
     (tmp_path / "file").write_text("")
