@@ -126,7 +126,8 @@ def compiled_dir() -> Path:
 
     By what they say and not by where they are: all clones and environments with the same kernels compile them once.
     """
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    folder = Path(__file__).parent
+    sources = sorted(folder.glob("*.py")) + sorted(folder.glob("reference/*.py"))  # kernels have numbers of these
     stamps = [(source, source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
     return cache_dir() / "numba" / _digest(*stamps)
 

@@ -449,7 +449,8 @@ def test_importing_hpcdp_imports_nothing_heavy():
     assert Path(kernels.__file__).parent.name == "kernels"
 
 
-def test_a_change_of_any_source_asks_for_new_machine_code(tmp_path, monkeypatch):
+@pytest.mark.parametrize("changed", ["sync.py", "reference/compress.py"])
+def test_a_change_of_any_source_asks_for_new_machine_code(tmp_path, monkeypatch, changed):
     monkeypatch.setenv("HPCDP_CACHE_DIR", str(tmp_path))
     before = kernels.compiled_dir()
     assert kernels.compiled_dir() == before
@@ -458,6 +459,6 @@ def test_a_change_of_any_source_asks_for_new_machine_code(tmp_path, monkeypatch)
     monkeypatch.setattr(kernels, "__file__", str(copy / "__init__.py"))
     first = kernels.compiled_dir()
     assert first == before
-    with (copy / "sync.py").open("a") as source:
+    with (copy / changed).open("a") as source:
         source.write("\n")
     assert kernels.compiled_dir() != first
