@@ -307,6 +307,24 @@ def test_ranks_other_than_0_say_nothing(tmp_path, planted, held):
     assert answer(ask(tmp_path, planted, 0.5, rank=1)) == (1, [])
 
 
+@pytest.mark.usefixtures("unwarned")
+def test_what_is_forked_while_kernels_are_compiled_keeps_nobody_waiting(compiled_dir):
+    its_end, our_end = os.pipe()
+    with kernels.one_process_compiles(lambda: False):
+        child = os.fork()
+        if not child:
+            os.read(its_end, 1)
+            os._exit(0)
+    try:
+        with open(compiled_dir / "compile.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.write(our_end, b" ")
+        os.waitpid(child, 0)
+        os.close(its_end)
+        os.close(our_end)
+
+
 DAMAGE = """
 import json, os, random, sys
 import numpy as np
