@@ -2,6 +2,7 @@ import errno
 import fcntl
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -452,6 +453,27 @@ def test_a_kernel_is_compiled_for_the_declared_types_that_it_is_called_with(tmp_
         assert len(refused) == 3 and all(
             "No matching definition for argument type(s) array(" in each for each in refused
         )
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"NUMBA_DISABLE_JIT": "1"}, "kernels [NUMBA_DISABLE_JIT]: expected 0: "),
+        ({"NUMBA_CPU_NAME": "generic"}, "kernels [NUMBA_CPU_FEATURES]: expected +f16c among them, "),
+    ],
+)
+def test_settings_of_numba_with_which_there_are_no_kernels_are_told(tmp_path, variables, told):
+    if "NUMBA_CPU_NAME" in variables and platform.machine() != "x86_64":
+        pytest.skip("f16c is a feature of x86-64")
+    cast = "import numpy as np; from hpcdp import kernels; f, h = np.ones(3, 'f4'), np.ones(3, 'u2'); "
+    command = [sys.executable, "-c", cast + "kernels.load('cast').to_float16(f, h); print(h.view('f2').tolist())"]
+    environ = os.environ | {"HPCDP_CACHE_DIR": str(tmp_path)}
+    refused = subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1 and told in refused.stderr.splitlines()[-1]
+    if "NUMBA_CPU_NAME" in variables:
+        variables = variables | {"NUMBA_CPU_FEATURES": "+sse3,+f16c"}
+        found = subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=60)
+        assert found.stdout == "[1.0, 1.0, 1.0]\n"
 
 
 def test_an_unknown_kernel_is_an_import_error():
