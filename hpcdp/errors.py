@@ -8,7 +8,6 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 
 class HpcdpError(Exception):
@@ -53,13 +52,6 @@ class HpcdpError(Exception):
         if self.remedy is not None:
             text += f"; {self.remedy}"
         return printable(" ".join(text.split()))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.__dict__.copy())
-
-
-def _rebuild(kind: type[HpcdpError], parts: dict[str, Any]) -> HpcdpError:
-    return kind(**parts)
 
 
 class ConfigError(HpcdpError):

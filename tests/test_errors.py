@@ -28,6 +28,10 @@ def test_an_error_survives_a_copy_with_its_kind():
     error = pickle.loads(pickle.dumps(ConfigError("op", where="w", got=1)))
     assert type(error) is ConfigError
     assert str(error) == "op [w]: got 1"
+    error.add_note("in a test")
+    error.attempt = 2
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.__notes__, again.attempt) == ("op [w]: got 1", ["in a test"], 2)
 
 
 @pytest.mark.parametrize(("text", "shown"), [("", ""), ("a" * 7, "a" * 7), ("a" * 8, "aaaa...")])
