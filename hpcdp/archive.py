@@ -63,7 +63,7 @@ def read(
             }
         if not all(type(header[field]) is kind for field, kind in fields.items()):
             raise ValueError(f"the header {header!r}")
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
         got = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError(operation, where=path, expected=f"a file of {writer}", got=got) from error
     return header, arrays

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 import os
 import re
 import sys
@@ -101,9 +102,10 @@ def gpu(index: int = 0) -> Device:
 
 
 def _device(kind: str, index: int) -> Device:
-    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+    number = operator.index(index) if isinstance(index, int | np.integer) and not isinstance(index, bool) else -1
+    if number < 0:
         raise DeviceError("device", expected="a number from 0 on", got=f"{kind}({index!r})")
-    return Device(kind, index)
+    return Device(kind, number)
 
 
 def require_devices(operation: str, devices: object) -> tuple[Device, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 
 class HpcdpError(Exception):
@@ -53,13 +52,6 @@ class HpcdpError(Exception):
         if self.remedy is not None:
             text += f"; {self.remedy}"
         return printable(" ".join(text.split()))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.__dict__.copy())
-
-
-def _rebuild(kind: type[HpcdpError], parts: dict[str, Any]) -> HpcdpError:
-    return kind(**parts)
 
 
 class ConfigError(HpcdpError):
@@ -109,19 +101,23 @@ class WorldAborted(HpcdpError):
 
 def whole_number(operation: str, where: str, value: object, least: int) -> int:
     """``value``, an integer of Python's or NumPy's, as an int; `ConfigError` unless it is one from ``least`` on."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:  # arrays have __index__, too, whatever is in them
+        number = least - 1
+    if number < least:
         raise ConfigError(operation, where=where, expected=f"an integer >= {least}", got=repr(value))
-    return operator.index(value)
+    return number
 
 
-def check_name(kind: str, name: str, valid: Iterable[str], where: object = None) -> None:
+def check_name(kind: str, name: object, valid: Iterable[str], where: object = None) -> None:
     """Raises `ConfigError` with the closest and all valid names unless ``name`` is one of them."""
     valid = list(valid)
     if name in valid:
         return
     import difflib  # not before: this file is imported by all others
 
-    close = difflib.get_close_matches(name.lower(), valid, n=1)
+    close = difflib.get_close_matches(str(name).lower(), valid, n=1)
     raise ConfigError(
         f"unknown {kind} {name!r}",
         where=where,

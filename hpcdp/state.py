@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from .arrays import Array, from_host
-from .errors import ConfigError
+from .errors import ConfigError, type_named
 
 
 @runtime_checkable
@@ -135,10 +135,13 @@ def take(where: str, own: Sharded, given: Any) -> None:
         given: the same of another state, or the whole tensor as a NumPy array.
 
     Raises:
-        ConfigError: it has another shape, or ``given`` has other parts.
+        ConfigError: ``given`` is no tensor, or has another shape or other parts.
     """
     runs = [slice(part.first, part.first + part.values.shape[0]) for part in own.parts]
     theirs = [(part.first, part.values.shape[0]) for part in given.parts] if isinstance(given, Sharded) else None
+    if not hasattr(given, "shape"):
+        expected = f"a tensor of shape {own.shape}"
+        raise ConfigError("load_state_dict", where=where, expected=expected, got=type_named(given))
     if tuple(given.shape) != own.shape or theirs not in (None, [(run.start, run.stop - run.start) for run in runs]):
         raise ConfigError(
             "load_state_dict", where=where, expected=f"shape {own.shape}, or the part of it that this rank holds",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from .errors import ConfigError
+from .errors import whole_number
 
 MAIN = "main"
 """The lane of the thread that trains."""
@@ -64,7 +64,7 @@ class Trace:
         ranges: told of every `span` as well, see `nvtx`.
 
     Raises:
-        ConfigError: ``capacity`` is below 1.
+        ConfigError: ``capacity`` is no integer from 1 on.
     """
 
     def __init__(
@@ -73,14 +73,12 @@ class Trace:
         clock: Callable[[], int] = time.perf_counter_ns,
         ranges: Ranges | None = None,
     ) -> None:
-        if capacity < 1:
-            raise ConfigError("Trace", where="capacity", expected="at least 1", got=capacity)
+        self._capacity = whole_number("Trace", "capacity", capacity, 1)
         self.clock = clock
         self.ranges = ranges
         self.slices: list[Slice] = []
         self.counts: list[Count] = []
         self.dropped = 0
-        self._capacity = capacity
         self._ended = False
         self._lock = threading.Lock()
 

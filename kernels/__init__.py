@@ -78,7 +78,8 @@ def cache_dir() -> Path:
     except RuntimeError as error:
         problem = f": {error}"
     fallback = Path(tempfile.gettempdir()) / f"hpcdp-{os.getuid()}"
-    if not _problem(fallback) and fallback.lstat().st_uid != os.getuid():  # it could feed us somebody's machine code
+    _problem(fallback)
+    if os.path.lexists(fallback) and fallback.lstat().st_uid != os.getuid():  # it could feed us their machine code
         raise ConfigError(
             "kernel cache", where=fallback, expected="a folder of this user", remedy="set HPCDP_CACHE_DIR to one"
         )
@@ -125,7 +126,8 @@ def compiled_dir() -> Path:
 
     By what they say and not by where they are: all clones and environments with the same kernels compile them once.
     """
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    folder = Path(__file__).parent
+    sources = sorted(folder.glob("*.py")) + sorted(folder.glob("reference/*.py"))  # kernels have numbers of these
     stamps = [(source, source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
     return cache_dir() / "numba" / _digest(*stamps)
 
@@ -169,27 +171,31 @@ def _take_turn(held: contextlib.ExitStack, is_kept: Callable[[], bool]) -> None:
         "compiling kernels that are new on this machine, as they are needed; set HPCDP_CACHE_DIR to keep them elsewhere"
     )
     try:
-        _wait_for_turn(held.enter_context((folder / "compile.lock").open("a")), folder, is_kept)
+        lock = held.enter_context((folder / "compile.lock").open("a"))
+        if _has_turn(lock, folder, is_kept):  # closed, it stays locked while a process has it that was forked meanwhile
+            held.callback(fcntl.flock, lock, fcntl.LOCK_UN)
     except OSError as error:
         not_kept(folder, error)
 
 
-def _wait_for_turn(lock: IO[str], folder: Path, is_kept: Callable[[], bool]) -> None:
+def _has_turn(lock: IO[str], folder: Path, is_kept: Callable[[], bool]) -> bool:
+    """Wait for it, or until another process has compiled what is wanted, or for too long."""
     global _queues
     began = time.monotonic()
     while _queues:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            return True
         except BlockingIOError:
             pass
         if is_kept():
-            return
+            return False
         waited = time.monotonic() - began
         if waited > _PATIENCE_S:
             _say_once(f"another process is compiling kernels ({folder}); waiting")
         _queues = waited < _LIMIT_S  # one that is stuck is not waited for again, for each of the other modules
         time.sleep(_NAP_S)
+    return False
 
 
 @lru_cache(maxsize=1)

@@ -45,7 +45,7 @@ def _directly(x: np.ndarray, weight: np.ndarray, out: np.ndarray) -> bool:
 def _directly_to_input(x: np.ndarray, weight: np.ndarray, out: np.ndarray, stride: Pair) -> bool:
     """Whether the input's gradient does, for which sums are of all places of the input."""
     sums = -(-x.shape[2] // stride[0]) * -(-x.shape[3] // stride[1])
-    are_wanted = 4 * out.shape[2] * out.shape[3] >= 3 * sums
+    are_wanted = 0 < 3 * sums <= 4 * out.shape[2] * out.shape[3]
     return _directly(x, weight, out) and are_wanted and _fills_lanes(weight.shape[1])
 
 

@@ -1,4 +1,4 @@
-"""Floor 0: functions whose machine code is made, or read, when it is first needed. Imports: numba.
+"""Floor 0: functions whose machine code is made, or read, when it is first needed. Imports: errors, numba.
 
 Numba by itself compiles all signatures of a function when it is decorated, of which a job needs a few; it raises out of
 a kernel's first call when the disk is full, and where a folder cannot be written it takes one beside the sources, in
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
+import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataC
 from numba.core.registry import CPUDispatcher
 from numba.core.typing import signature
 
+from ..errors import ConfigError
 from . import compiled_dir, not_kept, one_process_compiles
 
 _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": None, "no_cfunc_wrapper": True}
@@ -31,6 +33,24 @@ _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundschec
 _SUM_NBYTES = 16
 _here = threading.local()
 _opening = threading.Lock()
+
+
+def _refuse_settings() -> None:
+    """Those of Numba with which there is no kernel, or one that jumps to nowhere."""
+    if config.DISABLE_JIT:
+        raise ConfigError(
+            "kernels", where="NUMBA_DISABLE_JIT", expected="0: they are nothing but machine code",
+            got=config.DISABLE_JIT, remedy="unset it",
+        )  # fmt: skip
+    features = config.CPU_FEATURES
+    if features is not None and platform.machine() == "x86_64" and "+f16c" not in features.split(","):
+        raise ConfigError(
+            "kernels", where="NUMBA_CPU_FEATURES", expected="+f16c among them, by which float16 is converted",
+            got=f"{features!r} for NUMBA_CPU_NAME={config.CPU_NAME}", remedy="add it, or unset both",
+        )  # fmt: skip
+
+
+_refuse_settings()
 
 
 def target() -> str:

@@ -95,3 +95,14 @@ def test_what_is_wrong_is_said_without_advice_of_others(tmp_path):
             archive.read("load", path, "header", FIELDS, "save()")
     with pytest.raises(DataError, match=r"got No such file or directory$"):
         archive.read("load", tmp_path / "none", "header", FIELDS, "save()")
+
+
+@pytest.mark.parametrize(("place", "value"), [(6, 200), (8, 0x01), (8, 0x20), (8, 0x40), (10, 8), (10, 99)])
+def test_bytes_that_are_damaged_are_no_error_of_zipfile(tmp_path, place, value):
+    path = tmp_path / "file.npz"
+    archive.write("save", path, "header", {"steps": 1, "name": "x"}, {"x": np.arange(5)})
+    damaged = bytearray(path.read_bytes())
+    damaged[damaged.index(b"PK\x01\x02") + place] = value
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"load \[.*\]: expected a file of save\(\), got"):
+        archive.read("load", path, "header", FIELDS, "save()")

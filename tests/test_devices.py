@@ -91,3 +91,10 @@ def test_what_is_brought_is_where_the_other_is(gpus_on_host):
         assert all(lie_together(each, like) for each in copies)
     host = brought(x, np.ones(2))
     assert host.tolist() == [1, 2] and lie_together(host, cpu(1).put(x)) and not lie_together(host, x)
+
+
+def test_numbers_of_devices_may_be_numpys():
+    assert cpu(np.int64(1)) == cpu(1) and repr(gpu(np.uint8(2))) == "gpu(2)"
+    for wrong in (-1, np.int64(-1), 1.0, True, "0", None):
+        with pytest.raises(DeviceError, match=r"device: expected a number from 0 on, got cpu\("):
+            cpu(wrong)

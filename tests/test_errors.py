@@ -1,9 +1,10 @@
 import io
 import pickle
 
+import numpy as np
 import pytest
 
-from hpcdp.errors import ConfigError, HpcdpError, listed, shortened, to_stderr
+from hpcdp.errors import ConfigError, HpcdpError, check_name, listed, shortened, to_stderr, whole_number
 
 
 def test_an_error_is_one_line_with_all_its_parts():
@@ -28,6 +29,23 @@ def test_an_error_survives_a_copy_with_its_kind():
     error = pickle.loads(pickle.dumps(ConfigError("op", where="w", got=1)))
     assert type(error) is ConfigError
     assert str(error) == "op [w]: got 1"
+    error.add_note("in a test")
+    error.attempt = 2
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.__notes__, again.attempt) == ("op [w]: got 1", ["in a test"], 2)
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 0, 1.0, "1", None, np.array([1]), np.array(1.0)])
+def test_what_is_no_whole_number_is_refused_by_its_name(value):
+    with pytest.raises(ConfigError, match=r"make \[size\]: expected an integer >= 1, got "):
+        whole_number("make", "size", value, 1)
+    assert type(whole_number("make", "size", np.array(3), 1)) is int
+
+
+@pytest.mark.parametrize("name", [3, None, "Rign", ["ring"]])
+def test_a_name_that_is_none_is_told_with_those_that_are(name):
+    with pytest.raises(ConfigError, match=r"^unknown algorithm .*valid: ring, tree$"):
+        check_name("algorithm", name, ["ring", "tree"])
 
 
 @pytest.mark.parametrize(("text", "shown"), [("", ""), ("a" * 7, "a" * 7), ("a" * 8, "aaaa...")])

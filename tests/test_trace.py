@@ -62,9 +62,10 @@ def test_what_comes_after_its_end_is_not_kept_and_not_missed():
     assert (trace.slices, trace.counts, trace.dropped) == ([], [("loss", 5, 0.5)], 0)
 
 
-def test_a_capacity_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="at least 1, got 0"):
-        Trace(capacity=0)
+@pytest.mark.parametrize("capacity", [0, "9", None, float("nan")])
+def test_a_capacity_that_is_no_number_of_slices_is_refused(capacity):
+    with pytest.raises(ConfigError, match=r"Trace \[capacity\]: expected an integer >= 1, got"):
+        Trace(capacity=capacity)
 
 
 def test_spans_are_ranges_for_the_profiler_of_a_device(monkeypatch):

@@ -23,6 +23,7 @@ CASES = [  # batch, in channels, (height, width), out channels, kernel, stride, 
     (2, 2, (3, 4), 30, (3, 3), (1, 2), (1, 1)),  # fewer positions than channels
     (2, 1, (0, 2), 2, (2, 2), (1, 1), (2, 0)),  # nothing but padding
     (0, 1, (20, 20), 2, (3, 3), (1, 1), (1, 1)),
+    (3, 7, (0, 9), 24, (3, 3), (1, 1), (5, 3)),  # the same, of so many channels that nothing is unfolded
 ]
 
 

@@ -2,6 +2,7 @@ import errno
 import fcntl
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,20 @@ def test_a_user_without_a_home_gets_a_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.warns(UserWarning, match="home directory"):
         assert kernels.cache_dir().parent == tmp_path
+
+
+@pytest.mark.usefixtures("unwarned")
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_temporary_folder_of_somebody_else_is_neither_written_nor_read(tmp_path, monkeypatch, writable):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "hpcdp-4711").mkdir()
+    monkeypatch.delenv("HPCDP_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    monkeypatch.setattr(os, "access", lambda path, mode: writable)
+    with pytest.raises(ConfigError, match=r"hpcdp-4711\]: expected a folder of this user; set HPCDP_CACHE_DIR to one"):
+        kernels.cache_dir()
 
 
 @pytest.mark.usefixtures("unwarned")
@@ -293,6 +308,24 @@ def test_ranks_other_than_0_say_nothing(tmp_path, planted, held):
     assert answer(ask(tmp_path, planted, 0.5, rank=1)) == (1, [])
 
 
+@pytest.mark.usefixtures("unwarned")
+def test_what_is_forked_while_kernels_are_compiled_keeps_nobody_waiting(compiled_dir):
+    its_end, our_end = os.pipe()
+    with kernels.one_process_compiles(lambda: False):
+        child = os.fork()
+        if not child:
+            os.read(its_end, 1)
+            os._exit(0)
+    try:
+        with open(compiled_dir / "compile.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.write(our_end, b" ")
+        os.waitpid(child, 0)
+        os.close(its_end)
+        os.close(our_end)
+
+
 DAMAGE = """
 import json, os, random, sys
 import numpy as np
@@ -422,6 +455,27 @@ def test_a_kernel_is_compiled_for_the_declared_types_that_it_is_called_with(tmp_
         )
 
 
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"NUMBA_DISABLE_JIT": "1"}, "kernels [NUMBA_DISABLE_JIT]: expected 0: "),
+        ({"NUMBA_CPU_NAME": "generic"}, "kernels [NUMBA_CPU_FEATURES]: expected +f16c among them, "),
+    ],
+)
+def test_settings_of_numba_with_which_there_are_no_kernels_are_told(tmp_path, variables, told):
+    if "NUMBA_CPU_NAME" in variables and platform.machine() != "x86_64":
+        pytest.skip("f16c is a feature of x86-64")
+    cast = "import numpy as np; from hpcdp import kernels; f, h = np.ones(3, 'f4'), np.ones(3, 'u2'); "
+    command = [sys.executable, "-c", cast + "kernels.load('cast').to_float16(f, h); print(h.view('f2').tolist())"]
+    environ = os.environ | {"HPCDP_CACHE_DIR": str(tmp_path)}
+    refused = subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1 and told in refused.stderr.splitlines()[-1]
+    if "NUMBA_CPU_NAME" in variables:
+        variables = variables | {"NUMBA_CPU_FEATURES": "+sse3,+f16c"}
+        found = subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=60)
+        assert found.stdout == "[1.0, 1.0, 1.0]\n"
+
+
 def test_an_unknown_kernel_is_an_import_error():
     with pytest.raises(ImportError):
         kernels.load("nonsense")
@@ -435,7 +489,8 @@ def test_importing_hpcdp_imports_nothing_heavy():
     assert Path(kernels.__file__).parent.name == "kernels"
 
 
-def test_a_change_of_any_source_asks_for_new_machine_code(tmp_path, monkeypatch):
+@pytest.mark.parametrize("changed", ["sync.py", "reference/compress.py"])
+def test_a_change_of_any_source_asks_for_new_machine_code(tmp_path, monkeypatch, changed):
     monkeypatch.setenv("HPCDP_CACHE_DIR", str(tmp_path))
     before = kernels.compiled_dir()
     assert kernels.compiled_dir() == before
@@ -444,6 +499,6 @@ def test_a_change_of_any_source_asks_for_new_machine_code(tmp_path, monkeypatch)
     monkeypatch.setattr(kernels, "__file__", str(copy / "__init__.py"))
     first = kernels.compiled_dir()
     assert first == before
-    with (copy / "sync.py").open("a") as source:
+    with (copy / changed).open("a") as source:
         source.write("\n")
     assert kernels.compiled_dir() != first

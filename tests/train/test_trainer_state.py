@@ -209,6 +209,20 @@ def test_settings_come_back_too():
     assert threads.run(2, rank) == [(config, 8.0, 3)] * 2
 
 
+def test_what_is_no_tensor_is_refused_by_its_name():
+    def rank(world):
+        params, trainer = make(world)
+        train(trainer, params, world, 1)
+        state = trainer.state_dict()
+        state["states"] = {param: {key: [1.0] for key in own} for param, own in state["states"].items()}
+        with pytest.raises(
+            ConfigError, match=r"load_state_dict \[\w+\.\w+/\w+\]: expected a tensor of .*, got a list$"
+        ):
+            trainer.load_state_dict(state)
+
+    threads.run(2, rank)
+
+
 def test_a_copy_in_memory_is_taken_back():
     def rank(world):
         params, trainer = make(world, "shard")
