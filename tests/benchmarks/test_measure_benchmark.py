@@ -17,7 +17,7 @@ def test_sizes_are_binary(text: str, nbytes: int) -> None:
     assert sizes.parse_size(sizes.format_size(nbytes)) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "K", "4X", "-4", "1.5M"])
+@pytest.mark.parametrize("text", ["", "K", "4X", "-4", "1.5M", "4²"])
 def test_a_wrong_size_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="64K"):
         sizes.parse_size(text)
