@@ -69,6 +69,15 @@ def test_stale_results_and_misplaced_segments_are_wrong() -> None:
     assert data.wrong(total, 3) == 1
 
 
+@pytest.mark.parametrize(
+    ("op", "ranks"), [("prod", 3), ("prod", 6), ("sum", 31), ("mean", 62), ("max", 31), ("sum", 5)]
+)
+def test_stale_results_are_wrong_on_any_number_of_ranks(op: str, ranks: int) -> None:
+    data = FreshData(0, ranks, np.float64, op)
+    assert data.wrong(data.reduced(4), 4) == 0
+    assert data.wrong(data.reduced(3), 4) > 0
+
+
 class _Recorded:
     def __init__(self, name: str, log: list[tuple[str, int]], faulty: bool = False) -> None:
         self.name, self.log, self.faulty = name, log, faulty
