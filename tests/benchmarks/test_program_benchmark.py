@@ -23,6 +23,8 @@ LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.exec
         ("run", ["--into", "/nowhere"], "run --into: there is no folder /nowhere"),
         ("startup", ["--repeats", "0"], "--repeats: expected a whole number from 1, got '0'"),
         ("train_lenet", ["--batch", "x"], "--batch: expected a whole number from 1, got 'x'"),
+        ("train_models", ["--seconds", "nan"], "--seconds: expected a number from 0, got 'nan'"),
+        ("checkpoint", ["--folder", "/nowhere"], "folder that can be written, got /nowhere: No such file or directory"),
         ("floor", ["-m", "4"], "expected MIN:MAX"),
     ],
 )
@@ -76,3 +78,11 @@ def test_an_interrupt_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
         program.run(interrupted)
     assert left.value.code == 128 + signal.SIGINT
     assert capsys.readouterr().err == "hpcdp: interrupted\n"
+
+
+@pytest.mark.parametrize("name", ["floor", "train_lenet", "train_models"])
+def test_help_fits_a_terminal(name: str) -> None:
+    command = [sys.executable, "-m", f"hpcdp.benchmarks.{name}", "-h"]
+    environment = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert max(map(len, done.stdout.splitlines())) <= 80
