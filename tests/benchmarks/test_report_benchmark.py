@@ -199,6 +199,7 @@ def test_the_suite_writes_json_and_results(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_a_part_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     results = _results({4: 41.0, 1 << 20: 11.0, 64 << 20: 10.0})
+    results["failures"] = ["startup (startup): status 1, earlier", "kernels (kernels): status 1, a result was wrong"]
     (tmp_path / "results.json").write_text(json.dumps(results))
     started = []
 
@@ -214,6 +215,7 @@ def test_a_part_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert run.main(["--only", "startup", "--into", str(tmp_path)]) == 0
     assert len(started) == 1 and "hpcdp.benchmarks.startup" in started[0]
     now = json.loads((tmp_path / "results.json").read_text())
+    assert now["failures"] == results["failures"][1:]  # of what was not measured again
     assert now["allreduce"] == results["allreduce"] and now["machine"] == results["machine"]
     assert "Measured again at commit later: startup." in (tmp_path / "RESULTS.md").read_text()
     assert run.main(["--only", "startup", "--into", str(tmp_path)]) == 0
