@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 
 from .. import checkpoint, comm
+from ..comm.agreement import on_rank_0
+from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
 from . import program
 from .files import check_writable, write_json
@@ -271,14 +273,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _folder_in(where: str) -> str:
+    try:
+        return tempfile.mkdtemp(prefix="checkpoint-", dir=where)
+    except OSError as error:
+        expected, got = "a folder that can be written", f"{where}: {error.strerror}"
+        raise ConfigError("checkpoint", where="--folder", expected=expected, got=got) from error
+
+
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     nbytes = parse_size(args.size)
     check_writable("checkpoint --json", [args.json])
     world = comm.init()
+    folder = Path(on_rank_0(world.comm, lambda: _folder_in(args.folder)))
     gloo, reason = gloo_or_reason(world)
-    made = tempfile.mkdtemp(prefix="checkpoint-", dir=args.folder) if world.rank == 0 else ""
-    folder = Path(world.comm.allgather_json(made)[0])
     try:
         disk = Disk(world, folder, make_state(nbytes), gloo)
         found = measure(world, disk, args.turns, gloo is not None)

@@ -207,16 +207,12 @@ def _place(world: World) -> str:
 
 def _limit(settings: Settings, world: World) -> tuple[str, float]:
     """The machine's own limit and its GB/s: memory copies in a node, else messages between two nodes; all must call."""
-    import numpy as np
-
-    from . import point_to_point
+    from .fabric import link_rates
     from .floor import Floor, copy_rates
     from .sizes import format_size
 
     if world.num_nodes > 1:
-        how = point_to_point.Sweep("bandwidth", np.dtype(np.int8), warmup=1, validate=False, window=4)
-        (row,) = point_to_point.sweep(how, [16 << 20], world)
-        return "point to point between nodes", row["mb_s"] / 1e3
+        return "point to point between nodes", link_rates(world, 16 << 20)["one_way"] / 1e3
     size = format_size(LIMIT_NBYTES)
     rates = copy_rates(Floor(world, 4), LIMIT_NBYTES)
     if settings.benchmark in ("latency", "bandwidth"):

@@ -29,7 +29,7 @@ from .floor import STAGED, Floor, limits_of, print_line_of
 from .gradients import GradientAllreduce
 from .machine import describe, pin_to_own_core
 from .measure import Candidate, FreshData, Schedule, alternate, gather, median_ratio, sweep_parser, turn_medians, wrong
-from .peers import Gloo, gloo_or_reason, mpi_exchanges
+from .peers import Gloo, check_python, gloo_or_reason, mpi_exchanges
 from .run import Suite
 from .sizes import format_size, size_range
 from .verdicts import allreduce_rounds, best_peer_ratio, median_by_size
@@ -130,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     sizes = size_range(args.sizes, args.factor)
     if args.mpich:
+        check_python("compare --mpich", args.mpich)
         check_writable("compare", [args.json])
         return alternate_jobs(args)
     world = comm.init()

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 import textwrap
@@ -50,7 +49,7 @@ from .measure import (
     turn_medians,
     wrong,
 )
-from .peers import gloo_or_reason
+from .peers import check_python, gloo_or_reason
 from .sizes import format_size, parse_size
 
 PEER = "MPI"
@@ -304,8 +303,8 @@ def main(argv: list[str] | None = None) -> int:
         check_name("allreduce algorithm", name, ["auto", *ALGORITHMS["allreduce"]])
     if not re.fullmatch(_RATE, args.rate) or not re.search("[1-9]", args.rate):
         raise ConfigError("fabric", where="--rate", expected="a rate such as 1gbit or 100mbit", got=repr(args.rate))
-    if args.mpich and shutil.which(args.mpich) is None:
-        raise ConfigError("fabric", where="--mpich", expected="a Python that can be run", got=repr(args.mpich))
+    if args.mpich:
+        check_python("fabric --mpich", args.mpich)
     check_writable("fabric", [args.json])
     reason = obstacle()
     if reason is not None:

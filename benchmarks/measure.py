@@ -49,7 +49,7 @@ class Candidate(Protocol):
 
 
 class FreshData:
-    """Inputs that differ on every rank and in every iteration, and what a collective makes of them.
+    """Inputs that differ from rank to rank and in every iteration, and what a collective makes of them.
 
     They are small whole numbers, so that sums are exact in every dtype (float16: up to 66 ranks, bfloat16: 8).
     """
@@ -61,7 +61,8 @@ class FreshData:
         self._numbers = (np.arange(_PERIOD + self._largest) % self._largest + 1).astype(self._dtype)
 
     def _block(self, rank: int, iteration: int) -> np.ndarray:
-        shift = (7 * rank + iteration) % self._largest
+        # Ranks with all shifts, each as often, would have the same sum everywhere, and stale ones would look right.
+        shift = (7 * (rank % (self._largest - 1)) + iteration) % self._largest
         return self._numbers[shift : shift + _PERIOD]
 
     def write(self, x: np.ndarray, iteration: int) -> None:

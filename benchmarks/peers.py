@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .. import comm
+from ..errors import ConfigError
 from .measure import Exchange, FreshData
 
 
@@ -59,6 +61,16 @@ def mpi_exchanges(world: comm.World, data: FreshData, x: np.ndarray, out: np.nda
         Exchange("MPI in place", data, x, x, lambda: world.comm.native_allreduce(x, "sum")),
         Exchange("MPI", data, x, out, lambda: library.Allreduce(x, out)),
     ]
+
+
+def check_python(what: str, python: str) -> None:
+    """Refuse an interpreter, of an environment with MPICH, that cannot be run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if shutil.which(python) is None:
+        raise ConfigError(what, expected="a Python that can be run", got=repr(python))
 
 
 def gloo_or_reason(world: comm.World) -> tuple[Gloo | None, str]:

@@ -143,6 +143,7 @@ class Ranks:
             raise ConfigError(f"bench {pattern}", expected="an even number of ranks", got=world.size)
         half = world.size // 2
         self.pairs = half if pattern == "multi_pair" else 1
+        self.ends = (0, half)
         self._world = world
         self._token = np.zeros(1, np.uint8)
         first = world.rank < self.pairs
@@ -200,9 +201,9 @@ def sweep(how: Sweep, sizes: list[int], world: World, *, beside_library: bool = 
 
     A row has ``nbytes``, ``count``, ``iterations``, ``wrong`` (wrong elements over all ranks), and for latency ``avg``,
     ``minimum``, ``maximum`` and ``median`` of half a round trip in microseconds, for the others ``mb_s`` (all pairs
-    together, decimal; by the slowest pair), ``median_mb_s``, ``min_mb_s`` and ``max_mb_s`` over iterations, and
-    ``messages_s``. With ``beside_library`` the same of the MPI library's own calls, which alternate with hpcdp's turn
-    by turn, is in ``library``.
+    together, decimal; by the slowest pair, both ways by the slower end), ``median_mb_s``, ``min_mb_s`` and ``max_mb_s``
+    over iterations, and ``messages_s``. With ``beside_library`` the same of the MPI library's own calls, which
+    alternate with hpcdp's turn by turn, is in ``library``.
     """
     ranks = Ranks(how.pattern, world)
     data = FreshData(world.rank, world.size, how.dtype)
@@ -223,7 +224,9 @@ def sweep(how: Sweep, sizes: list[int], world: World, *, beside_library: bool = 
 
 
 def _figures(how: Sweep, series: list[Series], ranks: Ranks, nbytes: int) -> dict[str, Any]:
-    ns = np.array([each.ns for each in series[: ranks.pairs]])
+    # One way the clock is the sender's, who waits for an answer. Both ways an end is done before the other has all.
+    clocks = ranks.ends if how.pattern == "bibandwidth" else range(ranks.pairs)
+    ns = np.array([series[rank].ns for rank in clocks])
     figures = _latency(ns) if how.pattern == "latency" else _bandwidth(how, ns, nbytes)
     return {"iterations": ns.shape[1], **figures, "wrong": wrong(series)}
 
@@ -235,8 +238,7 @@ def _latency(ns: np.ndarray) -> dict[str, float]:
 
 
 def _bandwidth(how: Sweep, ns: np.ndarray, nbytes: int) -> dict[str, float]:
-    messages = how.window * len(ns) * (2 if how.pattern == "bibandwidth" else 1)
-    mb = messages * nbytes / 1e6
+    mb = how.window * len(ns) * nbytes / 1e6  # a clock for each window of messages
     slowest = ns.max(axis=0) / 1e9
     mb_s = mb * ns.shape[1] / (ns.sum(axis=1).max() / 1e9)
     return {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from ..errors import ConfigError, HpcdpError
-from ..launch.ending import fail
+from ..launch.ending import end_early, fail
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -15,6 +17,10 @@ def run(main: Callable[[], int]) -> NoReturn:
     What was asked wrongly is so on all ranks, and rank 0 says it; of another error every rank may speak.
     """
     try:
-        raise SystemExit(main())
+        status = main()
+        sys.stdout.flush()
     except HpcdpError as error:
-        raise SystemExit(fail(error, 2, by_all=isinstance(error, ConfigError))) from None
+        status = fail(error, 2, by_all=isinstance(error, ConfigError))
+    except (KeyboardInterrupt, OSError) as error:
+        status = end_early(error, Path(sys.argv[0]).stem)
+    raise SystemExit(status)

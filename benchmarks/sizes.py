@@ -14,7 +14,7 @@ def parse_size(text: str) -> int:
         ConfigError: the text is none of these.
     """
     digits, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
-    if not digits.isdigit() or unit not in _UNITS:
+    if not digits.isdecimal() or unit not in _UNITS:
         raise ConfigError("size", expected="a number with K, M or G, e.g. 64K", got=repr(text))
     return int(digits) * _UNITS[unit]
 

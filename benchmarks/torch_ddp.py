@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     add_options(parser, "1,2")
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--turns", type=at_least(1), default=8, help="of each candidate (8)")
-    parser.add_argument("--seconds", type=float, default=0.5, help="length of a turn (0.5)")
+    parser.add_argument("--seconds", type=at_least(0.0), default=0.5, help="length of a turn (0.5)")
     args = parser.parse_args(argv)
     for name in args.models.split(","):
         check_name("model", name, list(MODELS))

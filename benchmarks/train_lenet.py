@@ -162,9 +162,12 @@ def all_ranks(world: comm.World, framework: str, batch: int, turns: int, seconds
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m hpcdp.benchmarks.train_lenet", description=__doc__)
     parser.add_argument("--batch", type=at_least(1), default=64, help="samples a rank")
-    parser.add_argument("--framework", choices=("compare", "hpcdp", "torch"), default="compare")
+    frameworks = ("compare", "hpcdp", "torch")
+    parser.add_argument(
+        "--framework", choices=frameworks, default="compare", metavar="NAME", help=", ".join(frameworks)
+    )
     parser.add_argument("--turns", type=at_least(1), default=15)
-    parser.add_argument("--seconds", type=float, default=0.2, help="length of a turn")
+    parser.add_argument("--seconds", type=at_least(0.0), default=0.2, help="length of a turn")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     world = comm.init()

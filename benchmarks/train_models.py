@@ -130,10 +130,10 @@ def against_torch(world: comm.World, model: str, batch: int, turns: int, seconds
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m hpcdp.benchmarks.train_models", description=__doc__)
-    parser.add_argument("--model", choices=list(PAIRS), default="char_lstm")
+    parser.add_argument("--model", choices=list(PAIRS), default="char_lstm", metavar="NAME", help=", ".join(PAIRS))
     parser.add_argument("--batch", type=at_least(1), default=32, help="samples a step (32)")
     parser.add_argument("--turns", type=at_least(1), default=9)
-    parser.add_argument("--seconds", type=float, default=0.5, help="length of a turn")
+    parser.add_argument("--seconds", type=at_least(0.0), default=0.5, help="length of a turn")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     world = comm.init()

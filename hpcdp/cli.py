@@ -78,17 +78,10 @@ def _open_closed_streams() -> None:
     """What a shell has closed (``>&-``) leads nowhere: else a file opened later takes its number, and what is said."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
-            _lead_nowhere(number)
+            from hpcdp.launch.ending import lead_nowhere
+
+            lead_nowhere(number)
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
-
-
-def _lead_nowhere(descriptor: int) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    if nowhere == descriptor:
-        os.set_inheritable(nowhere, True)
-        return
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
 
 
 def _show_warning(
@@ -119,20 +112,10 @@ def _main(argv: Sequence[str]) -> int:
         status = command(arguments)
         sys.stdout.flush()
         return status
-    except KeyboardInterrupt:
-        from hpcdp.launch.ending import INTERRUPTED, fail
+    except (KeyboardInterrupt, OSError) as error:
+        from hpcdp.launch.ending import end_early
 
-        return fail("interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        _lead_nowhere(sys.stdout.fileno())  # Python flushes it once more when it ends
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        if _can_be_written(sys.stdout):
-            raise
-        from hpcdp.launch.ending import fail
-
-        _lead_nowhere(sys.stdout.fileno())
-        return fail(HpcdpError(argv[0], where="standard output", got=error.strerror), 1)
+        return end_early(error, "".join(argv[:1]))
     except HpcdpError as error:
         from hpcdp.launch import ProgramMissingError
         from hpcdp.launch.ending import fail
@@ -146,14 +129,6 @@ def _require_working_folder(command: str) -> None:
         os.getcwd()
     except OSError as error:
         raise ConfigError(command, expected="a working folder", got=error.strerror, remedy="cd to another") from error
-
-
-def _can_be_written(stream: TextIO) -> bool:
-    try:
-        print(file=stream, flush=True)
-    except OSError:
-        return False
-    return True
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

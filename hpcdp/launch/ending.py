@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 import time
+from typing import TextIO
 
-from ..errors import to_stderr
+from ..errors import HpcdpError, to_stderr
 from ..launched import launched_rank
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -37,3 +38,38 @@ def fail(reason: object, status: int, *, by_all: bool = False) -> int:
             sys.stdout.flush()
         os._exit(status)
     return status
+
+
+def end_early(error: KeyboardInterrupt | OSError, what: str) -> int:
+    """How the command ``what`` ends after Ctrl-C, or where its standard output takes no more; another error is raised.
+
+    Returns:
+        The status, outside a job.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return fail("interrupted", INTERRUPTED)
+    if isinstance(error, BrokenPipeError):
+        lead_nowhere(sys.stdout.fileno())  # Python flushes it once more when it ends
+        return 128 + signal.SIGPIPE
+    if _can_be_written(sys.stdout):
+        raise error
+    lead_nowhere(sys.stdout.fileno())
+    return fail(HpcdpError(what, where="standard output", got=error.strerror), 1)
+
+
+def lead_nowhere(descriptor: int) -> None:
+    """What is written to ``descriptor`` from now on is lost, without an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    if nowhere == descriptor:
+        os.set_inheritable(nowhere, True)
+        return
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def _can_be_written(stream: TextIO) -> bool:
+    try:
+        print(file=stream, flush=True)
+    except OSError:
+        return False
+    return True

@@ -14,7 +14,8 @@ import pytest
 
 from hpcdp import collectives
 from hpcdp.arrays import dtype_of
-from hpcdp.benchmarks import collective, command, measure, options, point_to_point, prediction
+from hpcdp.benchmarks import collective, command, fabric, measure, options, point_to_point, prediction
+from hpcdp.benchmarks.measure import Series
 from hpcdp.collectives import cost
 from hpcdp.collectives.algorithms import Algorithm
 from hpcdp.collectives.links import ETHERNET, FABRIC, Link, Topology
@@ -195,6 +196,33 @@ def test_lost_messages_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(point_to_point, "own_messages", stale)
     assert 1 in bench(2, name, "-m", "64:64")
+
+
+def test_bandwidth_of_both_ways_is_that_of_the_slower_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(candidates: list[Any], *_: Any) -> dict[str, Series]:
+        return {"own": Series([4000 if candidates[0].rank else 1000], 1)}
+
+    monkeypatch.setattr(point_to_point, "alternate", timed)
+
+    def mb_s(pattern: str) -> tuple[float, float]:
+        how = point_to_point.Sweep(pattern, np.dtype(np.int8), window=2)
+        (row,) = threads.run(3, lambda world: list(point_to_point.sweep(how, [1000], world)))[0]
+        return row["mb_s"], row["median_mb_s"]
+
+    assert mb_s("bandwidth") == pytest.approx((2000, 2000))
+    assert mb_s("bibandwidth") == pytest.approx((1000, 1000))
+
+
+def test_the_limit_of_a_plot_is_a_link_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = options.parse(["allreduce", "--plot", "curve.png"])
+    monkeypatch.setattr(fabric, "_LINK_REPEATS", 1)
+
+    def rank(world: World) -> bool:
+        name, rate = command._limit(settings, world)
+        assert name == "point to point between nodes" and rate > 0
+        return world.comm.traffic.nbytes > 1 << 20  # type: ignore[attr-defined]
+
+    assert threads.run(4, rank, (3, 1)) == [True, False, False, True]  # and not 0 and 2, on one node
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])

@@ -1,6 +1,7 @@
 """The comparison with the floor and other libraries: its figures, and rounds of jobs with MPICH."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,9 @@ def test_rounds_with_mpich_are_joined(
 
     monkeypatch.setattr(Suite, "job", job)
     report = tmp_path / "all.json"
-    given = ["--mpich", "there", "--rounds", "2", "--ranks", "3", "-m", "4:4", "--json", str(report)]
+    given = ["--mpich", sys.executable, "--rounds", "2", "--ranks", "3", "-m", "4:4", "--json", str(report)]
     assert compare.main(given) == 0
-    assert jobs == 2 * [("compare", "own", 3, "4:4"), ("bench", "there", 3, "4:4")]
+    assert jobs == 2 * [("compare", "own", 3, "4:4"), ("bench", sys.executable, 3, "4:4")]
     heading, *lines = capsys.readouterr().out.splitlines()[-5:]
     assert heading.split() == ["#", "Size", "candidate", "median", "us", "peer", "x"]
     # medians over the rounds: 10 and 30, 40 and 120, 30 and 60; the ratios 3 and 2

@@ -187,6 +187,10 @@ def test_figures_of_another_machine_are_taken_into_the_results(tmp_path: Path) -
     text = (folder / "RESULTS.md").read_text()
     assert "| at least 85% | 30% at worst (top 1%); holds at 1 of 2 | **missed** |" in text
     assert "| 1.20x at worst (training, 2 ranks) | **missed** |" in text and "0% at worst (staging); holds at 0" in text
+    for each in folder.iterdir():
+        each.unlink()
+    assert run.main(["--gpu", str(file), "--into", str(folder)]) == 0  # where nothing else has been measured yet
+    assert set(json.loads((folder / "results.json").read_text())) == {"gpu", "machine"}
     assert "| staging |  | 10 ms |" in text and "| lenet, float32, batch 256 | 5,000 | 6,000 | - | - |" in text
 
 

@@ -17,7 +17,7 @@ def test_sizes_are_binary(text: str, nbytes: int) -> None:
     assert sizes.parse_size(sizes.format_size(nbytes)) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "K", "4X", "-4", "1.5M"])
+@pytest.mark.parametrize("text", ["", "K", "4X", "-4", "1.5M", "4²"])
 def test_a_wrong_size_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="64K"):
         sizes.parse_size(text)
@@ -67,6 +67,15 @@ def test_stale_results_and_misplaced_segments_are_wrong() -> None:
         assert data.wrong(shifted, 3) > segment // 2
     total[777] += 1
     assert data.wrong(total, 3) == 1
+
+
+@pytest.mark.parametrize(
+    ("op", "ranks"), [("prod", 3), ("prod", 6), ("sum", 31), ("mean", 62), ("max", 31), ("sum", 5)]
+)
+def test_stale_results_are_wrong_on_any_number_of_ranks(op: str, ranks: int) -> None:
+    data = FreshData(0, ranks, np.float64, op)
+    assert data.wrong(data.reduced(4), 4) == 0
+    assert data.wrong(data.reduced(3), 4) > 0
 
 
 class _Recorded:

@@ -1,5 +1,7 @@
 """The benchmarks that are programs say in one line, on one rank, what was asked wrongly."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -21,6 +23,8 @@ LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.exec
         ("run", ["--into", "/nowhere"], "run --into: there is no folder /nowhere"),
         ("startup", ["--repeats", "0"], "--repeats: expected a whole number from 1, got '0'"),
         ("train_lenet", ["--batch", "x"], "--batch: expected a whole number from 1, got 'x'"),
+        ("train_models", ["--seconds", "nan"], "--seconds: expected a number from 0, got 'nan'"),
+        ("checkpoint", ["--folder", "/nowhere"], "folder that can be written, got /nowhere: No such file or directory"),
         ("floor", ["-m", "4"], "expected MIN:MAX"),
     ],
 )
@@ -52,3 +56,33 @@ def test_the_status_is_that_of_the_program_or_2(kind: type[Exception], capsys: p
             program.run(main)
         assert left.value.code == status
         assert capsys.readouterr().err == said
+
+
+def test_a_full_disk_and_a_closed_pipe_end_it_without_a_traceback() -> None:
+    helps = [sys.executable, "-m", "hpcdp.benchmarks.floor", "-h"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(helps, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "hpcdp: floor [standard output]: got No space left on device\n")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as closed:
+        done = subprocess.run(helps, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_an_interrupt_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as left:
+        program.run(interrupted)
+    assert left.value.code == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "hpcdp: interrupted\n"
+
+
+@pytest.mark.parametrize("name", ["floor", "train_lenet", "train_models"])
+def test_help_fits_a_terminal(name: str) -> None:
+    command = [sys.executable, "-m", f"hpcdp.benchmarks.{name}", "-h"]
+    environment = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert max(map(len, done.stdout.splitlines())) <= 80

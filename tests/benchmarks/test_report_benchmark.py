@@ -144,6 +144,38 @@ def test_a_job_reports_or_fails() -> None:
     assert "MIN <= MAX" in suite.failures[0]
 
 
+def test_a_wrong_result_counts_for_no_target(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def wrong_sums(command: list[str]) -> subprocess.CompletedProcess[str]:
+        results = _results({4: 41.0, 1 << 20: 11.0, 64 << 20: 10.0})
+        Path(command[command.index("--json") + 1]).write_text(json.dumps(results["updates"][0]))
+        return subprocess.CompletedProcess(command, 1, "1M 10.0 40.0  WRONG: Trainer\n# a line there and back\n", "")
+
+    monkeypatch.setattr(run, "_run", wrong_sums)
+    assert run.main(["--brief", "--only", "updates", "--into", str(tmp_path)]) == 1
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert "reduce and update: best peer's allreduce and update, from 1 MB | at least 3x | not measured | - |" in text
+    assert "status 1, a result was wrong." in text
+
+
+@pytest.mark.parametrize(
+    ("results", "given", "says"),
+    [
+        ("{", [], r"run --into \[.*results.json\]: expected figures of an earlier run, got .*; remove it"),
+        ("[1]", [], r"run --into \[.*results.json\]: expected figures of an earlier run, got no object; remove it"),
+        ("{}", ["--mpich", "/nowhere/python"], "run --mpich: expected a Python that can be run, got '/nowhere/python'"),
+        ("{}", ["--largest", "32K"], "run --largest: expected 64K or more, where updates begin, got 32K"),
+    ],
+)
+def test_what_the_suite_cannot_do_is_told_before_it_starts(
+    results: str, given: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "_run", lambda command: pytest.fail("it has started"))
+    (tmp_path / "results.json").write_text(results)
+    with pytest.raises(ConfigError, match=says):
+        run.main([*given, "--only", "updates", "--into", str(tmp_path)])
+    assert (tmp_path / "results.json").read_text() == results
+
+
 def test_the_suite_writes_json_and_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started = []
 
@@ -167,6 +199,7 @@ def test_the_suite_writes_json_and_results(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_a_part_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     results = _results({4: 41.0, 1 << 20: 11.0, 64 << 20: 10.0})
+    results["failures"] = ["startup (startup): status 1, earlier", "kernels (kernels): status 1, a result was wrong"]
     (tmp_path / "results.json").write_text(json.dumps(results))
     started = []
 
@@ -182,6 +215,7 @@ def test_a_part_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert run.main(["--only", "startup", "--into", str(tmp_path)]) == 0
     assert len(started) == 1 and "hpcdp.benchmarks.startup" in started[0]
     now = json.loads((tmp_path / "results.json").read_text())
+    assert now["failures"] == results["failures"][1:]  # of what was not measured again
     assert now["allreduce"] == results["allreduce"] and now["machine"] == results["machine"]
     assert "Measured again at commit later: startup." in (tmp_path / "RESULTS.md").read_text()
     assert run.main(["--only", "startup", "--into", str(tmp_path)]) == 0
