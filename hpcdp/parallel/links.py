@@ -174,4 +174,4 @@ class Messages:
             self._under_way.popleft()[0].wait()
 
     def forget(self) -> None:
-        """See `Link`."""
+        """See `Link`; between ranks the job ends with the error."""
