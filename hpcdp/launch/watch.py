@@ -222,9 +222,9 @@ class Watch:
                 self.note(End(rank, pid, status, time.monotonic(), self.server(rank)))
 
     def _look(self) -> None:
-        known = {pid for _, pid in self._ranks.values()}
+        known = {start.rank for start in self.starts}
         for rank, pid in _ranks_below(self._mpirun):
-            if pid not in known:
+            if rank not in known:
                 self._take(rank, pid)
 
     def _take(self, rank: int, pid: int) -> bool:
@@ -247,9 +247,12 @@ def _ranks_below(pid: int) -> Iterator[tuple[int, int]]:
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in map(int, children.read_text().split()):
-                rank = _rank(child)
+                rank, below = _rank(child), list[tuple[int, int]]()
                 if rank is None:
-                    yield from _ranks_below(child)
+                    below = list(_ranks_below(child))
+                    rank = _rank(child)  # its program may have begun meanwhile, and started another
+                if rank is None:
+                    yield from below
                 else:
                     yield rank, child
 

@@ -186,6 +186,20 @@ def test_ends_are_seen_in_their_order_and_what_a_rank_starts_is_no_rank() -> Non
     assert ends[-1].at_s - ends[0].at_s > 0.1  # of 0.6
 
 
+def test_what_a_rank_starts_while_its_own_program_begins_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_of, asked = watch._rank, set[int]()
+
+    def before_and_after_exec(pid: int) -> int | None:
+        is_first = pid not in asked and b"sh" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        asked.add(pid)
+        return None if is_first else rank_of(pid)
+
+    monkeypatch.setattr(watch, "_rank", before_and_after_exec)
+    pids, ends = watched([sys.executable, "-c", MPIRUN], 3)
+    assert {(end.rank, end.pid) for end in ends} == set(enumerate(pids))
+    assert {end.rank: end.exit_status for end in ends} == {0: 0, 1: 3, 2: 128 + signal.SIGTERM}
+
+
 def test_without_proc_nothing_is_known_and_the_wait_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "Path", lambda path: Path(f"/nowhere{path}"))
     assert watched([sys.executable, "-c", MPIRUN], 3)[1] == []
