@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -41,6 +42,10 @@ hypothesis.settings.load_profile("hpcdp")
 _torch = importlib.util.find_spec("torch")
 if _torch is None or _torch.origin is None:
     sys.modules["torch"] = None  # type: ignore[assignment]  # or tests/torch is found: a folder without __init__.py
+if SIZE > 1:  # pytests that share a root for temporary folders fail now and then where another has cleared it
+    _root = Path(tempfile.gettempdir(), f"pytest-ranks-of-{os.getuid()}", str(RANK))
+    _root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_root)
 Fill = Callable[[Path], None]
 _terminal = 2
 _report: Path | None = None
