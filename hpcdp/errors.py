@@ -5,9 +5,11 @@ Every error says, on one line, which operation failed, where, what was expected,
 
 from __future__ import annotations
 
+import numbers
 import operator
 import sys
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 
 class HpcdpError(Exception):
@@ -108,6 +110,11 @@ def whole_number(operation: str, where: str, value: object, least: int) -> int:
     if number < least:
         raise ConfigError(operation, where=where, expected=f"an integer >= {least}", got=repr(value))
     return number
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether ``value`` is a real number, of Python's or NumPy's, and no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_name(kind: str, name: object, valid: Iterable[str], where: object = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -19,24 +19,28 @@ def own_part_of(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def replaced(path: Path, part: Path | None = None) -> Iterator[Path]:
+def replaced(path: Path, part: Callable[[Path], Path] = part_of) -> Iterator[Path]:
     """Yields where to write a file, which takes the place of ``path`` in one go when the block has ended.
 
     Where the block raises, what it has written is removed and ``path`` stays as it was. Nobody waits for the disk: what
     must outlast a power loss is flushed to it, by fsync, before the block ends.
 
     Args:
-        path: the file.
-        part: where it is written, in the same folder; default `part_of`. For several writers at a time: `own_part_of`.
+        path: the file; of a link, what it leads to is replaced. A device or a pipe is written to itself.
+        part: where it is written, in the same folder; for several writers at a time: `own_part_of`.
 
     Raises:
         OSError: it cannot take that place.
     """
-    part = part_of(path) if part is None else part
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file() and not path.is_dir():
+        yield path
+        return
+    written = part(path)
     try:
-        yield part
-        os.replace(part, path)
+        yield written
+        os.replace(written, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            part.unlink()  # it may be what fills the disk
+            written.unlink()  # it may be what fills the disk
         raise

@@ -4,7 +4,7 @@ import pickle
 import numpy as np
 import pytest
 
-from hpcdp.errors import ConfigError, HpcdpError, check_name, listed, shortened, to_stderr, whole_number
+from hpcdp.errors import ConfigError, HpcdpError, check_name, is_number, listed, shortened, to_stderr, whole_number
 
 
 def test_an_error_is_one_line_with_all_its_parts():
@@ -76,3 +76,8 @@ def test_a_line_reaches_stderr_in_one_piece(monkeypatch):
     monkeypatch.setattr("sys.stderr", io.TextIOWrapper(Raw(), "utf-8", write_through=True))
     to_stderr("rank 1 of 2: interrupted")
     assert written == [b"rank 1 of 2: interrupted\n"]
+
+
+def test_numbers_are_those_of_python_and_of_numpy():
+    assert all(map(is_number, (1, 0.5, float("nan"), np.float32(1), np.float64(1), np.float16(1), np.int8(1))))
+    assert not any(map(is_number, (True, np.True_, None, "1", 1j, np.ones(1), np.array(1.0))))

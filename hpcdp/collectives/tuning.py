@@ -301,7 +301,7 @@ def _write(table: Table) -> Path:
     target = path(table["fingerprint"])
     _make_folder(target.parent)
     try:
-        with replaced(target, own_part_of(target)) as part, part.open("w", encoding="utf-8") as file:
+        with replaced(target, own_part_of) as part, part.open("w", encoding="utf-8") as file:
             file.write(as_text(table))
             file.flush()
             os.fsync(file.fileno())

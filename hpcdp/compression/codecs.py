@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import kernels
 from ..arrays import Array, array_namespace, is_host
-from ..errors import ConfigError
+from ..errors import ConfigError, is_number
 from ..kernels.reference.compress import num_blocks
 
 _LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
@@ -244,7 +244,7 @@ class TopK:
 
 
 def _is_number(value: object, least: float = -_LARGEST) -> bool:
-    return isinstance(value, int | float) and least <= value <= _LARGEST
+    return is_number(value) and least <= float(value) <= _LARGEST
 
 
 def _require(codec: str, name: str, is_valid: bool, got: object, expected: str) -> None:

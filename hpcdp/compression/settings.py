@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, is_number
 from .codecs import BFloat16, Codec, Float16, OneBit, TopK, TwoBit
 from .feedback import ErrorFeedback, Zeros
 
@@ -45,7 +45,7 @@ class Compression:
         if not isinstance(self.inside_nodes, bool):
             got = repr(self.inside_nodes)
             raise ConfigError("compression", where="inside_nodes", expected="True or False", got=got)
-        is_share = isinstance(self.feedback, int | float) and 0 <= self.feedback <= 1
+        is_share = is_number(self.feedback) and 0 <= self.feedback <= 1
         if not (self.feedback is None or is_share):
             raise ConfigError("compression", where="feedback", expected="a share, 0 to 1", got=repr(self.feedback))
 

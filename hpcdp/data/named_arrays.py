@@ -28,7 +28,7 @@ def write_arrays(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
 
     path = Path(path)
     try:
-        with replaced(path, own_part_of(path)) as part, h5py.File(part, "w", locking=False) as file:
+        with replaced(path, own_part_of) as part, h5py.File(part, "w", locking=False) as file:
             for name, values in arrays.items():
                 file.create_dataset(name, data=bits(values))
                 if is_bfloat16(values):  # as in checkpoints

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, is_number
 
 MIB = 2**20
 LINE_NBYTES = 64
@@ -95,7 +95,7 @@ def plan(
     room_for = [math.prod(shape) for _, shape, _ in params] if room_for is None else room_for
     if bucket_cap_mb is None:
         bucket_cap_mb = _default_cap_mb(room_for, params)
-    if not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0 and first_cap_mb > 0):
+    if not (is_number(bucket_cap_mb) and bucket_cap_mb > 0 and first_cap_mb > 0):
         raise ConfigError("bucket plan", where="bucket_cap_mb", expected="a positive size", got=repr(bucket_cap_mb))
     names = [name for name, _, _ in params]
     twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None

@@ -16,7 +16,7 @@ from ..arrays import Array, is_host, to_host
 from ..compression import Compression, Settings
 from ..devices import brought, lie_together
 from ..engine import Engine, Variable
-from ..errors import ConfigError, UnsupportedError, listed
+from ..errors import ConfigError, UnsupportedError, is_number, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer
 from .arguments import (
     Key,
@@ -319,10 +319,10 @@ class KVStore(KeepsState):
         Raises:
             ConfigError: that is no positive number.
         """
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        if not is_number(timeout_s) or not timeout_s > 0:
             expected = "a positive number of seconds"
             raise ConfigError("num_dead_node", where="timeout_s", expected=expected, got=repr(timeout_s))
-        return self._num_dead(timeout_s)
+        return self._num_dead(float(timeout_s))
 
     def _num_dead(self, timeout_s: float) -> int:
         return 0

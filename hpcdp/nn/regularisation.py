@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..autograd import Tensor, is_training
-from ..errors import ConfigError, UnsupportedError, whole_number
+from ..errors import ConfigError, UnsupportedError, is_number, whole_number
 from . import deferred, functional
 from .init import Ones, Zeros
 from .module import Module
@@ -34,13 +34,13 @@ class BatchNorm(KeepsStatistics, Module):
     def __init__(self, channels: int | None, momentum: float = 0.9, eps: float = 1e-5) -> None:
         if channels is not None:
             whole_number("BatchNorm", "channels", channels, 1)
-        if not isinstance(momentum, int | float) or not 0 <= momentum <= 1:
+        if not is_number(momentum) or not 0 <= momentum <= 1:
             raise ConfigError("BatchNorm", where="momentum", expected="a share in [0, 1]", got=repr(momentum))
-        if not isinstance(eps, int | float) or not eps > 0:
+        if not is_number(eps) or not eps > 0:
             raise ConfigError("BatchNorm", where="eps", expected="a number above 0", got=repr(eps))
         self.gamma, self.beta = deferred.parameter((channels,), Ones()), deferred.parameter((channels,), Zeros())
         self.running_mean, self.running_var = Tensor(Zeros()((channels or 0,))), Tensor(Ones()((channels or 0,)))
-        self.momentum, self.eps = momentum, eps
+        self.momentum, self.eps = float(momentum), float(eps)
 
     def statistics(self) -> tuple[Tensor, ...]:
         """The running statistics."""
@@ -95,9 +95,9 @@ class Dropout(Module):
     """
 
     def __init__(self, p: float = 0.5, seed: int | None = None) -> None:
-        if not isinstance(p, int | float) or not 0 <= p < 1:
+        if not is_number(p) or not 0 <= p < 1:
             raise ConfigError("Dropout", where="p", expected="a probability in [0, 1)", got=repr(p))
-        self.p, self.seed = p, seed
+        self.p, self.seed = float(p), seed
         self.generator = np.random.default_rng(seed)
         """The layer's own; what it gives next is part of a run's state."""
 

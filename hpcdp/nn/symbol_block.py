@@ -36,7 +36,7 @@ def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:
     arrays = arrays_of(graph)
     text = json.dumps(as_json(graph, arrays), indent=1)
     try:
-        with replaced(description, own_part_of(description)) as part:
+        with replaced(description, own_part_of) as part:
             part.write_text(text + "\n")
             write_arrays(parameters, arrays)
     except OSError as error:

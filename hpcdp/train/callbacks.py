@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, is_number
 from ..state import Stateful, require_state
 from . import progress
 from .metrics import Record
@@ -120,12 +120,11 @@ class EarlyStopping(Callback):
     """
 
     def __init__(self, metric: str, *, patience: int, min_delta: float = 0.0, mode: str | None = None) -> None:
-        number = isinstance(min_delta, int | float) and not isinstance(min_delta, bool)
         whole = isinstance(patience, int) and not isinstance(patience, bool)
         for where, valid, expected, got in (
             ("metric", metric in _METRICS, f"one of {', '.join(_METRICS)}", metric),
             ("patience", whole and patience >= 1, "epochs, an integer >= 1", patience),
-            ("min_delta", number and 0 <= min_delta < math.inf, "a finite number >= 0", min_delta),
+            ("min_delta", is_number(min_delta) and 0 <= min_delta < math.inf, "a finite number >= 0", min_delta),
             ("mode", mode in ("min", "max", None), "min, max or None", mode),
         ):
             if not valid:

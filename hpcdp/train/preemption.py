@@ -20,7 +20,7 @@ import numpy as np
 from ..comm import World
 from ..comm.communicator import Request
 from ..comm.watchdog import Watchdog
-from ..errors import ConfigError
+from ..errors import ConfigError, is_number
 from ..launched import speaks, started_by_srun
 from . import stop_signal
 
@@ -76,8 +76,7 @@ class StopRequests:
 
     def limit(self, time_limit_s: float | None) -> None:
         """Stop after so many seconds from now, at least 0; None: no such limit. Raises ConfigError."""
-        number = isinstance(time_limit_s, int | float) and not isinstance(time_limit_s, bool)
-        if not (time_limit_s is None or (number and time_limit_s >= 0)):
+        if not (time_limit_s is None or (is_number(time_limit_s) and time_limit_s >= 0)):
             raise ConfigError(
                 "StopRequests", where="time_limit_s", expected="seconds, at least 0, or None", got=repr(time_limit_s)
             )

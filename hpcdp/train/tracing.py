@@ -304,7 +304,7 @@ class _Output:
 
     def __init__(self, path: Path) -> None:
         self.failure: OSError | None = None
-        self._path = path
+        self._path = Path(os.path.realpath(path))  # of a link, what it leads to is replaced
         self._file: BinaryIO | None = None
         self._separator = b""
         self._append(_HEADER)

@@ -37,6 +37,31 @@ def test_the_same_run_twice_gives_the_same_bits():
     np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.parametrize("number", [np.float32, np.float64, np.float16])
+def test_settings_may_be_numbers_of_numpy(number):
+    def trained(number):
+        values = np.random.default_rng(1)
+        dense, norm = nn.Dense(4, 8), nn.BatchNorm(8, momentum=number(0.5), eps=number(0.25))
+        net = nn.Sequential(dense, norm, nn.Dropout(number(0.25), seed=3), nn.Dense(8, 2))
+        for param in net.parameters():
+            param.data[...] = values.standard_normal(param.data.shape)
+        compression = hpcdp.Compression(hpcdp.compression.TwoBit(number(0.5)), feedback=number(0.5))
+        trainer = Trainer(
+            net.parameters(), optim.SGD(lr=0.5), threads.run(1, lambda world: world)[0], compression=compression,
+            clip_norm=number(0.5), loss_scale=number(2), bucket_cap_mb=number(1),
+        )  # fmt: skip
+        for _ in range(2):
+            with record():
+                losses = nn.functional.softmax_cross_entropy(net(values.random((8, 4), "f4")), np.arange(8) % 2)
+            losses.backward(trainer.loss_scale)
+            trainer.step(8)
+        return [param.data for param in net.parameters()]
+
+    for ours, expected in zip(trained(number), trained(float), strict=True):
+        assert ours.dtype == np.float32
+        np.testing.assert_array_equal(ours, expected)
+
+
 def test_one_step_by_hand():
     def rank(world):
         param = Parameter("w", np.array([1.0, 2.0], "f4") * (world.rank + 1))  # rank 0's values count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import ConfigError, StaleGradientError
+from ...errors import ConfigError, StaleGradientError, is_number
 from ...gradients import Reducer
 
 OWNERS = ("auto", "rank", "shard")
@@ -27,7 +27,7 @@ def check_settings(
         raise ConfigError("Trainer", where="update_on_kvstore", expected=expected, got=repr(update_on_kvstore))
     if owner not in OWNERS:
         raise ConfigError("Trainer", where="owner", expected=" or ".join(OWNERS), got=repr(owner))
-    if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
+    if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
         raise ConfigError("Trainer", where="clip_norm", expected="a positive norm", got=repr(clip_norm))
     if not (overlap is None or isinstance(overlap, bool)):
         raise ConfigError("Trainer", where="overlap", expected="True, False or None", got=repr(overlap))

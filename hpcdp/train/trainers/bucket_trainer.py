@@ -78,7 +78,7 @@ class BucketTrainer(Trainer):
         if loss_scale == DYNAMIC:
             self.policy, self._dynamic = skipping(self.policy), DynamicLossScale()
         self._unwritten = Unwritten(self.policy, self.world.rank)
-        self.clip_norm = clip_norm
+        self.clip_norm = None if clip_norm is None else float(clip_norm)
         self._syncing = True
         self._held_count = 0
         settings = [f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {loss_scale=} {self.policy}",

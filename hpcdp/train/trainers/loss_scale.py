@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from ...errors import ConfigError
+from ...errors import ConfigError, is_number
 from .policy import Policy
 
 DYNAMIC = "dynamic"
@@ -39,8 +39,7 @@ def first_scale(loss_scale: float | str) -> float:
     """The scale of the first step; `ConfigError` for what is neither a positive number nor ``"dynamic"``."""
     if loss_scale == DYNAMIC:
         return _FIRST
-    is_number = isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool)
-    if not is_number or not (0 < float(loss_scale) < math.inf):
+    if not is_number(loss_scale) or not (0 < float(loss_scale) < math.inf):
         raise ConfigError(
             "Trainer", where="loss_scale", expected=f"a positive number, or {DYNAMIC!r}", got=repr(loss_scale)
         )
