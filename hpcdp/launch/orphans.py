@@ -8,7 +8,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -47,21 +47,24 @@ def end_orphans() -> None:
 
 
 def children() -> set[int]:
-    """The living children of this process; those that have ended are reaped."""
+    """The children of this process, those that have ended since others were reaped among them."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     except ChildProcessError:
         return set()
-    return living(os.getpid())
+    return {pid for pid, _ in _below(os.getpid())}
 
 
 def living(parent: int) -> set[int]:
     """The children of a process that have not ended; none is reaped."""
-    found = set()
+    return {pid for pid, state in _below(parent) if state != b"Z"}
+
+
+def _below(parent: int) -> Iterator[tuple[int, bytes]]:
+    """The children of a process, and their states (proc(5))."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, its_parent, *_ = stat.read_bytes().rpartition(b")")[2].split()
-            if int(its_parent) == parent and state != b"Z":
-                found.add(int(stat.parent.name))
-    return found
+            if int(its_parent) == parent:
+                yield int(stat.parent.name), state
