@@ -331,7 +331,7 @@ def test_it_is_found_by_an_alias_of_ssh(two_hosts: Cluster) -> None:
     kept = config.read_text()
     config.write_text(f"Host quick\n  HostName node2\n{kept}")
     try:
-        code = "import hpcdp, socket; w = hpcdp.init(); print(w.rank, socket.gethostname())"
+        code = "import hpcdp, os, socket; w = hpcdp.init(); os.write(1, f'{w.rank} {socket.gethostname()}\\n'.encode())"
         done = launch(two_hosts, "-n", "2", "-H", "node1,quick", "--", sys.executable, "-c", code)
     finally:
         config.write_text(kept)

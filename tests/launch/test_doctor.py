@@ -5,6 +5,8 @@ import errno
 import mmap
 import os
 import resource
+import shlex
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -85,6 +87,14 @@ def test_mpirun_of_another_library_first_on_path(tmp_path: Path, monkeypatch: py
 def test_two_worlds_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "child", lambda command, answer="": (0, "hello 1 1"))
     assert doctor.check_two_ranks().verdict is Verdict.FAILED
+
+
+def test_the_remedy_for_two_ranks_is_a_command_of_this_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "child", lambda command, answer="": (1, "no connection"))
+    words = shlex.split(doctor.check_two_ranks().remedy.partition("network: hpcdp ")[2])
+    command = [sys.executable, "-m", "hpcdp.cli", *words[: words.index("--")], "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_hang_of_two_ranks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,8 @@ def test_in_a_job_of_slurm_pmix_needs_no_munge() -> None:
 
 def test_a_missing_home_is_no_obstacle() -> None:
     bare = {name: value for name, value in os.environ.items() if name != "HOME"}
-    done = launch(2, *python("import os; from mpi4py import MPI; print(os.environ['HOME'])"), env=bare)
+    code = "import os; from mpi4py import MPI; os.write(1, os.environ['HOME'].encode() + b'\\n')"  # in one piece
+    done = launch(2, *python(code), env=bare)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{pwd.getpwuid(os.getuid()).pw_dir}\n" * 2
 

@@ -31,6 +31,8 @@ from . import gpus
 _SEGMENTS = ("hpcdp-*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "mpich_shm_*")
 _YOUNG_S = 60.0
 """So old a segment must be before it is called stale: between its making and its mapping nobody seems to use it."""
+_VERBOSE = {"openmpi": "--mca btl_base_verbose 10", "mpich": "-verbose"}
+"""What makes each library's mpirun tell whom it connects."""
 HELLO = """
 import hpcdp
 world = hpcdp.init()
@@ -154,14 +156,21 @@ def check_two_ranks() -> Finding:
     status, said = child(hello, "hello")
     words = said.split()
     if status != 0 or words[:1] != ["hello"]:
-        return failed(
-            f"they end with {said or f'status {status}'}",
-            "see the checks above; if those are ok, the local network: hpcdp launch -n 2 "
-            "--mpi-args='--mca btl_base_verbose 10' -- hpcdp info",
-        )
+        return failed(f"they end with {said or f'status {status}'}", _remedy_of_two_ranks())
     if words[1] != "2":
         return failed(f"two worlds of {words[1]} rank", "use the mpirun of the library that mpi4py loads")
     return ok(f"one world of 2, {time.monotonic() - started:.1f} s with start and end")
+
+
+def _remedy_of_two_ranks() -> str:
+    try:
+        verbose = _VERBOSE[mpi_library.find_library().family]
+    except LaunchError:
+        return "see the checks above"
+    return (
+        "see the checks above; if those are ok, the local network: "
+        f"hpcdp launch -n 2 --mpi-args={shlex.quote(verbose)} -- hpcdp info"
+    )
 
 
 def check_shared_memory() -> Finding:
