@@ -58,7 +58,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     Raises:
         MismatchError: the ranks' parameters or settings differ; on every rank, naming ranks and the first difference.
-        ConfigError: no trainable parameters, an unknown owner or codec.
+        ConfigError: no trainable parameters, an unknown owner or codec, what is no world.
             Or the module is on a GPU, and there is no CuPy.
         UnsupportedError: a parameter that is not dense and of a floating dtype, or not where the others are.
 
@@ -80,6 +80,9 @@ class DistributedDataParallel(torch.nn.Module):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise ConfigError("DistributedDataParallel", expected="a torch.nn.Module", got=type(module).__name__)
+        if not (world is None or isinstance(world, World)):  # torch's wrapper takes devices there
+            raise ConfigError("DistributedDataParallel", where="world", expected="what hpcdp.init() returns",
+                              got=repr(world))  # fmt: skip
         if owner not in OWNERS:
             expected = " or ".join(OWNERS)
             raise ConfigError("DistributedDataParallel", where="owner", expected=expected, got=repr(owner))
