@@ -34,9 +34,9 @@ class DistributedDataParallel(torch.nn.Module):
     """Wraps a module so that a backward leaves the average over all ranks in every ``param.grad``.
 
     As ``torch.nn.parallel.DistributedDataParallel``: every rank must make it with the same module, starts with rank 0's
-    parameters and buffers, and must run as many backwards. A gradient is copied once, into memory that the node's ranks
-    share, and ``param.grad`` is a view of that afterwards. Across nodes a bucket's reduction begins as soon as backward
-    has filled it.
+    parameters, and buffers where those are broadcast, and must run as many backwards. A gradient is copied once, into
+    memory that the node's ranks share, and ``param.grad`` is a view of that afterwards, or a copy where the parameter
+    is not contiguous or of half precision. Across nodes a bucket's reduction begins as soon as backward has filled it.
 
     Args:
         module: on the CPU, or on one GPU, where gradients are summed then; CuPy must be there. Frozen parameters
@@ -47,6 +47,7 @@ class DistributedDataParallel(torch.nn.Module):
             of its steps, or all but the last are within `no_sync`.
         broadcast_buffers: give all ranks rank 0's buffers before each forward in training that a backward may follow.
             Those on a GPU wait for nothing on one node; between nodes they go through the host, which waits for them.
+            False: each rank keeps its own, which may differ in shape, too.
         find_unused_parameters: let a backward leave out parameters. They count as zero on the ranks that do; what no
             rank has used keeps its gradient, or None.
         bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1. None: an eighth of the model, but from
@@ -57,7 +58,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     Raises:
         MismatchError: the ranks' parameters or settings differ; on every rank, naming ranks and the first difference.
-        ConfigError: no trainable parameters, an unknown owner or codec.
+        ConfigError: no trainable parameters, an unknown owner or codec, what is no world.
             Or the module is on a GPU, and there is no CuPy.
         UnsupportedError: a parameter that is not dense and of a floating dtype, or not where the others are.
 
@@ -79,6 +80,9 @@ class DistributedDataParallel(torch.nn.Module):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise ConfigError("DistributedDataParallel", expected="a torch.nn.Module", got=type(module).__name__)
+        if not (world is None or isinstance(world, World)):  # torch's wrapper takes devices there
+            raise ConfigError("DistributedDataParallel", where="world", expected="what hpcdp.init() returns",
+                              got=repr(world))  # fmt: skip
         if owner not in OWNERS:
             expected = " or ".join(OWNERS)
             raise ConfigError("DistributedDataParallel", where="owner", expected=expected, got=repr(owner))
@@ -97,12 +101,12 @@ class DistributedDataParallel(torch.nn.Module):
         self.owner = owner
         self.compression = settings
         self._held_before = _places(module)
-        self._broadcasts = broadcast_buffers
-        self._buffers_of_all = ModuleBuffers(module, self.world)
+        self._buffers_of_all = ModuleBuffers(module, self.world) if broadcast_buffers else None
         alike = f"{owner=} {broadcast_buffers=} {find_unused_parameters=} {bucket_cap_mb=} {overlap=}"
         place = "" if self.device is None else " on a GPU"
+        alike_tensors = (*module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ()))
         states = [f"{name} {tuple(each.shape)} {each.dtype}{' requires_grad' * each.requires_grad}{place}"
-                  for name, each in (*module.named_parameters(), *module.named_buffers())]  # fmt: skip
+                  for name, each in alike_tensors]  # fmt: skip
         require_same(self.world.comm, "DistributedDataParallel", [alike, f"compression {settings}"])
         require_same(self.world.comm, "DistributedDataParallel", states)
         self._broadcast_values(0)
@@ -110,7 +114,7 @@ class DistributedDataParallel(torch.nn.Module):
         exchange.give_back_cache(self.device)
         with exchange.on_torchs_stream(self.device):
             reducer = Reducer(trained, layout, self.world, overlap, settings, sharded=owner == "shard")
-        if self.device is not None and self.world.size > 1:
+        if self.device is not None and self.world.size > 1 and self._buffers_of_all is not None:
             way = None if reducer.gpus is None else reducer.gpus.way
             self._buffers_of_all.on_gpu = GpuBuffers(self.world, self.device, way)
         self.backward_pass = Backward(trained, reducer, self.world, find_unused_parameters, settings is not None)
@@ -123,7 +127,8 @@ class DistributedDataParallel(torch.nn.Module):
                 self.world.comm.native_broadcast(values.reshape(-1).view(torch.uint8).numpy(), root)
             with torch.no_grad():
                 param.copy_(values)
-        self._buffers_of_all.broadcast(root)
+        if self._buffers_of_all is not None:
+            self._buffers_of_all.broadcast(root)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -134,9 +139,8 @@ class DistributedDataParallel(torch.nn.Module):
             self._refuse_unfrozen()
             if any(held.get(name) is not each for held, name, each in self._held_before):
                 self._refuse_others()
-            shares = self.training and self._broadcasts
-            backward.turns.announce("forward", shares)
-            self._share_buffers(shares)
+            backward.turns.announce("forward", self.training)
+            self._share_buffers(self.training)
         output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
             return output
@@ -250,7 +254,7 @@ class DistributedDataParallel(torch.nn.Module):
                 )  # fmt: skip
 
     def _share_buffers(self, shares: bool) -> None:
-        if shares:
+        if shares and self._buffers_of_all is not None:
             self._buffers_of_all.broadcast(self.backward_pass.turns.active[0])
 
     @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..checkpoint.leaves import overlaps
 from ..comm import World
 from ..errors import UnsupportedError
 from . import exchange
@@ -17,7 +18,7 @@ class ModuleBuffers:
     `on_gpu` go its way, once that is there; others on a GPU go through the host, which waits for them.
 
     Raises:
-        UnsupportedError: a buffer that is not dense.
+        UnsupportedError: a buffer that is not dense, or whose elements share memory.
     """
 
     def __init__(self, module: torch.nn.Module, world: World) -> None:
@@ -29,6 +30,11 @@ class ModuleBuffers:
                 raise UnsupportedError(
                     "DistributedDataParallel", where=name, expected="a dense buffer", got=f"one of layout {each.layout}"
                 )
+            if overlaps(each.shape, each.stride(), 1):
+                raise UnsupportedError(
+                    "DistributedDataParallel", where=name, expected="a buffer whose elements have memory of their own",
+                    got=f"one of strides {each.stride()}", remedy="clone() what was expanded",
+                )  # fmt: skip
 
     def broadcast(self, root: int = 0) -> None:
         """Give every rank the values of rank ``root``; every rank must call.

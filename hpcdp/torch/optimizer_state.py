@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..comm import World, init
+from ..comm.agreement import on_every_rank
 from ..errors import ConfigError, UnsupportedError
 from .sharded_optimizer import ShardedOptimizer
 
@@ -24,7 +25,7 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, world: World | None
 
     Raises:
         ConfigError: there is no such rank, or each rank holds a part of the state.
-        UnsupportedError: the state holds something that is no tensor, number, text, list, tuple or dict.
+        UnsupportedError: the state holds something that is no tensor, number, text, list, tuple or dict; on every rank.
     """
     world = init() if world is None else world
     if not 0 <= root < world.size:
@@ -36,7 +37,7 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, world: World | None
         )  # fmt: skip
     is_root = world.rank == root
     tensors: list[torch.Tensor] = []
-    mine = _form(optimizer.state_dict(), tensors) if is_root else None
+    mine = on_every_rank(world.comm, lambda: _form(optimizer.state_dict(), tensors) if is_root else None)
     form = world.comm.allgather_json(mine)[root]
     received: list[torch.Tensor] = []
     state = _filled(form, received)

@@ -68,6 +68,8 @@ class TorchParameter:
         self.grad_hook: Callable[[Any], None]
         self._summed: Array | None = None
         self._view: torch.Tensor | None = None
+        self._lent: torch.Tensor
+        self._address: int
 
     @property
     def data(self) -> Array:
@@ -90,6 +92,11 @@ class TorchParameter:
     def grad(self, place: Array) -> None:
         self._summed = place
         self._view = exchange.as_tensor(place)
+        self._lend()
+
+    def _lend(self) -> None:
+        self._lent = self.view.detach()  # a tensor of its own: module.to() gives gradients other memory and dtypes
+        self._address = self.view.data_ptr()
 
     @property
     def view(self) -> torch.Tensor:
@@ -106,7 +113,7 @@ class TorchParameter:
         grad, view = self.tensor.grad, self.view
         if grad is None or share == 0.0:
             view.zero_()
-        elif grad is view or grad.data_ptr() == view.data_ptr():
+        elif grad.data_ptr() == self._address:
             view.mul_(share)
         elif grad.dtype == view.dtype:
             torch.mul(grad.detach(), share, out=view)
@@ -123,16 +130,23 @@ class TorchParameter:
 
         At once and not when backward ends: what is freed layer by layer is used again, and needs no new pages.
         """
-        if self.tensor.dtype == self.view.dtype:
-            self.tensor.grad = self.view
+        if self._place_is_as_tensor:
+            if self._lent.data_ptr() != self._address:
+                self._lend()
+            self.tensor.grad = self._lent
+
+    @property
+    def _place_is_as_tensor(self) -> bool:
+        """Whether dtype and layout are those of the tensor, which torch's fused optimizers take for granted."""
+        return self.tensor.dtype == self.view.dtype and self.tensor.is_contiguous()
 
     def take(self) -> None:
         """Let the tensor's gradient be what stands in its place."""
         self.release()
         grad, view = self.tensor.grad, self.view
-        if self.tensor.dtype == view.dtype:
+        if self._place_is_as_tensor:
             return
         if grad is None:
-            self.tensor.grad = view.to(self.tensor.dtype)
+            self.tensor.grad = torch.empty_like(self.tensor).copy_(view)
         else:
             grad.copy_(view)

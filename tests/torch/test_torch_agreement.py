@@ -268,6 +268,22 @@ def test_parameters_in_the_same_memory_that_are_to_move_are_refused():
         threads.run(2, lambda world: made(world, net=Tied()))
 
 
+def test_a_buffer_that_was_expanded_is_refused_on_all_ranks():
+    def rank(world):
+        net = nn.Linear(2, 2)
+        net.register_buffer("expanded", torch.ones(1).expand(4))
+        with pytest.raises(UnsupportedError, match=r"\[expanded\]: expected a buffer whose elements have memory of"):
+            hpcdp.torch.DistributedDataParallel(net, world)
+        hpcdp.torch.DistributedDataParallel(net, world, broadcast_buffers=False)
+
+    threads.run(2, rank)
+
+
+def test_devices_where_torchs_wrapper_takes_them_are_refused():
+    with pytest.raises(ConfigError, match=r"\[world\]: expected what hpcdp.init\(\) returns, got \[0\]"):
+        hpcdp.torch.DistributedDataParallel(nn.Linear(2, 2), [0])
+
+
 def test_a_sparse_buffer_and_what_is_no_module_are_refused():
     net = nn.Linear(2, 2)
     net.register_buffer("sparse", torch.eye(2).to_sparse())

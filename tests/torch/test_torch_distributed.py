@@ -208,6 +208,21 @@ def test_buffers_are_those_of_rank_0_before_each_forward_and_states_load_in_plai
     threads.run(2, rank)
 
 
+@pytest.mark.parametrize("shape", [(2,), "rank"])
+def test_buffers_that_are_not_broadcast_are_each_ranks_own(shape):
+    def rank(world):
+        net = network(0)
+        net.register_buffer("own", torch.full((world.rank + 1,) if shape == "rank" else shape, float(world.rank)))
+        model = hpcdp.torch.DistributedDataParallel(net, world, broadcast_buffers=False)
+        with model.join():
+            for step in range(1 + world.rank):
+                loss_of(model, step, world.rank).backward()
+        assert set(net.own.tolist()) == {world.rank}
+        assert int(net[1].num_batches_tracked) == 1 + world.rank
+
+    threads.run(3, rank)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_two_forwards_with_buffers_may_go_before_one_backward(n):
     def loss(net, other):  # as of a critic, of what is real and what is not
