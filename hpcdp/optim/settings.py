@@ -11,7 +11,7 @@ import math
 import numbers
 from typing import Any, ClassVar, TypeVar
 
-from ..errors import ConfigError
+from ..errors import ConfigError, is_number
 
 Kind = TypeVar("Kind", bound="Configurable")
 
@@ -29,7 +29,7 @@ class Configurable:
             value = getattr(self, field.name)
             if isinstance(value, Configurable):
                 value = value.config()
-            elif isinstance(value, numbers.Real) and not isinstance(value, bool):  # a number of NumPy's may be assigned
+            elif is_number(value):  # a number of NumPy's may be assigned
                 value = int(value) if isinstance(value, numbers.Integral) else float(value)
             config[field.name] = list(value) if isinstance(value, tuple) else value
         return config
@@ -72,7 +72,7 @@ def number(where: str, value: object, *, low: float = 0.0, high: float = math.in
         ConfigError: it is something else.
     """
     try:
-        is_one = type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
+        is_one = type(value) is float or is_number(value)
         got = float(value) if is_one else math.nan  # type: ignore[arg-type]
     except OverflowError:
         got = math.inf

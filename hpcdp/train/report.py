@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, DataError, shortened
+from ..errors import ConfigError, DataError, is_number, shortened
 from .metrics import Record, read_metrics
 from .progress import loss_text, slowest_rank
 from .report_figures import PARTS
@@ -109,7 +109,7 @@ def _check_record(number: int, record: object) -> None:
 
 def _is_number(value: object) -> bool:
     """Whether JSON has it, and pictures have a place for it."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return is_number(value) and abs(value) <= sys.float_info.max
 
 
 def _are_times(by_rank: object) -> bool:
