@@ -196,6 +196,10 @@ extern "C" void __ubsan_handle_type_mismatch_v1_abort(void*, unsigned long) {
 
 inline void __syncthreads() { on_host::meet(on_host::block_barrier, blockDim.x); }
 
+inline void __syncwarp() {
+    on_host::meet(on_host::warps[threadIdx.x / on_host::WARP_SIZE].barrier, on_host::warp_size());
+}
+
 inline unsigned __ballot_sync(unsigned, bool vote) {
     on_host::Warp& warp = on_host::warps[threadIdx.x / on_host::WARP_SIZE];
     const unsigned threads = on_host::warp_size(), lane = threadIdx.x % on_host::WARP_SIZE;

@@ -153,11 +153,12 @@ template <class T> __device__ void encode_bfloat16(const T* grad, T* residual, H
         encode_bfloat16(grad, residual, halves, count);                                                                \
     }                                                                                                                  \
     extern "C" __global__ void sample_floor_##NAME(                                                                    \
-        const T* grad, const T* residual, Index count, Index stride, Index wanted, Search* search, Word* counts        \
+        const T* grad, const T* residual, Index count, Index stride, Index wanted, bool first, int shift, int bits,    \
+        Search* search, Word* counts                                                                                   \
     ) {                                                                                                                \
-        sample_floor(grad, residual, count, stride, wanted, search, counts);                                           \
+        sample_floor(grad, residual, count, stride, wanted, first, shift, bits, search, counts);                       \
     }                                                                                                                  \
-    extern "C" __global__ void collect_##NAME(                                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) collect_##NAME(                                     \
         const T* grad, T* residual, Index count, Index length, Index k, bool again, Search* search, Word* counts,      \
         Word* numbers, Word* indices, T* values                                                                        \
     ) {                                                                                                                \
@@ -171,17 +172,16 @@ template <class T> __device__ void encode_bfloat16(const T* grad, T* residual, H
     }                                                                                                                  \
     extern "C" __global__ void count_chosen_##NAME(                                                                    \
         Index count, Index length, const Word* numbers, const Word* indices, const T* values, const Search* search,    \
-        Word* chosen                                                                                                   \
+        Word* of_warps, Word* of_blocks                                                                                \
     ) {                                                                                                                \
-        count_chosen(Candidates<T>(count, length, numbers, indices, values), search, chosen);                          \
+        count_chosen(Candidates<T>(count, length, numbers, indices, values), search, of_warps, of_blocks);             \
     }                                                                                                                  \
     extern "C" __global__ void write_chosen_##NAME(                                                                    \
         Index count, Index length, const Word* numbers, const Word* indices, const T* values, const Search* search,    \
-        const Word* chosen, T* x, Word* sent_indices, T* sent_values                                                   \
+        const Word* of_warps, const Word* of_blocks, T* x, Word* sent_indices, T* sent_values                          \
     ) {                                                                                                                \
-        write_chosen(                                                                                                  \
-            Candidates<T>(count, length, numbers, indices, values), search, chosen, x, sent_indices, sent_values       \
-        );                                                                                                             \
+        const Candidates<T> among(count, length, numbers, indices, values);                                            \
+        write_chosen(among, search, of_warps, of_blocks, x, sent_indices, sent_values);                                \
     }                                                                                                                  \
     extern "C" __global__ void decode_top_k_##NAME(                                                                    \
         const Word* indices, const T* values, Index k, T* out, Index count                                             \

@@ -19,7 +19,7 @@ from ..reference.compress import num_blocks
 _DTYPES = ("uint16", "int16", "float32", "float64")
 _DIGIT_BITS = 11
 """`top_k.cuh` says so, too."""
-_SAMPLED_PACKS = 1 << 14
+_SAMPLED_PACKS = 1 << 15
 
 
 def encode_two_bit(grad: Array, residual: Array, threshold: float, scales: Array, words: Array) -> None:
@@ -64,23 +64,26 @@ def encode_top_k(grad: Array, residual: Array, indices: Array, values: Array) ->
         return
     count, k = np.int64(grad.size), np.int64(indices.size)
     length, blocks, warps = _stretches(grad)
-    _, *digits = _digits(8 * grad.itemsize - 1)
-    search, of_sample, of_all, of_all_again, *of_digits = xp.zeros((4 + len(digits), 1 << _DIGIT_BITS), xp.uint32)
+    digits = [(np.int32(shift), np.int32(bits)) for shift, bits in _digits(8 * grad.itemsize - 1)]
+    search, *rows = xp.zeros((4 + len(digits), 1 << _DIGIT_BITS), xp.uint32)
+    of_sample, of_all, of_digits = rows[:2], rows[2:4], rows[4:]
     elements = 16 // grad.itemsize  # of a pack
     stride, wanted = _sample(grad.size // elements, indices.size / grad.size * elements)
-    sampled = (grad, residual, count, np.int64(stride), np.int64(wanted), search, of_sample)
-    cuda.launch("compress", f"sample_floor_{of_type}", cuda.blocks(-(-grad.size // (elements * stride))), *sampled)
+    blocks_of_sample = cuda.blocks(-(-grad.size // (elements * stride)))
+    for number, counts in enumerate(of_sample):
+        sampled = (grad, residual, count, np.int64(stride), np.int64(wanted), np.bool_(number == 0), *digits[number])
+        cuda.launch("compress", f"sample_floor_{of_type}", blocks_of_sample, *sampled, search, counts)
     numbers = xp.empty((3, warps), xp.uint32)
     candidates = (numbers[0], xp.empty(grad.size, xp.uint32), xp.empty_like(grad))
-    for again, counts in ((False, of_all), (True, of_all_again)):
+    for again, counts in zip((False, True), of_all, strict=True):
         passed = (grad, residual, count, np.int64(length), k, np.bool_(again), search, counts, *candidates)
         cuda.launch("compress", f"collect_{of_type}", blocks, *passed)
     among = (count, np.int64(length), *candidates)
-    for (shift, bits), counts in zip(digits, of_digits, strict=True):
-        digit = (np.int32(shift), np.int32(bits), search, counts)
-        cuda.launch("compress", f"find_digit_{of_type}", blocks, *among, *digit)
-    cuda.launch("compress", f"count_chosen_{of_type}", blocks, *among, search, numbers[1:])
-    cuda.launch("compress", f"write_chosen_{of_type}", blocks, *among, search, numbers[1:], residual, indices, values)
+    for digit, counts in zip(digits[1:], of_digits, strict=True):
+        cuda.launch("compress", f"find_digit_{of_type}", blocks, *among, *digit, search, counts)
+    chosen = (search, numbers[1:], xp.empty((2, blocks), xp.uint32))
+    cuda.launch("compress", f"count_chosen_{of_type}", blocks, *among, *chosen)
+    cuda.launch("compress", f"write_chosen_{of_type}", blocks, *among, *chosen, residual, indices, values)
 
 
 def _stretches(x: Array) -> tuple[int, int, int]:

@@ -1,6 +1,7 @@
 // Of all elements the k of largest magnitude, of equal ones the first, in the order in which they lie.
 //
-// A sample tells a magnitude that somewhat more than k elements reach. Those are candidates, which every warp sets
+// A sample tells two digits of a magnitude that somewhat more than k elements reach: one digit is not enough, since what
+// is kept of gradients gathers just below what is sent. Those are candidates, which every warp sets
 // aside from its own stretch of elements while it adds them up: memory is passed over once. Should they be fewer than
 // k, all elements become candidates. Among them the magnitude of the last that is sent is found digit by digit (radix
 // select); then every warp writes its own behind those of the warps before it, which are counted, so that none waits
@@ -98,31 +99,35 @@ __device__ inline Limit next_limit(const volatile Word* counts, Limit before, in
     return found;
 }
 
-// Of every `stride` packs one, not always in the same place, since elements may repeat themselves with the stride: the
-// magnitude that `wanted` of its elements reach becomes the floor; where there are not as many, it is 0. What is not
-// finite must be a candidate, whatever there is of it.
+// Of every `stride` packs one, not always in the same place, since elements may repeat themselves with the stride: a
+// digit, of `bits` at `shift`, of the magnitude that `wanted` of its elements reach, which as far as it is known becomes
+// the floor; where there are not as many, that is 0. What is not finite must be a candidate, whatever there is of it.
 template <class T>
 __device__ void sample_floor(
-    const T* __restrict__ grad, const T* __restrict__ residual, Index count, Index stride, Index wanted, Search* search,
-    Word* counts
+    const T* __restrict__ grad, const T* __restrict__ residual, Index count, Index stride, Index wanted, bool first,
+    int shift, int bits, Search* search, Word* counts
 ) {
     __shared__ Word of_block[DIGITS];
     Digits digits(of_block);
     constexpr int N = 16 / sizeof(T);
     const bool aligned = is_aligned<N>(grad, residual);
+    const Limit before = first ? Limit{0, wanted} : search->limit;
     for (Index of = this_thread(); of * stride < count / N; of += all_threads()) {
         const Index pack = of * stride + (Word(of) * 2654435761u >> 8) % stride;
         if (pack >= count / N) continue;
         const auto given = load_from<N>(grad + pack * N, aligned);
         const auto kept = load_from<N>(residual + pack * N, aligned);
         for (int k = 0; k < N; ++k) {
-            digits.count(magnitude_of(narrowed<T>(added(given.at[k], kept.at[k]))) >> LOWER_BITS<T>);
+            const Bits found = magnitude_of(narrowed<T>(added(given.at[k], kept.at[k]))) >> shift;
+            if (found >> bits == before.digits) digits.count(found & ((1u << bits) - 1));
         }
     }
     if (!digits.is_last_to_add(counts, &search->ended)) return;
-    const Limit found = next_limit(counts, {0, wanted}, DIGIT_BITS);
-    const Bits floor = found.ties > 0 ? found.digits << LOWER_BITS<T> : 0, infinity = infinity_of(T());
-    if (threadIdx.x == 0) search->floor = floor < infinity ? floor : infinity;
+    const Limit limit = next_limit(counts, before, bits);
+    const Bits floor = limit.ties > 0 ? limit.digits << shift : 0, infinity = infinity_of(T());
+    if (threadIdx.x > 0) return;
+    search->limit = limit;
+    search->floor = floor < infinity ? floor : infinity;
 }
 
 // The elements of this thread's warp, of which each has as many, a multiple of what it has in packs of a lane each.
@@ -149,8 +154,9 @@ __device__ inline Place place_in_warp(Word own) {
     return {up_to_here - own, __shfl_sync(~0u, up_to_here, WARP - 1)};
 }
 
-// `residual += grad`, and the candidates of each warp to where its stretch begins in `indices` and `values`, their
-// number to `numbers`; the first digit of the limit. `again`: all elements as they are, if that is needed.
+// `residual += grad`, but 0 where candidates were, and those of each warp to where its stretch begins in `indices` and
+// `values`, their number to `numbers`; the first digit of the limit. `again`: all elements as they are, if that is
+// needed, once what was set aside is where it was.
 template <class T>
 __device__ void collect(
     const T* __restrict__ grad, T* __restrict__ residual, Index count, Index length, Index wanted, bool again,
@@ -159,54 +165,72 @@ __device__ void collect(
     if (again && !search->again) return;
     __shared__ Word of_block[DIGITS];
     Digits digits(of_block);
-    constexpr int N = 16 / sizeof(T), AT_ONCE = 2;
+    constexpr int N = 16 / sizeof(T), AT_ONCE = 2, HALF = 16;
     const Stretch own = stretch_of_warp(count, length);
     const bool aligned = is_aligned<N>(grad, residual);
+    const Word begin = Word(own.first), size = Word(own.last - own.first);  // from here on places are in the stretch
+    grad += own.first;
+    residual += own.first;
+    indices += own.first;
+    values += own.first;
+    if (again) {
+        for (Word at = this_lane(); at < numbers[own.warp]; at += WARP) residual[indices[at] - begin] = values[at];
+        __syncwarp();
+    }
     const Bits floor = again ? 0 : search->floor;
-    Index number = 0;
-    for (Index at = own.first; at < own.last; at += AT_ONCE * WARP * N) {
+    Word number = 0;
+    for (Word first = 0; first < size; first += AT_ONCE * WARP * N) {
         Pack<T, N> given[AT_ONCE], kept[AT_ONCE];
         for (int p = 0; p < AT_ONCE; ++p) {
-            const Index i = at + (p * WARP + this_lane()) * N;
-            if (i + N <= own.last) {
+            const Word i = first + (p * WARP + this_lane()) * N;
+            if (i + N <= size) {
                 kept[p] = load_from<N>(residual + i, aligned);
                 if (!again) given[p] = load_from<N>(grad + i, aligned);
             } else {
                 for (int k = 0; k < N; ++k) {
-                    kept[p].at[k] = i + k < own.last ? residual[i + k] : T{};
-                    given[p].at[k] = i + k < own.last ? grad[i + k] : T{};
+                    kept[p].at[k] = i + k < size ? residual[i + k] : T{};
+                    given[p].at[k] = i + k < size ? grad[i + k] : T{};
                 }
             }
         }
+        Word marked[AT_ONCE], own_numbers = 0;  // those of a pack in half a word each
 #pragma unroll  // else packs of eight elements go to memory, to be indexed there
         for (int p = 0; p < AT_ONCE; ++p) {
-            const Index i = at + (p * WARP + this_lane()) * N;
-            Word marked = 0;
+            const Word i = first + (p * WARP + this_lane()) * N;
+            Pack<T, N> left;
+            marked[p] = 0;
             for (int k = 0; k < N; ++k) {
                 if (!again) kept[p].at[k] = narrowed<T>(added(given[p].at[k], kept[p].at[k]));
-                marked |= Word(i + k < own.last && magnitude_of(kept[p].at[k]) >= floor) << k;
+                const bool is_candidate = magnitude_of(kept[p].at[k]) >= floor;
+                left.at[k] = is_candidate ? T{} : kept[p].at[k];
+                marked[p] |= Word(is_candidate) << k;
             }
-            if (!again && i + N <= own.last) {
-                store_to(residual + i, kept[p], aligned);
-            } else if (!again) {
+            if (i + N <= size) {
+                store_to(residual + i, left, aligned);
+            } else {
+                marked[p] &= i < size ? (1u << (size - i)) - 1 : 0;
                 for (int k = 0; k < N; ++k) {
-                    if (i + k < own.last) residual[i + k] = kept[p].at[k];
+                    if (i + k < size) residual[i + k] = left.at[k];
                 }
             }
-            if (!__ballot_sync(~0u, marked > 0)) continue;
-            const Place place = place_in_warp(__popc(marked));
-            Index to = own.first + number + place.before;
+            own_numbers |= Word(__popc(marked[p])) << HALF * p;
+        }
+        if (!__ballot_sync(~0u, own_numbers > 0)) continue;
+        const Place place = place_in_warp(own_numbers);
+#pragma unroll
+        for (int p = 0; p < AT_ONCE; ++p) {
+            Word to = number + (place.before >> HALF * p & 0xFFFF);
             for (int k = 0; k < N; ++k) {
-                if (!(marked >> k & 1)) continue;
-                indices[to] = Word(i + k);
+                if (!(marked[p] >> k & 1)) continue;
+                indices[to] = begin + first + (p * WARP + this_lane()) * N + k;
                 values[to] = kept[p].at[k];
                 digits.count(magnitude_of(kept[p].at[k]) >> LOWER_BITS<T>);
                 ++to;
             }
-            number += place.all;
+            number += place.all >> HALF * p & 0xFFFF;
         }
     }
-    if (this_lane() == 0) numbers[own.warp] = Word(number);
+    if (this_lane() == 0) numbers[own.warp] = number;
     if (!digits.is_last_to_add(counts, &search->ended)) return;
     const Limit found = next_limit(counts, {0, wanted}, DIGIT_BITS);
     if (threadIdx.x > 0) return;
@@ -241,38 +265,44 @@ __device__ void find_digit(const Candidates<T>& among, int shift, int bits, Sear
     if (threadIdx.x == 0) search->limit = limit;
 }
 
-// How many candidates of each warp are above the limit, and just at it: `numbers` has shape (2, warps).
-template <class T> __device__ void count_chosen(const Candidates<T>& among, const Search* search, Word* numbers) {
+// How many candidates of each warp and of each block are above the limit, and just at it: `of_warps` has shape
+// (2, warps), `of_blocks` (2, blocks).
+template <class T>
+__device__ void count_chosen(const Candidates<T>& among, const Search* search, Word* of_warps, Word* of_blocks) {
     const Bits limit = search->limit.digits;
     Word above = 0, ties = 0;
     for (Index at = this_lane(); at < among.number; at += WARP) {
         above += magnitude_of(among.values[at]) > limit;
         ties += magnitude_of(among.values[at]) == limit;
     }
+    const Word all_above = block_sum(above), all_ties = block_sum(ties);
     above = warp_sum(above);
     ties = warp_sum(ties);
+    if (threadIdx.x == 0) {
+        of_blocks[blockIdx.x] = all_above;
+        of_blocks[gridDim.x + blockIdx.x] = all_ties;
+    }
     if (this_lane() > 0) return;
-    numbers[among.own.warp] = above;
-    numbers[among.own.warps + among.own.warp] = ties;
+    of_warps[among.own.warp] = above;
+    of_warps[among.own.warps + among.own.warp] = ties;
 }
 
-// What is sent becomes 0 in `x`, and what is not finite, of which there may be more.
+// What is sent, which is 0 in `x` already as all candidates are, and of the others what is finite to where it was.
 template <class T>
 __device__ void write_chosen(
-    const Candidates<T>& among, const Search* search, const Word* __restrict__ numbers, T* __restrict__ x,
-    Word* __restrict__ indices, T* __restrict__ values
+    const Candidates<T>& among, const Search* search, const Word* __restrict__ of_warps,
+    const Word* __restrict__ of_blocks, T* __restrict__ x, Word* __restrict__ indices, T* __restrict__ values
 ) {
-    const Index of_block = among.own.warp - threadIdx.x / WARP;
     Index above = 0, ties = 0;
-    for (Index warp = threadIdx.x; warp < of_block; warp += blockDim.x) {
-        above += numbers[warp];
-        ties += numbers[among.own.warps + warp];
+    for (Index block = threadIdx.x; block < blockIdx.x; block += blockDim.x) {
+        above += of_blocks[block];
+        ties += of_blocks[gridDim.x + block];
     }
     above = block_sum(above);
     ties = block_sum(ties);
-    for (Index warp = of_block; warp < among.own.warp; ++warp) {
-        above += numbers[warp];
-        ties += numbers[among.own.warps + warp];
+    for (Index warp = among.own.warp - threadIdx.x / WARP; warp < among.own.warp; ++warp) {
+        above += of_warps[warp];
+        ties += of_warps[among.own.warps + warp];
     }
     const Limit limit = search->limit;
     const Word lanes_before = (1u << this_lane()) - 1;
@@ -280,18 +310,19 @@ __device__ void write_chosen(
         const Index at = first + this_lane();
         const bool is_there = at < among.number;
         const T value = is_there ? among.values[at] : T{};
+        const Word index = is_there ? among.indices[at] : 0;
         const Bits magnitude = magnitude_of(value);
         const bool is_above = is_there && magnitude > limit.digits, is_tie = is_there && magnitude == limit.digits;
         const Word all_above = __ballot_sync(~0u, is_above), all_ties = __ballot_sync(~0u, is_tie);
         const Index ties_before = ties + __popc(all_ties & lanes_before);
-        const bool is_sent = is_above || (is_tie && ties_before < limit.ties);
-        if (is_sent) {
+        if (is_above || (is_tie && ties_before < limit.ties)) {
             const Index tied = ties_before < limit.ties ? ties_before : limit.ties;
             const Index to = above + __popc(all_above & lanes_before) + tied;
-            indices[to] = among.indices[at];
+            indices[to] = index;
             values[to] = value;
+        } else if (is_there && magnitude < infinity_of(T())) {
+            x[index] = value;
         }
-        if (is_sent || (is_there && magnitude >= infinity_of(T()))) x[among.indices[at]] = T{};
         above += __popc(all_above);
         ties += __popc(all_ties);
     }
