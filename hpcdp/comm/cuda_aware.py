@@ -2,7 +2,8 @@
 
 What a library says of itself may be wrong: it then crashes, or sends something else. So where it says yes, two ranks of
 a job of their own try it on each machine, as in `hpcdp info`. Between nodes a library goes another way than within a
-machine, and a rank can start no job there. So then the ranks themselves send each other a message, and look what comes.
+machine, and a rank can start no job there. So then the ranks themselves send each other a message, look what comes, and
+whether it comes sooner than through host memory: a library that has no way from GPU to GPU copies in small pieces.
 """
 
 from __future__ import annotations
@@ -12,22 +13,30 @@ import importlib
 import os
 import subprocess
 import sys
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from ..arrays import Array
+from ..devices import gpu
 from ..errors import ConfigError
-from .communicator import Communicator
+from ..streams import Streams
+from .communicator import Communicator, split
 from .world import World
 
 SETTING = "HPCDP_GPU_MESSAGES"
 MESSAGES = ("auto", "direct", "staged")
-"""The valid values of ``HPCDP_GPU_MESSAGES``: direct where it was tried, direct untried, through host memory."""
+"""The valid values of ``HPCDP_GPU_MESSAGES``: direct where it was tried and is sooner, direct untried, through host
+memory."""
 
 _COUNTS = (100, 1 << 17)
 """Of int64: what a library sends at once, and the longest message of `gradients.direct`."""
+_TIMED, _IN_FLIGHT, _TURNS = 1 << 20, 4, 3
+"""Of float32, in so many messages at once."""
 _LIMIT_S = 120.0
 """Of the try, which ends itself after 60 s."""
 
@@ -54,7 +63,8 @@ def agreed(world: World) -> tuple[bool, str]:
     """Whether messages of ``world`` take arrays in GPUs' memory as they are, and why, or why not.
 
     Every rank must call, and all have the same answer, that of the first call: all libraries say so, on each node it
-    was tried, and between nodes comes what was sent; or what ``HPCDP_GPU_MESSAGES`` of rank 0 says.
+    was tried, and between nodes comes what was sent, sooner than through host memory; or what ``HPCDP_GPU_MESSAGES`` of
+    rank 0 says.
 
     Raises:
         ConfigError: it says something else than `MESSAGES`; on all ranks.
@@ -82,7 +92,13 @@ def _agree(world: World) -> tuple[bool, str]:
     wrong = [rank for rank, arrives in enumerate(world.comm.allgather_json(_arrives(world.rail_comm))) if not arrives]
     if wrong:
         return False, f"no: rank {wrong[0]} gets something else from another node than was sent"
-    return True, f"{answers[0]}, and between nodes comes what is sent" if world.num_nodes > 1 else answers[0]
+    if world.num_nodes == 1:
+        return True, answers[0]
+    direct_s, staged_s = map(max, zip(*world.comm.allgather_json(_seconds(world.rail_comm)), strict=True))
+    if direct_s > staged_s:
+        took = f"{1e3 * staged_s:.1f} ms for {4 * _TIMED >> 20} MiB, not {1e3 * direct_s:.1f}"
+        return False, f"no: between nodes the way through host memory is faster, {took}"
+    return True, f"{answers[0]}, and between nodes comes what is sent"
 
 
 def _arrives(comm: Communicator | None) -> bool:
@@ -100,6 +116,41 @@ def _arrives(comm: Communicator | None) -> bool:
             each.wait()
         is_right = is_right and bool((come == cupy.arange(count) + before).all())
     return is_right
+
+
+def _seconds(comm: Communicator | None) -> tuple[float, float]:
+    """Of what each rank of ``comm`` sends to the next one, from GPU to GPU: by its own messages, and through host
+    memory; every rank of it must call."""
+    if comm is None or comm.size == 1:
+        return 0.0, 0.0
+    streams, link = Streams(gpu(int(importlib.import_module("cupy").cuda.runtime.getDevice()))), comm
+    stream = streams.stream()
+    on_gpu = [streams.empty((_TIMED,), np.dtype(np.float32), stream) for _ in range(2)]
+    on_host = [streams.pinned(4 * _TIMED, stream).view(np.float32) for _ in range(2)]
+
+    def exchange(sent: Array, come: Array) -> None:
+        after, before = (link.rank + 1) % link.size, (link.rank - 1) % link.size
+        requests = [link.irecv(each, before) for each in split(come, _IN_FLIGHT)]
+        requests += [link.isend(each, after) for each in split(sent, _IN_FLIGHT)]
+        for each in requests:
+            each.wait()
+
+    def through_host() -> None:
+        streams.copy_async(on_host[0], on_gpu[0], stream)
+        streams.synchronize(stream)
+        exchange(*on_host)
+        streams.copy_async(on_gpu[1], on_host[1], stream)
+        streams.synchronize(stream)
+
+    def seconds(way: Callable[[], None]) -> float:
+        link.barrier()
+        begin = time.perf_counter()
+        way()
+        return time.perf_counter() - begin
+
+    turns = [(seconds(partial(exchange, *on_gpu)), seconds(through_host)) for _ in range(_TURNS)]
+    direct, staged = map(min, zip(*turns, strict=True))
+    return direct, staged
 
 
 def library_says() -> bool:
