@@ -31,7 +31,7 @@ class Case:
     Args:
         name: as printed.
         room: as `kernels.kernels_for` takes it.
-        call: takes the module and the arrays, of which it changes some; returns None or a number.
+        call: takes the module and the arrays, of which it changes some; returns None or a number, perhaps on a GPU.
         arrays: NumPy's.
         moved: bytes that must be read or written.
         error: how far from the specification's they may be, of the largest element; 0: not at all.
@@ -54,7 +54,7 @@ class Case:
         call, ours = self.on(asarray)
         theirs = tuple(x.copy() for x in self.arrays)
         answer, expected = call(), self.call(kernels.specification(self.room), *theirs)
-        differ = 0 if expected is None else int(abs(answer - expected) > 1e-12 * abs(expected))
+        differ = 0 if expected is None else int(abs(float(answer) - expected) > 1e-12 * abs(expected))
         for x, y in zip(map(to_host, ours), theirs, strict=True):
             apart = abs(x.astype(np.float64) - y)  # unsigned integers would wrap around
             differ += int(np.count_nonzero(~(apart <= self.error * abs(y).max(initial=0))))
@@ -91,12 +91,17 @@ def _flat(count: int) -> Iterator[Case]:
             yield Case(name.replace("_", " "), "cast", _named(name), both, nbytes * 3 // 2)
     scaled = _named("scale", -1.0)
     yield Case("scale", "cast", scaled, (x,), 2 * nbytes)
-    for name in ("sum_of_squares", "all_finite"):
-        yield Case(name.replace("_", " "), "norms", _named(name), (x,), nbytes)
+    yield Case("sum of squares", "norms", _sum_of_squares, (x,), nbytes)
+    yield Case("all finite", "norms", _named("all_finite"), (x,), nbytes)
     for n in (2, 4, 8):
         rows = _random(rng, n, count)
         call = partial(_sum_rows, count)
         yield Case(f"sum of {n} rows", "reduce", call, (rows, wide), (n + 1) * nbytes)
+
+
+def _sum_of_squares(module: ModuleType, x: Array) -> Any:
+    """Left on the GPU, as for a trainer's clipping."""
+    return module.sum_of_squares(x) if module is kernels.specification("norms") else module.all_squares([x])[0]
 
 
 def _sum_rows(count: int, module: ModuleType, rows: Array, out: Array) -> None:

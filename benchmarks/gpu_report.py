@@ -76,7 +76,7 @@ def section(report: Report) -> str:
         table(["job", "share", "measured"], jobs),
         "Samples per second of forward, backward and update; PyTorch without TF32, cuDNN's engines measured by both.\n",
         table(["network", "hpcdp", "by CUDA graphs", "PyTorch", "by CUDA graphs"], models),
-        "Kernels; after sum of squares and all finite the host waits each time.\n",
+        "Kernels; after `all finite` the host waits each time.\n",
         table(["kernel", "us", "GB/s", "share"], kernels),
     )
     return "\n".join(["## A GPU\n", about, *tables])

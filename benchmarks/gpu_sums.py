@@ -36,7 +36,9 @@ from .machine import describe
 from .measure import FreshData
 from .sizes import parse_size
 
-_TURNS, _STEPS, _BATCH, _WIDTH = 7, 8, 256, 2048
+_TURNS, _BATCH, _WIDTH = 7, 256, 2048
+_ROUNDS, _STEPS = 5, 3
+"""Turns of each side of a comparison, and the steps of one."""
 _WARM_UP = 3
 """Steps that are not counted: graphs are traced in the first and captured in the second."""
 _FLOAT = np.dtype(np.float32)
@@ -163,38 +165,49 @@ def codes(world: World, count: int) -> Found:
 
 
 def _both_ways(world: World, count: int, codec: str | None, hybridize: bool) -> tuple[tuple[float, float], int, str]:
-    """Seconds of a step without and with overlap, how many parameters of all ranks differ between them, or from those
-    of rank 0, and how sums go."""
-    behind, beside = (_trained(world, count, overlap, codec, hybridize) for overlap in (False, True))
-    differ = sum(int(np.count_nonzero(a != b)) for a, b in zip(behind[1], beside[1], strict=True))
-    sums = world.comm.allgather_json([zlib.crc32(each.tobytes()) for each in beside[1]])
-    return (behind[0], beside[0]), sum(world.comm.allgather_json(differ + (sums[world.rank] != sums[0]))), beside[2]
+    """Seconds of a step without and with overlap, medians of turns that alternate; how many parameters of all ranks
+    differ between them, or from those of rank 0; and how sums go."""
+    behind, beside = (_Training(world, count, overlap, codec, hybridize) for overlap in (False, True))
+    turns = [(behind.step_s(), beside.step_s()) for _ in range(_ROUNDS)]
+    first, second = map(float, np.median(turns, axis=0))
+    differ = sum(int(np.count_nonzero(a != b)) for a, b in zip(behind.params(), beside.params(), strict=True))
+    sums = world.comm.allgather_json([zlib.crc32(each.tobytes()) for each in beside.params()])
+    return (first, second), sum(world.comm.allgather_json(differ + (sums[world.rank] != sums[0]))), beside.way
 
 
-def _trained(
-    world: World, count: int, overlap: bool, codec: str | None, hybridize: bool
-) -> tuple[float, list[np.ndarray], str]:
-    """Seconds of a step, of some in a row without waits between them, the parameters after those, and how sums go."""
-    depth = max(1, count // _WIDTH**2)
-    rng = np.random.default_rng(world.rank)
-    streams = Streams(world.device)
-    x, y = streams.array(rng.standard_normal((_BATCH, _WIDTH), np.float32)), streams.array(rng.integers(0, 10, _BATCH))
-    net = nn.models.mlp(_WIDTH, 10, (_WIDTH,) * depth, seed=0).to(world.device)
-    trainer = Trainer(net.parameters(), optim.SGD(lr=0.01), world=world, overlap=overlap, compression=codec)
-    step = TrainStep(net, trainer)
-    step.hybridize(hybridize)
-    for _ in range(_WARM_UP):
-        losses, _output = step(x, y)
-    to_host(losses.data)
-    world.comm.barrier()
-    begin = time.perf_counter()
-    for _ in range(_STEPS):
-        losses, _output = step(x, y)
-    to_host(losses.data)  # which waits for all of them
-    taken = max(world.comm.allgather_json(time.perf_counter() - begin)) / _STEPS
-    gpus = trainer.reducer.gpus  # type: ignore[attr-defined]
-    way = "host" if gpus is None else gpus.way.name + ", MPI on its memory" * gpus.goes_direct
-    return taken, [to_host(each.data).copy() for each in net.parameters()], way
+class _Training:
+    """A network of about ``count`` parameters that takes its steps on one batch, and how its sums go."""
+
+    def __init__(self, world: World, count: int, overlap: bool, codec: str | None, hybridize: bool) -> None:
+        rng = np.random.default_rng(world.rank)
+        streams = Streams(world.device)
+        x, y = rng.standard_normal((_BATCH, _WIDTH), np.float32), rng.integers(0, 10, _BATCH)
+        hidden = (_WIDTH,) * max(1, count // _WIDTH**2)
+        self._world, self._batch = world, (streams.array(x), streams.array(y))
+        self._net = nn.models.mlp(_WIDTH, 10, hidden, seed=0).to(world.device)
+        params, rule = self._net.parameters(), optim.SGD(lr=0.01)
+        trainer = Trainer(params, rule, world=world, overlap=overlap, compression=codec)
+        self._step = TrainStep(self._net, trainer)
+        self._step.hybridize(hybridize)
+        gpus = trainer.reducer.gpus  # type: ignore[attr-defined]
+        self.way = "host" if gpus is None else gpus.way.name + ", MPI on its memory" * gpus.goes_direct
+        self._take(_WARM_UP)
+
+    def _take(self, number: int) -> None:
+        for _ in range(number):
+            losses, _output = self._step(*self._batch)
+        to_host(losses.data)  # which waits for all of them
+
+    def step_s(self) -> float:
+        """Of the slowest rank, of some in a row without waits between them; every rank must call."""
+        self._world.comm.barrier()
+        begin = time.perf_counter()
+        self._take(_STEPS)
+        return max(self._world.comm.allgather_json(time.perf_counter() - begin)) / _STEPS
+
+    def params(self) -> list[np.ndarray]:
+        """On the host."""
+        return [to_host(each.data).copy() for each in self._net.parameters()]
 
 
 def nccl(world: World, count: int) -> Found:

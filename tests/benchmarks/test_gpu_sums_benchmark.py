@@ -18,7 +18,7 @@ from hpcdp.comm.gpus import Gpu
 def few(monkeypatch):
     """Turns, steps and numbers, on the one GPU that each rank sees."""
     monkeypatch.setattr(gpus, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
-    for name, value in (("_TURNS", 1), ("_STEPS", 2), ("_BATCH", 3), ("_WIDTH", 40)):
+    for name, value in (("_TURNS", 1), ("_ROUNDS", 2), ("_STEPS", 2), ("_BATCH", 3), ("_WIDTH", 40)):
         monkeypatch.setattr(gpu_sums, name, value)
 
 
