@@ -15,7 +15,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def start(name: str, ranks: int, *arguments: str) -> str:
-    """What ``hpcdp launch -n RANKS -- python examples/NAME ARGUMENTS`` prints; what it raises is raised."""
+    """What ``hpcdp launch -n RANKS -- python examples/NAME ARGUMENTS`` prints; what it raises is raised, but the end of
+    ``--help``."""
     return start_code((EXAMPLES / name).read_text(), name, ranks, *arguments)
 
 
@@ -37,5 +38,9 @@ def start_code(source: str, name: str, ranks: int, *arguments: str) -> str:
         patch.setattr(sys, "argv", [name, *arguments])
         patch.setattr(hpcdp, "init", lambda: own.world)
         patch.setattr("hpcdp.launch.arguments.fail", fail)
-        threads.run(ranks, rank)
+        try:
+            threads.run(ranks, rank)
+        except SystemExit as left:
+            if left.code:
+                raise
     return said.getvalue()
