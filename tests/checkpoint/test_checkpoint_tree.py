@@ -54,6 +54,7 @@ def flat_of(state, n=1):
     return threads.run(n, lambda world: tree.flatten(state(world) if callable(state) else state, world))
 
 
+@settings(max_examples=50)
 @given(STATES)
 def test_a_form_is_what_json_can_carry(state):
     (flat,) = flat_of(state)

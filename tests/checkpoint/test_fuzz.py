@@ -15,7 +15,7 @@ from hpcdp.checkpoint.shard import ShardReader
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError
 
-MUTATIONS = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") else 20_000
+MUTATIONS = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") else 5_000
 TOKENS = [
     '"',
     "[",
@@ -136,7 +136,7 @@ def test_any_bytes_as_a_shard(saved):
         with ShardReader(saved) as reader:
             reader.read(part, 0, whole[part.name][part.first : part.first + part.count])
     try:
-        for number in range(1000):
+        for number in range(MUTATIONS // 20):
             torn = bytearray(content)
             for _ in range(source.choice((1, 4, 100))):
                 torn[source.randrange(len(torn))] = source.randrange(256)
@@ -154,7 +154,7 @@ def test_any_bytes_as_a_shard(saved):
                 assert out.tobytes() == whole[part.name][part.first : part.first + part.count].tobytes()
     finally:
         path.write_bytes(content)
-    assert right > 100 and wrong > 100
+    assert min(right, wrong) > MUTATIONS / 200
 
 
 @pytest.mark.parametrize("saved", [None], indirect=True)

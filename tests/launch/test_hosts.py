@@ -11,7 +11,7 @@ from hpcdp.errors import ConfigError, HpcdpError, LaunchError
 from hpcdp.launch.hosts import Place, is_this_machine, place, read, read_file
 from hpcdp.launch.job import Host, Job
 
-INPUTS = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") == "1" else 3_000
+INPUTS = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") == "1" else 1_000
 
 
 def job(text: str, ranks: int, servers: int = 0, ranks_per_node: int | None = None) -> Job:
