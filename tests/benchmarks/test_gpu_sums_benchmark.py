@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pairs import in_turn
 
 from hpcdp.benchmarks import gpu_jobs, gpu_sums
 from hpcdp.benchmarks.gpu_jobs import JOBS, Job, line, run_all
@@ -37,7 +38,12 @@ def run(job, count=500):
     return found
 
 
-@pytest.mark.parametrize("job", [job for job in JOBS if job.case != "graphs"], ids=lambda job: job.name)
+@pytest.mark.parametrize(
+    ("gpus_on_host", "job"),
+    in_turn([0, 1], [job for job in JOBS if job.case != "graphs"]),  # in which streams take turns
+    indirect=["gpus_on_host"],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_each_job_comes_to_right_results(one_gpu, job):
     found = run(job)
     assert found["wrong"] == 0

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from pairs import in_turn
 from parameters_on_gpus import show_gpus
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
@@ -46,8 +47,15 @@ def make(world, places, *sizes):
     return node_groups.make(world, Streams(gpu(places[world.rank])), sizes)
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f2", "bfloat16", "f8", "i4", "i8"])
-@pytest.mark.parametrize("places", [each for of_n in PLACES.values() for each in of_n], ids=str)
+@pytest.mark.parametrize(
+    ("gpus_on_host", "places", "dtype"),
+    in_turn(
+        [0, 1],  # in which streams take turns
+        [each for of_n in PLACES.values() for each in of_n],
+        ["f4", "f2", "bfloat16", "f8", "i4", "i8"],
+    ),
+    indirect=["gpus_on_host"],
+)
 def test_parts_are_summed_by_their_owners_and_brought_to_all(gpus_on_host, places, dtype):
     n = len(places)
     parts = parts_of(COUNT, n - 1, n)  # the last rank owns none
