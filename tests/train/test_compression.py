@@ -50,9 +50,9 @@ def trained(n, per_node, compression=None, **options):
     return threads.run(n, rank, per_node)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(("n", "per_node"), [(2, 1), (3, 1), (4, 2), (5, 2)])
-def test_overlap_and_owner_change_no_bits_and_the_way_is_that_without_compression(codec, n, per_node):
+@pytest.mark.parametrize(("layout", "codec"), in_turn([(2, 1), (3, 1), (4, 2), (5, 2)], CODECS))
+def test_overlap_and_owner_change_no_bits_and_the_way_is_that_without_compression(layout, codec):
+    n, per_node = layout
     exact = trained(n, per_node)[0]
     runs = [
         trained(n, per_node, codec, overlap=overlap, owner=owner)
