@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from pairs import pairs
 from pipelined_network import LOSS, STEPS, batch, joined, normal, stages, train, unsplit, values
 
 import hpcdp
@@ -15,10 +16,12 @@ from hpcdp.parallel.schedules import pieces
 from hpcdp.train.trainers.trainer import Trainer
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("micro_batches", [1, 3, 4, 100])
-@pytest.mark.parametrize(("n", "num_stages"), [(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (3, 3), (4, 4)])
-def test_one_copy_gives_the_bits_of_the_unsplit_model(n, num_stages, micro_batches, schedule):
+@pytest.mark.parametrize(
+    ("on", "micro_batches", "schedule"),
+    pairs([(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (3, 3), (4, 4)], [1, 3, 4, 100], ["gpipe", "1f1b"]),
+)
+def test_one_copy_gives_the_bits_of_the_unsplit_model(on, micro_batches, schedule):
+    n, num_stages = on
     alone, losses = unsplit(micro_batches=micro_batches)
     results = threads.run(n, lambda world: train(world, num_stages, micro_batches=micro_batches, schedule=schedule))
     np.testing.assert_array_equal(joined(results, num_stages), alone)
