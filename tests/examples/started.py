@@ -15,8 +15,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def start(name: str, ranks: int, *arguments: str) -> str:
-    """What ``hpcdp launch -n RANKS -- python examples/NAME ARGUMENTS`` prints; what it raises is raised, but the end of
-    ``--help``."""
+    """What ``hpcdp launch -n RANKS -- python examples/NAME ARGUMENTS`` prints; what it raises is raised, but not
+    that it leaves with status 0."""
     return start_code((EXAMPLES / name).read_text(), name, ranks, *arguments)
 
 
