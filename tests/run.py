@@ -21,6 +21,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from hpcdp.launch.orphans import adopt, end_orphans
+
 ROOT = Path(__file__).parents[1]
 NO_TESTS_COLLECTED = 5
 WORKERS = min(4, 1 + len(os.sched_getaffinity(0)))
@@ -99,7 +101,9 @@ def run(command: list[str], report: Path, limit_s: float, **environ: str) -> int
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends a run with its workers and the jobs of its tests, which have 15 s to clear away what they made."""
+    """Ends a run with its workers and the jobs of its tests, which have 15 s to clear away what they made; then those
+    jobs that have a process group of their own."""
+    adopt()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + 15
@@ -110,6 +114,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
                 time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    end_orphans()
 
 
 def main() -> int:

@@ -117,9 +117,10 @@ def test_ending_the_runner_ends_the_tests_and_their_jobs(workers: int, tmp_path:
     started = tmp_path / "started"
     code = f"""
 def test_long():
-    job = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
+    jobs = [subprocess.Popen(sleep, start_new_session=apart) for apart in (False, True)]
     with open({str(started)!r}, "w") as file:
-        file.write(f"{{os.getpid()}} {{job.pid}}.")
+        file.write(f"{{os.getpid()}} {{jobs[0].pid}} {{jobs[1].pid}}.")
     time.sleep(100)
 """
     (tmp_path / "test_planted.py").write_text(HEADER + code)
