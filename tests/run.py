@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from hpcdp.launch.orphans import adopt, end_orphans
+from hpcdp.launch.orphans import adopt, children, end_orphans
 
 ROOT = Path(__file__).parents[1]
 NO_TESTS_COLLECTED = 5
@@ -109,7 +109,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + 15
         with contextlib.suppress(KeyboardInterrupt):  # who asks twice does not want to wait
             while time.monotonic() < deadline:
-                process.poll()  # a dead process that nobody has waited for still belongs to the group
+                children()  # are waited for: the dead ones still belong to the group until then
                 os.killpg(process.pid, 0)
                 time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
