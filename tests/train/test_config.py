@@ -32,6 +32,7 @@ from hpcdp.train.runs.config import TrainConfig
         ({"staleness": 2}, "setting staleness: expected kv_store=dist_async with it, got 2"),
         ({"checkpoint_every": "epochs"}, "setting checkpoint_every: expected an integer or 'epoch', got 'epochs'"),
         ({"checkpoint_every": 0}, "setting checkpoint_every: expected at least 1, got 0"),
+        ({"threads": 10**20}, "setting threads: expected at most 1024, got 100000000000000000000"),
         ({"resume": "auto", "overwrite": True}, "setting overwrite: expected false with resume, got true"),
         ({"resume": "a", "run_dir": "b"}, "setting run_dir: expected none with resume=a, got b"),
         ({"staleness": 2, "kv_store": "dist_sync"}, "setting staleness: expected kv_store=dist_async with it, got 2"),

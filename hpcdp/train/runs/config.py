@@ -111,7 +111,7 @@ class TrainConfig:
     hybridize: bool | None = setting(
         None, "replay each step as one plan, on a GPU as one CUDA graph; the same bits (default: on GPUs)"
     )
-    threads: int = setting(1, "BLAS threads per rank; to use more cores start more ranks", least=1)
+    threads: int = setting(1, "BLAS threads per rank; to use more cores start more ranks", least=1, most=1024)
     eval_batch_size: int = setting(256, "samples a rank evaluates at once", least=1)
     run_dir: str | None = setting(None, "folder for the results (default: a new runs/MODEL-DATA-NNN)")
     overwrite: bool = setting(False, "replace the results of an earlier run in the run folder")

@@ -18,15 +18,16 @@ def setting(
     choices: tuple[str, ...] = (),
     least: float | None = None,
     above: bool = False,
+    most: float | None = None,
     word: str | None = None,
 ):
-    """A dataclass field with its help text, its valid names, or its smallest value (itself excluded if ``above``).
+    """A dataclass field with its help text, its valid names, or its smallest value (itself excluded if ``above``) and
+    its largest.
 
     A number may be the ``word`` instead.
     """
-    return dataclasses.field(
-        default=default, metadata={"help": about, "choices": choices, "least": least, "above": above, "word": word}
-    )
+    metadata = {"help": about, "choices": choices, "least": least, "above": above, "most": most, "word": word}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def parsed(field: dataclasses.Field[Any], kind: type, text: str | bool) -> Any:
@@ -70,14 +71,14 @@ def check_range(field: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigError(f"setting {field.name}", expected="a name, which has no NUL", got=repr(value))
     if field.metadata["choices"]:
         check_name(field.name, value, field.metadata["choices"])
-    least = field.metadata["least"]
-    if (
-        least is not None
-        and not isinstance(value, str)
-        and (value < least or (field.metadata["above"] and value == least))
-    ):
-        bound = f"{'more than' if field.metadata['above'] else 'at least'} {least:g}"
+    least, most, above = (field.metadata[name] for name in ("least", "most", "above"))
+    if isinstance(value, str):
+        return
+    if least is not None and (value < least or (above and value == least)):
+        bound = f"{'more than' if above else 'at least'} {least:g}"
         raise ConfigError(f"setting {field.name}", expected=bound, got=value)
+    if most is not None and value > most:
+        raise ConfigError(f"setting {field.name}", expected=f"at most {most:g}", got=value)
 
 
 def toml_value(value: Any) -> str:
