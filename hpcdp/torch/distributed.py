@@ -297,12 +297,20 @@ class DistributedDataParallel(torch.nn.Module):
 
         Where their forwards were makes no difference, other than with torch's wrapper, which goes by those.
         """
-        backward = self.backward_pass
-        before, backward.syncing = backward.syncing, False
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            backward.syncing = before
+            self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward averages gradients. Loops written for torch's wrapper set it, instead of `no_sync`."""
+        return self.backward_pass.syncing
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, syncing: bool) -> None:
+        self.backward_pass.syncing = syncing
 
 
 def _places(module: torch.nn.Module) -> list[tuple[Mapping[str, Any], str, Any]]:

@@ -1,5 +1,7 @@
 """The wrapper over thread ranks, against one process that averages the gradients of all ranks by itself."""
 
+from contextlib import nullcontext
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -54,13 +56,18 @@ def test_gradients_are_the_average_of_all_ranks(n, ranks_per_node, overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_without_synchronising_gradients_add_up_and_the_next_backward_averages_them(overlap):
+@pytest.mark.parametrize("by_attribute", [False, True])
+def test_without_synchronising_gradients_add_up_and_the_next_backward_averages_them(overlap, by_attribute):
     def rank(world):
         model = hpcdp.torch.DistributedDataParallel(network(0), world, overlap=overlap)
         reference = network(0)
-        with model.no_sync():
+        if by_attribute:
+            model.require_backward_grad_sync = False
+        with nullcontext() if by_attribute else model.no_sync():
             for step in range(world.rank + 1):  # ranks may differ
                 loss_of(model, step, world.rank).backward()
+        if by_attribute:
+            model.require_backward_grad_sync = True
         loss_of(model, 9, world.rank).backward()
         found = {name: param.grad.clone() for name, param in model.module.named_parameters()}
         expected = {name: torch.zeros_like(grad) for name, grad in found.items()}
