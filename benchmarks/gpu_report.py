@@ -48,8 +48,11 @@ def verdicts(report: Report) -> list[Verdict]:
 
 
 def _rated(what: str, least: float, rows: Iterable[dict[str, Any]]) -> Verdict:
-    shares = [(row.get("share") or 0.0, row["name"]) for row in rows]
-    wanted = f"at least {least:.0%}"
+    given, wanted = list(rows), f"at least {least:.0%}"
+    failed = [row["name"] for row in given if "failed" in row]
+    if failed:
+        return Verdict("S13", what, wanted, f"failed: {', '.join(failed)}", False)
+    shares = [(row["share"], row["name"]) for row in given]
     if not shares:
         return Verdict("S13", what, wanted, None, False)
     share, name = min(shares)

@@ -154,7 +154,8 @@ def _copied_between_gpus(cupy: Any, x: Array, index: int) -> Array:
 
 def _cupy(device: Device) -> Any:
     limit = os.environ.get("CUPY_GPU_MEMORY_LIMIT", "")
-    if limit and not re.fullmatch(r"\d+|\d+(\.\d*)?%", limit.strip()):
+    number = re.fullmatch(r"\d+|(\d+(?:\.\d*)?)%", limit.strip())
+    if limit and (number is None or float(number[1] or 0) > 100):
         raise DeviceError("device", where="CUPY_GPU_MEMORY_LIMIT", expected="bytes, or percent such as 50%", got=limit)
     try:
         cupy = importlib.import_module("cupy")

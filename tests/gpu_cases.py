@@ -171,6 +171,25 @@ def training(world):
             np.testing.assert_array_equal(mine, same)
 
 
+def overflow(world, hybridize=False):
+    """A step in which one rank's gradient is not finite is left out by all."""
+    for overlap in (False, True):
+        net = _network().to(world.device)
+        policy = hpcdp.Policy(nonfinite="skip")
+        trainer = Trainer(net.parameters(), optim.SGD(0.05), world, policy=policy, overlap=overlap)
+        step = TrainStep(net, trainer)
+        step.hybridize(hybridize)
+        rng, moved = np.random.default_rng(world.rank), []
+        for number in range(6):
+            before = to_host(net[0].weight.data).copy()
+            x, y = rng.standard_normal((6, 1, 8, 8), np.float32), rng.integers(0, 4, 6)
+            if number in (1, 4) and world.rank == world.size - 1:
+                x[0, 0, 0, 0] = np.inf
+            step(world.device.put(x), world.device.put(y))
+            moved.append(bool((to_host(net[0].weight.data) != before).any()))
+        assert moved == [True, False, True, True, False, True] and trainer.num_nonfinite == 2, overlap
+
+
 def graphs(world):
     """Steps by CUDA graphs, of one rank with the update in them, of several cut at buckets, end near those by hand."""
     for rule, overlap in itertools.product(RULES, (False, True)):
@@ -178,6 +197,7 @@ def graphs(world):
         np.testing.assert_allclose(found[0], wanted[0], rtol=1e-3)
         for mine, by_hand in zip(found[1], wanted[1], strict=True):
             np.testing.assert_allclose(mine, by_hand, rtol=2e-3, atol=1e-4)
+    overflow(world, hybridize=True)
 
 
 def convolution(world):
@@ -257,7 +277,7 @@ def check_torch(world, place):
 
 CASES = {
     each.__name__: each
-    for each in (nccl, cuda_ipc, reducer, delivery, stores, training, graphs, convolution, torch_ddp)
+    for each in (nccl, cuda_ipc, reducer, delivery, stores, training, overflow, graphs, convolution, torch_ddp)
 }  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def test_a_driver_that_is_too_old_for_cupy_is_told_with_what_to_install(monkeypa
         gpu(0).use()
 
 
-@pytest.mark.parametrize("limit", ["lots", "-1", "50 MB", "%", "1e9"])
+@pytest.mark.parametrize("limit", ["lots", "-1", "50 MB", "%", "1e9", "120%"])
 def test_a_limit_of_memory_that_cupy_cannot_read_is_told_by_its_name(limit, gpus_on_host, monkeypatch):
     monkeypatch.setenv("CUPY_GPU_MEMORY_LIMIT", limit)
     told = rf"device \[CUPY_GPU_MEMORY_LIMIT\]: expected bytes, or percent such as 50%, got {limit}"
@@ -69,7 +69,7 @@ def test_a_limit_of_memory_that_cupy_cannot_read_is_told_by_its_name(limit, gpus
         gpu(0).use()
 
 
-@pytest.mark.parametrize("limit", ["", "1000000", "50%", "12.5%"])
+@pytest.mark.parametrize("limit", ["", "1000000", "50%", "12.5%", "100%"])
 def test_a_limit_of_memory_that_cupy_can_read(limit, gpus_on_host, monkeypatch):
     monkeypatch.setenv("CUPY_GPU_MEMORY_LIMIT", limit)
     gpu(0).use()

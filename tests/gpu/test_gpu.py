@@ -44,7 +44,9 @@ JOBS = [
     Job("nccl", 1), Job("nccl", 2, gpus=2), Job("cuda_ipc", 2), Job("cuda_ipc", 3), Job("reducer", 2),
     Job("reducer", 2, 1), Job("reducer", 4, 2), Job("reducer", 2, gpus=2), Job("reducer", 3, gpus=2),
     Job("delivery", 1), Job("stores", 1), Job("stores", 2), Job("stores", 2, 1),
-    Job("stores", 3, gpus=2), Job("training", 1), Job("training", 2), Job("training", 4, 2), Job("training", 2, gpus=2),
+    Job("stores", 3, gpus=2), Job("overflow", 1), Job("overflow", 2), Job("overflow", 4, 2),
+    Job("overflow", 2, gpus=2),
+    Job("training", 1), Job("training", 2), Job("training", 4, 2), Job("training", 2, gpus=2),
 ]  # fmt: skip
 GRAPHS = [Job("graphs", 1), Job("graphs", 2), Job("graphs", 4, 2), Job("graphs", 2, gpus=2), Job("graphs", 3, gpus=2)]
 
@@ -93,7 +95,7 @@ def run_on_host(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
-@pytest.mark.filterwarnings("ignore:gradients on GPUs")
+@pytest.mark.filterwarnings("ignore:gradients on GPUs", "ignore:invalid value")
 def test_what_ranks_do_on_a_gpu(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
     if ON_GPU:
         run_on_gpu(job)
