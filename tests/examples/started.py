@@ -15,8 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def start(name: str, ranks: int, *arguments: str) -> str:
-    """What ``hpcdp launch -n RANKS -- python examples/NAME ARGUMENTS`` prints; what it raises is raised, but not
-    that it leaves with status 0."""
+    """What ``hpcdp launch -n RANKS -- python examples/NAME ARGUMENTS`` prints; what it raises is raised."""
     return start_code((EXAMPLES / name).read_text(), name, ranks, *arguments)
 
 
@@ -38,9 +37,5 @@ def start_code(source: str, name: str, ranks: int, *arguments: str) -> str:
         patch.setattr(sys, "argv", [name, *arguments])
         patch.setattr(hpcdp, "init", lambda: own.world)
         patch.setattr("hpcdp.launch.arguments.fail", fail)
-        try:
-            threads.run(ranks, rank)
-        except SystemExit as left:
-            if left.code:
-                raise
+        threads.run(ranks, rank)
     return said.getvalue()

@@ -99,7 +99,9 @@ def test_examples_of_pages_run_and_those_of_checkpoints_go_on_where_they_ended(n
     assert "epochs=3" in stopping
     ending = f"{STEP}            if trainer.step_count == 13:\n                raise SystemExit(manager.wait())\n"
     monkeypatch.chdir(tmp_path)
-    start_code(checkpoints.replace(STEP, ending), "checkpoints", 1)
+    with pytest.raises(SystemExit) as ended:
+        start_code(checkpoints.replace(STEP, ending), "checkpoints", 1)
+    assert not ended.value.code
     start_code(stopping.replace("epochs=3", "epochs=2"), "stopping", 1)
     assert [each.name for each in (tmp_path / "checkpoints").glob("step-*")] == ["step-0000000010"]
     assert (tmp_path / "stopped" / "step-0000000016").exists()

@@ -304,14 +304,14 @@ def test_small_updates_of_16_bits_are_not_lost_by_blocks_that_change_nothing(own
         net = nn.Dense(1, 1)
         net.weight.data = np.ones((1, 1), "f4")
         trainer = Trainer(net.to(dtype).parameters(), optim.SGD(lr=1e-4), world, owner=owner)
-        for _ in range(100):
+        for _ in range(200):
             with record():
                 loss = net(np.ones((1, 1), "f4")).astype("float32").sum(axis=1)
             loss.backward()
             trainer.step(1)
             with trainer.changing_parameters():
                 net.weight[...] = np.clip(net.weight.data, -2, 2)
-        np.testing.assert_allclose(net.weight.data.astype("f4"), 0.99, atol=2.0**-9)
+        np.testing.assert_allclose(net.weight.data.astype("f4"), 0.98, atol=2.0**-9)
 
     threads.run(n, rank)
 
