@@ -299,7 +299,7 @@ def test_real_ranks_wait_in_any_order():
     world = hpcdp.init()
     n = world.size
     names = [name for name in ALGORITHMS["allreduce"] if name != "shared" or world.node_memory.size == n]
-    calls = [(count, name) for count in (5, 60_007, 100_003) for name in names]
+    calls = [(count, name) for count in (5, 60_007, 300_001) for name in names]
     arrays = [data(world.rank, count) for count, _ in calls]
     requests = [iallreduce(x, "sum", world, name) for x, (_, name) in zip(arrays, calls, strict=True)]
     for number in np.random.default_rng(world.rank).permutation(len(calls)):

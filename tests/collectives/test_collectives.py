@@ -271,9 +271,9 @@ def test_real_ranks_with_long_arrays(collective, algorithm):
 
     world = hpcdp.init()
     if (collective, algorithm) in MOVING:
-        check_moving(collective, algorithm, world, "float32", 200_003, root=0)
+        check_moving(collective, algorithm, world, "float32", 700_001, root=0)
     else:
-        check_reducing(collective, algorithm, world, "float32", "sum", 200_003)
+        check_reducing(collective, algorithm, world, "float32", "sum", 700_001)
 
 
 @pytest.mark.mpi
