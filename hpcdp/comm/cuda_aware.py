@@ -105,16 +105,23 @@ def _arrives(comm: Communicator | None) -> bool:
     if comm is None or comm.size == 1:
         return True
     cupy = importlib.import_module("cupy")
-    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    before = (comm.rank - 1) % comm.size
     is_right = True
     for count in _COUNTS:
         sent, come = cupy.arange(count) + comm.rank, cupy.zeros(count, dtype=np.int64)
         cupy.cuda.get_current_stream().synchronize()  # a library does not wait for it
-        requests = comm.irecv(come, before), comm.isend(sent, after)
-        for each in requests:
-            each.wait()
+        _exchange(comm, sent, come)
         is_right = is_right and bool((come == cupy.arange(count) + before).all())
     return is_right
+
+
+def _exchange(comm: Communicator, sent: Array, come: Array, messages: int = 1) -> None:
+    """Send ``sent`` to the next rank of ``comm``, and get ``come`` from the one before, in so many messages at once."""
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    requests = [comm.irecv(each, before) for each in split(come, messages)]
+    requests += [comm.isend(each, after) for each in split(sent, messages)]
+    for each in requests:
+        each.wait()
 
 
 def _seconds(comm: Communicator | None) -> tuple[float, float]:
@@ -123,17 +130,10 @@ def _seconds(comm: Communicator | None) -> tuple[float, float]:
     to others, so it may take a little longer."""
     if comm is None or comm.size == 1:
         return 0.0, 0.0
-    streams, link = Streams(gpu(int(importlib.import_module("cupy").cuda.runtime.getDevice()))), comm
-    stream = streams.stream()
+    streams = Streams(gpu(int(importlib.import_module("cupy").cuda.runtime.getDevice())))
+    stream, exchange = streams.stream(), partial(_exchange, comm, messages=_IN_FLIGHT)
     on_gpu = [streams.empty((_TIMED,), np.dtype(np.float32), stream) for _ in range(2)]
     on_host = [streams.pinned(4 * _TIMED, stream).view(np.float32) for _ in range(2)]
-
-    def exchange(sent: Array, come: Array) -> None:
-        after, before = (link.rank + 1) % link.size, (link.rank - 1) % link.size
-        requests = [link.irecv(each, before) for each in split(come, _IN_FLIGHT)]
-        requests += [link.isend(each, after) for each in split(sent, _IN_FLIGHT)]
-        for each in requests:
-            each.wait()
 
     def through_host() -> None:
         streams.copy_async(on_host[0], on_gpu[0], stream)
@@ -143,7 +143,7 @@ def _seconds(comm: Communicator | None) -> tuple[float, float]:
         streams.synchronize(stream)
 
     def seconds(way: Callable[[], None]) -> float:
-        link.barrier()
+        comm.barrier()
         begin = time.perf_counter()
         way()
         return time.perf_counter() - begin

@@ -1,9 +1,9 @@
 // Of all elements the k of largest magnitude, of equal ones the first, in the order in which they lie.
 //
 // A sample tells two digits of a magnitude that somewhat more than k elements reach: one digit is not enough, since what
-// is kept of gradients gathers just below what is sent. Those are candidates, which every warp sets
-// aside from its own stretch of elements while it adds them up: memory is passed over once. Should they be fewer than
-// k, all elements become candidates. Among them the magnitude of the last that is sent is found digit by digit (radix
+// is kept of gradients gathers just below what is sent. Those are candidates, which every warp sets aside from its own
+// stretch of elements while it adds them up: memory is passed over once. Should they be fewer than k, all elements
+// become candidates. Among them the magnitude of the last that is sent is found digit by digit (radix
 // select); then every warp writes its own behind those of the warps before it, which are counted, so that none waits
 // for another. Counting is in integers, so that its order does not matter, with atomic additions.
 
