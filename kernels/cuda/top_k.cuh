@@ -2,10 +2,11 @@
 //
 // A sample tells two digits of a magnitude that somewhat more than k elements reach: one digit is not enough, since what
 // is kept of gradients gathers just below what is sent. Those are candidates, which every warp sets aside from its own
-// stretch of elements while it adds them up: memory is passed over once. Should they be fewer than k, all elements
-// become candidates. Among them the magnitude of the last that is sent is found digit by digit (radix
-// select); then every warp writes its own behind those of the warps before it, which are counted, so that none waits
-// for another. Counting is in integers, so that its order does not matter, with atomic additions.
+// stretch of elements while it adds them up: memory is passed over once. Should they be fewer than k, all elements but
+// zeros become candidates, and of zeros, of which the first are sent, those that lie among the first k elements. Among
+// candidates the magnitude of the last that is sent is found digit by digit (radix select); then every warp writes its
+// own behind those of the warps before it, which are counted, so that none waits for another. Counting is in integers,
+// so that its order does not matter, with atomic additions.
 
 typedef unsigned long long Bits;
 
@@ -101,7 +102,8 @@ __device__ inline Limit next_limit(const volatile Word* counts, Limit before, in
 
 // Of every `stride` packs one, not always in the same place, since elements may repeat themselves with the stride: a
 // digit, of `bits` at `shift`, of the magnitude that `wanted` of its elements reach, which as far as it is known becomes
-// the floor; where there are not as many, that is 0. What is not finite must be a candidate, whatever there is of it.
+// the floor; where there are not as many, all but zeros reach it, of which sparse gradients have too many. What is not
+// finite must be a candidate, whatever there is of it.
 template <class T>
 __device__ void sample_floor(
     const T* __restrict__ grad, const T* __restrict__ residual, Index count, Index stride, Index wanted, bool first,
@@ -124,7 +126,8 @@ __device__ void sample_floor(
     }
     if (!digits.is_last_to_add(counts, &search->ended)) return;
     const Limit limit = next_limit(counts, before, bits);
-    const Bits floor = limit.ties > 0 ? limit.digits << shift : 0, infinity = infinity_of(T());
+    const Bits found = limit.ties > 0 ? limit.digits << shift : 0, floor = found > 0 ? found : 1;
+    const Bits infinity = infinity_of(T());
     if (threadIdx.x > 0) return;
     search->limit = limit;
     search->floor = floor < infinity ? floor : infinity;
@@ -155,7 +158,7 @@ __device__ inline Place place_in_warp(Word own) {
 }
 
 // `residual += grad`, but 0 where candidates were, and those of each warp to where its stretch begins in `indices` and
-// `values`, their number to `numbers`; the first digit of the limit. `again`: all elements as they are, if that is
+// `values`, their number to `numbers`; the first digit of the limit. `again`: what there is without a floor, if that is
 // needed, once what was set aside is where it was.
 template <class T>
 __device__ void collect(
@@ -177,7 +180,8 @@ __device__ void collect(
         for (Word at = this_lane(); at < numbers[own.warp]; at += WARP) residual[indices[at] - begin] = values[at];
         __syncwarp();
     }
-    const Bits floor = again ? 0 : search->floor;
+    const Bits floor = again ? 1 : search->floor;
+    const Word zeros = again && wanted > begin ? Word(wanted) - begin : 0;  // so many elements may be that, too
     Word number = 0;
     for (Word first = 0; first < size; first += AT_ONCE * WARP * N) {
         Pack<T, N> given[AT_ONCE], kept[AT_ONCE];
@@ -204,6 +208,10 @@ __device__ void collect(
                 const bool is_candidate = magnitude_of(kept[p].at[k]) >= floor;
                 left.at[k] = is_candidate ? T{} : kept[p].at[k];
                 marked[p] |= Word(is_candidate) << k;
+            }
+            for (int k = 0; k < N && i < zeros; ++k) {
+                if (i + k < zeros) left.at[k] = T{};
+                marked[p] |= Word(i + k < zeros) << k;
             }
             if (i + N <= size) {
                 store_to(residual + i, left, aligned);

@@ -136,17 +136,37 @@ def test_top_k_where_the_sample_misleads(
     sent_alike(cupy, x, residual, 90)
 
 
-def test_top_k_sets_few_candidates_aside(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In step after step: what is kept gathers just below what is sent."""
-    numbers = []
+@pytest.fixture
+def numbers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many candidates each launch that collects has left."""
+    found: list[int] = []
 
     def launch(file: str, name: str, grid: int, *args: Any) -> None:
         cuda_launch(file, name, grid, *args)
         if name.startswith("collect"):
-            numbers.append(int(args[8].to_host().sum()))
+            found.append(int(args[8].to_host().sum()))
 
     cuda_launch = cuda.launch
     monkeypatch.setattr(cuda, "launch", launch)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stretches", [1, 1056])
+def test_top_k_of_sparse_gradients_sets_no_more_zeros_aside_than_are_sent(
+    dtype: type, stretches: int, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, numbers: list[int]
+) -> None:
+    monkeypatch.setattr("hpcdp.kernels.cuda.MAX_PARTS", stretches)
+    for count in (0, 1, 89, 90, 91, 150):  # are not zero
+        x, residual = np.zeros(9001, dtype), np.zeros(9001, dtype)
+        at = np.random.default_rng(count).choice(9001, count, replace=False)
+        x[at], residual[:200:3] = np.arange(1, count + 1), -0.0
+        sent_alike(cupy, x, residual, 90)
+        assert max(90, count) <= numbers[-1] <= 90 + count
+
+
+def test_top_k_sets_few_candidates_aside(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, numbers: list[int]) -> None:
+    """In step after step: what is kept gathers just below what is sent."""
     monkeypatch.setattr(cuda_compress, "_SAMPLED_PACKS", 1 << 13)
     x = np.random.default_rng(3).standard_normal(1 << 17).astype(np.float32)
     k = x.size // 100
