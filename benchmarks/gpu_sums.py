@@ -37,7 +37,7 @@ from .measure import FreshData
 from .sizes import parse_size
 
 _TURNS, _BATCH, _WIDTH = 7, 256, 2048
-_ROUNDS, _STEPS = 5, 3
+_ROUNDS, _STEPS = 6, 3
 """Turns of each side of a comparison, and the steps of one."""
 _WARM_UP = 3
 """Steps that are not counted: graphs are traced in the first and captured in the second."""
@@ -165,10 +165,13 @@ def codes(world: World, count: int) -> Found:
 
 
 def _both_ways(world: World, count: int, codec: str | None, hybridize: bool) -> tuple[tuple[float, float], int, str]:
-    """Seconds of a step without and with overlap, medians of turns that alternate; how many parameters of all ranks
-    differ between them, or from those of rank 0; and how sums go."""
-    behind, beside = (_Training(world, count, overlap, codec, hybridize) for overlap in (False, True))
-    turns = [(behind.step_s(), beside.step_s()) for _ in range(_ROUNDS)]
+    """Seconds of a step without and with overlap, medians of turns that alternate, each as often the first; how many
+    parameters of all ranks differ between them, or from those of rank 0; and how sums go."""
+    both = behind, beside = [_Training(world, count, overlap, codec, hybridize) for overlap in (False, True)]
+    turns = np.empty((_ROUNDS, 2))
+    for number in range(_ROUNDS):
+        for which in (0, 1) if number % 2 == 0 else (1, 0):
+            turns[number, which] = both[which].step_s()
     first, second = map(float, np.median(turns, axis=0))
     differ = sum(int(np.count_nonzero(a != b)) for a, b in zip(behind.params(), beside.params(), strict=True))
     sums = world.comm.allgather_json([zlib.crc32(each.tobytes()) for each in beside.params()])
