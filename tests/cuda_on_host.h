@@ -1,9 +1,10 @@
 // What kernels/*.cu need of CUDA, for a host compiler: the tests run the same bodies where there is no GPU.
 //
 // The threads of a block are fibers of one thread, which take turns where they wait for each other, so barriers and
-// ballots work as on a GPU; blocks run one after another. A wait that can never end, because a thread of the block or
-// of the warp has returned or waits elsewhere, ends the launch with an error. So does a load or store that a GPU refuses
-// because of its alignment: g++ calls the handler below (-fsanitize=alignment).
+// ballots work as on a GPU; blocks run one after another. Every other launch has blocks, and threads between barriers, in
+// the opposite order: where a barrier is missing, one of two launches differs. A wait that can never end, because a
+// thread of the block or of the warp has returned or waits elsewhere, ends the launch with an error. So does a load or
+// store that a GPU refuses because of its alignment: g++ calls the handler below (-fsanitize=alignment).
 #pragma once
 #include <cmath>
 #include <csetjmp>
@@ -98,6 +99,7 @@ static jmp_buf scheduler;
 static std::deque<Fiber> fibers;  // kept for the blocks that follow
 static unsigned current;
 static bool has_moved;  // whether any thread of the block went on in this round
+static bool is_backwards;
 static Barrier block_barrier;
 static std::vector<Warp> warps;
 static bool is_misaligned;
@@ -154,6 +156,8 @@ inline void resume(Fiber& fiber) {
     throw std::runtime_error(why);
 }
 
+inline unsigned in_order(unsigned turn, unsigned of) { return is_backwards ? of - 1 - turn : turn; }
+
 inline void run_block() {
     is_misaligned = false;
     block_barrier = Barrier();
@@ -165,7 +169,8 @@ inline void run_block() {
     }
     for (unsigned done = 0; done < blockDim.x;) {
         has_moved = false;
-        for (current = 0; current < blockDim.x; ++current) {
+        for (unsigned turn = 0; turn < blockDim.x; ++turn) {
+            current = in_order(turn, blockDim.x);
             if (fibers[current].is_done) continue;
             threadIdx.x = current;
             resume(fibers[current]);
@@ -183,7 +188,11 @@ void launch(void (*kernel)(Args...), void** args, unsigned grid, unsigned block,
     body_of = &call;
     gridDim = {grid, 1, 1};
     blockDim = {block, 1, 1};
-    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) run_block();
+    is_backwards = !is_backwards;
+    for (unsigned turn = 0; turn < grid; ++turn) {
+        blockIdx.x = in_order(turn, grid);
+        run_block();
+    }
 }
 
 }  // namespace on_host

@@ -121,10 +121,13 @@ def _compiled(code: str) -> tuple[ctypes.CDLL, dict[str, list[str]]]:
         f" {{ return launch_on_host({name}, args, count, grid, block); }}\n"
         for name in parameters
     )
-    library = _folder() / f"{hashlib.blake2b(code.encode(), digest_size=8).hexdigest()}.so"
     options = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC", "-shared"]
     options += ["-U_FORTIFY_SOURCE"]  # which takes a jump to another stack for a fault
-    options += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment", "-include", HERE / "cuda_on_host.h"]
+    options += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment", "-include", str(HERE / "cuda_on_host.h")]
+    if "libasan" in os.environ.get("LD_PRELOAD", ""):
+        options += ["-fsanitize=address", "--param=asan-stack=0"]  # fibers have stacks that it does not know
+    name = hashlib.blake2b("\n".join((*options, code)).encode(), digest_size=8).hexdigest()
+    library = _folder() / f"{name}.so"
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():

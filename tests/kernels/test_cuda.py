@@ -136,6 +136,11 @@ extern "C" __global__ void leaves(int* out, int given) {
     if (threadIdx.x == given) return;
     __syncthreads();
 }
+extern "C" __global__ void lacks_a_barrier(int* out, int given) {
+    __shared__ int seen[256];
+    seen[threadIdx.x] = given;
+    out[threadIdx.x] = threadIdx.x ? seen[threadIdx.x - 1] : given;
+}
 struct alignas(16) Four {
     int at[4];
 };
@@ -153,6 +158,16 @@ def test_the_host_runs_blocks_as_a_gpu_does(on_host: ModuleType) -> None:
     np.testing.assert_array_equal(out.to_host(), np.tile(1000 + votes, 2))
     with pytest.raises(RuntimeError, match="barrier that others never reach"):
         module.get_function("leaves")((1,), (40,), (out, np.int32(3)))
+
+
+def test_a_missing_barrier_is_seen(on_host: ModuleType) -> None:
+    kernel = on_host.RawModule(code=SHIM, options=cuda.OPTIONS).get_function("lacks_a_barrier")
+    alike = []
+    for given in (1, 2):
+        out = on_host.asarray(np.zeros(40, np.int32))
+        kernel((1,), (40,), (out, np.int32(given)))
+        alike.append(bool((out.to_host() == given).all()))
+    assert sorted(alike) == [False, True]
 
 
 def test_the_host_refuses_misaligned_packs_as_a_gpu_does(on_host: ModuleType) -> None:
