@@ -88,7 +88,7 @@ def joined(results, num_stages):
     for parts in copies.values():
         for part in parts[1:]:
             np.testing.assert_array_equal(part, parts[0])
-    assert {int(name.partition(".")[0]) for name in copies} == set(range(num_stages))
+    assert {int(name.partition(".")[0]) for name in copies} <= set(range(num_stages))  # a stage may have none
     return np.concatenate([copies[name][0].reshape(-1) for name in sorted(copies, key=_place)])
 
 

@@ -76,7 +76,10 @@ def test_on_a_device(make):
 @pytest.mark.mpi
 @pytest.mark.parametrize("make", [mlp, convolutions])
 def test_on_real_ranks(make):
-    compared(hpcdp.init(), make, whole_numbers, np.testing.assert_array_equal)
+    world = hpcdp.init()
+    if world.size > 4:
+        pytest.skip("needs no more ranks than the smallest layer has features, 4")
+    compared(world, make, whole_numbers, np.testing.assert_array_equal)
 
 
 @pytest.mark.parametrize("n", [2, 3])

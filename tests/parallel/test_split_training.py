@@ -86,6 +86,8 @@ def test_losses_and_parameters_are_those_of_the_unsplit_model(layout, make, kind
 @pytest.mark.parametrize("make", [mlp, convolutions])
 def test_on_real_ranks(make):
     world = hpcdp.init()
+    if world.size > 4:
+        pytest.skip("needs no more ranks than the smallest layer has features, 4")
     for num_parts in {world.size, world.size // 2 if world.size % 2 == 0 else world.size}:
         settings = {"clip_norm": 0.05}
         optimizer = OPTIMIZERS["clipped"][0]

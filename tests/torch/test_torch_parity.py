@@ -66,15 +66,15 @@ def batch(step, rank):
     )
 
 
-def trained(world, wrap, optimize, *, micro=1, clip=None, branches=None, batches=STEPS, normed=True):
-    """Losses of this rank, and the parameters at the end."""
+def trained(world, wrap, optimize, *, micro=1, clip=None, branches=None, batches=None, normed=True):
+    """Losses of this rank, and the parameters at the end; ranks that are given a number of batches are joined."""
     torch.manual_seed(world.rank)  # rank 0's values are to be everybody's
     model = wrap(Network(normed))
     optimizer = optimize(model)
     losses = []
 
     def train():
-        for step in range(batches):
+        for step in range(STEPS if batches is None else batches):
             optimizer.zero_grad()
             for part in range(micro):
                 x, y = batch(step * micro + part, world.rank)
@@ -94,7 +94,7 @@ def trained(world, wrap, optimize, *, micro=1, clip=None, branches=None, batches
                     nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
 
-    if batches == STEPS:
+    if batches is None:
         train()
     else:
         with model.join():
