@@ -152,6 +152,14 @@ def test_ranks_with_other_models_are_told_on_every_rank(change, message):
             raise error
 
 
+@pytest.mark.parametrize("kvstore", [None, "local", "dist_sync"])
+def test_what_is_no_world_is_refused_by_name(kvstore):
+    """Gluon's Trainer takes its optimizer's settings there."""
+    message = r"Trainer \[world\]: expected what hpcdp.init\(\) returns, or None for that, got {'learning_rate': 0.1}"
+    with pytest.raises(ConfigError, match=message):
+        Trainer(model(0), optim.SGD(lr=0.1), {"learning_rate": 0.1}, kvstore=kvstore)
+
+
 def test_other_settings_are_a_mismatch_too():
     with pytest.raises(MismatchError, match=r"'lr': 0.1.*on rank 0, got optimizer.*'lr': 0.2.*on rank 1"):
         threads.run(2, lambda world: Trainer(model(0), optim.SGD(lr=0.1 * (world.rank + 1)), world))
