@@ -322,6 +322,38 @@ def test_gradients_are_what_they_were_while_an_update_reads_them(overlap, what):
         np.testing.assert_array_equal(bias, np.zeros(2, np.float32))
 
 
+def test_a_thread_that_reads_parameters_late_does_not_end_the_update_of_the_next_step():
+    def rank(world):
+        param = nn.Parameter(np.full(9, 5, "f4"), name="w")
+        trainer = hpcdp.Trainer([param], optim.SGD(lr=0.5), world, overlap=True)
+        milestones, has_come, goes_on = trainer.reducer.beside._milestones, threading.Event(), threading.Event()
+        wait = milestones.wait
+
+        def step():
+            param.grad[...] = 1 + world.rank
+            param.grad_hook(param)
+            trainer.step(1)
+
+        def late(*args):
+            wait(*args)
+            if threading.current_thread() is reader:
+                has_come.set()
+                goes_on.wait(30)
+
+        step()
+        reader, milestones.wait = threading.Thread(target=lambda: param.data), late
+        reader.start()
+        assert has_come.wait(30)
+        step()
+        goes_on.set()
+        reader.join()
+        assert param.data_hook is not None  # whoever reads it now waits for the second update
+        step()
+        return param.data.tolist()
+
+    assert threads.run(2, rank, 1) == [[5 - 3 * 0.5 * 1.5] * 9] * 2
+
+
 def test_an_update_uses_the_settings_of_its_step():
     """The learning rate is changed when `step` has returned, while updates may be under way."""
 
