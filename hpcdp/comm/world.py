@@ -198,6 +198,13 @@ class World:
         return self.kept[key]
 
 
+def require_world(operation: str, given: object) -> None:
+    """Raises `ConfigError` unless it is a world, or None for that of `hpcdp.init`."""
+    if not (given is None or isinstance(given, World)):
+        expected = "what hpcdp.init() returns, or None for that"
+        raise ConfigError(operation, where="world", expected=expected, got=repr(given))
+
+
 def _color(color: object) -> int:
     """``color`` as MPI takes it, which would cut 1.5 to 1 without a word."""
     number = int(color) if isinstance(color, (bool, np.bool_)) else color

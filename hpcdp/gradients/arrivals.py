@@ -44,10 +44,11 @@ class Arrivals:
         """
         bucket = self._bucket_of[name]
         if bucket.state not in _TAKING:
+            beside = ", or make the Trainer with overlap=False" if self._beside is not None else ""
             raise StaleGradientError(
                 "backward", where=name, expected="one backward before each step()", got="another one",
-                remedy="call step() in between, or all but the last within no_sync(); after a backward that failed, "
-                "step(0) on all ranks drops what it wrote",
+                remedy=f"call step() in between, or all but the last within no_sync(){beside}; after a backward that "
+                "failed, step(0) on all ranks drops what it wrote",
             )  # fmt: skip
         if name in bucket.missing:
             bucket.missing.remove(name)

@@ -3,10 +3,14 @@
 Both are tasks of the communication lane's engine, ordered by one variable a bucket. How far each rank of the node has
 got with each bucket is posted in its memory: a reduction begins when all have filled theirs, and whoever reads a
 parameter waits until all owners have updated it.
+
+Threads of the program may read parameters, too, such as one that logs or evaluates: whoever comes first ends the update
+of a bucket, and one that comes late must not take the next step's for it.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -47,13 +51,15 @@ class Beside:
         self.times: list[BucketTimes] = []
         """When the buckets of the last step that is over were ready, launched and done."""
         self.waited: Callable[[int, int], None] = lambda begin_ns, end_ns: None
-        """Told of each wait of this rank for the update of parameters."""
+        """Told of each wait of this rank's computation for the update of parameters."""
         self._memory, self._buckets, self._params, self._lane = memory, buckets, params, lane
         self._watchdog = Watchdog.of(world)
         self._trace: Trace | None = world.kept.get(Trace)
         self._step = 0
         self._updating: dict[int, int] = {}
         """What owners post for the update of a bucket that is under way."""
+        self._ending = threading.Lock()
+        self._computes = threading.get_ident()
         self._milestones = Milestones(memory, len(buckets))
         self._variables = [lane.engine.variable(f"bucket {each.number}") for each in buckets]
 
@@ -62,6 +68,7 @@ class Beside:
         if not self._updating:
             self._note_times()
         self._step += 1
+        self._computes = threading.get_ident()
 
     def launch(self, bucket: Bucket, reduction: Callable[[Turn], Steps]) -> None:
         """Run the machine that ``reduction(turn)`` makes, when all ranks of the node have filled the bucket."""
@@ -111,15 +118,22 @@ class Beside:
         with self._watchdog.watching("update", bucket.described, behind):
             self._lane.wait(self._variables[bucket.number])
             self._milestones.wait(updated, bucket.number)
-        self._hook(bucket, None)  # not before: whoever reads meanwhile waits, too, and an error stays one
-        self._updating.pop(bucket.number, None)
-        bucket.state = State.FILLING
+        self._end_update(bucket, updated)  # not before: whoever reads meanwhile waits, too, and an error stays one
+        if threading.get_ident() != self._computes:
+            return
         end = time.perf_counter_ns()
         self.waited(begin, end)
         if self._trace is not None:
             self._trace.slice(f"wait for bucket {bucket.number}", "main", begin, end)
         if not self._updating:
             self._note_times()
+
+    def _end_update(self, bucket: Bucket, updated: int) -> None:
+        with self._ending:
+            if self._updating.get(bucket.number) == updated:
+                bucket.state = State.FILLING  # first: who sees no update any more may write gradients
+                self._hook(bucket, None)
+                del self._updating[bucket.number]
 
     def settle_all(self) -> None:
         """Wait for all updates under way."""

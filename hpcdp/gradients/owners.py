@@ -339,7 +339,7 @@ class ShardOwner(_Flat):
             if bucket.mine.dtype in fused.DTYPES and all(name in fused.RULES for name, _ in kernels_of):
                 for piece, (name, coefficients) in zip(pieces, kernels_of, strict=True):
                     flat, _, state = self._views_of(bucket, piece)
-                    arrays = (state[each] for each in piece.rule.state_names())
+                    arrays = piece.rule.arrays_of(state)
                     fused.RULES[name](bucket.rows, piece.first, piece.last, flat, *arrays, coefficients)
             else:
                 reducer.sum_shard(bucket)

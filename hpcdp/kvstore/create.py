@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..comm import World, init
 from ..comm.agreement import on_every_rank, require_same
+from ..comm.world import require_world
 from ..errors import ConfigError
 from .asynchronous import AsyncStore
 from .device_sync import DeviceSyncStore
@@ -31,9 +32,7 @@ def create(
     """
     if not isinstance(name, str) or name not in KINDS:
         raise ConfigError("kvstore.create", where="name", expected=f"one of {', '.join(KINDS)}", got=repr(name))
-    if not (world is None or isinstance(world, World)):
-        expected = "what hpcdp.init() returns, or None for that"
-        raise ConfigError("kvstore.create", where="world", expected=expected, got=repr(world))
+    require_world("kvstore.create", world)
     if KINDS[name].scope == "process":
         _check_settings(name, staleness, replay)
         return LocalStore(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -63,18 +65,34 @@ class Failed:
         self._pulled.wait()
 
 
-def hook_of(pulled: Pulled) -> Callable[[Any], None]:
-    """What a parameter calls before it is read while its value is on its way."""
+class OnItsWay:
+    """What a parameter calls before it is read while its value is on its way.
 
-    def wait(parameter: Any) -> None:
+    Several threads may: one that comes late from its wait leaves the hook of the next pull alone.
+    """
+
+    _ending = threading.Lock()
+
+    def __init__(self, pulled: Pulled) -> None:
+        self._pulled, self._thread = pulled, threading.get_ident()
+        self.waited: Callable[[int, int], None] = lambda begin_ns, end_ns: None
+        """Told of each wait of the thread that has pulled."""
+
+    def __call__(self, parameter: Any) -> None:
+        begin_ns = time.perf_counter_ns()
         try:
-            pulled.wait()
+            self._pulled.wait()
         except Exception:
-            parameter.data_hook = Failed(pulled)
+            self._end(parameter, Failed(self._pulled))
             raise
-        parameter.data_hook = None  # not before: whoever reads meanwhile waits, too
+        self._end(parameter, None)  # not before: whoever reads meanwhile waits, too
+        if threading.get_ident() == self._thread:
+            self.waited(begin_ns, time.perf_counter_ns())
 
-    return wait
+    def _end(self, parameter: Any, hook: Failed | None) -> None:
+        with self._ending:
+            if parameter.data_hook is self:
+                parameter.data_hook = hook
 
 
 def array_of(parameter: Any) -> Array:

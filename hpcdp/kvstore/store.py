@@ -31,7 +31,7 @@ from .arguments import (
 from .entry import Entry
 from .keeps_state import KeepsState
 from .placed import carry, fill, like
-from .pulled import Pulled, can_wait, hook_of
+from .pulled import OnItsWay, Pulled, can_wait
 from .updaters import ByFunction, ByOptimizer, Function, Replace
 
 
@@ -186,7 +186,7 @@ class KVStore(KeepsState):
             for target in targets:
                 on_its_way = self._pull_to(entry, target.data if can_wait(target) else target, priority)
                 if can_wait(target):
-                    target.data_hook = hook_of(on_its_way)
+                    target.data_hook = OnItsWay(on_its_way)
                 else:
                     waits.append(on_its_way)
         for on_its_way in waits:

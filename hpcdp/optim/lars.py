@@ -76,7 +76,7 @@ class LARS(SGD):
         if of_layer is None:
             ends = array_namespace(param).asarray(np.array([0, param.size]))
             of_layer = segment_squares(param, grad, ends)[0]
-        arrays = (param, grad, *(state[name] for name in self.state_names()))
+        arrays = (param, grad, *self.arrays_of(state))
         require_alike("lars.update", arrays)
         name, coefficients = self.kernel(step, scale)
         lars = kernels.kernels_for("lars", param)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from .. import kernels
@@ -88,6 +89,21 @@ class Optimizer(Configurable, abc.ABC):
     def state_names(self) -> tuple[str, ...]:
         """The names of the arrays in the state."""
 
+    def arrays_of(self, state: Mapping[str, Array]) -> tuple[Array, ...]:
+        """The arrays of a state in the order in which kernels take them.
+
+        Raises:
+            ConfigError: the state is of another rule, or of this one with settings that need less of it.
+        """
+        names = self.state_names()
+        try:
+            return tuple([state[name] for name in names])
+        except KeyError:
+            raise ConfigError(
+                f"{self.name}.update", where="state", expected=", ".join(names), got=", ".join(state) or "nothing",
+                remedy="make the state, or the Trainer, with the settings that the optimizer has now",
+            ) from None  # fmt: skip
+
     @abc.abstractmethod
     def kernel(self, step: int, scale: float) -> tuple[str, tuple[float, ...]]:
         """The name of the fused kernel and its coefficients at ``step``."""
@@ -126,10 +142,7 @@ class Optimizer(Configurable, abc.ABC):
             ConfigError: the learning rate is negative or not finite, the step is below 1, the state is of another rule.
         """
         operation = f"{self.name}.update"
-        names = self.state_names()
-        if not all(name in state for name in names):
-            raise ConfigError(operation, where="state", expected=", ".join(names), got=", ".join(state) or "nothing")
-        arrays = (param, grad, *(state[name] for name in names))
+        arrays = (param, grad, *self.arrays_of(state))
         if step < 1:
             raise ConfigError(operation, where="step", expected="an integer >= 1", got=step)
         place = scale if is_cupy(scale) else None
@@ -160,7 +173,7 @@ class Optimizer(Configurable, abc.ABC):
         Raises:
             UnsupportedError, ArrayMixError: as `update`.
         """
-        arrays = (param, grad, *(state[each] for each in self.state_names()))
+        arrays = (param, grad, *self.arrays_of(state))
         require_alike(f"{self.name}.update", arrays)
         places = () if scale is None else (scale,)
         getattr(kernels.kernels_for("update", param), name)(*arrays, coefficients, *places)

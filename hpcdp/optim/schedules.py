@@ -41,6 +41,14 @@ def _updates_before(step: int) -> int:
     return step - 1
 
 
+def _times_power(lr: float, factor: float, exponent: float) -> float:
+    """``lr * factor ** exponent``, infinite where no float is as large: an optimizer refuses such a rate by name."""
+    try:
+        return lr * factor**exponent
+    except OverflowError:
+        return math.inf
+
+
 def schedule_from_config(config: object) -> Schedule:
     """The schedule of a ``config()``.
 
@@ -79,7 +87,7 @@ class StepSchedule(Schedule):
         self.factor = number("step factor", self.factor)
 
     def learning_rate(self, step: int) -> float:
-        return self.lr * self.factor ** (_updates_before(step) // self.every)
+        return _times_power(self.lr, self.factor, _updates_before(step) // self.every)
 
 
 @dataclasses.dataclass
@@ -105,7 +113,7 @@ class MultiStepSchedule(Schedule):
         self.factor = number("multistep factor", self.factor)
 
     def learning_rate(self, step: int) -> float:
-        return self.lr * self.factor ** sum(step > milestone for milestone in self.milestones)
+        return _times_power(self.lr, self.factor, sum(step > milestone for milestone in self.milestones))
 
 
 @dataclasses.dataclass
@@ -123,7 +131,7 @@ class ExponentialSchedule(Schedule):
         self.every = count("exponential every", self.every)
 
     def learning_rate(self, step: int) -> float:
-        return self.lr * self.factor ** (_updates_before(step) / self.every)
+        return _times_power(self.lr, self.factor, _updates_before(step) / self.every)
 
 
 @dataclasses.dataclass

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..comm import World, init
 from ..comm.agreement import require_same
+from ..comm.world import require_world
 from ..compression import Compression, Settings
 from ..devices import Device
 from ..errors import ConfigError, UnsupportedError
@@ -80,9 +81,7 @@ class DistributedDataParallel(torch.nn.Module):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise ConfigError("DistributedDataParallel", expected="a torch.nn.Module", got=type(module).__name__)
-        if not (world is None or isinstance(world, World)):  # torch's wrapper takes devices there
-            raise ConfigError("DistributedDataParallel", where="world", expected="what hpcdp.init() returns",
-                              got=repr(world))  # fmt: skip
+        require_world("DistributedDataParallel", world)  # torch's wrapper takes devices there
         if owner not in OWNERS:
             expected = " or ".join(OWNERS)
             raise ConfigError("DistributedDataParallel", where="owner", expected=expected, got=repr(owner))

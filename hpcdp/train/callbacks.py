@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ..errors import ConfigError, is_number
+from ..errors import ConfigError, is_number, whole_number
 from ..state import Stateful, require_state
 from . import progress
 from .metrics import Record
@@ -120,16 +120,15 @@ class EarlyStopping(Callback):
     """
 
     def __init__(self, metric: str, *, patience: int, min_delta: float = 0.0, mode: str | None = None) -> None:
-        whole = isinstance(patience, int) and not isinstance(patience, bool)
         for where, valid, expected, got in (
-            ("metric", metric in _METRICS, f"one of {', '.join(_METRICS)}", metric),
-            ("patience", whole and patience >= 1, "epochs, an integer >= 1", patience),
+            ("metric", isinstance(metric, str) and metric in _METRICS, f"one of {', '.join(_METRICS)}", metric),
             ("min_delta", is_number(min_delta) and 0 <= min_delta < math.inf, "a finite number >= 0", min_delta),
             ("mode", mode in ("min", "max", None), "min, max or None", mode),
         ):
             if not valid:
                 raise ConfigError("EarlyStopping", where=where, expected=expected, got=repr(got))
-        self.metric, self.patience, self.min_delta = metric, patience, float(min_delta)
+        self.metric, self.min_delta = metric, float(min_delta)
+        self.patience = whole_number("EarlyStopping", "patience", patience, 1)
         self.mode = _METRICS[metric] if mode is None else mode
         self.best: float | None = None
         """The best number so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,8 +72,8 @@ class Checkpoints:
         extra: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        whole = isinstance(every, int) and not isinstance(every, bool) and every >= 1
-        if not (whole or every in (None, EPOCH)):
+        whole = isinstance(every, numbers.Integral) and not isinstance(every, bool) and every >= 1
+        if not (whole or every is None or (isinstance(every, str) and every == EPOCH)):
             expected = f"a number of steps, {EPOCH!r} or None"
             raise ConfigError("Checkpoints", where="every", expected=expected, got=repr(every))
         from ..checkpoint import Manager  # not before: who does not save needs none of it
@@ -84,7 +85,8 @@ class Checkpoints:
         """Set where `fit` returned before all epochs were done."""
         self.restored: dict[str, Any] = {}
         """What ``extra`` was, as far as the run was restored."""
-        self._every, self._config = every, None if config is None else dict(config)
+        self._every = int(every) if isinstance(every, numbers.Integral) else every
+        self._config = None if config is None else dict(config)
         self._extra = dict(extra or {})
         self._parts: dict[str, Any] = {}
         self._saved: Position | None = None

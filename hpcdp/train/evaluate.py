@@ -14,6 +14,7 @@ from ..autograd import Tensor, predict_mode
 from ..collectives import allreduce
 from ..comm import World, init
 from ..comm.agreement import require_same
+from ..comm.world import require_world
 from ..data import Dataset
 from ..data.datasets import require_dataset
 from ..data.split import piece_bounds
@@ -73,7 +74,8 @@ def evaluate(
         MismatchError: the ranks' data sets differ in length, or in their first sample, without ``own_data``, or only
             some say it; on all.
     """
-    world = world or init()
+    require_world("evaluate", world)
+    world = init() if world is None else world
     require_dataset("evaluate", dataset)
     if own_data and num_parts is not None:
         raise ConfigError("evaluate", where="num_parts", expected="none with own_data", got=num_parts)

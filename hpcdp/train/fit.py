@@ -13,6 +13,7 @@ import numpy as np
 from ..autograd import Tensor
 from ..comm import World, init
 from ..comm.agreement import on_every_rank, require_same
+from ..comm.world import require_world
 from ..data import DataLoader, SharedSampler
 from ..errors import ConfigError, type_named
 from ..nn import Module
@@ -83,7 +84,8 @@ def fit(
         DataError: there is no checkpoint to go on from, or another job saves there; on every rank.
         SaveError: a checkpoint could not be written; on every rank. Older ones are as they were.
     """
-    world = world or init()
+    require_world("fit", world)
+    world = init() if world is None else world
 
     def check() -> None:
         check_arguments(

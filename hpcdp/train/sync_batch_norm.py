@@ -6,6 +6,7 @@ from ..autograd import Tensor
 from ..autograd.registry import catch_up
 from ..collectives import allreduce
 from ..comm import World, init
+from ..comm.world import require_world
 from ..errors import ConfigError, type_named
 from ..nn import BatchNorm, Module, entered_shard
 from ..nn.joint import joint_batch_norm
@@ -37,6 +38,7 @@ class SyncBatchNorm(BatchNorm):
 
     def __init__(self, channels: int, momentum: float = 0.9, eps: float = 1e-5, world: World | None = None) -> None:
         super().__init__(channels, momentum, eps)
+        require_world("SyncBatchNorm", world)
         self.world = init() if world is None else world
         self._mark()
 
@@ -56,6 +58,7 @@ class SyncBatchNorm(BatchNorm):
             name = type(net).__name__
             expected = "a network that takes each rank's whole batch"
             raise ConfigError("SyncBatchNorm.convert", expected=expected, got=f"a {name}, which cuts it")
+        require_world("SyncBatchNorm.convert", world)
         world = init() if world is None else world
         if type(net) is BatchNorm:
             found = cls(net.gamma.shape[0], net.momentum, net.eps, world)

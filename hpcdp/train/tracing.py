@@ -24,6 +24,7 @@ import numpy as np
 
 from ..comm import Communicator, World, init
 from ..comm.agreement import on_rank_0
+from ..comm.world import require_world
 from ..engine import Engine, default_engine
 from ..errors import ConfigError, to_stderr
 from ..replacing import own_part_of
@@ -66,7 +67,8 @@ def traced(path: str | Path, world: World | None = None, trace: Trace | None = N
         ConfigError: ``path`` cannot be written, or is a file but no trace, on every rank and before anything is
             traced; or the world is traced already.
     """
-    return Recording(Path(path), world or init(), trace)
+    require_world("traced", world)
+    return Recording(Path(path), init() if world is None else world, trace)
 
 
 def check_path(path: str | Path) -> None:

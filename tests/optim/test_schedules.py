@@ -89,3 +89,18 @@ def test_a_variant_does_not_replace_what_it_varies(monkeypatch: pytest.MonkeyPat
     assert varied.learning_rate(11) == 0.5
     varied.take_config(config)  # that of its own state, as a checkpoint has it
     assert varied.learning_rate(11) == 0.5
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        optim.ExponentialSchedule(1e-6, factor=1.1),
+        optim.StepSchedule(1e-6, every=7, factor=3.0),
+        optim.MultiStepSchedule(1e-6, tuple(range(1, 400)), factor=10.0),
+    ],
+)
+def test_a_rate_that_grows_beyond_all_numbers_is_refused_by_name(schedule: optim.Schedule) -> None:
+    for rate in (schedule, optim.WarmupSchedule(schedule, 5)):
+        assert optim.SGD(rate).learning_rate(50) > 1e-6
+        with pytest.raises(ConfigError, match=r"sgd lr\]: expected a number >= 0, got inf"):
+            optim.SGD(rate).learning_rate(100_000)

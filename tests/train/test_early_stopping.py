@@ -49,6 +49,7 @@ def train(world, losses, callbacks, epochs=9, folder=None, resume=False):
         ([1, 2, 3, 3, 4, 5, 6, 7, 8], {"patience": 1, "mode": "max"}, 4),
         ([float("nan")] * 9, {"patience": 2}, 2),
         ([9, 8, 7, 6, 5, 4, 3, 2, 1], {"patience": 1}, 9),
+        ([3, 2, 2, 2.5, 1, 1, 1, 1, 1], {"patience": np.int64(2)}, 4),
     ],
 )
 def test_it_ends_after_epochs_that_are_no_better(ranks, losses, settings, last):
@@ -116,9 +117,11 @@ def test_a_resumed_run_may_have_it_or_not(before, after, ranks, tmp_path):
     ("settings", "says"),
     [
         ({"metric": "acc", "patience": 1}, "[metric]: expected one of loss, accuracy, test_loss, test_accuracy, got"),
-        ({"metric": "loss", "patience": 0}, "[patience]: expected epochs, an integer >= 1, got 0"),
-        ({"metric": "loss", "patience": -1}, "[patience]: expected epochs, an integer >= 1, got -1"),
-        ({"metric": "loss", "patience": 1.5}, "[patience]: expected epochs, an integer >= 1, got 1.5"),
+        ({"metric": ["loss"], "patience": 1}, "[metric]: expected one of loss, accuracy, test_loss, test_accuracy"),
+        ({"metric": "loss", "patience": True}, "[patience]: expected an integer >= 1, got True"),
+        ({"metric": "loss", "patience": 0}, "[patience]: expected an integer >= 1, got 0"),
+        ({"metric": "loss", "patience": -1}, "[patience]: expected an integer >= 1, got -1"),
+        ({"metric": "loss", "patience": 1.5}, "[patience]: expected an integer >= 1, got 1.5"),
         ({"metric": "loss", "patience": 1, "min_delta": -1}, "[min_delta]: expected a finite number >= 0, got -1"),
         ({"metric": "loss", "patience": 1, "mode": "best"}, "[mode]: expected min, max or None, got 'best'"),
     ],

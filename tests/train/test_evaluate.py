@@ -7,8 +7,11 @@ from hpcdp import nn
 from hpcdp.autograd import is_recording, is_training
 from hpcdp.comm import threads
 from hpcdp.data import ArrayDataset
-from hpcdp.errors import UnsupportedError
+from hpcdp.errors import ConfigError, UnsupportedError
+from hpcdp.train import SyncBatchNorm
 from hpcdp.train.evaluate import Evaluation, evaluate
+from hpcdp.train.fit import fit
+from hpcdp.train.tracing import traced
 
 
 def dataset(n: int) -> ArrayDataset:
@@ -77,3 +80,20 @@ def test_a_network_finds_its_shapes_when_it_is_evaluated():
     (result,) = threads.run(1, lambda world: evaluate(net, dataset(5), world))
     assert result.count == 5
     assert net.weight.shape == (6, 4)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda number: evaluate(first_four(), dataset(4), number),
+        lambda number: fit(None, None, None, epochs=1, world=number),
+        lambda number: SyncBatchNorm(3, world=number),
+        lambda number: SyncBatchNorm.convert(first_four(), number),
+        lambda number: traced("trace.json", number),
+    ],
+    ids=["evaluate", "fit", "SyncBatchNorm", "SyncBatchNorm.convert", "traced"],
+)
+@pytest.mark.parametrize("number", [0, 64])
+def test_what_is_no_world_is_refused_by_name(call, number):
+    with pytest.raises(ConfigError, match=rf"\[world\]: expected what hpcdp.init\(\) returns, .*, got {number}"):
+        call(number)

@@ -228,6 +228,33 @@ def test_a_loss_scale_is_divided_out():
     np.testing.assert_array_equal(plain, scaled)  # a power of two rounds nothing
 
 
+def after_turns(world, **options):
+    """Of a GAN: the generator's backward writes gradients of the discriminator, too."""
+    makes, judges = (nn.models.mlp(input_shape=4, num_classes=4, hidden=(9,), seed=seed) for seed in (1, 2))
+    trainers = [
+        hpcdp.Trainer(makes.parameters(), optim.SGD(lr=0.1), world),
+        hpcdp.Trainer(judges.parameters(), optim.SGD(lr=0.1), world, **options),
+    ]
+    for step in range(3):
+        x = np.random.default_rng(step).standard_normal((6, 4)).astype("f4")[world.rank :: world.size]
+        for trainer, made in ((trainers[1], lambda x: x), (trainers[0], makes)):
+            with record():
+                loss = nn.functional.softmax_cross_entropy(judges(made(x)), np.ones(len(x), int))
+            loss.backward()
+            trainer.step(len(x))
+    world.barrier()
+    return [param.asnumpy() for net in (makes, judges) for param in net.parameters()]
+
+
+def test_networks_that_train_in_turn_through_each_other_are_told_what_to_do_and_then_do():
+    with pytest.raises(StaleGradientError, match=r"or make the Trainer with overlap=False; after a backward"):
+        threads.run(2, after_turns, 1)
+    expected = threads.run(1, after_turns)[0]
+    for found in threads.run(2, lambda world: after_turns(world, overlap=False), 1):
+        for ours, alone in zip(found, expected, strict=True):
+            np.testing.assert_allclose(ours, alone, rtol=1e-5, atol=1e-6)
+
+
 def test_a_policy_that_is_none_is_refused():
     with pytest.raises(ConfigError, match=r"\[unused\]: expected error or warn or zero, got 'ignore'"):
         Policy(unused="ignore")
@@ -293,6 +320,38 @@ def test_gradients_are_what_they_were_while_an_update_reads_them(overlap, what):
     for weight, bias in threads.run(2, rank, ranks_per_node=1):
         np.testing.assert_array_equal(weight, np.full(weight.shape, 1.0 - 1.5, np.float32))
         np.testing.assert_array_equal(bias, np.zeros(2, np.float32))
+
+
+def test_a_thread_that_reads_parameters_late_does_not_end_the_update_of_the_next_step():
+    def rank(world):
+        param = nn.Parameter(np.full(9, 5, "f4"), name="w")
+        trainer = hpcdp.Trainer([param], optim.SGD(lr=0.5), world, overlap=True)
+        milestones, has_come, goes_on = trainer.reducer.beside._milestones, threading.Event(), threading.Event()
+        wait = milestones.wait
+
+        def step():
+            param.grad[...] = 1 + world.rank
+            param.grad_hook(param)
+            trainer.step(1)
+
+        def late(*args):
+            wait(*args)
+            if threading.current_thread() is reader:
+                has_come.set()
+                goes_on.wait(30)
+
+        step()
+        reader, milestones.wait = threading.Thread(target=lambda: param.data), late
+        reader.start()
+        assert has_come.wait(30)
+        step()
+        goes_on.set()
+        reader.join()
+        assert param.data_hook is not None  # whoever reads it now waits for the second update
+        step()
+        return param.data.tolist()
+
+    assert threads.run(2, rank, 1) == [[5 - 3 * 0.5 * 1.5] * 9] * 2
 
 
 def test_an_update_uses_the_settings_of_its_step():

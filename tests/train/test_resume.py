@@ -322,9 +322,15 @@ def test_in_the_folder_of_another_job_not_a_step_is_made(tmp_path):
     lock.release()
 
 
-def test_what_it_is_made_of():
+def test_steps_between_checkpoints_may_be_a_number_of_numpys(tmp_path):
+    by_ours, by_numpys = (whole_run(2, tmp_path / type(every).__name__, every=every) for every in (7, np.int64(7)))
+    assert by_numpys[3] == by_ours[3]
+
+
+@pytest.mark.parametrize("every", [0, 1.0, True, "step", [3], np.array([3, 4])])
+def test_what_it_is_made_of(every):
     with pytest.raises(ConfigError, match="a number of steps, 'epoch' or None"):
-        Checkpoints(None, every=0)
+        Checkpoints(None, every=every)
     with pytest.raises(ConfigError, match=r"Checkpoints \[manager\]: expected a checkpoint.Manager, got 'folder'"):
         Checkpoints("folder")
 

@@ -1,5 +1,6 @@
 """The trainer on stores: the numbers of the trainer without one."""
 
+import threading
 from unittest.mock import Mock
 
 import numpy as np
@@ -24,6 +25,7 @@ from hpcdp import kvstore, nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import threads
 from hpcdp.errors import MismatchError, StaleGradientError
+from hpcdp.kvstore.pulled import Pulled
 from hpcdp.kvstore.servers.together import serve
 from hpcdp.train.trainers.bucket_trainer import BucketTrainer
 from hpcdp.train.trainers.policy import Policy
@@ -310,3 +312,43 @@ def test_time_that_somebody_waits_for_a_value_counts_as_communication():
         assert 0 < trainer.stats.exposed_s == trainer.stats.total_s
 
     threads.run(2, rank)
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_a_thread_that_reads_parameters_late_leaves_the_next_value_alone(kind, monkeypatch):
+    late, wait = {}, Pulled.wait
+
+    def waits_and_is_late(pulled):
+        found = wait(pulled)
+        if threading.current_thread() in late:
+            has_come, goes_on = late[threading.current_thread()]
+            has_come.set()
+            goes_on.wait(30)
+        return found
+
+    monkeypatch.setattr(Pulled, "wait", waits_and_is_late)
+
+    def rank(world):
+        param = nn.Parameter(np.full(9, 5, "f4"), name="w")
+        trainer = hpcdp.Trainer([param], optim.SGD(lr=0.5), world, kvstore=kind)
+
+        def step():
+            param.grad[...] = 1 + world.rank
+            param.grad_hook(param)
+            trainer.step(1)
+
+        step()
+        reader, has_come, goes_on = threading.Thread(target=lambda: param.data), threading.Event(), threading.Event()
+        late[reader] = has_come, goes_on
+        reader.start()
+        assert has_come.wait(30)
+        _ = param.data
+        step()
+        goes_on.set()
+        reader.join()
+        assert param.data_hook is not None  # whoever reads it now waits for the second value
+        trainer.synchronize()
+        assert trainer.stats.total_s > 0
+        return param.data.tolist()
+
+    assert threads.run(2, rank) == [[5 - 2 * 0.5 * 1.5] * 9] * 2

@@ -139,3 +139,27 @@ def test_states_of_another_way_to_update_and_of_a_step_under_way_are_refused():
         trainer.load_state_dict(state)
 
     threads.run(2, rank)
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
+def test_a_state_of_other_parameters_is_refused_and_changes_nothing(first, then):
+    def make(world, count, lr):
+        params = [nn.Parameter(np.full(3, 1 + i, "f4"), name=f"p{i}") for i in range(count)]
+        trainer = hpcdp.Trainer(
+            params, optim.SGD(lr, momentum=0.9), world, kvstore="dist_sync", update_on_kvstore=False
+        )
+        for param in params:
+            param.grad[...] = 1 + world.rank
+            param.grad_hook(param)
+        trainer.step(1)
+        return trainer
+
+    def rank(world):
+        state, other = make(world, first, 0.5).state_dict(), make(world, then, 0.25)
+        with pytest.raises(ConfigError, match=r"load_state_dict \[p1\]: expected it in .*, got it in .* only"):
+            other.load_state_dict(state)
+        assert other.optimizer.lr == 0.25
+        with pytest.raises(ConfigError, match=r"load_state_dict \[a Trainer\]: .* got one without 'step_count'"):
+            other.load_state_dict({"states": state["states"], "optimizer": state["optimizer"]})
+
+    threads.run(2, rank)

@@ -44,6 +44,21 @@ def test_an_update_without_the_sum_is_refused():
         threads.run(2, rank)
 
 
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_a_setting_that_needs_a_state_which_nobody_keeps_is_told(owner):
+    def rank(world):
+        params, optimizer = model(0), optim.SGD(lr=0.1)
+        trainer = Trainer(params, optimizer, world, owner=owner)
+        backward(params, 0, [world.rank])
+        trainer.step(1)
+        optimizer.momentum = 0.9
+        backward(params, 1, [world.rank])
+        trainer.step(1)
+
+    with pytest.raises(ConfigError, match=r"sgd.update \[state\]: expected momentum, got nothing"):
+        threads.run(2, rank)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_sums_are_neither_written_over_nor_summed_again_before_the_update(overlap):
     def rank(world):
@@ -135,6 +150,14 @@ def test_ranks_with_other_models_are_told_on_every_rank(change, message):
     for error in errors:
         with pytest.raises(MismatchError, match=message):
             raise error
+
+
+@pytest.mark.parametrize("kvstore", [None, "local", "dist_sync"])
+def test_what_is_no_world_is_refused_by_name(kvstore):
+    """Gluon's Trainer takes its optimizer's settings there."""
+    message = r"Trainer \[world\]: expected what hpcdp.init\(\) returns, or None for that, got {'learning_rate': 0.1}"
+    with pytest.raises(ConfigError, match=message):
+        Trainer(model(0), optim.SGD(lr=0.1), {"learning_rate": 0.1}, kvstore=kvstore)
 
 
 def test_other_settings_are_a_mismatch_too():

@@ -188,7 +188,7 @@ def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World, de
     allreduce(np.zeros(1), world=world)
     if world.size > 1 and device.kind == "cpu" and rule.update_is_its_kernel:
         name, coefficients = rule.kernel(1, 1.0)
-        arrays = (rule.init_state(flat)[each] for each in rule.state_names())
+        arrays = rule.arrays_of(rule.init_state(flat))
         kernels.load("reduce_update").RULES[name](np.zeros((1, 1), np.float32), 0, 1, flat, *arrays, coefficients)
 
 

@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ...kvstore.arguments import Key
 from ...kvstore.states import States, read_states, write_states
 from ...state import Part, Sharded, require_state, take
-from .trainer_checks import unfinished
+from .trainer_checks import require_same_parameters, unfinished
 
 if TYPE_CHECKING:
     from .store_trainer import StoreTrainer
@@ -69,7 +69,7 @@ def _states(trainer: StoreTrainer) -> dict[str, dict[str, Sharded]]:
 def take_over(trainer: StoreTrainer, state: dict[str, Any]) -> None:
     """See `Trainer.load_state_dict`."""
     _refuse_unfinished(trainer, "load_state_dict")
-    require_state("a Trainer", state)
+    require_state("a Trainer", state, "step_count", "loss_scale", "num_nonfinite")
     needed = ["store"] * _needs_store(trainer) + ["states"] * (not trainer.update_on_kvstore)
     if any(name not in state for name in needed):
         raise ConfigError(
@@ -77,8 +77,10 @@ def take_over(trainer: StoreTrainer, state: dict[str, Any]) -> None:
             got=f"one with {', '.join(state)}", remedy="make the Trainer as it was then",
         )  # fmt: skip
     if not trainer.update_on_kvstore:
+        mine = _states(trainer)
+        require_same_parameters(mine, state["states"])
         trainer.optimizer.take_config(json.loads(state["optimizer"]))
-        for name, states in _states(trainer).items():
+        for name, states in mine.items():
             for each, own in states.items():
                 take(f"{name}/{each}", own, state["states"][name][each])
     if _needs_store(trainer):

@@ -27,6 +27,7 @@ from ...gradients.closing import ClosingExchange
 from ...gradients.lane import Lane
 from ...kvstore import KINDS, KVStore, create
 from ...kvstore.asynchronous import AsyncStore
+from ...kvstore.pulled import OnItsWay
 from ...launched import launched_ranks
 from ...optim import Optimizer, require_by_elements
 from . import store_states
@@ -356,15 +357,8 @@ class StoreTrainer(Trainer):
     def _time(self, param: Any) -> None:
         """Count for how long somebody waits for the new value of ``param``."""
         hook = getattr(param, "data_hook", None)
-        if hook is None:
-            return
-
-        def wait(param: Any) -> None:
-            began_ns = time.perf_counter_ns()
-            hook(param)
-            self.stats.waited(began_ns, time.perf_counter_ns())
-
-        param.data_hook = wait
+        if isinstance(hook, OnItsWay):
+            hook.waited = self.stats.waited
 
     def _sum(self) -> None:
         """Make gradients the sums over all ranks."""

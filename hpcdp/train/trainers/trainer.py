@@ -15,6 +15,7 @@ from ... import autograd
 from ...arrays import is_cupy
 from ...comm import Communicator, World
 from ...comm.watchdog import Watchdog
+from ...comm.world import require_world
 from ...compression import Compression, Settings
 from ...errors import ConfigError, UnsupportedError
 from ...gradients.bucket import Parameter
@@ -133,6 +134,7 @@ class Trainer:
         if not isinstance(params, Iterable):
             raise no_parameters(params)
         require_optimizer("Trainer", optimizer)
+        require_world("Trainer", world)
         from .bucket_trainer import BucketTrainer
         from .store_trainer import StoreTrainer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -102,6 +102,14 @@ def require_same_settings(comm: Communicator, operation: str, learning_rate: flo
     """Raises `MismatchError` where ranks would update in different ways; every rank must call."""
     items = [f"learning rate {learning_rate}", f"loss scale {loss_scale}"]
     require_same(comm, operation, items, "change them alike on all ranks")
+
+
+def require_same_parameters(own: Mapping[str, object], given: Mapping[str, object]) -> None:
+    """Raises `ConfigError` where a state that is ``given`` has other parameters than the trainer's ``own``."""
+    if set(given) != set(own):
+        odd = min(set(given) ^ set(own))
+        held, lacks = ("the trainer", "the state") if odd in own else ("the state", "the trainer")
+        raise ConfigError("load_state_dict", where=odd, expected=f"it in {lacks}", got=f"it in {held} only")
 
 
 def checked_count(operation: str, count: int) -> int:

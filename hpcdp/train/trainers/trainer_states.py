@@ -26,6 +26,7 @@ from ...gradients.residuals import gather_residuals, give_residuals
 from ...gradients.sharded_state import optimizer_states, residuals
 from ...state import require_state, take
 from .reproducible import arithmetic
+from .trainer_checks import require_same_parameters
 
 if TYPE_CHECKING:
     from .bucket_trainer import BucketTrainer
@@ -72,10 +73,7 @@ def take_over(trainer: BucketTrainer, state: dict[str, Any]) -> None:
             remedy=f"Trainer(reproducible=True, virtual_shards={num_shards})",
         )  # fmt: skip
     own = optimizer_states(trainer.owner, trainer.reducer)
-    if set(state["states"]) != set(own):
-        odd = min(set(state["states"]) ^ set(own))
-        held, lacks = ("the trainer", "the state") if odd in own else ("the state", "the trainer")
-        raise ConfigError("load_state_dict", where=odd, expected=f"it in {lacks}", got=f"it in {held} only")
+    require_same_parameters(own, state["states"])
     for param, states in own.items():
         if (MASTER in states) != (MASTER in state["states"][param]):
             had, has = ("16 bits", "another dtype")[:: 1 if MASTER not in states else -1]
