@@ -107,7 +107,7 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ
     """
     said = environ.get("HPCDP_SITE") if path is None else None
     if path is None:
-        path = said or next((place for place in places(environ) if place.is_file()), None)
+        path = said or next((place for place in places(environ) if os.path.isfile(place)), None)
     if path is None:
         raise ConfigError(
             "site profile", expected=f"a file: {', '.join(map(str, places(environ)))}", got="none",

@@ -175,6 +175,7 @@ def test_the_public_face() -> None:
         (["launch", "-n", "2", "--env", "NOT_SET", "--", "x"], "--env: expected NOT_SET=VALUE, as it is not set here"),
         (["launch", "-n", "2", "--env", "PATH=", "--", "x"], "--env: expected a PATH with folders, in which programs"),
         (["launch", "-n", "2", "-H", "a;b", "--", "x"], "read hosts [-H 'a;b']: expected HOST, HOST:SLOTS or"),
+        (["launch", "-n", "2", "-H", f"/{'x' * 300}", "--", "x"], "got File name too long"),
         (["info", "--xml"], "unknown info option '--xml'"),
     ],
 )

@@ -154,9 +154,10 @@ def test_a_program_gets_its_arguments_as_they_are(arguments: list[str]) -> None:
 
 
 def test_a_missing_program() -> None:
-    done = launch(2, "no-such-program")
-    assert done.returncode == 127
-    assert done.stderr == "hpcdp: launch 'no-such-program': got no such program; check its name and PATH\n"
+    for name in ("no-such-program", "x" * 300):
+        done = launch(2, name)
+        assert done.returncode == 127
+        assert done.stderr == f"hpcdp: launch '{name}': got no such program; check its name and PATH\n"
 
 
 @pytest.mark.parametrize("where", [[], ["-H", "localhost"]], ids=["local", "ssh"])

@@ -35,6 +35,8 @@ def test_a_whole_profile(tmp_path: Path) -> None:
 
 def test_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="got none"):
+        load(environ={"HOME": f"/{'x' * 300}"})
     environ = {"HOME": str(tmp_path)}
     with pytest.raises(ConfigError, match=r"expected a file: hpcdp-site.toml, .*/.config/hpcdp/site.toml, got none"):
         load(environ=environ)
