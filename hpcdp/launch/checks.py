@@ -99,7 +99,7 @@ def _is_bare_script(program: Path) -> bool:
 
 def _check_limits() -> None:
     # With NumPy, which the launcher does not need otherwise, and whose threads must not take signals from this one.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGTSTP})
     try:
         from ..comm.watchdog import limits_s
 
