@@ -114,7 +114,7 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ
             remedy='write one, e.g. with the line mpi_type = "pmix", or name one with --site FILE',
         )  # fmt: skip
     try:
-        given = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        given = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors begin it with a mark
     except OSError as error:
         where = f"HPCDP_SITE={said}" if said else path
         raise ConfigError("site profile", where=where, expected="a file", got=error.strerror) from error

@@ -49,6 +49,12 @@ def test_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert load(environ=environ).time == "0"
 
 
+def test_a_profile_may_begin_with_the_mark_of_some_editors(tmp_path: Path) -> None:
+    path = tmp_path / "site.toml"
+    path.write_bytes(b'\xef\xbb\xbftime = "1"\r\n')
+    assert load(path).time == "1"
+
+
 def test_a_profile_that_the_variable_names_and_is_missing_is_named_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
