@@ -116,6 +116,14 @@ def test_cores_are_shared_out_unless_the_user_says() -> None:
     assert launch(2, *python(code), env=bare | {"OMP_NUM_THREADS": "5"}).stdout.split("\n")[0] == "5 None"
 
 
+@pytest.mark.parametrize("where", [[], ["-H", "localhost"]], ids=["local", "ssh"])
+def test_one_machine_may_keep_to_its_loopback(where: list[str]) -> None:
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", *where, "--interface", "lo", "--"]
+    size = python("from mpi4py import MPI; print(MPI.COMM_WORLD.size)")
+    done = subprocess.run([*command, *size], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, ["2", "2"]), done.stderr
+
+
 def test_a_user_setting_wins() -> None:
     library = mpi_library.MpiLibrary("openmpi", Path("/x/lib/libmpi.so.40"))
     environ = environment(library, Path("/x/bin/mpirun"), CORES + 1, {"OMPI_MCA_btl": "self,tcp"})
