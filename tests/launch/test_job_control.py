@@ -5,6 +5,7 @@ import pty
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
 
@@ -68,3 +69,15 @@ def test_a_job_that_was_stopped_goes_on(how: str) -> None:
     read_until(terminal, f"status {128 + sign}")
     assert os.waitpid(pid, 0)[1] == 0
     os.close(terminal)
+
+
+def test_a_job_that_no_shell_could_continue_is_not_stopped() -> None:
+    launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "1", "--", sys.executable, "-c", LINES]
+    with subprocess.Popen(launch, stdout=subprocess.PIPE, text=True, start_new_session=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "line 0\n"
+        job.send_signal(signal.SIGTSTP)
+        for number in range(1, 20):
+            assert job.stdout.readline() == f"line {number}\n"
+        job.terminate()
+    assert job.returncode == 128 + signal.SIGTERM
