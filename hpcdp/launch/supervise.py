@@ -142,6 +142,8 @@ def supervise(
         ends = [end._replace(host=end.host or socket.gethostname()) for end in ends]
     is_blind = elsewhere > 0 and guards is None
     status, told = _explained(ends, mpirun.returncode, family, words, is_blind)
+    if told is None and words.are_unread:
+        return 128 + signal.SIGPIPE
     if told is None or status == BEREFT:  # who has left that one is not known
         words.show_banners()
         if guards is not None:

@@ -303,6 +303,18 @@ def test_the_terminal_ends_a_job(how: str, tmp_path: Path) -> None:
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), limit_s=10)
 
 
+@pytest.mark.skipif(mpi_library.find_library().family != "openmpi", reason="MPICH's mpirun ends in its own way")
+def test_a_reader_that_has_gone_ends_the_job_as_it_would_end_any_program() -> None:
+    lines = "import time\nfor _ in range(600): print('line', flush=True); time.sleep(0.05)"
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", *python(lines)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stderr is not None
+        assert job.stdout.readline() == "line\n"
+        job.stdout.close()
+        said = job.stderr.read()
+    assert (job.returncode, said) == (128 + signal.SIGPIPE, "")
+
+
 STUCK = """
 import os, subprocess, sys
 from hpcdp.launch import supervise
