@@ -146,6 +146,12 @@ def test_a_missing_home_is_no_obstacle() -> None:
     assert done.stdout == f"{pwd.getpwuid(os.getuid()).pw_dir}\n" * 2
 
 
+def test_a_missing_path_is_no_obstacle() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "PATH"}
+    done = launch(2, "sh", "-c", "echo here", env=environ)
+    assert (done.returncode, done.stdout.split()) == (0, ["here", "here"]), done.stderr
+
+
 def test_standard_input_reaches_rank_0() -> None:
     code = "import sys; print('read', sys.stdin.readline())"  # Open MPI 5.0 passes a pipe's lines on, not its end
     assert "read a line" in launch(1, *python(code), input="a line\n").stdout
