@@ -234,7 +234,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _train_here(config: TrainConfig, said: dict[str, Any]) -> int:
     from hpcdp.launch.ending import fail
-    from hpcdp.launch.job import Job
+    from hpcdp.launch.job import Job, module
     from hpcdp.launch.launchers import local
     from hpcdp.train import stop_signal
     from hpcdp.train.runs import inputs, run_dir
@@ -249,7 +249,7 @@ def _train_here(config: TrainConfig, said: dict[str, Any]) -> int:
     if config.resume is None:
         config = run_dir.reserve_run_dir(config)
     try:
-        program = (sys.executable, "-m", "hpcdp.cli", "train", *_as_arguments(config))
+        program = (sys.executable, *module("hpcdp.cli"), "train", *_as_arguments(config))
         status = local.run(Job(program, ranks, servers), usr1_has_come=stop_signal.has_come)
     finally:
         stop_signal.ignore()

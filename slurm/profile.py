@@ -107,14 +107,14 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ
     """
     said = environ.get("HPCDP_SITE") if path is None else None
     if path is None:
-        path = said or next((place for place in places(environ) if place.is_file()), None)
+        path = said or next((place for place in places(environ) if os.path.isfile(place)), None)
     if path is None:
         raise ConfigError(
             "site profile", expected=f"a file: {', '.join(map(str, places(environ)))}", got="none",
             remedy='write one, e.g. with the line mpi_type = "pmix", or name one with --site FILE',
         )  # fmt: skip
     try:
-        given = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        given = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors begin it with a mark
     except OSError as error:
         where = f"HPCDP_SITE={said}" if said else path
         raise ConfigError("site profile", where=where, expected="a file", got=error.strerror) from error

@@ -133,7 +133,7 @@ def read_settings(path: str | Path) -> tuple[tuple[str, ...], ...]:
         ConfigError: the file cannot be read, or a line has a quote that is not closed.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()  # some editors begin it with a mark
     except (OSError, UnicodeDecodeError) as error:
         got = error.strerror if isinstance(error, OSError) else error
         raise ConfigError("sweep", where=path, expected="a file of settings, one line a task", got=got) from error

@@ -175,6 +175,7 @@ def test_the_public_face() -> None:
         (["launch", "-n", "2", "--env", "NOT_SET", "--", "x"], "--env: expected NOT_SET=VALUE, as it is not set here"),
         (["launch", "-n", "2", "--env", "PATH=", "--", "x"], "--env: expected a PATH with folders, in which programs"),
         (["launch", "-n", "2", "-H", "a;b", "--", "x"], "read hosts [-H 'a;b']: expected HOST, HOST:SLOTS or"),
+        (["launch", "-n", "2", "-H", f"/{'x' * 300}", "--", "x"], "got File name too long"),
         (["info", "--xml"], "unknown info option '--xml'"),
     ],
 )
@@ -191,6 +192,18 @@ def test_bytes_of_an_argument_are_printed_as_they_are() -> None:
     asked = command("launch", "-n", "1", "--dry-run", "--", "true", os.fsdecode(b"caf\xe9"))
     done = subprocess.run(asked, capture_output=True, env=strict, timeout=60)
     assert done.stdout.endswith(b" true 'caf\xe9'\n"), done.stderr
+
+
+def test_files_in_the_working_folder_pass_for_no_module_of_pythons(tmp_path: Path) -> None:
+    for name in ("random", "queue", "signal"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working folder')")
+    program = "import sys; from hpcdp import cli; sys.path.insert(0, sys.prefix); sys.exit(cli.main())"  # as bin/hpcdp
+    train = ["train", "mlp", "--servers", "1", "--kv-store", "dist_async", "--run-dir", "run", *QUICK]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, *train], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", ["train", "launch"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     if output.suffix not in (".html", ".htm"):
         raise ConfigError("report", where="--output", expected="a name that ends in .html", got=repr(str(output)))
     for path in filter(None, (output, arguments.png)):
-        if not path.parent.is_dir():
+        if not os.path.isdir(path.parent):
             raise ConfigError("report", where=path, expected=f"a folder {path.parent} that is there", got="none")
     figures = report_figures.draw_all(runs)
     page = report.page(runs, figures)

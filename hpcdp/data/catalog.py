@@ -108,7 +108,7 @@ def _idx_pair(name: str, folder: Path, split: str) -> tuple[np.ndarray, np.ndarr
     arrays, paths = [], []
     for kind, ndim in (("images-idx3", 3), ("labels-idx1", 1)):
         unpacked = folder / f"{start}-{kind}-ubyte"
-        path = unpacked if unpacked.is_file() else _obtain(name, folder, f"{unpacked.name}.gz")
+        path = unpacked if os.path.isfile(unpacked) else _obtain(name, folder, f"{unpacked.name}.gz")
         array = read_idx(path)
         if array.ndim != ndim or array.dtype != np.uint8:
             raise DataError("read idx", where=path, expected=f"{ndim}-D uint8", got=f"{array.ndim}-D {array.dtype}")
@@ -128,7 +128,7 @@ def _idx_pair(name: str, folder: Path, split: str) -> tuple[np.ndarray, np.ndarr
 
 def _cifar10(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     paths = [folder / file for file in (cifar.TRAIN if split == "train" else cifar.TEST)]
-    missing = [path.name for path in paths if not path.is_file()]
+    missing = [path.name for path in paths if not os.path.isfile(path)]
     if missing:
         try:
             archive = _obtain("cifar10", folder, cifar.ARCHIVE)
@@ -136,7 +136,7 @@ def _cifar10(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
             error.expected = f"{error.expected}, as {listed(missing)} (the binary version) is not in {folder}"
             raise
         with folder_lock(folder):
-            if not all(path.is_file() for path in paths):
+            if not all(map(os.path.isfile, paths)):
                 cifar.unpack_cifar10(archive)
     _require_equal_sizes(paths)
     return cifar.read_cifar10(*paths)

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import ConfigError, DataError
 from ..replacing import replaced
+from .files import require_file
 
 RECORD = 1 + 3 * 32 * 32
 CLASSES = 10
@@ -37,8 +38,7 @@ def read_cifar10(*paths: str | Path) -> tuple[np.ndarray, np.ndarray]:
         raise ConfigError("read CIFAR-10", where="paths", expected="at least one file", got="none")
     counts = []
     for path in paths:
-        if not Path(path).is_file():
-            raise DataError("read CIFAR-10", where=path, expected="a file", got="none")
+        require_file("read CIFAR-10", path)
         nbytes = os.path.getsize(path)
         if nbytes == 0 or nbytes % RECORD:
             raise DataError(
@@ -52,7 +52,10 @@ def read_cifar10(*paths: str | Path) -> tuple[np.ndarray, np.ndarray]:
     labels = np.empty(sum(counts), np.uint8)
     start = 0
     for path, count in zip(paths, counts, strict=True):
-        read = np.fromfile(path, np.uint8, count * RECORD)
+        try:
+            read = np.fromfile(path, np.uint8, count * RECORD)
+        except OSError as error:
+            raise DataError("read CIFAR-10", where=path, expected="a file that can be read", got=error) from error
         if read.size != count * RECORD:
             raise DataError("read CIFAR-10", where=path, expected=f"{count * RECORD} bytes", got=f"{read.size} bytes")
         records = read.reshape(count, RECORD)

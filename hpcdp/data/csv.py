@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ..errors import ConfigError, DataError, listed, shortened, whole_number
 from .datasets import ArrayDataset
+from .files import require_file
 
 
 def read_csv(
@@ -64,8 +65,7 @@ def read_csv(
     if not isinstance(sample_shape, tuple | list | None):
         raise ConfigError("read csv", where="sample_shape", expected="a tuple of lengths", got=repr(sample_shape))
     labels_as = _label_dtype(label_dtype)
-    if not Path(path).is_file():
-        raise DataError("read csv", where=path, expected="a file", got="none")
+    require_file("read csv", path)
     if part_index >= num_parts:
         expected = f"a part from 0 to {num_parts - 1} of {num_parts}"
         raise ConfigError("read csv", where="part_index", expected=expected, got=part_index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,13 +68,13 @@ def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) 
         DataError: no address works (the line names each reason and where to put the file by hand), or the folder cannot
             be written.
     """
-    if path.exists():
+    if os.path.exists(path):
         return
     import http.client  # most find the file, and need no network
     import urllib.error
 
     with folder_lock(path.parent):
-        if path.exists():
+        if os.path.exists(path):
             return
         reasons = []
         for url in urls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from ..errors import DataError
 from .datasets import Batch, Dataset, Index
+from .files import require_file
 
 if TYPE_CHECKING:
     import h5py  # type: ignore[import-untyped]
@@ -20,8 +22,7 @@ def _open(path: str | Path) -> h5py.File:
     import h5py
 
     path = Path(path)
-    if not path.is_file():
-        raise DataError("read HDF5", where=path, expected="a file", got="none")
+    require_file("read HDF5", path)
     try:
         return h5py.File(path, "r", locking=False)
     except OSError as error:
@@ -106,7 +107,7 @@ class HDF5Dataset(Dataset):
     def _missing(self, file_name: str, names: list[str]) -> str | None:
         """The first source of a virtual data set that is not there: HDF5 gives fill values then, silently."""
         path = self.path.parent / file_name
-        if file_name != "." and not path.is_file():
+        if file_name != "." and not os.path.isfile(path):
             return names[0]
         with contextlib.nullcontext(self._file) if file_name == "." else _open(path) as file:
             return next((each for each in names if not _holds(file, each)), None)

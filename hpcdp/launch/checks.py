@@ -78,7 +78,7 @@ def check_program(name: str, path: str | None = None) -> None:
             remedy="begin it with e.g. #!/bin/sh, or name what runs it, e.g. bash",
         )
     if found is None:
-        if Path(name).is_file() and not os.access(name, os.X_OK):
+        if os.path.isfile(name) and not os.access(name, os.X_OK):
             raise LaunchError(
                 f"launch {name!r}",
                 got="a file that is not executable",
@@ -99,7 +99,7 @@ def _is_bare_script(program: Path) -> bool:
 
 def _check_limits() -> None:
     # With NumPy, which the launcher does not need otherwise, and whose threads must not take signals from this one.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGTSTP})
     try:
         from ..comm.watchdog import limits_s
 

@@ -49,7 +49,9 @@ class Dialect:
         told = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name, "UCX_NET_DEVICES": interfaces.devices(name)}
         if self._is_hydra:
             return {**told, "FI_TCP_IFACE": name, "FI_SOCKETS_IFACE": name}
-        return {**told, "OMPI_MCA_btl_tcp_if_include": name, f"{self._daemons}_if_include": name}
+        told["OMPI_MCA_btl_tcp_if_include"] = name
+        # Without a daemon on another host nothing is said there, and mpirun does not start where it is told a loopback.
+        return told if interfaces.is_loopback(name) else {**told, f"{self._daemons}_if_include": name}
 
     @property
     def _daemons(self) -> str:

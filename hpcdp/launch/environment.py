@@ -97,6 +97,8 @@ def _everywhere(library: MpiLibrary, environ: Mapping[str, str], crowded: bool) 
             wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if "HOME" not in environ:  # Open MPI does not start without; a service or a container may have none
         wanted["HOME"] = _home()
+    if "PATH" not in environ:  # where the launcher has found the program
+        wanted["PATH"] = os.defpath
     return wanted | _terminal()
 
 

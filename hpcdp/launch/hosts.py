@@ -7,6 +7,7 @@ follows a ``#`` is a comment. A host that comes twice has the slots of both line
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import socket
 from collections.abc import Sequence
@@ -30,10 +31,8 @@ def read(text: str) -> tuple[Host, ...]:
         ConfigError: it is no list of hosts; it names file, line and what is valid.
     """
     path = Path(text)
-    if text and "\0" not in text and path.exists():
+    if "/" in text or path.suffix in _OF_FILES or os.path.exists(text):  # of any length, as no name of a file may be
         return read_file(path)
-    if "/" in text or path.suffix in _OF_FILES:
-        raise ConfigError("launch -H", expected="a file of hosts, or node1:4,node2:4", got=f"no file {text!r}")
     return _merged([_host(part, f"-H {text!r}") for part in text.split(",")])
 
 
@@ -43,7 +42,8 @@ def read_file(path: Path) -> tuple[Host, ...]:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES)
     except OSError as error:
-        raise ConfigError("read hosts", where=path, got=error.strerror) from error
+        expected = "a file of hosts, or node1:4,node2:4"
+        raise ConfigError("launch -H", where=path, expected=expected, got=error.strerror) from error
     found = []
     for number, line in enumerate(content.decode("utf-8-sig", "replace").splitlines(), 1):
         said = line.partition("#")[0].strip()

@@ -24,6 +24,11 @@ def to_other_hosts() -> list[str]:
     return [name for name in here() if _flags(name) & (_UP | _LOOPBACK) == _UP]
 
 
+def is_loopback(name: str) -> bool:
+    """Whether an interface of this machine leads to itself alone."""
+    return bool(_flags(name) & _LOOPBACK)
+
+
 def check(name: str, *, several_hosts: bool) -> None:
     """Raises `ConfigError`, which lists what is valid, unless this machine has that interface, and it leads to the
     others where there are several."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +16,17 @@ from pathlib import Path
 BINDINGS = ("none", "core", "numa", "socket")
 """What a rank can be bound to."""
 
-SERVER = ("-m", "hpcdp.kvstore.serve")
-"""What Python runs as a server."""
+
+def module(name: str) -> tuple[str, ...]:
+    """What Python is given to run a module of hpcdp, which it finds as this process has found it: not in the working
+    folder, where a user's ``random.py`` would pass for the standard library's, unless hpcdp itself is there."""
+    is_here = sys.path[:1] in ([""], [os.getcwd()])
+    return (*(() if is_here else ("-P",)), "-m", name)
+
+
+def server() -> tuple[str, ...]:
+    """What Python is given to run a server."""
+    return module("hpcdp.kvstore.serve")
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,11 @@ _NOISE = [
     # libevent, of a connection to a rank or a daemon that has ended meanwhile.
     rb"\[warn\] Epoll (ADD|MOD|DEL)\([0-9]+\) on fd [0-9]+ failed\. *Old events were .*: (Bad file descriptor|"
     rb"No such file or directory|Operation not permitted)",
+    # Where who reads its standard output has gone, at the next line that is to be shown: it ends the job then.
+    rb"\[[^\]\s]+:[0-9]+\] p\w+: SIGPIPE detected - aborting",
     # At a second Ctrl-C, which ends the launcher, too.
     rb"Abort is in progress\.\.\.hit ctrl-c again to forcibly terminate",
+    rb"p\w+: abort is already in progress\.\.\.hit ctrl-c again to forcibly terminate",
     # A collective that was started before a rank died, under ULFM: 75 is MPI_ERR_PROC_FAILED, which its caller gets.
     rb"NBC_Progress: an error 75 was found during schedule 0x[0-9a-f]+ at row-offset [0-9]+ - aborting the schedule",
 ]

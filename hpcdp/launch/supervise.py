@@ -31,6 +31,7 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 10.0
 _HOLD_S = 0.05
+_TELL_S = 0.1
 # MPICH's mpirun does not see that a rank on another host has ended with a status; others have to end within 10 s.
 _FAILED_GRACE_S = 6.0
 _LOST_GRACE_S = 3.0
@@ -73,8 +74,9 @@ def supervise(
     Raises:
         LaunchError: mpirun has refused what was ``asked`` of it.
     """
-    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # as nohup has it
-    watched = {*FORWARDED, signal.SIGCHLD} - ignored
+    given = (signal.SIGHUP, signal.SIGTSTP)
+    ignored = {sign for sign in given if signal.getsignal(sign) == signal.SIG_IGN}  # as nohup has the first one
+    watched = {*FORWARDED, signal.SIGTSTP, signal.SIGCHLD} - ignored
     if family != "srun":
         environ = {name: value for name, value in environ.items() if name not in PMI_OF_SRUN}
     adopt()
@@ -91,7 +93,8 @@ def supervise(
                 places = hosts or ([] if elsewhere else [None] * ranks)
                 command, started = left_behind.enter_context(listed(command, ranks, places))
             words = Words(held=bool(asked), with_banners=family == "srun")
-            mpirun = subprocess.Popen(command, env=environ, preexec_fn=bound(before | ignored), stderr=words.end)
+            blocked = {*before, *ignored, signal.SIGTTIN}  # in the background it reads an error, and is not stopped
+            mpirun = subprocess.Popen(command, env=environ, preexec_fn=bound(blocked), stderr=words.end)
             with contextlib.closing(Watch(mpirun.pid, ranks - elsewhere, watched, servers, elsewhere)) as watch:
                 if guards is not None:
                     guards.attach(watch)
@@ -139,6 +142,8 @@ def supervise(
         ends = [end._replace(host=end.host or socket.gethostname()) for end in ends]
     is_blind = elsewhere > 0 and guards is None
     status, told = _explained(ends, mpirun.returncode, family, words, is_blind)
+    if told is None and words.are_unread:
+        return 128 + signal.SIGPIPE
     if told is None or status == BEREFT:  # who has left that one is not known
         words.show_banners()
         if guards is not None:
@@ -298,6 +303,10 @@ def _forward_signals(
             is_killed = True
         elif received is not None and received.number == signal.SIGUSR1 and usr1_has_come is not None:
             is_held = True
+        elif received is not None and received.number == signal.SIGTSTP:
+            if received.code != _SI_KERNEL:
+                mpirun.send_signal(signal.SIGTSTP)
+            _stop_beside(mpirun)
         elif received is not None and received.number in FORWARDED:
             if received.number in ENDING:
                 deadline = time.monotonic() + _GRACE_S if ended_by is None else 0.0
@@ -309,6 +318,20 @@ def _forward_signals(
     if mpirun.returncode < 0 and not is_killed and ended_by is None and watch.failed is None:
         say(f"{'srun' if family == 'srun' else 'mpirun'} was killed by {signal.Signals(-mpirun.returncode).name}")
     return ended_by, was_stuck
+
+
+def _stop_beside(mpirun: subprocess.Popen[bytes]) -> None:
+    """Ctrl-Z: ``mpirun``, which has got it, too, stops the ranks, and this process stops until a shell says fg or bg.
+
+    Open MPI's mpirun would run on, and be stopped where it reads from the terminal, which is the shell's now; after fg
+    it would sit in that read until a line is typed, and neither show what ranks print nor take Ctrl-C.
+    """
+    time.sleep(_TELL_S)
+    mpirun.send_signal(signal.SIGSTOP)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
+    signal.raise_signal(signal.SIGTSTP)  # nothing where no shell could continue it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
+    mpirun.send_signal(signal.SIGCONT)
 
 
 def _output_is_read() -> bool:

@@ -45,6 +45,7 @@ _INVOKED = re.compile(
     rb"([0-9]+)\)",
     re.MULTILINE,
 )
+_UNREAD = b": SIGPIPE detected - aborting\n"
 _CLOSED = b"*** An error occurred in Socket closed"
 # hpcdp.comm.watchdog, of the ranks that another one has waited for in vain
 _MISSING = re.compile(
@@ -127,6 +128,8 @@ class Words:
         """The first call of MPI_Abort that a rank's library has told of; a lost connection makes none."""
         self.have_closed = False
         """Whether a rank of Open MPI has said that its connection to another has closed."""
+        self.are_unread = False
+        """Whether mpirun has ended the job since who reads its standard output has gone."""
         self.missing: str | None = None
         """Why the watchdog of a rank has ended the job: which ranks have not come, and what is known of them."""
         self._of_tasks, self._tasks = b"", list[Tasks]()
@@ -232,6 +235,7 @@ class Words:
             rank, asked = (int(each) for each in found.groups() if each is not None)
             self.invoked = Invoked(rank, asked % 256)
         self.have_closed |= _CLOSED in self._kept
+        self.are_unread |= _UNREAD in self._kept
         if self.missing is None and (found := _MISSING.search(self._kept)):
             self.missing = (found[1] or found[2]).decode(errors="replace")
         self._of_tasks += received

@@ -75,14 +75,14 @@ def _shown(name: str) -> str:
 
 def _read(folder: Path, name: str) -> Run:
     path = folder / "metrics.jsonl"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError("report", where=folder, expected="the folder of a run, with metrics.jsonl", got="none")
     try:
         records = read_metrics(path)
         for number, record in enumerate(records, 1):
             _check_record(number, record)
         path = folder / "config.toml"
-        settings = tomllib.loads(path.read_text("utf-8")) if path.is_file() else {}
+        settings = tomllib.loads(path.read_text("utf-8")) if os.path.isfile(path) else {}
     except (OSError, ValueError, RecursionError) as error:
         raise DataError("report", where=path, expected="what a run has written", got=str(error)) from error
     return Run(name, settings, records)

@@ -49,6 +49,11 @@ def test_a_list_on_the_command_line() -> None:
     assert read("a,[::1]") == (Host("a"), Host("::1"))
 
 
+def test_a_list_on_the_command_line_may_be_longer_than_a_files_name() -> None:
+    names = [f"node{number:03}" for number in range(64)]
+    assert read(",".join(f"{name}:4" for name in names)) == tuple(Host(name, 4) for name in names)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -82,8 +87,9 @@ def test_what_is_no_host_is_named_with_file_and_line(text: str | bytes, says: st
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("none/hosts", "expected a file of hosts, or node1:4,node2:4, got no file 'none/hosts'"),
-        ("typo.txt", "expected a file of hosts, or node1:4,node2:4, got no file 'typo.txt'"),
+        ("none/hosts", "[none/hosts]: expected a file of hosts, or node1:4,node2:4, got No such file or directory"),
+        ("typo.txt", "[typo.txt]: expected a file of hosts, or node1:4,node2:4, got No such file or directory"),
+        (f"/{'x' * 300}", "got File name too long"),
         ("", "[-H '']"),
         ("a,,b", "[-H 'a,,b']"),
         (".", "Is a directory"),

@@ -116,6 +116,14 @@ def test_cores_are_shared_out_unless_the_user_says() -> None:
     assert launch(2, *python(code), env=bare | {"OMP_NUM_THREADS": "5"}).stdout.split("\n")[0] == "5 None"
 
 
+@pytest.mark.parametrize("where", [[], ["-H", "localhost"]], ids=["local", "ssh"])
+def test_one_machine_may_keep_to_its_loopback(where: list[str]) -> None:
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", *where, "--interface", "lo", "--"]
+    size = python("from mpi4py import MPI; print(MPI.COMM_WORLD.size)")
+    done = subprocess.run([*command, *size], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, ["2", "2"]), done.stderr
+
+
 def test_a_user_setting_wins() -> None:
     library = mpi_library.MpiLibrary("openmpi", Path("/x/lib/libmpi.so.40"))
     environ = environment(library, Path("/x/bin/mpirun"), CORES + 1, {"OMPI_MCA_btl": "self,tcp"})
@@ -138,6 +146,12 @@ def test_a_missing_home_is_no_obstacle() -> None:
     assert done.stdout == f"{pwd.getpwuid(os.getuid()).pw_dir}\n" * 2
 
 
+def test_a_missing_path_is_no_obstacle() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "PATH"}
+    done = launch(2, "sh", "-c", "echo here", env=environ)
+    assert (done.returncode, done.stdout.split()) == (0, ["here", "here"]), done.stderr
+
+
 def test_standard_input_reaches_rank_0() -> None:
     code = "import sys; print('read', sys.stdin.readline())"  # Open MPI 5.0 passes a pipe's lines on, not its end
     assert "read a line" in launch(1, *python(code), input="a line\n").stdout
@@ -154,9 +168,10 @@ def test_a_program_gets_its_arguments_as_they_are(arguments: list[str]) -> None:
 
 
 def test_a_missing_program() -> None:
-    done = launch(2, "no-such-program")
-    assert done.returncode == 127
-    assert done.stderr == "hpcdp: launch 'no-such-program': got no such program; check its name and PATH\n"
+    for name in ("no-such-program", "x" * 300):
+        done = launch(2, name)
+        assert done.returncode == 127
+        assert done.stderr == f"hpcdp: launch '{name}': got no such program; check its name and PATH\n"
 
 
 @pytest.mark.parametrize("where", [[], ["-H", "localhost"]], ids=["local", "ssh"])
@@ -292,6 +307,18 @@ def test_the_terminal_ends_a_job(how: str, tmp_path: Path) -> None:
     if how == "ctrl-c":
         os.close(terminal)
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), limit_s=10)
+
+
+@pytest.mark.skipif(mpi_library.find_library().family != "openmpi", reason="MPICH's mpirun ends in its own way")
+def test_a_reader_that_has_gone_ends_the_job_as_it_would_end_any_program() -> None:
+    lines = "import time\nfor _ in range(600): print('line', flush=True); time.sleep(0.05)"
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", *python(lines)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stderr is not None
+        assert job.stdout.readline() == "line\n"
+        job.stdout.close()
+        said = job.stderr.read()
+    assert (job.returncode, said) == (128 + signal.SIGPIPE, "")
 
 
 STUCK = """

@@ -142,6 +142,7 @@ def test_one_host_may_keep_to_its_loopback(elsewhere) -> None:
     }.items():
         command = launchers.launcher(name).plan(job).commands[-1]
         assert command.env["OMPI_MCA_btl_tcp_if_include"] == "lo"
+        assert "PRTE_MCA_prte_if_include" not in command.env, "mpirun would not start"
 
 
 def test_a_copy_into_itself_is_refused(elsewhere, tmp_path: Path) -> None:

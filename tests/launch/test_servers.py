@@ -39,7 +39,7 @@ from hpcdp.launch import supervise
 from hpcdp.launch.launchers import local
 from hpcdp.launch.job import Job
 workers, servers, server, grace, *program = sys.argv[1:]
-local.SERVER, supervise._GRACE_S = ("-c", server), float(grace)
+local.server, supervise._GRACE_S = lambda: ("-c", server), float(grace)
 sys.exit(local.run(Job(tuple(program), int(workers), int(servers))))
 """
 WORKER = """

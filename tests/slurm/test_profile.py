@@ -35,6 +35,8 @@ def test_a_whole_profile(tmp_path: Path) -> None:
 
 def test_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="got none"):
+        load(environ={"HOME": f"/{'x' * 300}"})
     environ = {"HOME": str(tmp_path)}
     with pytest.raises(ConfigError, match=r"expected a file: hpcdp-site.toml, .*/.config/hpcdp/site.toml, got none"):
         load(environ=environ)
@@ -45,6 +47,12 @@ def test_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert load(environ=environ | {"HPCDP_SITE": "said.toml"}).time == "2"
     Path("hpcdp-site.toml").unlink()
     assert load(environ=environ).time == "0"
+
+
+def test_a_profile_may_begin_with_the_mark_of_some_editors(tmp_path: Path) -> None:
+    path = tmp_path / "site.toml"
+    path.write_bytes(b'\xef\xbb\xbftime = "1"\r\n')
+    assert load(path).time == "1"
 
 
 def test_a_profile_that_the_variable_names_and_is_missing_is_named_with_it(

@@ -156,6 +156,8 @@ def test_a_sweeps_lines(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text("# first\n--lr 0.1  # small\n\n--model 'a b'\n")
     assert script.read_settings(path) == (("--lr", "0.1"), ("--model", "a b"))
+    path.write_bytes(b"\xef\xbb\xbf--lr 0.1\r\n--lr 0.2\r\n")
+    assert script.read_settings(path) == (("--lr", "0.1"), ("--lr", "0.2"))
     path.write_text("--lr 1\n--model 'a\n")
     with pytest.raises(ConfigError, match=r"lines, line 2\]: expected closed quotes"):
         script.read_settings(path)

@@ -167,6 +167,8 @@ def test_a_run_that_was_killed_early_or_goes_on(epochs, tmp_path):
     [
         (["none"], "expected the folder of a run, with metrics.jsonl, got none"),
         (["a", "a/../a"], "expected each run once, got it twice"),
+        (["x" * 300], "expected the folder of a run, with metrics.jsonl, got none"),
+        (["a", "-o", f"{'x' * 300}/all.html"], "that is there, got none"),
         (["torn"], "expected what a run has written, got"),
         (["strange"], "expected what a run has written, got a line that is no record"),
         (["a", "-o", "nowhere/at/all.html"], "expected a folder nowhere/at that is there, got none"),

@@ -22,7 +22,7 @@ from typing import Protocol, TextIO
 from ...errors import ConfigError, LaunchError, to_stderr
 from ...launched import launched_ranks
 from ..environment import FIND_PROGRAMS, READ_BY_PROGRAMS
-from ..job import Job, Plan
+from ..job import Job, Plan, module
 from ..supervise import ENDING, FORWARDED
 
 OUTPUT, ERRORS, STATUS = "output", "errors", "status"
@@ -125,7 +125,7 @@ def launch_command(job: Job, hosts: str | None) -> str:
     Args:
         hosts: where its ranks go, a word of the script; None for the one host that there is.
     """
-    words = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(job.ranks)]
+    words = [sys.executable, *module("hpcdp.cli"), "launch", "-n", str(job.ranks)]
     words += ["-s", str(job.servers)] if job.servers else []
     words += ["--ranks-per-node", str(job.ranks_per_node)] if job.ranks_per_node is not None else []
     for name, value in job.env.items():

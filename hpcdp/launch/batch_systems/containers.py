@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...errors import LaunchError, listed, to_stderr
+from ..job import module
 from ..mpi_library import find_library
 from ..orphans import adopt, bound, end_orphans
 from .batch import ERRORS, OUTPUT, STATUS, replace
@@ -45,7 +46,7 @@ def container_name(number: int) -> str:
 
 def agent_script(folder: Path) -> str:
     """The program that mpirun of either family calls as it would call ssh."""
-    agent = shlex.join([sys.executable, "-m", "hpcdp.launch.batch_systems.container_agent", str(folder)])
+    agent = shlex.join([sys.executable, *module("hpcdp.launch.batch_systems.container_agent"), str(folder)])
     return f'#!/bin/sh\nexec {agent} "$@"\n'
 
 
@@ -94,7 +95,7 @@ def _lead(folder: Path, count: int, command: Sequence[str]) -> None:
                 errors.write(f"hpcdp launch: {wrong}\n".encode())
                 replace(folder / STATUS, "1")
                 return
-            runner = [sys.executable, "-m", "hpcdp.launch.batch_systems.batch_runner"]
+            runner = [sys.executable, *module("hpcdp.launch.batch_systems.batch_runner")]
             job = _start([*runner, str(folder), str(os.EX_TEMPFAIL), "inf", *command], output, errors)
         while job.poll() is None:
             beat.give()

@@ -11,7 +11,7 @@ from .. import mpi_library
 from ..checks import check, check_binding, warn_of_other_library
 from ..dialect import Dialect, program
 from ..environment import environment
-from ..job import SERVER, Command, Job, Plan
+from ..job import Command, Job, Plan, server
 from ..supervise import supervise
 
 
@@ -56,7 +56,7 @@ def _mpirun(job: Job) -> tuple[mpi_library.MpiLibrary, Command]:
     dialect = Dialect(found.family, mpi_library.is_open_mpi_4(mpirun))
     argv = [str(mpirun), *dialect.options(job), "-n", str(job.ranks), *further, *program(job.program)]
     if job.servers:
-        argv += [":", "-n", str(job.servers), sys.executable, *SERVER]
+        argv += [":", "-n", str(job.servers), sys.executable, *server()]
     given = {**os.environ, **job.env}
     wanted = {**environment(found, mpirun, job.ranks, given, job.servers), **dialect.interface(job.interface)}
     return found, Command.beside(argv, wanted)

@@ -19,7 +19,7 @@ from ..checks import check, check_binding, warn_of_other_library
 from ..dialect import Dialect, program
 from ..environment import environment_of_hosts, travelling
 from ..hosts import is_this_machine, of_ranks, place
-from ..job import SERVER, Command, Job, Plan
+from ..job import Command, Job, Plan, server
 from ..remote import sync
 from ..remote.guards import Guards
 from ..supervise import say, supervise
@@ -59,7 +59,7 @@ def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[Plan, mpi_library.Mp
     argv = [str(mpirun), *dialect.options(job), *attached, *where, *further, "-n", str(job.ranks), *everywhere]
     argv += program([program_on_hosts(job), *job.program[1:]])
     if job.servers:
-        argv += [":", "-n", str(job.servers), *everywhere, sys.executable, *SERVER]
+        argv += [":", "-n", str(job.servers), *everywhere, sys.executable, *server()]
     copies = [] if job.sync_dst_dir is None else sync.commands([host.name for host in places], job.sync_dst_dir)
     files = {path: dialect.host_file(places)} if places else {}
     return Plan([*copies, Command.beside(argv, environ)], files), library, dialect

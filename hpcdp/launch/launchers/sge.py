@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...errors import ConfigError, LaunchError, to_stderr
 from ..batch_systems import batch, batch_values
-from ..job import Command, Job, Plan
+from ..job import Command, Job, Plan, module
 
 _AGAIN = 99
 """The exit status of a job that Grid Engine is to start again."""
@@ -114,7 +114,13 @@ def _script(job: Job, folder: Path, files: list[str], stop_s: float, *, has_host
         lines += batch.agent_settings(folder)
         lines += ["""hosts=$(awk '{ printf "%s%s:%s", (NR > 1 ? "," : ""), $1, $2 }' "$PE_HOSTFILE")"""]
         hosts = '"$hosts"'
-    runner = [sys.executable, "-m", "hpcdp.launch.batch_systems.batch_runner", str(folder), str(_AGAIN), f"{stop_s:g}"]
+    runner = [
+        sys.executable,
+        *module("hpcdp.launch.batch_systems.batch_runner"),
+        str(folder),
+        str(_AGAIN),
+        f"{stop_s:g}",
+    ]
     lines += [f"exec {shlex.join(runner)} \\", f"  {batch.launch_command(job, hosts)}"]
     return "\n".join(lines) + "\n"
 

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from ..batch_systems.slurm_allocation import Allocation, allocation
 from ..checks import check, warn_of_other_library
 from ..dialect import Dialect, program
 from ..environment import blas_threads
-from ..job import Command, Job, Plan
+from ..job import Command, Job, Plan, server
 from ..supervise import supervise
 
 MPI_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}
@@ -32,10 +33,7 @@ _LIMIT_S = 30.0
 _GOES_ON = "OMPI_MCA_mpi_ft_enable"
 """What has Open MPI's ranks go on when one dies (ULFM)."""
 
-_BY_RANK = (
-    'workers=$1 python=$2; shift 2; [ "$SLURM_PROCID" -lt "$workers" ] || exec "$python" -m hpcdp.kvstore.serve; '
-    'exec "$@"'
-)
+_BY_RANK = 'workers=$1 python=$2; shift 2; [ "$SLURM_PROCID" -lt "$workers" ] || exec "$python" {}; exec "$@"'
 """What each task of a job with servers runs. A file for srun --multi-prog could not hold every argument: its quoting
 knows no quotes in quotes and no line breaks."""
 
@@ -92,7 +90,7 @@ def plan(job: Job) -> Plan:
         argv.append("--label")
     argv += further
     if job.servers:
-        argv += ["sh", "-c", _BY_RANK, "hpcdp-rank", str(job.ranks), sys.executable]
+        argv += ["sh", "-c", _BY_RANK.format(shlex.join(server())), "hpcdp-rank", str(job.ranks), sys.executable]
     return Plan([Command.beside([*argv, *program(job.program)], {**_environment(family, job), **job.env})])
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from ...errors import ConfigError, LaunchError, to_stderr
 from ..batch_systems import batch, batch_values
 from ..batch_systems.containers import agent_script, container_name
-from ..job import Command, Job, Plan
+from ..job import Command, Job, Plan, module
 from ..orphans import bound
 
 _CLIENT = "org.apache.hadoop.yarn.applications.distributedshell.Client"
@@ -113,7 +113,7 @@ def _files(job: Job, folder: Path, sizes: Sequence[int]) -> dict[Path, str]:
         "fi",
         f"exec /bin/bash {shlex.quote(str(script))}",
     ]
-    runner = [sys.executable, "-m", "hpcdp.launch.batch_systems.containers", str(folder), str(len(sizes))]
+    runner = [sys.executable, *module("hpcdp.launch.batch_systems.containers"), str(folder), str(len(sizes))]
     lines = ["#!/bin/bash", "# Runs in each container of hpcdp launch --launcher yarn."]
     lines += [f"cd {shlex.quote(str(Path.cwd()))} || exit 1", *batch.exports()]
     if len(sizes) > 1:
