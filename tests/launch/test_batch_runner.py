@@ -17,7 +17,8 @@ def tell(number, _):
 for sign in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
     signal.signal(sign, tell)
 Path(sys.argv[1], "ready").write_text(f"{os.getpgid(0)} {os.getppid()}")
-time.sleep(60)
+for _ in range(600):  # in one sleep a signal that comes just before it would not be seen
+    time.sleep(0.1)
 """
 
 

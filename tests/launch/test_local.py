@@ -30,7 +30,8 @@ MPI.COMM_WORLD.barrier()
 folder = os.environ.get("OMPI_MCA_btl_sm_backing_directory", "none")
 Path(sys.argv[1], "segments").write_text(f"{folder} {len(os.listdir(folder)) if folder != 'none' else 0}")
 Path(sys.argv[1], f"ready-{MPI.COMM_WORLD.rank}").write_text(str(os.getpid()))
-time.sleep(60)
+for _ in range(600):  # in one sleep a signal that comes just before it would not be seen
+    time.sleep(0.1)
 """
 
 
