@@ -39,6 +39,14 @@ def test_the_exit_status_and_the_remedy(capsys: pytest.CaptureFixture[str], monk
     )
 
 
+def test_a_users_file_of_the_name_of_a_module_is_no_matter(tmp_path: Path) -> None:
+    for name in ("random.py", "queue.py"):
+        (tmp_path / name).write_text("raise RuntimeError('mine')")
+    program = [sys.executable, "-P", "-m", "hpcdp.cli", "doctor"]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert "mine" not in done.stdout + done.stderr and " 0 failed" in done.stdout, done.stdout
+
+
 def test_a_package_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "h5py.py").write_text("raise ImportError('libhdf5.so.310: cannot open shared object file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -26,6 +26,7 @@ from ...errors import HpcdpError, LaunchError
 from ...launched import THREAD_VARIABLES, launched_ranks
 from .. import machine, mpi_library
 from ..children import child
+from ..job import apart, module
 from . import gpus
 
 _SEGMENTS = ("hpcdp-*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "mpich_shm_*")
@@ -95,7 +96,7 @@ def _wrapped(text: str, width: int) -> str:
 def check_imports() -> Finding:
     """Compiled packages that do not fit the machine or each other fail when they are imported."""
     for name in ("numpy", "numba", "h5py", "mpi4py"):
-        status, said = child([sys.executable, "-c", f"import {name}"])
+        status, said = child([sys.executable, *apart(), "-c", f"import {name}"])
         if status != 0:
             return failed(f"import {name}: {said}", f"{sys.executable} -m pip install --force-reinstall {name}")
     return ok("numpy, numba, h5py and mpi4py can be imported")
@@ -118,7 +119,7 @@ def check_library() -> Finding:
     except LaunchError as error:
         return failed(str(error.got), str(error.remedy))
     probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-    status, said = child([sys.executable, "-c", probe])
+    status, said = child([sys.executable, *apart(), "-c", probe])
     if status != 0:
         return failed(f"{library.path} cannot be loaded: {said}", _remedy_of_loading(library.path, said))
     return ok(f"{library.name}, {library.path}")
@@ -152,7 +153,7 @@ def check_two_ranks() -> Finding:
     if launched_ranks() is not None:
         return warning("not tried: this shell is itself a rank of a job", "run hpcdp doctor outside mpirun and srun")
     started = time.monotonic()
-    hello = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable, "-c", HELLO]
+    hello = [sys.executable, *module("hpcdp.cli"), "launch", "-n", "2", "--", sys.executable, *apart(), "-c", HELLO]
     status, said = child(hello, "hello")
     words = said.split()
     if status != 0 or words[:1] != ["hello"]:

@@ -16,6 +16,7 @@ from ...errors import LaunchError
 from .. import mpi_library
 from ..batch_systems.slurm_allocation import Allocation, allocation
 from ..children import child
+from ..job import apart
 from ..launchers import slurm
 from .doctor import HELLO, Finding, failed, ok, warning
 
@@ -103,7 +104,7 @@ def check_two_tasks() -> Finding:
         return failed(str(error), "see the checks of hpcdp doctor")
     nodes = min(2, len(given.hosts))
     layout = [f"--nodes={nodes}", "--ntasks=2", f"--ntasks-per-node={2 // nodes}"]
-    status, said = _step([f"--mpi={needed}", *layout, sys.executable, "-c", HELLO], "hello")
+    status, said = _step([f"--mpi={needed}", *layout, sys.executable, *apart(), "-c", HELLO], "hello")
     words = said.split()
     if status == 0 and words[:2] == ["hello", "2"]:
         return ok(f"one world of 2 on {nodes} {'nodes' if nodes > 1 else 'node'}, by srun --mpi={needed}")
@@ -127,7 +128,9 @@ def check_nodes() -> Finding:
     except LaunchError as error:
         return failed(str(error), "see the checks of hpcdp doctor")
     for host in given.hosts:
-        status, said = _step([f"--nodelist={host.name}", "--nodes=1", "--ntasks=1", sys.executable, "-c", _NODE], "[")
+        status, said = _step(
+            [f"--nodelist={host.name}", "--nodes=1", "--ntasks=1", sys.executable, *apart(), "-c", _NODE], "["
+        )
         if status != 0 or not said.startswith("["):
             return failed(
                 f"{host.name}: {said or f'status {status}'}",

@@ -15,6 +15,7 @@ from ...errors import DeviceError, LaunchError
 from ...launched import launched_ranks
 from .. import machine, mpi_library
 from ..children import child
+from ..job import apart, module
 
 _CUPY = """
 import warnings
@@ -81,7 +82,7 @@ def cupy() -> tuple[bool, str]:
     """Whether CuPy computes on a GPU, and its version and that of NCCL, or what is wrong."""
     if importlib.util.find_spec("cupy") is None:
         return False, "not installed"
-    status, said = child([sys.executable, "-c", _CUPY], "CuPy")
+    status, said = child([sys.executable, *apart(), "-c", _CUPY], "CuPy")
     return status == 0, said.removeprefix("CuPy ") if status == 0 else f"does not work: {said or f'status {status}'}"
 
 
@@ -93,8 +94,8 @@ def cuda_aware() -> str:
         library = mpi_library.find_library()
     except LaunchError as error:
         return f"no: {error.got}"
-    ranks = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--"]
-    status, said = child([*ranks, sys.executable, "-c", _CUDA_AWARE, str(library.path)], "answer")
+    ranks = [sys.executable, *module("hpcdp.cli"), "launch", "-n", "2", "--"]
+    status, said = child([*ranks, sys.executable, *apart(), "-c", _CUDA_AWARE, str(library.path)], "answer")
     if status != 0:
         return f"no: it says so, but ranks that try it end with {said or f'status {status}'}"
     return said.removeprefix("answer ")
