@@ -11,8 +11,12 @@ import time
 
 import pytest
 
-SHELL = """
+SHELL = r"""
 import os, signal, subprocess, sys, time
+
+def say(*words):  # in one write: print's may have the job's lines between them
+    os.write(1, f"{' '.join(map(str, words))}\n".encode())
+
 signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 how, *command = sys.argv[1:]
 job = subprocess.Popen(command, process_group=0)
@@ -20,19 +24,19 @@ os.tcsetpgrp(0, job.pid)
 assert os.WIFSTOPPED(os.waitpid(job.pid, os.WUNTRACED)[1])
 os.tcsetpgrp(0, os.getpgrp())
 time.sleep(1.0)  # meanwhile whoever reads from the terminal sees what is typed
-print("stopped", input(), flush=True)
+say("stopped", input())
 if how == "fg":
     os.tcsetpgrp(0, job.pid)
 os.killpg(job.pid, signal.SIGCONT)
 if how == "bg":
-    print("shell", input(), flush=True)
-    print("shell", input(), flush=True)
+    say("shell", input())
+    say("shell", input())
     os.kill(job.pid, signal.SIGTERM)
 status = os.waitpid(job.pid, os.WUNTRACED)[1]
 os.tcsetpgrp(0, os.getpgrp())
-print("status", os.waitstatus_to_exitcode(status), flush=True)
+say("status", os.waitstatus_to_exitcode(status))
 """
-LINES = "import time\nfor number in range(300): print('line', number, flush=True); time.sleep(0.1)"
+LINES = "import os, time\nfor number in range(300): os.write(1, f'line {number}\\n'.encode()); time.sleep(0.1)"
 
 
 def read_until(terminal: int, pattern: str, limit_s: float = 20.0) -> str:
@@ -40,7 +44,10 @@ def read_until(terminal: int, pattern: str, limit_s: float = 20.0) -> str:
     while not re.search(pattern, said):
         ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
         assert ready, f"no {pattern!r} in {said!r}"
-        said += os.read(terminal, 4096).decode()
+        try:
+            said += os.read(terminal, 4096).decode()
+        except OSError:  # nobody has it open any more
+            raise AssertionError(f"no {pattern!r} in {said!r}") from None
     return said
 
 
