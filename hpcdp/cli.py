@@ -1,4 +1,5 @@
-"""Floor 8: the command line. Imports: launch, benchmarks, train, checkpoint, comm, commands, launched, errors.
+"""Floor 8: the command line. Imports: launch, benchmarks, train, checkpoint, comm, commands, interpreter, launched,
+errors.
 
 Parses, calls the room that does the work, and turns an error into one line and an exit status: 2 for what was asked
 wrongly, 127 for a program that is missing, 130 after Ctrl-C, 1 for the rest.
@@ -233,8 +234,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _train_here(config: TrainConfig, said: dict[str, Any]) -> int:
+    from hpcdp.interpreter import module
     from hpcdp.launch.ending import fail
-    from hpcdp.launch.job import Job, module
+    from hpcdp.launch.job import Job
     from hpcdp.launch.launchers import local
     from hpcdp.train import stop_signal
     from hpcdp.train.runs import inputs, run_dir

@@ -24,6 +24,7 @@ import numpy as np
 from ..arrays import Array
 from ..devices import gpu
 from ..errors import ConfigError
+from ..interpreter import apart
 from ..streams import Streams
 from .communicator import Communicator, split
 from .world import World
@@ -165,7 +166,7 @@ def tried() -> str:
     not. For a process that may itself be a rank."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _TRY], env=outside_of_jobs(os.environ), stdin=subprocess.DEVNULL,
+            [sys.executable, *apart(), "-c", _TRY], env=outside_of_jobs(os.environ), stdin=subprocess.DEVNULL,
             capture_output=True, text=True, timeout=_LIMIT_S,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -286,6 +286,13 @@ def test_what_cannot_be_tried_is_a_no(monkeypatch):
     assert cuda_aware.tried().startswith("no: it cannot be tried, Command")
 
 
+def test_it_is_tried_beside_a_users_file_of_a_modules_name(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise SystemExit('taken for the random of Python')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cuda_aware, "_TRY", "import random; print('yes', random.Random.__name__)")
+    assert cuda_aware.tried() == "yes Random"
+
+
 def test_an_environment_outside_of_jobs_keeps_what_a_user_has_set():
     kept = {"OMPI_MCA_pml": "ucx", "PATH": "/bin", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
     of_jobs = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "0",

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from ...errors import ConfigError, LaunchError, to_stderr
+from ...interpreter import module
 from ...launched import launched_ranks
 from ..environment import FIND_PROGRAMS, READ_BY_PROGRAMS
-from ..job import Job, Plan, module
+from ..job import Job, Plan
 from ..supervise import ENDING, FORWARDED
 
 OUTPUT, ERRORS, STATUS = "output", "errors", "status"

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...errors import LaunchError, listed, to_stderr
-from ..job import module
+from ...interpreter import module
 from ..mpi_library import find_library
 from ..orphans import adopt, bound, end_orphans
 from .batch import ERRORS, OUTPUT, STATUS, replace

@@ -23,10 +23,10 @@ from pathlib import Path
 
 from ... import kernels
 from ...errors import HpcdpError, LaunchError
+from ...interpreter import apart, module
 from ...launched import THREAD_VARIABLES, launched_ranks
 from .. import machine, mpi_library
 from ..children import child
-from ..job import apart, module
 from . import gpus
 
 _SEGMENTS = ("hpcdp-*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "mpich_shm_*")

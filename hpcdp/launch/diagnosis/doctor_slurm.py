@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ...errors import LaunchError
+from ...interpreter import apart
 from .. import mpi_library
 from ..batch_systems.slurm_allocation import Allocation, allocation
 from ..children import child
-from ..job import apart
 from ..launchers import slurm
 from .doctor import HELLO, Finding, failed, ok, warning
 

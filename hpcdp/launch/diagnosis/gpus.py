@@ -12,10 +12,10 @@ import sys
 
 from ...comm.gpus import LIBRARY, Driver, Gpu, driver_release
 from ...errors import DeviceError, LaunchError
+from ...interpreter import apart, module
 from ...launched import launched_ranks
 from .. import machine, mpi_library
 from ..children import child
-from ..job import apart, module
 
 _CUPY = """
 import warnings

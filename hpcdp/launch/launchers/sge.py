@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 from ...errors import ConfigError, LaunchError, to_stderr
+from ...interpreter import module
 from ..batch_systems import batch, batch_values
-from ..job import Command, Job, Plan, module
+from ..job import Command, Job, Plan
 
 _AGAIN = 99
 """The exit status of a job that Grid Engine is to start again."""

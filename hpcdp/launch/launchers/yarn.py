@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...errors import ConfigError, LaunchError, to_stderr
+from ...interpreter import module
 from ..batch_systems import batch, batch_values
 from ..batch_systems.containers import agent_script, container_name
-from ..job import Command, Job, Plan, module
+from ..job import Command, Job, Plan
 from ..orphans import bound
 
 _CLIENT = "org.apache.hadoop.yarn.applications.distributedshell.Client"
