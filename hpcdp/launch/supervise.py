@@ -306,6 +306,8 @@ def _forward_signals(
         elif received is not None and received.number == signal.SIGTSTP:
             if received.code != _SI_KERNEL:
                 mpirun.send_signal(signal.SIGTSTP)
+            if guards is not None:
+                guards.pause()
             _stop_beside(mpirun)
         elif received is not None and received.number in FORWARDED:
             if received.number in ENDING:

@@ -37,6 +37,34 @@ while time.monotonic() < deadline:
         world.barrier()
 """
 
+STOPPING_SHELL = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+job = subprocess.Popen(sys.argv[2:], process_group=0)
+while not Path(sys.argv[1]).exists():
+    assert job.poll() is None
+    time.sleep(0.1)
+os.kill(job.pid, signal.SIGTSTP)
+assert os.WIFSTOPPED(os.waitpid(job.pid, os.WUNTRACED)[1])
+time.sleep(35.0)
+os.killpg(job.pid, signal.SIGCONT)
+sys.exit(job.wait())
+"""
+TIMER = """
+import sys, time
+from pathlib import Path
+import hpcdp
+world, longest_s = hpcdp.init(), 0.0
+for step in range(50):
+    began = time.monotonic()
+    time.sleep(0.1)
+    world.barrier()
+    longest_s = max(longest_s, time.monotonic() - began)
+    if step == 5 and world.rank == 0:
+        Path(sys.argv[1]).touch()
+print(f"{longest_s:.0f}", flush=True)
+"""
+
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "hpcdp.cli", "launch", *arguments]
@@ -179,6 +207,16 @@ def test_a_signal_to_the_launcher_leaves_nothing(two_hosts: Cluster, jobs: list[
         assert not two_hosts.on(1, ["sh", "-c", "ls -d /dev/shm/* /tmp/hpcdp-[hg]* 2>/dev/null"]).stdout
     else:
         assert jobs[0].end() == status, jobs[0].said()
+
+
+def test_a_job_that_is_stopped_for_long_goes_on(two_hosts: Cluster) -> None:
+    begun = two_hosts.folder / "begun"
+    shell = [sys.executable, "-c", STOPPING_SHELL, str(begun)]
+    job = command(*SHARED, "-n", "4", "-H", "node1:2,node2:2", "--", sys.executable, "-c", TIMER, str(begun))
+    done = two_hosts.on(1, [*shell, *job], 90)
+    assert (done.returncode, done.stderr) == (0, "")
+    longest_s = [int(each) for each in done.stdout.split()]
+    assert len(longest_s) == 4 and min(longest_s) >= 34
 
 
 def test_an_mpirun_that_is_killed_leaves_nothing(two_hosts: Cluster, jobs: list[Job]) -> None:

@@ -164,6 +164,15 @@ def test_what_a_login_script_writes_is_not_taken_for_a_guard(ssh: Path) -> None:
     assert said == [f"chatty is reached, {len(os.sched_getaffinity(0))} cores"]
 
 
+def test_a_users_file_in_the_home_folder_is_not_taken_for_a_module_of_pythons(
+    ssh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "socket.py").write_text("raise SystemExit('taken for the socket of Python')")
+    monkeypatch.chdir(tmp_path)
+    with Guards([Place("away", 1)], print) as guards:
+        assert guards.cores() == {"away": len(os.sched_getaffinity(0))}
+
+
 def test_what_a_host_lacks(tmp_path: Path) -> None:
     (tmp_path / "run.sh").touch(mode=0o755)
     valid = interfaces.to_other_hosts()
@@ -235,9 +244,18 @@ def test_a_host_that_is_lost_behind_such_a_time_is_not_missed_later_for_it(
     assert group.lost
 
 
-@pytest.mark.parametrize(("between_s", "lost"), [(1.0, True), (60.0, False)])
-def test_time_in_which_a_guard_itself_did_not_run_is_no_silence(
-    between_s: float, lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("between_s", "said", "lost"),
+    [
+        (1.0, b"", True),
+        (60.0, b"", False),
+        (1.0, b'{"pause": 0}\n', False),
+        (60.0, b'{"pause": 0}\n', False),
+        (1.0, b'{"pause": 0}\n{"beat": 0}\n', True),
+    ],
+)
+def test_time_in_which_a_guard_itself_did_not_run_or_its_launcher_is_stopped_is_no_silence(
+    between_s: float, said: bytes, lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, looks = [100.0], []
     kept = object.__new__(guard.Guard)
@@ -252,5 +270,10 @@ def test_time_in_which_a_guard_itself_did_not_run_is_no_silence(
     kept._folder, kept._heard_s, kept._is_over = str(tmp_path / "segments"), now[0], False
     kept._watch = SimpleNamespace(wait=wait)
     kept._tell_of_ranks = kept._reap = lambda: None
+    if said:
+        kept._buffer = b""
+        monkeypatch.setattr(guard, "os", SimpleNamespace(read=lambda *_: said))
+        monkeypatch.setattr(guard, "tell", lambda message: None)
+        kept._read()
     kept.run()
     assert (len(looks) < 40) == lost

@@ -38,7 +38,7 @@ class Channel:
         self._words, self._quiet = b"", Quiet()
         self.banners = Banners()
         """What daemons of mpirun say there at length of ranks that have failed."""
-        guard = shlex.join([sys.executable, "-c", _GUARD.format(str(_ROOT))])
+        guard = shlex.join([sys.executable, "-P", "-c", _GUARD.format(str(_ROOT))])
         self._ssh = subprocess.Popen(
             [*SSH, *ALIVE, "--", host, f"exec {guard}"],
             stdin=subprocess.PIPE,

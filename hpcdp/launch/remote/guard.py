@@ -5,14 +5,15 @@ connection: when that closes, or nothing has come for `LOST_AFTER_S`, everything
 /dev/shm is removed. So no rank outlives the launcher, its host, or the network between them, whatever the MPI library
 does.
 
-Both sides write lines of JSON, each with one key: the launcher ``begin``, ``check``, ``start``, ``ranks``, ``beat`` and
-``end``, the guard ``ready``, ``problems``, ``beat``, ``rank``, ``rank_end``, ``started_end`` and ``died``.
+Both sides write lines of JSON, each with one key: the launcher ``begin``, ``check``, ``start``, ``ranks``, ``beat``,
+``pause`` and ``end``, the guard ``ready``, ``problems``, ``beat``, ``rank``, ``rank_end``, ``started_end`` and ``died``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pwd
 import signal
@@ -70,7 +71,7 @@ class Guard:
                     received = self._watch.wait(1.0)
                     late_s = time.monotonic() - looked_s
                     looked_s += late_s
-                    if late_s > STALLED_S:
+                    if late_s > STALLED_S and self._heard_s < looked_s:
                         self._heard_s = min(looked_s, self._heard_s + late_s)
                     self._tell_of_ranks()
                     self._reap()
@@ -97,6 +98,8 @@ class Guard:
             elif key == "ranks":
                 for rank, pid in value:
                     self._watch.know_of(rank, pid)
+            elif key == "pause":
+                self._heard_s = math.inf  # until the next line
             elif key == "end":
                 self._is_over = True
 

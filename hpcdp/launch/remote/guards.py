@@ -145,6 +145,11 @@ class Guards:
                 else:
                     channel.send({"beat": 0})
 
+    def pause(self) -> None:
+        """The launcher stops: until it goes on, the guards hear nothing of it, and must not take it for lost."""
+        for channel in self._channels.values():
+            channel.send({"pause": 0})
+
     def show_banners(self) -> None:
         """Shows what mpirun's daemons have said of ranks that have failed."""
         with contextlib.suppress(OSError):
