@@ -6,7 +6,8 @@ connection: when that closes, or nothing has come for `LOST_AFTER_S`, everything
 does.
 
 Both sides write lines of JSON, each with one key: the launcher ``begin``, ``check``, ``start``, ``ranks``, ``beat``,
-``pause`` and ``end``, the guard ``ready``, ``problems``, ``beat``, ``rank``, ``rank_end``, ``started_end`` and ``died``.
+``pause`` and ``end``, the guard ``ready``, ``problems``, ``beat``, ``rank``, ``rank_end``, ``started_end`` and
+``died``.
 """
 
 from __future__ import annotations
