@@ -5,8 +5,8 @@ errors.
 How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that is measured in the same run.
 
 - `floor` measures the machine: bare exchanges over shared memory, the copy rate, the latency between two cores.
-- `command` is ``hpcdp bench``: `point_to_point` messages and every `collective`, in the columns of OSU's benchmarks or
-  nccl-tests (`options`, `style`, `plot`).
+- `bench` is ``hpcdp bench``, which prints `point_to_point` messages and every `collective` as OSU's benchmarks or
+  nccl-tests do, and ``hpcdp tune``.
 - `compare` alternates allreduce with the floor and other libraries.
 - `cluster` makes hosts with slow links out of namespaces; `fabric` measures allreduce across them.
 - `gradients` does so for gradients through a Trainer: reduce and update.
@@ -16,10 +16,9 @@ How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that
 - `engine` times a push to the dependency engine.
 - `train_lenet` trains LeNet here and in PyTorch, `train_models` a character LSTM, ResNet-18 and a wide MLP; `accuracy`
   is what networks learn; `startup` times the import and the launch.
-- `gpu` is a script for a machine that has one: `gpu_jobs`, which let ranks run `gpu_sums`, `gpu_kernels`, networks.
-- `run` is the suite; `verdicts` holds what it measured against the targets, `report` writes ``benchmarks/RESULTS.md``.
-- `measure`, `machine` and `peers` are what they share: timings, facts about the machine, other libraries; `files`
-  writes what they report, `program` ends them.
+- `gpu` is a script for a machine that has one; `on_gpu` is what it runs there: jobs of ranks, kernels, networks.
+- `run` is the suite; `reporting` holds what it measured against the targets, and writes ``benchmarks/RESULTS.md``.
+- `harness` is what they share: timings that alternate, facts about the machine, other libraries, files of figures.
 
 No benchmark fails because of time; a wrong result does fail it.
 """

@@ -18,7 +18,7 @@ from ..launch.arguments import Parser
 from ..nn.models import MODELS
 from ..train.metrics import Record, read_metrics
 from ..train.runs.usual import SEQUENCE_MODELS
-from . import program
+from .harness import program
 
 ROWS = (
     ("mlp",),

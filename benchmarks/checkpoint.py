@@ -29,12 +29,12 @@ from .. import checkpoint, comm
 from ..comm.agreement import on_rank_0
 from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
-from . import program
-from .files import check_writable, write_json
-from .machine import describe
-from .measure import median_ratio
-from .peers import Gloo, gloo_or_reason
-from .sizes import format_size, parse_size
+from .harness import program
+from .harness.files import check_writable, write_json
+from .harness.machine import describe
+from .harness.measure import median_ratio
+from .harness.peers import Gloo, gloo_or_reason
+from .harness.sizes import format_size, parse_size
 
 RAW, OURS, TORCH, DCP = "raw", "hpcdp", "torch.save", "torch DCP"
 COPY, SHARE = "one copy of the state", "one copy of this rank's part"

@@ -22,17 +22,27 @@ import numpy as np
 
 from .. import comm
 from ..launch.arguments import at_least
-from . import program
 from .collective import ours
-from .files import as_json, check_writable, write, write_json
 from .floor import STAGED, Floor, limits_of, print_line_of
 from .gradients import GradientAllreduce
-from .machine import describe, pin_to_own_core
-from .measure import Candidate, FreshData, Schedule, alternate, gather, median_ratio, sweep_parser, turn_medians, wrong
-from .peers import Gloo, check_python, gloo_or_reason, mpi_exchanges
+from .harness import program
+from .harness.files import as_json, check_writable, write, write_json
+from .harness.machine import describe, pin_to_own_core
+from .harness.measure import (
+    Candidate,
+    FreshData,
+    Schedule,
+    alternate,
+    gather,
+    median_ratio,
+    sweep_parser,
+    turn_medians,
+    wrong,
+)
+from .harness.peers import Gloo, check_python, gloo_or_reason, mpi_exchanges
+from .harness.sizes import format_size, size_range
+from .reporting.verdicts import allreduce_rounds, best_peer_ratio, median_by_size
 from .run import Suite
-from .sizes import format_size, size_range
-from .verdicts import allreduce_rounds, best_peer_ratio, median_by_size
 
 OURS = ("hpcdp buckets", "hpcdp any array")
 

@@ -22,10 +22,10 @@ from ..errors import ConfigError, check_name
 from ..gradients.rail import node_nbytes
 from ..launch.arguments import Parser, at_least
 from ..launched import launched_ranks
-from . import program
-from .files import as_json, check_writable, write
-from .machine import describe
-from .measure import bus_factor, median_ratio
+from .harness import program
+from .harness.files import as_json, check_writable, write
+from .harness.machine import describe
+from .harness.measure import bus_factor, median_ratio
 from .places import add_options, measure_models, measure_places, where
 from .steps import MODELS, Found, Model, Training
 

@@ -23,9 +23,9 @@ from ..compression import CODECS, Compression
 from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
 from ..train.metrics import read_metrics
-from . import program
-from .files import as_json, check_writable, write
-from .machine import describe
+from .harness import program
+from .harness.files import as_json, check_writable, write
+from .harness.machine import describe
 
 NONE = "none"
 _FORGETFUL = "feedback=0"

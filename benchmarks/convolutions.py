@@ -22,11 +22,11 @@ from ..kernels import buffers
 from ..kernels.reference import conv as reference
 from ..kernels.reference.windows import output_size
 from ..launch.arguments import Parser, at_least
-from . import program
-from .files import check_writable, write_json
+from .harness import program
+from .harness.files import check_writable, write_json
+from .harness.machine import describe, pin_to_own_core
+from .harness.measure import Schedule, alternate, median_ratio, turn_medians
 from .kernels import Repeated, torch_or_reason
-from .machine import describe, pin_to_own_core
-from .measure import Schedule, alternate, median_ratio, turn_medians
 
 _TOLERANCE = 2e-4
 """Of the largest element: sums of up to 16384 products, in another order than the reference's."""

@@ -19,10 +19,10 @@ import numpy as np
 from ..engine import Engine
 from ..errors import HpcdpError
 from ..launch.arguments import Parser, at_least
-from . import program
-from .files import as_json, check_writable, write
-from .machine import describe
-from .measure import median_ratio
+from .harness import program
+from .harness.files import as_json, check_writable, write
+from .harness.machine import describe
+from .harness.measure import median_ratio
 
 TARGET_US = 10.0
 """What a push may cost, median."""

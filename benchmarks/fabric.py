@@ -32,12 +32,12 @@ from ..collectives.select import choose
 from ..comm.reductions import resolve
 from ..errors import ConfigError, UnsupportedError, check_name
 from ..launch.arguments import Parser, at_least
-from . import program
 from .cluster import Cluster, ClusterError, obstacle
 from .collective import ours
-from .files import as_json, check_writable, write, write_json
-from .machine import describe
-from .measure import (
+from .harness import program
+from .harness.files import as_json, check_writable, write, write_json
+from .harness.machine import describe
+from .harness.measure import (
     Candidate,
     Exchange,
     FreshData,
@@ -49,8 +49,8 @@ from .measure import (
     turn_medians,
     wrong,
 )
-from .peers import check_python, gloo_or_reason
-from .sizes import format_size, parse_size
+from .harness.peers import check_python, gloo_or_reason
+from .harness.sizes import format_size, parse_size
 
 PEER = "MPI"
 _SIZES = "4,64K,1M,4M,16M,64M"

@@ -18,11 +18,11 @@ import numpy as np
 from .. import comm, kernels
 from ..errors import UnsupportedError
 from ..launch.arguments import Parser, at_least
-from . import program
-from .files import check_writable, write_json
-from .machine import describe, pin_to_own_core
-from .measure import FreshData, Schedule, alternate, gather, timing, wrong
-from .sizes import format_size, size_range
+from .harness import program
+from .harness.files import check_writable, write_json
+from .harness.machine import describe, pin_to_own_core
+from .harness.measure import FreshData, Schedule, alternate, gather, timing, wrong
+from .harness.sizes import format_size, size_range
 
 STAGED = 4
 """The pattern for arrays that are not in shared memory; the floor is the best of those before it."""

@@ -6,9 +6,9 @@ Those two are trained without CUDA graphs and by one a step (`TrainStep.hybridiz
 ``python -m hpcdp.benchmarks.gpu`` needs CuPy and an NVIDIA GPU, says so and ends where they are not, and is over within
 ten minutes. A kernel's rate is that of the bytes which it must move at least, those of every array read and of every
 array written; its share is that over the rate at which the device copies as many. Each is compared with its plain
-reference first, on fewer elements. Sums are jobs of 1, 2 and 4 ranks, on one node or two virtual ones (`gpu_sums`), and
-come first; models and kernels are one more (`gpu_alone`). One that fails, or does not end, is told and ends no other.
-The tables come last, and at the very end how it stands with the targets; the figures go to a file, too.
+reference first, on fewer elements. Sums are jobs of 1, 2 and 4 ranks, on one node or two virtual ones (`on_gpu.sums`),
+and come first; models and kernels are one more (`on_gpu.alone`). One that fails, or does not end, is told and ends no
+other. The tables come last, and at the very end how it stands with the targets; the figures go to a file, too.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from ..devices import gpu
 from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
 from ..launched import launched_ranks
-from . import gpu_jobs, gpu_report, program
-from .files import as_json, check_writable, write
-from .markdown import of_targets
-from .sizes import parse_size
+from .harness import program
+from .harness.files import as_json, check_writable, write
+from .harness.sizes import parse_size
+from .on_gpu import jobs as gpu_jobs
+from .on_gpu import report as gpu_report
+from .reporting.markdown import of_targets
 
 _FOR_JOBS = 0.6
 _LEAST_NBYTES = 4 << 10

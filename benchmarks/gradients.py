@@ -19,11 +19,11 @@ import numpy as np
 
 from .. import comm, optim
 from ..train.trainers.bucket_trainer import BucketTrainer
-from . import program
-from .files import check_writable, write_json
 from .floor import Floor, print_line_of
-from .machine import describe, pin_to_own_core
-from .measure import (
+from .harness import program
+from .harness.files import check_writable, write_json
+from .harness.machine import describe, pin_to_own_core
+from .harness.measure import (
     Candidate,
     FreshData,
     Schedule,
@@ -35,8 +35,8 @@ from .measure import (
     turn_medians,
     wrong,
 )
-from .peers import Gloo, gloo_or_reason
-from .sizes import format_size, size_range
+from .harness.peers import Gloo, gloo_or_reason
+from .harness.sizes import format_size, size_range
 
 OURS = "Trainer"
 _LR, _MOMENTUM = 0.01, 0.9

@@ -19,12 +19,13 @@ import numpy as np
 from .. import autograd, comm, nn
 from ..launch.arguments import Parser, at_least
 from ..nn.tokens import gelu
-from . import program, whole_steps
-from .calls import turn_by_turn
-from .files import check_writable, write_json
+from . import whole_steps
+from .harness import program
+from .harness.calls import turn_by_turn
+from .harness.files import check_writable, write_json
+from .harness.machine import describe, pin_to_own_core
+from .harness.measure import median_ratio
 from .kernels import torch_or_reason
-from .machine import describe, pin_to_own_core
-from .measure import median_ratio
 
 _WIDTHS = (512, 256, 128, 2)
 _DOCUMENTS_S = (0.5037, 0.1873)

@@ -24,12 +24,13 @@ from ..errors import ConfigError
 from ..kvstore import serve
 from ..launch.arguments import Parser, at_least
 from ..launched import launched_rank
-from . import program, traffic
+from . import traffic
+from .bench.plot import check_drawable
 from .cluster import Cluster, ClusterError, obstacle
-from .files import as_json, check_writable, write, write_json
-from .machine import describe
-from .plot import check_drawable
-from .sizes import format_size, parse_size
+from .harness import program
+from .harness.files import as_json, check_writable, write, write_json
+from .harness.machine import describe
+from .harness.sizes import format_size, parse_size
 
 _JOB_TIMEOUT_S = 300
 _MOST_HOSTS = 99

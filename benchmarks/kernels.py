@@ -25,11 +25,11 @@ from ..kernels.reference import cast as reference_cast
 from ..kernels.reference import norms as reference_norms
 from ..kernels.reference import quantise as reference_quantise
 from ..kernels.reference import update as reference_update
-from . import program
-from .files import check_writable, write_json
-from .machine import describe, pin_to_own_core
-from .measure import Schedule, alternate, median_ratio, sweep_parser, turn_medians
-from .sizes import format_size, size_range
+from .harness import program
+from .harness.files import check_writable, write_json
+from .harness.machine import describe, pin_to_own_core
+from .harness.measure import Schedule, alternate, median_ratio, sweep_parser, turn_medians
+from .harness.sizes import format_size, size_range
 
 _THRESHOLD = 0.5
 _LAYERS = 50  # as ResNet-50's

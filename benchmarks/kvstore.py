@@ -29,12 +29,12 @@ import numpy as np
 
 from .. import collectives, comm, kvstore, optim
 from ..comm.communicator import bounds
-from . import program
 from .collective import ours
-from .files import check_writable, write_json
 from .floor import Floor, limits_of, print_line_of
-from .machine import describe, pin_to_own_core
-from .measure import (
+from .harness import program
+from .harness.files import check_writable, write_json
+from .harness.machine import describe, pin_to_own_core
+from .harness.measure import (
     Exchange,
     FreshData,
     Schedule,
@@ -46,7 +46,7 @@ from .measure import (
     turn_medians,
     wrong,
 )
-from .sizes import format_size, size_range
+from .harness.sizes import format_size, size_range
 
 IN_PLACE, APART = "in place", "to another array"
 RING, KEPT = "allreduce, ring", "allreduce, sum kept"

@@ -24,7 +24,7 @@ from ..comm import World
 from ..errors import ConfigError, check_name
 from ..launch.arguments import Parser, at_least
 from ..launched import launched_ranks
-from . import program
+from .harness import program
 from .places import add_options, measure_models, measure_places, where
 from .steps import MODELS, measure
 

@@ -22,10 +22,10 @@ from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
 from ..parallel import SCHEDULES, Pipeline
 from ..train.trainers.trainer import Trainer
-from . import program
-from .files import check_writable, write_json
-from .machine import describe, pin_to_own_core
-from .measure import median_ratio
+from .harness import program
+from .harness.files import check_writable, write_json
+from .harness.machine import describe, pin_to_own_core
+from .harness.measure import median_ratio
 
 _LAYERS_A_STAGE, _CLASSES, _NAP_S = 4, 10, 0.0005
 _LOSS_TOLERANCE = 1e-5

@@ -19,8 +19,8 @@ from ..errors import ConfigError
 from ..launch.arguments import at_least
 from .cluster import Cluster, ClusterError, obstacle
 from .fabric import link_rates
-from .files import as_json, check_writable, write, write_json
-from .machine import describe
+from .harness.files import as_json, check_writable, write, write_json
+from .harness.machine import describe
 
 _MOST_HOSTS = 99
 

@@ -24,9 +24,9 @@ from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
 from ..train.metrics import Record, read_metrics
 from ..train.runs.config import VIRTUAL_SHARDS
-from . import program
-from .files import as_json, check_writable, write
-from .machine import describe
+from .harness import program
+from .harness.files import as_json, check_writable, write
+from .harness.machine import describe
 
 _JOB_TIMEOUT_S = 600
 _MEASURED = ("loss", "accuracy", "test_loss", "test_accuracy")

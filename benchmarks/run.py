@@ -22,13 +22,14 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
-from . import gpu_report, program
 from .cluster import obstacle
-from .files import as_json, check_writable, write
-from .machine import describe
-from .peers import check_python
-from .report import render
-from .sizes import format_size, parse_size
+from .harness import program
+from .harness.files import as_json, check_writable, write
+from .harness.machine import describe
+from .harness.peers import check_python
+from .harness.sizes import format_size, parse_size
+from .on_gpu import report as gpu_report
+from .reporting.report import render
 
 _HERE = Path(__file__).resolve().parent
 _JOB_TIMEOUT_S = 600

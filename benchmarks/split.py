@@ -21,10 +21,10 @@ from ..comm import threads
 from ..launch.arguments import Parser, at_least
 from ..parallel import ColumnDense, RowDense, split_world
 from ..train.trainers.trainer import Trainer
-from . import program
-from .files import check_writable, write_json
-from .machine import describe, pin_to_own_core
-from .measure import median_ratio
+from .harness import program
+from .harness.files import check_writable, write_json
+from .harness.machine import describe, pin_to_own_core
+from .harness.measure import median_ratio
 from .pipeline import sleep_until_all_have_come
 
 _FEATURES, _CLASSES = 784, 10

@@ -17,9 +17,9 @@ import numpy as np
 
 from ..errors import LaunchError
 from ..launch.arguments import Parser, at_least
-from . import program
-from .files import as_json, check_writable, write
-from .machine import describe
+from .harness import program
+from .harness.files import as_json, check_writable, write
+from .harness.machine import describe
 
 _IMPORT = "import time; begin = time.perf_counter(); import hpcdp; print(time.perf_counter() - begin)"
 # The clock is the machine's, the same for all processes: a rank says when it knew the world.

@@ -38,10 +38,10 @@ from ..train.fit import fit
 from ..train.runs import inputs
 from ..train.runs.config import TrainConfig
 from ..train.runs.run import make_loader, make_trainer
-from . import program
-from .files import as_json, check_writable, write, write_json
-from .machine import describe
-from .measure import bus_factor
+from .harness import program
+from .harness.files import as_json, check_writable, write, write_json
+from .harness.machine import describe
+from .harness.measure import bus_factor
 
 _ASYNC = {"kv_store": "dist_async", "lr": 0.03}
 """At the 0.05 of the others a run has diverged: late gradients bear less."""

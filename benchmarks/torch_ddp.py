@@ -26,13 +26,13 @@ from .. import comm
 from ..errors import check_name
 from ..launch.arguments import Parser, at_least
 from ..launched import launched_ranks
-from . import program
-from .files import check_writable, write_json
-from .machine import describe, pin_to_own_core
-from .measure import median_ratio
-from .peers import Gloo
+from .harness import program
+from .harness.files import check_writable, write_json
+from .harness.machine import describe, pin_to_own_core
+from .harness.measure import median_ratio
+from .harness.peers import Gloo
+from .harness.torch_models import CLASSES, CONTEXT, MODELS, VOCABULARY, Model, training_step
 from .places import add_options, measure_places, where
-from .torch_models import CLASSES, CONTEXT, MODELS, VOCABULARY, Model, training_step
 
 DDP, RANK, SHARD, ALONE = "DDP, gloo", "hpcdp, every rank", "hpcdp, shards", "no communication"
 """The candidates."""

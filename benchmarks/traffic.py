@@ -15,7 +15,7 @@ import numpy as np
 from .. import comm, kvstore, optim
 from ..kvstore.arguments import Key
 from .fabric import link_rates
-from .measure import FreshData, count_wrong, median_ratio
+from .harness.measure import FreshData, count_wrong, median_ratio
 
 KEY_NBYTES = 1 << 20
 BOTH_WAYS = "push all, then pull all"

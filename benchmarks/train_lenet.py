@@ -23,12 +23,12 @@ from .. import autograd, comm, nn, optim
 from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
 from ..train.trainers.trainer import Trainer
-from . import program
-from .files import check_writable, write_json
-from .machine import describe, pin_to_own_core
-from .measure import median_ratio
-from .peers import Gloo
-from .torch_models import MODELS, training_step
+from .harness import program
+from .harness.files import check_writable, write_json
+from .harness.machine import describe, pin_to_own_core
+from .harness.measure import median_ratio
+from .harness.peers import Gloo
+from .harness.torch_models import MODELS, training_step
 
 _LR, _MOMENTUM = 0.05, 0.9
 _BATCHES = 4

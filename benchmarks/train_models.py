@@ -22,12 +22,12 @@ from .. import comm, nn, optim
 from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
 from ..train.trainers.trainer import Trainer
-from . import program
-from .files import check_writable, write_json
-from .machine import describe, pin_to_own_core
-from .measure import median_ratio
-from .torch_models import MODELS as TORCH_MODELS
-from .torch_models import training_step
+from .harness import program
+from .harness.files import check_writable, write_json
+from .harness.machine import describe, pin_to_own_core
+from .harness.measure import median_ratio
+from .harness.torch_models import MODELS as TORCH_MODELS
+from .harness.torch_models import training_step
 from .train_lenet import step_of, turns_of
 
 _LR, _MOMENTUM = 0.01, 0.9

@@ -16,9 +16,9 @@ import numpy as np
 from .. import comm, kernels, nn, optim
 from ..train import TrainStep
 from ..train.trainers.trainer import Trainer
-from .calls import turn_by_turn
-from .measure import median_ratio
-from .torch_models import MODELS, training_step
+from .harness.calls import turn_by_turn
+from .harness.measure import median_ratio
+from .harness.torch_models import MODELS, training_step
 
 BARE, PYTHON, PLAN, TORCH = "bare", "as written", "plan", "PyTorch"
 _LR, _MOMENTUM = 1e-3, 0.9

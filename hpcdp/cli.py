@@ -329,7 +329,7 @@ def _as_arguments(config: TrainConfig) -> list[str]:
 def _forward(arguments: argparse.Namespace) -> int:
     """Every rank of a job calls, and what is wrong is so for all."""
     try:
-        room = {"bench": "hpcdp.benchmarks.command", "tune": "hpcdp.benchmarks.tune"}.get(
+        room = {"bench": "hpcdp.benchmarks.bench.command", "tune": "hpcdp.benchmarks.bench.tune"}.get(
             arguments.name, f"hpcdp.commands.{arguments.name}"
         )
         main: Callable[[Sequence[str]], int] = importlib.import_module(room).main

@@ -14,8 +14,10 @@ import pytest
 
 from hpcdp import collectives
 from hpcdp.arrays import dtype_of
-from hpcdp.benchmarks import collective, command, fabric, measure, options, point_to_point, prediction
-from hpcdp.benchmarks.measure import Series
+from hpcdp.benchmarks import collective, fabric, point_to_point
+from hpcdp.benchmarks.bench import command, options, prediction
+from hpcdp.benchmarks.harness import measure
+from hpcdp.benchmarks.harness.measure import Series
 from hpcdp.collectives import cost
 from hpcdp.collectives.algorithms import Algorithm
 from hpcdp.collectives.links import ETHERNET, FABRIC, Link, Topology

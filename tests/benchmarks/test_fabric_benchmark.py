@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from hpcdp.benchmarks import fabric, verdicts
-from hpcdp.benchmarks.measure import Schedule
+from hpcdp.benchmarks import fabric
+from hpcdp.benchmarks.harness.measure import Schedule
+from hpcdp.benchmarks.reporting import verdicts
 from hpcdp.collectives import ALGORITHMS
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError

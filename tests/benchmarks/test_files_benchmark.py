@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.benchmarks import files
+from hpcdp.benchmarks.harness import files
 from hpcdp.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from hpcdp.benchmarks import floor
 from hpcdp.benchmarks.floor import Floor
-from hpcdp.benchmarks.measure import Schedule, alternate
+from hpcdp.benchmarks.harness.measure import Schedule, alternate
 from hpcdp.comm import World, threads
 from hpcdp.errors import UnsupportedError
 

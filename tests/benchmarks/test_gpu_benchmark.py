@@ -11,8 +11,12 @@ import graphs_on_host
 import numpy as np
 import pytest
 
-from hpcdp.benchmarks import gpu, gpu_alone, gpu_jobs, gpu_kernels, gpu_report, run
-from hpcdp.benchmarks.gpu_kernels import Case, cases
+from hpcdp.benchmarks import gpu, run
+from hpcdp.benchmarks.on_gpu import alone as gpu_alone
+from hpcdp.benchmarks.on_gpu import jobs as gpu_jobs
+from hpcdp.benchmarks.on_gpu import kernels as gpu_kernels
+from hpcdp.benchmarks.on_gpu import report as gpu_report
+from hpcdp.benchmarks.on_gpu.kernels import Case, cases
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
 from hpcdp.errors import ConfigError, DeviceError
@@ -65,7 +69,7 @@ def test_every_kernel_is_right_and_rated(
     monkeypatch.setattr(gpu_alone.comm, "init", lambda: threads.run(1, lambda world: world)[0])
 
     def run_here(command: Sequence[str], more: object, report: Path, limit_s: float) -> object:
-        assert gpu_alone.main(list(command)[command.index("hpcdp.benchmarks.gpu_alone") + 1 :]) == 0
+        assert gpu_alone.main(list(command)[command.index("hpcdp.benchmarks.on_gpu.alone") + 1 :]) == 0
         return json.loads(report.read_text())
 
     monkeypatch.setattr(gpu_jobs, "_run", run_here)

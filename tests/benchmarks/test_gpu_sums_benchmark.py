@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from pairs import in_turn
 
-from hpcdp.benchmarks import gpu_jobs, gpu_sums
-from hpcdp.benchmarks.gpu_jobs import JOBS, Job, line, run_all
+from hpcdp.benchmarks.on_gpu import jobs as gpu_jobs
+from hpcdp.benchmarks.on_gpu import sums as gpu_sums
+from hpcdp.benchmarks.on_gpu.jobs import JOBS, Job, line, run_all
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
 
@@ -136,7 +137,7 @@ def test_a_job_that_fails_is_told_and_the_next_one_runs(monkeypatch, text, why):
 
 ENDS = """
 import sys, time
-from hpcdp.benchmarks import gpu_jobs
+from hpcdp.benchmarks.on_gpu import jobs as gpu_jobs
 gpu_jobs._JOB_S, gpu_jobs._ENDING_S = 1.0, 0.1
 gpu_jobs.Job.command = lambda self, size, report: sys.argv[1:]
 (row,) = gpu_jobs.run_all([gpu_jobs.Job("shared", 4)], "4K", time.monotonic() + 20)

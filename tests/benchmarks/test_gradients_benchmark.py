@@ -5,7 +5,7 @@ import pytest
 
 from hpcdp.benchmarks import gradients
 from hpcdp.benchmarks.floor import Floor
-from hpcdp.benchmarks.measure import FreshData, Schedule, alternate
+from hpcdp.benchmarks.harness.measure import FreshData, Schedule, alternate
 from hpcdp.comm import World, threads
 
 

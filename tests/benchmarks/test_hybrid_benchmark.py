@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from hpcdp import nn
-from hpcdp.benchmarks import hybrid, report, verdicts
+from hpcdp.benchmarks import hybrid
+from hpcdp.benchmarks.reporting import report, verdicts
 
 
 def test_every_candidate_computes_the_documents_network() -> None:

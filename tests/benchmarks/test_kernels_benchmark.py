@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpcdp.benchmarks import kernels as benchmark
-from hpcdp.benchmarks import verdicts
+from hpcdp.benchmarks.reporting import verdicts
 
 
 @pytest.mark.parametrize("count", [1, 1000, 40_003])

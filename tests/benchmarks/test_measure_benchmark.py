@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hpcdp.arrays import dtype_of
-from hpcdp.benchmarks import measure, sizes
-from hpcdp.benchmarks.measure import FreshData, Schedule, Series
+from hpcdp.benchmarks.harness import measure, sizes
+from hpcdp.benchmarks.harness.measure import FreshData, Schedule, Series
 from hpcdp.errors import ConfigError
 
 

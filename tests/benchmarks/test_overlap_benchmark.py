@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hpcdp import nn
-from hpcdp.benchmarks import overlap, places, steps, verdicts
+from hpcdp.benchmarks import overlap, places, steps
+from hpcdp.benchmarks.reporting import verdicts
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 

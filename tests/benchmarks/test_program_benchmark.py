@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hpcdp.benchmarks import program
+from hpcdp.benchmarks.harness import program
 from hpcdp.errors import ConfigError, LaunchError
 
 LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable]

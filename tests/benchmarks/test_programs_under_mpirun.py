@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import hpcdp
-from hpcdp.benchmarks import command, floor
+from hpcdp.benchmarks import floor
+from hpcdp.benchmarks.bench import command
 from hpcdp.launched import launched_ranks
 
 pytestmark = pytest.mark.mpi

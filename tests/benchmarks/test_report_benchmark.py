@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpcdp.benchmarks import report, run, startup, verdicts
+from hpcdp.benchmarks import run, startup
+from hpcdp.benchmarks.reporting import report, verdicts
 from hpcdp.errors import ConfigError
 
 _SIZES = (4, 1 << 20, 64 << 20)

@@ -10,7 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from hpcdp.benchmarks import report, torch_ddp, torch_models
+from hpcdp.benchmarks import torch_ddp
+from hpcdp.benchmarks.harness import torch_models
+from hpcdp.benchmarks.reporting import report
 from hpcdp.errors import ConfigError
 
 

@@ -23,7 +23,8 @@ from torch import nn
 
 import hpcdp
 import hpcdp.torch
-from hpcdp.benchmarks import torch_ddp, torch_models
+from hpcdp.benchmarks import torch_ddp
+from hpcdp.benchmarks.harness import torch_models
 
 STEPS = 5
 

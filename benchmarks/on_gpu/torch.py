@@ -1,4 +1,4 @@
-"""PyTorch's side of `gpu_alone`: the same networks, forward, backward and update, on the same GPU.
+"""PyTorch's side of `alone`: the same networks, forward, backward and update, on the same GPU.
 
 Products of float32 go without TF32, as here, and convolutions by what cuDNN finds fastest. Once operation by operation,
 once the whole step as one CUDA graph.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .torch_models import MODELS, training_step
+from ..harness.torch_models import MODELS, training_step
 
 _NAMES = {"lenet": "lenet", "resnet18_cifar": "resnet18"}
 """PyTorch's network by the name of ours."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..launch.orphans import adopt, end_orphans
+from ...launch.orphans import adopt, end_orphans
 
 _JOB_S, _ENDING_S = 90.0, 10.0
 """How long a job may take, and how long its end when it is told to."""
@@ -29,7 +29,7 @@ _LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch"]
 
 @dataclass(frozen=True)
 class Job:
-    """A case of `gpu_sums` on so many ranks, with ``ranks_per_node`` on each virtual node; None: one node."""
+    """A case of `sums` on so many ranks, with ``ranks_per_node`` on each virtual node; None: one node."""
 
     case: str
     ranks: int
@@ -44,7 +44,7 @@ class Job:
     def command(self, size: str, report: Path) -> list[str]:
         """What starts it; ``size`` is that of its arrays, and ``report`` gets its figures."""
         launch = [*_LAUNCH, "-n", str(self.ranks), "--", sys.executable, "-m"]
-        return [*launch, "hpcdp.benchmarks.gpu_sums", self.case, "-m", size, "--json", str(report)]
+        return [*launch, "hpcdp.benchmarks.on_gpu.sums", self.case, "-m", size, "--json", str(report)]
 
     def environment(self) -> Mapping[str, str]:
         """What is added to that of this process."""
@@ -75,7 +75,7 @@ def run_all(jobs: Sequence[Job], size: str, ends: float) -> Iterator[dict[str, A
 
 
 def run_alone(size: str, batch: int, ends: float) -> dict[str, Any]:
-    """The figures of `gpu_alone`, which begins no kernel once ``ends`` (in `time.monotonic`) is over.
+    """The figures of `alone`, which begins no kernel once ``ends`` (in `time.monotonic`) is over.
 
     cuDNN's engines are measured there, as PyTorch's are.
 
@@ -84,7 +84,7 @@ def run_alone(size: str, batch: int, ends: float) -> dict[str, Any]:
     left = max(1.0, ends - time.monotonic())
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
         report = Path(folder, "report.json")
-        command = [*_LAUNCH, "-n", "1", "--", sys.executable, "-m", "hpcdp.benchmarks.gpu_alone", "-m", size]
+        command = [*_LAUNCH, "-n", "1", "--", sys.executable, "-m", "hpcdp.benchmarks.on_gpu.alone", "-m", size]
         command += ["--batch", str(batch), "--limit-s", str(int(left)), "--json", str(report)]
         return _run(command, {"HPCDP_CUDNN_BENCHMARK": "1"}, report, left + _LAST_S)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from . import gpu_jobs
-from .markdown import table
-from .verdicts import Verdict
+from ..reporting.markdown import table
+from ..reporting.verdicts import Verdict
+from . import jobs as gpu_jobs
 
 Report = dict[str, Any]
 """What `gpu` writes: ``sums``, by job, the ``size`` of arrays, and of the job that measures alone, as far as it came,

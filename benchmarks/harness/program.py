@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ..errors import ConfigError, HpcdpError
-from ..launch.ending import end_early, fail
+from ...errors import ConfigError, HpcdpError
+from ...launch.ending import end_early, fail
 
 
 def run(main: Callable[[], int]) -> NoReturn:

@@ -16,18 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from .. import comm, nn, optim
-from ..arrays import Array, to_host
-from ..comm import gpus
-from ..launch.arguments import Parser, at_least
-from ..train import TrainStep
-from ..train.trainers.trainer import Trainer
-from . import gpu_torch, program
-from .files import check_writable, write_json
-from .gpu_kernels import Case, cases
-from .machine import describe
-from .sizes import parse_size
-from .train_lenet import step_of
+from ... import comm, nn, optim
+from ...arrays import Array, to_host
+from ...comm import gpus
+from ...launch.arguments import Parser, at_least
+from ...train import TrainStep
+from ...train.trainers.trainer import Trainer
+from ..harness import program
+from ..harness.files import check_writable, write_json
+from ..harness.machine import describe
+from ..harness.sizes import parse_size
+from ..train_lenet import step_of
+from . import torch as gpu_torch
+from .kernels import Case, cases
 
 _CHECKED = 1 << 16
 """Elements of what is compared with the reference, some of which takes seconds for more."""
@@ -128,7 +129,7 @@ def all_kernels(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="python -m hpcdp.benchmarks.gpu_alone", description=__doc__)
+    parser = Parser(prog="python -m hpcdp.benchmarks.on_gpu.alone", description=__doc__)
     parser.add_argument("-m", dest="size", default="256M", help="bytes of one float32 array (256M)")
     parser.add_argument("--batch", type=at_least(1), default=256, help="of images (256)")
     parser.add_argument("--limit-s", type=at_least(1), default=200, help="no kernel begins after so many seconds (200)")
@@ -136,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     ends = time.monotonic() + args.limit_s
     world = comm.init()
-    check_writable("gpu_alone", [args.json], world)
+    check_writable("on_gpu.alone", [args.json], world)
     cupy = importlib.import_module("cupy")
     found: dict[str, Any] = {"machine": describe(world), "device": facts(cupy), "models": [], "kernels": []}
     failed: dict[str, list[str]] = {}

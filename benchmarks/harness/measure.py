@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..arrays import BFLOAT16, is_float, is_half
-from ..comm import World
-from ..launch.arguments import Parser, at_least
+from ...arrays import BFLOAT16, is_float, is_half
+from ...comm import World
+from ...launch.arguments import Parser, at_least
 
 # A prime, so that a segment that ends at the wrong place never looks right.
 _PERIOD = 8191

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..comm import World
-from ..comm.agreement import on_rank_0
-from ..errors import ConfigError
-from ..replacing import part_of, replaced
+from ...comm import World
+from ...comm.agreement import on_rank_0
+from ...errors import ConfigError
+from ...replacing import part_of, replaced
 
 
 def check_writable(what: str, paths: Iterable[str | None], world: World | None = None) -> None:

@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import ConfigError, check_name
-from ..launch.arguments import Parser
+from ...errors import ConfigError, check_name
+from ...launch.arguments import Parser
 
 COLLECTIVES = ("allreduce", "iallreduce", "reduce_scatter", "allgather", "broadcast", "reduce")
 PAIRS = ("latency", "bandwidth", "bibandwidth", "multi_pair")
@@ -144,8 +144,8 @@ def parse(argv: Sequence[str]) -> Settings:
 
 def _sizes(given: argparse.Namespace, dtype: str) -> tuple[int, ...]:
     """As OSU has them: MIN:MAX, MAX alone, or MIN: alone; rounded down to whole elements."""
-    from ..arrays import dtype_of
-    from .sizes import size_range
+    from ...arrays import dtype_of
+    from ..harness.sizes import size_range
 
     itemsize = dtype_of(dtype).itemsize
     low, high = given.sizes.split(":", 1) if ":" in given.sizes else ("", given.sizes)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, UnsupportedError, check_name
+from ...errors import ConfigError, UnsupportedError, check_name
 from .options import COLLECTIVES, PAIRS, REDUCING, Settings, parse
 
 if TYPE_CHECKING:
-    from ..comm import World
+    from ...comm import World
     from .style import Row, Style
 
 LIMIT_NBYTES = 64 << 20
@@ -34,8 +34,8 @@ def main(argv: Sequence[str]) -> int:
     """
     settings = parse(argv)
 
-    from .. import comm
-    from .machine import pin_to_own_core
+    from ... import comm
+    from ..harness.machine import pin_to_own_core
 
     world = comm.init()
     pin_to_own_core(world)
@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
 
 def run(settings: Settings, world: World) -> int:
     """`main` for ranks that know their world; rank 0 prints and writes."""
-    from .. import __version__
-    from ..comm.agreement import on_rank_0
+    from ... import __version__
+    from ...comm.agreement import on_rank_0
     from .style import NcclStyle, OsuStyle
 
     check(settings, world)
@@ -81,8 +81,8 @@ def run(settings: Settings, world: World) -> int:
 def _write_files(
     settings: Settings, world: World, rows: Sequence[Row], limit: tuple[str, float] | None, where: str
 ) -> None:
-    from .files import as_json, write
-    from .machine import describe
+    from ..harness.files import as_json, write
+    from ..harness.machine import describe
     from .plot import draw
 
     def report() -> str:
@@ -112,11 +112,11 @@ def check(settings: Settings, world: World) -> None:
     Raises:
         ConfigError: on every rank: an algorithm, reduction, file or amount of memory that is not there.
     """
-    from ..arrays import dtype_of
-    from ..collectives import ALGORITHMS
-    from ..comm.agreement import on_rank_0
-    from ..comm.reductions import OPS, resolve
-    from .files import check_writable
+    from ...arrays import dtype_of
+    from ...collectives import ALGORITHMS
+    from ...comm.agreement import on_rank_0
+    from ...comm.reductions import OPS, resolve
+    from ..harness.files import check_writable
     from .plot import check_drawable
 
     if settings.benchmark in COLLECTIVES:
@@ -137,8 +137,8 @@ def check(settings: Settings, world: World) -> None:
 
 
 def _check_memory(settings: Settings, world: World) -> None:
-    from ..launch.machine import memory_mib
-    from .sizes import format_size
+    from ...launch.machine import memory_mib
+    from ..harness.sizes import format_size
 
     arrays = 2 if settings.benchmark in PAIRS or settings.style == "nccl" else 1
     if settings.benchmark == "allgather":
@@ -154,8 +154,8 @@ def _check_memory(settings: Settings, world: World) -> None:
 
 
 def _rows(settings: Settings, world: World) -> Iterator[Row]:
-    from ..arrays import dtype_of
-    from . import collective, point_to_point
+    from ...arrays import dtype_of
+    from .. import collective, point_to_point
 
     dtype, sizes = dtype_of(settings.dtype), list(settings.sizes)
     timings: dict[str, Any] = {
@@ -207,9 +207,9 @@ def _place(world: World) -> str:
 
 def _limit(settings: Settings, world: World) -> tuple[str, float]:
     """The machine's own limit and its GB/s: memory copies in a node, else messages between two nodes; all must call."""
-    from .fabric import link_rates
-    from .floor import Floor, copy_rates
-    from .sizes import format_size
+    from ..fabric import link_rates
+    from ..floor import Floor, copy_rates
+    from ..harness.sizes import format_size
 
     if world.num_nodes > 1:
         return "point to point between nodes", link_rates(world, 16 << 20)["one_way"] / 1e3

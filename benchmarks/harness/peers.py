@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import comm
-from ..errors import ConfigError
+from ... import comm
+from ...errors import ConfigError
 from .measure import Exchange, FreshData
 
 

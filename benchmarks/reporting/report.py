@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from . import gpu_report
+from ..harness.sizes import format_size
+from ..on_gpu import report as gpu_report
 from .markdown import of_targets, table
-from .sizes import format_size
 from .verdicts import (
     allreduce_rounds,
     convolution_rows,

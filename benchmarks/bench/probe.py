@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ..collectives import allreduce
-from ..collectives.links import ETHERNET, Link, Machine, Rates
-from ..collectives.progress import LANES, Steps, Together
-from ..comm import World
-from ..comm.shared import Gate
-from ..errors import HpcdpError
-from .measure import FreshData
+from ...collectives import allreduce
+from ...collectives.links import ETHERNET, Link, Machine, Rates
+from ...collectives.progress import LANES, Steps, Together
+from ...comm import World
+from ...comm.shared import Gate
+from ...errors import HpcdpError
+from ..harness.measure import FreshData
 
 _TRIES = 5
 _SHORT_NBYTES, _LONG_NBYTES, _STAGED_NBYTES = 4, 1 << 20, 256 << 10

@@ -6,9 +6,9 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import ConfigError
+from ...errors import ConfigError
+from ..harness.sizes import format_size
 from .options import COLLECTIVES, Settings
-from .sizes import format_size
 
 _OURS, _PEER, _LIMIT, _GRID = "#3566a8", "#c8552b", "#6b6b6b", "#d9d9d9"
 

@@ -1,7 +1,7 @@
 """Sums of gradients on a GPU, by the ranks that a launcher has started: what `gpu` runs as jobs.
 
-``hpcdp launch -n 4 -- python -m hpcdp.benchmarks.gpu_sums shared -m 256M`` lets one rank sum what four have on the GPU
-that they share (CUDA IPC). ``staging`` brings an array through the host and back as sums over nodes do, without a
+``hpcdp launch -n 4 -- python -m hpcdp.benchmarks.on_gpu.sums shared -m 256M`` lets one rank sum what four have on the
+GPU that they share (CUDA IPC). ``staging`` brings an array through the host and back as sums over nodes do, without a
 network. ``training`` trains with and without overlap, with ``HPCDP_RANKS_PER_NODE=2`` on virtual nodes, ``graphs`` by
 CUDA graphs, and ``codes`` by each codec between nodes. ``nccl`` sums with one rank, and lets NCCL refuse a call;
 ``refused`` offers it two ranks on one GPU. All compare what comes out.
@@ -16,25 +16,25 @@ from typing import Any
 
 import numpy as np
 
-from .. import comm, nn, optim
-from ..arrays import Array, to_host
-from ..collectives.progress import Steps, drive
-from ..comm import World, node_groups
-from ..comm.cuda_ipc import CudaIpc
-from ..comm.nccl import Nccl
-from ..comm.node_rows import NodeRows, RowSize, lone_rows
-from ..comm.ways import offers, own_offer
-from ..errors import DeviceError
-from ..gradients.staging import Staging
-from ..launch.arguments import Parser
-from ..streams import Streams
-from ..train import TrainStep
-from ..train.trainers.trainer import Trainer
-from . import program
-from .files import check_writable, write_json
-from .machine import describe
-from .measure import FreshData
-from .sizes import parse_size
+from ... import comm, nn, optim
+from ...arrays import Array, to_host
+from ...collectives.progress import Steps, drive
+from ...comm import World, node_groups
+from ...comm.cuda_ipc import CudaIpc
+from ...comm.nccl import Nccl
+from ...comm.node_rows import NodeRows, RowSize, lone_rows
+from ...comm.ways import offers, own_offer
+from ...errors import DeviceError
+from ...gradients.staging import Staging
+from ...launch.arguments import Parser
+from ...streams import Streams
+from ...train import TrainStep
+from ...train.trainers.trainer import Trainer
+from ..harness import program
+from ..harness.files import check_writable, write_json
+from ..harness.machine import describe
+from ..harness.measure import FreshData
+from ..harness.sizes import parse_size
 
 _TURNS, _BATCH, _WIDTH = 7, 256, 2048
 _ROUNDS, _STEPS = 6, 3
@@ -263,13 +263,13 @@ CASES = {each.__name__: each for each in (shared, staging, training, graphs, cod
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="python -m hpcdp.benchmarks.gpu_sums", description=__doc__)
+    parser = Parser(prog="python -m hpcdp.benchmarks.on_gpu.sums", description=__doc__)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("-m", dest="size", default="256M", help="bytes of float32 (256M)")
     parser.add_argument("--json", metavar="FILE", help="for the figures")
     args = parser.parse_args(argv)
     world = comm.init()
-    check_writable("gpu_sums", [args.json], world)
+    check_writable("on_gpu.sums", [args.json], world)
     if world.device.kind == "cpu":
         if world.rank == 0:
             print("skipped: no NVIDIA GPU, or no CuPy")

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ..collectives import cost, select, tuning
-from ..collectives.links import Machine
-from ..comm import World
-from ..comm.reductions import resolve
+from ...collectives import cost, select, tuning
+from ...collectives.links import Machine
+from ...comm import World
+from ...comm.reductions import resolve
 from . import probe
 from .options import PAIRS, REDUCING, Settings
 

@@ -1,0 +1,1 @@
+"""`hpcdp bench`, in the columns of OSU's benchmarks or nccl-tests, and `hpcdp tune`, with what the cost model needs."""

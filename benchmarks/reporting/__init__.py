@@ -1,0 +1,1 @@
+"""What the suite has measured against the targets, and RESULTS.md."""
