@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,19 @@ class DeviceSyncStore(SyncStore):
     def _overwrite(self, entry: Entry, value: np.ndarray) -> None:
         if entry.key in self._on_gpus:  # of which every rank has its own
             carry(value, entry.stored)
+            self._on_gpus[entry.key].follow()
         else:
             super()._overwrite(entry, value)
+
+    def _finish(self, entries: list[Entry]) -> None:
+        super()._finish(entries)
+        for gpus in {self._on_gpus[entry.key] for entry in entries if entry.key in self._on_gpus}:
+            gpus.finish()
+
+    def _put(self, entry: Entry, values: Any, states: Mapping[str, Any], updates: int | None) -> None:
+        super()._put(entry, values, states, updates)
+        if entry.key in self._on_gpus:
+            self._on_gpus[entry.key].follow()
 
     def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
         gpus, updater = self._on_gpus.get(entry.key), self._updater.now()

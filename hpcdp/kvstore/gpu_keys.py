@@ -132,6 +132,17 @@ class GpuKeys:
             slot = Slot(each.name, tuple(each.data.shape), number, 0)
             bucket = Bucket(number, [slot], self._sums.rows(number), 0, (0, slot.count))
             self.keys[key] = GpuKey(each.name, each.data, bucket, world, streams)
+        self.follow()
+
+    def finish(self) -> None:
+        """Let the stream that is current wait for all updates and pulls so far: it writes values next."""
+        event = self._streams.event()
+        self._streams.record(event, self._stream)
+        self._streams.wait_event(self._streams.current(), event)
+
+    def follow(self) -> None:
+        """Let updates and pulls from now on wait for what the stream that is current has written."""
+        self._streams.follow(self._stream)
 
     @contextmanager
     def _updating(self) -> Iterator[None]:

@@ -7,9 +7,10 @@ import numpy as np
 from ..arrays import Array, is_bfloat16, is_cupy, is_host, on_device_of
 from ..compression import Compression
 from ..devices import Device
-from ..engine import Engine
+from ..engine import Engine, Variable
 from ..engine.tasks import throw
 from ..state import Part
+from ..streams import Stream, Streams
 from .arguments import Key, check_storable, merged
 from .compress import Codes, check_codable
 from .entry import Entry
@@ -38,10 +39,31 @@ class LocalStore(KVStore):
         """Keys whose GPU is not to change any more; see `_place`."""
         self._loads: dict[Device, int] = {}
         """Bytes of these keys on each GPU."""
+        self._last: dict[Key, tuple[Streams, Stream]] = {}
+        """Of each key on a GPU the stream that was given the last work on its value; see `_in_turn`."""
 
     def barrier(self) -> None:
         """See `KVStore.barrier`."""
         self.wait()
+
+    def _wait_for(self, entry: Entry, variable: Variable) -> None:
+        super()._wait_for(entry, variable)
+        self._in_turn(entry)
+
+    def _in_turn(self, entry: Entry) -> None:
+        """What the stream that is current on a key's GPU is given next comes behind all calls before, whatever streams
+        those were given to."""
+        if not is_cupy(entry.stored):
+            return
+        device = Device.of(entry.stored)
+        before = self._last.get(entry.key)
+        streams = before[0] if before is not None and before[0].device == device else Streams(device)
+        current = streams.current()
+        if before is not None and before != (streams, current):
+            given = before[0].event()
+            before[0].record(given, before[1])
+            streams.wait_event(current, given)
+        self._last[entry.key] = streams, current
 
     def _stays(self, value: Array) -> bool:
         return self._sums_on_devices and self._compression is None
@@ -53,10 +75,12 @@ class LocalStore(KVStore):
         for key, value in values.items():
             with on_device_of(value):
                 self._entries[key] = Entry(key, value.copy(), self._engine.variable(f"key {key!r}"))
+            self._in_turn(self._entries[key])
             self._code(key)
 
     def _assign(self, values: dict[Key, Array]) -> None:
         for key, value in values.items():
+            self._in_turn(self._entries[key])
             carry(value, self._entries[key].stored)
 
     def _compress(self, compression: Compression | None) -> None:
@@ -91,6 +115,7 @@ class LocalStore(KVStore):
     def _push_there(self, entry: Entry, arrays: list[Array]) -> None:
         """On a device, which is given its work here: another thread would have another current stream."""
         failure: BaseException | None = None
+        self._in_turn(entry)
         received = like(entry.stored)
         sum_into(received, arrays)
         self._hold(entry)
@@ -131,6 +156,7 @@ class LocalStore(KVStore):
             if device != Device.of(each.stored):
                 self._hold(each)
                 try:
+                    self._in_turn(each)
                     each.stored = device.put(each.stored)
                 finally:
                     self._engine.release(each.variable)
@@ -140,6 +166,7 @@ class LocalStore(KVStore):
         if is_host(entry.stored):
             return super()._pull(entry, place, priority, rows)
         failure, version = entry.variable.failure, entry.pushes
+        self._in_turn(entry)
         with on_device_of(place):
             fill(place, entry.stored, rows)
         return Pulled(lambda: throw(failure), place, lambda: version)

@@ -190,6 +190,42 @@ def test_the_sum_of_a_workers_gpus_is_made_on_them(gpus_on_host):
     assert gpus_on_host.log.count("kernel") >= 6
 
 
+@needs_compiler
+@pytest.mark.parametrize("kind", ["device", "dist_device_sync"])
+@pytest.mark.parametrize("gpus_on_host", range(3), indirect=True)
+def test_calls_under_several_streams_keep_their_order(gpus_on_host, kind):
+    store, streams = kvstore.create(kind), Streams(gpu(0))
+    store.init("a", on_gpu(np.zeros(1000, "f4")))
+    ones, twos = (on_gpu(np.full(1000, each, "f4")) for each in (1, 2))
+    seen = [on_gpu(np.zeros(1000, "f4")) for _ in range(3)]
+    streams.synchronize(streams.current())
+    pushing, pulling = streams.stream(), streams.stream()
+    with pushing:
+        store.push("a", ones)
+    with pulling:
+        store.pull("a", out=seen[0])
+    with pushing:
+        store.push("a", twos)
+    with pulling:
+        store.pull("a", out=seen[1])
+        store.assign("a", ones)
+    with pushing:
+        store.pull("a", out=seen[2])
+        pushing.synchronize()
+    pulling.synchronize()
+    assert [set(each._held.tolist()) for each in seen] == [{1.0}, {2.0}, {1.0}]
+    with pushing:
+        store.push("a", twos)
+    state = {"optimizer": None, "values": {"a": np.full(1000, 5, "f4")}}
+    store.wait()
+    with pulling:
+        store.load_state_dict(state)
+    with pushing:
+        store.pull("a", out=seen[0])
+        pushing.synchronize()
+    assert set(seen[0]._held.tolist()) == {5.0}
+
+
 def test_what_another_gpu_has_is_copied(gpus_on_host, monkeypatch):
     values = np.arange(12, dtype="f4").reshape(3, 4)
     x, here, out = on_gpu(values), on_gpu(np.ones((3, 4), "f4")), on_gpu(np.zeros((3, 4), "f4"))
