@@ -165,7 +165,7 @@ def _cupy(device: Device) -> Any:
                           remedy="pip install 'hpcdp[cuda13]', for a driver of CUDA 12 'hpcdp[cuda12]'; or take "
                           "hpcdp.cpu(0), hpcdp.cpu(1), ...") from error  # fmt: skip
     except Exception as error:  # CuPy raises its own where there is no driver
-        _refuse_old_driver(device)
+        _refuse_driver(device)
         raise DeviceError("device", where=device, expected="CuPy and a GPU", got=f"{type(error).__name__}: {error}",
                           remedy="take hpcdp.cpu(0), hpcdp.cpu(1), ...") from error  # fmt: skip
     if device.index >= count:
@@ -173,12 +173,15 @@ def _cupy(device: Device) -> Any:
     return cupy
 
 
-def _refuse_old_driver(device: Device) -> None:
-    """Raise `DeviceError` where the driver is older than the CUDA for which CuPy was built."""
+def _refuse_driver(device: Device) -> None:
+    """Raise `DeviceError` where there is none, or it is older than the CUDA for which CuPy was built."""
     runtime: Any = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "runtime", None)
     if runtime is None:
         return
     runs, needs = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    if runs == 0:
+        raise DeviceError("device", where=device, expected="an NVIDIA GPU and its driver", got="no driver",
+                          remedy="take hpcdp.cpu(0), hpcdp.cpu(1), ...")  # fmt: skip
     if 0 < runs // 1000 < needs // 1000:
         raise DeviceError(
             "device", where=device, expected=f"a driver for CUDA {_release(needs)}, which this CuPy needs",

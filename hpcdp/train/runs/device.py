@@ -50,11 +50,10 @@ def _share_memory(world: World) -> None:
 def require_gpu(device: Device) -> None:
     """Raises `ConfigError` unless ``device`` is a GPU, which it is where there are one and CuPy."""
     if device.kind != "gpu":
-        there = "no CuPy" if gpus.visible() else "no GPU that CUDA's driver shows"
-        raise ConfigError(
-            "setting device", expected="a GPU for each rank, and CuPy", got=there,
-            remedy="pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]' on a machine with a GPU, or device=cpu",
-        )  # fmt: skip
+        there, remedy = "no GPU that CUDA's driver shows", "a machine with a GPU, or device=cpu"
+        if gpus.visible():
+            there, remedy = "no CuPy", "pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]', or device=cpu"
+        raise ConfigError("setting device", expected="a GPU for each rank, and CuPy", got=there, remedy=remedy)
 
 
 def described(device: Device, world: World) -> str | None:
