@@ -19,6 +19,7 @@ import numpy as np
 from ... import comm, nn, optim
 from ...arrays import Array, to_host
 from ...comm import gpus
+from ...kernels.cuda import cudnn_conv
 from ...launch.arguments import Parser, at_least
 from ...train import TrainStep
 from ...train.trainers.trainer import Trainer
@@ -40,12 +41,13 @@ _DTYPES = ("float32", "bfloat16")
 
 
 def facts(cupy: Any) -> dict[str, Any]:
-    """The device, its driver, CUDA as CuPy has it, and CuPy."""
+    """The device, its driver, CUDA as CuPy has it, CuPy, and cuDNN, None where convolutions go without it."""
     runtime = cupy.cuda.runtime
     properties = runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     return {
         "gpu": properties["name"].decode(), "memory_bytes": int(properties["totalGlobalMem"]),
         "driver": gpus.driver_release(), "cuda": runtime.runtimeGetVersion(), "cupy": cupy.__version__,
+        "cudnn": importlib.import_module("cudnn").backend_version_string() if cudnn_conv.is_there() else None,
     }  # fmt: skip
 
 

@@ -65,10 +65,14 @@ def section(report: Report) -> str:
     """The part of RESULTS.md in Markdown."""
     device, machine = report["device"], report["machine"]
     processor = machine["processor"]
+    cuda = f"{device['cuda'] // 1000}.{device['cuda'] % 1000 // 10}"
+    versions = [f"CuPy {device['cupy']}", *([f"cuDNN {device['cudnn']}"] if device.get("cudnn") else [])]
+    versions += [f"Python {machine['python']}", *(f"{name} {each}" for name, each in machine["versions"].items())]
     about = (
-        f"{device['gpu']}, driver {device['driver']}, CuPy {device['cupy']}, on {processor['cores']} cores of "
-        f"{processor['model']}: `python -m hpcdp.benchmarks.gpu`, arrays of {report['size']}B. Ranks share the GPU; "
-        "shares are those of the rate of its own copy, or of copies of pinned memory.\n"
+        f"{device['gpu']}, driver {device['driver']}, on {processor['cores']} cores of {processor['model']}: "
+        f"`python -m hpcdp.benchmarks.gpu`, arrays of {report['size']}B. Ranks share the GPU; shares are those of the "
+        "rate of its own copy, or of copies of pinned memory.\n\n"
+        f"CUDA {cuda}, {', '.join(versions)}; commit {machine['commit']}, {machine['date']}.\n"
     )
     jobs = [[each["name"], _share(each), each.get("told") or each["failed"]] for each in report["sums"]]
     models = [

@@ -201,7 +201,7 @@ def _measured_again(results: dict[str, Any]) -> dict[str, list[str]]:
         machines = [report.get("machine", machine) for report in results[kind]]
         for each in {f"{each['commit']}{_on_another(each, machine)}" for each in machines} - {machine["commit"]}:
             found.setdefault(each, []).append(kind)
-    return {which: sorted(kinds) for which, kinds in found.items()}
+    return {which: sorted(found[which]) for which in sorted(found)}
 
 
 def _on_another(machine: dict[str, Any], usual: dict[str, Any]) -> str:

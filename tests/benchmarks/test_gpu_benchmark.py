@@ -58,7 +58,9 @@ def test_every_kernel_is_right_and_rated(
     tmp_path: Path, cupy: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "gpu_or_reason", lambda: (cupy, ""))
-    monkeypatch.setattr(gpu_alone, "facts", lambda cupy: {"gpu": "none", "driver": "1", "cuda": 2, "cupy": "3"})
+    monkeypatch.setattr(
+        gpu_alone, "facts", lambda cupy: {"gpu": "none", "driver": "1", "cuda": 13020, "cudnn": "9.15.0", "cupy": "3"}
+    )
     monkeypatch.setattr(gpu_alone, "_MODELS", {"lenet": (1, 28, 28)})
     monkeypatch.setattr(gpu_alone, "_TURN_S", 0)
     monkeypatch.setattr(gpu_alone, "_TURNS", 1)
@@ -172,10 +174,13 @@ def a_report() -> dict[str, object]:
     model = {"name": "lenet", "dtype": "float32", "batch": 256, "samples_s": 5000.0, "graphs_samples_s": 6000.0}
     kernel = {"name": "SGD", "us": 10.0, "gb_s": 4000.0, "copy_gb_s": 4200.0, "wrong": 0}
     return {
-        "benchmark": "gpu", "size": "256M", "device": {"gpu": "NVIDIA A", "driver": "1", "cuda": 2, "cupy": "3"},
+        "benchmark": "gpu", "size": "256M",
+        "device": {"gpu": "NVIDIA A", "driver": "1", "cuda": 13020, "cudnn": "9.15.0", "cupy": "3"},
         "sums": [{**training, "seconds": seconds}, {**training, "case": "staging", "name": "staging", "failed": "-"}],
         "models": [model], "kernels": [{**kernel, "share": 0.95}, {**kernel, "name": "top 1%", "share": 0.3}],
-        "machine": {"processor": processor, "commit": "abc", "date": "today", "python": "3", "versions": {}},
+        "machine": {
+            "processor": processor, "commit": "abc", "date": "today", "python": "3", "versions": {"torch": "2"}
+        },
     }  # fmt: skip
 
 
@@ -189,6 +194,7 @@ def test_figures_of_another_machine_are_taken_into_the_results(tmp_path: Path) -
     after = json.loads((folder / "results.json").read_text())
     assert after == {**before, "gpu": [a_report()]}
     text = (folder / "RESULTS.md").read_text()
+    assert "CUDA 13.2, CuPy 3, cuDNN 9.15.0, Python 3, torch 2; commit abc, today." in text
     assert "| at least 85% | 30% at worst (top 1%); holds at 1 of 2 | **missed** |" in text
     assert "| 1.20x at worst (training, 2 ranks) | **missed** |" in text and "| failed: staging | **missed** |" in text
     for each in folder.iterdir():
