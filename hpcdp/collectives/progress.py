@@ -200,6 +200,7 @@ class Progress:
         self._count = 0
         self._all: list[Progress] = world.common.setdefault(Progress, [])
         self._all.append(self)
+        world.under_way.add(self.finish)
 
     @classmethod
     def of(cls, world: World) -> Progress:

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,6 +228,32 @@ def test_a_blocking_call_ends_what_was_started_before():
         request.wait()
 
     threads.run(4, rank)
+
+
+@pytest.mark.parametrize("call", ["barrier", "split", "compared"])
+def test_what_blocks_until_all_have_come_ends_what_was_started_before(call):
+    """Another rank waits for that first, and does not come before it has ended."""
+
+    def meet(world):
+        if call == "compared":
+            return iallreduce(np.ones(3), "sum", replace(world, debug=True), "ring")
+        return world.barrier() if call == "barrier" else world.split(0)
+
+    def rank(world):
+        started = data(world.rank, 100)
+        request = iallreduce(started, "sum", world, "ring")
+        if world.rank != 1:
+            met = meet(world)
+        deadline = time.monotonic() + 10
+        while not request.test():
+            assert time.monotonic() < deadline, "the others do not let it progress"
+        assert_close(started, reduced(3, 100), 3, "sum")
+        if world.rank == 1:
+            met = meet(world)
+        if call == "compared":
+            met.wait()
+
+    threads.run(3, rank)
 
 
 def test_testing_never_blocks():
