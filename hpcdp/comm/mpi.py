@@ -21,8 +21,9 @@ from .reductions import reducible, resolve
 MAX_ELEMENTS = 2**30
 """Arrays are passed to MPI in pieces of at most this many elements: Open MPI 5's Bcast fails at 2^31."""
 
-_TESTS_A_LOOK = 1 << 14
-"""After so many tests in vain, some 10 ms of spinning or 2 s of naps, a receive looks for what else has come."""
+_TESTS_A_LOOK = 1 << 9
+"""After so many tests in vain, some 0.3 ms of spinning or 60 ms of naps, a receive looks for what else has come. Where
+ranks outnumber cores a turn may take milliseconds."""
 
 _SPIN_S, _NAP_S = 1e-3, 2e-3
 """Of ranks that agree on something: how long one spins for the others, and the longest of the naps that follow."""
