@@ -16,7 +16,7 @@ from ..arrays import words
 from ..errors import MismatchError, UnsupportedError
 from .communicator import LANE_BITS, OPERATION_BITS, Request, disagree, disagreement, split
 from .ending import end_job
-from .reductions import reducible, resolve
+from .reductions import narrow, reducible, resolve
 
 MAX_ELEMENTS = 2**30
 """Arrays are passed to MPI in pieces of at most this many elements: Open MPI 5's Bcast fails at 2^31."""
@@ -182,7 +182,7 @@ class MpiCommunicator:
         wide = reducible(x)
         if wide is not x:
             self.native_allreduce(wide, op)
-            x[...] = wide
+            narrow(wide, x)
             return
         if x.dtype.kind not in "iuf" or not x.dtype.isnative:
             raise UnsupportedError("allreduce", where="dtype", expected="a native integer or float", got=x.dtype.str)
@@ -227,7 +227,7 @@ class MpiCommunicator:
         if wide is not x:
             self.native_reduce(wide, op, root)
             if self.rank == root:
-                x[...] = wide
+                narrow(wide, x)
             return
         nan = self._nan_on_any_rank(x) if op in ("min", "max") and x.dtype.kind == "f" else None
         for piece in _pieces(x):
