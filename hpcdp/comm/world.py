@@ -172,15 +172,14 @@ class World:
 
         A worker tells the servers that it needs them no longer.
         """
-        try:
-            for part in reversed(self.parts):
-                part.finish()
-            for ending in reversed(self.endings.living()):
-                ending()
-        finally:
+        with contextlib.ExitStack() as stack:  # the last one in is the first one out; an error keeps none from its turn
             if self.whole is not None:
-                self.whole.finish()
-                tell_servers(self.whole.comm, self.whole.num_servers)
+                stack.callback(tell_servers, self.whole.comm, self.whole.num_servers)
+                stack.callback(self.whole.finish)
+            for ending in self.endings.living():
+                stack.callback(ending)
+            for part in self.parts:
+                stack.callback(part.finish)
 
     def end(self) -> None:
         """Shut down the engines that are kept, for a world that ends before its process does."""
