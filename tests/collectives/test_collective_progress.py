@@ -15,6 +15,7 @@ from hpcdp.collectives.progress import TAGS, Progress, Together, drive, in_lanes
 from hpcdp.comm import threads
 from hpcdp.comm.communicator import OPERATION_BITS, disagree
 from hpcdp.comm.steps import Until
+from hpcdp.comm.watchdog import Watchdog
 from hpcdp.errors import MismatchError, UnsupportedError
 
 
@@ -228,6 +229,24 @@ def test_a_blocking_call_ends_what_was_started_before():
         request.wait()
 
     threads.run(4, rank)
+
+
+def test_what_others_have_ended_is_asked_for_no_longer():
+    """The watchdog of another rank would be told that this one is in a call."""
+
+    def rank(world):
+        Progress.of(world)
+        if world.rank == 1:
+            world.comm.barrier()  # rank 0 has asked in vain by then
+        request = iallreduce(np.ones(5), "sum", world, "ring")
+        if world.rank == 0:
+            assert not request.test()
+            assert Watchdog.of(world).asked is request
+            world.comm.barrier()
+        allreduce(np.ones(5), "sum", world, "ring")
+        assert Watchdog.of(world).asked is None
+
+    threads.run(2, rank)
 
 
 @pytest.mark.parametrize("call", ["barrier", "split", "compared"])
