@@ -30,6 +30,7 @@ import numpy as np
 from ..arrays import Array
 from ..comm import Communicator, Request
 from ..comm.communicator import bounds, split
+from ..comm.reductions import resolve
 from ..compression import Codec, ErrorFeedback
 from .progress import MESSAGE_NBYTES, Steps, in_lanes, segments, together
 
@@ -145,10 +146,11 @@ class _OnHost:
     def add_up(self) -> Steps:
         me, codec = self._me, self._feedback.codec
         total, added = self._parts[me], np.empty_like(self._parts[me])
+        add = resolve("allreduce", "sum", total.dtype).into
         for rank in range(self._size):
             if rank != me:
                 codec.decode(self.received[rank], added)
-                total += added
+                add(total, added)
         self._feedback.encode(total, self._places[me], self.sent[me], codec.of_sum(self._size))
         yield from ()
 

@@ -84,10 +84,10 @@ def iallreduce(
     """Start an `allreduce` and return at once; several may be under way.
 
     Every rank must start the same ones in the same order. They progress while one of them is asked (``test()``, which
-    never blocks) or waited for (``wait()``); until then neither ``x`` nor ``out`` may be touched. A blocking collective
-    ends what was started before it in its world; during that, those of other worlds do not progress. Algorithm
-    "native", which "auto" may choose, may sum in another order than `allreduce` does: MPI libraries have other
-    algorithms for their nonblocking collectives.
+    never blocks) or waited for (``wait()``); until then neither ``x`` nor ``out`` may be touched. A blocking
+    collective, `World.barrier` and `World.split` end what was started before in their world; during that, those of
+    other worlds do not progress. Algorithm "native", which "auto" may choose, may sum in another order than `allreduce`
+    does: MPI libraries have other algorithms for their nonblocking collectives.
 
     Args, Raises: as `allreduce`.
 
@@ -280,6 +280,7 @@ def _found(
         _refuse_mask(operation, "x", x)
     if world.debug:
         with world.meeting(), Watchdog.of(world).watching(operation, x):
+            world.settle()
             _compare(operation, x, op, algorithm, world, root)
     by_monoid = isinstance(op, Monoid)
     try:

@@ -72,9 +72,14 @@ class Watched:
             if not done:
                 if watchdog.asked is None or watchdog.asked.waited_s < self.waited_s:
                     watchdog.asked = self
-            elif watchdog.asked is self:
-                watchdog.asked = None
+            else:
+                self.settled()
         return done
+
+    def settled(self) -> None:
+        """It is asked for in vain no longer."""
+        if self._watchdog.asked is self:
+            self._watchdog.asked = None
 
     def wait(self) -> None:
         """Block until it has."""
@@ -200,6 +205,7 @@ class Progress:
         self._count = 0
         self._all: list[Progress] = world.common.setdefault(Progress, [])
         self._all.append(self)
+        world.under_way.add(self.finish)
 
     @classmethod
     def of(cls, world: World) -> Progress:
@@ -236,6 +242,7 @@ class Progress:
                 raise
             finally:
                 ended = True
+                watched.settled()  # others may have ended it, and nobody need ask again
 
         def test() -> bool:
             if not ended:
@@ -244,11 +251,12 @@ class Progress:
                 raise failure
             return ended
 
+        watched = Watched(test, self.watchdog, x)
         with self._turn:
             self._active.add(to_its_end())
         if isinstance(failure, UnsupportedError):
             raise failure
-        return Watched(test, self.watchdog, x)
+        return watched
 
     def finish(self) -> None:
         """Block until no operation is under way: before a blocking call, during which none would progress."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..comm import Communicator, Reduction
 from ..comm.communicator import split
-from ..comm.reductions import reduce_in_order
+from ..comm.reductions import narrow, reduce_in_order
 from .progress import Steps
 
 
@@ -20,7 +20,7 @@ def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Ste
     yield [comm.irecv(inputs[rank], rank, tag) for rank in _others(comm)] + [
         comm.isend(x, rank, tag) for rank in _others(comm)
     ]
-    x[...] = reduce_in_order(inputs, op)
+    narrow(reduce_in_order(inputs, op), x)
 
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:

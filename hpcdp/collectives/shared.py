@@ -136,13 +136,14 @@ class _Staging:
         for first in range(0, max(taken.size, 1), staging.shape[2]):
             piece = taken[first : first + staging.shape[2]]
             lo, hi = piece.size * me // n, piece.size * (me + 1) // n
-            half, self._half = staging[self._half], 1 - self._half
+            half = staging[self._half]
             row = half[me, : piece.size]
             row[:lo], row[hi:] = piece[:lo], piece[hi:]
             yield from self._meet(flat, op)
             self._reduce.combine_staged(piece, half, me, lo, hi, self._ops[op])
             yield from self._meet(flat, op)
             piece[:lo], piece[hi:] = row[:lo], row[hi:]
+            self._half = 1 - self._half  # not where ranks differ, some of which may not have come here at all
 
 
 class _Arrival:

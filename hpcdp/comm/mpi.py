@@ -16,13 +16,14 @@ from ..arrays import words
 from ..errors import MismatchError, UnsupportedError
 from .communicator import LANE_BITS, OPERATION_BITS, Request, disagree, disagreement, split
 from .ending import end_job
-from .reductions import reducible, resolve
+from .reductions import narrow, reducible, resolve
 
 MAX_ELEMENTS = 2**30
 """Arrays are passed to MPI in pieces of at most this many elements: Open MPI 5's Bcast fails at 2^31."""
 
-_TESTS_A_LOOK = 1 << 14
-"""After so many tests in vain, some 10 ms of spinning or 2 s of naps, a receive looks for what else has come."""
+_TESTS_A_LOOK = 1 << 9
+"""After so many tests in vain, some 0.3 ms of spinning or 60 ms of naps, a receive looks for what else has come. Where
+ranks outnumber cores a turn may take milliseconds."""
 
 _SPIN_S, _NAP_S = 1e-3, 2e-3
 """Of ranks that agree on something: how long one spins for the others, and the longest of the naps that follow."""
@@ -181,7 +182,7 @@ class MpiCommunicator:
         wide = reducible(x)
         if wide is not x:
             self.native_allreduce(wide, op)
-            x[...] = wide
+            narrow(wide, x)
             return
         if x.dtype.kind not in "iuf" or not x.dtype.isnative:
             raise UnsupportedError("allreduce", where="dtype", expected="a native integer or float", got=x.dtype.str)
@@ -226,7 +227,7 @@ class MpiCommunicator:
         if wide is not x:
             self.native_reduce(wide, op, root)
             if self.rank == root:
-                x[...] = wide
+                narrow(wide, x)
             return
         nan = self._nan_on_any_rank(x) if op in ("min", "max") and x.dtype.kind == "f" else None
         for piece in _pieces(x):

@@ -65,14 +65,14 @@ class Reduction:
         if self.name == "mean" and self.named:
             np.divide(total, total.dtype.type(n), out=total)
         if out is not total:
-            with np.errstate(over="ignore"):  # of 16 bits: to an infinity, which whoever cares will look for
-                out[...] = total
+            narrow(total, out)
 
 
 _UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
 
 
 def _by(ufunc: np.ufunc) -> Callable[[np.ndarray, np.ndarray], None]:
+    @np.errstate(over="ignore", invalid="ignore")  # as in memory and by MPI; to raise here would end one rank alone
     def into(total: np.ndarray, x: np.ndarray) -> None:
         ufunc(total, x, out=total)
 
@@ -124,6 +124,12 @@ def reducible(x: np.ndarray) -> np.ndarray:
     if x.dtype.kind in "iu" and x.dtype.itemsize < 4:
         return x.astype(np.int32)
     return x
+
+
+def narrow(wide: np.ndarray, out: np.ndarray) -> None:
+    """Write ``wide`` to ``out``, of which it is the accumulator."""
+    with np.errstate(over="ignore"):  # of 16 bits: to an infinity, which whoever cares will look for
+        out[...] = wide
 
 
 def reduce_in_order(inputs: Sequence[np.ndarray], op: Reduction) -> np.ndarray:

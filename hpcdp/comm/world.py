@@ -79,6 +79,8 @@ class World:
     """Called by `finish`, the last first."""
     meetings: WeakMethods[AbstractContextManager[None]] = field(default_factory=WeakMethods, repr=False, compare=False)
     """What makes the contexts of `meeting`; added, and dropped when nothing lives on any rank, by all ranks alike."""
+    under_way: WeakMethods[None] = field(default_factory=WeakMethods, repr=False, compare=False)
+    """Called by `settle`."""
     divide: Callable[[int], World] | None = field(default=None, repr=False, compare=False)
     """What makes the worlds of `split`; None in a world with servers among its ranks."""
     parts: list[World] = field(default_factory=list, repr=False, compare=False)
@@ -115,7 +117,9 @@ class World:
             raise ConfigError("split", expected="a world of workers", got="one with servers among its ranks")
         number = _color(color)
         part_comm = self.part_comm if part_comm is None else part_comm
-        part = replace(self.divide(number), model_comm=model_comm, part_comm=part_comm, common=self.common)
+        with self._all_in("split"):
+            part = self.divide(number)
+        part = replace(part, model_comm=model_comm, part_comm=part_comm, common=self.common)
         self.parts.append(part)
         return part
 
@@ -144,9 +148,21 @@ class World:
             self.comm.native_allreduce(living, "max")
         return bool(living[0])
 
+    def settle(self) -> None:
+        """End what was started here, before this rank waits otherwise: others may wait for it first."""
+        for end in self.under_way.living():
+            end()
+
+    @contextlib.contextmanager
+    def _all_in(self, operation: str) -> Iterator[None]:
+        """A context for what blocks until every rank has called it."""
+        with self.meeting(), Watchdog.of(self).watching(operation):
+            self.settle()
+            yield
+
     def barrier(self) -> None:
         """Block until every rank has called it."""
-        with self.meeting(), Watchdog.of(self).watching("barrier"):
+        with self._all_in("barrier"):
             if self.debug:
                 require_same(self.comm, "barrier", ["barrier"], "call it alike, and in the same order, on all ranks")
             self.comm.barrier()
@@ -156,15 +172,14 @@ class World:
 
         A worker tells the servers that it needs them no longer.
         """
-        try:
-            for part in reversed(self.parts):
-                part.finish()
-            for ending in reversed(self.endings.living()):
-                ending()
-        finally:
+        with contextlib.ExitStack() as stack:  # the last one in is the first one out; an error keeps none from its turn
             if self.whole is not None:
-                self.whole.finish()
-                tell_servers(self.whole.comm, self.whole.num_servers)
+                stack.callback(tell_servers, self.whole.comm, self.whole.num_servers)
+                stack.callback(self.whole.finish)
+            for ending in self.endings.living():
+                stack.callback(ending)
+            for part in self.parts:
+                stack.callback(part.finish)
 
     def end(self) -> None:
         """Shut down the engines that are kept, for a world that ends before its process does."""

@@ -35,6 +35,7 @@ class ErrorFeedback:
         self.residual = zeros(count, dtype)
         """What was not sent yet, shape ``(count,)``, in the gradients' dtype."""
 
+    @np.errstate(over="ignore", invalid="ignore")  # what cannot be kept, or sent, is found when it has come
     def encode(self, x: Array, part: slice, wire: Array, codec: Codec | None = None) -> None:
         """Encode ``x``, elements ``part`` of the array, and what was not sent of them before; changes ``wire``.
 

@@ -196,6 +196,8 @@ class Engine:
     def release(self, var: Variable, error: BaseException | None = None) -> None:
         """Let go of what `hold` has taken. ``error`` is raised to whoever reads it until it is written anew."""
         self._schedule.release(var, None if error is None else Failure(error))
+        if self.synchronous:
+            self._workers.run_inline()
 
     @staticmethod
     def _refuse(operation: str, var: object) -> None:

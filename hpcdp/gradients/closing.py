@@ -44,8 +44,8 @@ class ClosingExchange:
         if self._size == 1:
             return list(numbers)
         with self._progress.watchdog.watching("the closing exchange of a step"):
+            self._progress.finish()  # as before any blocking collective
             if self._comm is None:
-                self._progress.finish()  # as before any blocking collective
                 return self._gate.tally(*numbers)
             sums = np.array(numbers, np.float64)
             if self._lane is None:

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hpcdp.collectives.progress import TAGS, Progress, Together, drive, in_lanes
 from hpcdp.comm import threads
 from hpcdp.comm.communicator import OPERATION_BITS, disagree
 from hpcdp.comm.steps import Until
+from hpcdp.comm.watchdog import Watchdog
 from hpcdp.errors import MismatchError, UnsupportedError
 
 
@@ -227,6 +229,50 @@ def test_a_blocking_call_ends_what_was_started_before():
         request.wait()
 
     threads.run(4, rank)
+
+
+def test_what_others_have_ended_is_asked_for_no_longer():
+    """The watchdog of another rank would be told that this one is in a call."""
+
+    def rank(world):
+        Progress.of(world)
+        if world.rank == 1:
+            world.comm.barrier()  # rank 0 has asked in vain by then
+        request = iallreduce(np.ones(5), "sum", world, "ring")
+        if world.rank == 0:
+            assert not request.test()
+            assert Watchdog.of(world).asked is request
+            world.comm.barrier()
+        allreduce(np.ones(5), "sum", world, "ring")
+        assert Watchdog.of(world).asked is None
+
+    threads.run(2, rank)
+
+
+@pytest.mark.parametrize("call", ["barrier", "split", "compared"])
+def test_what_blocks_until_all_have_come_ends_what_was_started_before(call):
+    """Another rank waits for that first, and does not come before it has ended."""
+
+    def meet(world):
+        if call == "compared":
+            return iallreduce(np.ones(3), "sum", replace(world, debug=True), "ring")
+        return world.barrier() if call == "barrier" else world.split(0)
+
+    def rank(world):
+        started = data(world.rank, 100)
+        request = iallreduce(started, "sum", world, "ring")
+        if world.rank != 1:
+            met = meet(world)
+        deadline = time.monotonic() + 10
+        while not request.test():
+            assert time.monotonic() < deadline, "the others do not let it progress"
+        assert_close(started, reduced(3, 100), 3, "sum")
+        if world.rank == 1:
+            met = meet(world)
+        if call == "compared":
+            met.wait()
+
+    threads.run(3, rank)
 
 
 def test_testing_never_blocks():

@@ -301,6 +301,23 @@ def test_a_nan_of_any_rank_wins(algorithm, op):
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize(("collective", "algorithm"), REDUCING)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_overflows_is_no_error_of_the_rank_that_adds(collective, algorithm, dtype):
+    import hpcdp
+
+    world = hpcdp.init()
+    function = {"allreduce": allreduce, "reduce_scatter": reduce_scatter, "reduce": reduce}[collective]
+    largest = np.finfo(dtype).max
+    for mine, total in [(largest, np.inf), (np.inf if world.rank else -np.inf, np.nan)]:
+        x = np.full(100, mine, dtype)
+        with np.errstate(all="raise"):
+            x = function(x, "sum", world=world, algorithm=algorithm)
+        if collective != "reduce" or world.rank == 0:
+            np.testing.assert_array_equal(x, total if world.size > 1 else mine)
+
+
+@pytest.mark.mpi
 def test_the_same_run_twice_gives_the_same_bits():
     import hpcdp
 

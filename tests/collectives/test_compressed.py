@@ -100,6 +100,25 @@ def test_a_nan_of_one_rank_arrives_everywhere_and_is_gone_in_the_next_step():
         assert np.isfinite(second).all()
 
 
+@each_codec
+@pytest.mark.parametrize("dtype", ["f2", "bfloat16", "f4", "f8"])
+@pytest.mark.parametrize("large", ["largest", "infinite"])
+def test_what_overflows_is_no_error_of_the_rank_that_adds(codec, dtype, large):
+    kind = dtype_of(dtype)
+    largest = np.nextafter(kind.type(np.inf), kind.type(0))
+
+    def rank(world):
+        feedback = ErrorFeedback(codec, 1000, kind)
+        for _ in range(2):
+            x = np.ones(1000, kind)
+            x[::7] = largest if large == "largest" else np.inf * (-1) ** world.rank
+            with np.errstate(over="raise", invalid="raise"):
+                drive(compressed.allreduce(x, feedback, world.comm, 0))
+        return x.tobytes()
+
+    assert len(set(threads.run(2, rank))) == 1
+
+
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_fixed_thresholds_follow_the_sequence_of_the_store_summed_over_ranks(n):
     """0.4, 0.1, 0.2 and 0.3 add n times 0.5 twice (PARITY), 0.4 again and again all of it."""

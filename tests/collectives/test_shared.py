@@ -51,8 +51,9 @@ def test_ranks_that_call_differently_are_told_on_every_rank(odd, n):
             allreduce(**arguments, world=world)
         except MismatchError as error:
             told.append(str(error))
-        x = allreduce(np.full(5, world.rank + 1.0), world=world)  # the world is still usable
-        assert x.tolist() == [n * (n + 1) / 2] * 5
+        for dtype in ("f8", "i4"):  # the world is still usable, by both kinds of staging
+            x = allreduce(np.full(5, world.rank + 1, dtype), world=world)
+            assert x.tolist() == [n * (n + 1) / 2] * 5
 
     threads.run(n, rank)
     assert len(told) == n

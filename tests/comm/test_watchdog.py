@@ -340,6 +340,19 @@ def test_a_rank_that_misses_a_first_call_is_told():
     assert re.search(r"rank 1 \(host .*\) has not come", reports[0].getvalue())
 
 
+def test_a_rank_that_does_not_come_to_be_split_off_is_told():
+    reports = {}
+
+    def rank(world):
+        watched(world, 0.3, reports)
+        if world.rank != 1:
+            world.split(0)
+
+    with pytest.raises(WorldAborted):
+        threads.run(3, rank)
+    assert re.match(r"rank 0 of 3: split has not ended in .* rank 1 \(host .*\) has not come", reports[0].getvalue())
+
+
 def test_ranks_in_different_calls_are_a_hang():
     reports = {}
 

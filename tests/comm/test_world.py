@@ -14,6 +14,7 @@ import pytest
 
 import hpcdp
 from hpcdp.comm.agreement import require_same
+from hpcdp.comm.communicator import make_tag
 from hpcdp.comm.shared import Gate
 from hpcdp.comm.starting import _world_of
 from hpcdp.comm.watchdog import Watchdog
@@ -307,6 +308,26 @@ def test_a_complete_receive_stays_complete():
     received.wait()
     sent.wait()
     assert y.tolist() == [(world.rank - 1) % world.size] * 3
+
+
+@pytest.mark.mpi
+def test_who_asks_now_and_then_soon_learns_that_another_rank_does_something_else():
+    world = hpcdp.init()
+    comm, left, right = world.comm.duplicate(), (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    x, y = np.full(3, world.rank), np.empty(3, int)
+    sent = [comm.isend(x, right, make_tag(1, 0))]
+    received = comm.irecv(y, left, make_tag(2, 0))
+    begin = time.monotonic()
+    with pytest.raises(MismatchError, match=f"from rank {left}"):
+        while not received.test():
+            assert time.monotonic() - begin < 5
+            time.sleep(1e-3)  # as often as a lane at rest
+    comm.barrier()
+    sent.append(comm.isend(x, right, make_tag(2, 0)))
+    received.wait()
+    comm.irecv(y, left, make_tag(1, 0)).wait()
+    for each in sent:
+        each.wait()
 
 
 def test_a_process_without_a_launcher_has_no_memory_that_a_kill_would_leave():

@@ -64,6 +64,32 @@ def test_parts_of_parts_end_with_the_world():
     assert sorted(ended) == [0, 1, 2, 3, 4]
 
 
+def test_an_ending_that_fails_keeps_no_other_from_its_turn():
+    ended = []
+
+    class Ends:
+        def __init__(self, rank, fails):
+            self.rank, self.fails = rank, fails
+
+        def end(self):
+            ended.append((self.rank, self.fails))
+            if self.fails:
+                raise ArithmeticError("an update that has failed")
+
+    def rank(world):
+        for each in (world, world.split(0)):
+            for fails in (False, True):
+                each.endings.add(each.keep(fails, lambda fails=fails: Ends(world.rank, fails)).end)
+        with pytest.raises(ArithmeticError):
+            world.finish()
+        seen = [fails for rank, fails in ended if rank == world.rank]
+        world.endings.clear()
+        world.parts.clear()
+        return seen
+
+    assert threads.run(2, rank) == [[True, False, True, False]] * 2
+
+
 def test_the_world_of_all_with_servers_in_it_is_not_split():
     def rank(world):
         assert world.split(0).size == 2

@@ -194,6 +194,24 @@ def test_the_bound_holds_for_many_pushers():
     assert most[0] <= 3
 
 
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_what_is_pushed_while_a_variable_is_held_runs_when_it_is_released(synchronous):
+    engine, log = Engine(synchronous=synchronous), []
+    var = engine.variable("held")
+    assert engine.hold(var)
+    engine.push(lambda: log.append("written"), writes=[var])
+    assert not engine.hold(var)
+    log.append("released")
+    engine.release(var)
+    deadline = time.monotonic() + 10
+    while not (free := engine.hold(var)) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert free
+    assert log == ["released", "written"]
+    engine.release(var)
+    engine.shutdown()
+
+
 def test_synchronous_tasks_run_and_raise_within_push():
     engine, log = Engine(synchronous=True), []
     var = engine.variable()

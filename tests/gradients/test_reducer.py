@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcdp import nn
+from hpcdp.collectives import iallreduce
 from hpcdp.comm import threads
 from hpcdp.errors import StaleGradientError
 from hpcdp.gradients import Reducer, buckets
@@ -212,6 +213,30 @@ def test_real_ranks_that_differ_in_order_and_pace():
         check_sums([param.grad for param in params], world.size, step)
         made.reset()
         made.gate.barrier()
+
+
+@pytest.mark.parametrize(("ranks_per_node", "overlap"), [(None, False), (2, False), (1, False), (1, True)])
+def test_the_closing_exchange_ends_what_was_started_before(ranks_per_node, overlap):
+    """Another rank waits for that first, and does not come to the exchange before it has ended."""
+
+    def rank(world):
+        made, params = make(world, overlap)
+        started = np.full(100, world.rank + 1.0)
+        request = iallreduce(started, "sum", world, "ring")
+        write(params, world.rank, 0)
+        made.launch_rest()
+        if world.rank != 1:
+            made.closing.tally(world.rank)
+        deadline = time.monotonic() + 10
+        while not request.test():
+            assert time.monotonic() < deadline, "the others do not let it progress"
+        if world.rank == 1:
+            made.closing.tally(world.rank)
+        made.reduce_everywhere()
+        check_sums([param.grad for param in params], 3, 0)
+        assert (started == 6).all()
+
+    threads.run(3, rank, ranks_per_node)
 
 
 @pytest.mark.parametrize(("n", "ranks_per_node"), [(2, 1), (3, 1), (4, 2), (5, 2)])
