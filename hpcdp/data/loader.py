@@ -70,6 +70,14 @@ class _Read:
             self.done.wait()
 
 
+def _pair(where: str, expected: str, batch: Any) -> Batch:
+    """``batch``, unless it is something else: an array of two rows can be unpacked, too."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        got = type_named(batch) + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
+        raise ConfigError("DataLoader", where=where, expected=expected, got=got)
+    return batch[0], batch[1]
+
+
 class DataLoader:
     """Iterates over ``(x, y)`` batches as NumPy arrays, reading up to ``prefetch`` of them ahead.
 
@@ -92,7 +100,7 @@ class DataLoader:
 
     Raises:
         ConfigError: ``prefetch`` is no integer >= 0, ``augment`` no `Augmentation`, ``device`` no `Device`, or there is
-            no data set or sampler; in a loop, the transform returns no pair.
+            no data set or sampler; in a loop, the data set or the transform gives no pair.
         DeviceError: in a loop, the machine does not have the device.
     """
 
@@ -186,16 +194,12 @@ class DataLoader:
         return None if self.device is None or self.device.kind == "cpu" else self.device
 
     def _read(self, numbers: np.ndarray, epoch: int) -> Batch:
-        x, y = self.dataset[numbers]
+        x, y = _pair("dataset", "one that gives (x, y) for an array of numbers", self.dataset[numbers])
         if self.augment is not None:
             x = self.augment(x, numbers, epoch)
         if self.transform is None:
             return x, y
-        changed = self.transform(x, y)
-        if not isinstance(changed, tuple) or len(changed) != 2:
-            got = type_named(changed)
-            raise ConfigError("DataLoader", where="transform", expected="a function that returns (x, y)", got=got)
-        return changed
+        return _pair("transform", "a function that returns (x, y)", self.transform(x, y))
 
     def __iter__(self) -> Iterator[Batch]:
         batches = self._indices(self._position.begin())

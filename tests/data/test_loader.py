@@ -209,6 +209,21 @@ def test_transform(engine: Engine) -> None:
     assert names == dataset.threads and "MainThread" not in names
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(
+    ("given", "got"), [((1, 2, 3), "a tuple of 3"), (np.zeros((2, 3)), "a ndarray"), (None, "a NoneType")]
+)
+def test_what_is_no_pair_is_told(engine: Engine, prefetch: int, given, got: str) -> None:
+    class Gives(Recording):
+        def __getitem__(self, index):
+            return given
+
+    with pytest.raises(ConfigError, match=rf"\[dataset\]: expected one that gives \(x, y\) .*, got {got}$"):
+        list(DataLoader(Gives(8), batches(8, 4), prefetch, engine=engine))
+    with pytest.raises(ConfigError, match=rf"\[transform\]: expected a function that returns \(x, y\), got {got}$"):
+        list(DataLoader(Recording(8), batches(8, 4), prefetch, lambda x, y: given, engine=engine))
+
+
 def test_two_loops_at_a_time_share_the_lane(engine: Engine) -> None:
     loader = DataLoader(Recording(40), BatchSampler(RandomSampler(40, 5), 4), engine=engine)
     for (_, ours), (_, theirs) in zip(loader, loader, strict=True):
