@@ -142,6 +142,7 @@ class DataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Passed on to the sampler, for the next iteration: a whole one, except of the epoch that was restored."""
+        epoch = whole_number("DataLoader", "epoch", epoch, 0)
         self.sampler.set_epoch(epoch)
         self._position.set_epoch(epoch)
 

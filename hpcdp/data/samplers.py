@@ -126,7 +126,7 @@ class BatchSampler(Resumable):
             numbers = islice(cycle(self.sampler), self.epoch_size * self.batch_size)
         if self.last == "rollover":
             numbers = [*self._began_with, *self.sampler]
-            self._rest = numbers[len(numbers) - len(numbers) % self.batch_size :]
+            self._rest = [int(each) for each in numbers[len(numbers) - len(numbers) % self.batch_size :]]
         source = islice(numbers, (done or 0) * self.batch_size, None)
         while batch := list(islice(source, self.batch_size)):
             if len(batch) == self.batch_size or self.last == "keep":
