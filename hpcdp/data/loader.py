@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -251,6 +252,7 @@ class DataLoader:
     def _read_ahead(self, batches: Iterator[Any], how: Callable[[np.ndarray], Any]) -> Generator[Any]:
         engine = default_engine() if self._engine is None else self._engine
         ahead: deque[_Read] = deque()
+        process = os.getpid()
         try:
             while True:
                 more = islice(batches, self.prefetch + 1 - len(ahead))
@@ -263,10 +265,11 @@ class DataLoader:
                     raise read.error
                 yield read.batch
         finally:
-            for read in ahead:
-                read.abandon()
-            for read in ahead:
-                read.wait_if_begun()
+            if process == os.getpid():  # a child made by fork has not the thread that reads
+                for read in ahead:
+                    read.abandon()
+                for read in ahead:
+                    read.wait_if_begun()
 
     def _push(self, engine: Engine, numbers: np.ndarray, how: Callable[[np.ndarray], Any]) -> _Read:
         read = _Read(lambda: how(numbers), engine.variable("batch"))

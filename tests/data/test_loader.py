@@ -1,4 +1,6 @@
 import gc
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -168,6 +170,31 @@ def test_a_forgotten_loop_may_end_on_the_lane_itself(engine: Engine) -> None:
         assert not waiting.is_alive()
     finally:
         gc.enable()
+
+
+def test_a_forked_child_leaves_the_loop_that_it_was_in() -> None:
+    program = """
+import os, time
+import numpy as np
+from hpcdp.data import DataLoader, Dataset, ShardedSampler
+
+class Slow(Dataset):
+    def __len__(self):
+        return 20
+    def __getitem__(self, index):
+        time.sleep(0.2)
+        return index, index
+
+for x, _ in DataLoader(Slow(), ShardedSampler(20, 2)):
+    child = os.fork()
+    if child:
+        print(os.waitpid(child, 0)[1])
+    break
+if child == 0:
+    assert len(list(DataLoader(Slow(), ShardedSampler(20, 10)))) == 2
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=False)
+    assert (ended.stdout, ended.returncode) == ("0\n", 0), ended.stderr
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
