@@ -72,7 +72,7 @@ def read_csv(
     if num_parts > 1 and Path(path).suffix in (".gz", ".bz2", ".xz"):
         expected = "num_parts=1 for a compressed file, which can only be read from its start"
         raise ConfigError("read csv", where=path, expected=expected, got=num_parts)
-    if not isinstance(label_column, int):
+    if not isinstance(label_column, int | np.integer) or isinstance(label_column, bool):
         raise ConfigError("read csv", where="label_column", expected="the number of a column", got=repr(label_column))
     try:
         table = _table(Path(path), delimiter, skip_rows, num_parts, part_index)

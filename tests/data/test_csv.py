@@ -115,6 +115,13 @@ def test_a_label_by_name_is_refused(tmp_path: Path) -> None:
         read_csv(tmp_path / "table.csv", label_column="b", skip_rows=1)
 
 
+def test_the_number_of_a_column_may_be_one_of_numpys(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("1,2\n")
+    assert read_csv(tmp_path / "table.csv", label_column=np.int64(0)).y.tolist() == [1]
+    with pytest.raises(ConfigError, match=r"label_column\]: expected the number of a column, got True"):
+        read_csv(tmp_path / "table.csv", label_column=True)
+
+
 def test_a_row_ends_where_its_line_ends_in_parts_too(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("1\x1c,2\n3,4\n5,0.5\n")
     assert read_csv(tmp_path / "table.csv", num_parts=2).y.tolist() == [2, 4]
