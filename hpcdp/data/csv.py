@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import io
 import itertools
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -48,8 +49,9 @@ def read_csv(
         of its own.
 
     Raises:
-        ConfigError: a part that there is not, or parts of a compressed file; a label's column or a count of rows that
-            is no number; a delimiter of several characters, or that ends a line; another ``label_dtype``.
+        ConfigError: a part that there is not, or parts of a compressed file; a label's column, a count of rows or a
+            length of ``sample_shape`` that is no number; a delimiter of several characters, or that ends a line;
+            another ``label_dtype``.
         DataError: the file is missing, empty, has rows of different length or fields that are no numbers (names of
             columns are told from those) or are beyond float32, lacks the label's column, has labels that are not of
             ``label_dtype``, does not fit ``sample_shape``, or is read in parts and ends lines by a carriage return
@@ -64,6 +66,8 @@ def read_csv(
         raise ConfigError("read csv", where="delimiter", expected=expected, got=repr(delimiter))
     if not isinstance(sample_shape, tuple | list | None):
         raise ConfigError("read csv", where="sample_shape", expected="a tuple of lengths", got=repr(sample_shape))
+    for length in sample_shape or ():
+        whole_number("read csv", "sample_shape", length, 1)
     labels_as = _label_dtype(label_dtype)
     require_file("read csv", path)
     if part_index >= num_parts:
@@ -109,12 +113,10 @@ def read_csv(
     labels = table[:, label_column]
     samples = np.delete(narrow, label_column, axis=1)
     if sample_shape is not None:
-        if int(np.prod(sample_shape)) != columns - 1 or min(sample_shape, default=1) < 1:
+        values = math.prod(sample_shape)
+        if values != columns - 1:
             raise DataError(
-                "read csv",
-                where=path,
-                expected=f"{int(np.prod(sample_shape))} values a sample for {sample_shape}",
-                got=columns - 1,
+                "read csv", where=path, expected=f"{values} values a sample for {sample_shape}", got=columns - 1
             )
         samples = samples.reshape(rows, *sample_shape)
     if labels_as == np.int64:

@@ -55,7 +55,6 @@ def test_samples_and_labels(tmp_path: Path) -> None:
         ("1e39,2\n", {"num_parts": 2}, "got '1e39' in line 1, column 1$"),
         ("1,1e39\n", {}, r"whole numbers below 2\*\*53 as labels, got "),
         ("1,2,3\n", {"sample_shape": (3,)}, r"3 values a sample for \(3,\), got 2"),
-        ("1,2,3\n", {"sample_shape": (-1, -2)}, "got 2"),
     ],
 )
 def test_faults_name_the_file(tmp_path: Path, text: str, args: dict, message: str) -> None:
@@ -204,6 +203,9 @@ def test_parts_know_the_columns_of_the_table(tmp_path: Path) -> None:
         ({"delimiter": ";;"}, r"delimiter\]: expected one character that ends no line, got ';;'"),
         ({"delimiter": "\n"}, r"delimiter\]: expected one character that ends no line, got '\\n'"),
         ({"sample_shape": 5}, r"sample_shape\]: expected a tuple of lengths, got 5"),
+        ({"sample_shape": (2, 1.0)}, r"sample_shape\]: expected an integer >= 1, got 1.0"),
+        ({"sample_shape": ("a",)}, r"sample_shape\]: expected an integer >= 1, got 'a'"),
+        ({"sample_shape": (-1, 1)}, r"sample_shape\]: expected an integer >= 1, got -1"),
     ],
 )
 def test_arguments_that_cannot_be(wrong: dict[str, Any], says: str, tmp_path: Path) -> None:
