@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +20,14 @@ import numpy.typing as npt
 from ..errors import ConfigError, DataError, listed, shortened, whole_number
 from .datasets import ArrayDataset
 from .files import require_file
+
+try:
+    from lzma import LZMAError
+except ImportError:  # Python was built without it, and so NumPy reads no .xz
+    LZMAError = EOFError  # type: ignore[assignment, misc]
+
+_UNREADABLE = OSError, EOFError, ValueError, zlib.error, LZMAError
+"""What NumPy and the readers of compressed files raise."""
 
 
 def read_csv(
@@ -80,7 +89,8 @@ def read_csv(
         raise ConfigError("read csv", where="label_column", expected="the number of a column", got=repr(label_column))
     try:
         table = _table(Path(path), delimiter, skip_rows, num_parts, part_index)
-    except (OSError, EOFError, ValueError) as error:
+    except _UNREADABLE as error:
+        _refuse_damaged(Path(path))
         _refuse_rows(Path(path), delimiter, skip_rows)
         raise DataError("read csv", where=path, expected="rows of as many numbers each", got=str(error)) from error
     rows, columns = table.shape
@@ -187,11 +197,21 @@ def _line_of(path: Path, skip_rows: int, num_parts: int, part_index: int, row: i
     return next(itertools.islice(_numbered(path, skip_rows), row, None))[0]
 
 
+def _refuse_damaged(path: Path) -> None:
+    """Raises `DataError` for a compressed file that is damaged: rows are anything from there on."""
+    try:
+        with np.lib.npyio.DataSource().open(str(path), "rb") as file:
+            while file.read(1 << 20):
+                pass
+    except _UNREADABLE as error:
+        raise DataError("read csv", where=path, expected="an undamaged file", got=error) from error
+
+
 def _refuse_rows(path: Path, delimiter: str, skip_rows: int) -> None:
     """Raises `DataError` for the first row that is none of as many numbers as the first one, in a file that can be
     read: NumPy names rows, counted among those that it was given, from 0 or from 1."""
     columns = 0
-    with contextlib.suppress(OSError, EOFError, ValueError):
+    with contextlib.suppress(*_UNREADABLE):
         for line, row in _numbered(path, skip_rows):
             fields = row.split(delimiter)
             if columns == 0 and len(fields) > 1 and not any(map(_is_number, fields)):

@@ -1,4 +1,6 @@
+import bz2
 import gzip
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,19 @@ def test_parts_together_are_the_table(tmp_path: Path, rows: int, num_parts: int,
     ]
     np.testing.assert_array_equal(np.concatenate([part.x for part in parts]), table[:, :2])
     np.testing.assert_array_equal(np.concatenate([part.y for part in parts]), table[:, 2])
+
+
+@pytest.mark.parametrize("packed", [bz2, gzip, lzma])
+def test_a_damaged_compressed_file_is_told_as_such(tmp_path: Path, packed) -> None:
+    path = tmp_path / f"table.{ {bz2: 'bz2', gzip: 'gz', lzma: 'xz'}[packed] }"
+    whole = packed.compress("".join(f"{i},{i * i % 97},{i % 3}\n" for i in range(2000)).encode())
+    path.write_bytes(whole)
+    assert len(read_csv(path)) == 2000
+    middle = len(whole) // 2
+    for damaged in (whole[:middle], whole[:middle] + b"\0" * 20 + whole[middle + 20 :], b"1,2,0\n"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"expected an undamaged file, got"):
+            read_csv(path)
 
 
 def test_parts_that_there_are_not(tmp_path: Path) -> None:
