@@ -18,8 +18,8 @@ How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that
   is what networks learn; `startup` times the import and the launch.
 - `gpu` is a script for a machine that has one: `gpu_jobs`, which let ranks run `gpu_sums`, `gpu_kernels`, networks.
 - `run` is the suite; `verdicts` holds what it measured against the targets, `report` writes ``benchmarks/RESULTS.md``.
-- `measure`, `machine` and `peers` are what they share: timings, facts about the machine, other libraries; `files`
-  writes what they report, `program` ends them.
+- `measure`, `machine` and `peers` are what they share: timings, facts about the machine, other libraries; `jobs` starts
+  jobs of theirs, `files` writes what they report, `program` ends them.
 
 No benchmark fails because of time; a wrong result does fail it.
 """

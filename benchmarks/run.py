@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
-from . import gpu_report, program
+from . import gpu_report, jobs, program
 from .cluster import obstacle
 from .files import as_json, check_writable, write
 from .machine import describe
@@ -85,10 +84,8 @@ class Suite:
             if done.returncode == 0:
                 self.results.setdefault(kind, []).append(json.loads(report.read_text()))
             else:
-                lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip(" -")]
-                reasons = [line for line in lines if re.match(r"hpcdp: |[\w.]+(Error|Exception)\b", line)]
-                wrong = ["a result was wrong"] if report.exists() else []  # no figure of it counts, however fast
-                reason = (reasons or wrong or lines[-1:] or ["it said nothing"])[0]
+                # Where there is a report, no figure of it counts, however fast.
+                reason = jobs.reason(done, "a result was wrong" if report.exists() else "")
                 self.failures.append(f"{kind} ({benchmark} {' '.join(arguments)}): status {done.returncode}, {reason}")
 
     def _skip(self, reason: str, *kinds: str) -> None:
@@ -202,13 +199,7 @@ def _import_path() -> str:
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [_import_path(), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    try:
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_JOB_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", f"stopped after {_JOB_TIMEOUT_S} s")
+    return jobs.run(command, _JOB_TIMEOUT_S, PYTHONPATH=path)
 
 
 def _earlier(file: str) -> dict[str, Any]:
