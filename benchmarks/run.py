@@ -227,7 +227,7 @@ def _report_of_gpu(file: str) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m hpcdp.benchmarks.run", description=__doc__)
-    parser.add_argument("--ranks", type=at_least(1), default=2)
+    parser.add_argument("--ranks", type=at_least(2), default=2, help="of the jobs that compare collectives (2)")
     parser.add_argument("--largest", default="256M", metavar="SIZE", help="the largest message")
     parser.add_argument("--rounds", type=at_least(1), default=1, help="of jobs that alternate (1); more take longer")
     parser.add_argument("--brief", action="store_true", help="few and short turns, only to see that everything works")

@@ -21,6 +21,8 @@ LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.exec
         ("compare", ["-m", "64:4"], "expected MIN:MAX with 0 < MIN <= MAX"),
         ("gradients", ["--json", "/nowhere/x.json"], "gradients: there is no folder /nowhere"),
         ("run", ["--into", "/nowhere"], "run --into: there is no folder /nowhere"),
+        ("run", ["--ranks", "1"], "--ranks: expected a whole number from 2, got '1'"),
+        ("compare", ["--mpich", sys.executable, "--ranks", "1"], "--ranks: expected a whole number from 2, got '1'"),
         ("startup", ["--repeats", "0"], "--repeats: expected a whole number from 1, got '0'"),
         ("train_lenet", ["--batch", "x"], "--batch: expected a whole number from 1, got 'x'"),
         ("train_models", ["--seconds", "nan"], "--seconds: expected a number from 0, got 'nan'"),
