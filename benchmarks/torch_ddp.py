@@ -30,7 +30,7 @@ from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core
 from .measure import largest_difference, median_ratio
-from .peers import Gloo
+from .peers import Gloo, require_torch
 from .places import add_options, measure_places, where
 from .torch_models import CLASSES, CONTEXT, MODELS, VOCABULARY, Model, training_step
 
@@ -186,6 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     for name in args.models.split(","):
         check_name("model", name, list(MODELS))
+    require_torch("torch_ddp")
     if launched_ranks() is not None:
         return job(args)
     arguments = ["--models", args.models, "--turns", str(args.turns), "--seconds", str(args.seconds)]

@@ -27,7 +27,7 @@ from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core
 from .measure import median_ratio
-from .peers import Gloo
+from .peers import Gloo, require_torch
 from .torch_models import MODELS, training_step
 
 _LR, _MOMENTUM = 0.05, 0.9
@@ -170,6 +170,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=at_least(0.0), default=0.2, help="length of a turn")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
+    if args.framework == "torch":
+        require_torch("train_lenet --framework torch")
     world = comm.init()
     check_writable("train_lenet", [args.json], world)
     pin_to_own_core(world)

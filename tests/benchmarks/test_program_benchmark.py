@@ -1,5 +1,6 @@
 """The benchmarks that are programs say in one line, on one rank, what was asked wrongly."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -38,6 +39,13 @@ def test_misuse_is_one_line(name: str, given: list[str], says: str) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith("hpcdp: ")
     assert says in line
+
+
+@pytest.mark.parametrize(("name", "given"), [("train_lenet", ["--framework", "torch"]), ("torch_ddp", [])])
+def test_what_needs_pytorch_says_so(name: str, given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"^{' '.join([name, *given])}: expected PyTorch, installed beside hpcdp"):
+        importlib.import_module(f"hpcdp.benchmarks.{name}").main(given)
 
 
 def test_one_rank_speaks() -> None:
