@@ -18,7 +18,8 @@ How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that
   is what networks learn; `startup` times the import and the launch.
 - `gpu` is a script for a machine that has one; `on_gpu` is what it runs there: jobs of ranks, kernels, networks.
 - `run` is the suite; `reporting` holds what it measured against the targets, and writes ``benchmarks/RESULTS.md``.
-- `harness` is what they share: timings that alternate, facts about the machine, other libraries, files of figures.
+- `harness` is what they share: timings that alternate, facts about the machine, other libraries, jobs, files of
+  figures.
 
 No benchmark fails because of time; a wrong result does fail it.
 """

@@ -8,17 +8,16 @@ rows of one network.
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from ..errors import ConfigError, check_name
+from ..errors import check_name
 from ..launch.arguments import Parser
 from ..nn.models import MODELS
 from ..train.metrics import Record, read_metrics
 from ..train.runs.usual import SEQUENCE_MODELS
-from .harness import program
+from .harness import jobs, program
 
 ROWS = (
     ("mlp",),
@@ -39,9 +38,7 @@ def train(arguments: tuple[str, ...]) -> Record:
     """The record of the last epoch of one run, with the seconds of all of them."""
     with tempfile.TemporaryDirectory(prefix="accuracy-") as folder:
         command = [sys.executable, "-m", "hpcdp.cli", "train", *arguments, "--run-dir", f"{folder}/run"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_JOB_TIMEOUT_S, check=False)
-        if done.returncode:
-            raise ConfigError("accuracy", where=" ".join(arguments), got=done.stderr.strip().splitlines()[-1:])
+        jobs.finished("accuracy", " ".join(arguments), command, _JOB_TIMEOUT_S)
         records = [each for each in read_metrics(Path(folder, "run", "metrics.jsonl")) if each["kind"] == "epoch"]
     return records[-1] | {"seconds": sum(each["seconds"] for each in records)}
 

@@ -206,13 +206,14 @@ def measure(world: comm.World, disk: Disk, turns: int, with_torch: bool) -> dict
     taken: dict[str, dict[str, list[float]]] = {}
     wrong = 0
 
-    def timed(what: str, name: str, call: Callable[[], None]) -> None:
+    def timed(what: str, name: str, call: Callable[[], None]) -> float:
         _touch_memory(disk.nbytes)
         world.barrier()
         begin = time.perf_counter()
         call()
         seconds = max(world.comm.allgather_json(time.perf_counter() - begin))
         taken.setdefault(what, {}).setdefault(name, []).append(seconds)
+        return begin
 
     disk.save_behind()  # memory of copies is new now, and only now
     disk.manager.wait()
@@ -230,8 +231,7 @@ def measure(world: comm.World, disk: Disk, turns: int, with_torch: bool) -> dict
                 wrong += 0 if name == TORCH else disk.wrong()
         timed("stop", COPY, disk.copy)
         timed("stop", SHARE, disk.copy_share)
-        begin = time.perf_counter()
-        timed("stop", STOP, disk.save_behind)
+        begin = timed("stop", STOP, disk.save_behind)
         disk.manager.wait()
         taken["stop"].setdefault(WHOLE, []).append(max(world.comm.allgather_json(time.perf_counter() - begin)))
     compared = ("save", "load", "load, not cached")

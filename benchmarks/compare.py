@@ -135,7 +135,7 @@ def _median_of(name: str, row: dict[str, Any]) -> float | None:
 def main(argv: list[str] | None = None) -> int:
     parser = sweep_parser("compare", __doc__, "4:64M", "message sizes in bytes", 3)
     parser.add_argument("--mpich", metavar="PYTHON", help="start jobs in turn with this Python, which has MPICH")
-    parser.add_argument("--ranks", type=at_least(1), default=2, help="of those jobs")
+    parser.add_argument("--ranks", type=at_least(2), default=2, help="of those jobs")
     parser.add_argument("--rounds", type=at_least(1), default=3, help="how often each of those jobs is run")
     args = parser.parse_args(argv)
     sizes = size_range(args.sizes, args.factor)

@@ -9,9 +9,7 @@ the picture the test loss over epochs or steps.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,7 +21,7 @@ from ..compression import CODECS, Compression
 from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
 from ..train.metrics import read_metrics
-from .harness import program
+from .harness import jobs, program
 from .harness.files import as_json, check_writable, write
 from .harness.machine import describe
 
@@ -40,13 +38,7 @@ _COLORS = ("#6b6b6b", "#3566a8", "#3a9d6e", "#c8552b", "#8a5fb0", "#c9a227")
 
 def _run(command: list[str], codec: str) -> str:
     command = [sys.executable, *command, *([] if codec == NONE else ["--compression", codec])]
-    done = subprocess.run(
-        command, env={**os.environ, "HPCDP_RANKS_PER_NODE": "1"},
-        capture_output=True, text=True, timeout=_JOB_TIMEOUT_S, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise ConfigError("convergence", where=" ".join(command[1:]), got=done.stderr.strip().splitlines()[-1:])
-    return done.stdout
+    return jobs.finished("convergence", " ".join(command[1:]), command, _JOB_TIMEOUT_S, HPCDP_RANKS_PER_NODE="1")
 
 
 def train_lenet(codec: str, seed: int, ranks: int, epochs: int) -> dict[str, list[float]]:

@@ -133,7 +133,7 @@ class Arrays:
             for call in self.ours(module, into).values():
                 call()
         return {
-            name: int(np.count_nonzero(np.abs(x - self.results[name]) > _TOLERANCE * np.abs(x).max()))
+            name: int(np.count_nonzero(~(np.abs(x - self.results[name]) <= _TOLERANCE * np.abs(x).max())))
             for name, x in expected.items()
         }
 

@@ -34,7 +34,7 @@ from ..errors import ConfigError, UnsupportedError, check_name
 from ..launch.arguments import Parser, at_least
 from .cluster import Cluster, ClusterError, obstacle
 from .collective import ours
-from .harness import program
+from .harness import jobs, program
 from .harness.files import as_json, check_writable, write, write_json
 from .harness.machine import describe
 from .harness.measure import (
@@ -251,7 +251,7 @@ def run_on(hosts: int, args: argparse.Namespace) -> dict[str, Any]:
         tune = [sys.executable, "-m", "hpcdp.cli", "tune", "allreduce", "--quick", "-m", f"4:{largest}"]
         done = cluster.mpirun(args.ranks_per_node, tune, _JOB_TIMEOUT_S)
         if done.returncode:
-            raise ClusterError(f"hpcdp tune on {hosts} hosts", got=done.stderr.strip() or f"status {done.returncode}")
+            raise ClusterError(f"hpcdp tune on {hosts} hosts", got=jobs.reason(done))
         for number in range(args.rounds):
             for library, python in pythons.items():
                 report = cluster.folder / f"{library}-{number}.json"
@@ -261,10 +261,7 @@ def run_on(hosts: int, args: argparse.Namespace) -> dict[str, Any]:
                 argv += [] if library == PEER else ["--peer-only"]
                 done = cluster.mpirun(args.ranks_per_node, argv, _JOB_TIMEOUT_S)
                 if not report.exists():
-                    said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-                    errors = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
-                    reason = (errors or said[-1:] or [f"status {done.returncode}"])[0]
-                    raise ClusterError(f"job on {hosts} hosts", where=library, got=reason)
+                    raise ClusterError(f"job on {hosts} hosts", where=library, got=jobs.reason(done))
                 reports.setdefault(library, []).append(json.loads(report.read_text()))
     found = merged(reports[PEER], reports.get("MPICH", []))
     skipped = [reports[PEER][0]["skipped"]] if reports[PEER][0]["skipped"] else []

@@ -170,12 +170,12 @@ def sweep(world: comm.World, sizes: list[int], iterations: int, warmup: int) -> 
     floor = Floor(world, max(sizes))
     rows = []
     for nbytes in sizes:
-        schedule = Schedule.for_size(nbytes, iterations, warmup)
-        found = gather(world, alternate(floor.patterns(max(1, nbytes // 4)), floor.barrier, schedule))
+        schedule, count = Schedule.for_size(nbytes, iterations, warmup), max(1, nbytes // 4)
+        found = gather(world, alternate(floor.patterns(count), floor.barrier, schedule))
         medians = {name: timing(ranks).median for name, ranks in found.items()}
         rows.append(
             {
-                "nbytes": nbytes,
+                "nbytes": count * 4,
                 "median_us": medians,
                 "best": min(list(medians)[:STAGED], key=medians.__getitem__),
                 "wrong": sum(map(wrong, found.values())),

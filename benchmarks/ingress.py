@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from typing import Any
 
@@ -27,7 +26,7 @@ from ..launched import launched_rank
 from . import traffic
 from .bench.plot import check_drawable
 from .cluster import Cluster, ClusterError, obstacle
-from .harness import program
+from .harness import jobs, program
 from .harness.files import as_json, check_writable, write, write_json
 from .harness.machine import describe
 from .harness.sizes import format_size, parse_size
@@ -118,10 +117,7 @@ def _run(hosts: int, what: str, workers: int, arguments: dict[str, object], rate
             argv += [flag, str(value)]
         done = cluster.mpirun(1, argv, _JOB_TIMEOUT_S)
         if not report.exists():
-            said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip(" -")]
-            errors = [line for line in said if re.match(r"hpcdp: |[\w.]+(Error|Exception)\b", line)]
-            reason = (errors or said[-1:] or [f"status {done.returncode}"])[0]
-            raise ClusterError("ingress", where=f"job on {hosts} hosts", got=reason)
+            raise ClusterError("ingress", where=f"job on {hosts} hosts", got=jobs.reason(done))
         found: dict[str, Any] = json.loads(report.read_text())
         return found
 

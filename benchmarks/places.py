@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from ..errors import ConfigError
 from ..launch.arguments import at_least
 from .cluster import Cluster, ClusterError, obstacle
 from .fabric import link_rates
+from .harness import jobs
 from .harness.files import as_json, check_writable, write, write_json
 from .harness.machine import describe
 
@@ -110,20 +110,11 @@ def _run_on(hosts: int, name: str, arguments: list[str], args: argparse.Namespac
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
         report = Path(folder, "report.json")
         launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(args.ranks_per_node), "--"]
-        try:
-            done = subprocess.run(
-                [*launch, *command, "--json", str(report)],
-                capture_output=True, text=True, timeout=timeout_s, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            raise ClusterError("job on this machine", got=f"no end after {timeout_s} s") from error
-        return _read(name, report, done)
+        return _read(name, report, jobs.run([*launch, *command, "--json", str(report)], timeout_s))
 
 
 def _read(name: str, report: Path, done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     if not report.exists():
-        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip(" -")]
-        errors = [line for line in said if re.match(r"hpcdp: |[\w.]+(Error|Exception)\b", line)]
-        raise ClusterError(name, where="job", got=(errors or said[-1:] or [f"status {done.returncode}"])[0])
+        raise ClusterError(name, where="job", got=f"status {done.returncode}: {jobs.reason(done)}")
     found: dict[str, Any] = json.loads(report.read_text())
     return found

@@ -11,9 +11,7 @@ status is 1 where they differ.
 from __future__ import annotations
 
 import hashlib
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
 from ..train.metrics import Record, read_metrics
 from ..train.runs.config import VIRTUAL_SHARDS
-from .harness import program
+from .harness import jobs, program
 from .harness.files import as_json, check_writable, write
 from .harness.machine import describe
 
@@ -39,11 +37,7 @@ def train(ranks: int, batch: int, epochs: int, *flags: str, per_node: int | None
         command = [sys.executable, "-m", "hpcdp.cli", "train", "lenet", "--data", "digits", "--ranks", str(ranks)]
         command += ["--batch-size", str(batch), "--epochs", str(epochs), "--run-dir", f"{folder}/run", *flags]
         nodes = {} if per_node is None else {"HPCDP_RANKS_PER_NODE": str(per_node)}
-        done = subprocess.run(
-            command, env=os.environ | nodes, capture_output=True, text=True, timeout=_JOB_TIMEOUT_S, check=False
-        )
-        if done.returncode:
-            raise ConfigError("reproducible", where=" ".join(command[3:]), got=done.stderr.strip().splitlines()[-1:])
+        jobs.finished("reproducible", " ".join(command[3:]), command, _JOB_TIMEOUT_S, **nodes)
         return list(read_metrics(Path(folder, "run", "metrics.jsonl")))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
 from .cluster import obstacle
-from .harness import program
+from .harness import jobs, program
 from .harness.files import as_json, check_writable, write
 from .harness.machine import describe
 from .harness.peers import check_python
@@ -86,10 +85,8 @@ class Suite:
             if done.returncode == 0:
                 self.results.setdefault(kind, []).append(json.loads(report.read_text()))
             else:
-                lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip(" -")]
-                reasons = [line for line in lines if re.match(r"hpcdp: |[\w.]+(Error|Exception)\b", line)]
-                wrong = ["a result was wrong"] if report.exists() else []  # no figure of it counts, however fast
-                reason = (reasons or wrong or lines[-1:] or ["it said nothing"])[0]
+                # Where there is a report, no figure of it counts, however fast.
+                reason = jobs.reason(done, "a result was wrong" if report.exists() else "")
                 self.failures.append(f"{kind} ({benchmark} {' '.join(arguments)}): status {done.returncode}, {reason}")
 
     def _skip(self, reason: str, *kinds: str) -> None:
@@ -203,13 +200,7 @@ def _import_path() -> str:
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [_import_path(), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    try:
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_JOB_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", f"stopped after {_JOB_TIMEOUT_S} s")
+    return jobs.run(command, _JOB_TIMEOUT_S, PYTHONPATH=path)
 
 
 def _earlier(file: str) -> dict[str, Any]:
@@ -237,7 +228,7 @@ def _report_of_gpu(file: str) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m hpcdp.benchmarks.run", description=__doc__)
-    parser.add_argument("--ranks", type=at_least(1), default=2)
+    parser.add_argument("--ranks", type=at_least(2), default=2, help="of the jobs that compare collectives (2)")
     parser.add_argument("--largest", default="256M", metavar="SIZE", help="the largest message")
     parser.add_argument("--rounds", type=at_least(1), default=1, help="of jobs that alternate (1); more take longer")
     parser.add_argument("--brief", action="store_true", help="few and short turns, only to see that everything works")

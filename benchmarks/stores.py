@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +36,7 @@ from ..train.fit import fit
 from ..train.runs import inputs
 from ..train.runs.config import TrainConfig
 from ..train.runs.run import make_loader, make_trainer
-from .harness import program
+from .harness import jobs, program
 from .harness.files import as_json, check_writable, write, write_json
 from .harness.machine import describe
 from .harness.measure import bus_factor
@@ -134,12 +132,8 @@ def _run(args: argparse.Namespace, store: str, seed: int) -> dict[str, Any]:
         program += ["--epochs", str(args.epochs), "--pace-ms", str(args.pace_ms), "--slow", str(args.slow)]
         launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(args.ranks)]
         launch += ["-s", str(STORES[store].get("servers", 0)), "--"]
-        done = subprocess.run(
-            [*launch, *program, "--json", str(path)], env={**os.environ, "HPCDP_RANKS_PER_NODE": "1"},
-            capture_output=True, text=True, timeout=_JOB_TIMEOUT_S, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise ConfigError("stores", where=store, got=done.stderr.strip().splitlines()[-1:])
+        command = [*launch, *program, "--json", str(path)]
+        jobs.finished("stores", store, command, _JOB_TIMEOUT_S, HPCDP_RANKS_PER_NODE="1")
         return dict(json.loads(path.read_text()))
 
 

@@ -29,8 +29,8 @@ from ..launched import launched_ranks
 from .harness import program
 from .harness.files import check_writable, write_json
 from .harness.machine import describe, pin_to_own_core
-from .harness.measure import median_ratio
-from .harness.peers import Gloo
+from .harness.measure import largest_difference, median_ratio
+from .harness.peers import Gloo, require_torch
 from .harness.torch_models import CLASSES, CONTEXT, MODELS, VOCABULARY, Model, training_step
 from .places import add_options, measure_places, where
 
@@ -94,8 +94,8 @@ def measure(world: comm.World, key: str, batch: int, turns: int, seconds: float)
     steps = {name: step_of(name, model, batches, world) for name in names}
     losses = {name: np.array([float(steps[name](i)) for i in range(_CHECKED_STEPS)]) for name in names}
     first = losses[names[0]]
-    difference = max(float(np.max(np.abs(losses[name] / first - 1))) for name in names if name != ALONE)
-    apart = float(np.max(np.abs(losses[ALONE] / first - 1)))
+    difference = largest_difference([losses[name] for name in names if name != ALONE], first)
+    apart = largest_difference(losses[ALONE], first)
     begin = time.perf_counter()
     for i in range(2):
         steps[ALONE](i)
@@ -126,8 +126,8 @@ def measure(world: comm.World, key: str, batch: int, turns: int, seconds: float)
         "ratio": {name: median_ratio(slowest[DDP], each) for name, each in slowest.items()} if DDP in slowest else {},
         "unequal": float(np.mean(slowest[ALONE]) / alone_s.max(axis=0).mean()),
         "share": {name: median_ratio(slowest[ALONE], each) for name, each in slowest.items()},
-        "loss_difference": max(world.comm.allgather_json(difference)),
-        "apart": max(world.comm.allgather_json(apart)),
+        "loss_difference": float(np.max(world.comm.allgather_json(difference))),
+        "apart": float(np.max(world.comm.allgather_json(apart))),
     }
 
 
@@ -186,6 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     for name in args.models.split(","):
         check_name("model", name, list(MODELS))
+    require_torch("torch_ddp")
     if launched_ranks() is not None:
         return job(args)
     arguments = ["--models", args.models, "--turns", str(args.turns), "--seconds", str(args.seconds)]

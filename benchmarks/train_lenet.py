@@ -27,7 +27,7 @@ from .harness import program
 from .harness.files import check_writable, write_json
 from .harness.machine import describe, pin_to_own_core
 from .harness.measure import median_ratio
-from .harness.peers import Gloo
+from .harness.peers import Gloo, require_torch
 from .harness.torch_models import MODELS, training_step
 
 _LR, _MOMENTUM = 0.05, 0.9
@@ -170,6 +170,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=at_least(0.0), default=0.2, help="length of a turn")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
+    if args.framework == "torch":
+        require_torch("train_lenet --framework torch")
     world = comm.init()
     check_writable("train_lenet", [args.json], world)
     pin_to_own_core(world)

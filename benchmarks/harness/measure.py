@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from ...arrays import BFLOAT16, is_float, is_half
 from ...comm import World
@@ -242,6 +243,11 @@ def timing(ranks: Sequence[Series]) -> Timing:
 def median_ratio(numerator: Sequence[float] | np.ndarray, denominator: Sequence[float] | np.ndarray) -> float:
     """The median of the ratios pair by pair: what the machine did to both members of a pair cancels out."""
     return float(np.median(np.asarray(numerator, np.float64) / np.asarray(denominator, np.float64)))
+
+
+def largest_difference(found: npt.ArrayLike, expected: npt.ArrayLike) -> float:
+    """The largest relative difference, one by one; NaN where one is NaN, which Python's ``max`` may pass over."""
+    return float(np.max(np.abs(np.asarray(found, np.float64) / np.asarray(expected, np.float64) - 1)))
 
 
 def wrong(ranks: Sequence[Series]) -> int:

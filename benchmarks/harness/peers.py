@@ -73,6 +73,16 @@ def check_python(what: str, python: str) -> None:
         raise ConfigError(what, expected="a Python that can be run", got=repr(python))
 
 
+def require_torch(what: str) -> None:
+    """Refuse what cannot be measured without PyTorch.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(what, expected="PyTorch, installed beside hpcdp", got="none")
+
+
 def gloo_or_reason(world: comm.World) -> tuple[Gloo | None, str]:
     """Gloo, or None and why not; the same on all ranks, all of which must call."""
     found = importlib.util.find_spec("torch") is not None

@@ -11,11 +11,13 @@ def parse_size(text: str) -> int:
     """Bytes of ``"4"``, ``"64K"``, ``"16M"`` or ``"1G"`` (binary units, as OSU's and nccl-tests' flags have them).
 
     Raises:
-        ConfigError: the text is none of these.
+        ConfigError: the text is none of these, or 0.
     """
     digits, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     if not digits.isdecimal() or unit not in _UNITS:
         raise ConfigError("size", expected="a number with K, M or G, e.g. 64K", got=repr(text))
+    if int(digits) == 0:
+        raise ConfigError("size", expected="1 byte or more", got=repr(text))
     return int(digits) * _UNITS[unit]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...launch.orphans import adopt, end_orphans
+from ...launch.orphans import adopt, bound, end_orphans
 
 _JOB_S, _ENDING_S = 90.0, 10.0
 """How long a job may take, and how long its end when it is told to."""
@@ -92,7 +92,7 @@ def run_alone(size: str, batch: int, ends: float) -> dict[str, Any]:
 def _run(command: Sequence[str], more: Mapping[str, str], report: Path, limit_s: float) -> dict[str, Any]:
     process = subprocess.Popen(
         command, env={**os.environ, **more}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True, preexec_fn=bound(),
     )  # fmt: skip
     try:
         said, _ = process.communicate(timeout=limit_s)

@@ -67,7 +67,8 @@ def load(name: str, split: str = "train", root: str | Path | None = None, image_
         ``num_classes`` is 10. Of text a `TextDataset`, whose ``num_classes`` are its characters.
 
     Raises:
-        ConfigError: unknown name or split (the valid ones are listed), a size that is too small or of a text.
+        ConfigError: unknown name or split (the valid ones are listed), a size that is too small or of a text; a
+            user without a home has set no folder.
         DataError: a file cannot be fetched, is damaged, or has another checksum than the published one.
     """
     if name not in NAMES:
@@ -93,7 +94,11 @@ def _root(root: str | Path | None) -> Path:
     if root is not None:
         return Path(root)
     chosen = os.environ.get("HPCDP_DATA_DIR")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "hpcdp" / "data"
+    try:
+        return Path(chosen) if chosen else Path.home() / ".cache" / "hpcdp" / "data"
+    except RuntimeError as error:  # as in a container, whose users nobody has entered
+        expected = "a folder for data sets, since this user has no home"
+        raise ConfigError("HPCDP_DATA_DIR", expected=expected, got="none") from error
 
 
 def _obtain(name: str, folder: Path, file: str) -> Path:

@@ -6,6 +6,7 @@ The format (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images",
 
 from __future__ import annotations
 
+import gzip
 import os
 import tarfile
 import zlib
@@ -76,7 +77,7 @@ def unpack_cifar10(archive: Path) -> None:
     holds the folder's lock.
 
     Raises:
-        DataError: the archive is damaged or lacks a file.
+        DataError: the archive is damaged or lacks a file, or its files cannot be written.
     """
     missing = set(TRAIN + TEST)
     try:
@@ -90,7 +91,10 @@ def unpack_cifar10(archive: Path) -> None:
                     while block := source.read(1 << 20):
                         target.write(block)
                 missing.remove(name)
-    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError("unpack CIFAR-10", where=archive, expected="an undamaged tar.gz file", got=error) from error
+    except OSError as error:
+        expected = "a folder with room for its files"
+        raise DataError("unpack CIFAR-10", where=archive.parent, expected=expected, got=error.strerror) from error
     if missing:
         raise DataError("unpack CIFAR-10", where=archive, expected=", ".join(sorted(missing)), got="none of that name")

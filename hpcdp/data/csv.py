@@ -6,8 +6,10 @@ import codecs
 import contextlib
 import io
 import itertools
+import math
 import os
 import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +20,14 @@ import numpy.typing as npt
 from ..errors import ConfigError, DataError, listed, shortened, whole_number
 from .datasets import ArrayDataset
 from .files import require_file
+
+try:
+    from lzma import LZMAError
+except ImportError:  # Python was built without it, and so NumPy reads no .xz
+    LZMAError = EOFError  # type: ignore[assignment, misc]
+
+_UNREADABLE = OSError, EOFError, ValueError, zlib.error, LZMAError
+"""What NumPy and the readers of compressed files raise."""
 
 
 def read_csv(
@@ -48,8 +58,9 @@ def read_csv(
         of its own.
 
     Raises:
-        ConfigError: a part that there is not, or parts of a compressed file; a label's column or a count of rows that
-            is no number; a delimiter of several characters, or that ends a line; another ``label_dtype``.
+        ConfigError: a part that there is not, or parts of a compressed file; a label's column, a count of rows or a
+            length of ``sample_shape`` that is no number; a delimiter of several characters, or that ends a line;
+            another ``label_dtype``.
         DataError: the file is missing, empty, has rows of different length or fields that are no numbers (names of
             columns are told from those) or are beyond float32, lacks the label's column, has labels that are not of
             ``label_dtype``, does not fit ``sample_shape``, or is read in parts and ends lines by a carriage return
@@ -64,6 +75,8 @@ def read_csv(
         raise ConfigError("read csv", where="delimiter", expected=expected, got=repr(delimiter))
     if not isinstance(sample_shape, tuple | list | None):
         raise ConfigError("read csv", where="sample_shape", expected="a tuple of lengths", got=repr(sample_shape))
+    for length in sample_shape or ():
+        whole_number("read csv", "sample_shape", length, 1)
     labels_as = _label_dtype(label_dtype)
     require_file("read csv", path)
     if part_index >= num_parts:
@@ -72,11 +85,12 @@ def read_csv(
     if num_parts > 1 and Path(path).suffix in (".gz", ".bz2", ".xz"):
         expected = "num_parts=1 for a compressed file, which can only be read from its start"
         raise ConfigError("read csv", where=path, expected=expected, got=num_parts)
-    if not isinstance(label_column, int):
+    if not isinstance(label_column, int | np.integer) or isinstance(label_column, bool):
         raise ConfigError("read csv", where="label_column", expected="the number of a column", got=repr(label_column))
     try:
         table = _table(Path(path), delimiter, skip_rows, num_parts, part_index)
-    except (OSError, EOFError, ValueError) as error:
+    except _UNREADABLE as error:
+        _refuse_damaged(Path(path))
         _refuse_rows(Path(path), delimiter, skip_rows)
         raise DataError("read csv", where=path, expected="rows of as many numbers each", got=str(error)) from error
     rows, columns = table.shape
@@ -109,12 +123,10 @@ def read_csv(
     labels = table[:, label_column]
     samples = np.delete(narrow, label_column, axis=1)
     if sample_shape is not None:
-        if int(np.prod(sample_shape)) != columns - 1 or min(sample_shape, default=1) < 1:
+        values = math.prod(sample_shape)
+        if values != columns - 1:
             raise DataError(
-                "read csv",
-                where=path,
-                expected=f"{int(np.prod(sample_shape))} values a sample for {sample_shape}",
-                got=columns - 1,
+                "read csv", where=path, expected=f"{values} values a sample for {sample_shape}", got=columns - 1
             )
         samples = samples.reshape(rows, *sample_shape)
     if labels_as == np.int64:
@@ -185,11 +197,21 @@ def _line_of(path: Path, skip_rows: int, num_parts: int, part_index: int, row: i
     return next(itertools.islice(_numbered(path, skip_rows), row, None))[0]
 
 
+def _refuse_damaged(path: Path) -> None:
+    """Raises `DataError` for a compressed file that is damaged: rows are anything from there on."""
+    try:
+        with np.lib.npyio.DataSource().open(str(path), "rb") as file:
+            while file.read(1 << 20):
+                pass
+    except _UNREADABLE as error:
+        raise DataError("read csv", where=path, expected="an undamaged file", got=error) from error
+
+
 def _refuse_rows(path: Path, delimiter: str, skip_rows: int) -> None:
     """Raises `DataError` for the first row that is none of as many numbers as the first one, in a file that can be
     read: NumPy names rows, counted among those that it was given, from 0 or from 1."""
     columns = 0
-    with contextlib.suppress(OSError, EOFError, ValueError):
+    with contextlib.suppress(*_UNREADABLE):
         for line, row in _numbered(path, skip_rows):
             fields = row.split(delimiter)
             if columns == 0 and len(fields) > 1 and not any(map(_is_number, fields)):

@@ -86,16 +86,22 @@ class ImageDataset(Dataset):
         image_size: enlarge to this height and width when reading, see `images.resize`; None leaves the size.
 
     Raises:
-        DataError: as many labels as images are needed.
+        DataError: there are not as many labels as images, or they are of other dtypes.
     """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, image_size: int | None = None) -> None:
+        images, labels = np.asarray(images), np.asarray(labels)
         if images.ndim != 4 or labels.ndim != 1 or len(images) != len(labels):
             raise DataError(
                 "ImageDataset",
                 expected="images (n, channels, height, width) and labels (n,)",
                 got=f"shapes {images.shape} and {labels.shape}",
             )
+        if images.dtype != np.uint8 or labels.dtype.kind not in "biu":
+            raise DataError(
+                "ImageDataset", expected="images of uint8 and labels of integers",
+                got=f"{images.dtype} and {labels.dtype}", remedy="data.ArrayDataset(x, y) takes others as they are",
+            )  # fmt: skip
         self.images, self.labels, self.image_size = images, labels.astype(np.int64), image_size
         self.num_classes = _count_classes(self.labels)
         resize(np.zeros((0, *images.shape[1:]), np.float32), image_size)

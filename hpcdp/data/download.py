@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -13,6 +14,8 @@ from ..errors import DataError
 from ..replacing import replaced
 
 _MAX_NBYTES = 1 << 30
+_OF_DISKS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS
+"""Errors that no address has."""
 
 
 @contextlib.contextmanager
@@ -66,7 +69,7 @@ def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) 
 
     Raises:
         DataError: no address works (the line names each reason and where to put the file by hand), or the folder cannot
-            be written.
+            be written, or has no room.
     """
     if os.path.exists(path):
         return
@@ -90,6 +93,11 @@ def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) 
             except urllib.error.URLError as error:
                 reasons.append(f"{url}: no network ({error.reason})")
             except (OSError, http.client.HTTPException, ValueError) as error:
+                if isinstance(error, OSError) and error.errno in _OF_DISKS:
+                    raise DataError(
+                        "download", where=path, expected="room for a file that can be written", got=error.strerror,
+                        remedy="set HPCDP_DATA_DIR to a folder that has it",
+                    ) from error  # fmt: skip
                 reasons.append(f"{url}: {type(error).__name__} {error}")
     raise DataError(
         "download",

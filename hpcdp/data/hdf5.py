@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import numpy as np
 from ..errors import DataError
 from .datasets import Batch, Dataset, Index
 from .files import require_file
+from .virtual import missing_source
 
 if TYPE_CHECKING:
     import h5py  # type: ignore[import-untyped]
@@ -59,8 +59,8 @@ class HDF5Dataset(Dataset):
 
     Raises:
         DataError: no such file, no HDF5 file, a name that it lacks (those it has are listed), lengths that differ,
-            values that are no numbers, a virtual data set of which a source, or its file, is missing (HDF5 gives fill
-            values).
+            values that are no numbers, a virtual data set of which a source, or its file, is missing, also of one that
+            it shows (HDF5 gives fill values).
     """
 
     def __init__(self, path: str | Path, x: str = "x", y: str = "y") -> None:
@@ -93,24 +93,11 @@ class HDF5Dataset(Dataset):
                 expected="an array of numbers",
                 got=f"{found.dtype} of shape {found.shape}",
             )
-        shown: dict[str, set[str]] = {}
-        for source in found.virtual_sources() if found.is_virtual else ():
-            shown.setdefault(source.file_name, set()).add(source.dset_name)
-        for file_name, inner in sorted(shown.items()):
-            missing = self._missing(file_name, sorted(inner))
-            if missing is not None:
-                raise DataError(
-                    "read HDF5", where=f"{self.path}:{name}", expected=f"{missing} in the file {file_name}", got="none"
-                )
+        missing = missing_source(found, _open)
+        if missing is not None:
+            expected = f"{missing[1]} in the file {missing[0]}"
+            raise DataError("read HDF5", where=f"{self.path}:{name}", expected=expected, got="none")
         return found
-
-    def _missing(self, file_name: str, names: list[str]) -> str | None:
-        """The first source of a virtual data set that is not there: HDF5 gives fill values then, silently."""
-        path = self.path.parent / file_name
-        if file_name != "." and not os.path.isfile(path):
-            return names[0]
-        with contextlib.nullcontext(self._file) if file_name == "." else _open(path) as file:
-            return next((each for each in names if not _holds(file, each)), None)
 
     def __len__(self) -> int:
         self._require_open()
@@ -154,11 +141,6 @@ class HDF5Dataset(Dataset):
     def close(self) -> None:
         """Closes the file; to read from it afterwards is a `DataError`."""
         self._file.close()
-
-
-def _holds(file: h5py.File, name: str) -> bool:
-    """Whether a data set is there that a virtual one names, where ``%%`` is a % and ``%b`` stands for numbers."""
-    return "%b" in name.replace("%%", "") or name.replace("%%", "%") in file
 
 
 def _native(x: np.ndarray) -> np.ndarray:

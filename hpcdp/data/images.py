@@ -28,7 +28,7 @@ def resize(images: np.ndarray, image_size: int | None) -> np.ndarray:
     height, width = images.shape[-2:]
     if image_size is None or image_size == height == width:
         return images
-    if height != width or not isinstance(image_size, int) or image_size < height:
+    if height != width or not isinstance(image_size, int | np.integer) or image_size < height:
         raise ConfigError("image_size", expected=f"a whole number >= {max(height, width)}", got=repr(image_size))
     enlarge = _matrix(height, image_size)
     return np.matmul(np.matmul(enlarge, images), enlarge.T)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -70,6 +71,14 @@ class _Read:
             self.done.wait()
 
 
+def _pair(where: str, expected: str, batch: Any) -> Batch:
+    """``batch``, unless it is something else: an array of two rows can be unpacked, too."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        got = type_named(batch) + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
+        raise ConfigError("DataLoader", where=where, expected=expected, got=got)
+    return batch[0], batch[1]
+
+
 class DataLoader:
     """Iterates over ``(x, y)`` batches as NumPy arrays, reading up to ``prefetch`` of them ahead.
 
@@ -92,7 +101,7 @@ class DataLoader:
 
     Raises:
         ConfigError: ``prefetch`` is no integer >= 0, ``augment`` no `Augmentation`, ``device`` no `Device`, or there is
-            no data set or sampler; in a loop, the transform returns no pair.
+            no data set or sampler; in a loop, the data set or the transform gives no pair.
         DeviceError: in a loop, the machine does not have the device.
     """
 
@@ -134,6 +143,7 @@ class DataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Passed on to the sampler, for the next iteration: a whole one, except of the epoch that was restored."""
+        epoch = whole_number("DataLoader", "epoch", epoch, 0)
         self.sampler.set_epoch(epoch)
         self._position.set_epoch(epoch)
 
@@ -186,16 +196,12 @@ class DataLoader:
         return None if self.device is None or self.device.kind == "cpu" else self.device
 
     def _read(self, numbers: np.ndarray, epoch: int) -> Batch:
-        x, y = self.dataset[numbers]
+        x, y = _pair("dataset", "one that gives (x, y) for an array of numbers", self.dataset[numbers])
         if self.augment is not None:
             x = self.augment(x, numbers, epoch)
         if self.transform is None:
             return x, y
-        changed = self.transform(x, y)
-        if not isinstance(changed, tuple) or len(changed) != 2:
-            got = type_named(changed)
-            raise ConfigError("DataLoader", where="transform", expected="a function that returns (x, y)", got=got)
-        return changed
+        return _pair("transform", "a function that returns (x, y)", self.transform(x, y))
 
     def __iter__(self) -> Iterator[Batch]:
         batches = self._indices(self._position.begin())
@@ -246,6 +252,7 @@ class DataLoader:
     def _read_ahead(self, batches: Iterator[Any], how: Callable[[np.ndarray], Any]) -> Generator[Any]:
         engine = default_engine() if self._engine is None else self._engine
         ahead: deque[_Read] = deque()
+        process = os.getpid()
         try:
             while True:
                 more = islice(batches, self.prefetch + 1 - len(ahead))
@@ -258,10 +265,11 @@ class DataLoader:
                     raise read.error
                 yield read.batch
         finally:
-            for read in ahead:
-                read.abandon()
-            for read in ahead:
-                read.wait_if_begun()
+            if process == os.getpid():  # a child made by fork has not the thread that reads
+                for read in ahead:
+                    read.abandon()
+                for read in ahead:
+                    read.wait_if_begun()
 
     def _push(self, engine: Engine, numbers: np.ndarray, how: Callable[[np.ndarray], Any]) -> _Read:
         read = _Read(lambda: how(numbers), engine.variable("batch"))

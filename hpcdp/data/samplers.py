@@ -126,7 +126,7 @@ class BatchSampler(Resumable):
             numbers = islice(cycle(self.sampler), self.epoch_size * self.batch_size)
         if self.last == "rollover":
             numbers = [*self._began_with, *self.sampler]
-            self._rest = numbers[len(numbers) - len(numbers) % self.batch_size :]
+            self._rest = [int(each) for each in numbers[len(numbers) - len(numbers) % self.batch_size :]]
         source = islice(numbers, (done or 0) * self.batch_size, None)
         while batch := list(islice(source, self.batch_size)):
             if len(batch) == self.batch_size or self.last == "keep":
@@ -239,9 +239,12 @@ class ShardedSampler(Resumable):
         return bounds[self.part_index], bounds[self.part_index + 1]
 
     def batches(self, done: int | None = None) -> Iterator[np.ndarray]:
-        order, weights = self._order(), self.weights
+        yield from self._pieces(self._order(), done or 0)
+
+    def _pieces(self, order: np.ndarray, done: int) -> Iterator[np.ndarray]:
+        weights = self.weights
         start, stop = self._bounds(self.batch_size, weights)
-        for k in range(done or 0, len(self)):
+        for k in range(done, len(self)):
             batch = order[k * self.batch_size : (k + 1) * self.batch_size]
             if len(batch) == self.batch_size:
                 yield batch[start:stop]
@@ -323,7 +326,8 @@ class VirtualShardSampler(Resumable):
         """One sampler for each of them."""
 
     def batches(self, done: int | None = None) -> Iterator[np.ndarray]:
-        for pieces in zip(*(shard.batches(done) for shard in self.shards), strict=True):
+        order = self.shards[0]._order()  # that of all, which takes as much memory as a number a sample
+        for pieces in zip(*(shard._pieces(order, done or 0) for shard in self.shards), strict=True):
             yield from pieces
 
     def place(self, before: int, used: int, ended: bool) -> tuple[int, bool]:

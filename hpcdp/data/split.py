@@ -6,13 +6,12 @@ import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from numbers import Real
 
 import numpy as np
 
 from ..arrays import Array
 from ..devices import Device, require_devices
-from ..errors import ConfigError, whole_number
+from ..errors import ConfigError, is_number, whole_number
 
 
 def piece_bounds(count: int, num_parts: int, weights: Sequence[float] | None = None) -> list[int]:
@@ -34,13 +33,15 @@ def piece_bounds(count: int, num_parts: int, weights: Sequence[float] | None = N
         return [count * i // num_parts for i in range(num_parts + 1)]
     if not isinstance(weights, Sequence | np.ndarray) or len(weights) != num_parts or not all(map(_is_share, weights)):
         raise ConfigError("split", where="weights", expected=f"{num_parts} positive numbers", got=repr(weights))
-    shares = [Fraction(weight) for weight in weights]
-    total = sum(shares)
-    return [math.floor(count * sum(shares[:i]) / total) for i in range(num_parts + 1)]
+    ends = list(itertools.accumulate((Fraction(float(weight)) for weight in weights), initial=Fraction(0)))
+    return [math.floor(count * end / ends[-1]) for end in ends]
 
 
 def _is_share(weight: object) -> bool:
-    return isinstance(weight, Real) and 0 < float(weight) < math.inf
+    try:
+        return is_number(weight) and 0 < float(weight) < math.inf
+    except OverflowError:  # an integer may be larger than all floats
+        return False
 
 
 def split_batch(x: Array, k: int, even_split: bool = True) -> list[Array]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import DataError, whole_number
+from ..errors import ConfigError, DataError, type_named, whole_number
 from .datasets import Batch, Dataset, Index
 
 PATH = Path(__file__).parent / "sets" / "shakespeare.txt.gz"
@@ -32,12 +32,14 @@ class TextDataset(Dataset):
         characters: those that are numbered, each once; None: the text's own, sorted.
 
     Raises:
-        ConfigError: ``context`` is no integer >= 1.
+        ConfigError: ``context`` is no integer >= 1, or the text no str.
         DataError: the text has a character that is not among ``characters``.
     """
 
     def __init__(self, text: str, context: int = 64, characters: str | None = None) -> None:
         whole_number("TextDataset", "context", context, 1)
+        if not isinstance(text, str):
+            raise ConfigError("TextDataset", where="text", expected="a str", got=type_named(text))
         self.characters = "".join(sorted(set(text))) if characters is None else characters
         self.context, self.num_classes = context, len(self.characters)
         self._text = self.encode(text)

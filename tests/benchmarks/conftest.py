@@ -5,12 +5,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from hpcdp import cli
+from hpcdp.benchmarks.harness import jobs
 from hpcdp.launch.job import Job
 from hpcdp.launch.launchers import local
 from hpcdp.train.metrics import Record
@@ -28,7 +29,7 @@ def trains(monkeypatch: pytest.MonkeyPatch) -> Trains:
     def instead(module: ModuleType, records: list[Record]) -> list[tuple[str, ...]]:
         programs: list[tuple[str, ...]] = []
 
-        def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        def run(command: list[str], timeout_s: float, **_: str) -> subprocess.CompletedProcess[str]:
             assert command[:4] == [sys.executable, "-m", "hpcdp.cli", "train"]
             return subprocess.CompletedProcess(command, cli.main(command[3:]), "", "")
 
@@ -38,7 +39,7 @@ def trains(monkeypatch: pytest.MonkeyPatch) -> Trains:
             Path(folder, "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
             return 0
 
-        monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run))
+        monkeypatch.setattr(jobs, "run", run)
         monkeypatch.setattr(local, "run", job)
         return programs
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hpcdp.benchmarks import accuracy
-from hpcdp.errors import ConfigError
+from hpcdp.errors import ConfigError, LaunchError
 from hpcdp.train.runs.config import TrainConfig
 
 RUN = ("mlp", "--epochs", "1", "--warmup-epochs", "0")
@@ -41,5 +41,5 @@ def test_rows_are_settings_that_exist() -> None:
 def test_what_is_wrong_is_said() -> None:
     with pytest.raises(ConfigError, match="unknown network 'lenett'; did you mean 'lenet'"):
         accuracy.main(["--only", "lenett"])
-    with pytest.raises(ConfigError, match=r"accuracy \[mlp --lr 0\]"):
+    with pytest.raises(LaunchError, match=r"accuracy \[mlp --lr 0\]: expected status 0, got 2: hpcdp: .*lr"):
         accuracy.train(("mlp", "--lr", "0"))

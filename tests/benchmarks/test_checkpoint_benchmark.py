@@ -1,10 +1,14 @@
 """The benchmark of checkpoints: what it measures comes back right, and what it prints fits."""
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hpcdp.benchmarks import checkpoint
 from hpcdp.benchmarks.checkpoint import Disk, main, make_state, measure
 from hpcdp.comm import World, threads
 
@@ -18,6 +22,19 @@ def test_all_ranks_read_what_they_saved(tmp_path: Path) -> None:
     for found in threads.run(2, run):
         assert found["wrong"] == 0
         assert set(found["ratio"]["save"]) == {"raw", "hpcdp"}  # type: ignore[index]
+
+
+def test_no_clock_runs_while_memory_is_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    monkeypatch.setattr(checkpoint, "_touch_memory", lambda nbytes: waited.append(1e6))
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + sum(waited)))
+
+    def run(world: World) -> dict[str, Any]:
+        return measure(world, Disk(world, tmp_path, make_state(1 << 20), None), turns=1, with_torch=False)
+
+    (found,) = threads.run(1, run)
+    medians = [seconds for each in found["median_s"].values() for seconds in each.values()]
+    assert waited and max(medians) < 1e6
 
 
 def test_a_tensor_that_comes_back_changed_is_counted(tmp_path: Path) -> None:

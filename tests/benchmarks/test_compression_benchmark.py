@@ -11,7 +11,7 @@ from hpcdp import nn
 from hpcdp.benchmarks import compression, convergence, steps
 from hpcdp.comm import threads
 from hpcdp.compression import OneBit, TwoBit, pays_below
-from hpcdp.errors import ConfigError
+from hpcdp.errors import ConfigError, LaunchError
 
 TINY = steps.Model("a model", lambda: nn.models.mlp(6, 10, (40, 50), seed=0), (6,), 4)
 
@@ -75,7 +75,7 @@ def test_runs_and_the_picture(tmp_path: Path, trains: Any) -> None:
 
 
 def test_a_run_that_fails_says_why() -> None:
-    with pytest.raises(ConfigError, match=r"--compression 3bit.*expected one of fp16"):
+    with pytest.raises(LaunchError, match=r"--compression 3bit.*expected one of fp16"):
         convergence.train_lenet("3bit", 0, 2, 1)
 
 

@@ -34,9 +34,10 @@ def test_pytorch_computes_the_same() -> None:
         np.testing.assert_allclose(arrays.results[name], theirs.numpy(), atol=1e-5)
 
 
-def test_wrong_results_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value", [0, np.nan])
+def test_wrong_results_are_told(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     conv = convolutions.kernels.load("conv")
-    monkeypatch.setattr(conv, "conv2d", lambda x, weight, bias, out, stride, padding, relu: out.fill(0))
+    monkeypatch.setattr(conv, "conv2d", lambda x, weight, bias, out, stride, padding, relu: out.fill(value))
     assert Arrays(LAYER).wrong() == {"forward": 2 * 5 * 4 * 4, "to weights": 0, "to input": 0}
 
 

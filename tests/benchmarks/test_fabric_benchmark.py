@@ -97,6 +97,7 @@ def test_candidates_are_validated_and_those_that_do_not_fit_are_left_out() -> No
         (["--rate", "1..2gbit"], "expected a rate"),
         (["--rate", "0gbit"], "expected a rate"),
         (["--sizes", "4X"], "a number with K, M or G"),
+        (["--sizes", "4,0"], "size: expected 1 byte or more, got '0'"),
         (["--mpich", "/nowhere/python"], "a Python that can be run, got '/nowhere/python'"),
         (["--json", "/nowhere/report.json"], "fabric: there is no folder /nowhere"),
         (["--slow"], "unrecognized arguments: --slow"),

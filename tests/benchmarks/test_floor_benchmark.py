@@ -55,7 +55,9 @@ def test_limits_of_the_machine_are_positive() -> None:
 
 
 def test_sweep_names_the_best_pattern() -> None:
-    for row in threads.run(2, lambda world: floor.sweep(world, [4, 4096], 3, 1))[0]:
+    rows = threads.run(2, lambda world: floor.sweep(world, [3, 4096], 3, 1))[0]
+    assert [row["nbytes"] for row in rows] == [4, 4096]  # whole elements
+    for row in rows:
         assert row["median_us"][row["best"]] == min(list(row["median_us"].values())[:4])
         assert row["wrong"] == 0
 

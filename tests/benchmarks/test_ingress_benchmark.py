@@ -97,6 +97,7 @@ def test_on_hosts(tmp_path: Path) -> None:
         (["--servers", "1,x"], "numbers from 1"),
         (["--servers", "98"], "at most 99"),
         (["--size", "big"], "a number with K, M or G"),
+        (["--size", "0K"], "size: expected 1 byte or more, got '0K'"),
         (["--plot", "/nowhere/picture.png"], "ingress: there is no folder /nowhere"),
     ],
 )

@@ -4,13 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hpcdp import nn
 from hpcdp.benchmarks import overlap, places, steps
+from hpcdp.benchmarks.harness import jobs
 from hpcdp.benchmarks.reporting import verdicts
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
@@ -127,14 +127,14 @@ def test_a_job_of_two_ranks(
     options = ["--models", "lenet", "--turns", "1", "--steps", "1"]
     machine = {"ranks": 2, "nodes": 1}
 
-    def launched(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def launched(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
         *start, report = command
         launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable]
         assert start == [*launch, "-m", "hpcdp.benchmarks.overlap", *options, "--json"]
         Path(report).write_text(json.dumps({"library": "A library", "machine": machine, "rows": place(1.0)["rows"]}))
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(places, "subprocess", SimpleNamespace(run=launched))
+    monkeypatch.setattr(jobs, "run", launched)
     assert overlap.main([*options, "--hosts", "1", "--json", str(tmp_path / "report.json")]) == 0
     (measured,) = json.loads((tmp_path / "report.json").read_text())["places"]
     assert (measured["hosts"], measured["machine"]["ranks"], measured["rate"]) == (1, 2, None)

@@ -2,9 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 
-from hpcdp.benchmarks import pipeline
+from hpcdp.benchmarks import pipeline, split
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 
@@ -15,6 +16,19 @@ def test_the_pipeline_and_one_rank_train_alike():
     for each in found.values():
         assert each["loss_difference"] < 1e-6
         assert min(each["pipeline_s"], each["alone_s"], each["speedup"]) > 0
+
+
+def test_micro_batches_are_at_most_as_many_as_samples():
+    found = threads.run(2, lambda world: pipeline.measure(world, 3, 8, [100], "1f1b", 1))[0]
+    assert found[100]["limit"] == 2 * 3 / (3 + 1)
+
+
+@pytest.mark.parametrize("benchmark", [pipeline, split])
+def test_losses_that_are_not_numbers_are_wrong(benchmark, monkeypatch):
+    monkeypatch.setattr(benchmark, "pin_to_own_core", lambda world: 0)
+    losses = iter([1.0, 1.0, np.nan, 1.0] + [1.0] * 99)
+    monkeypatch.setattr(benchmark, "trainer_of", lambda *_: lambda x, y: next(losses))
+    assert benchmark.main(["--batch", "8", "-i", "1"]) == 1
 
 
 def test_its_command(tmp_path, capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """The benchmarks that are programs say in one line, on one rank, what was asked wrongly."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -21,6 +22,8 @@ LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.exec
         ("compare", ["-m", "64:4"], "expected MIN:MAX with 0 < MIN <= MAX"),
         ("gradients", ["--json", "/nowhere/x.json"], "gradients: there is no folder /nowhere"),
         ("run", ["--into", "/nowhere"], "run --into: there is no folder /nowhere"),
+        ("run", ["--ranks", "1"], "--ranks: expected a whole number from 2, got '1'"),
+        ("compare", ["--mpich", sys.executable, "--ranks", "1"], "--ranks: expected a whole number from 2, got '1'"),
         ("startup", ["--repeats", "0"], "--repeats: expected a whole number from 1, got '0'"),
         ("train_lenet", ["--batch", "x"], "--batch: expected a whole number from 1, got 'x'"),
         ("train_models", ["--seconds", "nan"], "--seconds: expected a number from 0, got 'nan'"),
@@ -36,6 +39,13 @@ def test_misuse_is_one_line(name: str, given: list[str], says: str) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith("hpcdp: ")
     assert says in line
+
+
+@pytest.mark.parametrize(("name", "given"), [("train_lenet", ["--framework", "torch"]), ("torch_ddp", [])])
+def test_what_needs_pytorch_says_so(name: str, given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"^{' '.join([name, *given])}: expected PyTorch, installed beside hpcdp"):
+        importlib.import_module(f"hpcdp.benchmarks.{name}").main(given)
 
 
 def test_one_rank_speaks() -> None:

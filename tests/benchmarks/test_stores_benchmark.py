@@ -4,12 +4,12 @@ import json
 import subprocess
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hpcdp.benchmarks import stores
+from hpcdp.benchmarks.harness import jobs
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 from hpcdp.train.runs.config import TrainConfig
@@ -59,7 +59,7 @@ def test_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(stores.comm, "init", lambda: mine.world)
     monkeypatch.setattr(stores, "launched_ranks", lambda: getattr(mine, "world", None) and mine.world.size)
 
-    def launched(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def launched(command: list[str], timeout_s: float, **variables: str) -> subprocess.CompletedProcess[str]:
         parts = " ".join(command[1:]).split(f" -- {command[0]} ")
         assert parts[0] == "-m hpcdp.cli launch -n 2 -s 0"
         assert command[9:12] == [command[0], "-m", "hpcdp.benchmarks.stores"]
@@ -68,10 +68,10 @@ def test_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
             mine.world = world
             return stores.main(command[12:])
 
-        assert threads.run(2, each, int(env["HPCDP_RANKS_PER_NODE"])) == [0, 0]
+        assert threads.run(2, each, int(variables["HPCDP_RANKS_PER_NODE"])) == [0, 0]
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(stores, "subprocess", SimpleNamespace(run=launched))
+    monkeypatch.setattr(jobs, "run", launched)
     path = str(tmp_path / "found.json")
     options = ["--ranks", "2", "--epochs", "1", "--pace-ms", "5", "--slow", "10", "--json", path]
     assert stores.main([*options, "--stores", "dist_async 2bit"]) == 0

@@ -1,6 +1,7 @@
 import gzip
 import hashlib
 import io
+import os
 import struct
 import tarfile
 from pathlib import Path
@@ -134,3 +135,13 @@ def test_a_cifar10_batch_that_lacks_records_or_a_file_is_named(tmp_path: Path, m
     with pytest.raises(DataError, match=r"as data_batch_4\.bin .*is not in .*cifar10, got") as caught:
         data.load("cifar10", "train", root=tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch) -> None:
+    for variable in ("HPCDP_DATA_DIR", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)
+    with pytest.raises(
+        ConfigError, match="HPCDP_DATA_DIR: expected a folder for data sets, since this user has no home"
+    ):
+        data.load("mnist")

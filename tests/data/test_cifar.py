@@ -1,4 +1,6 @@
 import io
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -77,3 +79,19 @@ def test_archives_that_are_damaged_or_incomplete(tmp_path: Path) -> None:
         tar.addfile(link)
     with pytest.raises(DataError, match="none of that name"):
         cifar.unpack_cifar10(tmp_path / "d.tar.gz")
+
+
+def test_a_folder_without_room_for_what_is_unpacked(tmp_path: Path) -> None:
+    members = {name: records(5, 0)[0] for name in cifar.TRAIN + cifar.TEST}
+    packed = archive(tmp_path / "a.tar.gz", members)
+    program = (
+        "import pathlib, resource, sys\n"
+        "from hpcdp.data.cifar import unpack_cifar10\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
+        "unpack_cifar10(pathlib.Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-B", "-c", program, str(packed)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    last = ended.stderr.splitlines()[-1]
+    assert f"[{tmp_path}]: expected a folder with room for its files, got File too large" in last
+    assert list(tmp_path.iterdir()) == [packed]

@@ -1,4 +1,6 @@
+import bz2
 import gzip
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,6 @@ def test_samples_and_labels(tmp_path: Path) -> None:
         ("1e39,2\n", {"num_parts": 2}, "got '1e39' in line 1, column 1$"),
         ("1,1e39\n", {}, r"whole numbers below 2\*\*53 as labels, got "),
         ("1,2,3\n", {"sample_shape": (3,)}, r"3 values a sample for \(3,\), got 2"),
-        ("1,2,3\n", {"sample_shape": (-1, -2)}, "got 2"),
     ],
 )
 def test_faults_name_the_file(tmp_path: Path, text: str, args: dict, message: str) -> None:
@@ -115,6 +116,13 @@ def test_a_label_by_name_is_refused(tmp_path: Path) -> None:
         read_csv(tmp_path / "table.csv", label_column="b", skip_rows=1)
 
 
+def test_the_number_of_a_column_may_be_one_of_numpys(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("1,2\n")
+    assert read_csv(tmp_path / "table.csv", label_column=np.int64(0)).y.tolist() == [1]
+    with pytest.raises(ConfigError, match=r"label_column\]: expected the number of a column, got True"):
+        read_csv(tmp_path / "table.csv", label_column=True)
+
+
 def test_a_row_ends_where_its_line_ends_in_parts_too(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("1\x1c,2\n3,4\n5,0.5\n")
     assert read_csv(tmp_path / "table.csv", num_parts=2).y.tolist() == [2, 4]
@@ -149,6 +157,19 @@ def test_parts_together_are_the_table(tmp_path: Path, rows: int, num_parts: int,
     ]
     np.testing.assert_array_equal(np.concatenate([part.x for part in parts]), table[:, :2])
     np.testing.assert_array_equal(np.concatenate([part.y for part in parts]), table[:, 2])
+
+
+@pytest.mark.parametrize("packed", [bz2, gzip, lzma])
+def test_a_damaged_compressed_file_is_told_as_such(tmp_path: Path, packed) -> None:
+    path = tmp_path / f"table.{ {bz2: 'bz2', gzip: 'gz', lzma: 'xz'}[packed] }"
+    whole = packed.compress("".join(f"{i},{i * i % 97},{i % 3}\n" for i in range(2000)).encode())
+    path.write_bytes(whole)
+    assert len(read_csv(path)) == 2000
+    middle = len(whole) // 2
+    for damaged in (whole[:middle], whole[:middle] + b"\0" * 20 + whole[middle + 20 :], b"1,2,0\n"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"expected an undamaged file, got"):
+            read_csv(path)
 
 
 def test_parts_that_there_are_not(tmp_path: Path) -> None:
@@ -197,6 +218,9 @@ def test_parts_know_the_columns_of_the_table(tmp_path: Path) -> None:
         ({"delimiter": ";;"}, r"delimiter\]: expected one character that ends no line, got ';;'"),
         ({"delimiter": "\n"}, r"delimiter\]: expected one character that ends no line, got '\\n'"),
         ({"sample_shape": 5}, r"sample_shape\]: expected a tuple of lengths, got 5"),
+        ({"sample_shape": (2, 1.0)}, r"sample_shape\]: expected an integer >= 1, got 1.0"),
+        ({"sample_shape": ("a",)}, r"sample_shape\]: expected an integer >= 1, got 'a'"),
+        ({"sample_shape": (-1, 1)}, r"sample_shape\]: expected an integer >= 1, got -1"),
     ],
 )
 def test_arguments_that_cannot_be(wrong: dict[str, Any], says: str, tmp_path: Path) -> None:

@@ -49,3 +49,13 @@ def test_images_become_float32_when_read() -> None:
         ImageDataset(images, labels, 5)
     with pytest.raises(DataError, match="labels"):
         ImageDataset(images, labels[:4])
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "got"),
+    [("f4", "i8", "float32 and int64"), ("i2", "i8", "int16 and int64"), ("u1", "f4", "uint8 and float32")],
+)
+def test_images_and_labels_that_would_be_cut_or_scaled_wrongly_are_refused(images: str, labels: str, got: str) -> None:
+    with pytest.raises(DataError, match=f"images of uint8 and labels of integers, got {got}"):
+        ImageDataset(np.ones((2, 1, 4, 4), images), np.ones(2, labels))
+    assert ImageDataset(np.ones((2, 1, 4, 4), np.uint8), [0, 1]).num_classes == 2

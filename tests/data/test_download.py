@@ -136,6 +136,15 @@ def test_what_a_killed_process_left_is_overwritten(server: Server, tmp_path: Pat
     assert leftovers(tmp_path) == {"file.gz"}
 
 
+def test_a_disk_without_room(server: Server, tmp_path: Path) -> None:
+    limited = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({len(CONTENT) // 2},) * 2)\n" + FETCH
+    command = [sys.executable, "-B", "-c", limited, server.address + "good", str(tmp_path / "f"), MD5]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    last = ended.stderr.splitlines()[-1]
+    assert "f]: expected room for a file that can be written, got File too large; set HPCDP_DATA_DIR" in last
+    assert leftovers(tmp_path) == set()
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write into any folder")
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

@@ -172,6 +172,60 @@ def test_a_virtual_data_set_needs_what_it_shows_of_its_own_file(tmp_path: Path) 
         HDF5Dataset(tmp_path / "own.h5")
 
 
+def virtual(path: Path, source: Path | str) -> Path:
+    """A file whose x shows 4 numbers of the data set x in another one."""
+    layout = h5py.VirtualLayout((4,), "f8")
+    layout[:] = h5py.VirtualSource(source, "x", (4,))
+    path.parent.mkdir(exist_ok=True)
+    with h5py.File(path, "w") as file:
+        file.create_virtual_dataset("x", layout, fillvalue=-1)
+        file["y"] = np.arange(4)
+    return path
+
+
+def test_a_virtual_data_set_finds_its_files_where_hdf5_does(tmp_path: Path, monkeypatch) -> None:
+    with h5py.File(tmp_path / "s%.h5", "w") as file:
+        file["x"] = np.arange(4.0)
+    beside, away = virtual(tmp_path / "beside.h5", "s%%.h5"), virtual(tmp_path / "away" / "v.h5", "s%%.h5")
+    moved = virtual(tmp_path / "moved.h5", tmp_path / "before" / "s%%.h5")
+    (tmp_path / "away" / "link.h5").symlink_to(beside)
+
+    def reads(path: Path) -> None:
+        with contextlib.closing(HDF5Dataset(path)) as dataset:
+            np.testing.assert_array_equal(dataset[:][0], np.arange(4.0))
+
+    for path in (beside, moved, tmp_path / "away" / "link.h5"):
+        reads(path)
+    with pytest.raises(DataError, match=r"the file s%%\.h5, got none"):
+        HDF5Dataset(away)
+    monkeypatch.setenv("HDF5_VDS_PREFIX", f"/nowhere:{tmp_path}")
+    reads(away)
+    monkeypatch.delenv("HDF5_VDS_PREFIX")
+    monkeypatch.chdir(tmp_path)
+    reads(away)
+
+
+def test_a_virtual_data_set_needs_what_those_that_it_shows_need(tmp_path: Path) -> None:
+    inner = virtual(tmp_path / "inner.h5", "gone.h5")
+    with pytest.raises(DataError, match=r"outer\.h5:x.*expected x in the file gone\.h5, got none"):
+        HDF5Dataset(virtual(tmp_path / "outer.h5", inner))
+
+
+def test_files_of_a_virtual_data_set_that_are_numbered_by_hdf5(tmp_path: Path) -> None:
+    for part in range(2):
+        with h5py.File(tmp_path / f"part-{part}.h5", "w") as file:
+            file["x"] = np.arange(10.0 * part, 10.0 * part + 10)
+    all_parts = h5py.h5s.create_simple((0,), (h5py.h5s.UNLIMITED,))
+    all_parts.select_hyperslab((0,), (h5py.h5s.UNLIMITED,), (10,), (10,))
+    shows = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    shows.set_virtual(all_parts, b"part-%b.h5", b"x", h5py.h5s.create_simple((10,)))
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_DOUBLE, all_parts, shows)
+        file["y"] = np.arange(20)
+    with contextlib.closing(HDF5Dataset(tmp_path / "all.h5")) as dataset:
+        np.testing.assert_array_equal(dataset[np.array([19, 0, 10])][0], [19, 0, 10])
+
+
 def test_any_damage_is_a_data_error(tmp_path: Path) -> None:
     path = tmp_path / "d.h5"
     with h5py.File(path, "w") as file:

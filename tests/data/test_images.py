@@ -43,7 +43,8 @@ def test_as_torch_interpolates() -> None:
 def test_unchanged_or_refused() -> None:
     images = np.zeros((1, 8, 8), np.float32)
     assert resize(images, None) is images and resize(images, 8) is images
-    for size in (7, 0, -3, 28.5):
+    assert resize(images, np.int64(28)).shape == (1, 28, 28)
+    for size in (7, 0, -3, 28.5, np.float32(28), True, "28"):
         with pytest.raises(ConfigError, match="whole number >= 8"):
             resize(images, size)
     with pytest.raises(ConfigError, match="image_size"):

@@ -1,4 +1,6 @@
 import gc
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -170,6 +172,31 @@ def test_a_forgotten_loop_may_end_on_the_lane_itself(engine: Engine) -> None:
         gc.enable()
 
 
+def test_a_forked_child_leaves_the_loop_that_it_was_in() -> None:
+    program = """
+import os, time
+import numpy as np
+from hpcdp.data import DataLoader, Dataset, ShardedSampler
+
+class Slow(Dataset):
+    def __len__(self):
+        return 20
+    def __getitem__(self, index):
+        time.sleep(0.2)
+        return index, index
+
+for x, _ in DataLoader(Slow(), ShardedSampler(20, 2)):
+    child = os.fork()
+    if child:
+        print(os.waitpid(child, 0)[1])
+    break
+if child == 0:
+    assert len(list(DataLoader(Slow(), ShardedSampler(20, 10)))) == 2
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=False)
+    assert (ended.stdout, ended.returncode) == ("0\n", 0), ended.stderr
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_a_stop_iteration_of_the_data_set_does_not_end_the_epoch(engine: Engine, prefetch: int) -> None:
     samples = iter(np.arange(8))
@@ -207,6 +234,21 @@ def test_transform(engine: Engine) -> None:
     np.testing.assert_array_equal(np.concatenate([x for x, _ in seen]), 2 * dataset.x)
     np.testing.assert_array_equal(np.concatenate([y for _, y in seen]), np.arange(1, 11))
     assert names == dataset.threads and "MainThread" not in names
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(
+    ("given", "got"), [((1, 2, 3), "a tuple of 3"), (np.zeros((2, 3)), "a ndarray"), (None, "a NoneType")]
+)
+def test_what_is_no_pair_is_told(engine: Engine, prefetch: int, given, got: str) -> None:
+    class Gives(Recording):
+        def __getitem__(self, index):
+            return given
+
+    with pytest.raises(ConfigError, match=rf"\[dataset\]: expected one that gives \(x, y\) .*, got {got}$"):
+        list(DataLoader(Gives(8), batches(8, 4), prefetch, engine=engine))
+    with pytest.raises(ConfigError, match=rf"\[transform\]: expected a function that returns \(x, y\), got {got}$"):
+        list(DataLoader(Recording(8), batches(8, 4), prefetch, lambda x, y: given, engine=engine))
 
 
 def test_two_loops_at_a_time_share_the_lane(engine: Engine) -> None:

@@ -1,5 +1,6 @@
 """Loops that are left and gone on with, on the same and other numbers of parts."""
 
+import json
 import threading
 from itertools import chain, islice, pairwise
 
@@ -309,3 +310,15 @@ def test_what_is_no_state_is_refused(state):
     for each in (loader(sharded(0, 1)), sharded(0, 1), BatchSampler(RandomSampler(N), 4)):
         with pytest.raises(ConfigError, match="load_state_dict"):
             each.load_state_dict(state)
+
+
+def test_a_state_has_no_numbers_of_numpys():
+    class Own(SequentialSampler):
+        def __iter__(self):
+            return iter(np.arange(self.n))
+
+    mine = loader(BatchSampler(Own(N), np.int64(5), last="rollover"))
+    mine.set_epoch(np.int64(2))
+    next(iter(mine))
+    state = mine.state_dict()
+    assert json.loads(json.dumps(state)) == state and state["epoch"] == 2 and state["sampler"]["rest"] == [20, 21, 22]

@@ -12,7 +12,9 @@ from hpcdp.data import (
     ShardedSampler,
     SharedSampler,
     VirtualShardSampler,
+    samplers,
 )
+from hpcdp.data.samplers import shuffled
 from hpcdp.errors import ConfigError
 
 
@@ -181,6 +183,18 @@ def test_virtual_shards_are_the_same_for_any_number_of_parts(data) -> None:
     whole = ShardedSampler(n, batch_size, seed=2, last=last)
     whole.set_epoch(3)
     assert [list(chain(*pieces)) for pieces in alone] == [batch.tolist() for batch in whole]
+
+
+def test_virtual_shards_share_the_order_that_they_cut(monkeypatch) -> None:
+    drawn = []
+
+    def counted(*of: int) -> np.ndarray:
+        drawn.append(of)
+        return shuffled(*of)
+
+    monkeypatch.setattr(samplers, "shuffled", counted)
+    list(VirtualShardSampler(50, 16, 8, 2, 1, seed=3))
+    assert drawn == [(50, 3, 0)]
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,6 @@
+import time
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -34,10 +37,18 @@ def test_uneven_is_an_error_unless_asked_for() -> None:
 def test_weights() -> None:
     assert piece_bounds(256, 2, [3, 1]) == [0, 192, 256]
     assert piece_bounds(256, 2, [0.75, 0.25]) == [0, 192, 256]
-    assert piece_bounds(256, 2, np.array([3, 1])) == [0, 192, 256]
-    for wrong in ("ab", 3, [None, 1], [1], [float("inf"), 1]):
+    for dtype in (int, "f2", "f4", "f8", "g"):
+        assert piece_bounds(256, 2, np.array([3, 1], dtype)) == [0, 192, 256]
+    for wrong in ("ab", 3, [None, 1], [1], [float("inf"), 1], [10**400, 1], [Fraction(1, 10**400), 1]):
         with pytest.raises(ConfigError, match=r"split \[weights\]: expected 2 positive numbers, got"):
             piece_bounds(256, 2, wrong)
+
+
+def test_weights_of_many_ranks_do_not_take_the_square_of_their_number() -> None:
+    weights = np.random.default_rng(0).uniform(0.5, 2, 3000)
+    began = time.perf_counter()
+    assert len(piece_bounds(10**6, 3000, weights)) == 3001
+    assert time.perf_counter() - began < 5  # 0.1; it was 50
 
 
 @given(count=st.integers(0, 10**6), weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9))

@@ -1,6 +1,7 @@
 """PyTorch models over several ranks, measured: what is said, what is judged, and that it runs."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from hpcdp.benchmarks import torch_ddp
 from hpcdp.benchmarks.harness import torch_models
 from hpcdp.benchmarks.reporting import report
+from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 
 
@@ -42,6 +44,13 @@ def test_the_verdicts_are_those_of_the_target() -> None:
     assert met(0.96, 1.31) == [True, True]
     assert met(0.94, 1.29) == [False, False]
     assert max(map(len, torch_ddp.table(place(0.96, 1.31)).splitlines())) <= 80
+
+
+def test_losses_that_are_not_numbers_of_one_candidate_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {torch_ddp.RANK: 1.0, torch_ddp.SHARD: float("nan"), torch_ddp.ALONE: 1.1}
+    monkeypatch.setattr(torch_ddp, "step_of", lambda name, *_: lambda i: losses[name])
+    (found,) = threads.run(1, lambda world: torch_ddp.measure(world, "lenet", 2, 1, 1e-6))
+    assert math.isnan(found["loss_difference"]) and found["apart"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("name", list(torch_models.MODELS))

@@ -1,0 +1,74 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcdp.benchmarks.harness import jobs
+from hpcdp.errors import LaunchError
+
+# A job whose launcher starts another process, which runs on unless somebody ends it.
+JOB = """
+import pathlib, subprocess, sys
+from hpcdp.launch.orphans import bound
+below = subprocess.Popen(["sleep", "60"], preexec_fn=bound())
+pathlib.Path(sys.argv[1]).write_text(str(below.pid))
+below.wait()
+"""
+STARTS = "import sys; from hpcdp.benchmarks.harness import jobs; jobs.run([sys.executable, '-c', *sys.argv[1:]], 60)"
+STARTS_ON_GPU = """
+import sys
+from pathlib import Path
+from hpcdp.benchmarks.on_gpu import jobs
+jobs._run([sys.executable, '-c', *sys.argv[1:]], {}, Path("none"), 60)
+"""
+
+
+def ends(pid: int) -> bool:
+    for _ in range(200):
+        try:
+            if "\tZ" in Path(f"/proc/{pid}/status").read_text().replace("State:", "\t").replace(" ", ""):
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def written(path: Path) -> int:
+    for _ in range(400):
+        if path.exists() and path.read_text():
+            return int(path.read_text())
+        time.sleep(0.05)
+    raise AssertionError("the job has not begun")
+
+
+def test_a_job_that_takes_too_long_is_ended_with_all_below_it(tmp_path: Path) -> None:
+    done = jobs.run([sys.executable, "-c", JOB, str(tmp_path / "pid")], 4)
+    assert (done.returncode, jobs.reason(done)) == (jobs.ENDED, "ended after 4 s")
+    assert ends(written(tmp_path / "pid"))
+
+
+@pytest.mark.parametrize("starts", [STARTS, STARTS_ON_GPU], ids=["usual", "on a GPU"])
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_a_job_ends_with_the_benchmark_that_has_started_it(tmp_path: Path, sign: int, starts: str) -> None:
+    benchmark = subprocess.Popen(
+        [sys.executable, "-c", starts, JOB, str(tmp_path / "pid")], stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    pid = written(tmp_path / "pid")
+    os.kill(benchmark.pid, sign)
+    assert benchmark.wait(10) != 0
+    assert ends(pid)
+
+
+def test_what_has_failed_says_why() -> None:
+    program = [sys.executable, "-c", "import sys; print('figures'); print('hpcdp: no', file=sys.stderr); sys.exit(3)"]
+    with pytest.raises(LaunchError, match=r"^stores \[dist_sync\]: expected status 0, got 3: hpcdp: no$"):
+        jobs.finished("stores", "dist_sync", program, 60)
+    assert jobs.reason(jobs.run([sys.executable, "-c", "raise SystemExit(1)"], 60)) == "it said nothing"
+    silent = [sys.executable, "-c", "raise SystemExit(1)"]
+    assert jobs.reason(jobs.run(silent, 60), "a result was wrong") == "a result was wrong"
+    assert jobs.finished("x", "y", [sys.executable, "-c", "import os; print(os.environ['A'])"], 60, A="b") == "b\n"
