@@ -2,7 +2,9 @@
 
 import contextlib
 import shutil
+import sys
 
+import gpu_streams_on_host
 import numpy as np
 import pytest
 
@@ -101,6 +103,49 @@ def test_networks_on_several_gpus_are_trained_whatever_gpu_is_current(gpus_on_ho
 def test_a_program_on_gpus_is_the_program_on_the_host(gpus_on_host, monkeypatch, way, n, nodes):
     check(monkeypatch, way, n, nodes)
     assert any("nccl" in name for name in gpus_on_host.log) == (way is Way.NCCL)
+
+
+@pytest.mark.parametrize(("n", "nodes"), [(1, None), (2, None), (4, 2)])
+def test_the_host_waits_for_no_stream_in_a_step(gpus_on_host, monkeypatch, n, nodes):
+    """What it must know it asks again and again, and lets other ranks' work go on meanwhile."""
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(8))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+    cupy = sys.modules["cupy"]
+    waits: list[str] = []
+
+    def counted(owner, name):
+        whole = getattr(owner, name)
+
+        def wait(*args):
+            waits.append(f"{owner.__name__}.{name}")
+            return whole(*args)
+
+        monkeypatch.setattr(owner, name, wait)
+
+    for owner in (gpu_streams_on_host.Stream, gpu_streams_on_host.Event):
+        counted(owner, "synchronize")
+    for name in ("get", "item", "tolist", "__float__", "__int__", "__bool__"):
+        counted(cupy.Array, name)
+
+    def program(world):
+        rng = np.random.default_rng(world.rank)
+        world.device.use()
+        net = network().to(world.device)
+        x, y = (world.device.put(each) for each in (rng.standard_normal((4, 8)).astype("f4"), rng.integers(0, 4, 4)))
+        trainer = Trainer(net.parameters(), optim.AdamW(lr=0.01), world, bucket_cap_mb=0.0003, clip_norm=1.0)
+        for step in range(4):
+            with autograd.record():
+                loss = nn.functional.softmax_cross_entropy(net(x), y)
+            loss.backward()
+            world.barrier()
+            if step == 2 and world.rank == 0:
+                waits.clear()
+            world.barrier()
+            trainer.step(4)
+        world.barrier()
+        return list(waits)
+
+    assert threads.run(n, program, nodes) == [[]] * n
 
 
 @pytest.mark.parametrize(
