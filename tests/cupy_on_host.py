@@ -36,8 +36,8 @@ _ONE_AT_A_TIME = threading.Lock()
 _NBYTES = {"Index": 8, "float": 4, "double": 8, "int": 4, "bool": 1, "Word": 4, "long long": 8}
 
 
-def give(run: Callable[[], None]) -> None:
-    """Give a kernel to the current stream."""
+def give(run: Callable[[], None], args: tuple[Any, ...] = ()) -> None:
+    """Give a kernel to the current stream; its arrays are among ``args``."""
     run()
 
 
@@ -71,13 +71,13 @@ class RawKernel:
         kept = [_as_passed(arg, parameter) for arg, parameter in zip(args, self._parameters, strict=True)]
         addresses = (ctypes.c_void_p * len(kept))(*(each.ctypes.data for each in kept))
 
-        def run(alive: tuple[Any, ...] = args) -> None:  # memory that Python frees stays as it is for its stream
+        def run() -> None:
             with _ONE_AT_A_TIME:
                 wrong = self._launch(addresses, len(kept), grid[0], block[0])
             if wrong:
                 raise RuntimeError(f"{self._name}: {wrong.decode()}")
 
-        give(run)
+        give(run, args)
 
 
 def _as_passed(arg: Any, parameter: str) -> np.ndarray:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from gpu_pool_on_host import without_owner
 from gpu_streams_on_host import Gpus, Stream
 
 
@@ -32,15 +33,25 @@ class _Pointer:
         self._runtime.memcpyAsync(self.ptr, src.ptr, size, self._runtime.memcpyDefault, stream.ptr)
 
 
+def without_owners(cupy: Any, x: Any) -> Any:
+    """``x`` with arrays that keep no memory, through tuples and lists, for what a stream is given."""
+    if isinstance(x, cupy.Array):
+        return cupy.Array(without_owner(x._held))
+    if isinstance(x, (tuple, list)):
+        return type(x)(without_owners(cupy, each) for each in x)
+    return x
+
+
 def change_later(cupy: Any, gpus: Gpus, give: Callable[[Callable[[], None]], None]) -> None:
     """Let what changes an array in place be done when the current stream comes to it, as kernels are."""
 
     def deferred(method: Any, answers: bool) -> Any:
         def call(self: Any, *args: Any) -> Any:
             gpus.require_here(cupy, (self, *args))
+            lent = without_owners(cupy, (self, *args))
 
             def run() -> None:
-                method(self, *args)
+                method(*lent)
 
             cupy._held(args)  # NumPy's arrays are refused at once
             give(run)
@@ -72,7 +83,8 @@ def compute_in_turn(cupy: Any, gpus: Gpus, current: Callable[[], Stream]) -> Non
         """An array that is ``found`` when the current stream comes to it."""
         made = array(gpus.unwritten(found, current().ptr))
         if not name.startswith("empty"):
-            gpus.push(current().ptr, lambda: made._held.__setitem__(..., found), name=name)
+            target = without_owner(made._held)
+            gpus.push(current().ptr, lambda: target.__setitem__(..., found), name=name)
         return made
 
     def later(found: Any, given: list[np.ndarray], name: str) -> Any:
@@ -86,9 +98,10 @@ def compute_in_turn(cupy: Any, gpus: Gpus, current: Callable[[], Stream]) -> Non
         name, out = self._function.__name__, kwargs.get("out")
         if out is not None or name == "copyto":
             cupy._held((*args, *kwargs.values()))
+            lent, named = without_owners(cupy, (args, list(kwargs.items())))
 
             def run() -> None:
-                call(self, *args, **kwargs)
+                call(self, *lent, **dict(named))
 
             gpus.push(current().ptr, run, name="result")
             return out

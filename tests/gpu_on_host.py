@@ -5,7 +5,8 @@ NCCL's place is taken by `nccl_on_host`.
 Work that is given to a stream is done as late as it may be, and streams take turns at random: at least one piece of all
 that may be done, of any rank, is done whenever somebody asks for an event. So who does not wait for what he needs finds
 it missing, and who reuses memory too early spoils it. So it is on the default stream, of which each rank has one a GPU:
-an array has its shape at once, and its elements when its stream comes to them; until then it is full of 0xA5.
+an array has its shape at once, and its elements when its stream comes to them. Its memory goes to the next who asks for
+as much on its stream as soon as Python has it no more, whatever has still to be done there (`gpu_pool_on_host`).
 
 What real ones answer with an error, or with nonsense, is an error here: handles opened by their own process, memory
 freed while others have it mapped. An array is on the GPU that was current when it was made; a thread's current GPU is
@@ -19,14 +20,14 @@ import ctypes
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cupy_on_host
 import nccl_on_host
 import numpy as np
-from gpu_arrays_on_host import change_later, compute_in_turn, remember_devices
+from gpu_arrays_on_host import change_later, compute_in_turn, remember_devices, without_owners
 from gpu_streams_on_host import DEFAULT, Device, Event, EventState, Gpus, Stream, runtime
 
 from hpcdp import streams as hpcdp_streams
@@ -85,6 +86,10 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         )  # fmt: skip
         cupy.cuda, cupy.ndarray = cuda, array_at
 
+        def give(run: Callable[[], None], args: tuple[Any, ...] = ()) -> None:
+            lent = without_owners(cupy, args)
+            gpus.push(current().ptr, lambda lent=lent: run(), name="kernel")  # memory of no pool must live until then
+
         def set_limit(size: int | None = None, fraction: float | None = None) -> None:
             assert size is None
             gpus.limits[gpus.process()] = gpus.current(), fraction
@@ -104,7 +109,7 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         monkeypatch.setattr(threading.Thread, "start", started)
         monkeypatch.setattr(ways, "getpid", threading.get_ident)
         monkeypatch.setattr(hpcdp_streams, "_forgotten", deque())  # that of another stand-in would be looked at
-        monkeypatch.setattr(cupy_on_host, "give", lambda run: gpus.push(current().ptr, run, name="kernel"))
+        monkeypatch.setattr(cupy_on_host, "give", give)
         yield gpus
 
 

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from gpu_pool_on_host import UNWRITTEN, Pool, Queue
 
 LIMIT_S = 20.0
 PASSED, NOT_READY = 0, 600
@@ -24,7 +25,6 @@ DEFAULT = 0
 """The default stream, which is another one for each rank and GPU."""
 PER_THREAD = 2
 """The one that is another for each thread, too, and that nobody has here."""
-UNWRITTEN = 0xA5
 
 
 class CUDARuntimeError(RuntimeError):
@@ -55,7 +55,7 @@ class Gpus:
         self.lock = threading.RLock()
         self.random = random.Random(seed)
         self.numbers = itertools.count(PER_THREAD + 1)
-        self.queues: dict[int, deque[tuple[Callable[[], bool], Callable[[], None]]]] = {}
+        self.queues: dict[int, Queue] = {}
         self.defaults: dict[tuple[str, int], int] = {}
         """By process and GPU the key in ``queues`` of the default stream."""
         self.default_is_host = False
@@ -72,6 +72,7 @@ class Gpus:
         """The GPUs that some thread has had for its current one when it called something that needs one."""
         self.made_on: dict[int, int] = {}
         """The GPU of each array, by the address of its memory."""
+        self.pool = Pool()
         self.room: float = float("inf")
         """Bytes for which `malloc` has room until the pool gives back what it keeps."""
         self.limits: dict[str, tuple[int, float | None]] = {}
@@ -94,24 +95,24 @@ class Gpus:
         if stream == DEFAULT and self.default_is_host:
             self.reach(stream)
 
-    def queue_of(self, stream: int) -> deque[tuple[Callable[[], bool], Callable[[], None]]]:
-        """What a stream has still to do; of the default one, that of this process and its current GPU."""
+    def key_of(self, stream: int) -> int:
+        """That of a stream in ``queues``; of the default one, that of this process and its current GPU."""
+        if stream != DEFAULT:
+            return stream
         with self.lock:
-            if stream == DEFAULT:
-                key = self.process(), getattr(self.of_thread, "device", 0)
-                if key not in self.defaults:
-                    self.defaults[key] = next(self.numbers)
-                stream = self.defaults[key]
-            return self.queues.setdefault(stream, deque())
+            key = self.process(), getattr(self.of_thread, "device", 0)
+            if key not in self.defaults:
+                self.defaults[key] = next(self.numbers)
+            return self.defaults[key]
+
+    def queue_of(self, stream: int) -> Queue:
+        """What a stream has still to do."""
+        with self.lock:
+            return self.queues.setdefault(self.key_of(stream), deque())
 
     def unwritten(self, like: np.ndarray, stream: int) -> np.ndarray:
-        """New memory of the shape, dtype and order of ``like``. When nobody has it any more it is spoilt, but not
-        before ``stream`` has done what it was given until then: as in CuPy's pool, which gives it to others there."""
-        block, queue = np.full(max(1, like.nbytes), UNWRITTEN, np.uint8), self.queue_of(stream)
-        owned = (ctypes.c_char * block.nbytes).from_buffer(block)
-        weakref.finalize(owned, lambda: queue.append((lambda: True, lambda: block.fill(UNWRITTEN)))).atexit = False
-        order = "F" if like.flags.f_contiguous and not like.flags.c_contiguous else "C"
-        return np.ndarray(like.shape, like.dtype, owned, order=order)
+        """Memory of the pool for an array ``like`` this one, on ``stream``."""
+        return self.pool.unwritten(like, self.key_of(stream), self.queue_of(stream))
 
     def pinned(self, nbytes: int) -> Any:
         """Host memory, which is spoilt when nobody has it any more, whatever streams have still to do with it: as in

@@ -473,7 +473,7 @@ def installed() -> Iterator[Machine]:
             "CDLL",
             lambda name, *args, **kwargs: library if name == "libcublas.so.12" else other(name, *args, **kwargs),
         )
-        patch.setattr(cupy_on_host, "give", lambda run: machine.give(functools.partial(run, ())))  # keeps nothing alive
+        patch.setattr(cupy_on_host, "give", lambda run, args: machine.give(run))  # keeps nothing alive
         for local in ("capture", "cublas"):
             module = importlib.import_module(f"hpcdp.kernels.cuda.{local}")
             patch.setattr(module, "_here", module._Here())

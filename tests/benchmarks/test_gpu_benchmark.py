@@ -184,6 +184,13 @@ def a_report() -> dict[str, object]:
     }  # fmt: skip
 
 
+def test_a_rank_that_shares_its_gpu_with_nobody_sums_nothing_and_counts_for_no_target() -> None:
+    shared = [{"name": f"shared, {ranks}", "case": "shared", "ranks": ranks, "share": share}
+              for ranks, share in ((1, 0.24), (2, 0.58), (4, 0.61))]  # fmt: skip
+    verdict = next(each for each in gpu_report.verdicts({"sums": shared}) if "share a GPU" in each.what)
+    assert verdict.measured == "58% at worst (shared, 2); holds at 2 of 2" and verdict.met
+
+
 def test_figures_of_another_machine_are_taken_into_the_results(tmp_path: Path) -> None:
     file, folder = tmp_path / "gpu.json", tmp_path / "results"
     folder.mkdir()

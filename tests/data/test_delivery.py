@@ -33,18 +33,17 @@ def test_batches_on_a_gpu_are_those_of_the_host(gpus_on_host, prefetch):
     gpu(1).use()
     with streams.stream() as compute:
         for _ in range(2):
-            kept = []
-            for x, y in loader(prefetch, gpu(1)):
-                assert type(x).__module__ == "cupy" and y.dtype == np.int64
-                found = cupy.zeros(x.shape, "f4"), cupy.zeros(y.shape, "i8")
-                streams.copy_async(found[0], x, compute)  # what the loop computes, later
-                streams.copy_async(found[1], y, compute)
-                kept.append((x, y, found))
+            # The loop gives up each batch, whose memory others get, and waits for nothing.
+            found = [(cupy.zeros(x.shape, "f4"), cupy.zeros(y.shape, "i8")) for x, y in wanted]
             compute.synchronize()
-            assert len(kept) == len(wanted)
-            for (_, _, found), batch in zip(kept, wanted, strict=True):
-                for mine, theirs in zip(found, batch, strict=True):
-                    np.testing.assert_array_equal(mine.to_host(), theirs)
+            for (x, y), targets in zip(loader(prefetch, gpu(1)), found, strict=True):
+                assert type(x).__module__ == "cupy" and y.dtype == np.int64
+                streams.copy_async(targets[0], x, compute)  # what the loop computes, later
+                streams.copy_async(targets[1], y, compute)
+            compute.synchronize()
+            for batch, theirs in zip(found, wanted, strict=True):
+                for mine, its in zip(batch, theirs, strict=True):
+                    np.testing.assert_array_equal(mine.to_host(), its)
 
 
 def test_copies_begin_before_the_loop_asks_for_them(gpus_on_host):

@@ -149,6 +149,37 @@ def test_gradients_of_one_bucket_may_be_written_on_several_streams(gpus_on_host,
     threads.run(n, rank, nodes)
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_sum_waits_for_each_of_the_streams_that_have_written(gpus_on_host, monkeypatch, late):
+    show_gpus(monkeypatch, 2)
+    computed = threading.Event()
+
+    def rank(world):
+        use_gpu(world, Way.NCCL)
+        streams = Streams(gpu(world.place))
+        reducer, _ = make(world, overlap=False)
+        bucket, sums = reducer.buckets[0], reducer.gpus
+        row = sums.rows(bucket.number)[0]
+        given = streams.array(gradient(world.rank, 0, row.shape))
+        streams.synchronize(streams.current())
+        for number, part in enumerate((slice(None, 5), slice(5, None))):
+            with streams.stream() as writer:
+                if number == late:
+                    gpus_on_host.push(writer.ptr, lambda: None, computed.is_set)
+                streams.copy_async(row[part], given[part], writer)
+                (sums.filled if number else sums.written)(bucket)
+        drive(sums.sum(bucket, None))
+        world.barrier()  # now all have launched it
+        while gpus_on_host.step():
+            pass
+        world.barrier()
+        computed.set()
+        sums.summed(bucket)
+        np.testing.assert_array_equal(row.to_host(), wanted(2, 0, row.shape))
+
+    threads.run(2, rank)
+
+
 def comes_without_waiting(reducer, bucket, streams):
     """Whether the sum of a bucket, which is launched, is there before anything else is done."""
     done = streams.event()

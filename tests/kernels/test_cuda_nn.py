@@ -15,8 +15,8 @@ from hpcdp.autograd import Tensor, record
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels import cuda
 from hpcdp.kernels.cuda import batch_norm as cuda_batch_norm
+from hpcdp.kernels.cuda import channels, cudnn_conv
 from hpcdp.kernels.cuda import conv as cuda_conv
-from hpcdp.kernels.cuda import cudnn_conv
 from hpcdp.kernels.cuda import elementwise as cuda_elementwise
 from hpcdp.kernels.cuda import epilogue as cuda_epilogue
 from hpcdp.kernels.cuda import pool as cuda_pool
@@ -282,6 +282,19 @@ def test_variances_of_16_bits_do_not_go_by_one_element_that_is_far_from_all_othe
         saved = cupy.empty(1, dtype="f4"), cupy.empty(1, dtype="f4")
         cuda_batch_norm.batch_norm(cupy.asarray(x), ones, zeros, cupy.asarray(x), saved, 1e-5)
         np.testing.assert_allclose(saved[1].to_host(), x.astype("f8").var(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("of_type", ["f16", "bf16"])
+def test_a_variance_that_rounding_makes_negative_is_zero(of_type: str, cupy: ModuleType) -> None:
+    """As of 2^24 elements of 16 bits that are alike but for those that the centre is of: their squares and sums are
+    rounded in float32, by more than those few add to the variance."""
+    x, off = cupy.zeros((1, 1, 1 << 24), dtype="u2"), 1.266357421875
+    sums = cupy.asarray(np.array([off, off**2 * (1 - 1.8e-7)]).reshape(2, 1, 1) * x.size)
+    mean, variance, factor = (cupy.empty(1, dtype="f4") for _ in range(3))
+    of_channels = sums, cupy.asarray(np.ones(1, "f4")), np.float32(1e-8), mean, variance, factor
+    cuda.launch("batch_norm", f"statistics_{of_type}", 1, x, *of_channels, channels.shape(x), np.int64(1))
+    assert variance.to_host() == 0
+    np.testing.assert_allclose(factor.to_host(), 1e4, rtol=1e-6)
 
 
 def test_batch_norm_refuses_channels_of_16_bits(cupy: ModuleType) -> None:

@@ -241,6 +241,22 @@ def test_what_another_gpu_has_is_copied(gpus_on_host, monkeypatch):
     assert gpus_on_host.log.count("copy") == 1
 
 
+def test_what_is_pulled_and_given_up_is_not_written_over_what_comes_there(gpus_on_host):
+    gpu(0).use()
+    store = kvstore.create("dist_device_sync")
+    values = np.arange(600, dtype="f4")
+    with Streams(gpu(0)).stream() as compute:
+        store.init("a", on_gpu(values))
+        store.pull("a")  # nobody waits for it, nor has it
+        store._engine.waitall()  # the copy is given to the store's stream
+        mine = on_gpu(-values)  # as much memory, on the stream from which the pull had its own
+        gpus_on_host.reach(compute.ptr)
+        while gpus_on_host.step():
+            pass
+        np.testing.assert_array_equal(mine.to_host(), -values)
+        np.testing.assert_array_equal(store.pull("a").wait().to_host(), values)
+
+
 @needs_compiler
 @pytest.mark.parametrize("kind", ["device", "dist_device_sync", "dist_sync"])
 def test_arrays_come_and_go_anywhere(gpus_on_host, monkeypatch, kind):

@@ -26,8 +26,9 @@ RULES = {
 }
 
 
-def made(world, build=mlp, rule=RULES["momentum"], dtype=None, on_host=False, **options):
-    """Network and trainer, on the GPU unless ``on_host``, parameters by their numbers."""
+def made(world, build=mlp, rule=RULES["momentum"], dtype=None, on_host=False, trained=slice(None), **options):
+    """Network and trainer, of those parameters that are ``trained``, on the GPU unless ``on_host``; parameters by their
+    numbers."""
     net = build()
     for number, param in enumerate(net.parameters()):
         param.data[...] = arrays(*param.shape, seed=number) / 4
@@ -35,7 +36,7 @@ def made(world, build=mlp, rule=RULES["momentum"], dtype=None, on_host=False, **
         net.to(like=on_gpu(np.zeros(1, np.float32)))
     if dtype:
         net.to(dtype=dtype)
-    return net, hpcdp.Trainer(net.parameters(), rule(), world, **options)
+    return net, hpcdp.Trainer(net.parameters()[trained], rule(), world, **options)
 
 
 def by_hand(net, trainer):

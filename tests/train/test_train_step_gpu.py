@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 from compared_steps import RULES, STEPS, alone, batches, by_hand, compare, made, mlp, planned
-from graph_checks import needs_compiler, same
+from graph_checks import needs_compiler, on_gpu, same
 
 import hpcdp
 from hpcdp import nn, optim
@@ -187,6 +187,20 @@ def test_changes_are_captured_again(gpu):
 
     compare(alone(), count=15, between=between)
     assert len(gpu.graphs) == 3, "nesterov is another kernel, and who looks at sums has the update behind the graph"
+
+
+def test_a_gradient_that_a_program_replaces_is_captured_again(gpu):
+    """Of a parameter that the trainer does not have: the others have theirs in buckets."""
+
+    def between(number, net, trainer):
+        if number == 3:
+            first = net.parameters()[0]
+            first.grad = on_gpu(np.zeros(first.shape, np.float32))
+
+    pairs = compare(alone(), trained=slice(1, None), between=between)
+    wanted, found = (net.parameters()[0].grad for net, _ in pairs)
+    same(wanted, found)
+    assert to_host(found).any() and len(gpu.graphs) == 2
 
 
 def test_another_norm_to_clip_to_is_captured_again(gpu):
