@@ -20,3 +20,19 @@ def test_the_table_and_the_file_have_every_candidate(tmp_path: Path, capsys: pyt
         assert row["name"] in said
         assert 0 < row["call_us"] <= row["p99_us"] and row["all_run_us"] > 0 and row["round_trip_us"] > 0
     assert [row["call_pool_ratio"] for row in rows if row["name"] == engine.POOL] == [1.0]
+
+
+def test_the_table_of_a_slow_machine_fits_a_terminal() -> None:
+    times = {f"{when}_us": 43210.98 for when in ("call", "p99", "all_run", "round_trip")}
+    ratios = {f"{when}_pool_ratio": 1234.56 for when in ("call", "all_run", "round_trip")}
+    line = engine._line({"name": "hpcdp", **times, **ratios})
+    assert len(line) <= 80 and line.split() == [
+        "hpcdp",
+        "43211",
+        "(1235)",
+        "43211",
+        "43211",
+        "(1235)",
+        "43211",
+        "(1235)",
+    ]

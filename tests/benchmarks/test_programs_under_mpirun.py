@@ -24,8 +24,8 @@ SIZES = ("-m", "4:4K", "--factor", "32", *QUICK)
 LENET = ("--batch", "4", "--turns", "2", "--seconds", "0.02")
 FRAMEWORKS = ["hpcdp", *(["torch"] if importlib.util.find_spec("torch") else [])]
 PROGRAMS: dict[str, tuple[str, ...]] = {
-    "allreduce": ("command", "allreduce", "-m", "4:4K", *QUICK, "--plot", "curve.png"),
-    "bandwidth": ("command", "bandwidth", "-m", "4:4K", *QUICK),
+    "allreduce": ("bench.command", "allreduce", "-m", "4:4K", *QUICK, "--plot", "curve.png"),
+    "bandwidth": ("bench.command", "bandwidth", "-m", "4:4K", *QUICK),
     "compare": ("compare", *SIZES),
     "floor": ("floor", "-m", "4:4K", *QUICK),
     "kvstore": ("kvstore", *SIZES),
