@@ -184,12 +184,13 @@ def _refuse_driver(device: Device) -> None:
                           remedy="take hpcdp.cpu(0), hpcdp.cpu(1), ...")  # fmt: skip
     if 0 < runs // 1000 < needs // 1000:
         raise DeviceError(
-            "device", where=device, expected=f"a driver for CUDA {_release(needs)}, which this CuPy needs",
-            got=f"one for CUDA up to {_release(runs)}",
+            "device", where=device, expected=f"a driver for CUDA {cuda_release(needs)}, which this CuPy needs",
+            got=f"one for CUDA up to {cuda_release(runs)}",
             remedy="in an environment without this CuPy: pip install 'hpcdp[cuda12]', or make with CUDA=cuda12; or a "
             "newer driver",
         )  # fmt: skip
 
 
-def _release(number: int) -> str:
+def cuda_release(number: int) -> str:
+    """CUDA's own number of a release, such as 13020, as people write it: ``13.2``."""
     return f"{number // 1000}.{number % 1000 // 10}"

@@ -191,10 +191,10 @@ class Streams:
         with self.on_device():
             awaited.synchronize()
 
-    def follow(self, stream: Stream) -> None:
-        """Let what ``stream`` is given from now on wait for what `current` was given until now."""
+    def follow(self, stream: Stream, before: Stream | None = None) -> None:
+        """Let what ``stream`` is given from now on wait for what ``before``, or `current`, was given until now."""
         event = self.event()
-        self.record(event, self.current())
+        self.record(event, self.current() if before is None else before)
         self.wait_event(stream, event)
 
 

@@ -1,1 +1,1 @@
-"""What benchmarks share: timings that alternate, facts about the machine, other libraries, sizes, files of figures."""
+"""What benchmarks share: timings that alternate, facts about the machine, other libraries, jobs, files of figures."""

@@ -53,6 +53,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def software(machine: dict[str, Any]) -> list[str]:
+    """Of a machine that `describe` has described: Python and the `versions`, for a text."""
+    return [f"Python {machine['python']}", *(f"{name} {version}" for name, version in machine["versions"].items())]
+
+
 def processor() -> dict[str, Any]:
     """The processor's name, its widest vectors, the number of cores, and the caches of core 0."""
     model, flags = platform.processor() or platform.machine(), ""

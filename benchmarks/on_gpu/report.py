@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ...devices import cuda_release
+from ..harness.machine import software
 from ..reporting.markdown import table
 from ..reporting.verdicts import Verdict
 from . import jobs as gpu_jobs
@@ -65,14 +67,13 @@ def section(report: Report) -> str:
     """The part of RESULTS.md in Markdown."""
     device, machine = report["device"], report["machine"]
     processor = machine["processor"]
-    cuda = f"{device['cuda'] // 1000}.{device['cuda'] % 1000 // 10}"
-    versions = [f"CuPy {device['cupy']}", *([f"cuDNN {device['cudnn']}"] if device.get("cudnn") else [])]
-    versions += [f"Python {machine['python']}", *(f"{name} {each}" for name, each in machine["versions"].items())]
+    versions = [f"CUDA {cuda_release(device['cuda'])}", f"CuPy {device['cupy']}"]
+    versions += [f"cuDNN {device['cudnn']}"] if device.get("cudnn") else []
     about = (
         f"{device['gpu']}, driver {device['driver']}, on {processor['cores']} cores of {processor['model']}: "
         f"`python -m hpcdp.benchmarks.gpu`, arrays of {report['size']}B. Ranks share the GPU; shares are those of the "
         "rate of its own copy, or of copies of pinned memory.\n\n"
-        f"CUDA {cuda}, {', '.join(versions)}; commit {machine['commit']}, {machine['date']}.\n"
+        f"{', '.join([*versions, *software(machine)])}; commit {machine['commit']}, {machine['date']}.\n"
     )
     jobs = [[each["name"], _share(each), each.get("told") or each["failed"]] for each in report["sums"]]
     models = [

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..harness.machine import software
 from ..harness.sizes import format_size
 from ..on_gpu import report as gpu_report
 from .markdown import of_targets, table
@@ -213,8 +214,7 @@ def _about(results: dict[str, Any]) -> str:
     """What the figures were measured on."""
     machine = results["machine"]
     processor = machine["processor"]
-    found = [f"Python {machine['python']}", *(f"{name} {version}" for name, version in machine["versions"].items())]
-    found += sorted({each["library"] for each in results.get("allreduce", [])})
+    found = software(machine) + sorted({each["library"] for each in results.get("allreduce", [])})
     text = f"{_processor(processor)}, {processor['system']}; {', '.join(found)}; "
     text += f"commit {machine['commit']}, {machine['date']}.\n"
     for commit, kinds in _measured_again(results).items():

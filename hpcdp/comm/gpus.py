@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..devices import Device, cpu, gpu
+from ..devices import Device, cpu, cuda_release, gpu
 from ..errors import DeviceError
 
 LIBRARY = "libcuda.so.1"
@@ -66,7 +66,7 @@ class Driver:
         """The newest CUDA that it can run, e.g. ``12.8``."""
         number = ctypes.c_int()
         self._call("cuDriverGetVersion", ctypes.byref(number))
-        return f"{number.value // 1000}.{number.value % 1000 // 10}"
+        return cuda_release(number.value)
 
     def gpus(self) -> tuple[Gpu, ...]:
         """Those that this process may see, by number."""

@@ -136,9 +136,7 @@ class GpuKeys:
 
     def finish(self) -> None:
         """Let the stream that is current wait for all updates and pulls so far: it writes values next."""
-        event = self._streams.event()
-        self._streams.record(event, self._stream)
-        self._streams.wait_event(self._streams.current(), event)
+        self._streams.follow(self._streams.current(), self._stream)
 
     def follow(self) -> None:
         """Let updates and pulls from now on wait for what the stream that is current has written."""

@@ -80,7 +80,6 @@ class LocalStore(KVStore):
 
     def _assign(self, values: dict[Key, Array]) -> None:
         for key, value in values.items():
-            self._in_turn(self._entries[key])
             carry(value, self._entries[key].stored)
 
     def _compress(self, compression: Compression | None) -> None:
