@@ -113,8 +113,14 @@ def whole_number(operation: str, where: str, value: object, least: int) -> int:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether ``value`` is a real number, of Python's or NumPy's, and no bool."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    """Whether ``value`` is a real number, of Python's or NumPy's, that a float can be, and no bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # an int of 309 digits or more
+        return False
+    return True
 
 
 def check_name(kind: str, name: object, valid: Iterable[str], where: object = None) -> None:

@@ -70,12 +70,14 @@ def evaluate(
             ``virtual_shards``, for a result alike to the bit on any number of ranks. None: one a rank.
 
     Raises:
-        ConfigError: no data set; ``own_data`` with ``num_parts``.
+        ConfigError: no network, no data set; ``own_data`` with ``num_parts``.
         MismatchError: the ranks' data sets differ in length, or in their first sample, without ``own_data``, or only
             some say it; on all.
     """
     require_world("evaluate", world)
     world = init() if world is None else world
+    if not isinstance(net, Module):
+        raise ConfigError("evaluate", where="net", expected="a network", got=type_named(net))
     require_dataset("evaluate", dataset)
     if own_data and num_parts is not None:
         raise ConfigError("evaluate", where="num_parts", expected="none with own_data", got=num_parts)

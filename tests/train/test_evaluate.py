@@ -63,6 +63,12 @@ def test_labels_that_are_not_integers_are_refused_in_one_line(targets):
         threads.run(1, lambda world: evaluate(first_four(), samples, world))
 
 
+@pytest.mark.parametrize("net", ["lenet", None, np.tanh])
+def test_what_is_no_network_is_refused(net):
+    with pytest.raises(ConfigError, match=r"evaluate \[net\]: expected a network, got (a|an) \w+"):
+        threads.run(1, lambda world: evaluate(net, dataset(4), world))
+
+
 def test_the_network_is_in_predict_mode():
     seen = []
 

@@ -408,7 +408,10 @@ def test_parameters_that_are_written_by_hand_are_taken():
         np.testing.assert_array_equal(found, np.full(7, 3.0))
 
 
-@pytest.mark.parametrize("scale", [0, -2.0, float("inf"), float("nan"), "auto", True, None])
+@pytest.mark.parametrize(
+    "scale",
+    [0, -2.0, float("inf"), float("nan"), "auto", True, None, pytest.param(10**400, id="huge"), np.ones(2, "f4")],
+)
 def test_a_scale_that_is_none_is_refused(scale):
     with pytest.raises(ConfigError, match=r"\[loss_scale\]: expected a positive number, or 'dynamic'"):
         threads.run(1, lambda world: Trainer(model(), sgd(), world, loss_scale=scale))

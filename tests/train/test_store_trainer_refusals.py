@@ -73,6 +73,8 @@ def test_learning_rates_that_differ_after_the_sum_are_told_too():
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"owner": "shard"}, r"\[owner\]: expected 'auto' with a kvstore, got 'shard'"),
+    ({"owner": np.array(["auto", "rank"])}, r"\[owner\]: expected 'auto' with a kvstore, got array"),
+    ({"loss_scale": np.ones(2)}, r"\[loss_scale\]: expected a positive number, or 'dynamic', got array"),
     ({"bucket_cap_mb": 2.0}, r"\[bucket_cap_mb\]: expected None with a kvstore, got 2.0"),
     ({"clip_norm": 1.0}, r"\[clip_norm\]: expected None with a kvstore, got 1.0"),
     ({"overlap": True}, r"\[overlap\]: expected None with a kvstore, got True"),

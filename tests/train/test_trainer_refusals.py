@@ -44,6 +44,20 @@ def test_an_update_without_the_sum_is_refused():
         threads.run(2, rank)
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"owner": "server"}, r"\[owner\]: expected auto or rank or shard, got 'server'"),
+        ({"owner": np.array(["auto", "rank"])}, r"\[owner\]: expected auto or rank or shard, got array"),
+        ({"clip_norm": 0}, r"\[clip_norm\]: expected a positive norm, got 0"),
+        ({"clip_norm": 10**400}, r"\[clip_norm\]: expected a positive norm, got 1000"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        threads.run(1, lambda world: Trainer(model(0), optim.SGD(lr=0.1), world, **setting))
+
+
 @pytest.mark.parametrize("owner", ["rank", "shard"])
 def test_a_setting_that_needs_a_state_which_nobody_keeps_is_told(owner):
     def rank(world):

@@ -25,7 +25,7 @@ def check_settings(
     if update_on_kvstore is not None:
         expected = "None without a kvstore"
         raise ConfigError("Trainer", where="update_on_kvstore", expected=expected, got=repr(update_on_kvstore))
-    if owner not in OWNERS:
+    if not (isinstance(owner, str) and owner in OWNERS):  # an array answers for each of its elements
         raise ConfigError("Trainer", where="owner", expected=" or ".join(OWNERS), got=repr(owner))
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
         raise ConfigError("Trainer", where="clip_norm", expected="a positive norm", got=repr(clip_norm))

@@ -37,7 +37,7 @@ class DynamicLossScale:
 
 def first_scale(loss_scale: float | str) -> float:
     """The scale of the first step; `ConfigError` for what is neither a positive number nor ``"dynamic"``."""
-    if loss_scale == DYNAMIC:
+    if isinstance(loss_scale, str) and loss_scale == DYNAMIC:
         return _FIRST
     if not is_number(loss_scale) or not (0 < float(loss_scale) < math.inf):
         raise ConfigError(

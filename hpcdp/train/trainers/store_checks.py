@@ -44,9 +44,10 @@ def check_settings(kind: object, update_on_kvstore: bool | None, policy: Policy,
             remedy="leave kvstore out: a store does not look at what is pushed",
         )  # fmt: skip
     for name, value in for_buckets.items():
-        if value != _FOR_BUCKETS[name]:
+        unsaid = _FOR_BUCKETS[name]
+        if type(value) is not type(unsaid) or value != unsaid:
             raise ConfigError(
-                "Trainer", where=name, expected=f"{_FOR_BUCKETS[name]!r} with a kvstore", got=repr(value),
+                "Trainer", where=name, expected=f"{unsaid!r} with a kvstore", got=repr(value),
                 remedy="leave it out, or train without a kvstore",
             )  # fmt: skip
 
@@ -58,7 +59,7 @@ def check_precision(params: Sequence[Parameter], loss_scale: object) -> None:
     if half is not None:
         raise ConfigError("Trainer", where=half.name, expected="float32 or float64 with a kvstore",
                           got=half.data.dtype, remedy=remedy)  # fmt: skip
-    if loss_scale == DYNAMIC:
+    if isinstance(loss_scale, str) and loss_scale == DYNAMIC:
         raise ConfigError("Trainer", where="loss_scale", expected="a number with a kvstore", got=repr(loss_scale),
                           remedy=remedy)  # fmt: skip
 
