@@ -11,7 +11,7 @@ from hpcdp.train.runs.config import TrainConfig
 RUN = ("mlp", "--epochs", "1", "--warmup-epochs", "0")
 
 
-@pytest.mark.thorough  # the next one has all of it but the training, which tests/train/test_train_run.py has
+@pytest.mark.thorough  # the next one has all of it but the training, which tests/train/runs/test_train_run.py has
 def test_a_run_learns() -> None:
     record = accuracy.train(RUN)
     assert 0.5 < record["test_accuracy"] <= 1 and 0 < record["test_loss"] < 2

@@ -51,7 +51,7 @@ def test_slower_codecs_pay_on_slower_links(monkeypatch: pytest.MonkeyPatch) -> N
     assert pays_below(TwoBit(), 4) == pytest.approx(1.5 * left / (1e-3 + 1.75 * 0.5e-3))
 
 
-@pytest.mark.thorough  # the next one has all of it but the training, which tests/train/test_compression.py has
+@pytest.mark.thorough  # the next one has all of it but the training, which tests/train/trainers/test_compression.py has
 def test_a_run_with_a_codec() -> None:
     run = convergence.train_lenet("2bit", 0, 1, 1)
     assert len(run["test_accuracy"]) == len(run["test_loss"]) == 1 and run["at"] == [1]
