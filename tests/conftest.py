@@ -219,10 +219,10 @@ def gpus_on_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def graphs_on_host() -> Iterator[object]:
-    """CuPy's place taken by `graphs_on_host`, which captures CUDA graphs."""
-    import graphs_on_host
+    """CuPy's place taken by `gpu_on_host.graphs`, which captures CUDA graphs."""
+    from gpu_on_host import graphs
 
-    with graphs_on_host.installed() as machine:
+    with graphs.installed() as machine:
         yield machine
 
 

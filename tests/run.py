@@ -141,7 +141,7 @@ def main() -> int:
             started = time.monotonic()
             # BLAS threads that wait for each other crawl where other workers' tests have their cores.
             threads = {"OMP_NUM_THREADS": "1"} if title.endswith("workers") else {}
-            # CUDA kernels for this processor, which all runs need, are compiled once (`cupy_on_host`).
+            # CUDA kernels for this processor, which all runs need, are compiled once (`cupy_module`).
             status = run(command, Path(folder, str(number)), options.limit_s, HPCDP_TEST_SHARED=shared, **threads)
             summary.add(title, sorted(Path(folder).glob(f"{number}.*")), status)
             print(f"== {title}: {time.monotonic() - started:.0f} s", flush=True)

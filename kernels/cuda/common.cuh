@@ -1,5 +1,5 @@
 // What the kernels of this folder share. Neither CUDA's headers nor the standard library's are included: NVRTC then
-// compiles the files wherever it is, in a fraction of the time, and tests/cuda_on_host.h can stand in for CUDA.
+// compiles the files wherever it is, in a fraction of the time, and cuda_on_host.h of the tests can stand in for CUDA.
 //
 // All are compiled with -fmad=false: the specification rounds a product before it is added, and the same bits as on a
 // CPU are the contract. What waits for memory does not become slower by it.

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU, on this processor (`graphs_on_host`): what it would print and write, and how it skips."""
+"""The benchmark of a GPU, on this processor (`graphs`): what it would print and write, and how it skips."""
 
 import json
 import shutil
@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import graphs_on_host
 import numpy as np
 import pytest
+from gpu_on_host import graphs
 
 from hpcdp.benchmarks import gpu, run
 from hpcdp.benchmarks.on_gpu import alone as gpu_alone
@@ -25,7 +25,7 @@ from hpcdp.kernels.cuda import update as cuda_update
 
 @pytest.fixture
 def cupy() -> Iterator[ModuleType]:
-    with graphs_on_host.installed() as machine:
+    with graphs.installed() as machine:
         yield machine.cupy
 
 

@@ -5,8 +5,8 @@ import shutil
 import subprocess
 from dataclasses import replace
 
-import cuda_driver
 import pytest
+from gpu_on_host import cuda_driver
 
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Driver, Gpu

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from nccl_on_host import NcclError
+from gpu_on_host.nccl import NcclError
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, write
 
 from hpcdp.arrays import dtype_of

@@ -10,8 +10,8 @@ what cannot be captured or shared is not; hpcdp goes the way that is meant, in a
 and how often the host waits for the GPU (`waits`).
 
 What it does not: **values**, for kernels, products and collectives do nothing, and what is copied to the host is zeros;
-that streams wait for each other, since all is done at once (for which there is ``tests/gpu_on_host.py``); what a kernel
-is given (``tests/cupy_on_host.py``).
+that streams wait for each other, since all is done at once (for which there is ``tests/gpu_on_host/``); what a kernel
+is given (``tests/gpu_on_host/cupy_module.py``).
 
 How: CuPy's wheel has CUDA's runtime inside of a module of its own, where no other library can take its place. But its
 symbols are still there, and so the first bytes of each ``cuda...`` function become a jump to the function of that name

@@ -1,13 +1,13 @@
 """Where CUDA kernels are tested: on a GPU with ``HPCDP_TEST_GPU=1`` (``make test-gpu``), else with CuPy's place taken
-by `cupy_on_host`, so that they and what launches them run without one."""
+by `cupy_module`, so that they and what launches them run without one."""
 
 import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
-import cupy_on_host
 import numpy as np
 import pytest
+from gpu_on_host import cupy_module
 
 from hpcdp.comm import gpus
 from hpcdp.devices import gpu
@@ -17,7 +17,7 @@ ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
 
 @pytest.fixture
 def on_host() -> Iterator[ModuleType]:
-    with cupy_on_host.instead() as module:
+    with cupy_module.instead() as module:
         yield module
 
 

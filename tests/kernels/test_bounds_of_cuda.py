@@ -13,12 +13,12 @@ pytestmark = pytest.mark.thorough
 HERE = Path(__file__).parent
 WITH_KERNELS = sorted(str(path) for path in HERE.glob("test_cuda*.py") if path.stem != "test_cuda_sources")
 BEYOND = """
-import cupy_on_host
+from gpu_on_host import cupy_module
 import numpy as np
 from hpcdp.kernels import cuda
 
 code = 'extern "C" __global__ void beyond(int* out, int count) { if (threadIdx.x <= count) out[threadIdx.x] = 1; }'
-with cupy_on_host.instead() as cupy:
+with cupy_module.instead() as cupy:
     kernel = cupy.RawModule(code=code, options=cuda.OPTIONS).get_function("beyond")
     for count in (999, 1000):
         kernel((1,), (1024,), (cupy.asarray(np.zeros(1000, np.int32)), np.int32(count)))

@@ -5,9 +5,9 @@ import shutil
 import weakref
 from types import SimpleNamespace
 
-import graphs_on_host as stand_in
 import numpy as np
 import pytest
+from gpu_on_host import graphs as stand_in
 
 from hpcdp.arrays import to_host
 from hpcdp.comm import threads

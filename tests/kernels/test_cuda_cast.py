@@ -1,4 +1,4 @@
-"""CUDA casts against their specification, to the bit, on this processor (`cupy_on_host`)."""
+"""CUDA casts against their specification, to the bit, on this processor (`cupy_module`)."""
 
 from collections.abc import Callable
 from types import ModuleType

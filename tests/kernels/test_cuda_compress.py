@@ -1,4 +1,4 @@
-"""Gradients encoded by CUDA against the specification, on this processor (`cupy_on_host`)."""
+"""Gradients encoded by CUDA against the specification, on this processor (`cupy_module`)."""
 
 from types import ModuleType
 from typing import Any

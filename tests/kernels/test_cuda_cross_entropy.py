@@ -1,4 +1,4 @@
-"""Softmax and cross-entropy in CUDA against their specification, on this processor (`cupy_on_host`)."""
+"""Softmax and cross-entropy in CUDA against their specification, on this processor (`cupy_module`)."""
 
 from collections.abc import Callable
 from types import ModuleType

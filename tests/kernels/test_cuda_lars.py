@@ -1,4 +1,4 @@
-"""CUDA's SGD of layers at the rate of their norms against its specification, on this processor (`cupy_on_host`)."""
+"""CUDA's SGD of layers at the rate of their norms against its specification, on this processor (`cupy_module`)."""
 
 import dataclasses
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""CUDA kernels of networks against their specification, on this processor (`cupy_on_host`)."""
+"""CUDA kernels of networks against their specification, on this processor (`cupy_module`)."""
 
 from collections.abc import Iterable
 from types import ModuleType

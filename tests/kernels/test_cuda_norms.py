@@ -1,4 +1,4 @@
-"""CUDA norms against their specification, on this processor (`cupy_on_host`)."""
+"""CUDA norms against their specification, on this processor (`cupy_module`)."""
 
 from types import ModuleType
 from typing import Any

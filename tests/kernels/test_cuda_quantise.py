@@ -1,4 +1,4 @@
-"""CUDA codecs of 2 bits and 1 bit against their specification, to the bit, on this processor (`cupy_on_host`)."""
+"""CUDA codecs of 2 bits and 1 bit against their specification, to the bit, on this processor (`cupy_module`)."""
 
 from types import ModuleType
 

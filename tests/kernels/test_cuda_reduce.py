@@ -1,4 +1,4 @@
-"""Reductions in plain operations, by Numba and by CUDA (`cupy_on_host`): the same bits."""
+"""Reductions in plain operations, by Numba and by CUDA (`cupy_module`): the same bits."""
 
 from types import ModuleType
 

@@ -1,4 +1,4 @@
-"""CUDA's additions to rows of a table against their specification, to the bit, on this processor (`cupy_on_host`)."""
+"""CUDA's additions to rows of a table against their specification, to the bit, on this processor (`cupy_module`)."""
 
 import os
 from types import ModuleType

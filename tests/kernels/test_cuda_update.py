@@ -1,4 +1,4 @@
-"""CUDA updates against their specification, to the bit, on this processor (`cupy_on_host`)."""
+"""CUDA updates against their specification, to the bit, on this processor (`cupy_module`)."""
 
 from types import ModuleType
 

@@ -5,9 +5,9 @@ import importlib
 import sys
 import types
 
-import cupy_on_host
 import numpy as np
 import pytest
+from gpu_on_host import cupy_module
 from pairs import pairs
 
 from hpcdp import kernels
@@ -158,7 +158,7 @@ class Graph:
                 reference.conv2d_gradients(first, np.zeros_like(out), second, None, (None, out, None), *self.steps)
             into[...] = out
 
-        cupy_on_host.give(run)
+        cupy_module.give(run)
 
 
 @pytest.fixture
@@ -358,7 +358,7 @@ def test_without_it_convolutions_go_by_im2col(cudnn, monkeypatch):
 
 def test_a_stand_in_for_cupy_has_none_where_it_is_installed(cudnn):
     assert cudnn_conv.is_there()
-    with cupy_on_host.instead():
+    with cupy_module.instead():
         assert not cudnn_conv.is_there()
     assert cudnn_conv.is_there()
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import gpu_on_host
-import graphs_on_host
 import pytest
+from gpu_on_host import graphs
 
 import hpcdp
 
@@ -133,7 +133,7 @@ def test_streams_events_and_copies_of_the_stand_in_are_those_of_cupy(monkeypatch
 
 def test_arrays_and_functions_of_the_stand_in_are_those_of_cupy() -> None:
     real = cupy
-    with graphs_on_host.installed():
+    with graphs.installed():
         standin = importlib.import_module("cupy")
         assert not missing(standin, real, {"Array", "Any", "np", "sys"})
         assert not missing(standin.Array, real.ndarray, {"to_host"})
@@ -141,4 +141,4 @@ def test_arrays_and_functions_of_the_stand_in_are_those_of_cupy() -> None:
         assert not missing(standin.cuda.runtime, real.cuda.runtime, set())
         for name in ("Stream", "Graph", "MemoryPool", "Device"):
             there = real.cuda.graph.Graph if name == "Graph" else getattr(real.cuda, name)
-            assert not missing(getattr(graphs_on_host, name), there, {"non_blocking"}), name
+            assert not missing(getattr(graphs, name), there, {"non_blocking"}), name

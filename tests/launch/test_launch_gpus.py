@@ -6,8 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import cuda_driver
 import pytest
+from gpu_on_host import cuda_driver
 
 from hpcdp.launch import machine
 from hpcdp.launch.diagnosis import doctor, gpus

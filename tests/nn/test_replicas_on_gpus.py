@@ -3,9 +3,9 @@
 On the stand-in, which refuses what is computed on one GPU with arrays of another.
 """
 
-import gpu_streams_on_host
 import numpy as np
 import pytest
+from gpu_on_host import streams as gpu_streams
 
 from hpcdp import autograd, data, nn
 from hpcdp.autograd import on_tape
@@ -88,7 +88,7 @@ class Meets(nn.Module):
 
 
 def test_gpus_compute_their_pieces_side_by_side(gpus_on_host, monkeypatch):
-    monkeypatch.setattr(gpu_streams_on_host, "LIMIT_S", 3.0)
+    monkeypatch.setattr(gpu_streams, "LIMIT_S", 3.0)
     gpu(1).use()
     until = {("forward", 1): ("forward", 2), ("back", 2): ("back", 1)}
     net = Meets(gpus_on_host, until).to(GPUS[0])

@@ -4,9 +4,9 @@ import contextlib
 import shutil
 import sys
 
-import gpu_streams_on_host
 import numpy as np
 import pytest
+from gpu_on_host import streams as gpu_streams
 
 from hpcdp import autograd, data, nn, optim
 from hpcdp.arrays import to_host
@@ -122,7 +122,7 @@ def test_the_host_waits_for_no_stream_in_a_step(gpus_on_host, monkeypatch, n, no
 
         monkeypatch.setattr(owner, name, wait)
 
-    for owner in (gpu_streams_on_host.Stream, gpu_streams_on_host.Event):
+    for owner in (gpu_streams.Stream, gpu_streams.Event):
         counted(owner, "synchronize")
     for name in ("get", "item", "tolist", "__float__", "__int__", "__bool__"):
         counted(cupy.Array, name)

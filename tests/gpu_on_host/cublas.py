@@ -1,4 +1,4 @@
-"""cuBLAS without a GPU, of `graphs_on_host`: matrices by columns, on a stream and with a workspace that it was given.
+"""cuBLAS without a GPU, of `graphs`: matrices by columns, on a stream and with a workspace that it was given.
 
 Stricter than cuBLAS: a product that was not made outside of a capture before is an error in one.
 """

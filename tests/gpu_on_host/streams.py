@@ -16,7 +16,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from gpu_pool_on_host import UNWRITTEN, Pool, Queue
+
+from .pool import UNWRITTEN, Pool, Queue
 
 LIMIT_S = 20.0
 PASSED, NOT_READY = 0, 600

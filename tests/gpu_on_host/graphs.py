@@ -1,4 +1,4 @@
-"""CUDA graphs without a GPU: streams that are captured, memory pools and cuBLAS, on top of `cupy_on_host`.
+"""CUDA graphs without a GPU: streams that are captured, memory pools and cuBLAS, on top of `cupy_module`.
 
 Outside of a capture all is done at once. In one, operations on arrays, kernels and products are noted with the
 addresses that they are given, and a graph's launch does them; they keep no memory alive. What CUDA or CuPy refuse is
@@ -30,11 +30,12 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import cublas_on_host
-import cupy_on_host
 import numpy as np
 import pytest
-from gpu_streams_on_host import PER_THREAD
+
+from . import cupy_module
+from .cublas import REFUSED, Library
+from .streams import PER_THREAD
 
 SYNCHRONOUS = "the current stream is capturing, so synchronous API calls are disallowed"
 TO_DEVICE = "the current stream is capturing, so H2D transfers are disallowed"
@@ -293,7 +294,7 @@ class Machine:
         name = function.__name__
         if name in PRODUCTS and args[0].ndim and args[0].dtype.kind == "f":
             if self.current().is_capturing():
-                raise NotImplementedError(cublas_on_host.REFUSED)
+                raise NotImplementedError(REFUSED)
             if max(args[0].ndim, args[1].ndim) > 2:  # as CuPy does
                 args = (np.ascontiguousarray(args[0]), np.ascontiguousarray(args[1]), *args[2:])
         arrays = [each for each in _leaves((args, kwargs)) if isinstance(each, np.ndarray)]
@@ -444,10 +445,10 @@ def _runtime(machine: Machine) -> SimpleNamespace:
 @contextlib.contextmanager
 def installed() -> Iterator[Machine]:
     """Let ``cupy`` be this one."""
-    with cupy_on_host.instead() as cupy, pytest.MonkeyPatch.context() as patch:
+    with cupy_module.instead() as cupy, pytest.MonkeyPatch.context() as patch:
         machine = Machine(cupy)
         _patch_arrays(cupy, machine)
-        library = cublas_on_host.Library(machine)
+        library = Library(machine)
         cuda: Any = ModuleType("cupy.cuda")
         vars(cuda).update(
             Stream=machine.stream, get_current_stream=machine.current, Device=functools.partial(Device, machine),
@@ -473,7 +474,7 @@ def installed() -> Iterator[Machine]:
             "CDLL",
             lambda name, *args, **kwargs: library if name == "libcublas.so.12" else other(name, *args, **kwargs),
         )
-        patch.setattr(cupy_on_host, "give", lambda run, args: machine.give(run))  # keeps nothing alive
+        patch.setattr(cupy_module, "give", lambda run, args: machine.give(run))  # keeps nothing alive
         for local in ("capture", "cublas"):
             module = importlib.import_module(f"hpcdp.kernels.cuda.{local}")
             patch.setattr(module, "_here", module._Here())

@@ -169,7 +169,7 @@ def _forget_what_is_there() -> None:
 
 
 def _install() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cupy", HERE / "standin.py")
+    spec = importlib.util.spec_from_file_location("cupy", HERE.parent / "standin.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules["cupy"] = module

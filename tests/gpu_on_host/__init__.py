@@ -1,12 +1,12 @@
-"""CUDA's streams, events, copies and IPC without a GPU, for ranks that are threads; on top of `cupy_on_host`.
+"""CUDA's streams, events, copies and IPC without a GPU, for ranks that are threads; on top of `cupy_module`.
 
-NCCL's place is taken by `nccl_on_host`.
+NCCL's place is taken by `nccl`.
 
 Work that is given to a stream is done as late as it may be, and streams take turns at random: at least one piece of all
 that may be done, of any rank, is done whenever somebody asks for an event. So who does not wait for what he needs finds
 it missing, and who reuses memory too early spoils it. So it is on the default stream, of which each rank has one a GPU:
 an array has its shape at once, and its elements when its stream comes to them. Its memory goes to the next who asks for
-as much on its stream as soon as Python has it no more, whatever has still to be done there (`gpu_pool_on_host`).
+as much on its stream as soon as Python has it no more, whatever has still to be done there (`pool`).
 
 What real ones answer with an error, or with nonsense, is an error here: handles opened by their own process, memory
 freed while others have it mapped. An array is on the GPU that was current when it was made; a thread's current GPU is
@@ -24,21 +24,21 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import cupy_on_host
-import nccl_on_host
 import numpy as np
-from gpu_arrays_on_host import change_later, compute_in_turn, remember_devices, without_owners
-from gpu_streams_on_host import DEFAULT, Device, Event, EventState, Gpus, Stream, runtime
 
 from hpcdp import streams as hpcdp_streams
 from hpcdp.comm import threads, ways
 from hpcdp.streams import Streams
 
+from . import cupy_module, nccl
+from .arrays import change_later, compute_in_turn, remember_devices, without_owners
+from .streams import DEFAULT, Device, Event, EventState, Gpus, Stream, runtime
+
 
 @contextlib.contextmanager
 def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
     """Let ``cupy`` be this one."""
-    with cupy_on_host.instead() as cupy:
+    with cupy_module.instead() as cupy:
         gpus = Gpus(seed)
         cuda: Any = ModuleType("cupy.cuda")
         null = Stream(gpus, DEFAULT)
@@ -78,7 +78,7 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
             gpus.room = float("inf")
 
         vars(cuda).update(
-            runtime=runtime(gpus), nccl=nccl_on_host.module(gpus), Device=lambda index=0: Device(gpus, index),
+            runtime=runtime(gpus), nccl=nccl.module(gpus), Device=lambda index=0: Device(gpus, index),
             Stream=make_stream, Event=make_event, get_current_stream=current, alloc_pinned_memory=pinned,
             get_elapsed_time=lambda start, end: cuda.runtime.eventElapsedTime(start.ptr, end.ptr),
             UnownedMemory=lambda ptr, size, owner: SimpleNamespace(ptr=ptr, owner=owner),
@@ -109,7 +109,7 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         monkeypatch.setattr(threading.Thread, "start", started)
         monkeypatch.setattr(ways, "getpid", threading.get_ident)
         monkeypatch.setattr(hpcdp_streams, "_forgotten", deque())  # that of another stand-in would be looked at
-        monkeypatch.setattr(cupy_on_host, "give", give)
+        monkeypatch.setattr(cupy_module, "give", give)
         yield gpus
 
 

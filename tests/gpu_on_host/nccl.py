@@ -38,7 +38,7 @@ class NcclCommunicator:
     """NCCL's, over arrays in host memory; a group's calls are one piece of work."""
 
     gpus: Any
-    """See `gpu_streams_on_host.Gpus`."""
+    """See `streams.Gpus`."""
     cliques: dict[bytes, _Clique]
     made: list[NcclCommunicator]
     running: dict[int, tuple[NcclCommunicator, int]]
@@ -147,7 +147,7 @@ def _collective(name: str, calls: list[tuple[Any, ...]]) -> None:
 
 
 def module(gpus: Any) -> ModuleType:
-    """That takes the place of ``cupy.cuda.nccl``; ``gpus`` is a `gpu_streams_on_host.Gpus`."""
+    """That takes the place of ``cupy.cuda.nccl``; ``gpus`` is a `streams.Gpus`."""
     made = ModuleType("cupy.cuda.nccl")
 
     def groupStart() -> None:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from gpu_pool_on_host import without_owner
-from gpu_streams_on_host import Gpus, Stream
+
+from .pool import without_owner
+from .streams import Gpus, Stream
 
 
 def remember_devices(cupy: Any, gpus: Gpus) -> None:
