@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from ..comm.agreement import require_same
 from ..comm.world import require_world
 from ..compression import Compression, Settings
 from ..devices import Device
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError, check_name
 from ..gradients import Reducer
 from ..gradients.buckets import plan
 from ..gradients.residuals import gather_residuals, give_residuals
@@ -29,6 +30,26 @@ from .sync_batch_norm import SyncBatchNorm
 
 OWNERS = ("rank", "shard")
 """The valid values of ``owner``."""
+
+_OF_TORCHS = {
+    "device_ids": "move the module to its device before: module.to(device)",
+    "output_device": "outputs are where the module computes",
+    "dim": "cut the batch before",
+    "init_sync": "all ranks begin with rank 0's values",
+    "process_group": "pass the ranks as the world: world.split(color)",
+    "check_reduction": "it is checked always",
+    "gradient_as_bucket_view": "they are views always",
+    "static_graph": "it is not needed",
+    "delay_all_reduce_named_params": "it is not needed",
+    "param_to_hook_all_reduce": "it is not needed",
+    "mixed_precision": "use torch.autocast",
+    "device_mesh": "pass the ranks as the world: world.split(color)",
+    "skip_all_reduce_unused_params": "it is not needed",
+    "bucket_cap_mb_list": "pass bucket_cap_mb",
+    "batched_grad_copy": "it is not needed",
+    "forward_sync_buffers": "pass broadcast_buffers",
+}
+"""Arguments of torch's wrapper that this one has not, and what to do instead."""
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -59,7 +80,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     Raises:
         MismatchError: the ranks' parameters or settings differ; on every rank, naming ranks and the first difference.
-        ConfigError: no trainable parameters, an unknown owner or codec, what is no world.
+        ConfigError: no trainable parameters, an unknown owner or codec, what is no world, an argument of torch's
+            wrapper that is not above.
             Or the module is on a GPU, and there is no CuPy.
         UnsupportedError: a parameter that is not dense and of a floating dtype, or not where the others are.
 
@@ -77,8 +99,10 @@ class DistributedDataParallel(torch.nn.Module):
         bucket_cap_mb: float | None = None,
         overlap: bool | None = None,
         compression: Settings = None,
+        **of_torchs: Any,
     ) -> None:
         super().__init__()
+        _refuse(of_torchs)
         if not isinstance(module, torch.nn.Module):
             raise ConfigError("DistributedDataParallel", expected="a torch.nn.Module", got=type(module).__name__)
         require_world("DistributedDataParallel", world)  # torch's wrapper takes devices there
@@ -310,6 +334,15 @@ class DistributedDataParallel(torch.nn.Module):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, syncing: bool) -> None:
         self.backward_pass.syncing = syncing
+
+
+def _refuse(of_torchs: Mapping[str, object]) -> None:
+    for name in of_torchs:
+        if name in _OF_TORCHS:
+            raise ConfigError("DistributedDataParallel", where=name, expected="nothing here, unlike torch's wrapper",
+                              remedy=f"leave it out: {_OF_TORCHS[name]}")  # fmt: skip
+        check_name("argument", name, [*inspect.signature(DistributedDataParallel).parameters][:-1],
+                   "DistributedDataParallel")  # fmt: skip
 
 
 def _places(module: torch.nn.Module) -> list[tuple[Mapping[str, Any], str, Any]]:
