@@ -60,6 +60,7 @@ def as_array(value: Any) -> HostView | None:
 
 @as_array.register
 def _(value: np.ndarray) -> HostView:
+    value = np.asarray(value)  # a matrix stays one of two dimensions when it is reshaped to one
     if value.flags.carray and value.dtype.isnative:
         return HostView(bits(value), value.dtype.name)
     native = np.array(value, value.dtype.newbyteorder("="), order="C")

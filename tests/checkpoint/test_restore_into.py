@@ -45,6 +45,19 @@ def test_arrays_of_all_kinds_are_filled_in_place(tmp_path):
         restore(tmp_path, 2, lambda world: into[world.rank] | {"read-only": read_only})
 
 
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+@pytest.mark.parametrize("compression", [None, "lzf"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_matrix_is_an_array_of_two_dimensions(n, compression, tmp_path):
+    """Also where it has several blocks, and several ranks write it."""
+    saved = np.matrix(np.arange(400_003, dtype="f4"))
+    save(tmp_path, 1, n, lambda step, world: {"x": saved}, compression=compression)
+    assert not [*verify.faults(tmp_path / "step-0000000001")]
+    for found in restore(tmp_path, 3 - n, lambda world: {"x": np.zeros_like(saved)}):
+        assert type(found.state["x"]) is np.matrix and np.array_equal(found.state["x"], saved)
+    assert np.array_equal(restore(tmp_path, 1)[0].state["x"], np.asarray(saved))
+
+
 @pytest.mark.parametrize("where", [np.asarray, standin.asarray])
 def test_bfloat16_comes_back_as_what_it_was(where, tmp_path):
     """By itself, as a scalar, as a run of a tensor of several ranks, and on a device; with and without a place."""
