@@ -5,7 +5,7 @@ errors, nn, state.
 - `arguments`: what they may give.
 - `saving`: one save, by all ranks.
 - `choosing`: which checkpoint is restored. `restoring`: back into arrays and objects.
-- `tree`: a nested state as JSON and named tensors. `leaves`: what may stand in it.
+- `tree`: a nested state as JSON and named tensors. `leaves`: what may stand in it, `sharded`: in parts.
 - `plan`: which rank writes what.
 - `files`: whose elements lie in one file. `shard`: such an HDF5 file. `index`: one that shows all of them.
 - `manifest`: what says where everything is.
