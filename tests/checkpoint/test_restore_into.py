@@ -11,7 +11,7 @@ from saved import flip
 
 from hpcdp import nn
 from hpcdp.arrays import dtype_of, to_host
-from hpcdp.checkpoint import Part, PerRank, Sharded, manifest, verify
+from hpcdp.checkpoint import Part, PerRank, Sharded, folder, manifest, verify
 from hpcdp.errors import ConfigError, DataError, UnsupportedError
 
 SIZES = [1, 2, 3, 4, 6]
@@ -101,6 +101,47 @@ def test_nothing_of_a_damaged_checkpoint_stays_where_the_next_one_lacks_a_name(n
     for restored, state in zip(found, into, strict=True):
         assert (restored.step, restored.missing) == (1, ["b"])
         assert state["a"].tolist() == [1.0] * 4 and state["b"].tolist() == [0.0] * 4
+
+
+class Meanwhile:
+    """While it is restored, another job saves, and keeps but what it has saved."""
+
+    def __init__(self, world, folder, steps):
+        self._rank, self._folder, self._steps = world.rank, folder, steps
+
+    def state_dict(self):
+        if self._rank == 0 and (step := next(self._steps, None)) is not None:
+            for path in self._folder.glob("step-*"):
+                path.rename(self._folder.with_name(f"removed-{path.name}"))
+            folder.path_of(self._folder.with_name("saved"), step).rename(folder.path_of(self._folder, step))
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("times", [1, 3, 20])
+def test_a_checkpoint_that_another_job_removes_is_followed_by_what_it_has_saved(times, n, tmp_path):
+    def state(step, world):
+        return {"first": Meanwhile(world, None, iter(())), "a": np.full(4, step)}
+
+    save(tmp_path / "run", 1, n, state)
+    for step in range(2, times + 2):
+        save(tmp_path / "saved", step, n, state)
+
+    def into(world):
+        return {"first": Meanwhile(world, tmp_path / "run", iter(range(2, times + 2))), "a": np.zeros(4, int)}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # none is damaged
+        if times == 20:
+            message = "got No such file or directory; another job removes checkpoints here before they are read"
+            with pytest.raises(DataError, match=message):
+                restore(tmp_path / "run", n, into)
+            return
+        for found in restore(tmp_path / "run", n, into):
+            assert found.step == times + 1 and found.state["a"].tolist() == [times + 1] * 4
 
 
 @pytest.mark.parametrize("n", [1, 2])
