@@ -378,8 +378,8 @@ class Manager:
                 their states; numbers are in the result. None: the whole state as arrays, on every rank.
             strict: the names in the checkpoint and in ``into`` must be the same. False: what there is, is restored;
                 `Restored.missing` and `Restored.left_over` say what is not.
-            rename: names of ``into`` by those of the checkpoint, each for all that begins with it and a slash; or a
-                function from the one to the other.
+            rename: names of ``into`` by those of the checkpoint, each for all that begins with it and a slash, unless
+                another one is longer; or a function from the one to the other. What stands in lists keeps its place.
 
         Raises:
             ConfigError: no step; a closed manager; names, shapes or dtypes that do not fit; on every rank, nothing is

@@ -279,6 +279,7 @@ def test_the_outline_has_what_has_a_state_of_its_own():
     assert tree.outline("save", state) == ["net Dense", "a/2/own PerRank"]
 
 
+ODD = {"dict": [["net", {"dict": [["a/b", 1], ["%@", 2], ["", 3], [".", 4], ["c", 5]]}]]}
 FORM = {"dict": [["net", {"dict": [["a", 1], ["b", {"dict": []}]]}], ["netto", 2], [3, {"list": [4]}]]}
 
 
@@ -289,6 +290,8 @@ FORM = {"dict": [["net", {"dict": [["a", 1], ["b", {"dict": []}]]}], ["netto", 2
         ({"net": "model/inner"}, {"model": {"inner": {"a": 1, "b": {}}}, "netto": 2, 3: [4]}),
         ({"net/a": "net/c", "3": "four"}, {"net": {"c": 1, "b": {}}, "netto": 2, "four": [4]}),
         (lambda name: name.upper(), {"NET": {"A": 1, "B": {}}, "NETTO": 2, 3: [4]}),
+        ({"net": "model", "net/a": "head"}, {"model": {"b": {}}, "head": 1, "netto": 2, 3: [4]}),
+        ({"net/a": "head", "net": "model"}, {"model": {"b": {}}, "head": 1, "netto": 2, 3: [4]}),
     ],
 )
 def test_renaming(rename, expected):
@@ -298,6 +301,23 @@ def test_renaming(rename, expected):
 
     found = renaming.renamed(FORM, renaming.new_names(FORM, rename))
     assert plain(found) == (plain(expected) if expected is FORM else expected)
+
+
+@pytest.mark.parametrize(
+    ("rename", "expected"),
+    [
+        ({"net": "model"}, {"model": {"a/b": 1, "%@": 2, "": 3, ".": 4, "c": 5}}),
+        (lambda name: f"in/{name}", {"in": {"net": {"a/b": 1, "%@": 2, "": 3, ".": 4, "c": 5}}}),
+        ({"net/a%2Fb": "x", "net/c": "net/c%2Fd"}, {"x": 1, "net": {"%@": 2, "": 3, ".": 4, "c/d": 5}}),
+    ],
+)
+def test_keys_that_are_quoted_in_names_stay_what_they_are(rename, expected, tmp_path):
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            manager.save(1, tree.built(ODD, None))
+            return manager.restore(rename=rename).state
+
+    assert threads.run(1, one) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -312,7 +332,9 @@ def test_renaming(rename, expected):
         ({"netto": None}, "expected a name for 'netto', got None"),
         ({"netto": 5}, "expected a name for 'netto', got 5"),
         ({"netto": ""}, "expected a name for 'netto', got ''"),
-        ({7: "x"}, "expected names of the checkpoint, or what stands before a slash in them, got 7"),
+        ({7: "x"}, "expected names of the checkpoint outside of lists, or what stands before a slash in them, got 7"),
+        ({3: "x"}, "expected names of the checkpoint outside of lists, .* got 3"),
+        ({"3/0": "x"}, "expected names of the checkpoint outside of lists, .* got '3/0'"),
     ],
 )
 def test_renames_that_cannot_be(rename, message):
