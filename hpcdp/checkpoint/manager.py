@@ -22,10 +22,11 @@ from ..errors import ConfigError, DataError, HpcdpError
 from . import arguments, choosing, folder, notice, tree
 from .files import WRITERS, Group, by_rank, check_shards
 from .lock import WriterLock
-from .plan import Piece, described, own_pieces
+from .plan import described, own_pieces
 from .restoring import Restored
 from .saving import Saving
 from .shard import failing
+from .staging import Staging
 
 _SAVES, _REMOVALS = "save", "remove"
 _PATIENCE_S = 8.0
@@ -94,7 +95,7 @@ class Manager:
         self._engine = Engine(lanes=(_SAVES, _REMOVALS))
         self._saving: Saving | None = None
         self._is_registered = self._is_claimed = self._is_closed = self._is_left = False
-        self._staging = np.empty(0, np.uint8)
+        self._staging = Staging()
         self.world.endings.add(self._let_end)
 
     def __enter__(self) -> Manager:
@@ -240,7 +241,7 @@ class Manager:
         prepared = Outcome.of(lambda: self._prepare(path)) if self.world.rank == 0 else Outcome[None]()
         behind = not wait and self.world.concurrent
         own = list(own_pieces(flat.held))
-        pieces = Outcome.of(lambda: self._copied(own)) if behind else Outcome(own)
+        pieces = Outcome.of(lambda: self._staging.copied(own)) if behind else Outcome(own)
         commit = partial(self._commit, header["step"])
         saving = Saving(self._group, path, flat, prepared, pieces, header, self._write, commit)
         self._saving = saving
@@ -308,23 +309,6 @@ class Manager:
                 self._engine.waitall()
                 folder.remove(partial, ignore_errors=True)
             partial.mkdir()
-
-    def _copied(self, pieces: list[Piece]) -> list[Piece]:
-        """What training may change meanwhile, in memory that is used for each save again; the rest as it is."""
-        nbytes = sum(-(-piece.values.nbytes // 64) * 64 for piece in pieces if not piece.is_copied)
-        if self._staging.size < nbytes:
-            with failing("save", lambda: "a copy of the state"):
-                self._staging = np.empty(nbytes, np.uint8)
-        copied, at = [], 0
-        for piece in pieces:
-            if piece.is_copied:
-                copied.append(piece)
-                continue
-            place = self._staging[at : at + piece.values.nbytes].view(piece.values.dtype)
-            np.copyto(place, piece.values)
-            copied.append(piece._replace(values=place))
-            at += -(-piece.values.nbytes // 64) * 64
-        return copied
 
     def _commit(self, step: int) -> Path:
         """On rank 0: all files are on disk."""
