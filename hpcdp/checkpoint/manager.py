@@ -94,7 +94,7 @@ class Manager:
         self._lock: WriterLock | None = None
         self._engine = Engine(lanes=(_SAVES, _REMOVALS))
         self._saving: Saving | None = None
-        self._is_registered = self._is_claimed = self._is_closed = self._is_left = False
+        self._is_registered = self._is_claimed = self._is_closed = self._is_left = self._is_released = False
         self._staging = Staging()
         self.world.endings.add(self._let_end)
 
@@ -132,7 +132,10 @@ class Manager:
     def _release(self, timeout_s: float | None = None) -> None:
         if timeout_s is None:
             self._engine.waitall()
-        is_over, self._saving = self._engine.shutdown(timeout_s), None
+        was_over, is_over, self._saving = self.over, self._engine.shutdown(timeout_s), None
+        if was_over and not self._is_released:
+            self._is_released = True
+            self._group.give_back()
         if self._lock is not None and is_over:  # else another job would clean the folder where this one still writes
             self._lock.release()
             self._lock = None
