@@ -17,6 +17,7 @@ import numpy as np
 
 from ..comm import World, init
 from ..comm.agreement import Outcome, on_every_rank, on_rank_0, require_same, told_to_all
+from ..comm.world import require_world
 from ..engine import Engine
 from ..errors import ConfigError, DataError, HpcdpError
 from . import arguments, choosing, folder, notice, tree
@@ -72,6 +73,7 @@ class Manager:
         compression: str | None = None,
         atomic_rename: bool = True,
     ) -> None:
+        require_world("Manager", world)
         self.world = init() if world is None else world
 
         def checked() -> Path:

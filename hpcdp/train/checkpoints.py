@@ -59,7 +59,7 @@ class Checkpoints:
         config: the settings, for the checkpoint's own record.
 
     Raises:
-        ConfigError: ``manager`` or ``every`` is none of that.
+        ConfigError: an argument is none of that.
     """
 
     def __init__(
@@ -80,6 +80,12 @@ class Checkpoints:
 
         if not isinstance(manager, Manager):
             raise ConfigError("Checkpoints", where="manager", expected="a checkpoint.Manager", got=repr(manager))
+        for name, given, kind, expected in (
+            ("stop", stop, StopRequests, "StopRequests()"), ("extra", extra, Mapping, "a dict"),
+            ("config", config, Mapping, "a dict"),
+        ):  # fmt: skip
+            if not (given is None or isinstance(given, kind)):
+                raise ConfigError("Checkpoints", where=name, expected=f"{expected}, or None", got=repr(given))
         self.manager, self.stop, self.resume = manager, stop, resume
         self.stopped: Stopped | None = None
         """Set where `fit` returned before all epochs were done."""
@@ -100,7 +106,7 @@ class Checkpoints:
         """What of it must be the same on every rank, in words, which `fit` compares before it trains."""
         from ..checkpoint import arguments  # not before, as above
 
-        named = f"checkpoints every={self._every!r}, resume={self.resume}, extra={sorted(self._extra)}"
+        named = f"checkpoints every={self._every!r}, resume={self.resume}, extra={sorted(map(str, self._extra))}"
         return [named, *arguments.told_alike({}, arguments.settings(self._config or {}))]
 
     def begin(self, world: World, parts: Mapping[str, Any]) -> Position:

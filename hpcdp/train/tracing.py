@@ -65,8 +65,12 @@ def traced(path: str | Path, world: World | None = None, trace: Trace | None = N
 
     Raises:
         ConfigError: ``path`` cannot be written, or is a file but no trace, on every rank and before anything is
-            traced; or the world is traced already.
+            traced; the world is traced already; or an argument is none of that.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError("traced", where="path", expected="a file, as a str or a Path", got=repr(path))
+    if not (trace is None or isinstance(trace, Trace)):
+        raise ConfigError("traced", where="trace", expected="a Trace, or None", got=repr(trace))
     require_world("traced", world)
     return Recording(Path(path), init() if world is None else world, trace)
 

@@ -335,6 +335,25 @@ def test_what_it_is_made_of(every):
         Checkpoints("folder")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"stop": 5}, r"Checkpoints \[stop\]: expected StopRequests\(\), or None, got 5"),
+        ({"stop": StopRequests}, r"Checkpoints \[stop\]: expected StopRequests\(\), or None, got <class"),
+        ({"extra": ["average"]}, r"Checkpoints \[extra\]: expected a dict, or None, got \['average'\]"),
+        ({"config": 5}, r"Checkpoints \[config\]: expected a dict, or None, got 5"),
+    ],
+)
+def test_what_else_it_is_made_of(wrong, message, tmp_path):
+    def one(world):
+        with Manager(tmp_path, world) as manager, pytest.raises(ConfigError, match=message):
+            Checkpoints(manager, **wrong)
+        with Manager(tmp_path, world) as manager:
+            return Checkpoints(manager, extra={1: 2, "a": 3}).alike()[0]
+
+    assert threads.run(1, one) == ["checkpoints every=None, resume=False, extra=['1', 'a']"]
+
+
 def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(tmp_path):
     _, _, _, steps = whole_run(2, tmp_path / "a", epochs=1)
     with pytest.raises(ConfigError, match=f"got that of step {STEPS}; pass resume=True to go on, or take another"):

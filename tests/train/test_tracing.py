@@ -313,6 +313,19 @@ def test_a_world_is_traced_once_at_a_time(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"path": None}, r"traced \[path\]: expected a file, as a str or a Path, got None"),
+        ({"path": 5}, r"traced \[path\]: expected a file, as a str or a Path, got 5"),
+        ({"trace": "main"}, r"traced \[trace\]: expected a Trace, or None, got 'main'"),
+    ],
+)
+def test_what_it_is_given(wrong, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        traced(**{"path": tmp_path / "a.json", "world": None} | wrong)
+
+
 def test_values_that_json_lacks_become_strings(tmp_path):
     (world,) = threads.run(1, lambda world: world)
     with hpcdp.train.traced(tmp_path / "out.json", world) as recording:
