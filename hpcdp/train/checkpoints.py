@@ -221,11 +221,16 @@ class Checkpoints:
         try:
             yield
         except DataError as error:
-            steps = self.manager.steps()
-            go_on = "start again: no checkpoint is complete"
-            if steps:
-                go_on = f"go on with --resume: the newest complete checkpoint is of step {steps[-1]}"
             raise SaveError(
                 error.operation, where=error.where, expected=error.expected, got=error.got, rank=error.rank,
-                remedy=f"make room there, or make it writable, and {go_on}",
+                remedy=f"make room there, or make it writable, and {self._where_to_go_on()}",
             ) from error  # fmt: skip
+
+    def _where_to_go_on(self) -> str:
+        try:
+            steps = self.manager.steps()
+        except DataError:  # the disk is gone
+            return "go on with --resume when it can be read"
+        if steps:
+            return f"go on with --resume: the newest complete checkpoint is of step {steps[-1]}"
+        return "start again: no checkpoint is complete"

@@ -385,3 +385,23 @@ def test_what_cannot_be_written_ends_the_training_and_says_where_to_go_on(at, tm
         whole_run(2, tmp_path / "a", every=4, epochs=1)
     monkeypatch.undo()
     assert whole_run(2, tmp_path / "a", resume=True, epochs=1)[0].resumed == (0, newest)
+
+
+def test_a_disk_that_is_gone_ends_the_training_and_says_so(tmp_path, monkeypatch):
+    commit, find, is_gone = folders.commit, folders.find, []
+
+    def losing(folder, step, atomic_rename):
+        if step == 8:
+            is_gone.append(True)
+            raise OSError(5, "Input/output error")
+        return commit(folder, step, atomic_rename)
+
+    def found(folder):
+        if is_gone:
+            raise OSError(5, "Input/output error")
+        return find(folder)
+
+    monkeypatch.setattr(folders, "commit", losing)
+    monkeypatch.setattr(folders, "find", found)
+    with pytest.raises(SaveError, match=r"save \[.*Input/output error; make room .* --resume when it can be read\b"):
+        whole_run(2, tmp_path / "a", every=4, epochs=1)
