@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from saved import flip, save
 
 from hpcdp import cli
-from hpcdp.checkpoint import Manager, manifest, overview, verify
+from hpcdp.checkpoint import Manager, manifest, overview, reading, verify
 from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.comm import threads
 
@@ -185,6 +186,19 @@ def test_statistics_of_what_is_not_finite(run, tmp_path):
     assert "NaNs         1, infinities 2" in out
     assert "NaNs         3" in run("show", tmp_path, "none")[1]
     assert "range        0 to 5 of absolute values" in run("show", tmp_path, "z")[1]
+
+
+def test_numbers_of_a_run_that_has_diverged(run, tmp_path, monkeypatch):
+    x = np.array([0, 1, 1e200, -1e200, 1e308, 1e308])
+    for step, values in ((1, x), (2, -x)):
+        save(tmp_path, (step,), state=lambda step, world, values=values: {"x": values})
+    monkeypatch.setattr(reading, "PIECE_NBYTES", 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        status, out, error = run("show", tmp_path, "x")
+        assert (status, error) == (0, "") and "range        -1e+308 to 1e+200\nmean " in out
+        status, out, error = run("diff", *sorted(tmp_path.glob("step-*")), "--rtol", "1e-3")
+        assert (status, error) == (1, "") and "x: 5 of 6 elements differ, by at most inf (relative inf)" in out
 
 
 def test_show_what_lies_below_a_name(run, saved):
