@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,22 @@ def test_what_is_kept(keep, keep_every, values, stay):
 def test_the_newest_are_never_dropped(steps, keep, keep_every, values):
     dropped = folder.dropped(steps, keep, keep_every, {step: values[step] for step in steps & {*values}})
     assert {*sorted(steps)[-keep:]}.isdisjoint(dropped) and {*dropped} <= steps
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO, errno.ENOSPC])
+def test_a_folder_that_cannot_be_synced_is_no_failure_unless_the_disk_says_so(code, tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    make(folder.partial_path(tmp_path, 3))
+    if code in (errno.EINVAL, errno.ENOTSUP):
+        assert folder.commit(tmp_path, 3, True) == folder.path_of(tmp_path, 3)
+        return
+    with pytest.raises(OSError, match=os.strerror(code)):
+        folder.commit(tmp_path, 3, True)
+    assert not folder.find(tmp_path)
