@@ -258,6 +258,24 @@ def test_networks_with_averaged_statistics(n, tmp_path):
     assert all(np.array_equal(first[name].data, second[name].data) for name in first)
 
 
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_statistics_that_all_ranks_have_alike_stay_what_they_are_to_the_bit(n, tmp_path):
+    """As those of a reproducible trainer, which goes on with other ranks."""
+
+    def net(values):
+        made = nn.BatchNorm(500)
+        for (_, buffer), value in zip(made.named_buffers(), values, strict=True):
+            buffer.data[...] = value
+        return made
+
+    rng = np.random.default_rng(3)
+    saved = [rng.normal(size=500).astype("f4"), np.r_[rng.random(498), np.inf, np.nan].astype("f4")]
+    save(tmp_path, 1, n, lambda step, world: {"net": net(saved)})
+    (found,) = restore(tmp_path, 1, lambda world: {"net": net([0, 1])})
+    for (_, buffer), value in zip(found.state["net"].named_buffers(), saved, strict=True):
+        assert np.array_equal(buffer.data, value, equal_nan=True)
+
+
 def test_what_is_missing_and_left_over(tmp_path):
     save(tmp_path, 1, 2, lambda step, world: {"a": np.ones(2), "old": {"x": np.full(2, 2.0), "y": 3}, "gone": 4})
     into = lambda world: {"a": np.zeros(2), "new": {"x": np.zeros(2), "y": 0}, "more": np.full(1, 9.0)}  # noqa: E731
