@@ -226,6 +226,18 @@ def test_an_exception_leaves_the_earlier_trace_and_no_other_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
 
 
+def test_a_relative_name_is_that_of_where_it_began(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "out.json").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    (world,) = threads.run(1, lambda world: world)
+    with traced("out.json", world) as recording:
+        monkeypatch.chdir("elsewhere")
+    assert recording.failure is None
+    assert json.loads((tmp_path / "out.json").read_bytes())["traceEvents"]
+    assert [each.read_text() for each in (tmp_path / "elsewhere").iterdir()] == ["mine"]
+
+
 def test_an_interrupt_while_it_is_written_leaves_nothing(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
