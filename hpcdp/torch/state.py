@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arrays import BFLOAT16
+from ..arrays import BFLOAT16, bits, of_bits
 from ..checkpoint.leaves import (
     MAKERS,
     STATISTICS,
@@ -126,8 +126,8 @@ class _Module(Adapter):
         state = dict(self._module.state_dict())
         own = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers() if name in state}
         seen = {name: view(buffer) for name, buffer in own.items()}
-        means = averages({name: each.array for name, each in seen.items()}, self._world)
-        state |= {name: tensor(mean, seen[name].dtype) for name, mean in means.items()}
+        means = averages({name: of_bits(each.array, each.dtype) for name, each in seen.items()}, self._world)
+        state |= {name: tensor(bits(mean), seen[name].dtype) for name, mean in means.items()}
         return state | of_ranks(own)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
