@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdp.checkpoint import folder
+from hpcdp.checkpoint import folder, manifest
 from hpcdp.checkpoint.manifest import NAME, Manifest
 from hpcdp.checkpoint.shard import File
 
@@ -34,6 +34,18 @@ def test_complete_ones_are_found_by_step_oldest_first(tmp_path):
     assert folder.left_over(tmp_path) == [folder.partial_path(tmp_path, 101)]
     assert folder.find(tmp_path / "nowhere") == folder.find(tmp_path / "notes.txt") == {}
     assert folder.left_over(tmp_path / "nowhere") == folder.left_over(tmp_path / "notes.txt") == []
+
+
+def test_manifests_of_all_that_are_kept_are_not_taken_apart(tmp_path, monkeypatch):
+    """In each save, while the program trains."""
+    parse, parsed = manifest.parse, []
+    monkeypatch.setattr(manifest, "parse", lambda *given: parsed.append(given[1]) or parse(*given))
+    paths = [make(folder.path_of(tmp_path, step)) for step in (1, 2)]
+    marked = make(folder.path_of(tmp_path, 3), commit_file=True)
+    torn = make(folder.path_of(tmp_path, 5))
+    (torn / NAME).write_bytes(b"damaged")
+    assert [*folder.find(tmp_path).values()] == [*paths, torn]
+    assert parsed == [marked / NAME]
 
 
 def test_one_that_was_being_replaced_counts_and_gets_its_name_back(tmp_path):
