@@ -53,14 +53,15 @@ def read(
         DataError: it is missing, damaged, or none of ``writer``'s.
     """
     try:
-        if path.exists() and not zipfile.is_zipfile(path):
-            raise ValueError("a file of another kind")
-        with _reading, np.load(path, allow_pickle=False) as file:
-            header = json.loads(str(file[name][()]))
-            of_16_bits = header.pop(BFLOAT16, ()) if isinstance(header, dict) else ()
-            arrays = {
-                each: of_bits(file[each], BFLOAT16 if each in of_16_bits else "") for each in file.files if each != name
-            }
+        with _reading, open(path, "rb") as opened:
+            if not zipfile.is_zipfile(opened):
+                raise ValueError("a file of another kind")
+            opened.seek(0)
+            with np.load(opened, allow_pickle=False) as file:
+                header = json.loads(str(file[name][()]))
+                of_16_bits = header.pop(BFLOAT16, ()) if isinstance(header, dict) else ()
+                names = [each for each in file.files if each != name]
+                arrays = {each: of_bits(file[each], BFLOAT16 if each in of_16_bits else "") for each in names}
         if not all(type(header[field]) is kind for field, kind in fields.items()):
             raise ValueError(f"the header {header!r}")
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile) as error:

@@ -1,6 +1,10 @@
 """Files of arrays: written whole or not at all, and nothing else is read."""
 
+import builtins
+import errno
 import gc
+import io
+import os
 import threading
 import time
 
@@ -95,6 +99,21 @@ def test_what_is_wrong_is_said_without_advice_of_others(tmp_path):
             archive.read("load", path, "header", FIELDS, "save()")
     with pytest.raises(DataError, match=r"got No such file or directory$"):
         archive.read("load", tmp_path / "none", "header", FIELDS, "save()")
+
+
+def test_what_the_system_refuses_is_said_as_it_says_it(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"expected a file of save\(\), got Is a directory$"):
+        archive.read("load", tmp_path, "header", FIELDS, "save()")
+    path = tmp_path / "file.npz"
+    archive.write("save", path, "header", {"steps": 1, "name": "x"}, {})
+
+    def refused(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    for module in (builtins, io):
+        monkeypatch.setattr(module, "open", refused)
+    with pytest.raises(DataError, match=r"expected a file of save\(\), got Permission denied$"):
+        archive.read("load", path, "header", FIELDS, "save()")
 
 
 @pytest.mark.parametrize(("place", "value"), [(6, 200), (8, 0x01), (8, 0x20), (8, 0x40), (10, 8), (10, 99)])

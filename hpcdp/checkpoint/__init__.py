@@ -5,8 +5,8 @@ errors, nn, state.
 - `arguments`: what they may give.
 - `saving`: one save, by all ranks.
 - `choosing`: which checkpoint is restored. `restoring`: back into arrays and objects.
-- `tree`: a nested state as JSON and named tensors. `leaves`: what may stand in it.
-- `plan`: which rank writes what.
+- `tree`: a nested state as JSON and named tensors. `leaves`: what may stand in it, `sharded`: in parts.
+- `plan`: which rank writes what. `staging`: a copy of it, written behind training.
 - `files`: whose elements lie in one file. `shard`: such an HDF5 file. `index`: one that shows all of them.
 - `manifest`: what says where everything is.
 - `folder`: names, what is complete, what is left over. `lock`: one writer a folder.

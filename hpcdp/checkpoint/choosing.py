@@ -13,6 +13,9 @@ from . import folder, index, manifest, notice, renaming, tree
 from .restoring import Filling, Restored
 from .shard import failing
 
+_MOST_REMOVED = 10
+"""So many checkpoints may be removed by another job while they are read."""
+
 
 def restore(path: Path, world: World, which: int | list[int], into: Any, strict: bool, rename: Any) -> Restored:
     """See `Manager.restore`.
@@ -24,7 +27,6 @@ def restore(path: Path, world: World, which: int | list[int], into: Any, strict:
     waitall()  # asynchronous calls under way may read what is filled
     asked = isinstance(which, int)
     steps = [which] if isinstance(which, int) else [*which]
-    count = len(steps)
     lost = [] if asked else [Path(each) for each in on_rank_0(world.comm, lambda: _lost(path, steps))]
     if not steps:
         got = f"{lost[-1].name} without {manifest.NAME}" if lost else "none"
@@ -34,16 +36,27 @@ def restore(path: Path, world: World, which: int | list[int], into: Any, strict:
             where = each / manifest.NAME
             notice.warn(f"restore [{where}]: expected a file, got none: taking step {steps[-1]} instead")
     damaged: DataError | None = None
+    read, removed = set[int](), 0
     while True:
         step = steps.pop()
         try:
             return _restore(path, world, step, into, strict, rename, bool(steps))
         except DataError as error:
+            if asked:
+                error.remedy = on_rank_0(world.comm, lambda: _offer(path, step))  # noqa: B023
+                raise
+            there: list[int] = on_rank_0(world.comm, lambda: [*found("restore", path)])
+            read.add(step)
+            steps = [each for each in there if each not in read]
+            if step not in there:  # a job that saves here does not keep it; what that has saved since is there
+                removed += 1
+                if steps and removed < _MOST_REMOVED:
+                    continue
+                error.remedy = "another job removes checkpoints here before they are read: let it keep more"
+                raise
             if not steps:
-                if asked:
-                    error.remedy = on_rank_0(world.comm, lambda: _offer(path, step))  # noqa: B023
-                elif count > 1:
-                    error.remedy = f"no other is left: all {count} checkpoints are damaged"
+                if len(read) > 1:
+                    error.remedy = f"no other is left: all {len(read)} checkpoints are damaged"
                 raise
             if world.rank == 0:
                 notice.warn(f"{error}: taking step {steps[-1]} instead")

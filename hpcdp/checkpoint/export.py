@@ -93,6 +93,8 @@ def write(chosen: Chosen, path: Path, writer: Writer, overwrite: bool = False, t
             something.
         DataError: a file cannot be read or written, or another export writes this one; what was there stays.
     """
+    if path.is_symlink():  # what it leads to is replaced
+        path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():  # a device, too: what would have its name then is a file
         got = "a folder" if path.is_dir() else "what is no plain file"
         raise ConfigError("export", where=path, expected="a new file", got=got)

@@ -6,9 +6,10 @@ Rooms of higher floors add kinds of their own: `as_array` and `as_stateful` by `
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +61,7 @@ def as_array(value: Any) -> HostView | None:
 
 @as_array.register
 def _(value: np.ndarray) -> HostView:
+    value = np.asarray(value)  # a matrix stays one of two dimensions when it is reshaped to one
     if value.flags.carray and value.dtype.isnative:
         return HostView(bits(value), value.dtype.name)
     native = np.array(value, value.dtype.newbyteorder("="), order="C")
@@ -122,8 +124,7 @@ class _Network(Adapter):
     def state_dict(self) -> dict[str, Any]:
         own = {name: buffer.data.copy() for name, buffer in self._net.named_buffers()}
         generators = dict(self._net.named_generators())
-        state = self._net.state_dict() | {name: average(values, self._world) for name, values in own.items()}
-        state |= self._parts()
+        state = self._net.state_dict() | averages(own, self._world) | self._parts()
         return state | ({GENERATORS: PerRank(generators)} if generators else {}) | of_ranks(own)
 
     def _parts(self) -> dict[str, Sharded]:
@@ -172,15 +173,22 @@ def of_ranks(statistics: dict[str, Any]) -> dict[str, Any]:
     return {STATISTICS: PerRank(statistics)} if statistics else {}
 
 
-def average(x: Any, world: World) -> Any:
-    """A new array: the mean over all ranks, or rank 0's where it is no floating array; every rank must call."""
-    host = np.array(to_host(x))
-    if world.size > 1 and host.size:
-        if is_float(host.dtype):
-            allreduce(host, "mean", world)
-        else:
-            world.comm.native_broadcast(host, 0)
-    return from_host(host, x)
+def averages(arrays: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """New arrays by name: the means over all ranks, or rank 0's of what is no floating array; every rank must call.
+
+    Where all ranks have the same, as with a reproducible trainer, that is the mean: the sum of equal numbers, divided,
+    may be another number in its last bit.
+    """
+    hosts = {name: np.array(to_host(x)) for name, x in arrays.items()}
+    if world.size > 1 and hosts:
+        digest = hashlib.sha256(b"".join(host.tobytes() for host in hosts.values())).hexdigest()
+        are_alike = len({*world.comm.allgather_json(digest)}) == 1
+        for host in () if are_alike else hosts.values():
+            if host.size and is_float(host.dtype):
+                allreduce(host, "mean", world)
+            elif host.size:
+                world.comm.native_broadcast(host, 0)
+    return {name: from_host(host, arrays[name]) for name, host in hosts.items()}
 
 
 class _Generator(Adapter):

@@ -17,15 +17,17 @@ import numpy as np
 
 from ..comm import World, init
 from ..comm.agreement import Outcome, on_every_rank, on_rank_0, require_same, told_to_all
+from ..comm.world import require_world
 from ..engine import Engine
 from ..errors import ConfigError, DataError, HpcdpError
 from . import arguments, choosing, folder, notice, tree
 from .files import WRITERS, Group, by_rank, check_shards
 from .lock import WriterLock
-from .plan import Piece, described, own_pieces
+from .plan import described, own_pieces
 from .restoring import Restored
 from .saving import Saving
 from .shard import failing
+from .staging import Staging
 
 _SAVES, _REMOVALS = "save", "remove"
 _PATIENCE_S = 8.0
@@ -71,6 +73,7 @@ class Manager:
         compression: str | None = None,
         atomic_rename: bool = True,
     ) -> None:
+        require_world("Manager", world)
         self.world = init() if world is None else world
 
         def checked() -> Path:
@@ -93,8 +96,8 @@ class Manager:
         self._lock: WriterLock | None = None
         self._engine = Engine(lanes=(_SAVES, _REMOVALS))
         self._saving: Saving | None = None
-        self._is_registered = self._is_claimed = self._is_closed = self._is_left = False
-        self._staging = np.empty(0, np.uint8)
+        self._is_registered = self._is_claimed = self._is_closed = self._is_left = self._is_released = False
+        self._staging = Staging()
         self.world.endings.add(self._let_end)
 
     def __enter__(self) -> Manager:
@@ -131,7 +134,10 @@ class Manager:
     def _release(self, timeout_s: float | None = None) -> None:
         if timeout_s is None:
             self._engine.waitall()
-        is_over, self._saving = self._engine.shutdown(timeout_s), None
+        was_over, is_over, self._saving = self.over, self._engine.shutdown(timeout_s), None
+        if was_over and not self._is_released:
+            self._is_released = True
+            self._group.give_back()
         if self._lock is not None and is_over:  # else another job would clean the folder where this one still writes
             self._lock.release()
             self._lock = None
@@ -240,7 +246,7 @@ class Manager:
         prepared = Outcome.of(lambda: self._prepare(path)) if self.world.rank == 0 else Outcome[None]()
         behind = not wait and self.world.concurrent
         own = list(own_pieces(flat.held))
-        pieces = Outcome.of(lambda: self._copied(own)) if behind else Outcome(own)
+        pieces = Outcome.of(lambda: self._staging.copied(own)) if behind else Outcome(own)
         commit = partial(self._commit, header["step"])
         saving = Saving(self._group, path, flat, prepared, pieces, header, self._write, commit)
         self._saving = saving
@@ -309,23 +315,6 @@ class Manager:
                 folder.remove(partial, ignore_errors=True)
             partial.mkdir()
 
-    def _copied(self, pieces: list[Piece]) -> list[Piece]:
-        """What training may change meanwhile, in memory that is used for each save again; the rest as it is."""
-        nbytes = sum(-(-piece.values.nbytes // 64) * 64 for piece in pieces if not piece.is_copied)
-        if self._staging.size < nbytes:
-            with failing("save", lambda: "a copy of the state"):
-                self._staging = np.empty(nbytes, np.uint8)
-        copied, at = [], 0
-        for piece in pieces:
-            if piece.is_copied:
-                copied.append(piece)
-                continue
-            place = self._staging[at : at + piece.values.nbytes].view(piece.values.dtype)
-            np.copyto(place, piece.values)
-            copied.append(piece._replace(values=place))
-            at += -(-piece.values.nbytes // 64) * 64
-        return copied
-
     def _commit(self, step: int) -> Path:
         """On rank 0: all files are on disk."""
         path = folder.commit(self.path, step, self._atomic_rename)
@@ -378,8 +367,8 @@ class Manager:
                 their states; numbers are in the result. None: the whole state as arrays, on every rank.
             strict: the names in the checkpoint and in ``into`` must be the same. False: what there is, is restored;
                 `Restored.missing` and `Restored.left_over` say what is not.
-            rename: names of ``into`` by those of the checkpoint, each for all that begins with it and a slash; or a
-                function from the one to the other.
+            rename: names of ``into`` by those of the checkpoint, each for all that begins with it and a slash, unless
+                another one is longer; or a function from the one to the other. What stands in lists keeps its place.
 
         Raises:
             ConfigError: no step; a closed manager; names, shapes or dtypes that do not fit; on every rank, nothing is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,9 @@ def overview(path: Path) -> Overview:
     found = {step: each for step, each in named.items() if each not in left_over} | folder.find(path)
     if not (found or left_over or writer):
         raise DataError("read checkpoints", where=path, expected="checkpoints", got="none")
-    return Overview(path, [look_at(found[step], step) for step in sorted(found)], left_over, writer)
+    seen = [look_at(found[step], step) for step in sorted(found)]
+    there = [each for each in seen if os.path.lexists(each.path)]  # the job that saves here removes some
+    return Overview(path, there, left_over, writer)
 
 
 def look_at(path: Path, step: int) -> Seen:
@@ -83,11 +86,12 @@ def wrong_sizes(path: Path, found: manifest.Manifest) -> Iterator[str]:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of all files in a folder."""
+    """Bytes of all files in a folder, as far as they are there: a job may remove it meanwhile."""
     total = 0
-    for each in path.rglob("*"):
-        with contextlib.suppress(OSError):  # removed meanwhile
-            total += each.lstat().st_size if not each.is_dir() else 0
+    for within, _, files in os.walk(path):
+        for each in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(within, each)).st_size
     return total
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
+from .names import unquoted
 from .refused import TOLD, raised
 from .tree import Form, quoted
 
@@ -15,7 +16,8 @@ def new_names(form: Form, rename: Mapping[str, str] | Callable[[str], str] | Non
     """The names of a form that are to be others, by what they are.
 
     Args:
-        rename: a function of a name, or new names by old ones, which stand for all that begins with them, too.
+        rename: a function of a name, or new names by old ones, which stand for all that begins with them, too, and has
+            no longer one among them.
 
     Raises:
         ConfigError: ``rename`` is neither, an old name is none of the form's, or a new one is no text.
@@ -31,10 +33,10 @@ def new_names(form: Form, rename: Mapping[str, str] | Callable[[str], str] | Non
     elif not isinstance(rename, Mapping):
         raise ConfigError("restore", where="rename", expected="a dict of names, or a function", got=repr(rename))
     else:
-        strange = next((old for old in rename if not any((name + "/").startswith(f"{old}/") for name in names)), None)
-        if strange is not None:
-            expected = "names of the checkpoint, or what stands before a slash in them"
-            raise ConfigError("restore", where="rename", expected=expected, got=repr(strange))
+        for old in rename:
+            if not isinstance(old, str) or not any(f"{name}/".startswith(f"{old}/") for name in names):
+                expected = "names of the checkpoint outside of lists, or what stands before a slash in them"
+                raise ConfigError("restore", where="rename", expected=expected, got=repr(old))
         given = {name: _moved(name, rename) for name in names}
     odd = next((name for name, new in given.items() if not isinstance(new, str) or not new), None)
     if odd is not None:
@@ -53,7 +55,7 @@ def renamed(form: Form, names: Mapping[str, str]) -> Form:
     root: dict[Any, Any] = {}
     for path, node in _paths(form, ()):
         now = names.get("/".join(map(quoted, path)))
-        keys: tuple[Any, ...] = path if now is None else tuple(now.split("/"))
+        keys: tuple[Any, ...] = path if now is None else tuple(map(unquoted, now.split("/")))
         place = root
         for key in keys[:-1]:
             place = place.setdefault(key, {})
@@ -82,10 +84,11 @@ def _paths(form: Form, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...],
 
 
 def _moved(name: str, rename: Mapping[str, str]) -> str:
-    for old, new in rename.items():
-        if name == old or name.startswith(f"{old}/"):
-            return f"{new}{name[len(old) :]}" if isinstance(new, str) else new
-    return name
+    fitting = [old for old in rename if name == old or name.startswith(f"{old}/")]
+    if not fitting:
+        return name
+    old = max(fitting, key=len)
+    return f"{rename[old]}{name[len(old) :]}" if isinstance(rename[old], str) else rename[old]
 
 
 def _form_of(value: Any) -> Form:

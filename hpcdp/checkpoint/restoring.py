@@ -22,6 +22,7 @@ from .manifest import Manifest, Tensor
 from .reading import read_elements, widened
 from .refused import TOLD, refused
 from .shard import ShardReader
+from .sharded import check_parts, plain
 
 Value = Callable[[], Any]
 """Gives what is restored, once elements have been read: objects take over their state then."""
@@ -278,9 +279,10 @@ class Filling:
         return lambda: template
 
     def _sharded(self, template: Sharded, tensor: Tensor, name: str) -> Value:
-        parts = tree.parts_of("restore", name, template)
-        tree.check_parts("restore", name, template, [part for part in parts if is_host(part.values)])
-        shapes, dtype = (tuple(template.shape), tensor.shape), np.dtype(template.dtype).name
+        whole = plain("restore", name, template)
+        parts = whole.parts
+        check_parts("restore", name, whole, [part for part in parts if is_host(part.values)])
+        shapes, dtype = (whole.shape, tensor.shape), np.dtype(whole.dtype).name
         if template.shares and shapes[0] != shapes[1] and shapes[0][1:] == shapes[1][1:] and dtype == tensor.dtype:
             for part in parts:
                 self._part(tensor, part, name, shapes[0][0])

@@ -69,6 +69,7 @@ class Saving:
             self._run()
         except BaseException as error:
             self.error = error
+            self._group.is_torn |= not isinstance(error, HpcdpError)
         finally:
             self._over.set()
 

@@ -10,7 +10,9 @@ import contextlib
 import functools
 import os
 import re
+import resource
 import stat
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,6 +246,8 @@ def crc32_beside(file: int, covered: Sequence[tuple[int, int]]) -> int:
 class ShardReader:
     """Reads runs of elements from the files of one checkpoint, and checks them. A context.
 
+    Thousands of ranks may have written it: of its files a quarter of what this process may have open stays open.
+
     Args:
         folder: of the checkpoint.
         operation: what errors say was attempted.
@@ -252,6 +256,7 @@ class ShardReader:
     def __init__(self, folder: Path, operation: str = "restore") -> None:
         self._folder, self._operation = folder, operation
         self._files: dict[str, int] = {}
+        self._most_open = _most_open()
         self._scratch = np.empty(BLOCK_NBYTES, np.uint8)
 
     def __enter__(self) -> ShardReader:
@@ -347,5 +352,12 @@ class ShardReader:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 os.close(file)
                 raise OSError("no regular file")
+            if len(self._files) >= self._most_open:  # the others come before it when the next tensor is read
+                os.close(self._files.popitem()[1])
             self._files[name] = file
         return file
+
+
+def _most_open() -> int:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if most == resource.RLIM_INFINITY else max(1, most // 4)

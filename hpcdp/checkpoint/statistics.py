@@ -37,7 +37,7 @@ def statistics(folder: Path, tensor: Tensor, tell: Callable[[int], object] = lam
     """
     of = Statistics()
     spread = 0.0
-    with ShardReader(folder, "show") as reader:
+    with ShardReader(folder, "show") as reader, np.errstate(over="ignore", invalid="ignore"):  # a run may have diverged
         for piece in pieces(reader, tensor):
             tell(piece.nbytes)
             values = widened(piece, tensor.dtype)
@@ -54,7 +54,7 @@ def statistics(folder: Path, tensor: Tensor, tell: Callable[[int], object] = lam
             mean, deviation, count = float(np.mean(values, dtype="f8")), float(np.std(values, dtype="f8")), values.size
             both = of.count + count
             away = mean - of.mean if of.count else 0.0
-            spread += deviation**2 * count + away**2 * of.count * count / both
+            spread += deviation * deviation * count + away * away * of.count * count / both
             of.mean = of.mean + away * count / both if of.count else mean
             of.count = both
     if of.count:

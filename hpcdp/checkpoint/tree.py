@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -18,10 +18,11 @@ import numpy as np
 from ..arrays import bits, copied_to_host, is_host, native
 from ..autograd import waitall
 from ..comm import World
-from ..errors import ConfigError, HpcdpError, UnsupportedError, shortened
+from ..errors import HpcdpError, UnsupportedError, shortened
 from ..state import Part, PerRank, Sharded
 from .leaves import as_array, as_stateful
 from .refused import TOLD, refused
+from .sharded import check_parts, plain
 
 Form = Any
 DEEPEST = 100
@@ -160,21 +161,21 @@ class _Flattening:
             nodes = [self.node(each, joined(name, at), copies, copy) for at, each in enumerate(value)]
             return {"list" if isinstance(value, list) else "tuple": nodes}
         if isinstance(value, Sharded):
-            given = parts_of("save", name, value)
+            whole = plain("save", name, value)
             parts = tuple(
-                part if is_host(part.values) else Part(part.first, copied_to_host(part.values)) for part in given
+                part if is_host(part.values) else Part(part.first, copied_to_host(part.values)) for part in whole.parts
             )
-            check_parts("save", name, value, parts)
-            dtype = np.dtype(value.dtype)
+            check_parts("save", name, whole, parts)
+            dtype = np.dtype(whole.dtype)
             stored = bits(native(np.empty(0, dtype))).dtype
             if not _has_a_place_in_files(stored):
                 got = f"a Sharded of {dtype}"
                 raise UnsupportedError("save", where=name or "the state", expected=_SAVABLE, got=got)
-            name, shape = name or _ROOT, tuple(value.shape)
+            name = name or _ROOT
             kept = tuple(Part(part.first, bits(native(part.values))) for part in parts)
-            is_copied = not any(is_host(part.values) for part in given)
+            is_copied = not any(is_host(part.values) for part in whole.parts)
             return self._hold(
-                Held(name, shape, dtype.name, stored, kept, value.copies, value.copy, self._own, is_copied)
+                Held(name, whole.shape, dtype.name, stored, kept, whole.copies, whole.copy, self._own, is_copied)
             )
         stateful = as_stateful(value, self._world)
         if stateful is not None:
@@ -222,35 +223,6 @@ def _of_torch(value: object) -> str | None:
     return f"hpcdp.torch.{name} has a state" if hasattr(ours, name) else None
 
 
-def parts_of(operation: str, name: str, whole: Sharded) -> Sequence[Part]:
-    """The parts of a `Sharded`; raises `ConfigError` where they are none."""
-    parts: Any = whole.parts
-    for part in parts if isinstance(parts, list | tuple) else [parts]:
-        if not isinstance(part, Part) or isinstance(part.first, bool) or not isinstance(part.first, int | np.integer):
-            raise ConfigError(operation, where=name or "the state", got=_shown(part),
-                              expected="a Sharded with a list of Part(first, values)")  # fmt: skip
-        if not hasattr(part.values, "dtype") or not hasattr(part.values, "shape"):
-            raise ConfigError(operation, where=name or "the state", got=_shown(part.values),
-                              expected="a Part with an array of values")  # fmt: skip
-    return whole.parts
-
-
-def _shown(value: object) -> str:
-    return shortened(repr(value), 40)
-
-
-def check_parts(operation: str, name: str, whole: Sharded, parts: Iterable[Part]) -> None:
-    """Raises `UnsupportedError` unless each of ``parts``, in host memory, is a run of the whole tensor's elements."""
-    for part in parts:
-        values, dtype = part.values, np.dtype(whole.dtype)
-        if (values.ndim, values.dtype) != (1, dtype) or not values.flags.c_contiguous:
-            expected, got = f"parts of shape (count,), contiguous, {dtype}", f"{values.shape} {values.dtype}"
-            raise UnsupportedError(operation, where=name or "the state", expected=expected, got=got)
-        if not 0 <= part.first <= whole.count - values.size:
-            got = f"a part from {part.first} to {part.first + values.size}"
-            raise UnsupportedError(operation, where=name or "the state", expected=f"{whole.count} elements", got=got)
-
-
 def joined(name: str, key: object) -> str:
     """The name of what stands under ``key`` of what is called ``name``."""
     return f"{name}/{quoted(key)}" if name else quoted(key)
@@ -264,7 +236,7 @@ def _checked(value: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
     by_text: dict[str, Any] = {}
     for key in value:
         if str(key) in by_text:
-            got = f"{_shown(by_text[str(key)])} and {_shown(key)}"
+            got = " and ".join(shortened(repr(each), 40) for each in (by_text[str(key)], key))
             raise UnsupportedError("save", where=name or "the state", expected="keys that differ as text", got=got)
         by_text[str(key)] = key
     return value

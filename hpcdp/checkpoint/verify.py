@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,9 +46,10 @@ def faults(path: Path, tell: Tell = lambda nbytes: None) -> Iterator[str]:
                 yield from _file_faults(path, file, parts[file.name], reader, tell)
     yield from _index_faults(path, found)
     known = {file.name for file in found.files} | {manifest.NAME, *([folder.COMMITTED] if found.commit_file else [])}
-    for each in sorted(path.iterdir()):
-        if each.name not in known:
-            yield f"{each.name}: not a file of this checkpoint"
+    with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+        for each in sorted(path.iterdir()):
+            if each.name not in known:
+                yield f"{each.name}: not a file of this checkpoint"
 
 
 def _file_faults(

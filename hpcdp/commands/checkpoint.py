@@ -6,6 +6,7 @@ import argparse
 import io
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -174,11 +175,16 @@ def _verify(given: argparse.Namespace) -> int:
             raise DataError("verify", where=path, expected="checkpoints", got="none")
         paths += found
     good: list[Path] = []
+    gone = 0
     for path in paths:
         nbytes, began = overview.size_of(path), time.monotonic()
         with BytesBar(path.name, nbytes) as bar:
             faults = list(verify.faults(path, bar.tell))
         took = time.monotonic() - began
+        if not os.path.lexists(path):
+            _say(f"{path}: removed meanwhile")
+            gone += 1
+            continue
         what = texts.counted(len(faults), "fault") if faults else "good"
         _say(f"{path}: {what}, {texts.size(nbytes)} in {took:.1f} s")
         for fault in faults:
@@ -188,7 +194,7 @@ def _verify(given: argparse.Namespace) -> int:
     if len(paths) > 1:
         newest = max((each for each in good if folder.is_named(each)), key=folder.step_of, default=None)
         _say(f"newest good: {newest or 'none'}")
-    return 0 if len(good) == len(paths) else 1
+    return 0 if good and len(good) + gone == len(paths) else 1
 
 
 def _diff(given: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arrays import BFLOAT16
+from ..arrays import BFLOAT16, bits, of_bits
 from ..checkpoint.leaves import (
     MAKERS,
     STATISTICS,
@@ -20,7 +20,7 @@ from ..checkpoint.leaves import (
     HostView,
     as_array,
     as_stateful,
-    average,
+    averages,
     of_ranks,
     overlaps,
 )
@@ -125,9 +125,9 @@ class _Module(Adapter):
     def state_dict(self) -> dict[str, Any]:
         state = dict(self._module.state_dict())
         own = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers() if name in state}
-        for name, buffer in own.items():
-            seen = view(buffer)
-            state[name] = tensor(average(seen.array, self._world), seen.dtype)
+        seen = {name: view(buffer) for name, buffer in own.items()}
+        means = averages({name: of_bits(each.array, each.dtype) for name, each in seen.items()}, self._world)
+        state |= {name: tensor(bits(mean), seen[name].dtype) for name, mean in means.items()}
         return state | of_ranks(own)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

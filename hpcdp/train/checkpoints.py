@@ -59,7 +59,7 @@ class Checkpoints:
         config: the settings, for the checkpoint's own record.
 
     Raises:
-        ConfigError: ``manager`` or ``every`` is none of that.
+        ConfigError: an argument is none of that.
     """
 
     def __init__(
@@ -80,9 +80,17 @@ class Checkpoints:
 
         if not isinstance(manager, Manager):
             raise ConfigError("Checkpoints", where="manager", expected="a checkpoint.Manager", got=repr(manager))
+        for name, given, kind, expected in (
+            ("stop", stop, StopRequests, "StopRequests()"), ("extra", extra, Mapping, "a dict"),
+            ("config", config, Mapping, "a dict"),
+        ):  # fmt: skip
+            if not (given is None or isinstance(given, kind)):
+                raise ConfigError("Checkpoints", where=name, expected=f"{expected}, or None", got=repr(given))
         self.manager, self.stop, self.resume = manager, stop, resume
         self.stopped: Stopped | None = None
         """Set where `fit` returned before all epochs were done."""
+        self.ended = 0
+        """Of a run that goes on, which a callback has ended: of so many epochs; 0 of others."""
         self.restored: dict[str, Any] = {}
         """What ``extra`` was, as far as the run was restored."""
         self._every = int(every) if isinstance(every, numbers.Integral) else every
@@ -98,7 +106,7 @@ class Checkpoints:
         """What of it must be the same on every rank, in words, which `fit` compares before it trains."""
         from ..checkpoint import arguments  # not before, as above
 
-        named = f"checkpoints every={self._every!r}, resume={self.resume}, extra={sorted(self._extra)}"
+        named = f"checkpoints every={self._every!r}, resume={self.resume}, extra={sorted(map(str, self._extra))}"
         return [named, *arguments.told_alike({}, arguments.settings(self._config or {}))]
 
     def begin(self, world: World, parts: Mapping[str, Any]) -> Position:
@@ -124,12 +132,14 @@ class Checkpoints:
             return Position(1, 0, 0)
         restored = self.manager.restore(into=self._state(Position(1, 0, 0)))
         self.restored = restored.state["extra"]
-        position = Position(**{name: int(restored.state["position"][name]) for name in Position._fields})
+        saved = restored.state["position"]
+        position = Position(**{name: int(saved[name]) for name in Position._fields})
+        self.ended = int(saved.get("ended", 0))
         self._saved = position
         return position
 
-    def _state(self, position: Position) -> dict[str, Any]:
-        return self._parts | {"position": position._asdict()}
+    def _state(self, position: Position, ended: int = 0) -> dict[str, Any]:
+        return self._parts | {"position": position._asdict() | ({"ended": ended} if ended else {})}
 
     def after_step(self, position: Position, steps: int) -> bool:
         """After a step of all ranks: save where it is time; whether the run stops here. Every rank must call.
@@ -170,14 +180,17 @@ class Checkpoints:
         if due:
             self._save(position, wait=not together, record=record)
 
-    def at_end(self, position: Position, record: Record | None) -> None:
+    def at_end(self, position: Position, record: Record | None, ended: int) -> None:
         """After the last epoch: save its state, and wait until that is done; every rank must call.
 
         Also over a checkpoint after the last step, where the run was stopped before the epoch had ended.
+
+        Args:
+            ended: of how many epochs, where a callback has ended the run; else 0.
         """
         self._agreement.finish()
         if self._saved != position:
-            self._save(position, wait=True, record=record)
+            self._save(position, wait=True, record=record, ended=ended)
         self._wait()
 
     @property
@@ -190,10 +203,10 @@ class Checkpoints:
         self._wait()
         self.stopped = Stopped(position, reason)
 
-    def _save(self, position: Position, *, wait: bool, record: Record | None = None) -> None:
+    def _save(self, position: Position, *, wait: bool, record: Record | None = None, ended: int = 0) -> None:
         numbers = {} if record is None else record
         metrics = {name: float(numbers[name]) for name in _METRICS if numbers.get(name) is not None}
-        state = self._state(position)
+        state = self._state(position, ended)
         with self._writing():
             self.manager.save(position.total, state, metrics=metrics or None, config=self._config, wait=wait)
         self._saved, self._just_saved = position, True
@@ -208,11 +221,16 @@ class Checkpoints:
         try:
             yield
         except DataError as error:
-            steps = self.manager.steps()
-            go_on = "start again: no checkpoint is complete"
-            if steps:
-                go_on = f"go on with --resume: the newest complete checkpoint is of step {steps[-1]}"
             raise SaveError(
                 error.operation, where=error.where, expected=error.expected, got=error.got, rank=error.rank,
-                remedy=f"make room there, or make it writable, and {go_on}",
+                remedy=f"make room there, or make it writable, and {self._where_to_go_on()}",
             ) from error  # fmt: skip
+
+    def _where_to_go_on(self) -> str:
+        try:
+            steps = self.manager.steps()
+        except DataError:  # the disk is gone
+            return "go on with --resume when it can be read"
+        if steps:
+            return f"go on with --resume: the newest complete checkpoint is of step {steps[-1]}"
+        return "start again: no checkpoint is complete"

@@ -165,7 +165,8 @@ class _Loop:
         """Train from ``start`` to the end of the last epoch, or to where all ranks stop."""
         records: list[Record] = []
         evaluating = Phase("evaluate", self._trace)
-        for epoch in range(start.epoch, epochs + 1):
+        done, ended = start, 0 if self.checkpoints is None else self.checkpoints.ended
+        for epoch in range(start.epoch, epochs + 1) if epochs > ended else ():
             seen = self._run(epoch, start.step if epoch == start.epoch else 0)
             if seen is None:
                 return records
@@ -174,14 +175,14 @@ class _Loop:
                 tested = {} if evaluate is None else self._tested(evaluate())
             records.append(self.meter.end_epoch(epoch) | tested | times | seen)
             _tell(self.callbacks, records[-1])
+            done, ended = Position(epoch + 1, 0, self.meter.steps), 0
             if any(self.world.comm.allgather_json(any(each.stop_training for each in self.callbacks))):
+                ended = epochs
                 break
             if self.checkpoints is not None and epoch < epochs:
-                after = Position(epoch + 1, 0, self.meter.steps)
-                self.checkpoints.after_epoch(after, records[-1], self.trainer.steps_together)
+                self.checkpoints.after_epoch(done, records[-1], self.trainer.steps_together)
         if self.checkpoints is not None:
-            last = records[-1] if records else None
-            self.checkpoints.at_end(Position(max(start.epoch, epochs + 1), 0, self.meter.steps), last)
+            self.checkpoints.at_end(done, records[-1] if records else None, ended)
         return records
 
     def _tested(self, own: Evaluation | None) -> Record:

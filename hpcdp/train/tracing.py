@@ -59,14 +59,19 @@ def traced(path: str | Path, world: World | None = None, trace: Trace | None = N
     on standard error and kept in ``failure``: training is worth more than its trace.
 
     Args:
-        path: on the file system of rank 0; replaced if it is a trace.
+        path: on the file system of rank 0; replaced if it is a trace. A relative one is taken from where the program is
+            when it begins.
         world: default `hpcdp.init()`.
         trace: what to record into, default ``Trace()``.
 
     Raises:
         ConfigError: ``path`` cannot be written, or is a file but no trace, on every rank and before anything is
-            traced; or the world is traced already.
+            traced; the world is traced already; or an argument is none of that.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError("traced", where="path", expected="a file, as a str or a Path", got=repr(path))
+    if not (trace is None or isinstance(trace, Trace)):
+        raise ConfigError("traced", where="trace", expected="a Trace, or None", got=repr(trace))
     require_world("traced", world)
     return Recording(Path(path), init() if world is None else world, trace)
 
@@ -115,6 +120,8 @@ class Recording:
         if Trace in world.kept:
             raise ConfigError("traced", expected="a world that is not traced", got="one within another traced()")
         on_rank_0(world.comm, lambda: check_path(self.path))
+        if world.rank == 0:
+            self._place = Path(os.path.realpath(self.path))  # of a link, what it leads to is replaced
         self._comm = world.keep("messages of traces", world.comm.duplicate)
         self._origin_ns = trace.clock()
         self._offsets = [measure_offsets(self._comm, trace.clock)]
@@ -150,7 +157,7 @@ class Recording:
             comm.irecv(line, 0).wait()
             _send(comm, _pieces(events(trace, comm.rank, host, _aligned(*line.tolist()))))
             return
-        output = _Output(self.path)
+        output = _Output(self._place)
         try:
             output.write(_pieces(events(trace, 0, host, _aligned(self._origin_ns, 0, 0, 0, 0))))
             for rank, (before, after) in enumerate(zip(*self._offsets, strict=True), 1):
@@ -306,7 +313,7 @@ class _Output:
 
     def __init__(self, path: Path) -> None:
         self.failure: OSError | None = None
-        self._path = Path(os.path.realpath(path))  # of a link, what it leads to is replaced
+        self._path = path
         self._file: BinaryIO | None = None
         self._separator = b""
         self._append(_HEADER)

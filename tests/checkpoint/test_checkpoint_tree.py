@@ -234,12 +234,52 @@ def test_parts_that_are_no_parts(parts, message, tmp_path):
         assert "[a]: " in each and message in each and len(each) < 160
 
 
+def test_numbers_of_a_sharded_may_be_numpys(tmp_path):
+    def state(world, values):
+        first, last = np.array([0, 3, 10])[world.rank : world.rank + 2]
+        several = Sharded(np.array([300_000]), np.dtype("f4"), [Part(np.int32(0), np.full(300_000, 2, "f4"))],
+                          np.int64(2), np.int64(world.rank))  # fmt: skip
+        runs = Sharded(tuple(np.array([2, 5])), np.dtype("f4"), [Part(first, values[first:last])])
+        own = Sharded((np.int64(2),), np.dtype("f4"), [Part(0, np.zeros(2, "f4"))])
+        return {"runs": runs, "several": several, "own": PerRank(own)}
+
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            manager.save(1, state(world, np.arange(10, dtype="f4")))
+            values = np.zeros(10, "f4")
+            manager.restore(into=state(world, values))
+            return values, manager.restore().state["runs"]
+
+    for rank, (values, whole) in enumerate(threads.run(2, one)):
+        own = slice(3) if rank == 0 else slice(3, 10)
+        assert np.array_equal(whole, np.arange(10, dtype="f4").reshape(2, 5))
+        assert np.array_equal(values[own], np.arange(10)[own]) and values.sum() == values[own].sum()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"shape": 10}, "expected a Sharded of whole numbers, got 'int' object is not iterable"),
+        ({"shape": (2.0, 5)}, "expected a Sharded of whole numbers, got 'float' object"),
+        ({"shape": (-2, -5)}, "expected a Sharded with a shape, got (-2, -5)"),
+        ({"copies": 0}, "expected a Sharded whose copy is one of its copies, got copy 0 of 0"),
+        ({"copies": 2, "copy": 2}, "got copy 2 of 2"),
+        ({"copies": 2, "copy": "0"}, "expected a Sharded of whole numbers, got 'str' object"),
+    ],
+)
+def test_numbers_of_a_sharded_that_are_none(wrong, message):
+    whole = Sharded(**{"shape": (2, 5), "dtype": np.dtype("f4"), "parts": [Part(0, np.zeros(10, "f4"))]} | wrong)
+    (flat,) = flat_of({"a": whole})
+    assert isinstance(flat.error, ConfigError) and "save [a]: " in str(flat.error) and message in str(flat.error)
+
+
 def test_the_outline_has_what_has_a_state_of_its_own():
     net = nn.Dense(2, 2)
     state = {"net": net, "a": [np.zeros(1), 3, {"own": PerRank(3), "text": "x"}]}
     assert tree.outline("save", state) == ["net Dense", "a/2/own PerRank"]
 
 
+ODD = {"dict": [["net", {"dict": [["a/b", 1], ["%@", 2], ["", 3], [".", 4], ["c", 5]]}]]}
 FORM = {"dict": [["net", {"dict": [["a", 1], ["b", {"dict": []}]]}], ["netto", 2], [3, {"list": [4]}]]}
 
 
@@ -250,6 +290,8 @@ FORM = {"dict": [["net", {"dict": [["a", 1], ["b", {"dict": []}]]}], ["netto", 2
         ({"net": "model/inner"}, {"model": {"inner": {"a": 1, "b": {}}}, "netto": 2, 3: [4]}),
         ({"net/a": "net/c", "3": "four"}, {"net": {"c": 1, "b": {}}, "netto": 2, "four": [4]}),
         (lambda name: name.upper(), {"NET": {"A": 1, "B": {}}, "NETTO": 2, 3: [4]}),
+        ({"net": "model", "net/a": "head"}, {"model": {"b": {}}, "head": 1, "netto": 2, 3: [4]}),
+        ({"net/a": "head", "net": "model"}, {"model": {"b": {}}, "head": 1, "netto": 2, 3: [4]}),
     ],
 )
 def test_renaming(rename, expected):
@@ -259,6 +301,23 @@ def test_renaming(rename, expected):
 
     found = renaming.renamed(FORM, renaming.new_names(FORM, rename))
     assert plain(found) == (plain(expected) if expected is FORM else expected)
+
+
+@pytest.mark.parametrize(
+    ("rename", "expected"),
+    [
+        ({"net": "model"}, {"model": {"a/b": 1, "%@": 2, "": 3, ".": 4, "c": 5}}),
+        (lambda name: f"in/{name}", {"in": {"net": {"a/b": 1, "%@": 2, "": 3, ".": 4, "c": 5}}}),
+        ({"net/a%2Fb": "x", "net/c": "net/c%2Fd"}, {"x": 1, "net": {"%@": 2, "": 3, ".": 4, "c/d": 5}}),
+    ],
+)
+def test_keys_that_are_quoted_in_names_stay_what_they_are(rename, expected, tmp_path):
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            manager.save(1, tree.built(ODD, None))
+            return manager.restore(rename=rename).state
+
+    assert threads.run(1, one) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +332,9 @@ def test_renaming(rename, expected):
         ({"netto": None}, "expected a name for 'netto', got None"),
         ({"netto": 5}, "expected a name for 'netto', got 5"),
         ({"netto": ""}, "expected a name for 'netto', got ''"),
-        ({7: "x"}, "expected names of the checkpoint, or what stands before a slash in them, got 7"),
+        ({7: "x"}, "expected names of the checkpoint outside of lists, or what stands before a slash in them, got 7"),
+        ({3: "x"}, "expected names of the checkpoint outside of lists, .* got 3"),
+        ({"3/0": "x"}, "expected names of the checkpoint outside of lists, .* got '3/0'"),
     ],
 )
 def test_renames_that_cannot_be(rename, message):

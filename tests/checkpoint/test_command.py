@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from saved import flip, save
 
 from hpcdp import cli
-from hpcdp.checkpoint import Manager, manifest
+from hpcdp.checkpoint import Manager, manifest, overview, reading, verify
 from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.comm import threads
 
@@ -187,6 +188,19 @@ def test_statistics_of_what_is_not_finite(run, tmp_path):
     assert "range        0 to 5 of absolute values" in run("show", tmp_path, "z")[1]
 
 
+def test_numbers_of_a_run_that_has_diverged(run, tmp_path, monkeypatch):
+    x = np.array([0, 1, 1e200, -1e200, 1e308, 1e308])
+    for step, values in ((1, x), (2, -x)):
+        save(tmp_path, (step,), state=lambda step, world, values=values: {"x": values})
+    monkeypatch.setattr(reading, "PIECE_NBYTES", 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        status, out, error = run("show", tmp_path, "x")
+        assert (status, error) == (0, "") and "range        -1e+308 to 1e+200\nmean " in out
+        status, out, error = run("diff", *sorted(tmp_path.glob("step-*")), "--rtol", "1e-3")
+        assert (status, error) == (1, "") and "x: 5 of 6 elements differ, by at most inf (relative inf)" in out
+
+
 def test_show_what_lies_below_a_name(run, saved):
     out = run("show", saved, "net")[1]
     assert "net/weight" in out and "optimizer" not in out
@@ -264,6 +278,42 @@ def test_verify(run, saved, folder):
     assert newest == f"newest good: {folder}/step-0000000200"
     assert run("verify", folder / "step-0000000200")[0] == 0
     assert run("verify", folder / "step-0000000300", folder / "step-0000000200")[0] == 1
+
+
+@pytest.mark.parametrize("place", ["look_at", "size_of"])
+def test_ls_leaves_out_what_a_job_removes_meanwhile(place, run, folder, monkeypatch):
+    remove_before(monkeypatch, overview, place, folder / "step-0000000100")
+    status, out, error = run("ls", folder)
+    assert (status, error) == (0, "")
+    assert [line.split()[0] for line in out.splitlines()] == ["step", "200", "300"]
+
+
+@pytest.mark.parametrize(
+    "place", [(overview, "size_of"), (verify, "faults"), (manifest, "read"), (verify, "_index_faults")]
+)
+def test_verify_takes_what_a_job_removes_meanwhile_for_no_fault(place, run, folder, monkeypatch):
+    """Not of that checkpoint alone: `overview`, too, reads manifests."""
+    first = folder / "step-0000000100"
+    remove_before(monkeypatch, *place, first, paths=[first])
+    status, out, error = run("verify", first, folder / "step-0000000200")
+    assert (status, error) == (0, "")
+    gone, good, newest = out.splitlines()
+    assert gone == f"{first}: removed meanwhile"
+    assert good.startswith(f"{folder}/step-0000000200: good, ") and newest.endswith("step-0000000200")
+    first.with_name("gone").rename(first)
+    assert run("verify", first)[:2] == (1, f"{first}: removed meanwhile\n")  # nothing is good
+
+
+def remove_before(monkeypatch, module, name, path, paths=None):
+    """When that function is called for the first time, with a path among ``paths`` or any, a folder goes."""
+    call = getattr(module, name)
+
+    def first_removing(given, *more):
+        if path.exists() and (paths is None or given in paths):
+            path.rename(path.with_name("gone"))
+        return call(given, *more)
+
+    monkeypatch.setattr(module, name, first_removing)
 
 
 def test_verify_tells_a_log_how_far_it_is(run, saved, monkeypatch):

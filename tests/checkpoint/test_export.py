@@ -131,6 +131,22 @@ def test_what_is_there_stays(path, tmp_path):
     assert len(np.load(out).files) == len(arrays())
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_of_a_link_what_it_leads_to_is_replaced(is_there, path, tmp_path):
+    (tmp_path / "large").mkdir()
+    target, link = tmp_path / "large" / "x.npz", tmp_path / "x.npz"
+    link.symlink_to("large/x.npz")
+    if is_there:
+        target.write_text("old")
+    write(choose(path), link, WRITERS["npz"], overwrite=is_there)
+    assert link.is_symlink() and len(np.load(target).files) == len(arrays())
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["large", "x.npz"]
+    inside = tmp_path / "inside.npz"
+    inside.symlink_to(path / "x.npz")
+    with pytest.raises(ConfigError, match="expected a place outside of checkpoints, got one within"):
+        write(choose(path), inside, WRITERS["npz"])
+
+
 @pytest.mark.parametrize("kind", [*WRITERS, "pt"])
 def test_others_may_read_what_the_umask_lets_them(kind, path, tmp_path):
     if kind != "npz":

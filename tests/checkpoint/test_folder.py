@@ -2,13 +2,14 @@
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdp.checkpoint import folder
+from hpcdp.checkpoint import folder, manifest
 from hpcdp.checkpoint.manifest import NAME, Manifest
 from hpcdp.checkpoint.shard import File
 
@@ -33,6 +34,18 @@ def test_complete_ones_are_found_by_step_oldest_first(tmp_path):
     assert folder.left_over(tmp_path) == [folder.partial_path(tmp_path, 101)]
     assert folder.find(tmp_path / "nowhere") == folder.find(tmp_path / "notes.txt") == {}
     assert folder.left_over(tmp_path / "nowhere") == folder.left_over(tmp_path / "notes.txt") == []
+
+
+def test_manifests_of_all_that_are_kept_are_not_taken_apart(tmp_path, monkeypatch):
+    """In each save, while the program trains."""
+    parse, parsed = manifest.parse, []
+    monkeypatch.setattr(manifest, "parse", lambda *given: parsed.append(given[1]) or parse(*given))
+    paths = [make(folder.path_of(tmp_path, step)) for step in (1, 2)]
+    marked = make(folder.path_of(tmp_path, 3), commit_file=True)
+    torn = make(folder.path_of(tmp_path, 5))
+    (torn / NAME).write_bytes(b"damaged")
+    assert [*folder.find(tmp_path).values()] == [*paths, torn]
+    assert parsed == [marked / NAME]
 
 
 def test_one_that_was_being_replaced_counts_and_gets_its_name_back(tmp_path):
@@ -133,3 +146,22 @@ def test_what_is_kept(keep, keep_every, values, stay):
 def test_the_newest_are_never_dropped(steps, keep, keep_every, values):
     dropped = folder.dropped(steps, keep, keep_every, {step: values[step] for step in steps & {*values}})
     assert {*sorted(steps)[-keep:]}.isdisjoint(dropped) and {*dropped} <= steps
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO, errno.ENOSPC])
+def test_a_folder_that_cannot_be_synced_is_no_failure_unless_the_disk_says_so(code, tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    make(folder.partial_path(tmp_path, 3))
+    if code in (errno.EINVAL, errno.ENOTSUP):
+        assert folder.commit(tmp_path, 3, True) == folder.path_of(tmp_path, 3)
+        return
+    with pytest.raises(OSError, match=os.strerror(code)):
+        folder.commit(tmp_path, 3, True)
+    assert not folder.find(tmp_path)

@@ -1,6 +1,8 @@
 """Checkpoints of all ranks, saved and restored on any number of them; which are kept, and where."""
 
 import json
+import os
+import resource
 import warnings
 
 import h5py
@@ -11,7 +13,7 @@ from on_threads import caught, restore, save
 from pairs import pairs
 
 from hpcdp import checkpoint
-from hpcdp.checkpoint import Manager, Part, Sharded, verify
+from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, difference, folder, verify
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError, UnsupportedError
 
@@ -200,3 +202,76 @@ def test_what_cannot_be_read_back_removes_nothing(n, tmp_path, monkeypatch):
 
     threads.run(n, one)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000000001", "writer.lock"]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_managers_that_are_closed_leave_their_communicators_to_others(n, tmp_path):
+    """Of which MPI libraries have only so many."""
+
+    def one(world):
+        def made():
+            with Manager(tmp_path, world, keep=1) as manager:
+                manager.save(made.count, {"a": np.arange(3)}, wait=made.count % 2 == 0)
+                made.count += 1
+                return manager._group.comm
+
+        made.count = 0
+        used = [made() for _ in range(5)]
+        first = Manager(tmp_path / "a", world)
+        assert all(each is first._group.comm for each in used)
+        with Manager(tmp_path / "b", world) as second:
+            assert second._group.comm is not first._group.comm
+        first.close()
+        with Manager(tmp_path, world) as third:
+            first.close()
+            with Manager(tmp_path / "a", world) as fourth:
+                assert fourth._group.comm is not third._group.comm
+                fourth.save(1, {"own": PerRank(world.rank)})
+                third.save(made.count, {"own": PerRank(world.rank)})
+                assert fourth.restore().state == third.restore().state == {"own": world.rank}
+
+    threads.run(n, one)
+
+
+def test_after_a_save_that_a_rank_has_left_nobody_has_its_communicators(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def one(world):
+        left = Manager(tmp_path, world)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(folder, "wait_for", interrupted)
+            left.save(1, {"a": 1})
+        left.close()
+        with Manager(tmp_path, world) as manager:
+            assert manager._group.comm is not left._group.comm
+            manager.save(1, {"a": 1})
+
+    with pytest.warns(UserWarning, match="a save that did not end had left it behind"):
+        threads.run(1, one)
+
+
+def test_what_more_ranks_have_saved_than_a_process_may_have_files_open(tmp_path, monkeypatch):
+    ranks, count = 24, 300_000
+
+    def state(step, world):
+        shares = np.linspace(0, 600, ranks + 1).astype(int)
+        first, last = shares[world.rank], shares[world.rank + 1]
+        parts = [Part(first, np.arange(first, last, dtype="f8"))]
+        return {"long": np.arange(count) + step, "cut": Sharded((600,), np.dtype("f8"), parts)}
+
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    for step in (1, 2):
+        save(tmp_path, step, ranks, state)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + ranks - 8
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        (found,) = restore(tmp_path, 1)
+        paths = [folder.path_of(tmp_path, step) for step in (1, 2)]
+        assert [*map(list, map(verify.faults, paths))] == [[], []]
+        assert [each.name for each in difference.differences(*paths)] == ["long"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert np.array_equal(found.state["long"], np.arange(count) + 2)
+    assert np.array_equal(found.state["cut"], np.arange(600.0))

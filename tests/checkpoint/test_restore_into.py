@@ -11,7 +11,7 @@ from saved import flip
 
 from hpcdp import nn
 from hpcdp.arrays import dtype_of, to_host
-from hpcdp.checkpoint import Part, PerRank, Sharded, manifest, verify
+from hpcdp.checkpoint import Part, PerRank, Sharded, folder, manifest, verify
 from hpcdp.errors import ConfigError, DataError, UnsupportedError
 
 SIZES = [1, 2, 3, 4, 6]
@@ -43,6 +43,19 @@ def test_arrays_of_all_kinds_are_filled_in_place(tmp_path):
         assert restored.state["number"] == 1.5 and type(restored.state["number"]) is np.float32
     with pytest.raises(ConfigError, match=r"restore \[read-only\]: expected an array to write to, got a read-only one"):
         restore(tmp_path, 2, lambda world: into[world.rank] | {"read-only": read_only})
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+@pytest.mark.parametrize("compression", [None, "lzf"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_matrix_is_an_array_of_two_dimensions(n, compression, tmp_path):
+    """Also where it has several blocks, and several ranks write it."""
+    saved = np.matrix(np.arange(400_003, dtype="f4"))
+    save(tmp_path, 1, n, lambda step, world: {"x": saved}, compression=compression)
+    assert not [*verify.faults(tmp_path / "step-0000000001")]
+    for found in restore(tmp_path, 3 - n, lambda world: {"x": np.zeros_like(saved)}):
+        assert type(found.state["x"]) is np.matrix and np.array_equal(found.state["x"], saved)
+    assert np.array_equal(restore(tmp_path, 1)[0].state["x"], np.asarray(saved))
 
 
 @pytest.mark.parametrize("where", [np.asarray, standin.asarray])
@@ -88,6 +101,47 @@ def test_nothing_of_a_damaged_checkpoint_stays_where_the_next_one_lacks_a_name(n
     for restored, state in zip(found, into, strict=True):
         assert (restored.step, restored.missing) == (1, ["b"])
         assert state["a"].tolist() == [1.0] * 4 and state["b"].tolist() == [0.0] * 4
+
+
+class Meanwhile:
+    """While it is restored, another job saves, and keeps but what it has saved."""
+
+    def __init__(self, world, folder, steps):
+        self._rank, self._folder, self._steps = world.rank, folder, steps
+
+    def state_dict(self):
+        if self._rank == 0 and (step := next(self._steps, None)) is not None:
+            for path in self._folder.glob("step-*"):
+                path.rename(self._folder.with_name(f"removed-{path.name}"))
+            folder.path_of(self._folder.with_name("saved"), step).rename(folder.path_of(self._folder, step))
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("times", [1, 3, 20])
+def test_a_checkpoint_that_another_job_removes_is_followed_by_what_it_has_saved(times, n, tmp_path):
+    def state(step, world):
+        return {"first": Meanwhile(world, None, iter(())), "a": np.full(4, step)}
+
+    save(tmp_path / "run", 1, n, state)
+    for step in range(2, times + 2):
+        save(tmp_path / "saved", step, n, state)
+
+    def into(world):
+        return {"first": Meanwhile(world, tmp_path / "run", iter(range(2, times + 2))), "a": np.zeros(4, int)}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # none is damaged
+        if times == 20:
+            message = "got No such file or directory; another job removes checkpoints here before they are read"
+            with pytest.raises(DataError, match=message):
+                restore(tmp_path / "run", n, into)
+            return
+        for found in restore(tmp_path / "run", n, into):
+            assert found.step == times + 1 and found.state["a"].tolist() == [times + 1] * 4
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -202,6 +256,24 @@ def test_networks_with_averaged_statistics(n, tmp_path):
         assert np.allclose(buffer.data, (n - 1) / 2), name
     first, second = (dict(each.named_parameters()) for each in made)
     assert all(np.array_equal(first[name].data, second[name].data) for name in first)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_statistics_that_all_ranks_have_alike_stay_what_they_are_to_the_bit(n, tmp_path):
+    """As those of a reproducible trainer, which goes on with other ranks."""
+
+    def net(values):
+        made = nn.BatchNorm(500)
+        for (_, buffer), value in zip(made.named_buffers(), values, strict=True):
+            buffer.data[...] = value
+        return made
+
+    rng = np.random.default_rng(3)
+    saved = [rng.normal(size=500).astype("f4"), np.r_[rng.random(498), np.inf, np.nan].astype("f4")]
+    save(tmp_path, 1, n, lambda step, world: {"net": net(saved)})
+    (found,) = restore(tmp_path, 1, lambda world: {"net": net([0, 1])})
+    for (_, buffer), value in zip(found.state["net"].named_buffers(), saved, strict=True):
+        assert np.array_equal(buffer.data, value, equal_nan=True)
 
 
 def test_what_is_missing_and_left_over(tmp_path):

@@ -265,10 +265,12 @@ def test_a_sampler_whose_loader_draws_ahead_is_told_what_was_used():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_running_statistics_are_those_of_each_rank_and_elsewhere_the_mean(n, wrapped, tmp_path):
+@pytest.mark.parametrize(
+    ("wrapped", "dtype"), [(True, torch.float32), (False, torch.float32), (False, torch.bfloat16), (False, torch.half)]
+)
+def test_running_statistics_are_those_of_each_rank_and_elsewhere_the_mean(n, wrapped, dtype, tmp_path):
     def build(world):
-        module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+        module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8)).to(dtype)
         net = DistributedDataParallel(module, world) if wrapped else module
         for param in net.parameters():
             param.data.fill_(0.5)
@@ -281,7 +283,7 @@ def test_running_statistics_are_those_of_each_rank_and_elsewhere_the_mean(n, wra
         count.fill_(7 + world.rank)
         with checkpoint.Manager(tmp_path, world) as manager:
             manager.save(1, {"net": net})
-        assert torch.equal(mean, torch.full((8,), float(world.rank))) and int(count) == 7 + world.rank
+        assert torch.equal(mean, torch.full((8,), float(world.rank), dtype=dtype)) and int(count) == 7 + world.rank
 
     def restore(world):
         net, mean, count = build(world)

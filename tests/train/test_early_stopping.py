@@ -98,6 +98,19 @@ def test_a_resumed_run_goes_on_counting_and_is_at_its_end_then(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_it_has_ended_goes_on_for_more_epochs_where_it_was(ranks, tmp_path):
+    def job(world, losses, epochs, patience=2, resume=True):
+        callbacks = [EarlyStopping("test_loss", patience=patience)]
+        return train(world, losses, callbacks, epochs=epochs, folder=tmp_path / "a", resume=resume)
+
+    assert threads.run(ranks, lambda world: job(world, [3, 3, 3], 6, resume=False)) == [[1, 2, 3]] * ranks
+    assert threads.run(ranks, lambda world: job(world, [1], 6, patience=9)) == [[]] * ranks
+    assert threads.run(ranks, lambda world: job(world, [2, 1, 1, 1], 8)) == [[4, 5, 6, 7]] * ranks
+    assert threads.run(ranks, lambda world: job(world, [1], 8, patience=9)) == [[]] * ranks
+    assert threads.run(ranks, lambda world: job(world, [1, 1], 9, patience=9)) == [[8, 9]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("before", [None, {"patience": 2}, {"patience": 9}])
 @pytest.mark.parametrize("after", [None, {"patience": 2}])
 def test_a_resumed_run_may_have_it_or_not(before, after, ranks, tmp_path):

@@ -226,6 +226,18 @@ def test_an_exception_leaves_the_earlier_trace_and_no_other_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
 
 
+def test_a_relative_name_is_that_of_where_it_began(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "out.json").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    (world,) = threads.run(1, lambda world: world)
+    with traced("out.json", world) as recording:
+        monkeypatch.chdir("elsewhere")
+    assert recording.failure is None
+    assert json.loads((tmp_path / "out.json").read_bytes())["traceEvents"]
+    assert [each.read_text() for each in (tmp_path / "elsewhere").iterdir()] == ["mine"]
+
+
 def test_an_interrupt_while_it_is_written_leaves_nothing(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -311,6 +323,19 @@ def test_a_world_is_traced_once_at_a_time(tmp_path):
     ):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"path": None}, r"traced \[path\]: expected a file, as a str or a Path, got None"),
+        ({"path": 5}, r"traced \[path\]: expected a file, as a str or a Path, got 5"),
+        ({"trace": "main"}, r"traced \[trace\]: expected a Trace, or None, got 'main'"),
+    ],
+)
+def test_what_it_is_given(wrong, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        traced(**{"path": tmp_path / "a.json", "world": None} | wrong)
 
 
 def test_values_that_json_lacks_become_strings(tmp_path):

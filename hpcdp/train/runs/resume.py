@@ -58,8 +58,8 @@ def is_finished(config: TrainConfig) -> bool:
     newest = look_at(found[max(found)], max(found)) if found else None
     if newest is None or newest.manifest is None or newest.damage is not None:
         return False
-    epoch = tree.below(newest.manifest.state, "position/epoch")
-    return isinstance(epoch, int) and epoch > config.epochs
+    next_epoch, ended = (tree.below(newest.manifest.state, f"position/{name}") for name in ("epoch", "ended"))
+    return isinstance(next_epoch, int) and max(next_epoch - 1, ended or 0) >= config.epochs
 
 
 def _settled_in(folder: Path, said: Mapping[str, Any], launched: bool) -> TrainConfig:

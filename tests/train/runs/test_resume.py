@@ -335,6 +335,25 @@ def test_what_it_is_made_of(every):
         Checkpoints("folder")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"stop": 5}, r"Checkpoints \[stop\]: expected StopRequests\(\), or None, got 5"),
+        ({"stop": StopRequests}, r"Checkpoints \[stop\]: expected StopRequests\(\), or None, got <class"),
+        ({"extra": ["average"]}, r"Checkpoints \[extra\]: expected a dict, or None, got \['average'\]"),
+        ({"config": 5}, r"Checkpoints \[config\]: expected a dict, or None, got 5"),
+    ],
+)
+def test_what_else_it_is_made_of(wrong, message, tmp_path):
+    def one(world):
+        with Manager(tmp_path, world) as manager, pytest.raises(ConfigError, match=message):
+            Checkpoints(manager, **wrong)
+        with Manager(tmp_path, world) as manager:
+            return Checkpoints(manager, extra={1: 2, "a": 3}).alike()[0]
+
+    assert threads.run(1, one) == ["checkpoints every=None, resume=False, extra=['1', 'a']"]
+
+
 def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(tmp_path):
     _, _, _, steps = whole_run(2, tmp_path / "a", epochs=1)
     with pytest.raises(ConfigError, match=f"got that of step {STEPS}; pass resume=True to go on, or take another"):
@@ -366,3 +385,23 @@ def test_what_cannot_be_written_ends_the_training_and_says_where_to_go_on(at, tm
         whole_run(2, tmp_path / "a", every=4, epochs=1)
     monkeypatch.undo()
     assert whole_run(2, tmp_path / "a", resume=True, epochs=1)[0].resumed == (0, newest)
+
+
+def test_a_disk_that_is_gone_ends_the_training_and_says_so(tmp_path, monkeypatch):
+    commit, find, is_gone = folders.commit, folders.find, []
+
+    def losing(folder, step, atomic_rename):
+        if step == 8:
+            is_gone.append(True)
+            raise OSError(5, "Input/output error")
+        return commit(folder, step, atomic_rename)
+
+    def found(folder):
+        if is_gone:
+            raise OSError(5, "Input/output error")
+        return find(folder)
+
+    monkeypatch.setattr(folders, "commit", losing)
+    monkeypatch.setattr(folders, "find", found)
+    with pytest.raises(SaveError, match=r"save \[.*Input/output error; make room .* --resume when it can be read\b"):
+        whole_run(2, tmp_path / "a", every=4, epochs=1)

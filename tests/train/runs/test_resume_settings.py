@@ -16,7 +16,7 @@ from hpcdp.train.runs.config import TrainConfig
 from hpcdp.train.runs.resume import is_finished, settled
 
 
-def leave_run(folder: Path, *, complete: bool = True, epoch: int = 2, **settings) -> None:
+def leave_run(folder: Path, *, complete: bool = True, epoch: int = 2, ended: int | None = None, **settings) -> None:
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(TrainConfig(**settings).to_toml())
     (folder / "metrics.jsonl").write_text("")
@@ -24,7 +24,8 @@ def leave_run(folder: Path, *, complete: bool = True, epoch: int = 2, **settings
 
         def save(world):
             with Manager(folder / "checkpoints", world) as manager:
-                manager.save(7, {"position": {"epoch": epoch, "step": 0, "total": 7}})
+                position = {"epoch": epoch, "step": 0, "total": 7} | ({} if ended is None else {"ended": ended})
+                manager.save(7, {"position": position})
 
         threads.run(1, save)
 
@@ -153,6 +154,12 @@ def test_auto_passes_over_runs_that_are_done_or_others(here):
     assert settled(said, launched=False).run_dir == "runs/mlp-digits-001"
     assert settled(said | {"lr": 0.3}, launched=True).run_dir == "runs/mlp-digits-003"
     assert is_finished(settled({"resume": "runs/mlp-digits-002"}, launched=True))
+
+
+def test_a_run_that_a_callback_has_ended_is_done_unless_it_is_to_have_more_epochs(here):
+    leave_run(here / "a", epoch=4, ended=8, epochs=8, schedule="constant")
+    assert is_finished(settled({"resume": "a"}, launched=True))
+    assert not is_finished(settled({"resume": "a", "epochs": 9}, launched=True))
 
 
 def test_a_run_whose_last_checkpoint_is_damaged_is_not_known_to_be_done(here):
