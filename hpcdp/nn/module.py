@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -23,8 +24,8 @@ class Module:
     """A part of a network. Subclasses set their parts as attributes and define ``forward``.
 
     Attributes that are a `Parameter` are learnt, other tensors are buffers (kept with the network, not learnt), modules
-    are parts; the order of assignment is their order. Whether layers train or predict is the calling thread's
-    `autograd.is_training`.
+    are parts; the order of assignment is their order. What is in a list, tuple or dict is none of that. Whether layers
+    train or predict is the calling thread's `autograd.is_training`.
     """
 
     needs_all_ranks = False
@@ -157,12 +158,26 @@ class Module:
                 yield name, tensor
 
     def parameters(self) -> list[Parameter]:
-        """All parameters, each once; sets each one's ``name`` to its path from this module."""
+        """All parameters, each once; sets each one's ``name`` to its path from this module.
+
+        Warns of those in lists, tuples and dicts, which are no parts: they would not be trained, in silence.
+        """
         found = []
         for name, parameter in self.named_parameters():
             parameter.name = name
             found.append(parameter)
+        self._warn_of_unreached(set(found))
         return found
+
+    def _warn_of_unreached(self, reached: set[Parameter]) -> None:
+        for prefix, module in self._modules(""):
+            for name, value in vars(module).items():
+                if isinstance(value, (list, tuple, dict)) and not reached.issuperset(_parameters_in(value)):
+                    warnings.warn(
+                        f"{prefix}{name}: parameters in a {type(value).__name__} are not the network's, and neither "
+                        "trained nor saved: keep layers in an nn.Sequential, or set each as an attribute",
+                        stacklevel=3,
+                    )
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Path and tensor of what is kept but not learnt, such as running statistics."""
@@ -262,6 +277,17 @@ class Module:
         parts = [f"  ({name}): {part!r}".replace("\n", "\n  ") for name, part in self.children()]
         head = f"{type(self).__name__}({self.describe()}"
         return "\n".join([head, *parts, ")"]) if parts else head + ")"
+
+
+def _parameters_in(value: Any) -> Iterator[Parameter]:
+    """Those of modules, and those themselves, in lists, tuples and dicts, also in each other."""
+    if isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _parameters_in(each)
+    elif isinstance(value, Module):
+        yield from (parameter for _, parameter in value.named_parameters())
+    elif isinstance(value, Parameter):
+        yield value
 
 
 def _dtype(dtype: Any) -> np.dtype:

@@ -59,6 +59,37 @@ def test_shared_parameters_come_once():
     np.testing.assert_allclose(net.a.bias.grad, 2 + 2 * weight.sum(axis=1), rtol=1e-5)
 
 
+class InContainer(nn.Module):
+    """The same layers as attributes, and in a container."""
+
+    def __init__(self, container):
+        self.first, self.last = nn.Dense(3, 4), nn.Dense(4, 2)
+        self.layers = container(self.first, nn.Dense(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("container", "named"),
+    [
+        (lambda *layers: list(layers), "list"),
+        (lambda *layers: (3, [layers]), "tuple"),
+        (lambda *layers: {"scale": layers[1].weight}, "dict"),
+    ],
+)
+def test_parameters_in_a_container_are_told(container, named):
+    net = nn.Sequential(nn.ReLU(), InContainer(container))
+    with pytest.warns(UserWarning, match=rf"^1\.layers: parameters in a {named} are not the network's") as told:
+        names = [param.name for param in net.parameters()]
+    assert names == ["1.first.weight", "1.first.bias", "1.last.weight", "1.last.bias"]
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("container", [lambda *layers: [layers[0], "text", None], lambda *layers: {"of": layers[0]}])
+def test_containers_of_what_the_network_has_are_not_told(container, recwarn):
+    assert len(InContainer(container).parameters()) == 4
+    assert not recwarn.list
+
+
 def test_hooks_run_from_the_last_layer_to_the_first():
     net = nn.Sequential(nn.Dense(3, 4, activation="relu"), nn.Dense(4, 4), nn.ReLU(), nn.Dense(4, 2))
     order = []
