@@ -188,9 +188,8 @@ class Tensor:
                 remedy="make a new tensor (autograd.stack, concatenate, where), or write value.detach()",
             )
         self._refuse_recorded()
-        self._become_changeable()
         with on_device_of(self.data):
-            self.data[arrangement.index(key)] = value_of(value)
+            self.changeable()[arrangement.index(key)] = value_of(value)
 
     def _refuse_recorded(self) -> None:
         """The operation that made a tensor may need its elements until backward has freed the tape, and others until
@@ -201,10 +200,11 @@ class Tensor:
             raise self._on_tape("that was recorded", "call backward first")
         refuse_change(self.data, getattr(self, "name", ""))
 
-    def _become_changeable(self) -> None:
-        """A number of NumPy's, as sums over all axes are, cannot change; an array can."""
+    def changeable(self) -> Array:
+        """``data``, as an array that can change: a number of NumPy's, as sums over all axes are, becomes one."""
         if isinstance(self.data, np.generic):
             self.data = np.array(self.data)
+        return self.data
 
     def _on_tape(self, state: str, way_out: str) -> HpcdpError:
         return HpcdpError(
@@ -229,9 +229,8 @@ class Tensor:
                 got=result.dtype,
                 remedy="use x = ...",
             )
-        self._become_changeable()
         with on_device_of(self.data):
-            self.data[...] = result
+            self.changeable()[...] = result
         return self
 
     def __getitem__(self, key: Any) -> Tensor:

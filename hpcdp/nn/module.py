@@ -9,11 +9,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..arrays import Array, dtype_of, from_host, is_float, on_device_of, to_host
+from ..arrays import Array, dtype_of, from_host, has_namespace, is_float, on_device_of, to_host
 from ..autograd import Tensor, as_tensor, concatenate
 from ..autograd.registry import catch_up
 from ..devices import Device
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError, type_named
 from ..holders import refuse_change
 from ..state import require_state
 from .hybrid import Graph, Hybrid, changed
@@ -239,35 +239,31 @@ class Module:
     def state_dict(self) -> dict[str, Array]:
         """Parameters and buffers by path: the arrays themselves, not copies."""
         catch_up()
-        return {name: tensor.data for name, tensor in self._tensors()}
+        return {name: tensor.changeable() for name, tensor in self._tensors()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy the arrays of a `state_dict` into this module's, in place; nothing is changed if any does not fit.
 
         Raises:
-            ConfigError: a key is missing or too many, or a shape differs.
+            ConfigError: a key is missing or too many, a value is no array, or one of another shape, or of a dtype that
+                does not fit.
             HpcdpError: ranks hold a parameter together, and others may still read it: see
                 `Trainer.changing_parameters`.
         """
         catch_up()
         require_state("a network", state)
-        own = dict(self._tensors())
+        own = self.state_dict()
         for name in [*own, *state]:
             if name not in state or name not in own:
                 held, lacks = ("the network", "the state") if name in own else ("the state", "the network")
                 raise ConfigError("load_state_dict", where=name, expected=f"it in {lacks}", got=f"it in {held} only")
-            if tuple(state[name].shape) != tuple(own[name].shape):
-                raise ConfigError(
-                    "load_state_dict",
-                    where=name,
-                    expected=f"shape {tuple(own[name].shape)}",
-                    got=f"shape {tuple(state[name].shape)}",
-                )
-            if state[name] is not own[name].data:  # which a checkpoint has filled already, on all ranks together
-                refuse_change(own[name].data, name, "load_state_dict")
-        for name, tensor in own.items():
-            with on_device_of(tensor.data):
-                tensor.data[...] = from_host(to_host(state[name]), tensor.data)
+        others = {name: array for name, array in own.items() if state[name] is not array}
+        given = {name: _fitting(name, state[name], array) for name, array in others.items()}
+        for name, array in others.items():  # what a checkpoint has filled already it has on all ranks together
+            refuse_change(array, name, "load_state_dict")
+        for name, array in others.items():
+            with on_device_of(array):
+                array[...] = from_host(to_host(given[name]), array)
 
     def describe(self) -> str:
         """What stands in the parentheses of this module's own line in ``repr``."""
@@ -288,6 +284,23 @@ def _parameters_in(value: Any) -> Iterator[Parameter]:
         yield from (parameter for _, parameter in value.named_parameters())
     elif isinstance(value, Parameter):
         yield value
+
+
+def _fitting(name: str, given: Any, own: Array) -> Array:
+    """What is given for ``own``, as an array; `ConfigError` where it does not fit."""
+    expected = f"an array of shape {tuple(own.shape)}"
+    if not hasattr(given, "shape"):
+        raise ConfigError("load_state_dict", where=name, expected=expected, got=type_named(given))
+    if tuple(given.shape) != tuple(own.shape):
+        got = f"shape {tuple(given.shape)}"
+        raise ConfigError("load_state_dict", where=name, expected=f"shape {tuple(own.shape)}", got=got)
+    try:
+        array = given if has_namespace(given) else np.asarray(given)
+    except (RuntimeError, TypeError) as error:  # as PyTorch says it of a tensor that wants a gradient
+        raise ConfigError("load_state_dict", where=name, expected=expected, got=error) from error
+    if not np.can_cast(array.dtype, own.dtype, "same_kind"):
+        raise ConfigError("load_state_dict", where=name, expected=f"numbers that fit {own.dtype}", got=array.dtype)
+    return array
 
 
 def _dtype(dtype: Any) -> np.dtype:

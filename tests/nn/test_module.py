@@ -123,12 +123,26 @@ def test_state_goes_out_and_in():
     np.testing.assert_allclose(on_device(standin.asarray(x)).asnumpy(), net(x).data, rtol=1e-6)
 
 
+class Refusing:
+    """A tensor of PyTorch's that wants a gradient is none of NumPy's."""
+
+    shape = (2,)
+
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("Use detach()")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda s: s.pop("scale"), r"load_state_dict \[scale\]: expected it in the state, got it in the network only"),
         (lambda s: s.update(more=np.ones(1)), r"\[more\]: expected it in the network, got it in the state only"),
         (lambda s: s.update(scale=np.ones(3)), r"\[scale\]: expected shape \(2,\), got shape \(3,\)"),
+        (lambda s: s.update(scale=[1.0, 2.0]), r"\[scale\]: expected an array of shape \(2,\), got a list"),
+        (lambda s: s.update(scale=None), r"\[scale\]: expected an array of shape \(2,\), got a NoneType"),
+        (lambda s: s.update(scale=np.array(["1", "x"])), r"\[scale\]: expected numbers that fit float32, got <U1"),
+        (lambda s: s.update(scale=np.ones(2, complex)), r"\[scale\]: expected numbers .* float32, got complex128"),
+        (lambda s: s.update(scale=Refusing()), r"\[scale\]: expected an array of shape \(2,\), got Use detach\(\)"),
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(change, message):
@@ -138,6 +152,17 @@ def test_a_state_that_does_not_fit_changes_nothing(change, message):
     with pytest.raises(ConfigError, match=message):
         net.load_state_dict(state)
     assert not any((array == 7).any() for array in net.state_dict().values())
+
+
+def test_a_state_has_numbers_without_axes():
+    net, other = Block(), Block()
+    for number, each in enumerate((net, other)):
+        each.mean = Tensor(np.arange(3, dtype=np.float32) + number).mean()  # a number of NumPy's
+        each.temperature = nn.Parameter(np.ones((), np.float32))
+        each.temperature.data = each.temperature.data * (number + 2)
+    other.load_state_dict(net.state_dict())
+    assert (other.mean.item(), other.temperature.item()) == (1, 2)
+    assert all(isinstance(array, np.ndarray) for array in other.state_dict().values())
 
 
 class Tagged(nn.Parameter):
