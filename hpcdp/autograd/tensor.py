@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, on_device_of, to_host
+from ..arrays import Array, array_namespace, has_namespace, on_device_of, to_host
 from ..errors import HpcdpError, UnsupportedError, shortened
 from ..holders import refuse_change
 from .modes import modes
@@ -24,16 +24,19 @@ def require_grad_req(operation: str, grad_req: object) -> None:
 
 
 def _numbers(data: Any) -> np.ndarray:
-    """Numbers, or nested sequences of them, as float32."""
+    """Numbers, or nested sequences of them, as float32; an array of another library in its own dtype."""
     remedy = None
     try:
-        numbers = np.asarray(data, np.float32)
-    except (TypeError, ValueError):
-        pass
+        numbers = np.asarray(data, None if hasattr(data, "dtype") else np.float32)
+    except (RuntimeError, TypeError, ValueError) as error:
+        remedy = str(error) if hasattr(data, "dtype") else None  # as PyTorch says what is to be done
     else:
-        if not np.isnan(numbers).any() or not any(each is None for each in np.asarray(data, object).flat):
+        if numbers.dtype.kind in "OSU":  # NumPy takes any object for an array
+            pass
+        elif not np.isnan(numbers).any() or not any(each is None for each in np.asarray(data, object).flat):
             return numbers
-        remedy = "leave out an input that is optional"  # NumPy makes NaN of it
+        else:
+            remedy = "leave out an input that is optional"  # NumPy makes NaN of it
     raise HpcdpError("Tensor", expected="an array, or numbers", got=shortened(repr(data), 40), remedy=remedy)
 
 
@@ -47,10 +50,11 @@ class Tensor:
     from the new values.
 
     Args:
-        data: an array, kept as it is, not copied; numbers and lists become float32 NumPy arrays.
+        data: an array, kept as it is, not copied; numbers and lists become float32 NumPy arrays, and what else NumPy
+            takes for an array, as PyTorch's tensors in host memory and data sets of h5py, NumPy arrays of its dtype.
 
     Raises:
-        HpcdpError: ``data`` is None.
+        HpcdpError: ``data`` is none of that.
     """
 
     __slots__ = ("__weakref__", "data", "grad", "grad_hook", "grad_req", "node")
@@ -60,7 +64,7 @@ class Tensor:
         if type(data) is not np.ndarray:
             if isinstance(data, Tensor):
                 data = data.data
-            elif not hasattr(data, "__array_namespace__") and not hasattr(data, "dtype"):
+            elif not has_namespace(data):
                 data = _numbers(data)
         self.data: Array = data
         self.grad: Array | None = None
