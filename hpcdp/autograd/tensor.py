@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, has_namespace, on_device_of, to_host
+from ..arrays import Array, array_namespace, on_device_of, to_host
 from ..errors import HpcdpError, UnsupportedError, shortened
 from ..holders import refuse_change
 from .modes import modes
@@ -64,7 +64,7 @@ class Tensor:
         if type(data) is not np.ndarray:
             if isinstance(data, Tensor):
                 data = data.data
-            elif not has_namespace(data):
+            elif not hasattr(data, "__array_namespace__") and not hasattr(data, "strides"):  # as CuPy's have
                 data = _numbers(data)
         self.data: Array = data
         self.grad: Array | None = None
