@@ -91,9 +91,12 @@ class Replicas(Module):
             raise DeviceError("Replicas", where=device, expected=f"one of {', '.join(map(repr, self.devices))}",
                               got="a device on which the network is not")  # fmt: skip
         there = self._copies[device]
-        if there is None:
-            there = self._copies[device] = _Copy(self.net, device)
-        return _OnDevice(there)
+        if there is not None:
+            return _OnDevice(there)
+        made = _OnDevice(_Copy(self.net, device))
+        made.bring()  # an error where its shapes are not known yet
+        self._copies[device] = made.copy
+        return made
 
     def forward(self, x: Tensor) -> Tensor:
         if len(self.devices) > 1 and is_training() and self._look.is_due():
@@ -144,7 +147,7 @@ class _OnDevice(Module):
 
     def __init__(self, there: _Copy) -> None:
         self.net, self.there, self.device = there.net, there.module, there.device
-        self._copy = there
+        self.copy = there
 
     def forward(self, *inputs: Any) -> Any:
         self.bring()
@@ -153,7 +156,7 @@ class _OnDevice(Module):
     def bring(self) -> None:
         """Let it have what the network has now."""
         with self.device.current():
-            self._copy.bring({})
+            self.copy.bring({})
 
     def compute(self, *inputs: Any) -> Any:
         """`forward` with what it has."""
