@@ -19,7 +19,6 @@ from .init import Initialiser, Normal, Ones, Zeros
 from .layers import Dense
 from .module import Module
 from .operands import alike, called, contiguous, kernels_for, refreshed
-from .parameter import Parameter
 
 
 @operator("embedding", ("tokens", "weight"))
@@ -209,7 +208,7 @@ class Embedding(Module):
     def __init__(self, num_tokens: int, features: int, weight_init: Initialiser | None = None) -> None:
         for where, number in (("num_tokens", num_tokens), ("features", features)):
             whole_number("Embedding", where, number, 1)
-        self.weight = Parameter((weight_init or Normal(0.02))((num_tokens, features)))
+        self.weight = deferred.parameter((num_tokens, features), weight_init or Normal(0.02))
 
     def forward(self, x: Tensor) -> Tensor:
         return embedding(x, self.weight)
