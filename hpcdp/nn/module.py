@@ -134,7 +134,7 @@ class Module:
         catch_up()
         graph = self.graph()
         assert self._hybrid is not None
-        return export(self._hybrid.with_other_batches(graph), path)
+        return export(self._hybrid.for_export(graph), path)
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Name and module of every direct part."""
