@@ -129,8 +129,10 @@ class Tensor:
         """Wait until the values are there, where they may still be computed: see `asynchronous`."""
 
     def __getstate__(self) -> Any:
-        catch_up()  # copies and pickles are of what all calls have left
-        return object.__getstate__(self)
+        catch_up()  # copies and pickles are of what all calls have left, and on no tape, to which others' leaves belong
+        state: Any = object.__getstate__(self)
+        attributes, slots = state
+        return attributes, {**slots, "node": None}
 
     def detach(self) -> Tensor:
         """The same ``data`` as a tensor that is on no tape."""

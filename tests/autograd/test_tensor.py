@@ -1,3 +1,5 @@
+import copy
+import pickle
 import re
 
 import numpy as np
@@ -243,3 +245,32 @@ def test_a_tensor_without_axes_has_no_rows():
 def test_complex_numbers_get_no_gradient():
     with pytest.raises(UnsupportedError, match="expected floats, got complex64"):
         Tensor(np.ones(2, np.complex64)).attach_grad()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_of_recorded_tensors_are_on_no_tape(copied):
+    class Keeps(nn.Module):
+        def __init__(self):
+            self.dense = nn.Dense(2, 2)
+
+        def forward(self, x):
+            self.kept = self.dense(x)
+            return self.kept * 2
+
+    leaf = Tensor([1.0, 2.0])
+    leaf.attach_grad()
+    with autograd.record():
+        y = leaf * 3
+    other = copied(y)
+    assert (other.node, other.data.tolist()) == (None, [3, 6])
+    with pytest.raises(HpcdpError, match="that is not on the tape"):
+        other.backward()
+    y.backward()
+    assert leaf.grad.tolist() == [3, 3]
+    if copied is copy.deepcopy:  # of a network that has kept a result, nothing but its value
+        net = Keeps()
+        with autograd.record():
+            net(np.ones((1, 2), np.float32))
+        made = copied(net)
+        assert made.kept.node is None
+        assert net.kept.node is not None
