@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import numpy as np
 
@@ -349,8 +349,14 @@ class Sequential(Module):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __getitem__(self, index: int) -> Module:
-        return list(self)[index]
+    @overload
+    def __getitem__(self, index: int) -> Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequential: ...
+    def __getitem__(self, index: int | slice) -> Module:
+        """One of the modules; of a slice the same modules in a `Sequential`, as of which they are named anew."""
+        found = list(self)[index]
+        return Sequential(*found) if isinstance(found, list) else found
 
 
 class HybridConcurrent(Module):

@@ -59,6 +59,17 @@ def test_shared_parameters_come_once():
     np.testing.assert_allclose(net.a.bias.grad, 2 + 2 * weight.sum(axis=1), rtol=1e-5)
 
 
+def test_a_slice_is_a_network_of_the_same_layers():
+    net = nn.Sequential(nn.Dense(3, 4), nn.ReLU(), nn.Dense(4, 4), nn.Dense(4, 2))
+    x = np.random.default_rng(3).standard_normal((5, 3)).astype(np.float32)
+    first, last = net[:2], net[2:]
+    np.testing.assert_array_equal(last(first(x)).data, net(x).data)
+    assert [type(each) for each in net[::-2]] == [nn.Dense, nn.ReLU]
+    assert last[0] is net[2]
+    assert [name for name, _ in last.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert len(net[9:]) == 0
+
+
 class InContainer(nn.Module):
     """The same layers as attributes, and in a container."""
 
