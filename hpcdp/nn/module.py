@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -368,9 +369,11 @@ class HybridConcurrent(Module):
     """
 
     def __init__(self, *modules: Module, axis: int = 1) -> None:
-        if not isinstance(axis, int):
-            raise ConfigError("HybridConcurrent", where="axis", expected="the number of an axis", got=repr(axis))
-        self.axis = axis
+        try:
+            self.axis = operator.index(axis)
+        except TypeError as error:
+            expected = "the number of an axis"
+            raise ConfigError("HybridConcurrent", where="axis", expected=expected, got=repr(axis)) from error
         for number, module in enumerate(modules):
             if not isinstance(module, Module):
                 raise ConfigError("HybridConcurrent", expected="modules", got=type(module).__name__)

@@ -9,7 +9,7 @@ from typing import Any
 from ..arrays import Array, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..autograd.registry import Call, operator
-from ..errors import ConfigError, DataError, UnsupportedError, whole_number
+from ..errors import ConfigError, DataError, UnsupportedError, is_number, whole_number
 from ..kernels.buffers import empty
 from ..kernels.cuda.capture import fill
 from ..kernels.cuda.cublas import matmul_of
@@ -229,6 +229,8 @@ class LayerNorm(Module):
     def __init__(self, features: int | None, eps: float = 1e-5) -> None:
         if features is not None:
             whole_number("LayerNorm", "features", features, 1)
+        if not is_number(eps) or not eps >= 0:
+            raise ConfigError("LayerNorm", where="eps", expected="a number >= 0", got=repr(eps))
         self.gamma, self.beta = deferred.parameter((features,), Ones()), deferred.parameter((features,), Zeros())
         self.eps = eps
 
@@ -259,7 +261,9 @@ class CausalSelfAttention(Module):
     """
 
     def __init__(self, width: int, heads: int, weight_init: Initialiser | None = None) -> None:
-        if heads < 1 or width % heads:
+        for where, number in (("width", width), ("heads", heads)):
+            whole_number("CausalSelfAttention", where, number, 1)
+        if width % heads:
             raise ConfigError("CausalSelfAttention", expected=f"heads that divide {width}", got=heads)
         self.project = Dense(width, 3 * width, weight_init=weight_init)
         self.merge = Dense(width, width, weight_init=weight_init)
