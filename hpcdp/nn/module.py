@@ -240,6 +240,9 @@ class Module:
     def state_dict(self) -> dict[str, Array]:
         """Parameters and buffers by path: the arrays themselves, not copies."""
         catch_up()
+        return self._arrays()
+
+    def _arrays(self) -> dict[str, Array]:
         return {name: tensor.changeable() for name, tensor in self._tensors()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
@@ -253,7 +256,7 @@ class Module:
         """
         catch_up()
         require_state("a network", state)
-        own = self.state_dict()
+        own = self._arrays()  # not what a state_dict of one's own has besides
         for name in [*own, *state]:
             if name not in state or name not in own:
                 held, lacks = ("the network", "the state") if name in own else ("the state", "the network")

@@ -165,6 +165,19 @@ def test_a_state_that_does_not_fit_changes_nothing(change, message):
     assert not any((array == 7).any() for array in net.state_dict().values())
 
 
+def test_a_network_may_have_more_in_its_state():
+    class Versioned(Block):
+        def state_dict(self):
+            return {**super().state_dict(), "version": 3}
+
+        def load_state_dict(self, state):
+            super().load_state_dict({name: value for name, value in state.items() if name != "version"})
+
+    net, other = Versioned(), Versioned()
+    other.load_state_dict(net.state_dict())
+    np.testing.assert_array_equal(other.last.weight.data, net.last.weight.data)
+
+
 def test_a_state_has_numbers_without_axes():
     net, other = Block(), Block()
     for number, each in enumerate((net, other)):
