@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from .registry import Tracer
@@ -55,6 +55,9 @@ class _Set(contextlib.ContextDecorator):
     def __init__(self, recording: bool | None = None, training: bool | None = None) -> None:
         self._recording, self._training = recording, training
         self._before: list[tuple[bool, bool, int]] = []
+
+    def _recreate_cm(self) -> Self:  # of a decorated function, which several threads may call at once
+        return type(self)(self._recording, self._training)
 
     def __enter__(self) -> None:
         here = modes

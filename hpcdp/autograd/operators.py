@@ -290,7 +290,7 @@ def tanh(x: Any) -> Tensor:
     """The hyperbolic tangent."""
     a = value_of(x)
     xp = array_namespace(a)
-    value = xp.tanh(a, out=empty(a.shape, a.dtype, xp))
+    value = xp.tanh(a, out=empty(a.shape, _floats_of(a), xp))
 
     def derivative(gy: Array) -> Array:
         y = _wide(value)
@@ -306,12 +306,12 @@ def sigmoid(x: Any) -> Tensor:
     """``1 / (1 + exp(-x))``."""
     a = value_of(x)
     xp = array_namespace(a)
-    value = empty(a.shape, a.dtype, xp)
+    value = empty(a.shape, _floats_of(a), xp)
 
     def compute(value: Array) -> None:
         wide = _wide(a)
         y = value if wide is a else empty(a.shape, wide.dtype, xp)
-        xp.negative(wide, out=y)
+        xp.negative(wide, out=y, dtype=y.dtype.type)
         with np.errstate(over="ignore"):  # an infinity gives 0
             xp.exp(y, out=y)
         y += 1
@@ -328,6 +328,11 @@ def sigmoid(x: Any) -> Tensor:
         return xp.multiply(dx, gy, out=dx)
 
     return unary(x, value, derivative, lambda out: [(compute, (out,))])
+
+
+def _floats_of(x: Array) -> np.dtype:
+    """The dtype of a function of ``x`` that is no whole number, as NumPy has it: of integers one of floats."""
+    return np.result_type(x.dtype, np.float16) if x.dtype.kind in "biu" else x.dtype
 
 
 def _wide(x: Array) -> Array:

@@ -24,16 +24,19 @@ def require_grad_req(operation: str, grad_req: object) -> None:
 
 
 def _numbers(data: Any) -> np.ndarray:
-    """Numbers, or nested sequences of them, as float32."""
+    """Numbers, or nested sequences of them, as float32; an array of another library in its own dtype."""
     remedy = None
     try:
-        numbers = np.asarray(data, np.float32)
-    except (TypeError, ValueError):
-        pass
+        numbers = np.asarray(data, None if hasattr(data, "dtype") else np.float32)
+    except (RuntimeError, TypeError, ValueError) as error:
+        remedy = str(error) if hasattr(data, "dtype") else None  # as PyTorch says what is to be done
     else:
-        if not np.isnan(numbers).any() or not any(each is None for each in np.asarray(data, object).flat):
+        if numbers.dtype.kind in "OSU":  # NumPy takes any object for an array
+            pass
+        elif not np.isnan(numbers).any() or not any(each is None for each in np.asarray(data, object).flat):
             return numbers
-        remedy = "leave out an input that is optional"  # NumPy makes NaN of it
+        else:
+            remedy = "leave out an input that is optional"  # NumPy makes NaN of it
     raise HpcdpError("Tensor", expected="an array, or numbers", got=shortened(repr(data), 40), remedy=remedy)
 
 
@@ -47,10 +50,11 @@ class Tensor:
     from the new values.
 
     Args:
-        data: an array, kept as it is, not copied; numbers and lists become float32 NumPy arrays.
+        data: an array, kept as it is, not copied; numbers and lists become float32 NumPy arrays, and what else NumPy
+            takes for an array, as PyTorch's tensors in host memory and data sets of h5py, NumPy arrays of its dtype.
 
     Raises:
-        HpcdpError: ``data`` is None.
+        HpcdpError: ``data`` is none of that.
     """
 
     __slots__ = ("__weakref__", "data", "grad", "grad_hook", "grad_req", "node")
@@ -60,7 +64,7 @@ class Tensor:
         if type(data) is not np.ndarray:
             if isinstance(data, Tensor):
                 data = data.data
-            elif not hasattr(data, "__array_namespace__") and not hasattr(data, "dtype"):
+            elif not hasattr(data, "__array_namespace__") and not hasattr(data, "strides"):  # as CuPy's have
                 data = _numbers(data)
         self.data: Array = data
         self.grad: Array | None = None
@@ -125,8 +129,10 @@ class Tensor:
         """Wait until the values are there, where they may still be computed: see `asynchronous`."""
 
     def __getstate__(self) -> Any:
-        catch_up()  # copies and pickles are of what all calls have left
-        return object.__getstate__(self)
+        catch_up()  # copies and pickles are of what all calls have left, and on no tape, to which others' leaves belong
+        state: Any = object.__getstate__(self)
+        attributes, slots = state
+        return attributes, {**slots, "node": None}
 
     def detach(self) -> Tensor:
         """The same ``data`` as a tensor that is on no tape."""
@@ -188,9 +194,8 @@ class Tensor:
                 remedy="make a new tensor (autograd.stack, concatenate, where), or write value.detach()",
             )
         self._refuse_recorded()
-        self._become_changeable()
         with on_device_of(self.data):
-            self.data[arrangement.index(key)] = value_of(value)
+            self.changeable()[arrangement.index(key)] = value_of(value)
 
     def _refuse_recorded(self) -> None:
         """The operation that made a tensor may need its elements until backward has freed the tape, and others until
@@ -201,10 +206,11 @@ class Tensor:
             raise self._on_tape("that was recorded", "call backward first")
         refuse_change(self.data, getattr(self, "name", ""))
 
-    def _become_changeable(self) -> None:
-        """A number of NumPy's, as sums over all axes are, cannot change; an array can."""
+    def changeable(self) -> Array:
+        """``data``, as an array that can change: a number of NumPy's, as sums over all axes are, becomes one."""
         if isinstance(self.data, np.generic):
             self.data = np.array(self.data)
+        return self.data
 
     def _on_tape(self, state: str, way_out: str) -> HpcdpError:
         return HpcdpError(
@@ -229,9 +235,8 @@ class Tensor:
                 got=result.dtype,
                 remedy="use x = ...",
             )
-        self._become_changeable()
         with on_device_of(self.data):
-            self.data[...] = result
+            self.changeable()[...] = result
         return self
 
     def __getitem__(self, key: Any) -> Tensor:

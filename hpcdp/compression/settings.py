@@ -109,8 +109,9 @@ class Compression:
         return cls(kind(**settings), feedback, inside_nodes)
 
     def __str__(self) -> str:
-        settings = [f"{key}={value!r}" for key, value in dataclasses.asdict(self.codec).items() if value is not None]  # type: ignore[call-overload]
-        settings += [] if self.feedback is None else [f"feedback={self.feedback!r}"]
+        """What `of` makes the same of again."""
+        numbers = {**dataclasses.asdict(self.codec), "feedback": self.feedback}  # type: ignore[call-overload]
+        settings = [f"{key}={float(value)!r}" for key, value in numbers.items() if value is not None]  # NumPy's, too
         settings += ["inside_nodes=on"] if self.inside_nodes else []
         return self.codec.name + (f":{','.join(settings)}" if settings else "")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, DeviceError
+from ..errors import ConfigError, DeviceError, type_named
 from .module import Module
 from .parameter import Parameter
 
@@ -17,17 +17,36 @@ Draw = Callable[[tuple[int, ...]], np.ndarray]
 
 def parameter(shape: Shape, draw: Draw) -> Parameter:
     """A parameter with the values of ``draw(shape)``: now, or, where a length is None, from its first `settle` on."""
-    if not callable(draw):
-        expected = "a function of shape and dtype, such as nn.init.Xavier()"
-        raise ConfigError("parameter", where="weight_init", expected=expected, got=repr(draw))
+    require_draw(draw)
     known = tuple(length for length in shape if length is not None)
-    return Parameter(draw(known)) if len(known) == len(shape) else Deferred(shape, draw)
+    return Parameter(drawn(draw, known)) if len(known) == len(shape) else Deferred(shape, draw)
+
+
+def require_draw(draw: object) -> None:
+    """Raises `ConfigError` unless it is a function."""
+    if not callable(draw):
+        expected = "a function of a shape, such as nn.init.Xavier()"
+        raise ConfigError("parameter", where="weight_init", expected=expected, got=repr(draw))
+
+
+def drawn(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
+    """``draw(shape)`` in float32, as layers begin; `ConfigError` where it gives something else than so many numbers."""
+    given = draw(shape)
+    try:
+        values = np.asarray(given, np.float32)
+    except (TypeError, ValueError):
+        got = type_named(given)
+    else:
+        if values.shape == shape:
+            return values
+        got = f"shape {values.shape}"
+    raise ConfigError("parameter", where="weight_init", expected=f"numbers of shape {shape}", got=got)
 
 
 def settle(param: Parameter, length: int) -> None:
     """Where ``param`` waits for the one length of its shape that is not known, draw its values with this one."""
     if isinstance(param, Deferred) and param.draw is not None:
-        values = param.draw(tuple(length if each is None else each for each in param.expected))
+        values = drawn(param.draw, tuple(length if each is None else each for each in param.expected))
         param.draw = param.data_hook = None
         param.data = values
         param.attach_grad(param.grad_req)

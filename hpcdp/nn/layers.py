@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..autograd import Tensor
 from ..errors import ConfigError, UnsupportedError, whole_number
 from . import deferred, functional
-from .functional import Pair, Size, pair
+from .functional import Pair, Size
 from .init import Initialiser, Xavier, Zeros
 from .module import Module
 from .parameter import Parameter
@@ -28,10 +28,12 @@ def require_channels(layer: Module, **numbers: int | None) -> None:
 def window(layer: Module, where: str, size: Size, least: int) -> Pair:
     """(vertical, horizontal); `ConfigError` unless they are at least ``least``."""
     sizes = size if isinstance(size, Sequence) and len(size) == 2 else (size, size)
-    if not all(isinstance(each, int) and each >= least for each in sizes):
+    try:
+        first, last = (whole_number(type(layer).__name__, where, each, least) for each in sizes)
+    except ConfigError as error:
         expected = f"an integer >= {least}, or two of them"
-        raise ConfigError(type(layer).__name__, where=where, expected=expected, got=repr(size))
-    return pair(size)
+        raise ConfigError(type(layer).__name__, where=where, expected=expected, got=repr(size)) from error
+    return first, last
 
 
 class Dense(Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, is_half, is_host
+from ..arrays import Array, has_namespace, is_half, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.registry import operator
 from ..errors import ConfigError, DataError, UnsupportedError, type_named
@@ -31,7 +31,8 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
         UnsupportedError: other shapes, logits that are no floats, or labels that are no integers.
         DataError: a label is out of range.
     """
-    losses = _cross_entropy(logits, labels if hasattr(labels, "shape") else np.asarray(labels))
+    is_array = isinstance(labels, Tensor) or has_namespace(labels)
+    losses = _cross_entropy(logits, labels if is_array else np.asarray(labels))
     if losses.ndim < 2:
         return losses
     return losses.reshape(losses.shape[0], math.prod(losses.shape[1:])).mean(axis=1)

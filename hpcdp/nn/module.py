@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import operator
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import numpy as np
 
-from ..arrays import Array, dtype_of, from_host, is_float, on_device_of, to_host
+from ..arrays import Array, dtype_of, from_host, has_namespace, is_float, on_device_of, to_host
 from ..autograd import Tensor, as_tensor, concatenate
 from ..autograd.registry import catch_up
 from ..devices import Device
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError, type_named
 from ..holders import refuse_change
 from ..state import require_state
 from .hybrid import Graph, Hybrid, changed
@@ -23,8 +25,8 @@ class Module:
     """A part of a network. Subclasses set their parts as attributes and define ``forward``.
 
     Attributes that are a `Parameter` are learnt, other tensors are buffers (kept with the network, not learnt), modules
-    are parts; the order of assignment is their order. Whether layers train or predict is the calling thread's
-    `autograd.is_training`.
+    are parts; the order of assignment is their order. What is in a list, tuple or dict is none of that. Whether layers
+    train or predict is the calling thread's `autograd.is_training`.
     """
 
     needs_all_ranks = False
@@ -133,7 +135,7 @@ class Module:
         catch_up()
         graph = self.graph()
         assert self._hybrid is not None
-        return export(self._hybrid.with_other_batches(graph), path)
+        return export(self._hybrid.for_export(graph), path)
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Name and module of every direct part."""
@@ -157,12 +159,26 @@ class Module:
                 yield name, tensor
 
     def parameters(self) -> list[Parameter]:
-        """All parameters, each once; sets each one's ``name`` to its path from this module."""
+        """All parameters, each once; sets each one's ``name`` to its path from this module.
+
+        Warns of those in lists, tuples and dicts, which are no parts: they would not be trained, in silence.
+        """
         found = []
         for name, parameter in self.named_parameters():
             parameter.name = name
             found.append(parameter)
+        self._warn_of_unreached(set(found))
         return found
+
+    def _warn_of_unreached(self, reached: set[Parameter]) -> None:
+        for prefix, module in self._modules(""):
+            for name, value in vars(module).items():
+                if isinstance(value, (list, tuple, dict)) and not reached.issuperset(_parameters_in(value)):
+                    warnings.warn(
+                        f"{prefix}{name}: parameters in a {type(value).__name__} are not the network's, and neither "
+                        "trained nor saved: keep layers in an nn.Sequential, or set each as an attribute",
+                        stacklevel=3,
+                    )
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Path and tensor of what is kept but not learnt, such as running statistics."""
@@ -224,35 +240,34 @@ class Module:
     def state_dict(self) -> dict[str, Array]:
         """Parameters and buffers by path: the arrays themselves, not copies."""
         catch_up()
-        return {name: tensor.data for name, tensor in self._tensors()}
+        return self._arrays()
+
+    def _arrays(self) -> dict[str, Array]:
+        return {name: tensor.changeable() for name, tensor in self._tensors()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy the arrays of a `state_dict` into this module's, in place; nothing is changed if any does not fit.
 
         Raises:
-            ConfigError: a key is missing or too many, or a shape differs.
+            ConfigError: a key is missing or too many, a value is no array, or one of another shape, or of a dtype that
+                does not fit.
             HpcdpError: ranks hold a parameter together, and others may still read it: see
                 `Trainer.changing_parameters`.
         """
         catch_up()
         require_state("a network", state)
-        own = dict(self._tensors())
+        own = self._arrays()  # not what a state_dict of one's own has besides
         for name in [*own, *state]:
             if name not in state or name not in own:
                 held, lacks = ("the network", "the state") if name in own else ("the state", "the network")
                 raise ConfigError("load_state_dict", where=name, expected=f"it in {lacks}", got=f"it in {held} only")
-            if tuple(state[name].shape) != tuple(own[name].shape):
-                raise ConfigError(
-                    "load_state_dict",
-                    where=name,
-                    expected=f"shape {tuple(own[name].shape)}",
-                    got=f"shape {tuple(state[name].shape)}",
-                )
-            if state[name] is not own[name].data:  # which a checkpoint has filled already, on all ranks together
-                refuse_change(own[name].data, name, "load_state_dict")
-        for name, tensor in own.items():
-            with on_device_of(tensor.data):
-                tensor.data[...] = from_host(to_host(state[name]), tensor.data)
+        others = {name: array for name, array in own.items() if state[name] is not array}
+        given = {name: _fitting(name, state[name], array) for name, array in others.items()}
+        for name, array in others.items():  # what a checkpoint has filled already it has on all ranks together
+            refuse_change(array, name, "load_state_dict")
+        for name, array in others.items():
+            with on_device_of(array):
+                array[...] = from_host(to_host(given[name]), array)
 
     def describe(self) -> str:
         """What stands in the parentheses of this module's own line in ``repr``."""
@@ -262,6 +277,34 @@ class Module:
         parts = [f"  ({name}): {part!r}".replace("\n", "\n  ") for name, part in self.children()]
         head = f"{type(self).__name__}({self.describe()}"
         return "\n".join([head, *parts, ")"]) if parts else head + ")"
+
+
+def _parameters_in(value: Any) -> Iterator[Parameter]:
+    """Those of modules, and those themselves, in lists, tuples and dicts, also in each other."""
+    if isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _parameters_in(each)
+    elif isinstance(value, Module):
+        yield from (parameter for _, parameter in value.named_parameters())
+    elif isinstance(value, Parameter):
+        yield value
+
+
+def _fitting(name: str, given: Any, own: Array) -> Array:
+    """What is given for ``own``, as an array; `ConfigError` where it does not fit."""
+    expected = f"an array of shape {tuple(own.shape)}"
+    if not hasattr(given, "shape"):
+        raise ConfigError("load_state_dict", where=name, expected=expected, got=type_named(given))
+    if tuple(given.shape) != tuple(own.shape):
+        got = f"shape {tuple(given.shape)}"
+        raise ConfigError("load_state_dict", where=name, expected=f"shape {tuple(own.shape)}", got=got)
+    try:
+        array = given if has_namespace(given) else np.asarray(given)
+    except (RuntimeError, TypeError) as error:  # as PyTorch says it of a tensor that wants a gradient
+        raise ConfigError("load_state_dict", where=name, expected=expected, got=error) from error
+    if not np.can_cast(array.dtype, own.dtype, "same_kind"):
+        raise ConfigError("load_state_dict", where=name, expected=f"numbers that fit {own.dtype}", got=array.dtype)
+    return array
 
 
 def _dtype(dtype: Any) -> np.dtype:
@@ -310,8 +353,14 @@ class Sequential(Module):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __getitem__(self, index: int) -> Module:
-        return list(self)[index]
+    @overload
+    def __getitem__(self, index: int) -> Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequential: ...
+    def __getitem__(self, index: int | slice) -> Module:
+        """One of the modules; of a slice the same modules in a `Sequential`, as of which they are named anew."""
+        found = list(self)[index]
+        return Sequential(*found) if isinstance(found, list) else found
 
 
 class HybridConcurrent(Module):
@@ -323,9 +372,11 @@ class HybridConcurrent(Module):
     """
 
     def __init__(self, *modules: Module, axis: int = 1) -> None:
-        if not isinstance(axis, int):
-            raise ConfigError("HybridConcurrent", where="axis", expected="the number of an axis", got=repr(axis))
-        self.axis = axis
+        try:
+            self.axis = operator.index(axis)
+        except TypeError as error:
+            expected = "the number of an axis"
+            raise ConfigError("HybridConcurrent", where="axis", expected=expected, got=repr(axis)) from error
         for number, module in enumerate(modules):
             if not isinstance(module, Module):
                 raise ConfigError("HybridConcurrent", expected="modules", got=type(module).__name__)

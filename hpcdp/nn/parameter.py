@@ -40,7 +40,7 @@ class Parameter(Tensor):
         self._data_hook: Callable[[Parameter], None] | None = None
         self.update_hook: Callable[[Parameter], None] | None = None
         """Called before ``grad`` is read, where an update that still reads it may be under way."""
-        super().__init__(np.array(data) if isinstance(data, np.generic) else data)  # a number of NumPy's cannot change
+        super().__init__(data)
         self.name = name
         self.cut: Cut | None = None
         """Which part of a whole parameter this is, where ranks compute a layer together: see `hpcdp.parallel`."""
@@ -58,7 +58,7 @@ class Parameter(Tensor):
     @data.setter
     def data(self, values: Array) -> None:
         catch_up()
-        _data.__set__(self, values)
+        _data.__set__(self, np.array(values) if isinstance(values, np.generic) else values)  # a number cannot change
         changed.in_parameters()
 
     @property

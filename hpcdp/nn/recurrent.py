@@ -122,9 +122,10 @@ class LSTM(Module):
         for where, number in (("in_features", 1 if in_features is None else in_features), ("size", size)):
             whole_number("LSTM", where, number, 1)
         initial = weight_init or Xavier()
+        deferred.require_draw(initial)
 
         def gates(shape: tuple[int, ...]) -> np.ndarray:
-            return np.concatenate([initial((shape[0], size)) for _ in range(4)], axis=1)
+            return np.concatenate([deferred.drawn(initial, (shape[0], size)) for _ in range(4)], axis=1)
 
         self.weight = deferred.parameter((in_features, 4 * size), gates)
         self.recurrent_weight = Parameter(gates((size, 4 * size)))

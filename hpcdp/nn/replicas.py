@@ -9,13 +9,15 @@ from typing import Any
 
 from ..arrays import Array, on_device_of
 from ..autograd import Gradient, Tensor, concatenate, is_training, on_tape, pause
+from ..autograd.registry import catch_up
 from ..devices import Device, brought, require_devices
-from ..errors import ConfigError, DeviceError
+from ..errors import ConfigError, DeviceError, type_named
 from .deferred import lacks_shapes
 from .hybrid.changed import Look
 from .hybrid.held import array_of
 from .module import Module
 from .parameter import Parameter
+from .virtual_shard import KeepsStatistics
 
 
 def moved(x: Tensor, device: Device) -> Tensor:
@@ -34,12 +36,12 @@ class Replicas(Module):
     """A network that computes each batch in pieces, one a device, with copies of its parameters there.
 
     The parameters are those of ``net``, and so are their gradients, which are summed over devices: to a `Trainer`, to
-    checkpoints and to `fit` and `evaluate` this is ``net``. Every call copies the parameters to the other devices and
-    the results to the first one. The host has devices compute one after the other; GPUs, each on the stream that is
-    current there, do so side by side.
+    checkpoints and to `fit` and `evaluate` this is ``net``. Every call copies parameters and buffers to the other
+    devices, which have the settings of ``net``, too, and the results to the first one. The host has devices compute one
+    after the other; GPUs, each on the stream that is current there, do so side by side.
 
-    Batch normalisation takes the statistics of each device's piece; running ones are kept by each device, those of the
-    first are the network's ("Dive into Deep Learning", section 12.6, does the same).
+    Batch normalisation takes the statistics of each device's piece; the running ones are those of the first device, by
+    which all of them predict.
 
     Where ``net`` is hybridized, its calls on the first device take its plans; all others are made as usual, and so are
     those of hybridized replicas.
@@ -52,6 +54,7 @@ class Replicas(Module):
     Raises:
         ConfigError: no network, no device, or one twice; a layer of all ranks, as `train.SyncBatchNorm`, on several.
         DeviceError: the machine does not have one of them, or ``net`` is not on the first; a RuntimeError.
+        In a call: ConfigError, ``net`` returns something else than a tensor.
     """
 
     is_traceable = False
@@ -69,7 +72,10 @@ class Replicas(Module):
         if len(self.devices) > 1:
             net.require_parts_of_this_rank("Replicas")
         self._look = Look()
-        self._copies = {device: None if lacks_shapes(net) else _copy(net, device) for device in self.devices[1:]}
+        self._copies = {device: None if lacks_shapes(net) else _Copy(net, device) for device in self.devices[1:]}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_copies": dict.fromkeys(self._copies)}  # a copy makes its own
 
     def on(self, device: Device) -> Module:
         """The network on ``device``, for a piece of a batch there; see `data.split_and_load`.
@@ -85,9 +91,12 @@ class Replicas(Module):
             raise DeviceError("Replicas", where=device, expected=f"one of {', '.join(map(repr, self.devices))}",
                               got="a device on which the network is not")  # fmt: skip
         there = self._copies[device]
-        if there is None:
-            there = self._copies[device] = _copy(self.net, device)
-        return _OnDevice(self.net, there, device)
+        if there is not None:
+            return _OnDevice(there)
+        made = _OnDevice(_Copy(self.net, device))
+        made.bring()  # an error where its shapes are not known yet
+        self._copies[device] = made.copy
+        return made
 
     def forward(self, x: Tensor) -> Tensor:
         if len(self.devices) > 1 and is_training() and self._look.is_due():
@@ -103,6 +112,9 @@ class Replicas(Module):
                 self.net(x[:1])  # finds out the shapes that copies need
         computes = {device: self._ready(device, piece) for device, piece in pieces.items()}
         found = {device: compute() for device, compute in computes.items()}
+        for result in found.values():
+            if not isinstance(result, Tensor):
+                raise ConfigError("Replicas", expected="a network that returns a tensor", got=type_named(result))
         results = [result if device == home else moved(result, home) for device, result in found.items()]
         return results[0] if len(results) == 1 else concatenate(results)
 
@@ -131,22 +143,23 @@ class Replicas(Module):
 
 
 class _OnDevice(Module):
-    """The network with parameters that are brought to a device at each call."""
+    """The network with what it has brought to a device at each call."""
 
-    def __init__(self, net: Module, there: Module, device: Device) -> None:
-        self.net, self.there, self.device = net, there, device
+    def __init__(self, there: _Copy) -> None:
+        self.net, self.there, self.device = there.net, there.module, there.device
+        self.copy = there
 
     def forward(self, *inputs: Any) -> Any:
         self.bring()
         return self.compute(*inputs)
 
     def bring(self) -> None:
-        """Let it have the parameters as they are now."""
+        """Let it have what the network has now."""
         with self.device.current():
-            _bring(self.net, self.there, self.device, {})
+            self.copy.bring({})
 
     def compute(self, *inputs: Any) -> Any:
-        """`forward` with the parameters that it has."""
+        """`forward` with what it has."""
         with self.device.current():
             return self.there(*inputs)
 
@@ -162,24 +175,44 @@ def _require_on(net: Module, device: Device) -> None:
             )  # fmt: skip
 
 
-def _copy(net: Module, device: Device) -> Module:
-    """Modules of its own, with the same random generators and settings, and buffers on the device."""
-    there = copy.copy(net)
-    there.hybridize(False)  # its plans are those of ``net``, and its parameters are others in each call
-    for name, value in vars(net).items():
-        if isinstance(value, Module):
-            setattr(there, name, _copy(value, device))
-        elif isinstance(value, Tensor):
-            vars(there)[name] = Tensor(device.put(value.data))  # also in the place of parameters
-    return there
+class _Copy:
+    """A module on a device, with the same random generators, and with the parts, parameters, buffers and settings that
+    the network has; but for what its own forward has assigned, as a state that goes on from call to call."""
 
+    def __init__(self, net: Module, device: Device) -> None:
+        self.net, self.device = net, device
+        self.module = copy.copy(net)
+        self.module.hybridize(False)  # its plans are those of ``net``, and its parameters are others in each call
+        self._parts: dict[str, _Copy] = {}
+        self._given = vars(self.module).copy()
+        """What it has of the network."""
 
-def _bring(net: Module, there: Module, device: Device, done: dict[Tensor, Tensor]) -> None:
-    """Parameters of ``net`` to its copy; one that several layers have is brought once."""
-    for name, value in vars(net).items():
-        if isinstance(value, Module):
-            _bring(value, getattr(there, name), device, done)
-        elif isinstance(value, Parameter):
-            if value not in done:
-                done[value] = moved(value, device)
-            setattr(there, name, done[value])
+    def bring(self, done: dict[Tensor, Tensor]) -> None:
+        """Let it have what the network has now; ``done`` are parameters that are there, as several layers may have one.
+
+        In training each device keeps running statistics of its own: nobody reads them before they are brought.
+        """
+        here, given = vars(self.module), self._given
+        kept = self.net.statistics() if is_training() and isinstance(self.net, KeepsStatistics) else ()
+        for name, value in vars(self.net).items():
+            is_own = here.get(name) is not given.get(name)
+            if isinstance(value, Module):
+                here[name] = given[name] = self._part(name, value, done)
+            elif isinstance(value, Parameter):
+                if value not in done:
+                    done[value] = moved(value, self.device)
+                here[name] = given[name] = done[value]
+            elif is_own or name == "_hybrid" or (here.get(name) is not value and any(value is each for each in kept)):
+                continue
+            elif isinstance(value, Tensor):
+                catch_up()
+                here[name] = given[name] = Tensor(self.device.put(value.data))
+            else:
+                here[name] = given[name] = value
+
+    def _part(self, name: str, value: Module, done: dict[Tensor, Tensor]) -> Module:
+        part = self._parts.get(name)
+        if part is None or part.net is not value:
+            part = self._parts[name] = _Copy(value, self.device)
+        part.bring(done)
+        return part.module

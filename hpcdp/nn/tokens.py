@@ -9,7 +9,7 @@ from typing import Any
 from ..arrays import Array, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..autograd.registry import Call, operator
-from ..errors import ConfigError, DataError, UnsupportedError, whole_number
+from ..errors import ConfigError, DataError, UnsupportedError, is_number, whole_number
 from ..kernels.buffers import empty
 from ..kernels.cuda.capture import fill
 from ..kernels.cuda.cublas import matmul_of
@@ -19,7 +19,6 @@ from .init import Initialiser, Normal, Ones, Zeros
 from .layers import Dense
 from .module import Module
 from .operands import alike, called, contiguous, kernels_for, refreshed
-from .parameter import Parameter
 
 
 @operator("embedding", ("tokens", "weight"))
@@ -209,7 +208,7 @@ class Embedding(Module):
     def __init__(self, num_tokens: int, features: int, weight_init: Initialiser | None = None) -> None:
         for where, number in (("num_tokens", num_tokens), ("features", features)):
             whole_number("Embedding", where, number, 1)
-        self.weight = Parameter((weight_init or Normal(0.02))((num_tokens, features)))
+        self.weight = deferred.parameter((num_tokens, features), weight_init or Normal(0.02))
 
     def forward(self, x: Tensor) -> Tensor:
         return embedding(x, self.weight)
@@ -230,6 +229,8 @@ class LayerNorm(Module):
     def __init__(self, features: int | None, eps: float = 1e-5) -> None:
         if features is not None:
             whole_number("LayerNorm", "features", features, 1)
+        if not is_number(eps) or not eps >= 0:
+            raise ConfigError("LayerNorm", where="eps", expected="a number >= 0", got=repr(eps))
         self.gamma, self.beta = deferred.parameter((features,), Ones()), deferred.parameter((features,), Zeros())
         self.eps = eps
 
@@ -260,7 +261,9 @@ class CausalSelfAttention(Module):
     """
 
     def __init__(self, width: int, heads: int, weight_init: Initialiser | None = None) -> None:
-        if heads < 1 or width % heads:
+        for where, number in (("width", width), ("heads", heads)):
+            whole_number("CausalSelfAttention", where, number, 1)
+        if width % heads:
             raise ConfigError("CausalSelfAttention", expected=f"heads that divide {width}", got=heads)
         self.project = Dense(width, 3 * width, weight_init=weight_init)
         self.merge = Dense(width, width, weight_init=weight_init)

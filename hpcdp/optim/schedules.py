@@ -173,5 +173,5 @@ class WarmupSchedule(Schedule):
         self.start = number("warmup start", self.start, high=1.0, include_high=True)
 
     def learning_rate(self, step: int) -> float:
-        grown = self.start + (1.0 - self.start) * min(step / self.steps, 1.0)
+        grown = self.start + (1.0 - self.start) * min((_updates_before(step) + 1) / self.steps, 1.0)
         return grown * self.schedule.learning_rate(step)

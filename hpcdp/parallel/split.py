@@ -235,9 +235,10 @@ def _own_part(
     """This rank's part of a parameter of ``shape``, whose values are drawn whole."""
     first, last = ends[parts.rank], ends[parts.rank + 1]
     cut = Cut(axis, first, ends[-1])
+    deferred.require_draw(initial)
 
     def draw(own: tuple[int, ...]) -> np.ndarray:
-        whole = initial(cut.whole(own))
+        whole = deferred.drawn(initial, cut.whole(own))
         return np.array(whole[(*(slice(None),) * axis, slice(first, last))], order="C")
 
     param = deferred.parameter((*shape[:axis], last - first, *shape[axis + 1 :]), draw)

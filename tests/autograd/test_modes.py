@@ -61,3 +61,34 @@ def test_every_thread_has_flags_of_its_own():
     checked.set()
     thread.join()
     assert seen == {"before": (False, False), "recorded": True, "after": (False, False)}
+
+
+def test_threads_that_call_a_decorated_function_at_once_keep_their_flags():
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+    seen = {}
+
+    @predict_mode()
+    def called(entered, leave):
+        entered.set()
+        assert leave.wait(10)
+        return flags()
+
+    def first():
+        with record():
+            seen["within first"] = called(first_is_in, second_is_in)
+            seen["first"] = flags()
+        first_is_out.set()
+
+    def second():
+        assert first_is_in.wait(10)
+        seen["within second"] = called(second_is_in, first_is_out)
+        seen["second"] = flags()
+
+    threads = [threading.Thread(target=each) for each in (first, second)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert seen == {
+        "within first": (True, False), "first": (True, True), "within second": (False, False), "second": (False, False)
+    }  # fmt: skip

@@ -267,3 +267,12 @@ def test_a_sum_over_axes_of_length_one_hands_on_a_gradient_that_may_be_written()
         total = y.sum(axis=(2, 3), keepdims=True)
     total.backward()
     assert seen[0].flags.writeable
+
+
+@pytest.mark.parametrize("operation", [Tensor.tanh, Tensor.sigmoid, Tensor.exp])
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "int64"])
+def test_functions_of_integers_are_floats(operation, dtype):
+    x = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype)
+    found, expected = operation(Tensor(x)), operation(Tensor(x.astype(np.float64)))
+    assert found.dtype == np.exp(x).dtype
+    np.testing.assert_allclose(found.data, expected.data, rtol=1e-3)

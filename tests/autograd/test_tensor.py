@@ -1,12 +1,15 @@
+import copy
+import pickle
 import re
 
 import numpy as np
 import pytest
 import standin
 
-from hpcdp import autograd
+from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor
 from hpcdp.errors import HpcdpError, UnsupportedError
+from hpcdp.nn.functional import softmax_cross_entropy
 
 
 def test_arrays_are_kept_and_lists_become_float32():
@@ -32,6 +35,44 @@ def test_what_is_no_array_is_said_in_a_line(given):
     with pytest.raises(HpcdpError, match=r"^Tensor: expected an array, or numbers, got ") as caught:
         Tensor(given)
     assert "\n" not in str(caught.value)
+
+
+class Foreign:
+    """An array of another library, which has dtypes of its own, as PyTorch."""
+
+    def __init__(self, array, refuses=None):
+        self.array, self.refuses = array, refuses
+        self.shape, self.dtype = array.shape, f"foreign.{array.dtype}"
+
+    def __array__(self, dtype=None, copy=None):
+        if self.refuses is not None:
+            raise self.refuses
+        return self.array
+
+    def __repr__(self):
+        return "foreign"
+
+
+def test_arrays_of_other_libraries_become_numpys():
+    x = np.arange(3)
+    assert Tensor(Foreign(x)).data is x
+    net = nn.Sequential(nn.Dense(3, 2), nn.ReLU())
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for hybridized in (False, True):
+        net.hybridize(hybridized)
+        for _ in range(3):
+            np.testing.assert_array_equal(net(Foreign(rows)).data, net(rows).data)
+    labels = np.array([0, 2])
+    np.testing.assert_array_equal(
+        softmax_cross_entropy(rows, Foreign(labels)).data, softmax_cross_entropy(rows, labels).data
+    )
+
+
+@pytest.mark.parametrize("error", [RuntimeError("use detach()"), TypeError("use cpu()"), ValueError("closed")])
+def test_what_another_library_refuses_is_told(error):
+    said = f"Tensor: expected an array, or numbers, got foreign; {error}"
+    with pytest.raises(HpcdpError, match=f"^{re.escape(said)}$"):
+        Tensor(Foreign(np.ones(2), error))
 
 
 def test_it_looks_like_an_array():
@@ -204,3 +245,32 @@ def test_a_tensor_without_axes_has_no_rows():
 def test_complex_numbers_get_no_gradient():
     with pytest.raises(UnsupportedError, match="expected floats, got complex64"):
         Tensor(np.ones(2, np.complex64)).attach_grad()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_of_recorded_tensors_are_on_no_tape(copied):
+    class Keeps(nn.Module):
+        def __init__(self):
+            self.dense = nn.Dense(2, 2)
+
+        def forward(self, x):
+            self.kept = self.dense(x)
+            return self.kept * 2
+
+    leaf = Tensor([1.0, 2.0])
+    leaf.attach_grad()
+    with autograd.record():
+        y = leaf * 3
+    other = copied(y)
+    assert (other.node, other.data.tolist()) == (None, [3, 6])
+    with pytest.raises(HpcdpError, match="that is not on the tape"):
+        other.backward()
+    y.backward()
+    assert leaf.grad.tolist() == [3, 3]
+    if copied is copy.deepcopy:  # of a network that has kept a result, nothing but its value
+        net = Keeps()
+        with autograd.record():
+            net(np.ones((1, 2), np.float32))
+        made = copied(net)
+        assert made.kept.node is None
+        assert net.kept.node is not None

@@ -1,5 +1,6 @@
 """A codec by its name and settings."""
 
+import numpy as np
 import pytest
 
 from hpcdp.compression import CODECS, BFloat16, Compression, Float16, OneBit, TopK, TwoBit
@@ -17,6 +18,9 @@ from hpcdp.errors import ConfigError
         ("topk:ratio=0.05,inside_nodes=on", Compression(TopK(0.05), inside_nodes=True)),
         (TopK(0.2), Compression(TopK(0.2))),
         (Compression(TwoBit(2.0)), Compression(TwoBit(2.0))),
+        (Compression(TopK(np.float64(0.1)), feedback=np.float32(0.5)), Compression(TopK(0.1), feedback=0.5)),
+        (TwoBit(np.float32(0.5)), Compression(TwoBit(0.5))),
+        (OneBit(np.int64(0), np.float64(2)), Compression(OneBit(0.0, 2.0))),
         (None, None),
     ],
 )
@@ -24,6 +28,7 @@ def test_what_a_trainer_takes(given, wanted):
     assert Compression.of(given) == wanted
     if wanted is not None:
         assert Compression.of(str(wanted)) == wanted
+        assert str(Compression.of(given)) == str(wanted)  # which ranks compare, and servers are told
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from hpcdp import autograd, kernels, nn
 from hpcdp.autograd import Tensor
+from hpcdp.nn.hybrid import chains
 from hpcdp.nn.hybrid import plan as plans_of
 from hpcdp.nn.hybrid.chains import _lies_in_order
 from hpcdp.nn.hybrid.formulas import BACKWARD, FORWARD
@@ -433,3 +434,26 @@ def test_a_row_whose_memory_is_given_out_to_the_chains_result():
     for seed in range(3):
         inputs = arrays(4, 3, seed=seed), arrays(4, 2500, seed=seed + 9)
         same([net(*inputs).data], [plain(*inputs).data])
+
+
+def test_planning_a_long_chain_takes_time_by_its_length(monkeypatch):
+    compared = []
+
+    def is_hazard(target, x, plain=chains._is_hazard):
+        compared.append(1)
+        return plain(target, x)
+
+    monkeypatch.setattr(chains, "_is_hazard", is_hazard)
+    counts = []
+    for length in (150, 300):
+
+        def chain(self, x, length=length):
+            for number in range(length):
+                x = (x * self.w - 0.25).tanh() if number % 2 else x * 1.5
+            return x
+
+        net, plain = pair(Chain(chain, w=nn.Parameter(arrays(4, 5, seed=3))))
+        compared.clear()
+        in_both(net, plain, lambda seed: [arrays(4, 5, seed=seed)])
+        counts.append(len(compared))
+    assert 0 < counts[1] < 2.5 * counts[0]

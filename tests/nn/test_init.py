@@ -1,6 +1,10 @@
+import re
+
 import numpy as np
 import pytest
 
+from hpcdp import nn
+from hpcdp.errors import ConfigError
 from hpcdp.nn import init
 
 
@@ -34,3 +38,55 @@ def test_constants():
     np.testing.assert_array_equal(init.Zeros()((2, 3)), np.zeros((2, 3)))
     np.testing.assert_array_equal(init.Ones()((2,)), np.ones(2))
     np.testing.assert_array_equal(init.Constant(2.5)((2, 2), np.float64), np.full((2, 2), 2.5))
+
+
+LAYERS = [
+    (lambda init: nn.Dense(3, 2, weight_init=init), (3, 2)),
+    (lambda init: nn.Conv2D(3, 2, 1, weight_init=init), (2, 3, 1, 1)),
+    (lambda init: nn.Embedding(3, 2, weight_init=init), (3, 2)),
+    (lambda init: nn.LSTM(3, 2, weight_init=init), (3, 2)),
+    (lambda init: nn.CausalSelfAttention(3, 1, weight_init=init), (3, 9)),
+]
+
+
+@pytest.mark.parametrize(("make", "shape"), LAYERS)
+def test_what_a_function_of_ones_own_gives_is_float32(make, shape):
+    given = []
+
+    def doubles(shape):
+        given.append(np.random.default_rng(len(given)).standard_normal(shape))
+        return given[-1]
+
+    layer = make(doubles)
+    assert {str(param.dtype) for param in layer.parameters()} == {"float32"}
+    assert given[0].shape == shape
+    first = layer.parameters()[0].data
+    np.testing.assert_array_equal(first[..., : shape[-1]], given[0].astype(np.float32))
+
+
+@pytest.mark.parametrize(("make", "shape"), LAYERS)
+@pytest.mark.parametrize(
+    ("init", "got"),
+    [
+        (lambda shape: np.zeros(shape[::-1]), "shape "),
+        (lambda shape: 0.5, "shape ()"),
+        (init.Xavier, "a Xavier"),
+        (lambda shape: None, "shape ()"),
+    ],
+)
+def test_values_of_another_shape_are_refused(make, shape, init, got):
+    expected = f"parameter [weight_init]: expected numbers of shape {shape}, got {got}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(expected)}"):
+        make(init)
+
+
+@pytest.mark.parametrize("make", [make for make, _ in LAYERS])
+def test_what_is_no_function_is_refused(make):
+    with pytest.raises(ConfigError, match=r"parameter \[weight_init\]: expected a function of a shape, .*, got 0.1"):
+        make(0.1)
+
+
+def test_a_layer_that_finds_out_its_size_says_then_what_does_not_fit():
+    layer = nn.Dense(None, 2, weight_init=lambda shape: np.zeros((4, 2)))
+    with pytest.raises(ConfigError, match=r"expected numbers of shape \(3, 2\), got shape \(4, 2\)"):
+        layer(np.ones((1, 3), np.float32))

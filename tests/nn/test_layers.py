@@ -126,6 +126,12 @@ def test_the_gradient_of_a_mean_of_one_element_or_none_goes_back(layer, n):
             r"Conv2D \[padding\]: expected an integer >= 0, or two of them, got -1",
         ),
         (lambda: nn.MaxPool2D(0), r"MaxPool2D \[kernel_size\]: expected an integer >= 1"),
+        (lambda: nn.MaxPool2D(True), r"MaxPool2D \[kernel_size\]: expected an integer >= 1, .*, got True"),
+        (lambda: nn.LayerNorm(4, eps="a"), r"LayerNorm \[eps\]: expected a number >= 0, got 'a'"),
+        (lambda: nn.LayerNorm(4, eps=-1e-5), r"LayerNorm \[eps\]: expected a number >= 0, got -1e-05"),
+        (lambda: nn.CausalSelfAttention("a", 2), r"CausalSelfAttention \[width\]: expected an integer >= 1, got 'a'"),
+        (lambda: nn.CausalSelfAttention(4, 2.0), r"CausalSelfAttention \[heads\]: expected an integer >= 1, got 2.0"),
+        (lambda: nn.HybridConcurrent(axis=1.0), r"HybridConcurrent \[axis\]: expected the number of an axis, got 1.0"),
         (lambda: nn.LSTM(4, None), r"LSTM \[size\]: expected an integer >= 1, got None"),
         (lambda: nn.Embedding(None, 4), r"Embedding \[num_tokens\]: expected an integer >= 1, got None"),
         (lambda: nn.BatchNorm("a"), r"BatchNorm \[channels\]: expected an integer >= 1, got 'a'"),
@@ -148,3 +154,13 @@ def test_sizes_that_cannot_be_are_refused_by_name(make, message):
 def test_an_activation_that_is_none_is_refused_when_the_layer_is_made(make):
     with pytest.raises(UnsupportedError, match="activation: expected 'relu' or None, got 'gelu'"):
         make()
+
+
+def test_sizes_may_be_numpys_integers():
+    one, two, three = map(np.int64, (1, 2, 3))
+    sides = nn.HybridConcurrent(nn.MaxPool2D(two), nn.AvgPool2D([two, 2], stride=two), axis=one)
+    net = nn.Sequential(nn.Conv2D(three, two, (three, one), stride=two, padding=[one, 0]), sides)
+    assert net[0](IMAGES).shape == (2, 2, 5, 4)
+    assert net(IMAGES).shape == (2, 4, 2, 2)
+    assert nn.models.lenet(np.array([3, 9, 8]), num_classes=two)(IMAGES).shape == (2, 2)
+    assert nn.models.mlp(np.prod(IMAGES.shape[1:]), three)(IMAGES).shape == (2, 3)

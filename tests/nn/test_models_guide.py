@@ -8,7 +8,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 def test_the_programs_run():
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(compile(block, PAGE.name, "exec"), {})
 

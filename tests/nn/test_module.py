@@ -59,6 +59,48 @@ def test_shared_parameters_come_once():
     np.testing.assert_allclose(net.a.bias.grad, 2 + 2 * weight.sum(axis=1), rtol=1e-5)
 
 
+def test_a_slice_is_a_network_of_the_same_layers():
+    net = nn.Sequential(nn.Dense(3, 4), nn.ReLU(), nn.Dense(4, 4), nn.Dense(4, 2))
+    x = np.random.default_rng(3).standard_normal((5, 3)).astype(np.float32)
+    first, last = net[:2], net[2:]
+    np.testing.assert_array_equal(last(first(x)).data, net(x).data)
+    assert [type(each) for each in net[::-2]] == [nn.Dense, nn.ReLU]
+    assert last[0] is net[2]
+    assert [name for name, _ in last.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert len(net[9:]) == 0
+
+
+class InContainer(nn.Module):
+    """The same layers as attributes, and in a container."""
+
+    def __init__(self, container):
+        self.first, self.last = nn.Dense(3, 4), nn.Dense(4, 2)
+        self.layers = container(self.first, nn.Dense(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("container", "named"),
+    [
+        (lambda *layers: list(layers), "list"),
+        (lambda *layers: (3, [layers]), "tuple"),
+        (lambda *layers: {"scale": layers[1].weight}, "dict"),
+    ],
+)
+def test_parameters_in_a_container_are_told(container, named):
+    net = nn.Sequential(nn.ReLU(), InContainer(container))
+    with pytest.warns(UserWarning, match=rf"^1\.layers: parameters in a {named} are not the network's") as told:
+        names = [param.name for param in net.parameters()]
+    assert names == ["1.first.weight", "1.first.bias", "1.last.weight", "1.last.bias"]
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("container", [lambda *layers: [layers[0], "text", None], lambda *layers: {"of": layers[0]}])
+def test_containers_of_what_the_network_has_are_not_told(container, recwarn):
+    assert len(InContainer(container).parameters()) == 4
+    assert not recwarn.list
+
+
 def test_hooks_run_from_the_last_layer_to_the_first():
     net = nn.Sequential(nn.Dense(3, 4, activation="relu"), nn.Dense(4, 4), nn.ReLU(), nn.Dense(4, 2))
     order = []
@@ -92,12 +134,26 @@ def test_state_goes_out_and_in():
     np.testing.assert_allclose(on_device(standin.asarray(x)).asnumpy(), net(x).data, rtol=1e-6)
 
 
+class Refusing:
+    """A tensor of PyTorch's that wants a gradient is none of NumPy's."""
+
+    shape = (2,)
+
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("Use detach()")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda s: s.pop("scale"), r"load_state_dict \[scale\]: expected it in the state, got it in the network only"),
         (lambda s: s.update(more=np.ones(1)), r"\[more\]: expected it in the network, got it in the state only"),
         (lambda s: s.update(scale=np.ones(3)), r"\[scale\]: expected shape \(2,\), got shape \(3,\)"),
+        (lambda s: s.update(scale=[1.0, 2.0]), r"\[scale\]: expected an array of shape \(2,\), got a list"),
+        (lambda s: s.update(scale=None), r"\[scale\]: expected an array of shape \(2,\), got a NoneType"),
+        (lambda s: s.update(scale=np.array(["1", "x"])), r"\[scale\]: expected numbers that fit float32, got <U1"),
+        (lambda s: s.update(scale=np.ones(2, complex)), r"\[scale\]: expected numbers .* float32, got complex128"),
+        (lambda s: s.update(scale=Refusing()), r"\[scale\]: expected an array of shape \(2,\), got Use detach\(\)"),
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(change, message):
@@ -107,6 +163,30 @@ def test_a_state_that_does_not_fit_changes_nothing(change, message):
     with pytest.raises(ConfigError, match=message):
         net.load_state_dict(state)
     assert not any((array == 7).any() for array in net.state_dict().values())
+
+
+def test_a_network_may_have_more_in_its_state():
+    class Versioned(Block):
+        def state_dict(self):
+            return {**super().state_dict(), "version": 3}
+
+        def load_state_dict(self, state):
+            super().load_state_dict({name: value for name, value in state.items() if name != "version"})
+
+    net, other = Versioned(), Versioned()
+    other.load_state_dict(net.state_dict())
+    np.testing.assert_array_equal(other.last.weight.data, net.last.weight.data)
+
+
+def test_a_state_has_numbers_without_axes():
+    net, other = Block(), Block()
+    for number, each in enumerate((net, other)):
+        each.mean = Tensor(np.arange(3, dtype=np.float32) + number).mean()  # a number of NumPy's
+        each.temperature = nn.Parameter(np.ones((), np.float32))
+        each.temperature.data = each.temperature.data * (number + 2)
+    other.load_state_dict(net.state_dict())
+    assert (other.mean.item(), other.temperature.item()) == (1, 2)
+    assert all(isinstance(array, np.ndarray) for array in other.state_dict().values())
 
 
 class Tagged(nn.Parameter):

@@ -1,5 +1,7 @@
 """One network on several devices of one process computes, and learns, what it does on one."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -100,6 +102,67 @@ def test_statistics_are_those_of_each_device():
         np.testing.assert_allclose(net.state_dict()[f"1.{name}"], alone.state_dict()[f"1.{name}"], rtol=1e-5)
         there = replicas.on(hpcdp.cpu(1)).there.state_dict()[f"1.{name}"]
         assert np.abs(there - net.state_dict()[f"1.{name}"]).max() > 1e-3
+
+
+def test_all_devices_predict_by_the_networks_statistics():
+    net = nn.Sequential(nn.Dense(6, 3), nn.BatchNorm(3), nn.Dropout(0.2, seed=1))
+    replicas = nn.Replicas(net, devices(3))
+    with autograd.record():
+        replicas(X)
+    np.testing.assert_array_equal(replicas(X).data, net(X).data)
+    state = {name: array + 1 for name, array in net.state_dict().items()}
+    replicas.load_state_dict(state)  # as a resumed run does
+    np.testing.assert_array_equal(replicas(X).data, net(X).data)
+
+
+def activation_set(net):
+    net[0].activation = "relu"
+
+
+def bias_taken_away(net):
+    net[0].bias.data[...] = 3
+    net[0].bias = None
+
+
+def layer_added(net):
+    net.add(nn.BatchNorm(3))
+
+
+def layer_replaced(net):
+    setattr(net, "1", nn.Sequential(nn.Tanh(), nn.LayerNorm(3)))
+
+
+@pytest.mark.parametrize("change", [activation_set, bias_taken_away, layer_added, layer_replaced])
+def test_what_the_network_becomes_its_replicas_become(change):
+    net = nn.Sequential(nn.Dense(6, 3), nn.ReLU())
+    for replicas in (nn.Replicas(net, devices(2)), pickle.loads(pickle.dumps(nn.Replicas(net, devices(2))))):
+        replicas(X)
+        change(replicas.net)
+        np.testing.assert_allclose(replicas(X).data, replicas.net(X).data, rtol=1e-6)
+
+
+def test_what_a_forward_assigns_is_its_devices():
+    class Counts(nn.Module):
+        def __init__(self):
+            self.dense, self.rows = nn.Dense(6, 3), 0
+
+        def forward(self, x):
+            self.rows += len(x)
+            return self.dense(x)
+
+    replicas = nn.Replicas(Counts(), devices(2))
+    for _ in range(3):
+        replicas(X[:5])
+    assert (replicas.net.rows, replicas.on(hpcdp.cpu(1)).there.rows) == (6, 9)
+
+
+def test_a_network_that_returns_several_tensors_is_refused():
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    with pytest.raises(ConfigError, match="Replicas: expected a network that returns a tensor, got a tuple"):
+        nn.Replicas(Pair(), devices(2))(X)
 
 
 RUNNING = ("running_mean", "running_var")

@@ -110,6 +110,41 @@ def test_what_was_loaded_takes_other_batches_and_can_be_trained(tmp_path):
             loaded(wrong)
 
 
+class Pauses(nn.Module):
+    def __init__(self):
+        self.first, self.last = nn.Dense(3, 3), nn.Dense(3, 2)
+
+    def forward(self, x):
+        with autograd.pause():
+            scale = self.first(x).exp() + 1
+            place = scale.argmax(axis=1)
+        h = self.first(x) * scale / scale.sum(axis=1, keepdims=True)
+        return self.last(h), scale, place
+
+
+def test_no_gradient_goes_back_where_the_forward_pauses(tmp_path):
+    net, x = Pauses(), arrays(4, 3)
+    net.hybridize()
+    expected = net(x)
+    net.export(tmp_path / "net")
+    block = nn.SymbolBlock.load(tmp_path / "net")
+    for a, b in zip(expected, block(x), strict=True):
+        np.testing.assert_array_equal(a.data, b.data)
+    for each in (net, block):
+        given = autograd.Tensor(x)
+        given.attach_grad()
+        with autograd.record(train_mode=False):
+            y, scale, _ = each(given)
+        assert scale.node is None
+        y.backward()
+        each.found = given.grad
+    np.testing.assert_array_equal(net.found, block.found)
+    for mine, its in zip(net.parameters(), block.parameters(), strict=True):
+        assert mine.name == its.name
+        np.testing.assert_array_equal(mine.grad, its.grad)
+    assert block(arrays(7, 3))[0].shape == (7, 2)
+
+
 def test_a_call_that_has_found_out_shapes_is_not_enough_to_export(tmp_path):
     net = nn.Sequential(nn.Dense(None, 5))
     net.hybridize()

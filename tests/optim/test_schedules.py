@@ -43,11 +43,14 @@ def test_values() -> None:
     assert rates(cosine, 7) == pytest.approx([*middle, 0.2, 0.2, 0.2])
 
 
-@pytest.mark.parametrize("name", ["step", "exponential", "cosine"])
+@pytest.mark.parametrize(
+    "schedule",
+    [*(TORCH[name][0] for name in ("step", "exponential", "cosine")), optim.WarmupSchedule(TORCH["multistep"][0], 5)],
+)
 @pytest.mark.parametrize("step", [0, -3])
-def test_no_update_has_a_number_below_one(name: str, step: int) -> None:
+def test_no_update_has_a_number_below_one(schedule: optim.Schedule, step: int) -> None:
     with pytest.raises(ConfigError, match=rf"learning_rate \[step\]: expected a number .* from 1 on, got {step}"):
-        TORCH[name][0].learning_rate(step)
+        schedule.learning_rate(step)
 
 
 def test_warmup_scales_any_schedule_and_keeps_its_steps() -> None:

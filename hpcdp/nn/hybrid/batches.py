@@ -33,9 +33,14 @@ def takes_any_batch(graph: Graph, trace: Callable[[list[Tensor]], Graph]) -> boo
 
 
 def _others(graph: Graph) -> Iterator[list[Tensor]]:
-    """Zeros for each input, with about twice its rows, and with one, where the network's tensors are."""
+    """Zeros for each input, with about twice its rows, and with one."""
+    yield zeros_for(graph, lambda had: 2 * had + 1)
+    yield zeros_for(graph, lambda had: 1)
+
+
+def zeros_for(graph: Graph, rows: Callable[[int], int]) -> list[Tensor]:
+    """Zeros for each input, with as many rows as ``rows`` makes of its own, where the network's tensors are."""
     like = array_of(graph.held[0]) if graph.held else np.empty(0)
-    for rows in (lambda had: 2 * had + 1, lambda had: 1):
-        shapes = [(rows(each.shape[0]), *each.shape[1:]) for each in graph.inputs]
-        zeros = [np.zeros(shape, dtype_of(each.dtype)) for shape, each in zip(shapes, graph.inputs, strict=True)]
-        yield [Tensor(from_host(each, like)) for each in zeros]
+    shapes = [(*map(rows, each.shape[:1]), *each.shape[1:]) for each in graph.inputs]
+    zeros = [np.zeros(shape, dtype_of(each.dtype)) for shape, each in zip(shapes, graph.inputs, strict=True)]
+    return [Tensor(from_host(each, like)) for each in zeros]

@@ -21,6 +21,8 @@ from .graph import Held, Literal, Source
 from .program import Program, evaluated
 
 _WITH_EPILOGUE = ("affine", "dense")
+_LONGEST = 64
+"""So many operators are a chain at most: each is compared with all before it, and has a block of the cache."""
 
 
 class Link:
@@ -92,7 +94,7 @@ def chained(steps: Sequence[Any], links: Sequence[Link | None]) -> list[list[Lin
             if step.calls:
                 chains.append([])
             continue
-        if each.operands is None or not _fits(chains[-1], each):
+        if each.operands is None or len(chains[-1]) == _LONGEST or not _fits(chains[-1], each):
             chains.append([])
         chains[-1].append(each)
     return [chain for chain in chains if len(chain) > 1 and _num_compiled(chain) > 1]

@@ -23,6 +23,7 @@ from .changed import state
 from .cuda_plan import CudaPlan, warn_without_graph
 from .graph import Graph
 from .held import array_of
+from .paused import with_pauses
 from .plan import Plan, Shortcut
 from .rewriting import rewritten
 from .tracing import TracingRun
@@ -183,9 +184,14 @@ class Hybrid:
             + "call net(x), and again if that call has found out shapes",
         )  # fmt: skip
 
-    def with_other_batches(self, graph: Graph) -> Graph:
-        """``graph``, one of predictions, with ``any_batch`` found out, for which the forward is traced again."""
-        return replace(graph, any_batch=takes_any_batch(graph, lambda given: self._traced(given)[0]))
+    def for_export(self, graph: Graph) -> Graph:
+        """``graph``, one of predictions, with what tracing the forward again finds out: whether it takes any batch, and
+        what is computed within ``pause()``."""
+
+        def trace(given: Sequence[Tensor]) -> Graph:
+            return self._traced(given)[0]
+
+        return with_pauses(replace(graph, any_batch=takes_any_batch(graph, trace)), trace)
 
     def _is_traceable(self) -> bool:
         """Not while layers are still to find out their shapes, for which some assign attributes."""

@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from ...errors import ConfigError
 from ..init import Xavier
 from ..layers import Dense, Flatten
@@ -28,7 +30,7 @@ def mlp(
     Raises:
         ConfigError: a width is below 1.
     """
-    shape = (input_shape,) if isinstance(input_shape, int) else tuple(input_shape)
+    shape = np.atleast_1d(input_shape).tolist()
     widths = [math.prod(shape), *hidden, num_classes]
     if min(widths) < 1:
         raise ConfigError("mlp", expected="widths of at least 1", got=widths)
