@@ -184,7 +184,7 @@ def is_this_machine(name: str) -> bool:
         return True
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter of an empty or long label, which may be an alias of ssh's
         return False
     return any(_is_own(family, address) for family, _, _, _, address in found)
 
