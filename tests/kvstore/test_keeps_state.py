@@ -6,6 +6,7 @@ from pairs import pairs
 from whole_state import held, joined, restore
 
 from hpcdp import kvstore, optim
+from hpcdp.checkpoint import Manager
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore.servers.together import serve
@@ -218,3 +219,16 @@ def test_what_was_not_sent_is_forgotten_with_a_state_that_has_sent_all(kind):
         return store.pull(3).wait().any()
 
     assert not np.any(one(None) if kind == "local" else threads.run(2, one))
+
+
+def test_a_checkpoint_of_keys_without_elements_that_are_compressed(tmp_path):
+    def worker(world, begins):
+        store = kvstore.create("dist_sync", world)
+        store.set_gradient_compression("2bit")
+        store.init(["none", "some"], [np.zeros((0, 3)), np.full(2, begins)])
+        with Manager(tmp_path, world=world) as manager:
+            manager.save(1, {"store": store}) if begins else manager.restore(into={"store": store})
+        return store.pull("some").wait()[1]
+
+    assert threads.run(3, lambda world: worker(world, 7.0)) == [7.0] * 3
+    assert threads.run(2, lambda world: worker(world, 0.0)) == [7.0] * 2
