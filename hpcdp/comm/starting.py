@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import threading
 import warnings
@@ -36,6 +37,9 @@ SHARED_MEMORY = ("auto", "memfd", "window", "none")
 
 _KNOWN_FROM_THE_START = "1024"
 """In worlds of fewer ranks Open MPI tells each of all others before any of them sends."""
+
+_LONG_START_S = 10.0
+"""Where all ranks come MPI_Init does not take so long."""
 
 _world: World | None = None
 _init_lock = threading.Lock()
@@ -198,7 +202,7 @@ def _load_mpi() -> Any:
         ) from error
     if not MPI.Is_initialized():
         warn_of_foreign_launcher(MPI.get_vendor()[0], os.environ)
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _init_mpi_with_all_ranks(MPI)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE and MPI.COMM_WORLD.rank == 0:
         warnings.warn(
             f"{MPI.Get_library_version().partition(',')[0]} does not allow calls from several threads "
@@ -206,6 +210,18 @@ def _load_mpi() -> Any:
             stacklevel=4,
         )
     return MPI
+
+
+def _init_mpi_with_all_ranks(MPI: Any) -> None:
+    """Shows this rank's stack where that takes long: MPI_Init waits for each rank, also for one that never comes, and
+    holds the interpreter, so that no watchdog could run."""
+    stall_s, _ = limits_s()
+    if stall_s > 0 and is_launched():
+        faulthandler.dump_traceback_later(max(stall_s, _LONG_START_S), file=2)  # whatever Python's sys.stderr is
+    try:
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _share_memory(MPI: Any, comm: MpiCommunicator, node_comm: MpiCommunicator, sharing: str, cores: int) -> NodeMemory:
