@@ -7,7 +7,7 @@ import faulthandler
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,7 @@ def init(ranks_per_node: int | None = None) -> World:
         if _world is None:
             _world = _start(_virtual_node_size(ranks_per_node), serves=False)
             atexit.register(_world.finish)
+            _end_before_mpi(_world)
         elif ranks_per_node is not None and ranks_per_node != _world.kept.get("ranks_per_node"):
             raise ConfigError("init", where="ranks_per_node", expected="what the first call said", got=ranks_per_node)
         return _world
@@ -84,6 +85,32 @@ def init_server() -> World:
             _world = _start(_virtual_node_size(None), serves=True)
             atexit.register(_world.finish)
         return _world
+
+
+def _end_before_mpi(world: World) -> None:
+    """Where a program calls MPI.Finalize itself, end before what this process does in MPI, as at the program's end.
+
+    Source: MPI 4.1, section 11.2.4: MPI_Finalize begins with deleting the attributes of MPI_COMM_SELF, the last first.
+    """
+    from mpi4py import MPI
+
+    def end(*_: object) -> None:
+        atexit.unregister(world.finish)
+        world.finish()
+        for each in _all_of(world):
+            if (watchdog := each.kept.get(Watchdog)) is not None:
+                watchdog.end()
+        world.end()
+
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=end), world)
+
+
+def _all_of(world: World) -> Iterator[World]:
+    yield world
+    for part in world.parts:
+        yield from _all_of(part)
+    if world.whole is not None:
+        yield from _all_of(world.whole)
 
 
 def _virtual_node_size(ranks_per_node: int | None) -> int | None:
