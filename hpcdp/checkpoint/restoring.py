@@ -358,7 +358,7 @@ def _as_is(template: Any) -> Value:
 def _read(reader: ShardReader, read: _Read) -> None:
     if read.rows is None:
         read_elements(reader, read.tensor, read.first, read.out)
-    else:
+    elif read.out.size:
         _read_shares(reader, read)
 
 

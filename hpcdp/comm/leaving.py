@@ -39,7 +39,7 @@ def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
     comm = comm_world.Dup()
     exits.note()  # also where hpcdp was imported before a launcher's variables were set
 
-    def leave() -> None:
+    def leave(*_: object) -> None:
         if MPI.Is_finalized():
             return
         all_leave = comm.Ibarrier()
@@ -53,3 +53,4 @@ def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
             time.sleep(_NAP_S)
 
     atexit.register(leave)  # before what a world registers, and so called after that; engines end later still
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=leave), None)  # see `starting`

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,9 @@ SHARED_MEMORY = ("auto", "memfd", "window", "none")
 _KNOWN_FROM_THE_START = "1024"
 """In worlds of fewer ranks Open MPI tells each of all others before any of them sends."""
 
+_LONG_START_S = 10.0
+"""Where all ranks come MPI_Init does not take so long."""
+
 _world: World | None = None
 _init_lock = threading.Lock()
 
@@ -61,6 +65,7 @@ def init(ranks_per_node: int | None = None) -> World:
         if _world is None:
             _world = _start(_virtual_node_size(ranks_per_node), serves=False)
             atexit.register(_world.finish)
+            _end_before_mpi(_world)
         elif ranks_per_node is not None and ranks_per_node != _world.kept.get("ranks_per_node"):
             raise ConfigError("init", where="ranks_per_node", expected="what the first call said", got=ranks_per_node)
         return _world
@@ -80,6 +85,32 @@ def init_server() -> World:
             _world = _start(_virtual_node_size(None), serves=True)
             atexit.register(_world.finish)
         return _world
+
+
+def _end_before_mpi(world: World) -> None:
+    """Where a program calls MPI.Finalize itself, end before what this process does in MPI, as at the program's end.
+
+    Source: MPI 4.1, section 11.2.4: MPI_Finalize begins with deleting the attributes of MPI_COMM_SELF, the last first.
+    """
+    from mpi4py import MPI
+
+    def end(*_: object) -> None:
+        atexit.unregister(world.finish)
+        world.finish()
+        for each in _all_of(world):
+            if (watchdog := each.kept.get(Watchdog)) is not None:
+                watchdog.end()
+        world.end()
+
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=end), world)
+
+
+def _all_of(world: World) -> Iterator[World]:
+    yield world
+    for part in world.parts:
+        yield from _all_of(part)
+    if world.whole is not None:
+        yield from _all_of(world.whole)
 
 
 def _virtual_node_size(ranks_per_node: int | None) -> int | None:
@@ -198,7 +229,7 @@ def _load_mpi() -> Any:
         ) from error
     if not MPI.Is_initialized():
         warn_of_foreign_launcher(MPI.get_vendor()[0], os.environ)
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _init_mpi_with_all_ranks(MPI)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE and MPI.COMM_WORLD.rank == 0:
         warnings.warn(
             f"{MPI.Get_library_version().partition(',')[0]} does not allow calls from several threads "
@@ -206,6 +237,18 @@ def _load_mpi() -> Any:
             stacklevel=4,
         )
     return MPI
+
+
+def _init_mpi_with_all_ranks(MPI: Any) -> None:
+    """Shows this rank's stack where that takes long: MPI_Init waits for each rank, also for one that never comes, and
+    holds the interpreter, so that no watchdog could run."""
+    stall_s, _ = limits_s()
+    if stall_s > 0 and is_launched():
+        faulthandler.dump_traceback_later(max(stall_s, _LONG_START_S), file=2)  # whatever Python's sys.stderr is
+    try:
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _share_memory(MPI: Any, comm: MpiCommunicator, node_comm: MpiCommunicator, sharing: str, cores: int) -> NodeMemory:

@@ -19,16 +19,16 @@ _INT64 = np.iinfo(np.int64)
 
 
 def listed_keys(operation: str, key: object) -> list[Key]:
-    """The keys of a call.
+    """The keys of a call, those of types that are made of int or str, as NumPy's and enumerations, as such.
 
     Raises:
         ConfigError: something among them is no key.
     """
     keys: list[Any] = list(key) if isinstance(key, list | tuple) else [key]
-    keys = [int(each) if isinstance(each, np.integer) else each for each in keys]
     for each in keys:
-        if not isinstance(each, int | str) or isinstance(each, bool):
+        if not isinstance(each, int | str | np.integer) or isinstance(each, bool):
             raise ConfigError(operation, where="key", expected="an int, a str or a list of them", got=repr(each))
+    keys = [str.__str__(each) if isinstance(each, str) else int(each) for each in keys]
     if not keys or "" in keys:
         raise ConfigError(operation, where="key", expected="a key or more, none of them empty", got=repr(key))
     return keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import json
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -121,8 +121,12 @@ class KeepsState(abc.ABC):
 
     def _renew(self, rule: ByOptimizer, config: dict[str, Any]) -> None:
         """Take over the settings of an optimizer; every worker calls."""
-        if config != rule.optimizer.config():
-            rule.optimizer.take_config(config)
+
+        def take_over() -> None:
+            if config != rule.optimizer.config():
+                rule.optimizer.take_config(config)
+
+        self._agreed(take_over)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the store keeps; every worker must call.
@@ -160,35 +164,29 @@ class KeepsState(abc.ABC):
         A checkpoint restores that of any number of workers, on any kind of store.
 
         Raises:
-            ConfigError: it is of other keys or another optimizer, or no state of a store.
+            ConfigError: it is of other keys or another optimizer, or no state of a store; on every worker.
         """
+        self._agreed(lambda: self._check_state(state))
+        self._finish(list(self._entries.values()))  # pulls on their way get what was there before
+        own = self.state_dict()
+        if isinstance(self._updater, ByOptimizer):
+            self._renew(self._updater, json.loads(state["optimizer"]))
+        for key, values, states in self._agreed(lambda: list(_filled(own, state))):
+            self._put(self._entries[key], values, states, state.get("updates", {}).get(key))
+        self.barrier()
+
+    def _check_state(self, state: Any) -> None:
         if not (isinstance(state, Mapping) and isinstance(state.get("values"), Mapping) and "optimizer" in state):
             expected = "what state_dict() of a store returns"
             raise ConfigError("load_state_dict", expected=expected, got=reprlib.repr(state))
-        self._finish(list(self._entries.values()))  # pulls on their way get what was there before
-        own = self.state_dict()
-        odd = next(iter(set(own["values"]) ^ set(state["values"])), None)
+        odd = next(iter(self._entries.keys() ^ state["values"].keys()), None)
         if odd is not None:
-            held, lacks = ("the store", "the state") if odd in own["values"] else ("the state", "the store")
+            held, lacks = ("the store", "the state") if odd in self._entries else ("the state", "the store")
             raise ConfigError("load_state_dict", where=f"key {odd!r}", expected=f"it in {lacks}", got=f"in {held} only")
-        if (state["optimizer"] is None) != (own["optimizer"] is None):
-            held, lacks = ("one", "none") if own["optimizer"] is None else ("none", "one")
-            raise ConfigError("load_state_dict", where="optimizer", expected=f"{lacks}, as the store has", got=held)
-        if isinstance(self._updater, ByOptimizer):
-            self._renew(self._updater, json.loads(state["optimizer"]))
-        residuals = state.get("residuals", {})
-        for key, mine in own.get("residuals", {}).items():
-            if key in residuals:
-                take(f"key {key!r}, residual", mine, residuals[key])
-            else:  # all was sent then
-                for part in mine.parts:
-                    part.values[...] = 0
-        for key, entry in self._entries.items():
-            values = _taken(f"key {key!r}", own["values"][key], state["values"][key])
-            states = {name: _taken(f"key {key!r}, {name}", each, state["states"][key][name])
-                      for name, each in own.get("states", {}).get(key, {}).items()}  # fmt: skip
-            self._put(entry, values, states, state.get("updates", {}).get(key))
-        self.barrier()
+        has_rule = isinstance(self._updater, ByOptimizer)
+        if (state["optimizer"] is None) == has_rule:
+            held, lacks = ("one", "none") if has_rule else ("none", "one")
+            raise ConfigError("load_state_dict", where="optimizer", expected=f"{held}, as the store has", got=lacks)
 
     def save_optimizer_states(self, path: str) -> None:
         """Write the optimizer's state of all keys to one file, which replaces ``path``; every worker must call.
@@ -235,6 +233,22 @@ class KeepsState(abc.ABC):
             )
         self._meet_updated()
         return self._updater
+
+
+def _filled(own: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[tuple[Key, Any, dict[str, Any]]]:
+    """Every key with its values and states in a store's ``own`` state, filled, as what was not sent yet, from another
+    one."""
+    residuals = state.get("residuals", {})
+    for key, mine in own.get("residuals", {}).items():
+        if key in residuals:
+            take(f"key {key!r}, residual", mine, residuals[key])
+        else:  # all was sent then
+            for part in mine.parts:
+                part.values[...] = 0
+    for key, values in own["values"].items():
+        states = {name: _taken(f"key {key!r}, {name}", each, state["states"][key][name])
+                  for name, each in own.get("states", {}).get(key, {}).items()}  # fmt: skip
+        yield key, _taken(f"key {key!r}", values, state["values"][key]), states
 
 
 def _taken(where: str, own: Sharded | Array, given: Any) -> Sharded | Array:

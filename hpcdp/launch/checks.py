@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -14,6 +15,8 @@ from . import ProgramMissingError, interfaces, mpi_library
 from .job import Job
 from .supervise import FORWARDED, say
 
+# execve(2): the interpreter ends at a blank, or with the line
+_FIRST_LINE = re.compile(rb"#![ \t]*([^ \t\n]*)")
 _LIMIT_VARIABLES = ("HPCDP_STALL_S", "HPCDP_TIMEOUT_S")
 
 
@@ -71,12 +74,8 @@ def check_program(name: str, path: str | None = None) -> None:
     """Raises `ProgramMissingError`, or `LaunchError`, unless this machine has the program, on ``path`` where that is
     not this process's PATH."""
     found = shutil.which(name, path=path)
-    if found is not None and _is_bare_script(Path(found)):
-        raise LaunchError(
-            f"launch {name!r}",
-            got="a script without a first line that begins with #!",
-            remedy="begin it with e.g. #!/bin/sh, or name what runs it, e.g. bash",
-        )
+    if found is not None:
+        _check_first_line(name, Path(found))
     if found is None:
         if os.path.isfile(name) and not os.access(name, os.X_OK):
             raise LaunchError(
@@ -87,14 +86,28 @@ def check_program(name: str, path: str | None = None) -> None:
         raise ProgramMissingError(f"launch {name!r}", got="no such program", remedy="check its name and PATH")
 
 
-def _is_bare_script(program: Path) -> bool:
-    """Whether only a shell would run it: execve(2) refuses a text without #!."""
+def _check_first_line(name: str, program: Path) -> None:
+    """Raises `LaunchError` for a script that only a shell would run, which execve(2) refuses as a text without #!, and
+    for one whose interpreter is not there."""
     try:
         with program.open("rb") as file:
             beginning = file.read(512)
     except OSError:  # it may be run and not be read
-        return False
-    return not beginning.startswith(b"#!") and b"\0" not in beginning
+        return
+    script = _FIRST_LINE.match(beginning)
+    if script is None and b"\0" not in beginning:
+        raise LaunchError(
+            f"launch {name!r}",
+            got="a script without a first line that begins with #!",
+            remedy="begin it with e.g. #!/bin/sh, or name what runs it, e.g. bash",
+        )
+    if script is not None and not os.path.exists(script[1]):
+        interpreter = os.fsdecode(script[1])
+        raise LaunchError(
+            f"launch {name!r}",
+            got=f"a script of {interpreter!r}, which is not there",
+            remedy="its lines end as those of Windows: sed -i 's/\\r$//' mends it" if "\r" in interpreter else None,
+        )
 
 
 def _check_limits() -> None:

@@ -33,7 +33,7 @@ def read(text: str) -> tuple[Host, ...]:
     path = Path(text)
     if "/" in text or path.suffix in _OF_FILES or os.path.exists(text):  # of any length, as no name of a file may be
         return read_file(path)
-    return _merged([_host(part, f"-H {text!r}") for part in text.split(",")])
+    return merged([_host(part, f"-H {text!r}") for part in text.split(",")])
 
 
 def read_file(path: Path) -> tuple[Host, ...]:
@@ -51,7 +51,7 @@ def read_file(path: Path) -> tuple[Host, ...]:
             found.append(_host(said, f"{path}, line {number}"))
     if not found:
         raise ConfigError("read hosts", where=path, expected=f"lines of {_VALID}", got="none")
-    return _merged(found)
+    return merged(found)
 
 
 def _host(text: str, where: str) -> Host:
@@ -105,7 +105,7 @@ def _is_ipv6(text: str) -> bool:
     return ":" in text and "%" not in text and is_address(text)
 
 
-def _merged(hosts: Sequence[Host]) -> tuple[Host, ...]:
+def merged(hosts: Sequence[Host]) -> tuple[Host, ...]:
     """Each host once; a line that does not say slots counts as one where others of the host, or others at all, do."""
     known: dict[str, list[int | None]] = {}
     for host in hosts:
@@ -184,7 +184,7 @@ def is_this_machine(name: str) -> bool:
         return True
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter of an empty or long label, which may be an alias of ssh's
         return False
     return any(_is_own(family, address) for family, _, _, _, address in found)
 

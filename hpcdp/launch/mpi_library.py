@@ -6,6 +6,7 @@ mpi4py's wheels carry one extension module for each family and choose at import,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -105,6 +106,15 @@ def launcher_family(program: Path) -> str | None:
 def is_open_mpi_4(mpirun: Path) -> bool:
     """Whether an Open MPI's mpirun is of version 4 or older, whose transports have other names."""
     return not (mpirun.resolve().parent / "prterun").exists()
+
+
+def runtimes(mpirun: Path) -> Iterator[bytes]:
+    """The libraries of an Open MPI 5's runtime: versions and builds differ in what they know."""
+    prefix = mpirun.resolve().parent.parent
+    for pattern in ("lib*/libprrte.so*", "lib*/*/libprrte.so*"):
+        for path in sorted(prefix.glob(pattern)):
+            with contextlib.suppress(OSError):
+                yield path.read_bytes()
 
 
 def of_other_environment(program: str) -> MpiLibrary | None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from .mpi_library import runtimes
 from .remote.guards import Guards
 from .watch import End, Start, Watch
 
@@ -103,11 +104,7 @@ def _nameless_file() -> Iterator[Path | None]:
 
 def _option(mpirun: Path) -> str | None:
     """What the option is called: versions differ, and end where they do not know a name."""
-    prefix = mpirun.resolve().parent.parent
-    for pattern in ("lib*/libprrte.so*", "lib*/*/libprrte.so*"):
-        for path in sorted(prefix.glob(pattern)):
-            with contextlib.suppress(OSError):
-                content = path.read_bytes()
-                if f"\0{_LIST}\0".encode() in content:
-                    return next((f"--{name}" for name in _OPTIONS if f"\0{name}\0".encode() in content), None)
+    for content in runtimes(mpirun):
+        if f"\0{_LIST}\0".encode() in content:
+            return next((f"--{name}" for name in _OPTIONS if f"\0{name}\0".encode() in content), None)
     return None

@@ -84,6 +84,14 @@ def test_ranks_of_two_hosts_form_one_world(grid: Cluster, place: Path) -> None:
     assert left(place) == []
 
 
+def test_a_script_of_ones_own_has_ranks_on_all_hosts(grid: Cluster, place: Path) -> None:
+    launch = f'{shlex.quote(sys.executable)} -m hpcdp.cli launch --env "GREETING=it\'s me" -n 4'
+    (place / "own.sh").write_text(f"{launch} -- {shlex.quote(sys.executable)} world.py\n")
+    submits = "qsub -cwd -o said -e errors -S /bin/bash -V -pe spread 4 own.sh >/dev/null"
+    done = shell(grid, place, f"{submits}; while [ -n \"$(qstat -u '*')\" ]; do sleep .5; done; cat said errors")
+    assert done.stdout.startswith("4 2 [[0, 0, 'node"), done.stdout + done.stderr
+
+
 def test_the_status_of_a_rank_is_that_of_the_launcher(grid: Cluster, place: Path) -> None:
     code = "import os, time; from mpi4py import MPI; os._exit(7) if MPI.COMM_WORLD.rank == 1 else time.sleep(60)"
     program = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}"

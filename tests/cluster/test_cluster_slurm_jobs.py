@@ -255,6 +255,18 @@ def test_the_slurm_launcher_with_and_without_a_job(slurm: Cluster, servers: list
         assert sorted(re.sub(r"^\d+: ", "", line) for line in done.stdout.splitlines()) == expected
 
 
+HOSTS = "import hpcdp, socket; w = hpcdp.init(); print('rank', w.rank, w.size, socket.gethostname())"
+
+
+@pytest.mark.parametrize("servers", [[], ["-s", "1"]])
+def test_the_slurm_launcher_keeps_to_the_hosts_and_slots_that_are_named(slurm: Cluster, servers: list[str]) -> None:
+    program = ["--launcher", "slurm", "-n", "3", *servers, "-H", "node2:1,node1:3", "--", sys.executable, "-c", HOSTS]
+    for around in ([], ["salloc", "--nodes=2", "--ntasks-per-node=3"]):
+        done = slurm.on(1, [*around, *HPCDP, "launch", *program], 240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert sorted(done.stdout.splitlines()) == ["rank 0 3 node2", "rank 1 3 node1", "rank 2 3 node1"]
+
+
 def test_without_n_a_job_has_the_ranks_of_its_allocation(slurm: Cluster) -> None:
     launch = [*HPCDP, "launch", "--launcher", "slurm", "--", sys.executable, "-c", WORLD]
     done = slurm.on(1, ["salloc", "--nodes=2", "--ntasks-per-node=2", *launch], 240)

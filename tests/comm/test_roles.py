@@ -260,3 +260,27 @@ def test_a_server_alone_is_refused_in_one_line():
     )
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("hpcdp: init: expected workers, and servers behind them, got 1 server alone; ")
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_program_may_finalize_mpi_itself(servers):
+    """Also on one rank before others, which still need the keys that it keeps."""
+    workers = """
+        import numpy as np
+        import hpcdp
+        from hpcdp import kvstore, optim
+        from mpi4py import MPI
+
+        world = hpcdp.init()
+        store = kvstore.create("dist_async", world)
+        store.init(["a", "b"], [np.zeros(3), np.zeros(5)])
+        store.set_optimizer(optim.SGD(lr=1.0))
+        for _ in range(9 * world.rank):
+            store.push(["a", "b"], [np.ones(3), np.ones(5)])
+            assert store.pull("a")[0] < 0 > store.pull("b")[0]
+        MPI.Finalize()
+        print("ended")
+    """
+    programs = [(2, workers), (servers, "from hpcdp.kvstore.serve import main; main()")]
+    done = job(*programs[: 1 + servers], HPCDP_RANKS_PER_NODE="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n" * 2, "")

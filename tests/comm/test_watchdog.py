@@ -398,3 +398,24 @@ def test_real_ranks_end_within_the_limit(call, tmp_path):
     assert "rank 0 of 2: allreduce of 7 float64 has not ended in 1 s" in done.stderr + done.stdout
     assert "hang.py" in done.stderr + done.stdout  # the stack
     assert time.monotonic() - begin < 30
+
+
+def test_a_rank_shows_that_it_waits_for_others_to_start(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, time
+        from hpcdp.comm import starting
+        starting._LONG_START_S = 0.5
+        if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+            time.sleep(4)
+        starting.init()
+        """)
+    )
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable, str(script)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}
+    done = subprocess.run(
+        command, env=environment | {"HPCDP_STALL_S": "0.5"}, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert re.match(r"Timeout .*\n.*\n.* in _init_mpi_with_all_ranks\n(.*\n)* .*late\.py", done.stderr), done.stderr

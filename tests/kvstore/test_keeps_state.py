@@ -6,6 +6,7 @@ from pairs import pairs
 from whole_state import held, joined, restore
 
 from hpcdp import kvstore, optim
+from hpcdp.checkpoint import Manager
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore.servers.together import serve
@@ -175,6 +176,29 @@ def test_states_of_other_stores_are_refused():
         threads.run(2, lambda world, o=other, m=message: worker(world, o, m))
 
 
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda state: None, "expected what state_dict.. of a store returns, got None"),
+        (lambda state: state | {"values": {3: state["values"][3]}}, "key 11.*got in the store only"),
+        (lambda state: state | {"optimizer": None}, "optimizer.: expected one, as the store has, got none"),
+        (lambda state: state | {"optimizer": state["optimizer"].replace("sgd", "adam")}, "expected sgd, got adam"),
+        (lambda state: state | {"values": {3: np.ones(2), 11: np.ones(())}}, "expected shape .33, 7.*got shape .2,"),
+    ],
+)
+def test_a_state_that_is_wrong_on_one_worker_is_an_error_on_all(kind, spoil, message):
+    def worker(world):
+        store = make(kind, world, schedule, keys=[3, 11])
+        state = held(store.state_dict())
+        with pytest.raises(ConfigError, match=message):
+            store.load_state_dict(spoil(state) if world.rank == 1 else state)
+        store.load_state_dict(state)
+        assert all((value == 1).all() for value in values(store).values())
+
+    threads.run(3, worker, 2)
+
+
 def test_workers_whose_rates_differ_take_over_a_state_together():
     def one(world):
         store = kvstore.create("dist_async", world)
@@ -218,3 +242,16 @@ def test_what_was_not_sent_is_forgotten_with_a_state_that_has_sent_all(kind):
         return store.pull(3).wait().any()
 
     assert not np.any(one(None) if kind == "local" else threads.run(2, one))
+
+
+def test_a_checkpoint_of_keys_without_elements_that_are_compressed(tmp_path):
+    def worker(world, begins):
+        store = kvstore.create("dist_sync", world)
+        store.set_gradient_compression("2bit")
+        store.init(["none", "some"], [np.zeros((0, 3)), np.full(2, begins)])
+        with Manager(tmp_path, world=world) as manager:
+            manager.save(1, {"store": store}) if begins else manager.restore(into={"store": store})
+        return store.pull("some").wait()[1]
+
+    assert threads.run(3, lambda world: worker(world, 7.0)) == [7.0] * 3
+    assert threads.run(2, lambda world: worker(world, 0.0)) == [7.0] * 2

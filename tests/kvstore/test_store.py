@@ -1,5 +1,6 @@
 """Stores of all kinds: the numbers of the documents, every form of arguments, and the order of things."""
 
+import enum
 import threading
 import time
 from functools import partial
@@ -13,6 +14,14 @@ import hpcdp
 from hpcdp import kvstore, nn, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, UnsupportedError
+
+
+class Name(enum.StrEnum):
+    C = "c"
+
+
+class Number(enum.IntEnum):
+    FOUR = 4
 
 
 @pytest.fixture(params=[kind for kind in kvstore.KINDS if kind != "dist_async"])
@@ -107,6 +116,28 @@ def test_several_keys_repeated_ones_and_lists_for_devices(replacing):
         assert (out == 9).all()
 
     on_one_worker(replacing, forms)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [(np.str_("a"), "b", Name.C), (3, Number.FOUR, np.int8(5))],
+    ids=["str", "int"],
+)
+def test_keys_of_types_that_are_made_of_int_or_str(keys, replacing, tmp_path):
+    def named(store):
+        store.init(keys[0], full(1))
+        store.init(list(keys[1:]), [full(2), full(3)])
+        assert {type(key) for key in store.keys} in ({int}, {str})
+        store.set_optimizer(optim.SGD(lr=1, momentum=0.5))
+        store.push(list(keys), [full(1)] * 3)
+        assert [(store.pull(key)[...] == number).all() for number, key in enumerate(keys)] == [True] * 3
+        store.save_optimizer_states(str(tmp_path / "states"))
+
+    on_one_worker(replacing, named)
+    store = kvstore.create("local")
+    store.init([str.__str__(key) if isinstance(key, str) else int(key) for key in keys], [full(0)] * 3)
+    store.set_optimizer(optim.SGD(lr=1, momentum=0.5))
+    store.load_optimizer_states(str(tmp_path / "states"))
 
 
 def test_what_is_pushed_may_be_changed_at_once(replacing):

@@ -202,3 +202,4 @@ def test_this_machine_is_known_by_its_names_and_addresses(monkeypatch: pytest.Mo
     assert all(map(is_this_machine, ("localhost", "here", "here.site", "127.0.0.1")))
     assert not is_this_machine("192.0.2.7")
     assert not is_this_machine("an-alias-of-ssh.invalid")
+    assert not is_this_machine("node1..site") and not is_this_machine("n" * 64)  # no names of the resolver's

@@ -201,6 +201,22 @@ def test_a_script_that_only_a_shell_would_run(tmp_path: Path) -> None:
     assert launch(2, str(script)).stdout == "started\n" * 2
 
 
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        ("#! /no/such/python -u", "got a script of '/no/such/python', which is not there\n"),
+        ("#!/bin/sh\r", "got a script of '/bin/sh\\r', which is not there; its lines end as those of Windows: sed -i "),
+    ],
+)
+def test_a_script_whose_interpreter_is_not_there(first: str, says: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{first}\necho started\n", newline="")
+    script.chmod(0o755)
+    done = launch(2, str(script))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert f"hpcdp: launch '{script}': {says}" in done.stderr
+
+
 def test_a_missing_library(tmp_path: Path) -> None:
     done = launch(2, *python("pass"), env=os.environ | {"MPI4PY_LIBMPI": str(tmp_path)})
     assert done.returncode == 2

@@ -51,8 +51,24 @@ def test_outside_of_a_job(srun: Path) -> None:
     assert argv(Job(("p", "a b"), 3)) == ["srun", "--mpi=pmix", *COMMON, "--ntasks=3", "p", "a b"]
     spread = ["--nodes=2", "--ntasks=3", "--distribution=plane=2"]
     assert argv(Job(("p",), 3, ranks_per_node=2))[5:] == [*spread, "p"]
-    hosts = (Host("n1"), Host("n2", 2))
-    assert argv(Job(("p",), 3, hosts=hosts))[5:] == [*spread, "--nodelist=n1,n2", "p"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "servers", "per_node", "names"),
+    [
+        ((Host("n1", 1), Host("n2", 2)), 3, 0, None, "n1,n2,n2"),
+        ((Host("n2", 2), Host("n1", 2)), 3, 0, None, "n2,n2,n1"),
+        ((Host("n2"), Host("n1")), 3, 0, None, "n2,n2,n1"),
+        ((Host("n1"), Host("n2")), 2, 2, None, "n1,n2,n1,n2"),
+        ((Host("n1", 4), Host("n2", 4)), 2, 0, 1, "n1,n2"),
+    ],
+)
+def test_ranks_go_to_the_hosts_that_are_named(
+    srun: Path, hosts: tuple[Host, ...], ranks: int, servers: int, per_node: int | None, names: str
+) -> None:
+    words = argv(Job(("p",), ranks, servers, hosts=hosts, ranks_per_node=per_node))
+    layout = ["--nodes=2", f"--ntasks={ranks + servers}", "--distribution=arbitrary", f"--nodelist={names}"]
+    assert words[5:9] == layout
 
 
 def test_a_colon_is_none_of_sruns(srun: Path) -> None:
@@ -176,7 +192,8 @@ def test_a_dry_run_asks_no_cluster(srun: Path) -> None:
     [
         (Job(("p",), 2, sync_dst_dir="/x"), "a file system that all hosts of a Slurm job see"),
         (Job(("p",), 2, mpi_args="'x"), "closed quotes"),
-        (Job(("p",), 5, hosts=(Host("a"), Host("b")), ranks_per_node=2), "at most 4, 2 on each of 2 nodes, got 5"),
+        (Job(("p",), 5, hosts=(Host("a"), Host("b")), ranks_per_node=2), "slots for 5 ranks, got 4 on a, b with 2"),
+        (Job(("p",), 3, hosts=(Host("a", 1), Host("b", 1))), "slots for 3 ranks, got 2 on a:1, b:1"),
     ],
 )
 def test_what_srun_cannot_do(srun: Path, job: Job, expected: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ...errors import LaunchError
 from ...launched import batch_system
 from .. import folders, mpi_library, segments
-from ..batch_systems import slurm_allocation
+from ..batch_systems import given_hosts, slurm_allocation
 from ..checks import check, check_binding, warn_of_other_library
 from ..dialect import Dialect, program
 from ..environment import environment_of_hosts, travelling
@@ -38,10 +38,12 @@ def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[Plan, mpi_library.Mp
     """With what has been found for it, which takes several milliseconds."""
     given = None if by_ssh else slurm_allocation.allocation()
     places = place(job) if job.hosts else ()
-    further = check(job, several_hosts=len(places or (given.hosts if given else ())) > 1)
+    unnamed = () if by_ssh or job.hosts else given_hosts.read()
+    further = check(job, several_hosts=len(places or unnamed or (given.hosts if given else ())) > 1)
     library = mpi_library.find_library()
     mpirun = mpi_library.find_mpirun(library)
     dialect = Dialect(library.family, mpi_library.is_open_mpi_4(mpirun))
+    places = places or given_hosts.placed(job, unnamed, mpirun, dialect)
     warn_of_other_library(job, library.family)
     if given is not None:
         slurm_allocation.check(job, given, library.family)

@@ -22,6 +22,7 @@ from ..batch_systems.slurm_allocation import Allocation, allocation
 from ..checks import check, warn_of_other_library
 from ..dialect import Dialect, program
 from ..environment import blas_threads
+from ..hosts import of_ranks, place
 from ..job import Command, Job, Plan, server
 from ..supervise import supervise
 
@@ -137,17 +138,14 @@ def _check_mpi_type(argv: Sequence[str]) -> None:
 def _layout(job: Job, given: Allocation | None) -> list[str]:
     """Never tasks and nodes alone, which places 4 ranks on 2 nodes as 3 and 1."""
     ranks = job.ranks + job.servers
-    hosts = [f"--nodelist={','.join(host.name for host in job.hosts)}"] if job.hosts else []
-    if given is None or job.hosts or job.ranks_per_node is not None:
-        nodes = len(job.hosts) or (math.ceil(ranks / job.ranks_per_node) if job.ranks_per_node else None)
-        if nodes is None:
-            return [f"--ntasks={ranks}"]
-        per_node = job.ranks_per_node or math.ceil(ranks / nodes)
-        if per_node * nodes < ranks:
-            raise LaunchError(
-                "launch ranks", expected=f"at most {per_node * nodes}, {per_node} on each of {nodes} nodes", got=ranks
-            )
-        return [*_spread(ranks, nodes, per_node), *hosts]
+    if job.hosts:  # where each task goes: else srun sorts the hosts, and knows nothing of their slots
+        places = place(job)
+        names = ",".join(of_ranks(places))
+        return [f"--nodes={len(places)}", f"--ntasks={ranks}", "--distribution=arbitrary", f"--nodelist={names}"]
+    if job.ranks_per_node is not None:
+        return _spread(ranks, math.ceil(ranks / job.ranks_per_node), job.ranks_per_node)
+    if given is None:
+        return [f"--ntasks={ranks}"]
     if ranks == given.tasks and not given.hosts_alike:
         return [f"--nodes={len(given.hosts)}", f"--ntasks={ranks}"]  # as the job was given them
     nodes = min(ranks, len(given.hosts))
