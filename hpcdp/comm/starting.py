@@ -243,11 +243,11 @@ def _init_mpi_with_all_ranks(MPI: Any) -> None:
     """Shows this rank's stack where that takes long: MPI_Init waits for each rank, also for one that never comes, and
     holds the interpreter, so that no watchdog could run."""
     stall_s, _ = limits_s()
-    if stall_s > 0 and is_launched():
+    shows = stall_s > 0 and is_launched()  # else a timer of the program's own stays
+    if shows:
         faulthandler.dump_traceback_later(max(stall_s, _LONG_START_S), file=2)  # whatever Python's sys.stderr is
-    try:
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    finally:
+    MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if shows:
         faulthandler.cancel_dump_traceback_later()
 
 
