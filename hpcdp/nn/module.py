@@ -302,7 +302,8 @@ def _fitting(name: str, given: Any, own: Array) -> Array:
         array = given if has_namespace(given) else np.asarray(given)
     except (RuntimeError, TypeError) as error:  # as PyTorch says it of a tensor that wants a gradient
         raise ConfigError("load_state_dict", where=name, expected=expected, got=error) from error
-    if not np.can_cast(array.dtype, own.dtype, "same_kind"):
+    are_floats = is_float(array.dtype) and is_float(own.dtype)  # NumPy casts bfloat16 to float16 only if told to
+    if not (are_floats or np.can_cast(array.dtype, own.dtype, "same_kind")):
         raise ConfigError("load_state_dict", where=name, expected=f"numbers that fit {own.dtype}", got=array.dtype)
     return array
 

@@ -268,3 +268,13 @@ def test_what_is_too_large_becomes_infinite_without_a_word(half, row):
 def test_labels_are_checked_as_ever():
     with pytest.raises(DataError, match="expected 0 to 4"):
         F.softmax_cross_entropy(halves(3, 5), np.array([0, 5, 1]))
+
+
+@pytest.mark.parametrize("own", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("other", ["float16", "bfloat16", "float32", "float64"])
+def test_a_network_loads_the_state_of_one_of_other_floats(own, other):
+    given, net = (nn.Dense(3, 2, weight_init=nn.init.Normal(scale)) for scale in (1.0, 0.1))
+    given.to(other)
+    net.to(own)
+    net.load_state_dict(given.state_dict())
+    np.testing.assert_array_equal(net.weight.data, given.weight.data.astype(dtype_of(own)))
