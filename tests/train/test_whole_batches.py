@@ -220,7 +220,7 @@ def test_evaluate_refuses_data_that_differ_between_ranks(n):
         (lambda world: AdaptWorkLoad(data.BatchSampler(data.SequentialSampler(9), 4)), "a ShardedSampler, which has"),
         (
             lambda world: nn.Dense(3, 3, weight_init="xavier"),
-            r"\[weight_init\]: expected a function of shape and dtype",
+            r"\[weight_init\]: expected a function of a shape, such as",
         ),
         (lambda world: optim.LARS(lr=1.0, momentum=2.0), "lars momentum"),
     ],
