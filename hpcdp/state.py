@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from .arrays import Array, from_host
+from .arrays import Array, from_host, on_device_of
 from .errors import ConfigError, type_named
 
 
@@ -149,10 +149,11 @@ def take(where: str, own: Sharded, given: Any) -> None:
             remedy="restore it from a checkpoint, which gives each rank its part",
         )  # fmt: skip
     for part, run, number in zip(own.parts, runs, range(len(runs)), strict=True):
-        if theirs is None:
-            part.values[...] = from_host(given.reshape(-1)[run], part.values)
-        elif not _same_memory(part.values, given.parts[number].values):
-            part.values[...] = given.parts[number].values
+        with on_device_of(part.values):
+            if theirs is None:
+                part.values[...] = from_host(given.reshape(-1)[run], part.values)
+            elif not _same_memory(part.values, given.parts[number].values):
+                part.values[...] = given.parts[number].values
 
 
 def _same_memory(x: Array, y: Array) -> bool:

@@ -64,7 +64,7 @@ class Tensor:
         if type(data) is not np.ndarray:
             if isinstance(data, Tensor):
                 data = data.data
-            elif not hasattr(data, "__array_namespace__") and not hasattr(data, "strides"):  # as CuPy's have
+            elif not (hasattr(data, "__array_namespace__") or (hasattr(data, "strides") and hasattr(data, "dtype"))):
                 data = _numbers(data)
         self.data: Array = data
         self.grad: Array | None = None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import nn
-from ..arrays import bits, copied_to_host, from_host, has_namespace, is_float, of_bits, to_host
+from ..arrays import bits, copied_to_host, from_host, has_namespace, is_float, of_bits, on_device_of, to_host
 from ..collectives import allreduce
 from ..comm import World
 from ..state import Part, PerRank, Sharded, Stateful
@@ -55,7 +55,12 @@ def as_array(value: Any) -> HostView | None:
     """``value`` as a NumPy array, None where it is no array."""
     if has_namespace(value):
         copied, dtype = copied_to_host(value), str(value.dtype)
-        return HostView(bits(copied), dtype, "", lambda x: value.__setitem__(..., from_host(of_bits(x, dtype), value)))
+
+        def take(x: np.ndarray) -> None:
+            with on_device_of(value):
+                value[...] = from_host(of_bits(x, dtype), value)
+
+        return HostView(bits(copied), dtype, "", take)
     return None
 
 

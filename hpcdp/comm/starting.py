@@ -246,9 +246,11 @@ def _init_mpi_with_all_ranks(MPI: Any) -> None:
     shows = stall_s > 0 and is_launched()  # else a timer of the program's own stays
     if shows:
         faulthandler.dump_traceback_later(max(stall_s, _LONG_START_S), file=2)  # whatever Python's sys.stderr is
-    MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    if shows:
-        faulthandler.cancel_dump_traceback_later()
+    try:
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    finally:
+        if shows:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _share_memory(MPI: Any, comm: MpiCommunicator, node_comm: MpiCommunicator, sharing: str, cores: int) -> NodeMemory:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..arrays import Array, to_host
+from ..arrays import Array, on_device_of, to_host
 from ..devices import brought
 from ..errors import ConfigError, HpcdpError
 from ..state import Part, Sharded, take
@@ -221,9 +221,10 @@ class KeepsState(abc.ABC):
         rule.states = {}
         for key in rule.steps:
             entry = self._entries[key]
-            rule.states[key] = new_state(rule.optimizer, self._own_part(entry, entry.stored))
-            for name, place in rule.states[key].items():
-                place[...] = self._own_part(entry, states[key, name])
+            with on_device_of(entry.stored):
+                rule.states[key] = new_state(rule.optimizer, self._own_part(entry, entry.stored))
+                for name, place in rule.states[key].items():
+                    place[...] = self._own_part(entry, states[key, name])
 
     def _by_optimizer(self, operation: str) -> ByOptimizer:
         """The optimizer, when the pushes of all workers have taken effect; every worker must call."""
@@ -244,7 +245,8 @@ def _filled(own: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[tuple[
             take(f"key {key!r}, residual", mine, residuals[key])
         else:  # all was sent then
             for part in mine.parts:
-                part.values[...] = 0
+                with on_device_of(part.values):
+                    part.values[...] = 0
     for key, values in own["values"].items():
         states = {name: _taken(f"key {key!r}, {name}", each, state["states"][key][name])
                   for name, each in own.get("states", {}).get(key, {}).items()}  # fmt: skip

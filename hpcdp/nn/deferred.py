@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import is_cupy
 from ..errors import ConfigError, DeviceError, type_named
 from .module import Module
 from .parameter import Parameter
@@ -33,7 +34,7 @@ def drawn(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
     """``draw(shape)`` in float32, as layers begin; `ConfigError` where it gives something else than so many numbers."""
     given = draw(shape)
     try:
-        values = np.asarray(given, np.float32)
+        values = given.astype(np.float32, copy=False) if is_cupy(given) else np.asarray(given, np.float32)
     except (TypeError, ValueError):
         got = type_named(given)
     else:

@@ -281,13 +281,17 @@ class Module:
 
 def _parameters_in(value: Any) -> Iterator[Parameter]:
     """Those of modules, and those themselves, in lists, tuples and dicts, also in each other."""
-    if isinstance(value, (list, tuple, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _parameters_in(each)
-    elif isinstance(value, Module):
-        yield from (parameter for _, parameter in value.named_parameters())
-    elif isinstance(value, Parameter):
-        yield value
+    left, seen = [value], set[int]()
+    while left:
+        each = left.pop()
+        if isinstance(each, (list, tuple, dict)):
+            if id(each) not in seen:  # one may be in itself
+                seen.add(id(each))
+                left += each.values() if isinstance(each, dict) else each
+        elif isinstance(each, Module):
+            yield from (parameter for _, parameter in each.named_parameters())
+        elif isinstance(each, Parameter):
+            yield each
 
 
 def _fitting(name: str, given: Any, own: Array) -> Array:

@@ -209,6 +209,17 @@ class _Copy:
                 here[name] = given[name] = Tensor(self.device.put(value.data))
             else:
                 here[name] = given[name] = value
+        self._take_away()
+
+    def _take_away(self) -> None:
+        """Let it not have what the network has no more, and the rest in the network's order."""
+        here, given, theirs = vars(self.module), self._given, vars(self.net)
+        for name in given.keys() - theirs.keys():
+            if here.get(name) is given.pop(name):
+                here.pop(name, None)
+                self._parts.pop(name, None)
+        if [name for name in here if name in theirs] != [name for name in theirs if name in here]:
+            here.update([(name, here.pop(name)) for name in theirs if name in here])
 
     def _part(self, name: str, value: Module, done: dict[Tensor, Tensor]) -> Module:
         part = self._parts.get(name)

@@ -55,6 +55,7 @@ class Foreign:
 
 def test_arrays_of_other_libraries_become_numpys():
     x = np.arange(3)
+    assert type(Tensor(memoryview(x)).data) is np.ndarray
     assert Tensor(Foreign(x)).data is x
     net = nn.Sequential(nn.Dense(3, 2), nn.ReLU())
     rows = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -95,7 +95,15 @@ def test_parameters_in_a_container_are_told(container, named):
     assert told[0].filename == __file__
 
 
-@pytest.mark.parametrize("container", [lambda *layers: [layers[0], "text", None], lambda *layers: {"of": layers[0]}])
+def in_itself(*layers):
+    container = [layers[0], {}]
+    container[1]["again"] = container
+    return container
+
+
+@pytest.mark.parametrize(
+    "container", [lambda *layers: [layers[0], "text", None], lambda *layers: {"of": layers[0]}, in_itself]
+)
 def test_containers_of_what_the_network_has_are_not_told(container, recwarn):
     assert len(InContainer(container).parameters()) == 4
     assert not recwarn.list

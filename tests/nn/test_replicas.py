@@ -132,7 +132,19 @@ def layer_replaced(net):
     setattr(net, "1", nn.Sequential(nn.Tanh(), nn.LayerNorm(3)))
 
 
-@pytest.mark.parametrize("change", [activation_set, bias_taken_away, layer_added, layer_replaced])
+def layer_taken_away(net):
+    delattr(net, "1")
+
+
+def layer_moved(net):
+    net.tanh = nn.Tanh()
+    first = vars(net).pop("0")
+    setattr(net, "0", nn.Sequential(first))
+
+
+@pytest.mark.parametrize(
+    "change", [activation_set, bias_taken_away, layer_added, layer_replaced, layer_taken_away, layer_moved]
+)
 def test_what_the_network_becomes_its_replicas_become(change):
     net = nn.Sequential(nn.Dense(6, 3), nn.ReLU())
     for replicas in (nn.Replicas(net, devices(2)), pickle.loads(pickle.dumps(nn.Replicas(net, devices(2))))):
