@@ -29,7 +29,7 @@ from .bucket_checks import check_settings, refuse_half_a_step, refuse_reproducib
 from .communication_stats import CommunicationStats
 from .gpu_times import EXPOSED, GpuTimes
 from .graph_update import GraphUpdate, graph_update
-from .loss_scale import DYNAMIC, DynamicLossScale, first_scale, skipping
+from .loss_scale import DynamicLossScale, first_scale, is_dynamic, skipping
 from .on_its_gpu import on_its_gpu
 from .parts import require_whole, share_over_parts
 from .policy import Policy, Unwritten, checked_policy, stale_anywhere
@@ -75,7 +75,7 @@ class BucketTrainer(Trainer):
         self.policy = checked_policy(policy)
         self.loss_scale = first_scale(loss_scale)
         self._dynamic: DynamicLossScale | None = None
-        if loss_scale == DYNAMIC:
+        if is_dynamic(loss_scale):
             self.policy, self._dynamic = skipping(self.policy), DynamicLossScale()
         self._unwritten = Unwritten(self.policy, self.world.rank)
         self.clip_norm = None if clip_norm is None else float(clip_norm)

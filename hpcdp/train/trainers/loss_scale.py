@@ -35,9 +35,14 @@ class DynamicLossScale:
         return scale if self.good_steps else scale * 2
 
 
+def is_dynamic(loss_scale: object) -> bool:
+    """Whether a loss scale follows what gradients do."""
+    return isinstance(loss_scale, str) and loss_scale == DYNAMIC  # an array answers for each of its elements
+
+
 def first_scale(loss_scale: float | str) -> float:
     """The scale of the first step; `ConfigError` for what is neither a positive number nor ``"dynamic"``."""
-    if isinstance(loss_scale, str) and loss_scale == DYNAMIC:
+    if is_dynamic(loss_scale):
         return _FIRST
     if not is_number(loss_scale) or not (0 < float(loss_scale) < math.inf):
         raise ConfigError(

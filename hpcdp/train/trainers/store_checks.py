@@ -10,7 +10,7 @@ from ...comm import World
 from ...errors import ConfigError
 from ...gradients.bucket import Parameter
 from ...kvstore import KINDS, KVStore
-from .loss_scale import DYNAMIC
+from .loss_scale import is_dynamic
 from .policy import Policy
 
 _FOR_BUCKETS = {
@@ -59,7 +59,7 @@ def check_precision(params: Sequence[Parameter], loss_scale: object) -> None:
     if half is not None:
         raise ConfigError("Trainer", where=half.name, expected="float32 or float64 with a kvstore",
                           got=half.data.dtype, remedy=remedy)  # fmt: skip
-    if isinstance(loss_scale, str) and loss_scale == DYNAMIC:
+    if is_dynamic(loss_scale):
         raise ConfigError("Trainer", where="loss_scale", expected="a number with a kvstore", got=repr(loss_scale),
                           remedy=remedy)  # fmt: skip
 
