@@ -1,4 +1,4 @@
-"""Floor 1: what the state of a run is made of, for whoever has some to save. Imports: arrays, errors.
+"""Floor 1: what the state of a run is made of, for whoever has some to save. Imports: devices, arrays, errors.
 
 A **state** is what `Stateful.state_dict` gives: dicts (of str or int), lists and tuples of arrays, numbers, texts,
 None, and further objects with a state. An array is taken to be alike on all ranks, unless it stands in a `Sharded`, of
@@ -14,7 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from .arrays import Array, from_host, on_device_of
+from .arrays import Array, on_device_of
+from .devices import brought
 from .errors import ConfigError, type_named
 
 
@@ -132,7 +133,7 @@ def take(where: str, own: Sharded, given: Any) -> None:
     Args:
         where: what an error calls the tensor.
         own: what this rank holds of it.
-        given: the same of another state, or the whole tensor as a NumPy array.
+        given: the same of another state, or the whole tensor as an array; of any device.
 
     Raises:
         ConfigError: ``given`` is no tensor, or has another shape or other parts.
@@ -151,9 +152,9 @@ def take(where: str, own: Sharded, given: Any) -> None:
     for part, run, number in zip(own.parts, runs, range(len(runs)), strict=True):
         with on_device_of(part.values):
             if theirs is None:
-                part.values[...] = from_host(given.reshape(-1)[run], part.values)
+                part.values[...] = brought(given.reshape(-1)[run], part.values)
             elif not _same_memory(part.values, given.parts[number].values):
-                part.values[...] = given.parts[number].values
+                part.values[...] = brought(given.parts[number].values, part.values)
 
 
 def _same_memory(x: Array, y: Array) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, array_namespace, on_device_of, to_host
-from ..errors import HpcdpError, UnsupportedError, shortened
+from ..errors import HpcdpError, UnsupportedError
 from ..holders import refuse_change
+from . import given
 from .modes import modes
 from .registry import Again, catch_up
 from .tape import Node, Pullback, backward
@@ -23,23 +24,6 @@ def require_grad_req(operation: str, grad_req: object) -> None:
         raise HpcdpError(operation, where="grad_req", expected=" or ".join(GRAD_REQS), got=repr(grad_req))
 
 
-def _numbers(data: Any) -> np.ndarray:
-    """Numbers, or nested sequences of them, as float32; an array of another library in its own dtype."""
-    remedy = None
-    try:
-        numbers = np.asarray(data, None if hasattr(data, "dtype") else np.float32)
-    except (RuntimeError, TypeError, ValueError) as error:
-        remedy = str(error) if hasattr(data, "dtype") else None  # as PyTorch says what is to be done
-    else:
-        if numbers.dtype.kind in "OSU":  # NumPy takes any object for an array
-            pass
-        elif not np.isnan(numbers).any() or not any(each is None for each in np.asarray(data, object).flat):
-            return numbers
-        else:
-            remedy = "leave out an input that is optional"  # NumPy makes NaN of it
-    raise HpcdpError("Tensor", expected="an array, or numbers", got=shortened(repr(data), 40), remedy=remedy)
-
-
 class Tensor:
     """An array of any namespace, ``data``, that may have a gradient.
 
@@ -47,7 +31,7 @@ class Tensor:
     operators (``w -= lr * g``) and ``w[...] = values`` change ``data`` in place outside of recording, and never
     replace it: it may be memory that other ranks see. Recorded results change only after backward freed the tape;
     nobody looks at leaves, nor at views and `detach` of results: who changes those before backward gets its gradients
-    from the new values.
+    from the new values. Values that are written may be on another device; operands of operators may not.
 
     Args:
         data: an array, kept as it is, not copied; numbers and lists become float32 NumPy arrays, and what else NumPy
@@ -65,7 +49,7 @@ class Tensor:
             if isinstance(data, Tensor):
                 data = data.data
             elif not (hasattr(data, "__array_namespace__") or (hasattr(data, "strides") and hasattr(data, "dtype"))):
-                data = _numbers(data)
+                data = given.array_of(data)
         self.data: Array = data
         self.grad: Array | None = None
         self.grad_req = "null"
@@ -195,7 +179,8 @@ class Tensor:
             )
         self._refuse_recorded()
         with on_device_of(self.data):
-            self.changeable()[arrangement.index(key)] = value_of(value)
+            place = self.changeable()
+            place[arrangement.index(key)] = given.values_for(place, value_of(value))
 
     def _refuse_recorded(self) -> None:
         """The operation that made a tensor may need its elements until backward has freed the tape, and others until

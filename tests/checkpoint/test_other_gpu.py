@@ -56,3 +56,21 @@ def test_a_store(tmp_path, by):
 
     value = 0.0 if by == "state" else 2.0  # 1 - 0.5 * 2 and 5 - 0.5 * 6
     np.testing.assert_array_equal(threads.run(1, rank)[0], np.full(5, value - 0.5 * 0.5 * 2))
+
+
+@pytest.mark.parametrize("kinds", [("device", "local"), ("local", "device")])
+def test_a_store_in_host_memory_and_one_on_a_gpu_take_each_others_state(kinds):
+    def trained(kind, number):
+        store = kvstore.create(kind)
+        store.set_optimizer(optim.SGD(lr=0.5, momentum=0.5))
+        store.init("key", gpu(2).put(np.full(5, number, np.float32)))
+        store.push("key", gpu(2).put(np.full(5, number + 1, np.float32)))
+        return store
+
+    gpu(1).use()
+    saved, store = trained(kinds[0], 1), trained(kinds[1], 5)
+    store.load_state_dict(saved.state_dict())
+    store.push("key", gpu(2).put(np.zeros(5, np.float32)))  # by half of the momentum that was taken, 2
+    found = gpu(2).put(np.zeros(5, np.float32))
+    store.pull("key", found)
+    np.testing.assert_array_equal(to_host(found), np.full(5, 0 - 0.5 * 0.5 * 2))

@@ -152,6 +152,31 @@ def test_what_is_on_another_gpu_than_the_current_one_is_computed_there(on_fake_g
     assert done.returncode == 0 and done.stdout == "computed\n", done.stderr
 
 
+def test_values_come_to_where_they_are_written(on_fake_gpu: Run) -> None:
+    """CuPy refuses those of the host, and warns of those of another GPU."""
+    program = """
+        import cupy, warnings
+        import numpy as np
+        from hpcdp import autograd, kvstore, optim
+        from hpcdp.devices import gpu
+        warnings.simplefilter("error")
+        values = [np.ones(3, "f4"), [1.0, 2.0, 3.0], np.float32(1), 1, gpu(0).put(np.ones(3, "f4"))]
+        for place in (gpu(1).put(np.zeros(3, "f4")), np.zeros(3, "f4")):
+            for each in values:
+                autograd.Tensor(place)[...] = each
+        stores = [kvstore.create(kind) for kind in ("device", "local", "device")]
+        for store in stores:
+            store.set_optimizer(optim.SGD(lr=0.5, momentum=0.5))
+            store.init("key", gpu(1).put(np.ones(5, "f4")))
+            store.push("key", gpu(1).put(np.ones(5, "f4")))
+        for store, saved in zip(stores[1:], stores):
+            store.load_state_dict(saved.state_dict())
+        print("written")
+    """
+    done = on_fake_gpu("-c", textwrap.dedent(program))
+    assert done.stdout == "written\n" and done.returncode == 0, done.stderr
+
+
 def test_what_is_hybridized_on_another_gpu_than_the_current_one_is_captured_there(on_fake_gpu: Run) -> None:
     program = """
         import cupy, warnings

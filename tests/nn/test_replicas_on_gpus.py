@@ -128,6 +128,18 @@ def test_what_tensors_do_is_done_where_they_are(gpus_on_host):
     assert x.data.to_host()[1, 1] == X[1, 1] - np.float32(0.5) and x.data.to_host()[0, 0] == 1
 
 
+def test_values_that_are_written_come_to_where_the_tensor_is(gpus_on_host):
+    gpu(1).use()
+    there, here = autograd.Tensor(gpu(2).put(X)), autograd.Tensor(X.copy())
+    for number, values in enumerate([X[0] + 1, (X[1] + 1).tolist(), gpu(0).put(X[2] + 1), gpu(1).put(X[3] + 1)]):
+        there[number] = values
+        here[number] = autograd.Tensor(values)
+    for found in (there, here):
+        np.testing.assert_array_equal(found.asnumpy()[:4], X[:4] + 1)
+        np.testing.assert_array_equal(found.asnumpy()[4:], X[4:])
+    assert Device.of(there.data) == gpu(2) and type(here.data) is np.ndarray
+
+
 def test_a_network_is_cast_and_loaded_where_it_is(gpus_on_host):
     gpu(1).use()
     net, other = network().to(gpu(2)), network()
