@@ -3,7 +3,8 @@
 It starts one job after another, in rounds, so that what is compared alternates; it takes 10 to 15 minutes and wants
 quiet cores. It writes ``benchmarks/results.json`` and rewrites ``benchmarks/RESULTS.md``. The exit status is 1 when a
 result was wrong or a job failed, never because of time. Peers that are missing are named and skipped: PyTorch by its
-absence, MPICH unless ``--mpich`` or ``HPCDP_BENCH_MPICH`` names a Python that has mpi4py, MPICH and Numba.
+absence, MPICH unless ``--mpich`` or ``HPCDP_BENCH_MPICH`` names the Python of an environment with it, as
+``make install MPI=mpich`` makes one.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from . import notice
 NAME = "writer.lock"
 _LOCK, _UNLOCK = lock_request(fcntl.F_WRLCK, 0), lock_request(fcntl.F_UNLCK, 0)
 _NOBODY_SAYS = "one that does not say who it is"
+_TIMES = 10
+"""How often a lock is taken anew, of which others remove the file, at most."""
 _HELD = (errno.EAGAIN, errno.EACCES)
 
 
@@ -36,16 +38,25 @@ class WriterLock:
     def __init__(self, folder: Path, operation: str = "lock the checkpoints") -> None:
         path = self._path = folder / NAME
         self._operation = operation
+        self._file = -1
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # as the umask has it
-        except OSError as error:
-            raise DataError(self._operation, where=path, got=error.strerror) from error
-        try:
-            self._take(path)
+            for _ in range(_TIMES):
+                self.release()
+                self._file = self._opened(path)
+                self._take(path)
+                if self._other_than_locked() is None:  # else its last holder has removed it before it was locked
+                    break
+            self.require_held()
             self._sign()
         except BaseException:
             self.release()
             raise
+
+    def _opened(self, path: Path) -> int:
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # as the umask has it
+        except OSError as error:
+            raise DataError(self._operation, where=path, got=error.strerror) from error
 
     def _take(self, path: Path) -> None:
         try:
@@ -66,18 +77,21 @@ class WriterLock:
 
     def require_held(self) -> None:
         """Raise `DataError` unless the file is still the one that is locked: of another one others take the lock."""
+        got = self._other_than_locked()
+        if got is not None:
+            raise DataError(
+                self._operation, where=self._path, expected="the file that this job has locked", got=got,
+                remedy="nothing is saved here any more, where others may; end this job, and never remove the file",
+            )  # fmt: skip
+
+    def _other_than_locked(self) -> str | None:
+        """What is there instead of the file that is locked; None where it is that."""
         own = os.fstat(self._file)
-        got: str | None = "another one"
         try:
             found = os.stat(self._path)
-            if (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino):
-                return
         except OSError as error:
-            got = error.strerror
-        raise DataError(
-            self._operation, where=self._path, expected="the file that this job has locked", got=got,
-            remedy="nothing is saved here any more, where others may; end this job, and never remove the file",
-        )  # fmt: skip
+            return error.strerror
+        return None if (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino) else "another one"
 
     def release(self) -> None:
         """Let others write; may be called twice."""

@@ -113,6 +113,23 @@ def test_a_file_that_cannot_be_made(tmp_path):
         lock.WriterLock(tmp_path)
 
 
+def test_a_file_that_is_removed_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):
+    """As by a run that overwrites the results of another one, at the moment when a third one begins."""
+    take, is_removed = lock.WriterLock._take, iter([True] * 3)
+
+    def late(self, path):
+        if next(is_removed, False):
+            path.unlink()
+        take(self, path)
+
+    monkeypatch.setattr(lock.WriterLock, "_take", late)
+    held = lock.WriterLock(tmp_path)
+    held.require_held()
+    with pytest.raises(DataError, match=f"process {os.getpid()}"):
+        lock.WriterLock(tmp_path)
+    held.release()
+
+
 @pytest.mark.parametrize("instead", ["nothing", "the lock of another job"])
 def test_a_lock_that_was_removed_is_no_lock(instead, tmp_path):
     def one(world):

@@ -320,7 +320,7 @@ class BucketTrainer(Trainer):
             self.drop()
             raise HpcdpError(
                 "step", expected="layers whose parameters the Trainer has", got="a BatchNorm of which it has none",
-                remedy="give it the parameters of all that is trained",
+                remedy="give it the parameters of all that is trained; copies of nn.Replicas have none of theirs there",
             )  # fmt: skip
         if num_stale:
             error = moved_anywhere(self.world.comm, lost) or stale_anywhere(self.world.comm, stale)

@@ -10,6 +10,7 @@ from reproducible_networks import IMAGES, LABELS, backward, network, trainer_of
 from hpcdp import Policy, Trainer, nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import threads
+from hpcdp.devices import cpu
 from hpcdp.errors import ConfigError, HpcdpError
 
 
@@ -103,13 +104,17 @@ def test_layers_that_are_called_in_some_shards_only_or_twice_change_nothing():
         assert set(threads.run(ranks, one, ranks_per_node=per_node)) == {wanted}
 
 
-def test_a_layer_whose_parameters_the_trainer_does_not_have_is_refused():
+@pytest.mark.parametrize("is_a_copy", [False, True])
+def test_a_layer_whose_parameters_the_trainer_does_not_have_is_refused(is_a_copy):
     def one(world):
         net, other = network(), nn.BatchNorm(1)
         trainer = trainer_of(net, world)
         for _ in trainer.own_virtual_shards:
-            backward(net, IMAGES[:4], LABELS[:4])
-            if world.rank:
+            if is_a_copy and world.rank:
+                backward(nn.Replicas(net, [cpu(0), cpu(1)]), IMAGES[:4], LABELS[:4])
+            else:
+                backward(net, IMAGES[:4], LABELS[:4])
+            if not is_a_copy and world.rank:
                 with record():
                     other(IMAGES[:4])
             trainer.step(4)
@@ -124,6 +129,7 @@ def test_a_layer_whose_parameters_the_trainer_does_not_have_is_refused():
     assert said[0] == said[1] and said[0].startswith(
         "step: expected layers whose parameters the Trainer has, got a Batch"
     )
+    assert said[0].endswith("copies of nn.Replicas have none of theirs there")
 
 
 def test_layers_are_found_by_any_of_their_parameters():
