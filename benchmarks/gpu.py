@@ -13,6 +13,7 @@ other. The tables come last, and at the very end how it stands with the targets;
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import time
 from typing import Any
@@ -29,8 +30,8 @@ from .on_gpu import jobs as gpu_jobs
 from .on_gpu import report as gpu_report
 from .reporting.markdown import of_targets
 
-_FOR_JOBS = 0.6
 _LEAST_NBYTES = 4 << 10
+_FOR_JOBS = 0.6
 """Of the time; the rest is for models and kernels."""
 
 
@@ -40,15 +41,17 @@ def gpu_or_reason() -> tuple[Any, str]:
     Raises:
         DeviceError: there is a GPU, but CuPy computes on none.
     """
-    try:
+    cupy: Any = None
+    with contextlib.suppress(ImportError):
         cupy = importlib.import_module("cupy")
-    except ImportError:
-        return None, "CuPy is not installed (pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]')"
-    if cupy.cuda.is_available():
+    if cupy is not None and cupy.cuda.is_available():
         return cupy, ""
-    if gpus.visible():
-        gpu(0).check()
-    return None, "no NVIDIA GPU, or no driver"
+    if not gpus.visible():
+        return None, "no NVIDIA GPU, or no driver"
+    if cupy is None:
+        return None, "CuPy is not installed (pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]')"
+    gpu(0).check()
+    return None, "CuPy finds no GPU"
 
 
 def main(argv: list[str] | None = None) -> int:

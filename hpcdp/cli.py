@@ -123,6 +123,11 @@ def _main(argv: Sequence[str]) -> int:
 
         asked_wrongly = isinstance(error, ConfigError | DataError | LaunchError) and not isinstance(error, SaveError)
         return fail(error, 127 if isinstance(error, ProgramMissingError) else 2 if asked_wrongly else 1)
+    except MemoryError as error:  # that of a GPU, too
+        from hpcdp.launch.ending import fail
+
+        remedy = "take smaller batches, or fewer ranks a node" if argv[:1] == ["train"] else None
+        return fail(HpcdpError("".join(argv[:1]), expected="more memory", got=str(error) or "none", remedy=remedy), 1)
 
 
 def _require_working_folder(command: str) -> None:

@@ -17,6 +17,9 @@ import numpy as np
 from .arrays import Array, array_namespace, from_host, is_cupy, is_host, to_host
 from .errors import ConfigError, DeviceError
 
+MEMORY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
+"""CuPy's own setting, in the environment: what its pool takes at most."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -153,10 +156,7 @@ def _copied_between_gpus(cupy: Any, x: Array, index: int) -> Array:
 
 
 def _cupy(device: Device) -> Any:
-    limit = os.environ.get("CUPY_GPU_MEMORY_LIMIT", "")
-    number = re.fullmatch(r"\d+|(\d+(?:\.\d*)?)%", limit.strip())
-    if limit and (number is None or float(number[1] or 0) > 100):
-        raise DeviceError("device", where="CUPY_GPU_MEMORY_LIMIT", expected="bytes, or percent such as 50%", got=limit)
+    check_memory_limit()
     try:
         cupy = importlib.import_module("cupy")
         count = cupy.cuda.runtime.getDeviceCount()
@@ -171,6 +171,19 @@ def _cupy(device: Device) -> Any:
     if device.index >= count:
         raise DeviceError("device", where=device, expected=f"a number below {count}, the GPUs here", got=device.index)
     return cupy
+
+
+def check_memory_limit() -> None:
+    """Raise `DeviceError` where CuPy cannot read how much memory it may take; leave no blanks, which it does not read."""
+    given = os.environ.get(MEMORY_LIMIT)
+    limit = (given or "").strip()
+    number = re.fullmatch(r"\d+|(\d+(?:\.\d*)?)%", limit)
+    if limit and (number is None or float(number[1] or 0) > 100):
+        raise DeviceError("device", where=MEMORY_LIMIT, expected="bytes, or percent such as 50%", got=limit)
+    if not limit:
+        os.environ.pop(MEMORY_LIMIT, None)
+    elif limit != given:
+        os.environ[MEMORY_LIMIT] = limit
 
 
 def _refuse_driver(device: Device) -> None:

@@ -228,6 +228,18 @@ def test_what_cannot_be_written_was_not_asked_wrongly(
     assert capsys.readouterr().err == "hpcdp: save: got No space left on device\n"
 
 
+def test_memory_that_is_not_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: object) -> int:
+        raise MemoryError("Out of memory allocating 512 bytes")  # of which CuPy's and NumPy's are kinds
+
+    monkeypatch.setattr(cli, "_train", fail)
+    assert cli.main(["train"]) == 1
+    said = "train: expected more memory, got Out of memory allocating 512 bytes; take smaller batches, or fewer ranks"
+    assert capsys.readouterr().err == f"hpcdp: {said} a node\n"
+
+
 def test_a_warning_of_a_command_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def warn(arguments: object) -> int:
         warnings.warn("taking step 7 instead", stacklevel=1)

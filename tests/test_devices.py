@@ -1,6 +1,7 @@
 """Devices: what is put on one, and brought to where something else is, is there, and comes behind what made it."""
 
 import importlib
+import os
 import sys
 from types import SimpleNamespace
 
@@ -69,10 +70,12 @@ def test_a_limit_of_memory_that_cupy_cannot_read_is_told_by_its_name(limit, gpus
         gpu(0).use()
 
 
-@pytest.mark.parametrize("limit", ["", "1000000", "50%", "12.5%", "100%"])
-def test_a_limit_of_memory_that_cupy_can_read(limit, gpus_on_host, monkeypatch):
+@pytest.mark.parametrize("limit", ["", "1000000", "50%", "12.5%", "100%", " 50% ", " "])
+def test_a_limit_of_memory_is_as_cupy_reads_it(limit, gpus_on_host, monkeypatch):
+    """It takes no blanks behind percent, and an empty one for a number."""
     monkeypatch.setenv("CUPY_GPU_MEMORY_LIMIT", limit)
     gpu(0).use()
+    assert os.environ.get("CUPY_GPU_MEMORY_LIMIT") == (limit.strip() or None)
 
 
 def test_where_cupy_is_not_installed_it_is_told_how(monkeypatch):

@@ -17,7 +17,9 @@ from ...kernels.reference.compress import num_blocks
 from ...kernels.reference.reduce import SUM
 from ..kernels import UPDATES
 
-_CHANNELS, _SIDE, _CLASSES = 64, 32, 1000
+_CHANNELS, _SIDE, _CLASSES, _FEATURES = 64, 32, 1000, 256
+_LAYERS, _PER_ROW = 16, 8
+"""That LARS has norms of, and values that are added to each row of a table."""
 _DRAWN = 1 << 22
 """So many numbers are drawn; more are those again, since a GPU would wait a minute for all of them."""
 _ROUNDED = 1e-5
@@ -74,7 +76,10 @@ def _named(name: str, *numbers: Any) -> Callable[..., Any]:
 def cases(count: int) -> Iterator[Case]:
     """Each kernel on arrays of about ``count`` elements, made when it is asked for."""
     yield from _flat(count)
+    yield from _of_layers(count)
     yield from _codecs(count)
+    yield from _bits(count)
+    yield from _rows(max(1, count // _FEATURES))
     yield from _layers(max(1, count // (_CHANNELS * _SIDE * _SIDE)))
 
 
@@ -93,6 +98,8 @@ def _flat(count: int) -> Iterator[Case]:
     yield Case("scale", "cast", scaled, (x,), 2 * nbytes)
     yield Case("sum of squares", "norms", _sum_of_squares, (x,), nbytes)
     yield Case("all finite", "norms", _named("all_finite"), (x,), nbytes)
+    yield Case("add", "elementwise", _named("add"), (x, x[::-1].copy(), wide), 3 * nbytes)
+    yield Case("ReLU", "elementwise", _named("relu"), (x, wide), 2 * nbytes)
     for n in (2, 4, 8):
         rows = _random(rng, n, count)
         call = partial(_sum_rows, count)
@@ -106,6 +113,17 @@ def _sum_of_squares(module: ModuleType, x: Array) -> Any:
 
 def _sum_rows(count: int, module: ModuleType, rows: Array, out: Array) -> None:
     module.combine(rows, 0, count, out, SUM)
+
+
+def _of_layers(count: int) -> Iterator[Case]:
+    """What LARS does with its layers."""
+    params, grads, velocity = _random(np.random.default_rng(4), 3, count)
+    bounds, squares = np.arange(_LAYERS + 1) * count // _LAYERS, np.zeros((_LAYERS, 2))
+    of_norms = (params, grads, bounds, squares)
+    yield Case("LARS norms", "norms", _named("segment_squares"), of_norms, 2 * params.nbytes, _ROUNDED)
+    into = (params, grads, velocity, np.array([4.0, 9.0]))
+    update = _named("sgd_momentum", (0.1, 1e-4, 0.5, 0.9, 1e-3))
+    yield Case("LARS", "lars", update, into, 5 * params.nbytes)
 
 
 def _codecs(count: int) -> Iterator[Case]:
@@ -134,6 +152,33 @@ def _codecs(count: int) -> Iterator[Case]:
 def _encode(name: str, numbers: tuple[float, ...], module: ModuleType, *arrays: Array) -> None:
     grad, residual, scales, words = arrays
     getattr(module, name)(grad, residual, *numbers, scales, words)
+
+
+def _bits(count: int) -> Iterator[Case]:
+    """MXNet's codecs, of one threshold for all elements."""
+    grad, residual = _random(np.random.default_rng(5), 2, count)
+    for name, width in (("two bit", 16), ("one bit", 32)):
+        words, of_name = np.zeros(-(-count // width), np.uint32), name.replace(" ", "_")
+        pack, unpack = partial(_pack, f"pack_{of_name}"), partial(_unpack, f"unpack_{of_name}")
+        yield Case(f"pack {name}", "quantise", pack, (grad, residual, words), 3 * grad.nbytes + words.nbytes)
+        yield Case(f"unpack {name}", "quantise", unpack, (words + 7, grad), grad.nbytes + words.nbytes)
+
+
+def _pack(name: str, module: ModuleType, grad: Array, residual: Array, words: Array) -> None:
+    getattr(module, name)(grad, residual, 0.5, 0.5, words)
+
+
+def _unpack(name: str, module: ModuleType, words: Array, out: Array) -> None:
+    getattr(module, name)(words, 0.5, out)
+
+
+def _rows(count: int) -> Iterator[Case]:
+    """The gradient of an embedding."""
+    rng = np.random.default_rng(6)
+    values, table = _random(rng, count, _FEATURES), np.zeros((-(-count // _PER_ROW), _FEATURES), np.float32)
+    rows = rng.integers(0, len(table), count)
+    moved = values.nbytes + rows.nbytes + 2 * table.nbytes
+    yield Case("add to rows", "rows", _named("add_rows"), (table, rows, values), moved)
 
 
 def _layers(batch: int) -> Iterator[Case]:

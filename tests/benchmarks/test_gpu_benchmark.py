@@ -29,14 +29,23 @@ def cupy() -> Iterator[ModuleType]:
         yield machine.cupy
 
 
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ((), "no NVIDIA GPU, or no driver"),
+        (
+            (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),),
+            "CuPy is not installed (pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]')",
+        ),
+    ],
+)
 def test_without_a_gpu_it_says_why_and_ends(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    found: tuple[Gpu, ...], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(gpus, "visible", lambda: found)
     assert gpu.main([]) == 0
-    assert capsys.readouterr().out == (
-        "skipped: CuPy is not installed (pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]')\n"
-    )
+    assert capsys.readouterr().out == f"skipped: {says}\n"
 
 
 def test_a_gpu_whose_driver_is_too_old_for_cupy_is_no_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:

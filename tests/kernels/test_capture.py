@@ -150,6 +150,24 @@ def test_memory_of_a_graph_stays_where_the_next_one_finds_no_more(graphs_on_host
     assert (others.to_host() == 5).all()
 
 
+def test_memory_of_graphs_has_the_limit_of_cupys_pool(graphs_on_host, monkeypatch):
+    import cupy
+
+    def work():
+        return cupy.zeros(1 << 20, dtype=np.float32)
+
+    work()
+    capturer = Capturer()
+    capturer.capture(work)
+    held = capturer.nbytes
+    assert held >= 4 << 20
+    monkeypatch.setattr(stand_in.MemoryPool, "get_limit", lambda pool: held)
+    Capturer().capture(work)
+    monkeypatch.setattr(stand_in.MemoryPool, "get_limit", lambda pool: held - 1)
+    with pytest.raises(MemoryError, match=f"where CUPY_GPU_MEMORY_LIMIT is {held - 1}"):
+        Capturer().capture(work)
+
+
 def test_a_capture_has_what_runs_without_a_graph_have_left(graphs_on_host):
     import cupy
 

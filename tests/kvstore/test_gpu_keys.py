@@ -455,7 +455,7 @@ def test_keys_that_several_gpus_push_are_spread_over_them_by_size(gpus_on_host, 
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
 
 
-def test_a_key_with_a_state_stays_on_its_gpu(gpus_on_host):
+def test_a_key_that_was_updated_stays_on_its_gpu(gpus_on_host):
     store = kvstore.create("device")
     gpu(0).use()
     store.init(["a", "b"], [on_gpu(np.zeros(8, "f4")), on_gpu(np.zeros(4, "f4"))])
@@ -469,6 +469,23 @@ def test_a_key_with_a_state_stays_on_its_gpu(gpus_on_host):
     assert [Device.of(store._entries[key].stored).index for key in "ab"] == [1, 0]
     for key, wanted in (("a", -1.0), ("b", -0.5 - 0.95)):
         np.testing.assert_allclose(on_host(store._entries[key].stored), wanted, rtol=1e-6)
+
+
+def test_a_key_whose_state_was_loaded_stays_on_its_gpu(gpus_on_host, tmp_path):
+    gpu(1).use()
+    there = on_gpu(np.ones(8, "f4"))
+    gpu(0).use()
+    stores = [kvstore.create("device") for _ in range(2)]
+    for store in stores:
+        store.init("a", on_gpu(np.zeros(8, "f4")))
+        store.set_optimizer(optim.SGD(lr=0.5, momentum=0.9))
+    stores[0].push("a", on_gpu(np.ones(8, "f4")))
+    stores[0].save_optimizer_states(str(tmp_path / "states"))
+    stores[1].load_optimizer_states(str(tmp_path / "states"))
+    stores[1].push("a", [there, on_gpu(np.ones(8, "f4"))])
+    found = stores[1]._entries["a"].stored
+    assert Device.of(found) == gpu(0)
+    np.testing.assert_allclose(on_host(found), -0.5 * (0.9 * 1 + 2), rtol=1e-6)
 
 
 def test_a_key_that_could_not_be_moved_is_free(gpus_on_host, monkeypatch):

@@ -100,6 +100,13 @@ def test_a_cupy_without_nccl_and_one_that_breaks(cupy: Path) -> None:
     assert not works and said.startswith("does not work: ImportError: libcudart.so.12")
 
 
+def test_a_cupy_that_does_not_work_is_not_told_to_be_missing(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "cupy", lambda: (False, "does not work: ImportError: libcudart.so.12"))
+    finding = doctor.check_gpus()
+    assert finding.saw.endswith("CuPy does not work: ImportError: libcudart.so.12")
+    assert finding.remedy == "mend that, or install CuPy anew; hpcdp train --device cpu goes without"
+
+
 def test_a_driver_that_is_too_old_for_cupy(driver: None, cupy: Path) -> None:
     old = CUDA.replace("lambda: 1,", "lambda: 1 / 0,").replace(
         "driverGetVersion=lambda: 13000", "driverGetVersion=lambda: 12080"

@@ -332,7 +332,10 @@ def check_gpus() -> Finding:
     works, versions = gpus.cupy()
     if not works:
         extra = "cuda13" if int(told.partition(".")[0]) >= 13 else "cuda12"
-        return warning(f"{saw}; CuPy {versions}", f"pip install 'hpcdp[{extra}]'; without CuPy all runs on the CPU")
+        remedy = "mend that, or install CuPy anew; hpcdp train --device cpu goes without"
+        if versions == gpus.NOT_INSTALLED:
+            remedy = f"pip install 'hpcdp[{extra}]'; without CuPy all runs on the CPU"
+        return warning(f"{saw}; CuPy {versions}", remedy)
     return ok(f"{saw}; CuPy {versions}; MPI on memory of a GPU: {gpus.cuda_aware()}")
 
 

@@ -17,12 +17,14 @@ from ...launched import launched_ranks
 from .. import machine, mpi_library
 from ..children import child
 
+NOT_INSTALLED = "not installed"
 _CUPY = """
 import warnings
 warnings.simplefilter("ignore")
+from hpcdp.devices import check_memory_limit, gpu
+check_memory_limit()
 import cupy
 from cupy.cuda import nccl
-from hpcdp.devices import gpu
 gpu(0).check()
 if int(cupy.arange(1000).sum()) != 499500:
     raise SystemExit("a wrong sum")
@@ -81,7 +83,7 @@ def shown() -> dict[str, str]:
 def cupy() -> tuple[bool, str]:
     """Whether CuPy computes on a GPU, and its version and that of NCCL, or what is wrong."""
     if importlib.util.find_spec("cupy") is None:
-        return False, "not installed"
+        return False, NOT_INSTALLED
     status, said = child([sys.executable, *apart(), "-c", _CUPY], "CuPy")
     return status == 0, said.removeprefix("CuPy ") if status == 0 else f"does not work: {said or f'status {status}'}"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...comm import World, gpus
 from ...comm.agreement import on_every_rank
-from ...devices import Device, cpu
+from ...devices import MEMORY_LIMIT, Device, cpu
 from ...errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _share_memory(world: World) -> None:
     uuid = next((each.uuid for each in gpus.visible() if each.index == world.device.index), "")
     found = {tuple(each) for each in world.comm.allgather_json([uuid, socket.gethostname(), os.getpid()])}
     sharing = sum(of_other == uuid for of_other, _, _ in found)
-    if sharing > 1 and not os.environ.get("CUPY_GPU_MEMORY_LIMIT"):
+    if sharing > 1 and not os.environ.get(MEMORY_LIMIT):
         world.device.limit_memory(_FOR_POOLS / sharing)
 
 
