@@ -174,7 +174,7 @@ def _cupy(device: Device) -> Any:
 
 
 def check_memory_limit() -> None:
-    """Raise `DeviceError` where CuPy cannot read how much memory it may take; leave no blanks, which it does not read."""
+    """Raise `DeviceError` where CuPy cannot read how much memory it may take; take away blanks, which it cannot."""
     given = os.environ.get(MEMORY_LIMIT)
     limit = (given or "").strip()
     number = re.fullmatch(r"\d+|(\d+(?:\.\d*)?)%", limit)

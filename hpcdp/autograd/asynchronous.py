@@ -26,7 +26,7 @@ from ..engine import Engine, Variable
 from ..errors import ConfigError
 from ..streams import Streams
 from .modes import modes
-from .registry import Operator, catch_up, does_not_fit, first_on_gpu
+from .registry import Operator, catch_up, does_not_fit, first_on_gpu, on_their_gpu
 from .tensor import Tensor
 
 _LANE = "compute"
@@ -225,7 +225,7 @@ class _Dispatcher:
                 given = {name: _settled(x) for name, x in kwargs.items()}
                 with place():
                     try:
-                        result = context.run(called.function, *map(_settled, args), **given)
+                        result = context.run(on_their_gpu, called, [*map(_settled, args)], given)
                     except ValueError as error:
                         raise does_not_fit(called, args, kwargs, error) from error
             except Exception as error:

@@ -226,7 +226,7 @@ def _extreme(a: Any, b: Any, name: str, loses: Callable[[Any, Any], Any]) -> Ten
 
     def of(gy: Array, lost: Array) -> Array:
         zero, half = gy.dtype.type(0), gy.dtype.type(0.5)
-        return xp.where(lost, zero, xp.where(x == y, gy * half, gy))  # an infinity times 0 would be a NaN
+        return _either(lost, zero, _either(x == y, gy * half, gy))  # an infinity times 0 would be a NaN
 
     value = getattr(xp, name)(x, y)
     return _binary(a, b, value, lambda gy: of(gy, loses(x, y)), lambda gy: of(gy, loses(y, x)), (name, x, y))
@@ -236,13 +236,23 @@ def _extreme(a: Any, b: Any, name: str, loses: Callable[[Any, Any], Any]) -> Ten
 def where(condition: Any, a: Any, b: Any) -> Tensor:
     """``a`` where ``condition`` is true, else ``b``."""
     chosen, (x, y) = value_of(condition), _values(a, b)
-    xp = array_namespace(chosen)
 
     def again(out: Array) -> list[Call]:
-        return [(lambda: out.__setitem__(..., xp.where(chosen, x, y)), ())]
+        return [(lambda: out.__setitem__(..., _either(chosen, x, y)), ())]
 
-    value = xp.where(chosen, x, y)
-    return _binary(a, b, value, lambda gy: xp.where(chosen, gy, 0), lambda gy: xp.where(chosen, 0, gy), again)
+    def for_a(gy: Array) -> Array:
+        return _either(chosen, gy, gy.dtype.type(0))
+
+    def for_b(gy: Array) -> Array:
+        return _either(chosen, gy.dtype.type(0), gy)
+
+    return _binary(a, b, _either(chosen, x, y), for_a, for_b, again)
+
+
+def _either(chosen: Array, x: Any, y: Any) -> Array:
+    """``where``, of bfloat16 in bfloat16, of which CuPy makes float32."""
+    value = array_namespace(chosen).where(chosen, x, y)
+    return value.astype(x.dtype, copy=False) if is_bfloat16(x) and is_bfloat16(y) else value
 
 
 @operator("negative")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import numpy as np
 
 from ..arrays import Array, array_namespace, is_cupy, on_device_of
-from ..errors import UnsupportedError
+from ..devices import Device
+from ..errors import ArrayMixError, UnsupportedError
 from .modes import modes
 
 _OF_NUMPY = (np.ndarray, np.generic)
@@ -112,6 +114,34 @@ def _array_of(x: Any) -> Any:
     return getattr(x, "data", None)
 
 
+def on_their_gpu(called: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call gives, computed on the GPU of its operands, if they are on one, whatever the current one is.
+
+    Raises:
+        ArrayMixError: they are on several, or NumPy's among them are not what the operator takes beside those on a GPU.
+    """
+    given = [_array_of(x) for x in (*args, *kwargs.values())]
+    there = [x for x in given if is_cupy(x)]
+    if not there:
+        return called.function(*args, **kwargs)
+    if len(there) > 1 and len(devices := {Device.of(x) for x in there}) > 1:
+        raise _mixed(called, " and ".join(sorted(map(repr, devices))))
+    with on_device_of(there[0]):
+        try:
+            return called.function(*args, **kwargs)
+        except (ArrayMixError, TypeError) as error:
+            if not any(isinstance(x, np.ndarray) for x in given) and not any(isinstance(x, list | tuple) for x in args):
+                raise
+            raise _mixed(called, f"the host and {Device.of(there[0])}") from error
+
+
+def _mixed(called: Operator, where: str) -> ArrayMixError:
+    return ArrayMixError(
+        called.name, expected="operands on one device", got=f"some on {where}",
+        remedy="bring them to one: net.to(device), device.put(x), DataLoader(..., device=...)",
+    )  # fmt: skip
+
+
 def does_not_fit(
     called: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], error: ValueError
 ) -> UnsupportedError:
@@ -152,12 +182,10 @@ def operator(
             tracer = modes.tracer
             if tracer is not None:
                 return tracer.record(own, args, kwargs)  # type: ignore[no-any-return]
-            first = args[0] if args else None
             try:
-                if isinstance(first, _OF_NUMPY) or isinstance(getattr(first, "data", None), _OF_NUMPY):
-                    return function(*args, **kwargs)  # on the host no more is asked
-                with on_device_of(first_on_gpu(*args, *kwargs.values())):
-                    return function(*args, **kwargs)
+                if "cupy" not in sys.modules:
+                    return function(*args, **kwargs)  # all is on the host
+                return on_their_gpu(own, args, kwargs)
             except ValueError as error:
                 raise does_not_fit(own, args, kwargs, error) from error
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, on_device_of
+from ..arrays import Array, array_namespace, is_cupy, on_device_of
+from ..devices import brought
 from ..errors import HpcdpError, type_named
 from ..kernels import kernels_for
 from ..kernels.buffers import empty
@@ -239,18 +240,22 @@ def pairs_of(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
                 got=f"a tensor of shape {head.shape} that is not on the tape",
                 remedy="compute it inside `with autograd.record():`",
             )
-        xp = array_namespace(head.data)
-        if seed is None or not hasattr(seed, "shape"):
-            with on_device_of(head.data):
-                if seed is None:  # CuPy's full would take twice as long
-                    seed = xp.ones(head.shape, dtype=head.dtype)
-                else:
-                    seed = xp.full(head.shape, seed, dtype=head.dtype)
-        seed = getattr(seed, "data", seed) if hasattr(seed, "grad_req") else seed
-        if tuple(seed.shape) != head.shape:
-            raise HpcdpError("backward", where="head_grads", expected=f"shape {head.shape}", got=tuple(seed.shape))
-        pairs.append((head, seed))
+        with on_device_of(head.data):
+            pairs.append((head, _seed_of(head.data, seed)))
     return pairs
+
+
+def _seed_of(value: Array, given: Any) -> Array:
+    """The gradient of a head, of ``value``, where that is; see `backward` for what may be given."""
+    xp, given = array_namespace(value), getattr(given, "data", given) if hasattr(given, "grad_req") else given
+    if given is None:  # CuPy's full would take twice as long
+        return xp.ones(value.shape, dtype=value.dtype)
+    if isinstance(given, int | float):
+        return xp.full(value.shape, given, dtype=value.dtype)
+    seed = given if hasattr(given, "shape") else np.full(value.shape, given, dtype=value.dtype)
+    if tuple(seed.shape) != value.shape:
+        raise HpcdpError("backward", where="head_grads", expected=f"shape {value.shape}", got=tuple(seed.shape))
+    return brought(seed, value) if is_cupy(seed) or is_cupy(value) else seed
 
 
 class Way:

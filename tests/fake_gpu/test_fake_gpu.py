@@ -152,13 +152,14 @@ def test_what_is_on_another_gpu_than_the_current_one_is_computed_there(on_fake_g
     assert done.returncode == 0 and done.stdout == "computed\n", done.stderr
 
 
-def test_values_come_to_where_they_are_written(on_fake_gpu: Run) -> None:
+def test_operands_of_other_devices_are_brought_or_refused_by_name(on_fake_gpu: Run) -> None:
     """CuPy refuses those of the host, and warns of those of another GPU."""
     program = """
         import cupy, warnings
         import numpy as np
         from hpcdp import autograd, kvstore, optim
         from hpcdp.devices import gpu
+        from hpcdp.errors import ArrayMixError
         warnings.simplefilter("error")
         values = [np.ones(3, "f4"), [1.0, 2.0, 3.0], np.float32(1), 1, gpu(0).put(np.ones(3, "f4"))]
         for place in (gpu(1).put(np.zeros(3, "f4")), np.zeros(3, "f4")):
@@ -171,6 +172,23 @@ def test_values_come_to_where_they_are_written(on_fake_gpu: Run) -> None:
             store.push("key", gpu(1).put(np.ones(5, "f4")))
         for store, saved in zip(stores[1:], stores):
             store.load_state_dict(saved.state_dict())
+        x = autograd.Tensor(gpu(1).put(np.ones((2, 3), "f4")))
+        half = x.astype("bfloat16")
+        half.attach_grad()
+        with autograd.record():
+            y = autograd.where(half > 0, half, -half) + autograd.maximum(half, 0.0)
+            picked = autograd.where(half > 0, half, 0.0)
+        y.backward(np.ones((2, 3), "f4").astype(half.dtype))
+        picked.backward([1.0, 2.0, 3.0])
+        assert {str(each.dtype) for each in (picked, half.grad)} == {"bfloat16"}, (picked.dtype, half.grad.dtype)
+        for wrong in (np.ones((2, 3), "f4"), [1.0, 2.0, 3.0], gpu(0).put(np.ones((2, 3), "f4"))):
+            for operation in (lambda: x + wrong, lambda: x == wrong, lambda: autograd.where(x > 0, x, wrong)):
+                try:
+                    operation()
+                except ArrayMixError as error:
+                    assert "expected operands on one device, got some on" in str(error), error
+                else:
+                    raise AssertionError(wrong)
         print("written")
     """
     done = on_fake_gpu("-c", textwrap.dedent(program))

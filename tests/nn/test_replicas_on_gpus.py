@@ -3,6 +3,8 @@
 On the stand-in, which refuses what is computed on one GPU with arrays of another.
 """
 
+import contextlib
+
 import numpy as np
 import pytest
 from gpu_on_host import streams as gpu_streams
@@ -10,6 +12,7 @@ from gpu_on_host import streams as gpu_streams
 from hpcdp import autograd, data, nn
 from hpcdp.autograd import on_tape
 from hpcdp.devices import Device, gpu
+from hpcdp.errors import ArrayMixError
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.streams import Streams
 
@@ -126,6 +129,49 @@ def test_what_tensors_do_is_done_where_they_are(gpus_on_host):
     x -= 0.5
     x[0] = 1.0
     assert x.data.to_host()[1, 1] == X[1, 1] - np.float32(0.5) and x.data.to_host()[0, 0] == 1
+
+
+def test_operators_compute_on_a_gpu_that_not_the_first_operand_is_on(gpus_on_host):
+    gpu(1).use()
+    x = autograd.Tensor(gpu(2).put(X))
+    embedding = nn.Embedding(9, 4).to(gpu(2))
+    with autograd.record():
+        results = [np.float32(0.5) * x, np.float32(2) - x, embedding(Y)]
+    assert {Device.of(each.data) for each in results} == {gpu(2)}
+    np.testing.assert_array_equal(results[1].asnumpy(), 2 - X)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_operands_on_several_devices_are_refused_by_name(gpus_on_host, asynchronous):
+    def losses(net, x, y):
+        return softmax_cross_entropy(net(x), y)
+
+    net, dense = nn.Sequential(nn.Dense(6, 4)).to(gpu(2)), nn.Dense(6, 4).to(gpu(2))
+    x, there = X, autograd.Tensor(gpu(2).put(X))
+    wrong = {
+        "dense: .* some on gpu(1) and gpu(2)": lambda: dense(gpu(1).put(X)),
+        "softmax_cross_entropy: .* some on gpu(1) and gpu(2)": lambda: losses(net, gpu(2).put(X), gpu(1).put(Y)),
+        "dense: .* some on the host and gpu(2)": lambda: dense(X),
+        "add: .* some on the host and gpu(2)": lambda: there + x,
+        "subtract: .* some on the host and gpu(2)": lambda: x - there,
+        "compare: .* some on the host and gpu(2)": lambda: there == x,
+        "where: .* some on the host and gpu(2)": lambda: autograd.where(x > 0, there, there),
+    }
+    for says, call in wrong.items():
+        how = autograd.asynchronous() if asynchronous else contextlib.nullcontext()
+        with pytest.raises(ArrayMixError, match=says.replace("(", r"\(").replace(")", r"\)")), how:
+            call()
+
+
+@pytest.mark.parametrize("of", [list, np.array, lambda seed: gpu(1).put(np.array(seed))], ids=["list", "host", "other"])
+def test_the_gradient_of_a_head_comes_to_where_that_is(gpus_on_host, of):
+    x = autograd.Tensor(gpu(2).put(X[0]))
+    x.attach_grad()
+    with autograd.record():
+        y = x * 2
+    seed = np.arange(6, dtype=np.float32)
+    y.backward(of(seed.tolist()) if of is list else of(seed))
+    np.testing.assert_array_equal(x.grad.to_host(), 2 * seed)
 
 
 def test_values_that_are_written_come_to_where_the_tensor_is(gpus_on_host):
