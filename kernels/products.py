@@ -7,8 +7,9 @@ product is given to it in tiles of that size, on one thread; with several, OpenB
 
 Measured on one core of an AMD EPYC, whole and in tiles, in us: 32 x 320 by 320 x 1024, 261 and 206; 128 x 256 by the
 transpose of 576 x 256, 441 and 407; and with matrices that come from memory, 16 x 2048 by 2048 x 2048, 3760 and 3220;
-by its transpose, 4130 and 2100 (turned round, 3050); the transpose of 16 x 2048 by 16 x 2048, 3830 and 2740. More is
-in docs/benchmarks.md.
+by its transpose, 4130 and 2100 (turned round, 3050); the transpose of 16 x 2048 by 16 x 2048, 3830 and 2740. A core
+that multiplies whole vectors of AVX-512 twice a cycle, as Intel's do, makes more of what is packed: there only the
+smallest products gain (`_gains_on_fast_cores`). More is in docs/targets.md.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ _DEEPEST_TURNED = 128
 """A left matrix that is transposed has tiles up to this depth: beyond it the whole is as fast."""
 
 
+_SHALLOW, _FEW = 32, 16
+_FAST_DEPTH = 768
+"""On fast cores: the depth up to which any number of rows gains, the rows that gain, and up to which depth they do."""
+
+
 class _Tile(NamedTuple):
     """``rows`` and ``columns`` of the result, each the sum of ``parts`` products of depth ``depth / parts``."""
 
@@ -55,6 +61,27 @@ def _openblas() -> list[Any]:
     name = np.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {}).get("name", "")
     found = [each for each in ThreadpoolController().lib_controllers if each.internal_api == "openblas"]
     return found if "openblas" in name and all(each.architecture in _CORES for each in found) else []
+
+
+@functools.cache
+def _cores_are_fast() -> bool:
+    """Whether a core is not AMD's Zen 4, for which all bounds were measured but those of `_gains_on_fast_cores`."""
+    from llvmlite import binding
+
+    return str(binding.get_host_cpu_name()) != "znver4"
+
+
+def _gains_on_fast_cores(m: int, k: int, left_turned: bool, right_turned: bool) -> bool:
+    """Whether tiles of an ``(m, k)`` matrix times another one are faster than the whole, on one of Intel's.
+
+    Of 385 shapes there, of 16 to 2048 rows and as deep, alone and in stacks, tiles took 0.8 of the time of the whole
+    where this says so, and elsewhere 1.2 (geometric means).
+    """
+    if left_turned:
+        return k <= _SHALLOW
+    if right_turned:
+        return k >= _SHALLOW and (m <= _FEW or (m <= 2 * _FEW and k <= _FAST_DEPTH))
+    return k <= _SHALLOW or (m <= _FEW and k <= _FAST_DEPTH)
 
 
 def _has_small_kernels() -> bool:
@@ -80,6 +107,8 @@ def _rows_of(count: int, most: int) -> int:
 @functools.lru_cache
 def _tile_of(m: int, k: int, n: int, left_turned: bool, right_turned: bool) -> _Tile | None:
     """The tile for an ``(m, k)`` times a ``(k, n)`` matrix, or None where the whole is as fast."""
+    if _cores_are_fast() and not _gains_on_fast_cores(m, k, left_turned, right_turned):
+        return None
     if left_turned:
         rows = min(m, max(k, 16), _COLUMNS)
         return None if right_turned or k > _DEEPEST_TURNED else _Tile(rows, min(n, _columns_of(rows, k)), 1)

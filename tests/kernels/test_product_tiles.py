@@ -1,5 +1,6 @@
 """Products in tiles are the products, whatever way the matrices lie; tiles are of sizes that BLAS does not pack."""
 
+import llvmlite.binding
 import numpy as np
 import pytest
 from pairs import pairs
@@ -17,9 +18,20 @@ SHAPES = [  # m, k, n, of which the first ones are known to be tiled where matri
 
 @pytest.fixture
 def tiles(monkeypatch):
-    """All that a test multiplies in tiles, as (rows, columns, parts)."""
+    """All that a test multiplies in tiles, as (rows, columns, parts), on a core that packs slowly."""
+    yield from taken_on(monkeypatch, are_fast=False)
+
+
+@pytest.fixture
+def tiles_on_fast_cores(monkeypatch):
+    yield from taken_on(monkeypatch, are_fast=True)
+
+
+def taken_on(monkeypatch, are_fast):
     taken = []
     monkeypatch.setattr(products, "_has_small_kernels", lambda: True)
+    monkeypatch.setattr(products, "_cores_are_fast", lambda: are_fast)
+    products._tile_of.cache_clear()
     by_tiles = products._by_tiles
 
     def recorded(a, b, out, rows, columns):
@@ -27,7 +39,8 @@ def tiles(monkeypatch):
         by_tiles(a, b, out, rows, columns)
 
     monkeypatch.setattr(products, "_by_tiles", recorded)
-    return taken
+    yield taken
+    products._tile_of.cache_clear()
 
 
 def operands(m, k, n, orders, dtype=np.float32, stack=()):
@@ -54,6 +67,29 @@ def test_a_product_in_tiles_is_the_product(shape, of_a, of_b, of_out, tiles):
 def test_large_products_of_few_rows_are_tiled(shape, tiles):
     products.multiply(*operands(*shape, "CCC"))
     assert tiles
+
+
+@pytest.mark.parametrize(
+    ("shape", "orders", "are_tiled"),
+    [
+        ((2048, 16, 256), "FCC", True), ((2048, 64, 256), "FCC", False),
+        ((16, 2048, 320), "CFC", True), ((32, 320, 1024), "CFC", True), ((32, 1024, 320), "CFC", False),
+        ((128, 256, 576), "CFC", False),
+        ((16, 320, 1024), "CCC", True), ((32, 320, 1024), "CCC", False), ((512, 27, 1024), "CCC", True),
+    ],
+)  # fmt: skip
+def test_on_fast_cores_few_are_tiled(shape, orders, are_tiled, tiles_on_fast_cores):
+    a, b, out = operands(*shape, orders)
+    products.multiply(a, b, out)
+    assert bool(tiles_on_fast_cores) == are_tiled
+    expected = a.astype(np.float64) @ b.astype(np.float64)
+    np.testing.assert_allclose(out, expected, atol=2e-6 * np.sqrt(shape[1]) * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("name", "are"), [("znver4", False), ("znver5", True), ("sapphirerapids", True)])
+def test_which_cores_are_fast(name, are, monkeypatch):
+    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_name", lambda: name)
+    assert products._cores_are_fast.__wrapped__() is are
 
 
 @pytest.mark.parametrize("orders", ["CCC", "CFC", "FCC", "CFF"])
