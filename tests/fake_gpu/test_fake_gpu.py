@@ -80,6 +80,13 @@ def test_copies_between_gpus_do_not_go_through_the_host(on_fake_gpu: Run) -> Non
     assert done.stdout == "0\n1\n", done.stderr
 
 
+def test_what_cupy_scans_compiles(on_fake_gpu: Run) -> None:
+    """It counts what a mask chooses by a scan, which it writes for the device's warps; zeros are what it reads."""
+    program = "import cupy; print(cupy.arange(5)[cupy.ones(5, bool)].shape, cupy.cumsum(cupy.arange(5)).shape)"
+    done = on_fake_gpu("-c", program)
+    assert done.stdout == "(0,) (5,)\n", done.stderr
+
+
 def test_another_version_of_cupy_is_refused_in_one_line(on_fake_gpu: Run) -> None:
     done = on_fake_gpu("-c", "import fake_gpu; fake_gpu.WRITTEN_FOR = '9.0.'; import cupy")
     assert done.stderr.splitlines()[-1].startswith(
