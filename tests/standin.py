@@ -40,7 +40,11 @@ class Array:
         return len(self._held)
 
     def __getitem__(self, key: Any) -> Array:
-        return Array(np.asarray(self._held[_held(key)]))
+        key = _held(key)
+        found = self._held[key]
+        if isinstance(found, np.generic):  # on a device one element is a view, too
+            found = self._held[(*(key if isinstance(key, tuple) else (key,)), ...)]
+        return Array(found)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._held[_held(key)] = _held(value)

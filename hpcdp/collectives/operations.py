@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, from_host, is_float
+from ..arrays import Array, array_namespace, from_host, is_float, on_device_of
 from ..comm import Monoid, Reduction, Request, World, init
 from ..comm.agreement import require_same
 from ..comm.communicator import bounds
 from ..comm.reductions import resolve
 from ..comm.watchdog import Watchdog
+from ..devices import brought as brought_to
 from ..errors import UnsupportedError
 from ..holders import refuse_change
 from .algorithms import Algorithm
@@ -45,7 +46,7 @@ def allreduce(
             min and max.
         world: the ranks; default `hpcdp.init()`.
         algorithm: ``"auto"``, or a name in ``ALGORITHMS["allreduce"]``.
-        out: where the result goes, of x's shape and dtype; default ``x`` itself, in place.
+        out: where the result goes, of x's shape and dtype, on the host or on any GPU; default ``x`` itself, in place.
 
     Returns:
         ``out``, or ``x`` where it is None.
@@ -145,7 +146,8 @@ def reduce_scatter(
         result[...] = work.reshape(-1)
     if out is None:
         return from_host(result, x)
-    out[...] = from_host(result, out)
+    with on_device_of(out):
+        out[...] = from_host(result, out)
     return out
 
 
@@ -373,7 +375,8 @@ def _check_writeable(operation: str, where: str, x: Array) -> None:
 
 def _receiver(operation: str, x: Array, out: Array) -> Array:
     _check_like(operation, out, tuple(x.shape), x)
-    out[...] = x
+    with on_device_of(out):
+        out[...] = brought_to(x, out)
     return out
 
 

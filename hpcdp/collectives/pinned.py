@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Array, copied_to_host, from_host, is_cupy, to_host
+from ..arrays import Array, copied_to_host, from_host, is_cupy, on_device_of, to_host
 from ..devices import Device
 from ..streams import Streams
 
@@ -33,7 +33,8 @@ def bring_back(host: np.ndarray, target: Array) -> None:
     if _is_quick(target):
         _copy(Streams(Device.of(target)), target, host)
     else:
-        target[...] = from_host(host, target)
+        with on_device_of(target):
+            target[...] = from_host(host, target)
 
 
 def _is_quick(x: Array) -> bool:

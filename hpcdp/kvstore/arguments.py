@@ -164,10 +164,10 @@ STORABLE = tuple(np.dtype(name) for name in ("u1", "i1", "u2", "i2", "u4", "i4",
 
 
 def check_storable(values: Mapping[Key, Array]) -> None:
-    """Raises `UnsupportedError` unless ranks can share all ``values``, as arrays of NumPy."""
+    """Raises `UnsupportedError` unless all ``values`` are of a dtype that stores keep."""
     for key, value in values.items():
         if value.dtype not in STORABLE or not value.dtype.isnative:
-            expected = f"a NumPy array of {', '.join(map(str, STORABLE))}"
+            expected = f"an array of {', '.join(map(str, STORABLE))}"
             got = value.dtype.name if is_bfloat16(value) else value.dtype.str
             raise UnsupportedError("init", where=f"key {key!r}", expected=expected, got=got)
 

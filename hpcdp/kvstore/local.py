@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Array, is_bfloat16, is_cupy, is_host, on_device_of
+from ..arrays import Array, is_cupy, is_host, on_device_of
 from ..compression import Compression
 from ..devices import Device
 from ..engine import Engine, Variable
@@ -69,7 +69,7 @@ class LocalStore(KVStore):
         return self._sums_on_devices and self._compression is None
 
     def _make(self, values: dict[Key, Array]) -> None:
-        check_storable({key: value for key, value in values.items() if is_host(value) or is_bfloat16(value)})
+        check_storable(values)
         if self._compression is not None:
             check_codable("init", values.items())
         for key, value in values.items():

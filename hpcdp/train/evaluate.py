@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import from_host, to_host
+from ..arrays import Array, has_namespace, is_host, to_host
 from ..autograd import Tensor, predict_mode
 from ..collectives import allreduce
 from ..comm import World, init
@@ -18,6 +18,7 @@ from ..comm.world import require_world
 from ..data import Dataset
 from ..data.datasets import require_dataset
 from ..data.split import piece_bounds
+from ..devices import brought
 from ..errors import ConfigError, type_named, whole_number
 from ..nn import Module
 from ..nn.deferred import shape_of
@@ -60,8 +61,8 @@ def evaluate(
 
     Each rank evaluates its part of ``dataset``, which all have whole (contiguous, sizes differ by at most one, maybe
     none), ``batch_size`` samples at once; then the numbers of correct answers and of samples are summed over ranks (the
-    document's section 12.5, exercise 4). An empty data set gives 0 for all. Batches are brought to the GPU where the
-    parameters are on one.
+    document's section 12.5, exercise 4). An empty data set gives 0 for all. Batches are brought to where the
+    parameters are.
 
     Args:
         own_data: each rank has samples of its own, as of ``read_csv(num_parts=..., part_index=...)``, and evaluates all
@@ -88,20 +89,33 @@ def evaluate(
     own, ends = piece_bounds(num_parts, world.size), piece_bounds(len(dataset), num_parts)
     if own_data:
         ends = [0, *[0] * world.rank, *[len(dataset)] * (world.size - world.rank)]
-    there = next((param.data for param in net.parameters() if None not in shape_of(param)), None)
+    there = place_of(net)
     counted = BatchSums(num_parts)
     with predict_mode():
         for part in range(own[world.rank], own[world.rank + 1]):
             for first in range(ends[part], ends[part + 1], batch_size):
                 x, y = dataset[np.arange(first, min(first + batch_size, ends[part + 1]))]
-                if there is not None:
-                    x, y = from_host(x, there), from_host(y, there)
+                x, y = brought_to(x, there), brought_to(y, there)
                 logits = first_output("evaluate", net(x))
                 counted.add(part, softmax_cross_entropy(logits, y).data, logits.data, y)
     sums = np.array(counted.rows)
     allreduce(sums, world=world)  # exact: in each row one rank's numbers and zeros
     loss, correct, count = (float(value) for value in sums.sum(axis=0))
     return Evaluation(correct / max(count, 1), loss / max(count, 1), correct, int(count))
+
+
+def place_of(net: Module) -> Array | None:
+    """An array that lies where the parameters do, the first of these; None where none of them has values yet."""
+    return next((param.data for param in net.parameters() if None not in shape_of(param)), None)
+
+
+def brought_to(x: Any, there: Array | None) -> Any:
+    """``x`` of a batch where the array ``there`` is: itself, if it is there already, or is a tensor."""
+    if there is None or isinstance(x, Tensor):
+        return x
+    if has_namespace(x):
+        return brought(x, there)
+    return x if is_host(there) else brought(np.asarray(x), there)
 
 
 def first_output(operation: str, output: Any) -> Tensor:

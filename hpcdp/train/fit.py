@@ -22,7 +22,7 @@ from ..nn.hybrid.step_plan import Phases
 from ..trace import Trace
 from .callbacks import Callback, StatesOfCallbacks
 from .checkpoints import Checkpoints, Position
-from .evaluate import Evaluation, first_output
+from .evaluate import Evaluation, brought_to, first_output, place_of
 from .fit_checks import check_arguments, check_callbacks, check_loader, check_parts, what_ranks_share
 from .meter import Meter
 from .metrics import Record
@@ -61,7 +61,8 @@ def fit(
     Args:
         net: changed in place, through the parameters that ``trainer`` has.
         loader: has a length and yields ``(x, y)``; it is told the epoch, counted from 0. With a reproducible trainer
-            that of a `data.VirtualShardSampler` of as many virtual shards.
+            that of a `data.VirtualShardSampler` of as many virtual shards. Batches that are not where the parameters
+            are, are brought there when their step begins; ``DataLoader(..., device=world.device)`` brings them ahead.
         loss: per sample, shape ``(batch,)``; no mean over samples, which the trainer takes over those of all ranks.
         evaluate: called on every rank after each epoch; usually ``lambda: train.evaluate(net, dataset, world)``. What
             it gives on rank 0 is in the record, None for an accuracy of NaN: a regression has none.
@@ -143,6 +144,7 @@ class _Loop:
         phases = Phases(*(self.report.phase[name] for name in (FORWARD, BACKWARD, STEP)))
         self._step = TrainStep(self.net, self.trainer, self.loss, phases)
         self._step.hybridize(self.hybridize)
+        self._there = place_of(self.net)  # looked at now: in a step it may wait for what others update
         self._all_compute = any(part.needs_all_ranks for part in self.net.modules())
         self._trace: Trace | None = self.world.kept.get(Trace)
         self._exchanging = Phase("metrics", self._trace)
@@ -255,7 +257,11 @@ class _Loop:
 
     def _next(self, batches: Iterator[Any]) -> Any:
         with self.report.phase[DATA]:
-            return next(batches, None)
+            return self._brought(next(batches, None))
+
+    def _brought(self, batch: Any) -> Any:
+        """``batch``, if there is one, where the network computes."""
+        return None if batch is None else tuple(brought_to(each, self._there) for each in batch)
 
     def _end_step(self) -> None:
         self.meter.end_step()
@@ -273,7 +279,7 @@ class _Loop:
         """One call of `Trainer.step`, with this rank's ``batch``, None where it has none."""
         phase = self.report.phase
         if batch is None and self._all_compute:
-            batch = self.loader.read(np.empty(0, np.int64))
+            batch = self._brought(self.loader.read(np.empty(0, np.int64)))
         if batch is None or (len(batch[1]) == 0 and not self._all_compute):
             with phase[STEP]:
                 self.trainer.step(0)

@@ -16,7 +16,8 @@ from typing import Any, Literal, TextIO
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, to_host
+from ..arrays import Array, array_namespace, on_device_of, to_host
+from ..devices import brought
 from ..errors import ConfigError, to_stderr, whole_number
 from ..replacing import replaced
 
@@ -124,7 +125,8 @@ def number_correct(logits: Array, labels: Array) -> Array | float:
     if labels.dtype.kind not in "iub" or labels.shape != logits.shape[:-1]:
         return math.nan
     xp = array_namespace(logits, labels)
-    return (xp.argmax(logits, axis=-1) == labels).sum() / max(1, math.prod(labels.shape[1:]))
+    with on_device_of(logits):
+        return (xp.argmax(logits, axis=-1) == labels).sum() / max(1, math.prod(labels.shape[1:]))
 
 
 class BatchSums:
@@ -140,14 +142,14 @@ class BatchSums:
         self._rows: Array = np.zeros((num, 3))
 
     def add(self, row: int, losses: Array, logits: Array, labels: Array) -> None:
-        """Add a batch: ``losses`` of shape ``(batch,)``, and what `number_correct` takes; all of one namespace."""
-        xp = array_namespace(losses, logits, labels)
-        if xp is not array_namespace(self._rows):
-            self._rows = xp.asarray(self.rows)
-        place = self._rows[row]
-        place[0] += losses.sum()
-        place[1] += number_correct(logits, labels)
-        place[2] += len(labels)
+        """Add a batch: ``losses`` of shape ``(batch,)``, and what `number_correct` takes; all on one device."""
+        array_namespace(losses, logits, labels)  # before anything is added
+        self._rows = brought(self._rows, losses)
+        with on_device_of(losses):
+            place = self._rows[row]
+            place[0] += losses.sum()
+            place[1] += number_correct(logits, labels)
+            place[2] += len(labels)
 
     @property
     def rows(self) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..arrays import on_device_of
 from ..autograd import Tensor
 from ..autograd.registry import catch_up
 from ..collectives import allreduce
@@ -80,11 +81,12 @@ class SyncBatchNorm(BatchNorm):
                 "SyncBatchNorm", expected="a Trainer without reproducible=True", got="one with it",
                 remedy="take nn.BatchNorm: its statistics are those of a virtual shard, on any number of ranks",
             )  # fmt: skip
-        y, mean, variance, count = joint_batch_norm(
-            x, self.gamma, self.beta, self.eps, lambda sums: allreduce(sums, "sum", self.world)
-        )
-        if count:
-            catch_up()  # earlier calls, which may read them, where calls are asynchronous
-            move(self.running_mean, self.momentum, mean)
-            move(self.running_var, self.momentum, variance)
+        with on_device_of(x.data):  # as operators do; this is none, since ranks must come to it in one order
+            y, mean, variance, count = joint_batch_norm(
+                x, self.gamma, self.beta, self.eps, lambda sums: allreduce(sums, "sum", self.world)
+            )
+            if count:
+                catch_up()  # earlier calls, which may read them, where calls are asynchronous
+                move(self.running_mean, self.momentum, mean)
+                move(self.running_var, self.momentum, variance)
         return y

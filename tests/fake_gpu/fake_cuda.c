@@ -154,6 +154,8 @@ Status cudaGetDeviceProperties(char *properties, int device) {
     memset(properties, 0, 960);  // less than the structure of CUDA 12 and 13
     strcpy(properties, "fake GPU");
     *(size_t *)(properties + 288) = 80ull << 30;  // totalGlobalMem
+    *(int *)(properties + 308) = 32;  // warpSize, from which CuPy writes its scan
+    *(int *)(properties + 320) = 1024;  // maxThreadsPerBlock
     return OK;
 }
 Status cudaDeviceSynchronize(void) { waited(); return spoil_all(0, CAPTURE_UNSUPPORTED); }

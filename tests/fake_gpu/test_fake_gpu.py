@@ -80,6 +80,13 @@ def test_copies_between_gpus_do_not_go_through_the_host(on_fake_gpu: Run) -> Non
     assert done.stdout == "0\n1\n", done.stderr
 
 
+def test_what_cupy_scans_compiles(on_fake_gpu: Run) -> None:
+    """It counts what a mask chooses by a scan, which it writes for the device's warps; zeros are what it reads."""
+    program = "import cupy; print(cupy.arange(5)[cupy.ones(5, bool)].shape, cupy.cumsum(cupy.arange(5)).shape)"
+    done = on_fake_gpu("-c", program)
+    assert done.stdout == "(0,) (5,)\n", done.stderr
+
+
 def test_another_version_of_cupy_is_refused_in_one_line(on_fake_gpu: Run) -> None:
     done = on_fake_gpu("-c", "import fake_gpu; fake_gpu.WRITTEN_FOR = '9.0.'; import cupy")
     assert done.stderr.splitlines()[-1].startswith(
@@ -193,6 +200,41 @@ def test_operands_of_other_devices_are_brought_or_refused_by_name(on_fake_gpu: R
     """
     done = on_fake_gpu("-c", textwrap.dedent(program))
     assert done.stdout == "written\n" and done.returncode == 0, done.stderr
+
+
+def test_runs_and_collectives_of_another_gpu_than_the_current_one(on_fake_gpu: Run) -> None:
+    """CuPy warns where it computes with arrays of another GPU, and refuses the host's."""
+    program = """
+        import warnings
+        import numpy as np
+        import hpcdp
+        from hpcdp import data, nn, optim, train
+        from hpcdp.devices import Device, cpu, gpu
+        from hpcdp.train.evaluate import evaluate
+        from hpcdp.train.fit import fit
+        warnings.simplefilter("error")
+        there = gpu(1)
+        hpcdp.allreduce(there.put(np.ones((4, 3), "f4"))[:, 1])
+        for source, target in ((there, there), (there, gpu(2)), (there, cpu(0)), (cpu(0), there)):
+            x, out = source.put(np.ones(12, "f4")), target.put(np.ones(12, "f4"))
+            for collective in (hpcdp.allreduce, hpcdp.reduce, hpcdp.reduce_scatter):
+                collective(x, out=out)
+            hpcdp.iallreduce(x, out=out).wait()
+        samples = data.ArrayDataset(np.zeros((12, 3), "f4"), np.zeros(12, int))
+        sampler = data.ShardedSampler(12, 4, num_parts=1, part_index=0, seed=0)
+        for dtype in ("float32", "bfloat16"):
+            for norm, device, whole in ((nn.ReLU(), None, True), (train.SyncBatchNorm(5), None, False),
+                                        (train.SyncBatchNorm(5), there, False)):
+                net = nn.Sequential(nn.Dense(3, 5), norm, nn.Dense(5, 2)).to(dtype).to(there)
+                with there.current():
+                    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1))
+                loader = data.DataLoader(samples, sampler, device=device)
+                fit(net, trainer, loader, epochs=2, evaluate=lambda: evaluate(net, samples), hybridize=whole)
+                assert {Device.of(each.data) for each in net.parameters()} == {there}
+        print("computed")
+    """
+    done = on_fake_gpu("-c", textwrap.dedent(program))
+    assert done.stdout == "computed\n" and done.returncode == 0, done.stderr
 
 
 def test_what_is_hybridized_on_another_gpu_than_the_current_one_is_captured_there(on_fake_gpu: Run) -> None:

@@ -505,3 +505,9 @@ def test_a_key_that_could_not_be_moved_is_free(gpus_on_host, monkeypatch):
     assert not store._entries["a"].variable.held
     store.push("a", arrays)
     np.testing.assert_array_equal(on_host(store._entries["a"].stored), 2)
+
+
+@pytest.mark.parametrize("dtype", ["?", "c8"])
+def test_a_store_on_devices_refuses_what_the_host_refuses(gpus_on_host, dtype):
+    with pytest.raises(UnsupportedError, match=r"init \[key 'x'\]: expected an array of uint8, .*float64, got"):
+        kvstore.create("device").init("x", gpu(1).put(np.zeros(3, dtype)))

@@ -40,9 +40,9 @@ REFUSED = [
     (lambda store: store.load_state_dict({}), r"load_state_dict: expected what state_dict\(\) .* got {}"),
     (lambda store: store.load_state_dict(None), r"load_state_dict: expected what state_dict\(\) .* got None"),
     (lambda store: store.num_dead_node(-1), r"num_dead_node \[timeout_s\]: expected a positive number"),
-    (lambda store: store.init("c", np.zeros(2, "c8")), r"init \[key 'c'\]: expected a NumPy array of uint8, .*<c8"),
+    (lambda store: store.init("c", np.zeros(2, "c8")), r"init \[key 'c'\]: expected an array of uint8, .*<c8"),
     (lambda store: store.init("b", np.zeros(2, dtype_of("bfloat16"))), r"init \[key 'b'\]: .*float64, got bfloat16"),
-    (lambda store: store.init("o", np.array([None])), r"init \[key 'o'\]: expected a NumPy array of"),
+    (lambda store: store.init("o", np.array([None])), r"init \[key 'o'\]: expected an array of"),
     (lambda store: store.save_optimizer_states("x"), "expected a store with an optimizer, got none"),
 ]
 

@@ -5,9 +5,11 @@ import pytest
 
 import hpcdp
 from hpcdp import nn, optim
+from hpcdp.arrays import dtype_of, to_host
 from hpcdp.autograd import Tensor, record
 from hpcdp.comm import threads
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
+from hpcdp.devices import Device, cpu, gpu
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.streams import Streams
@@ -94,6 +96,25 @@ def test_of_a_batch_on_a_gpu_sums_alone_go_through_the_host(gpus_on_host, monkey
     for mine, theirs in zip(found, host, strict=True):
         for x, y in zip(mine, theirs, strict=True):
             np.testing.assert_allclose(x._held, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 2e-2)])
+def test_a_batch_on_another_gpu_than_the_current_one_is_computed_there(gpus_on_host, dtype, tolerance):
+    def rank(world, there):
+        gpu(0).use()
+        layer = SyncBatchNorm(6, world=world).to(dtype)
+        x = samples(world.rank, (4, 3), 0, "f4")[0].astype(dtype_of(dtype))
+        if there:
+            layer, x = layer.to(gpu(1)), gpu(1).put(x)
+        y, gradient = through(layer, x, x)
+        found = [y, gradient, layer.gamma.grad, layer.beta.grad, layer.running_mean.data, layer.running_var.data]
+        assert {Device.of(each) for each in found} == {gpu(1) if there else cpu(0)}
+        return [to_host(each).astype("f4") for each in found]
+
+    host = threads.run(2, lambda world: rank(world, False))
+    for mine, theirs in zip(threads.run(2, lambda world: rank(world, True)), host, strict=True):
+        for x, y in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
 def test_running_variance_is_biased():
