@@ -87,6 +87,16 @@ def test_the_compiled_pools_have_the_bits_of_the_plain_ones(case, dtype):
         np.testing.assert_array_equal(np.signbit(ours), np.signbit(plain))
 
 
+@pytest.mark.parametrize("module", ["reference", "pool"])
+def test_the_gradient_of_a_largest_element_is_its_own_whatever_it_is(module):
+    module = reference if module == "reference" else kernels.load("pool")
+    chosen = np.array([[[[3, 0], [1, 2]]]], np.int32)
+    gy, dx = np.array([[[[np.nan, np.inf], [-np.inf, 5]]]], np.float32), np.full((1, 1, 4, 4), 7, np.float32)
+    module.max_pool_gradient(gy, chosen, dx, (2, 2), (2, 2), (0, 0))
+    expected = [[0, 0, np.inf, 0], [0, np.nan, 0, 0], [0, -np.inf, 0, 0], [0, 0, 5, 0]]
+    np.testing.assert_array_equal(dx[0, 0], expected)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("padding", [(0, 0), (1, 1)])
 @pytest.mark.parametrize("module", ["reference", "pool"])
