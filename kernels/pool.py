@@ -1,7 +1,8 @@
 """Floor 0: average and max pooling of NumPy arrays. Imports: numba.
 
-`reference.pool` is the specification. Windows of 2 x 2 without overlap or padding, the usual ones, have loops of their
-own that vectorise.
+`reference.pool` is the specification, with the same bits: sums are of 0, too, so that none is -0, and add in the same
+order, of gradients from the last window to the first. Windows of 2 x 2 without overlap or padding, the usual ones, have
+loops of their own that vectorise. Indices are unsigned where Numba would ask of each whether it counts from the end.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ def average_pool(x, out, kernel, stride, padding):  # type: ignore[no-untyped-de
                 if _plain(kernel, stride, padding):
                     for z in range(out.shape[3]):
                         upper = x[n, c, 2 * y, 2 * z] + x[n, c, 2 * y, 2 * z + 1]
-                        lower = x[n, c, 2 * y + 1, 2 * z] + x[n, c, 2 * y + 1, 2 * z + 1]
-                        out[n, c, y, z] = (upper + lower) * share
+                        total = upper + x[n, c, 2 * y + 1, 2 * z] + x[n, c, 2 * y + 1, 2 * z + 1]
+                        out[n, c, y, z] = (total + x.dtype.type(0)) * share
                     continue
+                top = y * stride[0] - padding[0]
                 for z in range(out.shape[3]):
+                    left = z * stride[1] - padding[1]
                     total = x.dtype.type(0)
-                    for i in range(max(0, y * stride[0] - padding[0]), y * stride[0] - padding[0] + kernel[0]):
-                        for j in range(max(0, z * stride[1] - padding[1]), z * stride[1] - padding[1] + kernel[1]):
-                            if i < x.shape[2] and j < x.shape[3]:
-                                total += x[n, c, i, j]
+                    for i in range(max(0, top), min(top + kernel[0], x.shape[2])):
+                        for j in range(max(0, left), min(left + kernel[1], x.shape[3])):
+                            total += x[n, c, np.uint64(i), np.uint64(j)]
                     out[n, c, y, z] = total * share
 
 
@@ -59,7 +61,7 @@ def average_pool_gradient(gy, dx, kernel, stride, padding):  # type: ignore[no-u
             if _plain(kernel, stride, padding):
                 for y in range(gy.shape[2]):
                     for z in range(gy.shape[3]):
-                        part = gy[n, c, y, z] * share
+                        part = dx.dtype.type(0) + gy[n, c, y, z] * share
                         dx[n, c, 2 * y, 2 * z] = part
                         dx[n, c, 2 * y, 2 * z + 1] = part
                     for z in range(2 * gy.shape[3], dx.shape[3]):
@@ -69,8 +71,8 @@ def average_pool_gradient(gy, dx, kernel, stride, padding):  # type: ignore[no-u
                 dx[n, c, 2 * gy.shape[2] :, :] = 0
                 continue
             dx[n, c, :, :] = 0
-            for y in range(gy.shape[2]):
-                for z in range(gy.shape[3]):
+            for y in range(gy.shape[2] - 1, -1, -1):
+                for z in range(gy.shape[3] - 1, -1, -1):
                     part = gy[n, c, y, z] * share
                     for i in range(max(0, y * stride[0] - padding[0]), y * stride[0] - padding[0] + kernel[0]):
                         for j in range(max(0, z * stride[1] - padding[1]), z * stride[1] - padding[1] + kernel[1]):
@@ -101,13 +103,15 @@ def max_pool(x, out, chosen, kernel, stride, padding):  # type: ignore[no-untype
 @_compile("f", numba.int32[:, :, :, ::1], "f")
 def max_pool_gradient(gy, chosen, dx, kernel, stride, padding):  # type: ignore[no-untyped-def]
     """See `reference.pool.max_pool_gradient`."""
-    dx[:] = 0
+    height, width = np.uint64(dx.shape[2]), np.uint64(dx.shape[3])  # what is below 0 is beyond them, unsigned
     for n in range(gy.shape[0]):
         for c in range(gy.shape[1]):
-            for y in range(gy.shape[2]):
-                for z in range(gy.shape[3]):
-                    number = chosen[n, c, y, z]
-                    i = y * stride[0] - padding[0] + number // kernel[1]
-                    j = z * stride[1] - padding[1] + number % kernel[1]
-                    if 0 <= i < dx.shape[2] and 0 <= j < dx.shape[3]:
-                        dx[n, c, i, j] += gy[n, c, y, z]
+            dx[n, c, :, :] = 0
+            for y in range(gy.shape[2] - 1, -1, -1):
+                for z in range(gy.shape[3] - 1, -1, -1):
+                    at = np.uint64(y), np.uint64(z)
+                    number = chosen[n, c, at[0], at[1]]
+                    i = np.uint64(y * stride[0] - padding[0] + number // kernel[1])
+                    j = np.uint64(z * stride[1] - padding[1] + number % kernel[1])
+                    if i < height and j < width:
+                        dx[n, c, i, j] += gy[n, c, at[0], at[1]]

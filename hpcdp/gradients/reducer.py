@@ -79,6 +79,7 @@ class Reducer:
         self.on_one_node = self.memory.size == world.size
         """Whether all ranks share the memory of the buckets, so that no message is needed."""
         on_gpus = not self.on_one_node and all(is_cupy(param.data) for param in params)
+        self._keeps_unsent = compression is not None and not self.on_one_node
         rail = self._duplicate(world.rail_comm if together else world.comm)
         between_nodes = self._duplicate(world.rail_comm) if on_gpus else None
         self.is_counted = self.on_one_node or (rail is not None and rail.rank == 0)
@@ -288,6 +289,20 @@ class Reducer:
         """
         with self.waiting():
             self._reduce_shards()
+
+    def drop(self) -> None:
+        """Reduce for nobody, after `launch_rest`; every rank must call, outside of backward.
+
+        What compression does not send of these gradients is part of later sums, so it must not see others: neither
+        those that an earlier step has left, nor those of the next backward. An update, or a look at sums, would hold
+        the node's ranks together. Without compression nothing is left of these sums, whatever they are.
+        """
+        if self._keeps_unsent and not self.overlap:
+            self.arrivals.fill_with_zeros()
+            self.gate.barrier()
+        self.reduce_shards()
+        if self._keeps_unsent:
+            self.gate.barrier()
 
     def _reduce_shards(self) -> None:
         if self.beside is not None:

@@ -122,6 +122,7 @@ def batch_norm_by_running(x: Any, scale: Any, shift: Any, running_mean: Any, run
             dshift.add(gy.sum(axis=others))
         if dscale is not None:
             # Of what is centred: sum(gy * x) and mean * sum(gy) may both be large where their difference is small.
-            dscale.add((gy * (a - mean.reshape(shape))).sum(axis=others) * inverse)
+            product = (gy * (a - mean.reshape(shape))).sum(axis=others)
+            dscale.add(product * inverse if a.size else product)  # of no samples 0, though inverse may be NaN
 
     return on_tape(out, (x, scale, shift), pullback, lambda out: [(compute, (out,))])

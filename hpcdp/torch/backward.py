@@ -106,7 +106,7 @@ class Backward:
             if reducer.overlap:
                 with exchange.on_torchs_stream(self._device):
                     reducer.launch_rest()
-                    reducer.reduce_shards()
+                    reducer.drop()
             reducer.reset()
 
     def watch_end(self, _gradient: torch.Tensor | None = None) -> None:
@@ -228,5 +228,5 @@ class Backward:
 
     def _end_reductions(self) -> None:
         with exchange.on_torchs_stream(self._device):
-            self.reducer.reduce_shards()  # nobody leaves before what was launched has ended
+            self.reducer.drop()  # nobody leaves before what was launched has ended
         self.reducer.reset()

@@ -212,7 +212,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self._backward.refuse(numbers)
             if moved is not None:
                 if self._scale is None:
-                    self._shards.reduce()  # nobody leaves before what was launched has ended
+                    self._backward.reducer.drop()  # nobody leaves before what was launched has ended
                 raise moved
             self._steps += 1
             if self._scale is None:

@@ -56,7 +56,7 @@ def conv2d_gradients(
     xp = array_namespace(x, weight)
     dx, dweight, dbias = into
     if out is not None:
-        gy = gy * (out > 0)
+        gy = xp.where(out > 0, gy, 0)
     channels, kernel, size = gy.shape[1], weight.shape[2:], gy.shape[2:]
     flat = gy.transpose(1, 0, 2, 3).reshape(channels, x.shape[0] * size[0] * size[1])
     if dbias is not None:

@@ -18,8 +18,8 @@ def add_bias(y: Array, bias: Array, relu: bool) -> None:
 
 
 def relu_gradient(gy: Array, y: Array, dx: Array) -> None:
-    """``dx = gy`` where the result ``y`` of ReLU is positive, else 0; changes ``dx``; any shape."""
-    dx[...] = gy * (y > 0)
+    """``dx = gy`` where the result ``y`` of ReLU is positive, else 0, whatever ``gy`` is; changes ``dx``; any shape."""
+    dx[...] = array_namespace(gy, y).where(y > 0, gy, 0)
 
 
 def bias_gradient(gy: Array, y: Array | None, dx: Array | None, dbias: Array) -> None:

@@ -53,5 +53,5 @@ def max_pool_gradient(gy: Array, chosen: Array, dx: Array, kernel: Pair, stride:
     wide = xp.zeros_like(padded(dx, padding))
     for number, at in enumerate(offsets(kernel)):
         part = window(wide, at, gy.shape[2:], stride)
-        part += gy * (chosen == number)
+        part += xp.where(chosen == number, gy, 0)
     dx[...] = window(wide, padding, dx.shape[2:], (1, 1))

@@ -96,6 +96,21 @@ def test_the_blocked_convolution_equals_the_plain_one(case, relu, dtype, rtol):
         np.testing.assert_allclose(ours, plain, rtol=rtol, atol=scale, err_msg=name)
 
 
+@pytest.mark.parametrize("module", ["reference", "conv"])
+def test_what_does_not_go_through_relu_is_no_part_of_gradients(module):
+    module = reference if module == "reference" else kernels.load("conv")
+    case = CASES[2]
+    x, weight, bias, gy = arrays(case)
+    out = np.empty_like(gy)
+    reference.conv2d(x, weight, bias, out, *case[-2:], True)
+    into = [[np.full_like(each, np.nan) for each in (x, weight, bias)] for _ in range(2)]
+    for value, places in zip((0, np.nan), into, strict=True):
+        gy[out == 0] = value
+        module.conv2d_gradients(x, weight, gy, out, tuple(places), *case[-2:])
+    for zeros, nans in zip(*into, strict=True):
+        np.testing.assert_array_equal(nans, zeros)
+
+
 @pytest.mark.parametrize("asked", [0, 1, 2])
 def test_each_gradient_comes_alone(asked):
     conv = kernels.load("conv")

@@ -25,6 +25,7 @@ def test_add_bias(shape, dtype, relu):
 def test_relu_gradient(shape, dtype):
     rng = np.random.default_rng(2)
     gy, y = rng.standard_normal(shape).astype(dtype), np.maximum(rng.standard_normal(shape), 0).astype(dtype)
+    gy.flat[::5], gy.flat[2::5] = np.nan, -np.inf  # also where none goes through
     expected = np.where(y > 0, gy, 0)
     for module in (reference, kernels.load("epilogue")):
         dx = np.full_like(gy, np.nan)
@@ -37,6 +38,8 @@ def test_relu_gradient(shape, dtype):
 def test_bias_gradient(shape, relu):
     rng = np.random.default_rng(3)
     gy, y = rng.standard_normal((2, *shape), np.float32)
+    if relu:
+        gy[y <= 0] *= np.inf
     expected = np.where(y > 0, gy, 0) if relu else gy
     for module in (reference, kernels.load("epilogue")):
         dx, dbias = np.full_like(gy, np.nan), np.full(shape[1], np.nan, np.float32)

@@ -67,10 +67,11 @@ def test_the_plain_gradients_are_the_adjoint(case):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_compiled_pools_equal_the_plain_ones(case, dtype):
+def test_the_compiled_pools_have_the_bits_of_the_plain_ones(case, dtype):
     pool = kernels.load("pool")
     x, gy = sized(case, dtype)
     x = np.round(x, 1)  # with equal elements
+    x[..., :2, :2], gy[..., :1, :1] = -0.0, -0.0
     results = {}
     for module in (reference, pool):
         mean, largest = np.full_like(gy, np.nan), np.full_like(gy, np.nan)
@@ -81,9 +82,19 @@ def test_the_compiled_pools_equal_the_plain_ones(case, dtype):
         module.max_pool(x, largest, chosen, *case[1:])
         module.max_pool_gradient(gy, chosen, of_largest, *case[1:])
         results[module] = mean, of_mean, largest, of_largest, chosen
-    rtol = 1e-5 if dtype == np.float32 else 1e-12
     for ours, plain in zip(results[pool], results[reference], strict=True):
-        np.testing.assert_allclose(ours, plain, rtol=rtol, atol=rtol)
+        np.testing.assert_array_equal(ours, plain)
+        np.testing.assert_array_equal(np.signbit(ours), np.signbit(plain))
+
+
+@pytest.mark.parametrize("module", ["reference", "pool"])
+def test_the_gradient_of_a_largest_element_is_its_own_whatever_it_is(module):
+    module = reference if module == "reference" else kernels.load("pool")
+    chosen = np.array([[[[3, 0], [1, 2]]]], np.int32)
+    gy, dx = np.array([[[[np.nan, np.inf], [-np.inf, 5]]]], np.float32), np.full((1, 1, 4, 4), 7, np.float32)
+    module.max_pool_gradient(gy, chosen, dx, (2, 2), (2, 2), (0, 0))
+    expected = [[0, 0, np.inf, 0], [0, np.nan, 0, 0], [0, -np.inf, 0, 0], [0, 0, 5, 0]]
+    np.testing.assert_array_equal(dx[0, 0], expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -94,6 +94,29 @@ def test_an_empty_batch_goes_forward_and_back(layer):
         np.testing.assert_array_equal(value, before[name])
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what the layers hold is not finite
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv2D(3, 4, 3), nn.BatchNorm(3), nn.LayerNorm(6), nn.Dense(6, 2)],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_the_gradients_of_no_samples_are_zero_whatever_the_layer_holds(layer, value):
+    state = {name: np.full_like(each, value) for name, each in layer.state_dict().items()}
+    layer.load_state_dict(state)
+    for is_training in (True, False):
+        for each in layer.parameters():
+            each.grad[...] = 7.0
+        x = np.zeros((0, 6) if isinstance(layer, nn.Dense) else (0, 3, 6, 6), np.float32)
+        with autograd.record(train_mode=is_training):
+            y = layer(Tensor(x))
+        y.backward()
+        for each in layer.parameters():
+            np.testing.assert_array_equal(each.grad, np.zeros(each.shape))
+    for name, each in layer.state_dict().items():
+        np.testing.assert_array_equal(each, state[name])
+
+
 @pytest.mark.parametrize("n", [0, 1])
 @pytest.mark.parametrize("layer", [nn.ReLU(), nn.GELU(), nn.MaxPool2D(2, 1), nn.BatchNorm(1), nn.LayerNorm(2)])
 def test_the_gradient_of_a_mean_of_one_element_or_none_goes_back(layer, n):

@@ -1,5 +1,7 @@
 """Compressed gradients of PyTorch modules: alike on all ranks, near the average, and in the states that go on."""
 
+import time
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -9,7 +11,8 @@ from torch import nn
 from toy import SEEDING, add_average, loss_of
 
 from hpcdp.comm import threads
-from hpcdp.errors import ConfigError, MismatchError
+from hpcdp.errors import ConfigError, MismatchError, StaleGradientError
+from hpcdp.gradients import Reducer
 from hpcdp.torch import DistributedDataParallel, ShardedOptimizer
 
 STEPS = 20
@@ -63,6 +66,60 @@ def test_parameters_are_the_same_on_all_ranks_and_go_the_same_way(layout, codec,
     for each in found[1:]:
         assert torch.equal(each, found[0])
     assert 0 < torch.dist(found[0], exact) < SHARES[codec] * torch.dist(start, exact)
+
+
+def without_the_last_layer(model, optimizer, rank):
+    with pytest.raises(StaleGradientError):
+        model.module[0](torch.full((1, 6), 1.0 + rank)).sum().backward()
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.step()
+
+
+def dropped(model, optimizer, rank):
+    loss_of(model, 99, rank).backward()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "nothing"),
+    [("rank", without_the_last_layer), ("shard", without_the_last_layer), ("shard", dropped)],
+)
+@pytest.mark.parametrize(("n", "per_node"), [(1, 1), (2, 1), (3, 2), (4, 2)])
+def test_what_follows_gradients_that_are_dropped_is_no_part_of_them(monkeypatch, n, per_node, owner, nothing, overlap):
+    is_slow, sum_shard = [False], Reducer.sum_shard
+
+    def sum_slowly(reducer, bucket, row=None):
+        if is_slow[0] and reducer.world.rank == 0:
+            time.sleep(0.05)
+        sum_shard(reducer, bucket, row)
+
+    monkeypatch.setattr(Reducer, "sum_shard", sum_slowly)
+
+    def rank(world, slowly):
+        model = DistributedDataParallel(net(), world, owner=owner, overlap=overlap, compression="topk:ratio=0.2")
+        optimizer = (
+            ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+            if owner == "shard"
+            else torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        for step in range(3):
+            if world.rank == 0:
+                is_slow[0] = slowly
+            nothing(model, optimizer, world.rank)
+            if not slowly:
+                world.barrier()
+            if world.rank == 0:
+                is_slow[0] = False
+            optimizer.zero_grad()
+            loss_of(model, step, world.rank).backward()
+            optimizer.step()
+        world.barrier()
+        return flat(model.module)
+
+    expected = threads.run(n, lambda world: rank(world, False), per_node)[0]
+    for found in threads.run(n, lambda world: rank(world, True), per_node):
+        assert torch.equal(found, expected)
 
 
 def test_owners_and_overlap_change_no_more_than_rounding():

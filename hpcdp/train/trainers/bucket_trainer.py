@@ -195,9 +195,11 @@ class BucketTrainer(Trainer):
             if total and update is not None and not host_looks(self):
                 update(self.step_count + 1, 1.0 / (total * self.loss_scale))
                 self.step_count += 1
-            else:
+            elif total:
                 self._reduce()
                 self._update(total)
+            else:
+                self.reducer.drop()
             if self._reproducible is not None and self.step_count > before:
                 self._reproducible.move_statistics()
         finally:
@@ -340,7 +342,7 @@ class BucketTrainer(Trainer):
     def drop(self) -> None:
         """See `Trainer.drop`; nobody leaves before what was launched has ended."""
         self.reducer.launch_rest()
-        self.owner.reduce()
+        self.reducer.drop()
         self._begin_step()
 
     def _begin_step(self) -> None:

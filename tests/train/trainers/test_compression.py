@@ -2,6 +2,7 @@
 
 import functools
 import re
+import time
 import warnings
 
 import numpy as np
@@ -12,7 +13,8 @@ from written_gradients import backward, model
 import hpcdp
 from hpcdp import optim
 from hpcdp.comm import threads
-from hpcdp.errors import ConfigError, DataError, MismatchError
+from hpcdp.errors import ConfigError, DataError, MismatchError, StaleGradientError
+from hpcdp.gradients import Reducer
 from hpcdp.train.runs.config import TrainConfig
 from hpcdp.train.runs.run import saved_by_compression
 from hpcdp.train.trainers.trainer import Trainer
@@ -78,6 +80,56 @@ def test_real_ranks_get_the_bits_of_thread_ranks(codec, overlap):
 
     world = hpcdp.init()
     np.testing.assert_array_equal(rank(world), threads.run(world.size, rank)[world.rank])
+
+
+def without_samples(params, trainer):
+    trainer.step(0)
+
+
+def with_one_gradient_missing(params, trainer):
+    missing = trainer.world.rank % 2
+    for number, param in enumerate(params):
+        if number != missing:
+            param.write(np.full_like(param.data, 1 + number + trainer.world.rank))
+    with pytest.raises(StaleGradientError):
+        trainer.step(1)
+
+
+def dropped(params, trainer):
+    backward(params, 9, [trainer.world.rank])
+    trainer.drop()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("nothing", [without_samples, with_one_gradient_missing, dropped])
+@pytest.mark.parametrize(("n", "per_node"), [(1, 1), (2, 1), (3, 2), (4, 2)])
+def test_what_follows_a_step_that_updates_nothing_is_no_part_of_it(monkeypatch, n, per_node, nothing, overlap):
+    is_slow, sum_shard = [False], Reducer.sum_shard
+
+    def sum_slowly(reducer, bucket, row=None):
+        if is_slow[0] and reducer.world.rank == 0:
+            time.sleep(0.02)
+        sum_shard(reducer, bucket, row)
+
+    monkeypatch.setattr(Reducer, "sum_shard", sum_slowly)
+
+    def rank(world, owner, slowly):
+        params, trainer = make(world, "topk:ratio=0.2", owner=owner, overlap=overlap)
+        for _ in range(3):
+            steps(params, trainer, world, 1)
+            if world.rank == 0:
+                is_slow[0] = slowly
+            nothing(params, trainer)
+            if world.rank == 0:
+                is_slow[0] = False
+        steps(params, trainer, world, 1)
+        trainer.reducer.settle()
+        world.barrier()
+        return parameters(params)
+
+    expected = threads.run(n, lambda world: rank(world, "rank", False), per_node)[0]
+    for found in threads.run(n, lambda world: rank(world, "shard", True), per_node):
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("codec", ["2bit", "topk:ratio=0.2"])
