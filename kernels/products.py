@@ -8,8 +8,8 @@ product is given to it in tiles of that size, on one thread; with several, OpenB
 Measured on one core of an AMD EPYC, whole and in tiles, in us: 32 x 320 by 320 x 1024, 261 and 206; 128 x 256 by the
 transpose of 576 x 256, 441 and 407; and with matrices that come from memory, 16 x 2048 by 2048 x 2048, 3760 and 3220;
 by its transpose, 4130 and 2100 (turned round, 3050); the transpose of 16 x 2048 by 16 x 2048, 3830 and 2740. A core
-that multiplies whole vectors of AVX-512 twice a cycle, as Intel's do, makes more of what is packed: there only the
-smallest products gain (`_gains_on_fast_cores`). More is in docs/targets.md.
+that multiplies whole vectors of AVX-512 twice a cycle, as Intel's do, makes more of what is packed: there products of
+few rows gain (`_gains_on_fast_cores`). More is in docs/targets.md.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ _DEEPEST_TURNED = 128
 """A left matrix that is transposed has tiles up to this depth: beyond it the whole is as fast."""
 
 
-_SHALLOW, _FEW = 32, 16
-_FAST_DEPTH = 768
-"""On fast cores: the depth up to which any number of rows gains, the rows that gain, and up to which depth they do."""
+_SHALLOW, _THIN, _DEEP, _MANY_ROWS = 32, 16, 768, 128
+"""On fast cores; see `_gains_on_fast_cores`."""
 
 
 class _Tile(NamedTuple):
@@ -74,14 +73,14 @@ def _cores_are_fast() -> bool:
 def _gains_on_fast_cores(m: int, k: int, left_turned: bool, right_turned: bool) -> bool:
     """Whether tiles of an ``(m, k)`` matrix times another one are faster than the whole, on one of Intel's.
 
-    Of 385 shapes there, of 16 to 2048 rows and as deep, alone and in stacks, tiles took 0.8 of the time of the whole
-    where this says so, and elsewhere 1.2 (geometric means).
+    In steps of training, which is another question than a product again and again: packing also takes the place of
+    what the cache had. There many rows are faster whole, and so are few that pass over a deep matrix from memory.
     """
     if left_turned:
-        return k <= _SHALLOW
+        return True
     if right_turned:
-        return k >= _SHALLOW and (m <= _FEW or (m <= 2 * _FEW and k <= _FAST_DEPTH))
-    return k <= _SHALLOW or (m <= _FEW and k <= _FAST_DEPTH)
+        return m <= _FEW_ROWS
+    return k <= _SHALLOW or (m < _MANY_ROWS and not (m <= _THIN and k > _DEEP))
 
 
 def _has_small_kernels() -> bool:

@@ -72,13 +72,13 @@ def test_large_products_of_few_rows_are_tiled(shape, tiles):
 @pytest.mark.parametrize(
     ("shape", "orders", "are_tiled"),
     [
-        ((2048, 16, 256), "FCC", True), ((2048, 64, 256), "FCC", False),
-        ((16, 2048, 320), "CFC", True), ((32, 320, 1024), "CFC", True), ((32, 1024, 320), "CFC", False),
-        ((128, 256, 576), "CFC", False),
-        ((16, 320, 1024), "CCC", True), ((32, 320, 1024), "CCC", False), ((512, 27, 1024), "CCC", True),
+        ((2048, 16, 256), "FCC", True), ((2048, 64, 256), "FCC", True),
+        ((16, 2048, 320), "CFC", True), ((64, 512, 320), "CFC", True), ((128, 256, 576), "CFC", False),
+        ((32, 320, 1024), "CCC", True), ((16, 2048, 320), "CCC", False), ((16, 700, 1024), "CCC", True),
+        ((512, 27, 1024), "CCC", True), ((512, 192, 576), "CCC", False),
     ],
 )  # fmt: skip
-def test_on_fast_cores_few_are_tiled(shape, orders, are_tiled, tiles_on_fast_cores):
+def test_on_fast_cores_few_rows_are_tiled(shape, orders, are_tiled, tiles_on_fast_cores):
     a, b, out = operands(*shape, orders)
     products.multiply(a, b, out)
     assert bool(tiles_on_fast_cores) == are_tiled
