@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, is_cupy, on_device_of
+from ..arrays import Array, array_namespace, is_cupy
 from ..devices import Device
 from ..errors import ArrayMixError, UnsupportedError
 from .modes import modes
@@ -124,9 +124,11 @@ def on_their_gpu(called: Operator, args: Sequence[Any], kwargs: Mapping[str, Any
     there = [x for x in given if is_cupy(x)]
     if not there:
         return called.function(*args, **kwargs)
-    if len(there) > 1 and len(devices := {Device.of(x) for x in there}) > 1:
-        raise _mixed(called, " and ".join(sorted(map(repr, devices))))
-    with on_device_of(there[0]):
+    home = there[0].device
+    for x in there[1:]:
+        if x.device.id != home.id:
+            raise _mixed(called, " and ".join(sorted({repr(Device.of(each)) for each in there})))
+    with home:
         try:
             return called.function(*args, **kwargs)
         except (ArrayMixError, TypeError) as error:
@@ -167,7 +169,7 @@ def operator(
 
     While this thread traces, calls go to its tracer; else straight to the function, which computes on the GPU of its
     operands, if they are on one, whatever this thread's current one is. A ValueError of it is raised as an
-    `UnsupportedError` that names the operator.
+    `UnsupportedError` that names the operator, operands on several devices are an `ArrayMixError` that does.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
