@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 
 import h5py
 import numpy as np
@@ -88,6 +89,28 @@ def test_writes_may_be_short(tmp_path, monkeypatch):
     with ShardReader(tmp_path) as reader:
         reader.read(stored, 0, out)
     assert np.array_equal(out, values)
+
+
+@pytest.mark.parametrize("slow", ["to their place", "by the cache", "neither"])
+def test_blocks_go_the_faster_way_and_are_the_same(slow, tmp_path, monkeypatch):
+    values = np.random.default_rng(0).standard_normal(BLOCK_NBYTES // 8 * 40 + 5)
+    (stored,), _ = write_shard(tmp_path / "shard-00000.h5", [Piece("a", 0, values, "float64")])
+    out, at_once, read = np.zeros_like(values), [], os.preadv
+
+    def noted(file, places, at):
+        count = len(places[0])
+        if slow != "neither" and (count < BLOCK_NBYTES) == (slow == "to their place"):
+            time.sleep(0.002)
+        at_once.append(count)
+        return read(file, places, at)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    with ShardReader(tmp_path) as reader:
+        reader.read(stored, 3, out[3:])
+    assert np.array_equal(out[3:], values[3:]) and not out[:3].any()
+    later = set(at_once[-8:-2])
+    if slow != "neither":
+        assert later == ({BLOCK_NBYTES} if slow == "to their place" else {256 << 10})
 
 
 def test_damaged_elements_do_not_reach_the_array(tmp_path):
