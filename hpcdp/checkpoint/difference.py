@@ -15,7 +15,7 @@ from . import manifest, tree
 from .manifest import Tensor
 from .plan import PADDED
 from .reading import pieces, widened
-from .shard import ShardReader
+from .shard_reader import ShardReader
 
 _MOST_VALUES = 8
 """So many of one list are told one by one."""

@@ -21,7 +21,7 @@ from . import lock, manifest, names, overview, tree
 from .lock import WriterLock
 from .manifest import Tensor
 from .reading import pieces, read_whole, widened
-from .shard import ShardReader
+from .shard_reader import ShardReader
 
 Tell = Callable[[int], object]
 """Is told of so many bytes more that have been read."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import BFLOAT16
 from .manifest import Tensor
-from .shard import ShardReader
+from .shard_reader import ShardReader
 
 PIECE_NBYTES = 16 << 20
 

@@ -21,7 +21,7 @@ from .leaves import MAKERS, as_array, as_stateful
 from .manifest import Manifest, Tensor
 from .reading import read_elements, widened
 from .refused import TOLD, refused
-from .shard import ShardReader
+from .shard_reader import ShardReader
 from .sharded import check_parts, plain
 
 Value = Callable[[], Any]

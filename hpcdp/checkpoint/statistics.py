@@ -10,7 +10,7 @@ import numpy as np
 
 from .manifest import Tensor
 from .reading import pieces, widened
-from .shard import ShardReader
+from .shard_reader import ShardReader
 
 
 @dataclass

@@ -13,7 +13,8 @@ import numpy as np
 from ..errors import DataError
 from . import folder, index, manifest, overview
 from .reading import PIECE_NBYTES
-from .shard import File, ShardReader, Stored, crc32_beside, failing
+from .shard import File, Stored, crc32_beside, failing
+from .shard_reader import ShardReader
 
 Tell = Callable[[int], object]
 """Is told of so many bytes more that have been looked at."""

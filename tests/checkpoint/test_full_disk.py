@@ -17,7 +17,8 @@ from samples import write_shard
 from hpcdp.checkpoint import Manager, Part, Sharded, compressed
 from hpcdp.checkpoint.compressed import Unfailing
 from hpcdp.checkpoint.plan import Piece
-from hpcdp.checkpoint.shard import BLOCK_NBYTES, ShardReader
+from hpcdp.checkpoint.shard import BLOCK_NBYTES
+from hpcdp.checkpoint.shard_reader import ShardReader
 from hpcdp.comm import threads
 from hpcdp.errors import DataError
 

@@ -11,7 +11,7 @@ import pytest
 
 from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, manifest
 from hpcdp.checkpoint.restoring import Filling
-from hpcdp.checkpoint.shard import ShardReader
+from hpcdp.checkpoint.shard_reader import ShardReader
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError
 
