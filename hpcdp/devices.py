@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, array_namespace, from_host, is_cupy, is_host, to_host
+from .arrays import Array, array_namespace, from_host, has_namespace, is_cupy, is_host, to_host
 from .errors import ConfigError, DeviceError
 
 MEMORY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
@@ -136,6 +136,15 @@ def brought(x: Array, like: Array) -> Array:
     if is_cupy(x) and is_cupy(like):
         return Device.of(like).put(x)
     return from_host(to_host(x), like)
+
+
+def brought_values(x: Any, like: Array) -> Any:
+    """``x`` for ``like`` to be given: arrays are `brought`, to a GPU also what NumPy takes for one; numbers stay."""
+    if has_namespace(x):
+        return brought(x, like)
+    if is_host(like) or isinstance(x, int | float | np.generic):
+        return x
+    return brought(np.asarray(x), like)
 
 
 def _copied_between_gpus(cupy: Any, x: Array, index: int) -> Array:

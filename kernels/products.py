@@ -70,14 +70,12 @@ def _cores_are_fast() -> bool:
     return str(binding.get_host_cpu_name()) != "znver4"
 
 
-def _gains_on_fast_cores(m: int, k: int, left_turned: bool, right_turned: bool) -> bool:
-    """Whether tiles of an ``(m, k)`` matrix times another one are faster than the whole, on one of Intel's.
+def _gains_on_fast_cores(m: int, k: int, right_turned: bool) -> bool:
+    """Whether tiles of an ``(m, k)`` matrix that is not turned are faster than the whole product, on one of Intel's.
 
     In steps of training, which is another question than a product again and again: packing also takes the place of
     what the cache had. There many rows are faster whole, and so are few that pass over a deep matrix from memory.
     """
-    if left_turned:
-        return True
     if right_turned:
         return m <= _FEW_ROWS
     return k <= _SHALLOW or (m < _MANY_ROWS and not (m <= _THIN and k > _DEEP))
@@ -106,11 +104,11 @@ def _rows_of(count: int, most: int) -> int:
 @functools.lru_cache
 def _tile_of(m: int, k: int, n: int, left_turned: bool, right_turned: bool) -> _Tile | None:
     """The tile for an ``(m, k)`` times a ``(k, n)`` matrix, or None where the whole is as fast."""
-    if _cores_are_fast() and not _gains_on_fast_cores(m, k, left_turned, right_turned):
-        return None
     if left_turned:
         rows = min(m, max(k, 16), _COLUMNS)
         return None if right_turned or k > _DEEPEST_TURNED else _Tile(rows, min(n, _columns_of(rows, k)), 1)
+    if _cores_are_fast() and not _gains_on_fast_cores(m, k, right_turned):
+        return None
     if right_turned:
         rows = m if m <= _FEW_ROWS else 16
         columns = min(n, _COLUMNS, min(_MOST_RESULTS, MOST // k) // rows // 8 * 8)

@@ -68,9 +68,14 @@ def _random(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return np.resize(rng.standard_normal(min(_DRAWN, math.prod(shape)), np.float32), shape)
 
 
-def _named(name: str, *numbers: Any) -> Callable[..., Any]:
-    """The call of the function ``name`` of a module with arrays, and ``numbers`` behind them."""
-    return lambda module, *arrays: getattr(module, name)(*arrays, *numbers)
+def _named(name: str, *numbers: Any, behind: int | None = None) -> Callable[..., Any]:
+    """The call of the function ``name`` of a module with arrays, and ``numbers`` behind so many of them, or all."""
+
+    def call(module: ModuleType, *arrays: Array) -> Any:
+        first = len(arrays) if behind is None else behind
+        return getattr(module, name)(*arrays[:first], *numbers, *arrays[first:])
+
+    return call
 
 
 def cases(count: int) -> Iterator[Case]:
@@ -132,7 +137,7 @@ def _codecs(count: int) -> Iterator[Case]:
     for name, width, numbers in (("two_bit", 16, (0.5,)), ("one_bit", 32, (0.1, 0.5))):
         words = np.zeros(-(-count // width), np.uint32)
         codes = scales.nbytes + words.nbytes
-        call = partial(_encode, f"encode_{name}", numbers)
+        call = _named(f"encode_{name}", *numbers, behind=2)
         arrays = (grad, residual, scales, words)
         yield Case(f"encode {name.replace('_', ' ')}", "compress", call, arrays, 3 * nbytes + codes)
         decode = _named(f"decode_{name}")
@@ -149,27 +154,15 @@ def _codecs(count: int) -> Iterator[Case]:
     yield Case("top 1%", "compress", _named("encode_top_k"), chosen, moved)
 
 
-def _encode(name: str, numbers: tuple[float, ...], module: ModuleType, *arrays: Array) -> None:
-    grad, residual, scales, words = arrays
-    getattr(module, name)(grad, residual, *numbers, scales, words)
-
-
 def _bits(count: int) -> Iterator[Case]:
     """MXNet's codecs, of one threshold for all elements."""
     grad, residual = _random(np.random.default_rng(5), 2, count)
     for name, width in (("two bit", 16), ("one bit", 32)):
         words, of_name = np.zeros(-(-count // width), np.uint32), name.replace(" ", "_")
-        pack, unpack = partial(_pack, f"pack_{of_name}"), partial(_unpack, f"unpack_{of_name}")
+        pack = _named(f"pack_{of_name}", 0.5, 0.5, behind=2)
+        unpack = _named(f"unpack_{of_name}", 0.5, behind=1)
         yield Case(f"pack {name}", "quantise", pack, (grad, residual, words), 3 * grad.nbytes + words.nbytes)
         yield Case(f"unpack {name}", "quantise", unpack, (words + 7, grad), grad.nbytes + words.nbytes)
-
-
-def _pack(name: str, module: ModuleType, grad: Array, residual: Array, words: Array) -> None:
-    getattr(module, name)(grad, residual, 0.5, 0.5, words)
-
-
-def _unpack(name: str, module: ModuleType, words: Array, out: Array) -> None:
-    getattr(module, name)(words, 0.5, out)
 
 
 def _rows(count: int) -> Iterator[Case]:

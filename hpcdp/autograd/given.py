@@ -1,4 +1,4 @@
-"""Arrays made of what is given: to a tensor, and to be written into one."""
+"""Arrays made of what is given to a tensor."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, has_namespace, is_host
-from ..devices import brought
 from ..errors import HpcdpError, shortened
 
 
@@ -26,12 +24,3 @@ def array_of(data: Any) -> np.ndarray:
         else:
             remedy = "leave out an input that is optional"  # NumPy makes NaN of it
     raise HpcdpError("Tensor", expected="an array, or numbers", got=shortened(repr(data), 40), remedy=remedy)
-
-
-def values_for(place: Array, values: Any) -> Any:
-    """``values`` as ``place`` can be given them: arrays where it is; what else NumPy takes for one, so does a GPU."""
-    if has_namespace(values):
-        return brought(values, place)
-    if is_host(place) or isinstance(values, int | float | np.generic):
-        return values
-    return brought(np.asarray(values), place)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, array_namespace, on_device_of, to_host
+from ..devices import brought_values
 from ..errors import HpcdpError, UnsupportedError
 from ..holders import refuse_change
 from . import given
@@ -180,7 +181,7 @@ class Tensor:
         self._refuse_recorded()
         with on_device_of(self.data):
             place = self.changeable()
-            place[arrangement.index(key)] = given.values_for(place, value_of(value))
+            place[arrangement.index(key)] = brought_values(value_of(value), place)
 
     def _refuse_recorded(self) -> None:
         """The operation that made a tensor may need its elements until backward has freed the tape, and others until

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, has_namespace, is_host, to_host
+from ..arrays import Array, to_host
 from ..autograd import Tensor, predict_mode
 from ..collectives import allreduce
 from ..comm import World, init
@@ -18,7 +18,7 @@ from ..comm.world import require_world
 from ..data import Dataset
 from ..data.datasets import require_dataset
 from ..data.split import piece_bounds
-from ..devices import brought
+from ..devices import brought_values
 from ..errors import ConfigError, type_named, whole_number
 from ..nn import Module
 from ..nn.deferred import shape_of
@@ -111,11 +111,7 @@ def place_of(net: Module) -> Array | None:
 
 def brought_to(x: Any, there: Array | None) -> Any:
     """``x`` of a batch where the array ``there`` is: itself, if it is there already, or is a tensor."""
-    if there is None or isinstance(x, Tensor):
-        return x
-    if has_namespace(x):
-        return brought(x, there)
-    return x if is_host(there) else brought(np.asarray(x), there)
+    return x if there is None or isinstance(x, Tensor) else brought_values(x, there)
 
 
 def first_output(operation: str, output: Any) -> Tensor:

@@ -1,18 +1,16 @@
 """Compressed gradients of PyTorch modules: alike on all ranks, near the average, and in the states that go on."""
 
-import time
-
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from pairs import pairs
+from slow_sums import slow_sums
 from torch import nn
 from toy import SEEDING, add_average, loss_of
 
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError
-from hpcdp.gradients import Reducer
 from hpcdp.torch import DistributedDataParallel, ShardedOptimizer
 
 STEPS = 20
@@ -87,14 +85,7 @@ def dropped(model, optimizer, rank):
 )
 @pytest.mark.parametrize(("n", "per_node"), [(1, 1), (2, 1), (3, 2), (4, 2)])
 def test_what_follows_gradients_that_are_dropped_is_no_part_of_them(monkeypatch, n, per_node, owner, nothing, overlap):
-    is_slow, sum_shard = [False], Reducer.sum_shard
-
-    def sum_slowly(reducer, bucket, row=None):
-        if is_slow[0] and reducer.world.rank == 0:
-            time.sleep(0.05)
-        sum_shard(reducer, bucket, row)
-
-    monkeypatch.setattr(Reducer, "sum_shard", sum_slowly)
+    is_slow = slow_sums(monkeypatch, 0.05)
 
     def rank(world, slowly):
         model = DistributedDataParallel(net(), world, owner=owner, overlap=overlap, compression="topk:ratio=0.2")

@@ -2,19 +2,18 @@
 
 import functools
 import re
-import time
 import warnings
 
 import numpy as np
 import pytest
 from pairs import in_turn
+from slow_sums import slow_sums
 from written_gradients import backward, model
 
 import hpcdp
 from hpcdp import optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError, MismatchError, StaleGradientError
-from hpcdp.gradients import Reducer
 from hpcdp.train.runs.config import TrainConfig
 from hpcdp.train.runs.run import saved_by_compression
 from hpcdp.train.trainers.trainer import Trainer
@@ -104,14 +103,7 @@ def dropped(params, trainer):
 @pytest.mark.parametrize("nothing", [without_samples, with_one_gradient_missing, dropped])
 @pytest.mark.parametrize(("n", "per_node"), [(1, 1), (2, 1), (3, 2), (4, 2)])
 def test_what_follows_a_step_that_updates_nothing_is_no_part_of_it(monkeypatch, n, per_node, nothing, overlap):
-    is_slow, sum_shard = [False], Reducer.sum_shard
-
-    def sum_slowly(reducer, bucket, row=None):
-        if is_slow[0] and reducer.world.rank == 0:
-            time.sleep(0.02)
-        sum_shard(reducer, bucket, row)
-
-    monkeypatch.setattr(Reducer, "sum_shard", sum_slowly)
+    is_slow = slow_sums(monkeypatch, 0.02)
 
     def rank(world, owner, slowly):
         params, trainer = make(world, "topk:ratio=0.2", owner=owner, overlap=overlap)
