@@ -5,10 +5,13 @@ Every error says, on one line, which operation failed, where, what was expected,
 
 from __future__ import annotations
 
+import contextlib
+import io
 import numbers
 import operator
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeGuard
 
 
@@ -148,6 +151,51 @@ def to_stderr(text: str) -> None:
     mpirun copies of other ranks comes between."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
+
+
+def report_directly(text: str) -> None:
+    """Write a line to file descriptor 2, whatever stands in `sys.stderr`: for what is said before a job ends.
+
+    A buffer in the place of `sys.stderr` is lost with the process: torch.distributed's `sys.excepthook` puts one there
+    and calls the hook that it has replaced. A stream that leads elsewhere, such as a log file, gets the line as well.
+    Raises nothing.
+    """
+    stream, line = sys.stderr, f"{text}\n".encode(errors="backslashreplace")
+    data = line
+    with contextlib.suppress(Exception):
+        stream.flush()  # earlier lines come first
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(_STDERR, data) :]
+    with contextlib.suppress(Exception):
+        if not _is_descriptor_2(stream):
+            with _without_descriptor_2():  # a stream that writes to several places must not repeat the line there
+                stream.write(line.decode())
+                stream.flush()
+
+
+_STDERR = 2
+
+
+def _is_descriptor_2(stream: object) -> bool:
+    """Return whether a stream only writes to the file of descriptor 2, as Python's own does."""
+    try:
+        return isinstance(stream, io.TextIOWrapper) and os.path.sameopenfile(stream.fileno(), _STDERR)
+    except (OSError, ValueError):  # it has no descriptor, or is closed
+        return False
+
+
+@contextlib.contextmanager
+def _without_descriptor_2() -> Iterator[None]:
+    """Drop what is written to descriptor 2 within this context."""
+    kept = os.dup(_STDERR)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), _STDERR)
+        yield
+    finally:
+        os.dup2(kept, _STDERR)
+        os.close(kept)
 
 
 def listed(names: Sequence[object], most: int = 3) -> str:

@@ -4,7 +4,17 @@ import pickle
 import numpy as np
 import pytest
 
-from hpcdp.errors import ConfigError, HpcdpError, check_name, is_number, listed, shortened, to_stderr, whole_number
+from hpcdp.errors import (
+    ConfigError,
+    HpcdpError,
+    check_name,
+    is_number,
+    listed,
+    report_directly,
+    shortened,
+    to_stderr,
+    whole_number,
+)
 
 
 def test_an_error_is_one_line_with_all_its_parts():
@@ -76,6 +86,28 @@ def test_a_line_reaches_stderr_in_one_piece(monkeypatch):
     monkeypatch.setattr("sys.stderr", io.TextIOWrapper(Raw(), "utf-8", write_through=True))
     to_stderr("rank 1 of 2: interrupted")
     assert written == [b"rank 1 of 2: interrupted\n"]
+
+
+@pytest.mark.parametrize("place", ["own", "buffer", "closed", "none", "file", "tee"])
+def test_a_report_reaches_descriptor_2_whatever_stands_in_stderr(place, tmp_path, monkeypatch, capfd):
+    """Once, and a log file that the program has put there as well."""
+    log = open(tmp_path / "log", "w")  # noqa: SIM115
+    with open(2, "w", closefd=False) as own:
+
+        class Tee(io.StringIO):
+            def write(self, text):
+                own.write(text)
+                own.flush()
+                return log.write(text)
+
+        closed = io.StringIO()
+        closed.close()
+        streams = {"own": own, "buffer": io.StringIO(), "closed": closed, "none": None, "file": log, "tee": Tee()}
+        monkeypatch.setattr("sys.stderr", streams[place])
+        report_directly("rank 1 of 2 failed:\n\udc80")
+        log.close()
+    assert capfd.readouterr().err == "rank 1 of 2 failed:\n\\udc80\n"
+    assert (tmp_path / "log").read_text().count("rank 1 of 2 failed") == (place in ("file", "tee"))
 
 
 def test_numbers_are_those_of_python_and_of_numpy():

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from .. import exits
-from ..errors import to_stderr
+from ..errors import report_directly
 from .ending import end_job, outlives_ranks
 from .roles import name_of
 
@@ -47,7 +47,7 @@ def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
         while not all_leave.Test():
             if exits.status() not in (0, os.EX_TEMPFAIL) and time.monotonic() > deadline:
                 name = name_of(comm_world.rank, workers)
-                to_stderr(f"{name} has left with status {exits.status()}, and others go on")
+                report_directly(f"{name} has left with status {exits.status()}, and others go on")
                 end_job(comm_world, exits.status())
                 return  # with MPICH, which ends the process a little later
             time.sleep(_NAP_S)

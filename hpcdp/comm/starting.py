@@ -64,7 +64,6 @@ def init(ranks_per_node: int | None = None) -> World:
     with _init_lock:
         if _world is None:
             _world = _start(_virtual_node_size(ranks_per_node), serves=False)
-            atexit.register(_world.finish)
             _end_before_mpi(_world)
         elif ranks_per_node is not None and ranks_per_node != _world.kept.get("ranks_per_node"):
             raise ConfigError("init", where="ranks_per_node", expected="what the first call said", got=ranks_per_node)
@@ -83,7 +82,6 @@ def init_server() -> World:
     with _init_lock:
         if _world is None:
             _world = _start(_virtual_node_size(None), serves=True)
-            atexit.register(_world.finish)
         return _world
 
 
@@ -130,14 +128,19 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
     everyone = MPI.COMM_WORLD.Dup()
     refuse_lonely_world(MPI.get_vendor()[0], everyone.size, os.environ)
     workers = count_workers(MpiCommunicator(everyone).allgather_json(serves))
+    abort_at_end = abort_when_one_fails(MPI.COMM_WORLD, workers) if everyone.size > 1 else None
     if everyone.size > 1:
-        abort_when_one_fails(MPI.COMM_WORLD, workers)
         wait_for_all_to_leave(MPI.COMM_WORLD, workers)
     if workers == everyone.size:
-        return _world_of(everyone, ranks_per_node)
-    whole = _world_of(everyone, ranks_per_node, num_servers=everyone.size - workers)
-    of_role = everyone.Split(MPI.UNDEFINED if serves else 0, everyone.rank)
-    return whole if serves else _world_of(of_role, ranks_per_node, whole=whole)
+        world = _world_of(everyone, ranks_per_node)
+    else:
+        world = _world_of(everyone, ranks_per_node, num_servers=everyone.size - workers)
+        of_role = everyone.Split(MPI.UNDEFINED if serves else 0, everyone.rank)
+        world = world if serves else _world_of(of_role, ranks_per_node, whole=world)
+    atexit.register(world.finish)
+    if abort_at_end is not None:
+        atexit.register(abort_at_end)  # called before `finish`, which waits for other ranks
+    return world
 
 
 def _world_of(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 import numpy as np
 
 from .. import kernels
-from ..errors import ConfigError, WorldAborted, listed
+from ..errors import ConfigError, WorldAborted, listed, report_directly
 from .members import Member, look_at
 from .roll_call import Question, RollCall
 from .shared import Gate, NodeMemory
@@ -45,6 +45,8 @@ _ANSWER_S = 1.0
 """How long an answer may take, beside the time until the other watchdog looks."""
 _NAP_S = 0.01
 _LATE, _GONE, _LEFT = "has not come", "is gone", "has left the program"
+_STDERR = 2
+"""The descriptor, since `sys.stderr` may be a buffer that is lost with the process."""
 _SHOW_STACKS = signal.SIGRTMIN + 9
 """At this signal a rank writes where its main thread is, even where an extension holds the interpreter."""
 
@@ -77,7 +79,7 @@ class Watchdog:
         world: the ranks; its communicator ends the job.
         stall_s: seconds after which a call is reported, once; 0 for never.
         timeout_s: seconds after which a call is reported and the job ended; 0 for never.
-        stream: where reports go; default standard error.
+        stream: where reports go; default file descriptor 2, see `errors.report_directly`.
     """
 
     def __init__(self, world: World, stall_s: float, timeout_s: float, stream: TextIO | None = None) -> None:
@@ -88,7 +90,7 @@ class Watchdog:
         self.asked: Asked | None = None
         """What this rank asks for in vain now and then, between other things."""
         self._world, self._stall_s, self._timeout_s = world, stall_s, timeout_s
-        self._stream = sys.stderr if stream is None else stream
+        self._stream = stream
         self._look_s = min([_LONGEST_LOOK_S, *(limit / _LOOKS for limit in (stall_s, timeout_s) if limit > 0)])
         self._ended = threading.Event()
         self._parent = os.getppid() if world.size > 1 else None
@@ -177,8 +179,7 @@ class Watchdog:
         looked = time.monotonic()
         while not self._ended.wait(self._look_s):
             if self._parent not in (None, os.getppid()):
-                with contextlib.suppress(OSError):  # it may have read what is said
-                    self._say("what has started the ranks is gone; this one ends now")
+                self._say("what has started the ranks is gone; this one ends now")
                 os._exit(1)  # there may be nobody left who would end the job
             # While this process was stopped itself nobody kept it waiting.
             lasted += min(time.monotonic() - looked, self._look_s + _LONGEST_LOOK_S)
@@ -224,7 +225,7 @@ class Watchdog:
             f"  {next_}; HPCDP_DEBUG=1 compares the calls of all ranks; stacks:"
         )
         with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor
-            faulthandler.dump_traceback(self._stream)
+            faulthandler.dump_traceback(_STDERR if self._stream is None else self._stream)
         if self._world.rank == min(set(self._neighbours) - missing.keys(), default=None):
             self._ask_for_stacks(missing)
 
@@ -264,8 +265,11 @@ class Watchdog:
         self._say(said.rstrip())
 
     def _say(self, text: str) -> None:
-        self._stream.write(f"rank {self._world.rank} of {self._world.size}: {text}\n")
-        self._stream.flush()
+        said = f"rank {self._world.rank} of {self._world.size}: {text}"
+        if self._stream is None:
+            report_directly(said)
+        else:
+            print(said, file=self._stream, flush=True)
 
     def _gone(self, call: tuple[Any, ...]) -> dict[int, str]:
         """The ranks without which a call cannot end any more."""
@@ -382,7 +386,7 @@ def _show_stacks_when_asked() -> bool:
         # What faulthandler puts back when Python ends; by default the signal would end a rank that is in MPI_Finalize.
         signal.signal(_SHOW_STACKS, signal.SIG_IGN)
         # One thread, the main one: the stacks of others may change while they are read, which has crashed.
-        faulthandler.register(_SHOW_STACKS, sys.stderr, all_threads=False)
-    except (OSError, ValueError, AttributeError, RuntimeError):  # not the main thread; no file descriptor
+        faulthandler.register(_SHOW_STACKS, _STDERR, all_threads=False)
+    except (OSError, ValueError, AttributeError, RuntimeError):  # not the main thread
         return False
     return True

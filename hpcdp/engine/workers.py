@@ -168,8 +168,8 @@ class Workers:
 
     def _tell_unseen(self) -> None:
         while (failure := self._schedule.take_unseen()) is not None:
-            to_stderr("hpcdp: a task failed, and nobody waited for it:")
-            traceback.print_exception(failure.error.with_traceback(failure.traceback))
+            lines = traceback.format_exception(failure.error.with_traceback(failure.traceback))
+            to_stderr("hpcdp: a task failed, and nobody waited for it:\n" + "".join(lines).rstrip())
 
     def forget_threads(self) -> None:
         """For a child made by fork, where they do not exist: what waits or pushes is told of a shutdown."""

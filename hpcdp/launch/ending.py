@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TextIO
 
-from ..errors import HpcdpError, to_stderr
+from ..errors import HpcdpError, report_directly
 from ..launched import launched_rank
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -31,8 +31,7 @@ def fail(reason: object, status: int, *, by_all: bool = False) -> int:
     if rank:
         time.sleep(_OF_ALL_S if by_all else _OF_SOME_S)
     if rank is None or (status != INTERRUPTED and not (rank and by_all)):
-        with contextlib.suppress(OSError):  # the terminal may be closed: that may be why it ends
-            to_stderr(f"hpcdp: {reason}")
+        report_directly(f"hpcdp: {reason}")
     if rank is not None:
         with contextlib.suppress(OSError):
             sys.stdout.flush()

@@ -171,20 +171,38 @@ def test_every_way_of_sharing_and_virtual_nodes(sharing, per_node, world, monkey
     other.kept[Watchdog].end()
 
 
-def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback():
-    result = launched(
-        2,
-        """
-        import hpcdp
-        world = hpcdp.init()
-        if world.rank == 1:
-            raise ValueError("only here")
-        world.barrier()
-        """,
-    )
+OF_TORCH = """
+    earlier = sys.excepthook
+    def hook(*args):  # as torch.distributed's
+        was, sys.stderr = sys.stderr, io.StringIO()
+        earlier(*args)
+        was.write(sys.stderr.getvalue())
+"""
+CALLS_NO_OTHER = """
+    def hook(*args): print("logged", args[0].__name__, flush=True)  # as those of loggers, and rich's
+"""
+
+
+@pytest.mark.parametrize(
+    ("hook", "logged"), [(OF_TORCH, "before"), (CALLS_NO_OTHER, "logged")], ids=["of torch", "of a logger"]
+)
+def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback(hook, logged):
+    """Other hooks are called, too, and none of them keeps the traceback or the end of the job back."""
+    code = f"""
+    import io, sys, hpcdp
+    sys.excepthook = lambda *args: print("before", args[0].__name__, flush=True)
+    world = hpcdp.init()
+    {hook}
+    sys.excepthook = hook
+    if world.rank == 1:
+        raise ValueError("only here")
+    world.barrier()
+    """
+    result = launched(2, code)
     assert result.returncode != 0
-    assert "rank 1 of 2 failed" in result.stderr
-    assert "ValueError: only here" in result.stderr
+    assert result.stderr.count("rank 1 of 2 failed:\nTraceback") == result.stderr.count("ValueError: only here") == 1
+    assert "watchdog" not in result.stderr
+    assert result.stdout == f"{logged} ValueError\n"
 
 
 MEETS = """
