@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -55,10 +56,11 @@ _OF_TORCHS = {
 class DistributedDataParallel(torch.nn.Module):
     """Wraps a module so that a backward leaves the average over all ranks in every ``param.grad``.
 
-    As ``torch.nn.parallel.DistributedDataParallel``: every rank must make it with the same module, starts with rank 0's
-    parameters, and buffers where those are broadcast, and must run as many backwards. A gradient is copied once, into
-    memory that the node's ranks share, and ``param.grad`` is a view of that afterwards, or a copy where the parameter
-    is not contiguous or of half precision. Across nodes a bucket's reduction begins as soon as backward has filled it.
+    As ``torch.nn.parallel.DistributedDataParallel``: every rank must make it with the same module, starts with rank
+    0's parameters, and buffers where those are broadcast, and must run as many backwards. A gradient is copied
+    once, into memory that the node's ranks share, and ``param.grad`` is a view of that afterwards, or a copy of
+    half precision, and with ``owner="rank"`` where the parameter is not contiguous. Across nodes a bucket's
+    reduction begins as soon as backward has filled it.
 
     Args:
         module: on the CPU, or on one GPU, where gradients are summed then; CuPy must be there. Frozen parameters
@@ -109,7 +111,8 @@ class DistributedDataParallel(torch.nn.Module):
         if owner not in OWNERS:
             expected = " or ".join(OWNERS)
             raise ConfigError("DistributedDataParallel", where="owner", expected=expected, got=repr(owner))
-        trained = [TorchParameter(*each) for each in module.named_parameters() if each[1].requires_grad]
+        moves = owner == "shard"
+        trained = [TorchParameter(*each, moves) for each in module.named_parameters() if each[1].requires_grad]
         self._frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
         if not trained:
             raise ConfigError(
@@ -129,6 +132,7 @@ class DistributedDataParallel(torch.nn.Module):
         place = "" if self.device is None else " on a GPU"
         alike_tensors = (*module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ()))
         states = [f"{name} {tuple(each.shape)} {each.dtype}{' requires_grad' * each.requires_grad}{place}"
+                  + f" strides {each.stride()}" * (moves and each.requires_grad)
                   for name, each in alike_tensors]  # fmt: skip
         require_same(self.world.comm, "DistributedDataParallel", [alike, f"compression {settings}"])
         require_same(self.world.comm, "DistributedDataParallel", states)
@@ -224,8 +228,9 @@ class DistributedDataParallel(torch.nn.Module):
         for bucket in reducer.buckets:
             rows = gather_residuals(reducer, bucket.number)
             for slot in bucket.slots if self.world.rank == 0 else ():
-                part = rows[:, slot.offset : slot.offset + slot.count]
-                found[slot.name] = torch.from_numpy(part.reshape(len(rows), *slot.shape).copy())
+                shaped = self.backward_pass.params[slot.name].shaped
+                parts = (row[slot.offset : slot.offset + slot.count].reshape(slot.shape) for row in rows)
+                found[slot.name] = torch.stack([shaped(torch.from_numpy(part)) for part in parts])
         return found
 
     def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -236,15 +241,16 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             ConfigError: it is of another model.
         """
-        reducer = self.backward_pass.reducer
+        reducer, params = self.backward_pass.reducer, self.backward_pass.params
         for name, each in state.items():
-            shape = tuple(reducer.params[name].data.shape) if name in reducer.params else None
+            shape = tuple(params[name].tensor.shape) if name in params else None
             if shape is None or tuple(each.shape[1:]) != shape:
                 raise ConfigError(
                     "load_compression_state", where=name, got=tuple(each.shape),
-                    expected=f"a parameter of {', '.join(reducer.params)}" if shape is None else f"(nodes, *{shape})",
+                    expected=f"a parameter of {', '.join(params)}" if shape is None else f"(nodes, *{shape})",
                 )  # fmt: skip
-        give_residuals(reducer, {name: each.numpy() for name, each in state.items()})
+        flat = {name: [params[name].flat(row).numpy() for row in each] for name, each in state.items()}
+        give_residuals(reducer, {name: np.stack(rows) for name, rows in flat.items()})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of every module; and what backward has left for a `ShardedOptimizer` is dropped."""

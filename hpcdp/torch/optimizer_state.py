@@ -45,16 +45,18 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, world: World | None
         if is_root:
             into.copy_(tensors[number])
         if into.numel():
-            world.comm.native_broadcast(into.reshape(-1).view(torch.uint8).numpy(), root)
+            in_order = into.as_strided((into.numel(),), (1,))  # of memory
+            world.comm.native_broadcast(in_order.view(torch.uint8).numpy(), root)
     if not is_root:
         optimizer.load_state_dict(state)
 
 
 def _form(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """``value`` as JSON, its tensors by shape and dtype, and in the order of ``tensors``."""
+    """``value`` as JSON, its tensors by shape, strides and dtype, and in the order of ``tensors``."""
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach())
-        return {"tensor": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        strides = torch.empty_like(value, device="meta").stride()
+        return {"tensor": list(value.shape), "strides": strides, "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, dict):
         return {"dict": [[key, _form(each, tensors)] for key, each in value.items()]}
     if isinstance(value, list | tuple):
@@ -69,7 +71,7 @@ def _filled(form: Any, tensors: list[torch.Tensor]) -> Any:
     if not isinstance(form, dict):
         return form
     if "tensor" in form:
-        tensors.append(torch.zeros(form["tensor"], dtype=getattr(torch, form["dtype"])))
+        tensors.append(torch.empty_strided(form["tensor"], form["strides"], dtype=getattr(torch, form["dtype"])))
         return tensors[-1]
     if "dict" in form:
         return {key: _filled(each, tensors) for key, each in form["dict"]}

@@ -32,13 +32,15 @@ class TorchParameter:
     Args:
         name: as ``module.named_parameters()`` has it.
         tensor: the parameter, in CPU memory or on a GPU.
+        moves: whether `data` will be assigned, as owners of shards do: then the elements are laid out in the order that
+            they have in the tensor's memory, so that it keeps its strides (``channels_last``).
 
     Raises:
         UnsupportedError: its dtype, device or layout is none that can be reduced.
         ConfigError: it is on a GPU, and there is no CuPy.
     """
 
-    def __init__(self, name: str, tensor: torch.nn.Parameter) -> None:
+    def __init__(self, name: str, tensor: torch.nn.Parameter, moves: bool = False) -> None:
         if isinstance(tensor, torch.nn.parameter.UninitializedParameter):
             raise UnsupportedError(
                 "DistributedDataParallel", where=name, expected="a parameter with values", got="one without yet",
@@ -61,7 +63,13 @@ class TorchParameter:
         self.tensor = tensor
         self.device = device
         """The GPU that it is on, None on the host."""
-        self.shape = tuple(tensor.shape)
+        self._strides = torch.empty_like(tensor, device="meta").stride()
+        """Those of ``tensor``; where it has gaps, those of a dense tensor of the same order."""
+        self._has_order = moves or tensor.is_contiguous()
+        """Whether the elements are in the order of ``tensor``'s memory, and not in C order."""
+        is_c_order = tensor.is_contiguous() or not moves
+        self.shape = tuple(tensor.shape) if is_c_order else (tensor.numel(),)
+        """As the reducer sees it: flat where the elements are not in C order."""
         self.dtype: np.dtype[Any] = dtype
         """Of its bucket."""
         self.grad_req = "write"
@@ -73,14 +81,27 @@ class TorchParameter:
 
     @property
     def data(self) -> Array:
-        """The values, as an array over the tensor's memory; of half precision a copy in single."""
+        """The values in `shape`, an array over the tensor's memory; a copy of half precision, and of what has gaps."""
         values = self.tensor.detach()
-        return exchange.as_array(values.float() if values.element_size() < self.dtype.itemsize else values)
+        values = values.float() if values.element_size() < self.dtype.itemsize else values
+        return exchange.as_array(values if self.shape == tuple(values.shape) else self.flat(values))
 
     @data.setter
     def data(self, place: Array) -> None:
-        self.tensor.data = exchange.as_tensor(place)
+        self.tensor.data = self.shaped(exchange.as_tensor(place))
         _moved[self.tensor] = True
+
+    def shaped(self, place: torch.Tensor) -> torch.Tensor:
+        """Return a view of ``place``, of this `shape` and contiguous, in the tensor's shape and strides."""
+        return place.reshape(-1).as_strided(self.tensor.shape, self._strides) if self._has_order else place
+
+    def flat(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what `shaped` is a view of, in one dimension: a view if ``values`` has the strides, else a copy."""
+        if not self._has_order:
+            return values.reshape(-1)
+        if values.stride() != self._strides:
+            values = self.shaped(torch.empty(values.numel(), dtype=values.dtype, device=values.device)).copy_(values)
+        return values.as_strided((values.numel(),), (1,))
 
     @property
     def grad(self) -> Array:
@@ -91,7 +112,7 @@ class TorchParameter:
     @grad.setter
     def grad(self, place: Array) -> None:
         self._summed = place
-        self._view = exchange.as_tensor(place)
+        self._view = self.shaped(exchange.as_tensor(place))
         self._lend()
 
     def _lend(self) -> None:
@@ -137,8 +158,9 @@ class TorchParameter:
 
     @property
     def _place_is_as_tensor(self) -> bool:
-        """Whether dtype and layout are those of the tensor, which torch's fused optimizers take for granted."""
-        return self.tensor.dtype == self.view.dtype and self.tensor.is_contiguous()
+        """Whether dtype and strides are those of the tensor, which torch's fused optimizers take for granted."""
+        tensor = self.tensor  # whose memory may have changed since
+        return tensor.dtype == self.view.dtype and self._has_order and tensor.stride() == self._strides
 
     def take(self) -> None:
         """Let the tensor's gradient be what stands in its place."""

@@ -39,11 +39,12 @@ def _on_torchs_stream(
 class ShardedOptimizer(torch.optim.Optimizer):
     """SGD, Adam or AdamW of which every rank does its part, with the numbers of ``torch.optim``.
 
-    The node's ranks hold the parameters once, in memory that they share (see `changing_parameters`), and each updates
-    its shard of them by a fused kernel, in the same pass that sums the gradients; it holds 1/n of the optimizer's
-    state. On GPUs each rank has all parameters, and gets from the others of its node what those have updated. Every
-    rank must make it, and must call `step`, `clip_grad_norm_`, `state_dict` and `load_state_dict`. Learning rates and
-    the like may be changed in ``param_groups`` between steps, by torch's schedulers, too.
+    The node's ranks hold the parameters once, in memory that they share (see `changing_parameters`), and each
+    updates its shard of them by a fused kernel, in the same pass that sums the gradients; it holds 1/n of the
+    optimizer's state. On GPUs each rank has all parameters, and gets from the others of its node what those have
+    updated. Strides of parameters, such as those of ``channels_last``, stay, and gradients and states have the
+    same. Every rank must make it, and must call `step`, `clip_grad_norm_`, `state_dict` and `load_state_dict`.
+    Learning rates and the like may be changed in ``param_groups`` between steps, by torch's schedulers, too.
 
     Args:
         model: wrapped with ``owner="shard"``. From now on its parameters are views of shared memory, on

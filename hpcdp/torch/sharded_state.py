@@ -29,12 +29,13 @@ def give(whole: torch.optim.Optimizer, backward: Backward, owner: ShardOwner, st
     flat = [_gathered(bucket, backward, owner) for bucket in reducer.buckets] if steps else []
     updated = {id(each) for group in whole.param_groups for each in group["params"]}
     for slot in reducer.layout.slots:
-        tensor = backward.params[slot.name].tensor
+        param = backward.params[slot.name]
+        tensor = param.tensor
         made = steps - owner.passed_over.get(slot.name, 0)
         if not made or id(tensor) not in updated:
             continue
         state: dict[str, Any] = {
-            _NAMES[name]: torch.from_numpy(_part(array, slot).copy()).to(tensor.device)
+            _NAMES[name]: param.shaped(torch.from_numpy(_part(array, slot).copy())).to(tensor.device)
             for name, array in flat[slot.bucket].items()
         }
         if "exp_avg" in state:
@@ -125,9 +126,11 @@ def take(whole: torch.optim.Optimizer, backward: Backward, owner: ShardOwner) ->
         for name, mine in owner.states[bucket.number].items():
             full = np.zeros(bucket.mine.shape, bucket.mine.dtype)
             for slot in bucket.slots:
-                state = whole.state.get(backward.params[slot.name].tensor, {})
+                param = backward.params[slot.name]
+                state = whole.state.get(param.tensor, {})
                 if state.get(_NAMES[name]) is not None:
-                    _part(full, slot)[...] = state[_NAMES[name]].cpu().numpy()
+                    values = param.flat(state[_NAMES[name]]).cpu().numpy()
+                    _part(full, slot)[...] = values.reshape(slot.shape)
                     steps[slot.name] = int(state.get("step", 1))
             mine[...] = from_host(full[first:last], mine)
     most = max(steps.values())

@@ -8,8 +8,9 @@ from torch import nn
 from toy import SEEDING
 
 import hpcdp.torch
+from hpcdp import checkpoint
 from hpcdp.comm import threads
-from hpcdp.errors import UnsupportedError
+from hpcdp.errors import MismatchError, UnsupportedError
 
 LAYOUTS = [(1, None), (2, None), (3, 1), (4, 2)]
 
@@ -53,6 +54,73 @@ def test_fused_optimizers_update_channels_last_and_transposed_parameters(n, rank
                 torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
     threads.run(n, rank, ranks_per_node)
+
+
+def strided():
+    """Channels last, also of one channel; transposed; one whose memory has gaps."""
+    with SEEDING:
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, (2, 3), groups=4), nn.Flatten(), nn.Linear(24, 5)
+        )
+        net[4].weight = nn.Parameter(torch.randn(24, 5).t())
+        net[4].bias = nn.Parameter(torch.randn(10)[::2])
+    return net.to(memory_format=torch.channels_last)
+
+
+def strides_of(tensors):
+    return [each.stride() for each in tensors]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_sharded_optimizer_keeps_strides(n, tmp_path):
+    """Of parameters, gradients and states, which other optimizers and files have in the same order."""
+
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(strided(), world, owner="shard")
+        ours = hpcdp.torch.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+        reference = strided()
+        theirs = torch.optim.AdamW(reference.parameters(), lr=0.01)
+        for step in range(4):
+            theirs.zero_grad()
+            for other in range(n):
+                (loss_of(reference, other) / n).backward()
+            loss_of(model, world.rank).backward()
+            assert strides_of(each.grad for each in model.parameters()) == strides_of(model.parameters())
+            if step == 2:
+                mine, torchs = ours.state_dict(), theirs.state_dict()
+                ours.load_state_dict(torchs)
+                theirs.load_state_dict(mine)
+                with checkpoint.Manager(tmp_path, world) as manager:
+                    manager.save(1, {"model": model, "optimizer": ours})
+                    manager.restore(into={"model": model, "optimizer": ours})
+            ours.step()
+            theirs.step()
+        world.barrier()
+        # torch gives what has gaps no gaps when it copies it; the others are as they were.
+        assert strides_of(model.parameters()) == strides_of(each.clone() for each in reference.parameters())
+        assert model.module[0].weight.stride() == (27, 1, 9, 3) and model.module[2].weight.stride() == (6, 1, 3, 1)
+        for mine, torchs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine, torchs, rtol=1e-3, atol=1e-4)
+        found, expected = ours.state_dict()["state"], theirs.state_dict()["state"]
+        for number, state in expected.items():
+            for name, value in state.items():
+                torch.testing.assert_close(found[number][name], value, rtol=1e-3, atol=1e-5)
+                assert found[number][name].stride() == torch.empty_like(value).stride()
+        world.barrier()
+
+    threads.run(n, rank)
+
+
+def test_ranks_whose_strides_differ_are_told_so():
+    def rank(world):
+        net = nn.Conv2d(3, 4, 3)
+        net = net if world.rank else net.to(memory_format=torch.channels_last)
+        hpcdp.torch.DistributedDataParallel(net, world)
+        with pytest.raises(MismatchError, match=r"strides \(27, 1, 9, 3\)"):
+            hpcdp.torch.DistributedDataParallel(net, world, owner="shard")
+
+    threads.run(2, rank)
 
 
 @pytest.mark.parametrize("change", ["there and back", "layout"])
