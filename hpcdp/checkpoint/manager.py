@@ -19,7 +19,7 @@ from ..comm import World, init
 from ..comm.agreement import Outcome, on_every_rank, on_rank_0, require_same, told_to_all
 from ..comm.world import require_world
 from ..engine import Engine
-from ..errors import ConfigError, DataError, HpcdpError
+from ..errors import ConfigError, DataError, HpcdpError, UnsupportedError
 from . import arguments, choosing, folder, notice, tree
 from .files import WRITERS, Group, by_rank, check_shards
 from .lock import WriterLock
@@ -99,6 +99,12 @@ class Manager:
         self._is_registered = self._is_claimed = self._is_closed = self._is_left = self._is_released = False
         self._staging = Staging()
         self.world.endings.add(self._let_end)
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "Manager", expected="its folder to be given to another Manager", got="the manager",
+            remedy="make one by checkpoint.Manager(manager.path)",
+        )  # fmt: skip
 
     def __enter__(self) -> Manager:
         return self

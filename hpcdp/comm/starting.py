@@ -70,6 +70,11 @@ def init(ranks_per_node: int | None = None) -> World:
         return _world
 
 
+def is_of_process(world: World) -> bool:
+    """Return whether it is the world that `init` returns in this process."""
+    return world is _world
+
+
 def init_server() -> World:
     """The world of all processes, in one of those that serve the workers; `init` returns it there, too.
 

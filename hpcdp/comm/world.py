@@ -12,7 +12,7 @@ import numpy as np
 
 from ..devices import Device
 from ..engine import Engine
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 from .agreement import require_same
 from .communicator import Communicator
 from .gpus import device_of
@@ -91,6 +91,27 @@ class World:
     part_comm: Communicator | None = None
     """The ranks that compute the same layers together, each with its part of them; None where there is one such rank.
     Parameters are cut into parts among these (`state.Cut`), or whole and alike on all of them."""
+
+    def __copy__(self) -> World:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> World:
+        return self  # a copy of a layer is one of the same ranks
+
+    def __reduce__(self) -> Any:
+        """Pickle as a call of `init`, which gives another process its own world of all ranks.
+
+        Raises:
+            UnsupportedError: it is a part of those ranks, or of thread ranks, which another process does not have.
+        """
+        from .starting import init, is_of_process
+
+        if not is_of_process(self):
+            raise UnsupportedError(
+                "World", expected="the world of hpcdp.init() to be pickled", got="one of other ranks, as split() makes",
+                remedy="pickle state_dict() of what holds it, or copy that by copy.deepcopy()",
+            )  # fmt: skip
+        return init, ()
 
     @property
     def device(self) -> Device:

@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from sys import _getframe
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 from .schedule import Schedule
 from .tasks import DeferredTask, Failure, Lane, Task, Variable, throw
 from .workers import Observer, Workers
@@ -35,6 +35,9 @@ class Engine:
     Raises:
         ConfigError: one of these is not valid.
     """
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError("Engine", expected="what tasks write to be copied or saved", got="the engine")
 
     def __init__(
         self,

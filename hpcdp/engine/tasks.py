@@ -13,11 +13,16 @@ from heapq import heappush
 from types import FrameType
 from typing import Any
 
+from ..errors import UnsupportedError
+
 
 class Variable:
     """What a task reads or writes: a name for some state, made by `Engine.variable` and used with that engine only."""
 
     __slots__ = ("__weakref__", "failure", "held", "name", "queue", "schedule")
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError("Variable", expected="what tasks write to be copied or saved", got="the variable")
 
     def __init__(self, name: str, schedule: object) -> None:
         self.name = name

@@ -47,6 +47,12 @@ class KVStore(KeepsState):
     to the stream that is current in the thread that calls.
     """
 
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "KVStore", expected="its state to be copied or saved", got="the store",
+            remedy="make another one by kvstore.create() and load_state_dict() what state_dict() of this one gives",
+        )  # fmt: skip
+
     def __init__(self, kind: str, engine: Engine, lane: str) -> None:
         super().__init__()
         self.kind = kind

@@ -20,7 +20,7 @@ from ..autograd import Tensor, as_tensor
 from ..comm import World, init
 from ..comm.agreement import Outcome, told_to_all
 from ..comm.watchdog import Watchdog
-from ..errors import ConfigError, DataError, type_named, whole_number
+from ..errors import ConfigError, DataError, UnsupportedError, type_named, whole_number
 from ..nn import Module
 from ..nn.hybrid.changed import Look
 from ..nn.losses import require_per_sample
@@ -139,6 +139,12 @@ class Pipeline(Module):
             setattr(self, str(stage), module)
         self.parameters()  # named here
         self._look = Look()
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "Pipeline", expected="its state to be copied or saved", got="the pipeline, which has its ranks' messages",
+            remedy="make another one and load_state_dict() what state_dict() of this one gives",
+        )  # fmt: skip
 
     def _links(
         self, world: World, column: World | None, own: range, modules: dict[int, Module]

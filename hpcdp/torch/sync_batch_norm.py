@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -66,19 +65,6 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         for name, child in module.named_children():
             found.add_module(name, cls.convert_sync_batchnorm(child, world))
         return found
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        for name, value in self.__dict__.items():
-            copied.__dict__[name] = value if name == "world" else copy.deepcopy(value, memo)
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "world"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.world = init()
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:

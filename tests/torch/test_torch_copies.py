@@ -1,0 +1,67 @@
+"""Objects of every public class for PyTorch are deep-copied and pickled, or say by name why not."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch import nn
+
+import hpcdp.torch
+from hpcdp.comm import threads
+from hpcdp.errors import UnsupportedError
+
+COPIES = [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+MADE = {
+    hpcdp.torch.DistributedSampler: lambda: hpcdp.torch.DistributedSampler(range(5)),
+    hpcdp.torch.GradScaler: hpcdp.torch.GradScaler,
+    hpcdp.torch.SyncBatchNorm: lambda: hpcdp.torch.SyncBatchNorm(3),
+}
+REFUSED = {
+    hpcdp.torch.DistributedDataParallel: lambda: hpcdp.torch.DistributedDataParallel(nn.Linear(3, 2)),
+    hpcdp.torch.ShardedOptimizer: lambda: hpcdp.torch.ShardedOptimizer(
+        hpcdp.torch.DistributedDataParallel(nn.Linear(3, 2), owner="shard")
+    ),
+}
+
+
+def test_every_public_class_is_copied_or_says_by_name_why_not():
+    public = [getattr(hpcdp.torch, name) for name in hpcdp.torch.__all__]
+    assert {each for each in public if inspect.isclass(each)} == MADE.keys() | REFUSED.keys()
+    for copied in COPIES:
+        for kind, make in MADE.items():
+            assert type(copied(make())) is kind
+        for kind, make in REFUSED.items():
+            one = make()
+            with pytest.raises(UnsupportedError, match=rf"^{kind.__name__}: expected .*, got"):
+                copied(one)
+
+
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_a_copy_of_a_wrapped_module_is_of_the_same_ranks_and_trained_by_none(owner):
+    def rank(world):
+        net = nn.Sequential(nn.Conv2d(2, 3, 1), hpcdp.torch.SyncBatchNorm(3, world=world)).to(
+            memory_format=torch.channels_last
+        )
+        model = hpcdp.torch.DistributedDataParallel(net, world, owner=owner)
+        x = torch.randn(2, 2, 3, 3, generator=torch.Generator().manual_seed(world.rank))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        if owner == "shard":
+            optimizer = hpcdp.torch.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        best = copy.deepcopy(net)
+        before = [each.detach().clone() for each in best.parameters()]
+        world.barrier()
+        model(x).square().sum().backward()
+        optimizer.step()
+        world.barrier()
+        for param, own, same in zip(best.parameters(), net.parameters(), before, strict=True):
+            assert torch.equal(param, same) and not torch.equal(own, same) and param.stride() == own.stride()
+            assert param.grad is None
+        best.load_state_dict(net.state_dict())
+        assert torch.equal(net(x), best(x))
+        world.barrier()
+
+    threads.run(3, rank)
