@@ -112,7 +112,7 @@ class DistributedDataParallel(torch.nn.Module):
             expected = " or ".join(OWNERS)
             raise ConfigError("DistributedDataParallel", where="owner", expected=expected, got=repr(owner))
         moves = owner == "shard"
-        trained = [TorchParameter(*each, moves=moves) for each in module.named_parameters() if each[1].requires_grad]
+        trained = [TorchParameter(name, each, moves) for name, each in module.named_parameters() if each.requires_grad]
         self._frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
         if not trained:
             raise ConfigError(
