@@ -96,7 +96,7 @@ def _restore(path: Path, world: World, step: int, into: Any, strict: bool, renam
     items = [f"{strict=}", *(f"{old} is called {new}" for old, new in names.items()), *outline]
     require_same(comm, "restore", items, "restore into the same on all ranks, by the same names")
     form = renaming.renamed(saved.state, names)
-    filling = on_every_rank(comm, lambda: Filling(saved, form, world, into, strict))
+    filling = on_every_rank(comm, lambda: Filling(saved, form, world, into, strict, names))
     if others and not strict:  # which may lack names, of which this one must leave nothing where it is damaged
         on_every_rank(comm, lambda: filling.check(Path(real_place)))
     on_every_rank(comm, lambda: filling.read(Path(real_place)))

@@ -9,7 +9,8 @@ import functools
 import hashlib
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,11 +90,44 @@ MAKERS: dict[str, Callable[[np.ndarray, str], Any]] = {"": of_bits}
 """By `HostView.kind`: makes an array of that kind of a NumPy array, and the name of its dtype."""
 
 
+class Named(NamedTuple):
+    """The name of a parameter whose module stands in a state."""
+
+    place: str
+    """Of the module in the state."""
+    name: str
+    """What the module calls it."""
+    full: str
+    """What checkpoints call it: both together."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint has beside a form."""
+
+    names: Sequence[str]
+    """Of all that is no dict, list or tuple, in the order of saving, after renaming."""
+    renamed: Mapping[str, str]
+    """New names, by those that the checkpoint has."""
+    shape_of: Callable[[str], tuple[int, ...]]
+    """The shape of a tensor."""
+
+
 class Adapter:
     """An object's state for checkpoints, where it has none of its own, or another is wanted."""
 
     takes_more = False
     """Whether `load_state_dict` is given what was saved under names that `state_dict` does not have now, too."""
+    names: Mapping[int, Named] = {}
+    """Those of the parameters of modules in the same state, by `id`, in the order of their registration."""
+
+    def fitted(self, form: Any, saved: Saved) -> Any:
+        """Return the form of a saved state as the object would save it now, e.g. in another order; see `tree`.
+
+        Raises:
+            ConfigError: it cannot be told what belongs to what.
+        """
+        return form
 
     def state_dict(self) -> Any:
         """See `Stateful`; every rank calls."""
@@ -108,6 +142,20 @@ class Adapter:
 def as_stateful(value: Any, world: World) -> Stateful | None:
     """What gives and takes the state of ``value``, None where it has none."""
     return value if isinstance(value, Stateful) and not isinstance(value, type) else None
+
+
+def stateful_of(value: Any, world: World, names: Mapping[int, Named]) -> Stateful | None:
+    """Return `as_stateful`, told the names of parameters in the same state."""
+    found = as_stateful(value, world)
+    if isinstance(found, Adapter):
+        found.names = names
+    return found
+
+
+@functools.singledispatch
+def named_parameters(value: Any) -> Iterable[tuple[str, Any]]:
+    """Return the parameters of a module by name, for states that do not name them; nothing where there is no need."""
+    return ()
 
 
 @as_stateful.register

@@ -17,7 +17,7 @@ from ..comm import World
 from ..errors import ConfigError, HpcdpError, listed, type_named
 from ..state import Part, PerRank, Sharded, Stateful
 from . import tree
-from .leaves import MAKERS, as_array, as_stateful
+from .leaves import MAKERS, Adapter, Saved, as_array, stateful_of
 from .manifest import Manifest, Tensor
 from .reading import read_elements, widened
 from .refused import TOLD, refused
@@ -75,14 +75,20 @@ class Filling:
         form: of its state.
         world: the ranks.
         into: what to restore into; `None`: whole arrays are made.
+        renamed: the names of ``form`` that are others than in the checkpoint, by those.
 
     Raises:
         ConfigError: something does not fit, is missing or left over (unless not ``strict``); nothing is changed.
         UnsupportedError: a `Sharded` whose parts are no parts of it.
     """
 
-    def __init__(self, manifest: Manifest, form: tree.Form, world: World, into: Any, strict: bool) -> None:
+    def __init__(
+        self, manifest: Manifest, form: tree.Form, world: World, into: Any, strict: bool, renamed: Mapping[str, str]
+    ) -> None:
         self._manifest, self._world, self._strict = manifest, world, strict
+        self._names = tree.parameter_names(into)
+        names = [name for name, _ in tree.leaves(form)]
+        self._saved = Saved(names, renamed, lambda tensor: manifest.tensors[tensor].shape)
         self._reads: list[_Read] = []
         self._write_back: list[tuple[str, Callable[[], object]]] = []
         """By name: copies to what cannot be read into, once everything has been read."""
@@ -156,7 +162,10 @@ class Filling:
         if isinstance(template, Sharded):
             return self._sharded(template, self._tensor(node, name), name)
         if not (template is _NOTHING or template is None or isinstance(template, Mapping | list | tuple | np.ndarray)):
-            stateful = as_stateful(template, self._world)
+            stateful = stateful_of(template, self._world, self._names)
+            if isinstance(stateful, Adapter):
+                node = stateful.fitted(node, self._saved)
+                tag, content = next(iter(node.items())) if isinstance(node, dict) else ("", node)
             if stateful is not None:
                 more = _Takes.ALL if getattr(stateful, "takes_more", True) else _Takes.FITTING
                 inner = self._plan(stateful.state_dict(), node, name, more)

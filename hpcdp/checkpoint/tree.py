@@ -20,7 +20,7 @@ from ..autograd import waitall
 from ..comm import World
 from ..errors import HpcdpError, UnsupportedError, shortened
 from ..state import Part, PerRank, Sharded
-from .leaves import as_array, as_stateful
+from .leaves import Named, as_array, named_parameters, stateful_of
 from .refused import TOLD, refused
 from .sharded import check_parts, plain
 
@@ -84,7 +84,7 @@ def is_utf8(text: str) -> bool:
 def flatten(state: Any, world: World) -> Flattened:
     """The form and the tensors of a state; every rank must call, with states whose `outline` is the same."""
     waitall()  # asynchronous calls under way may move running statistics and generators
-    flattening = _Flattening(world)
+    flattening = _Flattening(world, parameter_names(state))
     form = flattening.node(state, "", world.size, world.rank)
     return Flattened(form, flattening.held, flattening.error)
 
@@ -96,24 +96,33 @@ def outline(operation: str, state: Any) -> list[str]:
         HpcdpError: what the state's own dicts have raised.
     """
     try:
-        return list(_outlined(state, "", ()))
+        return [f"{name} {type(value).__qualname__}" for name, value in _objects(state, "", ())]
     except TOLD as error:
         raise refused(operation, "", error) from error
 
 
-def _outlined(value: Any, name: str, within: tuple[int, ...]) -> Iterator[str]:
+def parameter_names(state: Any) -> dict[int, Named]:
+    """Return the names of all parameters of modules in a state, by `id`, see `Adapter.names`."""
+    found: dict[int, Named] = {}
+    for place, value in _objects(state, "", ()):
+        for name, param in named_parameters(value):
+            found.setdefault(id(param), Named(place, name, joined(place, name)))
+    return found
+
+
+def _objects(value: Any, name: str, within: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping | list | tuple):
         if id(value) not in within and len(within) < DEEPEST:
             items = value.items() if isinstance(value, Mapping) else enumerate(value)
             for key, each in items:
-                yield from _outlined(each, joined(name, key), (*within, id(value)))
+                yield from _objects(each, joined(name, key), (*within, id(value)))
     elif not (value is None or isinstance(value, bool | int | float | str | np.ndarray | np.generic | Sharded)):
-        yield f"{name} {type(value).__qualname__}"
+        yield name, value
 
 
 class _Flattening:
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, names: Mapping[int, Named]) -> None:
+        self._world, self._names = world, names
         self.held: list[Held] = []
         self.error: HpcdpError | None = None
         self._within: list[int] = []  # identities of what is being looked into
@@ -177,7 +186,7 @@ class _Flattening:
             return self._hold(
                 Held(name, whole.shape, dtype.name, stored, kept, whole.copies, whole.copy, self._own, is_copied)
             )
-        stateful = as_stateful(value, self._world)
+        stateful = stateful_of(value, self._world, self._names)
         if stateful is not None:
             return self.node(stateful.state_dict(), name, copies, copy)
         return self._tensor(value, name, copies, copy)

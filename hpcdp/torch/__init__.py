@@ -14,6 +14,7 @@ Inside them:
 
 - `exchange`: tensors and arrays over the same memory, on the host and on GPUs.
 - `parameters`: a torch parameter as the reducer sees it.
+- `parameter_order`: which parameter of a saved optimizer is which one.
 - `sharded_state`: the state of an optimizer by shards, from and to torch's state dicts.
 - `backward`: from the first gradient of a backward to the average of all.
 - `module_buffers`: running statistics and the like, the same on all ranks.

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from ..comm import World, init
-from ..comm.agreement import on_every_rank
+from ..comm.agreement import on_every_rank, require_same
 from ..errors import ConfigError, UnsupportedError
+from . import parameter_order
 from .sharded_optimizer import ShardedOptimizer
 
 
@@ -25,6 +26,7 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, world: World | None
 
     Raises:
         ConfigError: there is no such rank, or each rank holds a part of the state.
+        MismatchError: the ranks' groups differ in shapes or names; on every rank.
         UnsupportedError: the state holds something that is no tensor, number, text, list, tuple or dict; on every rank.
     """
     world = init() if world is None else world
@@ -35,6 +37,12 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, world: World | None
             "broadcast_optimizer_state", expected="an optimizer whose whole state is on each rank",
             got="a ShardedOptimizer", remedy="call its load_state_dict() on all ranks",
         )  # fmt: skip
+    if isinstance(optimizer, torch.optim.Optimizer):
+        groups = optimizer.param_groups
+        names = parameter_order.plain([group.get("param_names", ()) for group in groups])
+        shapes = [[tuple(each.shape) for each in group["params"]] for group in groups]
+        items = [f"group {number}: {each}" for number, each in enumerate(zip(shapes, names, strict=True))]
+        require_same(world.comm, "broadcast_optimizer_state", items, "make the optimizer alike on all ranks")
     is_root = world.rank == root
     tensors: list[torch.Tensor] = []
     mine = on_every_rank(world.comm, lambda: _form(optimizer.state_dict(), tensors) if is_root else None)

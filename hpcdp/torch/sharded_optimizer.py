@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -14,7 +14,7 @@ from ..comm.agreement import on_every_rank, require_same
 from ..errors import ConfigError, MismatchError, NonFiniteGradientError, UnsupportedError
 from ..gradients import ShardOwner, norms
 from ..optim import SGD, Adam, AdamW, Optimizer
-from . import exchange, sharded_state
+from . import exchange, parameter_order, sharded_state
 from .distributed import DistributedDataParallel
 
 P = ParamSpec("P")
@@ -132,10 +132,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert self._owner is not None
         return self._owner
 
+    @property
+    def parameter_names(self) -> Mapping[int, str]:
+        """The names of the module's parameters, by `id`."""
+        return self._names
+
+    def _names_by_group(self) -> list[list[str]]:
+        return [[self._names[id(each)] for each in group["params"]] for group in self.param_groups]
+
     def _require_same_groups(self, operation: str) -> None:
         """Raise on every rank unless all update the same parameters by the same rules; every rank must call."""
-        groups = [[self._names[id(each)] for each in group["params"]] for group in self.param_groups]
-        items = [f"group {number}: {', '.join(names)}" for number, names in enumerate(groups)]
+        items = [f"group {number}: {', '.join(names)}" for number, names in enumerate(self._names_by_group())]
         rules = [f"group {number}: {rule.config()}" for number, rule in enumerate(self._rules)]
         require_same(self._world.comm, operation, [f"torch.optim.{type(self._whole).__name__}", *items, *rules])
 
@@ -333,19 +340,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @_on_torchs_stream
     def state_dict(self) -> dict[str, Any]:
-        """The state of all ranks in the form of torch's optimizer, which can load it; every rank must call."""
-        return sharded_state.give(self._whole, self._backward, self._shards, self._steps)
+        """The state of all ranks in the form of torch's optimizer, which can load it; every rank must call.
+
+        Groups have ``param_names``, by which `load_state_dict` matches parameters, in whatever order they are.
+        """
+        found = sharded_state.give(self._whole, self._backward, self._shards, self._steps)
+        for group, names in zip(found["param_groups"], self._names_by_group(), strict=True):
+            group["param_names"] = names
+        return found
 
     @_on_torchs_stream
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the state of torch's optimizer, or of another `ShardedOptimizer`; every rank must call.
+
+        Parameters are matched by ``param_names`` of the groups; where those have none, as of an optimizer of torch's
+        that was made of parameters alone, by their order.
 
         Raises:
             ConfigError: it is of another optimizer or other parameters; nothing is changed then.
             MismatchError: the ranks' states differ; on every rank.
         """
         names = self._rules[0].state_names()
-        on_every_rank(self._world.comm, lambda: sharded_state.check(state_dict, self._whole, self._names, names))
+
+        def checked() -> dict[str, Any]:
+            given = state_dict
+            if sharded_state.is_well_formed(given):
+                given = parameter_order.ordered("load_state_dict", given, self._names_by_group())
+            sharded_state.check(given, self._whole, self._names, names)
+            return given
+
+        state_dict = on_every_rank(self._world.comm, checked)
         described = sharded_state.described(state_dict)
         require_same(self._world.comm, "load_state_dict", described, "load the same on all ranks")
         self._whole.load_state_dict(state_dict)

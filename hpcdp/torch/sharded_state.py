@@ -55,7 +55,7 @@ def check(state_dict: Any, whole: torch.optim.Optimizer, names: Mapping[int, str
     Raises:
         ConfigError: says what is another.
     """
-    if not _is_well_formed(state_dict):
+    if not is_well_formed(state_dict):
         raise ConfigError(
             "load_state_dict", expected="what state_dict() gives, a dict with state and param_groups",
             got=f"a dict with {[*state_dict]}" if isinstance(state_dict, dict) else type(state_dict).__name__,
@@ -88,7 +88,7 @@ def check(state_dict: Any, whole: torch.optim.Optimizer, names: Mapping[int, str
                 )  # fmt: skip
 
 
-def _is_well_formed(state_dict: Any) -> bool:
+def is_well_formed(state_dict: Any) -> bool:
     """Whether states are dicts of tensors by number, and groups dicts with numbers."""
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
         return False

@@ -1,12 +1,14 @@
 """What torch has as checkpoints see it: `hpcdp.checkpoint.leaves` for tensors, generators, schedules, wrapped modules.
 
-Modules, optimizers and gradient scalers have states of their own, which need nothing but their tensors to be seen.
+Gradient scalers have states of their own, which need nothing but their tensors to be seen.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,16 +20,21 @@ from ..checkpoint.leaves import (
     STATISTICS,
     Adapter,
     HostView,
+    Named,
+    Saved,
     as_array,
     as_stateful,
     averages,
+    named_parameters,
     of_ranks,
     overlaps,
 )
+from ..checkpoint.names import unquoted
 from ..comm import World
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..gradients.sharded_state import residuals
 from ..state import Stateful
+from . import parameter_order
 from .distributed import DistributedDataParallel
 
 _KIND = "torch"
@@ -109,6 +116,179 @@ class _Schedule(Adapter):
 @as_stateful.register
 def _(value: torch.optim.lr_scheduler.LRScheduler, world: World) -> Stateful:
     return _Schedule(value)
+
+
+class _Optimizer(Adapter):
+    """An optimizer, whose state dict numbers parameters: names say which is which when it is restored.
+
+    Names are those of the module, where it stands in the same state, or those that the optimizer was given.
+    """
+
+    takes_more = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> Any:
+        state, names = self._optimizer.state_dict(), self._named()
+        if names is None:
+            return state
+        groups = [{**group, "param_names": own} for group, own in zip(state["param_groups"], names, strict=True)]
+        return {**state, "param_groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = self._optimizer.param_groups
+        groups = [{name: value for name, value in group.items() if name != "param_names"}
+                  for group in state["param_groups"]]  # fmt: skip
+        for group, mine in zip(groups, own, strict=False):
+            if "param_names" in mine:
+                group["param_names"] = mine["param_names"]
+        params = dict(enumerate(param for group in own for param in group["params"]))
+        states = {number: _as_laid_out(each, params.get(number)) for number, each in state["state"].items()}
+        self._optimizer.load_state_dict({**state, "state": states, "param_groups": groups})
+
+    def _named(self) -> list[list[str]] | None:
+        """The names of the optimizer's parameters by group; None where nothing is known of any of them."""
+        given: Mapping[int, str] = getattr(self._optimizer, "parameter_names", {})
+        found: list[list[Named | str | None]] = []
+        for group in self._optimizer.param_groups:
+            own = group.get("param_names", [given.get(id(param)) for param in group["params"]])
+            found.append([self.names.get(id(param), name) for param, name in zip(group["params"], own, strict=True)])
+        if not any(found_name for names in found for found_name in names):
+            return None
+        counts = Counter(each.name for names in found for each in names if isinstance(each, Named))
+        unnamed = itertools.count()
+        # Of modules that have parameters of one name, that of the module tells them apart.
+        texts = [[(each.name if counts[each.name] == 1 else each.full) if isinstance(each, Named)
+                  else each or f"unnamed {next(unnamed)}" for each in names] for names in found]  # fmt: skip
+        return parameter_order.plain(texts)
+
+    def fitted(self, form: Any, saved: Saved) -> Any:
+        if (groups := _saved_groups(form)) is None:
+            return form  # which is refused later
+        own = self._named()
+        theirs = [_texts(group.get("param_names")) for group in groups]
+        numbers = [group["params"]["list"] for group in groups]
+        if own is not None and all(names is not None for names in theirs):
+            last = {unquoted(old.split("/")[-1]): unquoted(new.split("/")[-1]) for old, new in saved.renamed.items()}
+            called = [[last.get(name, name) for name in names or ()] for names in theirs]
+            order = parameter_order.match("restore", numbers, called, own)
+        else:
+            self._require_order(form, groups, saved, own is None and any(theirs))
+            order = parameter_order.Order(
+                {number: number for each in numbers for number in each}, [*range(len(groups))]
+            )
+        places = {old: new for old, new in order.numbers.items() if old != new}
+        if places and isinstance(self._optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "restore", where="param_names", expected="LBFGS's parameters in their order then",
+                got="another order", remedy="register them in that order: its state is of all together",
+            )  # fmt: skip
+        return _reordered(form, groups, order, own)
+
+    def _require_order(self, form: Any, groups: list[dict[str, Any]], saved: Saved, is_named: bool) -> None:
+        """Raise unless parameters are in the order of saving, as far as one can tell without names on both sides.
+
+        Args:
+            is_named: whether the checkpoint has names.
+        """
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        sizes, own = ([len(group["params"]["list"]) for group in groups],
+                      [len(group["params"]) for group in self._optimizer.param_groups])  # fmt: skip
+        if sizes != own:
+            raise ConfigError("restore", where="param_groups", expected=f"groups of {own} parameters", got=sizes)
+        if is_named and not _told_by_shapes(form, params, saved):
+            raise ConfigError(
+                "restore", where="param_names", expected="an optimizer whose parameters have names, as then",
+                got="one whose parameters have none",
+                remedy="restore the module in the same call, or make the optimizer of model.named_parameters()",
+            )  # fmt: skip
+        held = {id(param) for param in params}
+        known = [each.full for key, each in self.names.items() if key in held]
+        places = {name: place for place, name in enumerate(saved.names)}
+        there = [name for name in known if name in places]
+        then = sorted(there, key=places.__getitem__)
+        if there != then:
+            odd = next(number for number, name in enumerate(there) if then[number] != name)
+            raise ConfigError(
+                "restore", where="param_groups",
+                expected="parameters registered in the order of the checkpoint, whose optimizer states have no names",
+                got=f"{there[odd]} before {then[odd]}",
+                remedy="restore into the module as it was, and save again: states have names since",
+            )  # fmt: skip
+
+
+def _told_by_shapes(form: Any, params: Sequence[torch.Tensor], saved: Saved) -> bool:
+    """Return whether shapes tell which saved state belongs to which parameter, and the order is right."""
+    shapes = [tuple(param.shape) for param in params]
+    if len(set(shapes)) < len(shapes):
+        return False
+    for number, node in _members(form)["state"]["dict"]:
+        found = [saved.shape_of(each["tensor"]) for each in _members(node).values()
+                 if isinstance(each, dict) and "tensor" in each]  # fmt: skip
+        if any(found) and (number not in range(len(shapes)) or shapes[number] not in found):
+            return False
+    return True
+
+
+def _as_laid_out(state: Any, param: torch.Tensor | None) -> Any:
+    """The state of ``param``, of which tensors of its shape get its strides, as torch's optimizers make them."""
+    if param is None or not isinstance(state, dict):
+        return state
+    like = torch.empty_like(param, device="meta")
+    return {
+        name: torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device).copy_(value)
+        if isinstance(value, torch.Tensor) and value.shape == like.shape and value.stride() != like.stride() else value
+        for name, value in state.items()
+    }  # fmt: skip
+
+
+def _members(form: Any) -> dict[Any, Any]:
+    """The nodes of a dict's form by key; nothing of another form."""
+    return dict(form["dict"]) if isinstance(form, dict) and "dict" in form else {}
+
+
+def _saved_groups(form: Any) -> list[dict[str, Any]] | None:
+    """The parameter groups in the form of an optimizer's state dict; None where it is none."""
+    groups = _members(form).get("param_groups")
+    if not isinstance(groups, dict) or "list" not in groups or "dict" not in (_members(form).get("state") or ()):
+        return None
+    found = [_members(group) for group in groups["list"]]
+    are_groups = all("list" in (group.get("params") or ()) for group in found)
+    return found if are_groups else None
+
+
+def _texts(form: Any) -> list[str] | None:
+    return form["list"] if isinstance(form, dict) and "list" in form else None
+
+
+def _reordered(
+    form: Any, groups: list[dict[str, Any]], order: parameter_order.Order, own: list[list[str]] | None
+) -> Any:
+    """The form of a state dict in another order of parameters, with the names ``own``."""
+    made, first = [], 0
+    for at, number in enumerate(order.groups):
+        group = dict(groups[number])
+        if own is not None:
+            count = len(own[at])
+            group["params"] = {"list": [*range(first, first + count)]}
+            group["param_names"] = {"list": own[at]}
+            first += count
+        made.append({"dict": [[*item] for item in group.items()]})
+    members = _members(form)
+    states = [[order.numbers.get(number, number), node] for number, node in members["state"]["dict"]]
+    members |= {"state": {"dict": states}, "param_groups": {"list": made}}
+    return {"dict": [[*item] for item in members.items()]}
+
+
+@as_stateful.register
+def _(value: torch.optim.Optimizer, world: World) -> Stateful:
+    return _Optimizer(value)
+
+
+@named_parameters.register
+def _(value: torch.nn.Module) -> Iterable[tuple[str, Any]]:
+    return value.named_parameters()
 
 
 class _Module(Adapter):

@@ -90,7 +90,7 @@ def restores(content: bytes, path, world, into) -> str:
     """What becomes of it, as in `Manager.restore`."""
     try:
         found = manifest.parse(content, "here")
-        filling = Filling(found, found.state, world, into, False)
+        filling = Filling(found, found.state, world, into, False, {})
         filling.read(path)
         filling.finish()
         return "restored"

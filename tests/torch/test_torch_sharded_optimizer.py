@@ -123,7 +123,7 @@ def test_states_go_to_torch_and_back(rule, settings):
     def rank(world):
         model, reference = hpcdp.torch.DistributedDataParallel(network(0), world, owner="shard"), network(0)
         ours = hpcdp.torch.ShardedOptimizer(model, rule, **settings)
-        theirs = rule(reference.parameters(), **settings)
+        theirs = rule(reference.named_parameters(), **settings)
         for step in range(6):
             loss_of(model, step, world.rank).backward()
             theirs.zero_grad()
