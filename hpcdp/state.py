@@ -8,7 +8,7 @@ which ranks hold parts, or in a `PerRank`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,6 +30,34 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any:
         """Take over such a state; where arrays are the object's own, they have been filled already."""
         ...
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint has beside the state of one object."""
+
+    names: Sequence[str]
+    """Of all that is no dict, list or tuple, in the order of saving, after renaming."""
+    renamed: Mapping[str, str]
+    """New names, by those that the checkpoint has."""
+    shape_of: Callable[[str], tuple[int, ...]]
+    """The shape of a tensor."""
+
+
+class FitsSaved:
+    """An object whose state may have been saved in another order, or under other names, than it has now."""
+
+    def fitted(self, form: Any, saved: Saved) -> Any:
+        """Return the form of a saved state as the object would save it now.
+
+        Args:
+            form: see `hpcdp.checkpoint.tree`.
+            saved: what the checkpoint has beside.
+
+        Raises:
+            ConfigError: it cannot be told what belongs to what.
+        """
+        return form
 
 
 @dataclass(frozen=True, eq=False)

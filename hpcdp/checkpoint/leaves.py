@@ -10,7 +10,6 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from .. import nn
 from ..arrays import bits, copied_to_host, from_host, has_namespace, is_float, of_bits, on_device_of, to_host
 from ..collectives import allreduce
 from ..comm import World
-from ..state import Part, PerRank, Sharded, Stateful
+from ..state import FitsSaved, Part, PerRank, Sharded, Stateful
 
 
 class HostView(NamedTuple):
@@ -101,33 +100,13 @@ class Named(NamedTuple):
     """What checkpoints call it: both together."""
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What a checkpoint has beside a form."""
-
-    names: Sequence[str]
-    """Of all that is no dict, list or tuple, in the order of saving, after renaming."""
-    renamed: Mapping[str, str]
-    """New names, by those that the checkpoint has."""
-    shape_of: Callable[[str], tuple[int, ...]]
-    """The shape of a tensor."""
-
-
-class Adapter:
+class Adapter(FitsSaved):
     """An object's state for checkpoints, where it has none of its own, or another is wanted."""
 
     takes_more = False
     """Whether `load_state_dict` is given what was saved under names that `state_dict` does not have now, too."""
     names: Mapping[int, Named] = {}
     """Those of the parameters of modules in the same state, by `id`, in the order of their registration."""
-
-    def fitted(self, form: Any, saved: Saved) -> Any:
-        """Return the form of a saved state as the object would save it now, e.g. in another order; see `tree`.
-
-        Raises:
-            ConfigError: it cannot be told what belongs to what.
-        """
-        return form
 
     def state_dict(self) -> Any:
         """See `Stateful`; every rank calls."""

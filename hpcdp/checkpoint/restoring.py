@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,9 @@ import numpy as np
 from ..arrays import bits, from_host, is_host, of_bits
 from ..comm import World
 from ..errors import ConfigError, HpcdpError, listed, type_named
-from ..state import Part, PerRank, Sharded, Stateful
+from ..state import FitsSaved, Part, PerRank, Saved, Sharded, Stateful
 from . import tree
-from .leaves import MAKERS, Adapter, Saved, as_array, stateful_of
+from .leaves import MAKERS, as_array, stateful_of
 from .manifest import Manifest, Tensor
 from .reading import read_elements, widened
 from .refused import TOLD, refused
@@ -86,7 +86,7 @@ class Filling:
         self, manifest: Manifest, form: tree.Form, world: World, into: Any, strict: bool, renamed: Mapping[str, str]
     ) -> None:
         self._manifest, self._world, self._strict = manifest, world, strict
-        self._names = tree.parameter_names(into)
+        self._names, self._into = tree.parameter_names(into), into
         names = [name for name, _ in tree.leaves(form)]
         self._saved = Saved(names, renamed, lambda tensor: manifest.tensors[tensor].shape)
         self._reads: list[_Read] = []
@@ -163,7 +163,7 @@ class Filling:
             return self._sharded(template, self._tensor(node, name), name)
         if not (template is _NOTHING or template is None or isinstance(template, Mapping | list | tuple | np.ndarray)):
             stateful = stateful_of(template, self._world, self._names)
-            if isinstance(stateful, Adapter):
+            if isinstance(stateful, FitsSaved):
                 node = stateful.fitted(node, self._saved)
                 tag, content = next(iter(node.items())) if isinstance(node, dict) else ("", node)
             if stateful is not None:
@@ -208,6 +208,8 @@ class Filling:
             return self._dict({}, content, name, _Takes.ALL)
         if not isinstance(template, Mapping):
             raise _misfit(name, _told(template), "a dict")
+        if takes is _Takes.NAMED and _is_numbered(template):
+            self._require_order(template, content, name)
         as_saved = takes is _Takes.NAMED and name != "" and _is_plain(template)
         names = {str(key): key for key in template}
         planned: dict[Any, Value] = {}
@@ -228,6 +230,25 @@ class Filling:
                 self._write_back += [(inner, partial(_clear, each)) for each in shares]
             planned[key] = _as_is(template[key])
         return lambda: {key: value() for key, value in planned.items()}
+
+    def _require_order(self, template: Mapping[Any, Any], content: list[Any], name: str) -> None:
+        """Raise where a state dict of torch's optimizers, given as a dict, numbers parameters in another order.
+
+        They go by number, unlike a module's parameters beside them.
+        """
+        form = {"dict": content}
+        names = (
+            tree.below(form, f"param_groups/{number}/param_names") for number in range(len(template["param_groups"]))
+        )
+        saved = [each["list"] for each in names if isinstance(each, dict) and "list" in each]
+        own = [[*group["param_names"]] for group in template["param_groups"] if "param_names" in group]
+        moved = saved != own if saved and own else _is_in_other_order(self._into, "", self._saved.names)
+        if moved:
+            raise ConfigError(
+                "restore", where=name or "the state", expected="parameters in the order of the checkpoint",
+                got="another order, in which a state dict would give states to others",
+                remedy="restore into the module and the optimizer themselves, which match by name",
+            )  # fmt: skip
 
     def _list(self, template: Any, content: list[Any], name: str, takes: _Takes, kind: type) -> Value:
         is_nothing = template is _NOTHING or template is None
@@ -314,6 +335,28 @@ class Filling:
             self._write_back.append(
                 (name, lambda: place.__setitem__(..., from_host(of_bits(out, tensor.dtype), place)))
             )
+
+
+def _is_numbered(template: Mapping[Any, Any]) -> bool:
+    """Return whether it is a state dict of torch's optimizers, which numbers parameters."""
+    groups = template.get("param_groups")
+    return "state" in template and isinstance(groups, list) and all(isinstance(each, Mapping) for each in groups)
+
+
+def _is_in_other_order(into: Any, name: str, saved: Sequence[str]) -> bool:
+    """Return whether a dict of arrays within ``into`` has its names in another order than the checkpoint."""
+    if not isinstance(into, Mapping | list | tuple):
+        return False
+    items = [*(into.items() if isinstance(into, Mapping) else enumerate(into))]
+    if isinstance(into, Mapping) and not _is_numbered(into):
+        own = [tree.joined(name, key) for key, value in items if hasattr(value, "shape")]
+        known = set(own)
+        then = [each for each in saved if each in known]
+        if then != [each for each in own if each in set(then)]:
+            return True
+    elif isinstance(into, Mapping):
+        return False
+    return any(_is_in_other_order(value, tree.joined(name, key), saved) for key, value in items)
 
 
 def _require_writable(array: Any, name: str) -> None:

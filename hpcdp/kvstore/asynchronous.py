@@ -363,7 +363,7 @@ class AsyncStore(WorldStore):
                 steps[key] = self._transfer.read_state(own.item, NO_STATE)[1]
                 for which, name in enumerate(sorted(rule.state_names())):
                     states[key, name] = self._transfer.read_state(own.item, which)[0]
-            write_states(file, rule, steps, states)
+            write_states(file, rule, steps, states, self.key_names)
 
         self._by_first(write)
 
@@ -374,7 +374,7 @@ class AsyncStore(WorldStore):
 
         def read() -> None:
             shapes = {key: own.item.shape for key, own in self._own.items()}
-            steps, states = read_states(file, rule, shapes)
+            steps, states = read_states(file, rule, shapes, self.key_names)
             for key, own in self._own.items():
                 item = own.item
                 self._transfer.write_steps(item, steps.get(key, 0))

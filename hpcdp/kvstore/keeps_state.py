@@ -29,6 +29,8 @@ class KeepsState(abc.ABC):
     def __init__(self) -> None:
         self._entries: dict[Key, Entry] = {}
         self._updater: Updater = Replace()
+        self.key_names: Mapping[Key, str] = {}
+        """What keys are called in files of states, where they number a network's parameters."""
 
     @property
     @abc.abstractmethod
@@ -202,7 +204,7 @@ class KeepsState(abc.ABC):
             for key, entry in self._entries.items()  # those of the rule's states come as they were updated here
             for name, part in (rule.states[key].items() if rule.steps.get(key) else ())
         }
-        self._by_first(lambda: write_states(file, rule.optimizer, rule.steps, states))
+        self._by_first(lambda: write_states(file, rule.optimizer, rule.steps, states, self.key_names))
 
     def load_optimizer_states(self, path: str) -> None:
         """Restore what `save_optimizer_states` wrote, by any number of workers; every worker must call.
@@ -216,7 +218,7 @@ class KeepsState(abc.ABC):
         rule = self._by_optimizer("load_optimizer_states")
         shapes = {key: entry.stored.shape for key, entry in self._entries.items()}
         rule.steps, states = self._agreed(
-            lambda: read_states(checked_file("load_optimizer_states", path), rule.optimizer, shapes)
+            lambda: read_states(checked_file("load_optimizer_states", path), rule.optimizer, shapes, self.key_names)
         )
         rule.states = {}
         for key in rule.steps:

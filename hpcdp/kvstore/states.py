@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,24 +30,32 @@ def _name(key: Key) -> str:
     return f"{type(key).__name__}:{_SURROGATE.sub(lambda found: f'%u{ord(found[0]):04x}', text)}"
 
 
-def write_states(path: Path, optimizer: Optimizer, steps: Mapping[Key, int], states: States) -> None:
+def write_states(
+    path: Path, optimizer: Optimizer, steps: Mapping[Key, int], states: States, names: Mapping[Key, str]
+) -> None:
     """Write states and how often each key was updated, to a file that replaces ``path`` whole.
+
+    Args:
+        names: what keys that number parameters are called, see `read_states`; may be empty.
 
     Raises:
         DataError: it cannot be written.
     """
-    header = {"version": 1, "optimizer": optimizer.config()["name"], "steps": {_name(key): steps[key] for key in steps}}
+    header: dict[str, Any] = {"version": 1, "optimizer": optimizer.config()["name"]}
+    header["steps"] = {_name(key): steps[key] for key in steps}
+    header["names"] = {_name(key): name for key, name in names.items()}
     arrays = {f"{_name(key)}/{name}": to_host(array) for (key, name), array in states.items()}
     archive.write("save_optimizer_states", path, _HEADER, header, arrays)
 
 
 def read_states(
-    path: Path, optimizer: Optimizer, shapes: Mapping[Key, tuple[int, ...]]
+    path: Path, optimizer: Optimizer, shapes: Mapping[Key, tuple[int, ...]], names: Mapping[Key, str]
 ) -> tuple[dict[Key, int], States]:
     """How often each key was updated, and its states.
 
     Args:
         shapes: of the store's keys.
+        names: what keys that number parameters are called: where the file has names, too, they say which key is which.
 
     Raises:
         DataError: the file is missing, damaged, or of another optimizer, or other keys or shapes.
@@ -57,6 +66,10 @@ def read_states(
     if saved_by != mine:
         raise DataError("load_optimizer_states", where=path, expected=f"states of {mine}", got=f"states of {saved_by}")
     keys = {_name(key): key for key in shapes}
+    called = header.get("names") if names else None
+    if isinstance(called, dict) and called:
+        keys_by_name = {name: key for key, name in names.items()}
+        keys = {key: keys_by_name[name] for key, name in called.items() if name in keys_by_name}
     strange = next((name for name in updated if name not in keys), None)
     if strange is not None:
         raise DataError("load_optimizer_states", where=path, expected="states of this store's keys", got=strange)

@@ -21,7 +21,6 @@ from ..checkpoint.leaves import (
     Adapter,
     HostView,
     Named,
-    Saved,
     as_array,
     as_stateful,
     averages,
@@ -33,7 +32,7 @@ from ..checkpoint.names import unquoted
 from ..comm import World
 from ..errors import ConfigError, UnsupportedError
 from ..gradients.sharded_state import residuals
-from ..state import Stateful
+from ..state import Saved, Stateful
 from . import parameter_order
 from .distributed import DistributedDataParallel
 

@@ -180,6 +180,22 @@ def test_two_modules_of_one_optimizer_and_parameters_of_none(tmp_path):
     assert momenta == [1, 2, 3] and "param_names" not in optimizer.param_groups[0]
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_state_dicts_that_are_restored_as_dicts_are_in_the_same_order(named, tmp_path):
+    def state(names):
+        model, optimizer = made(None, "none", named, names)
+        step(model, optimizer, 0)
+        return {"net": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.save(1, state("abc"))
+        manager.restore(into=state("abc"))
+        with pytest.raises(
+            ConfigError, match=r"restore \[optimizer\]: expected parameters in the order of the checkpoint"
+        ):
+            manager.restore(into=state("bac"))
+
+
 def test_lbfgs_whose_state_is_of_all_together(tmp_path):
     def build(names):
         net = Network(names)

@@ -30,6 +30,7 @@ from ...kvstore.asynchronous import AsyncStore
 from ...kvstore.pulled import OnItsWay
 from ...launched import launched_ranks
 from ...optim import Optimizer, require_by_elements
+from ...state import FitsSaved, Saved
 from . import store_states
 from .communication_stats import CommunicationStats
 from .loss_scale import first_scale
@@ -41,7 +42,7 @@ from .trainer import Trainer, show_to_profiler
 from .trainer_checks import checked_count, require_alike, require_same_settings, trained
 
 
-class StoreTrainer(Trainer):
+class StoreTrainer(Trainer, FitsSaved):
     """See `Trainer`: what it makes with a ``kvstore``. Every rank of a ``dist`` store must make it.
 
     Where the store updates, `step` returns when gradients are on their way, and whoever reads a parameter waits for its
@@ -111,6 +112,7 @@ class StoreTrainer(Trainer):
         self._nbytes = sum(param.data.nbytes for param in self._params)
         if self.compression is not None:
             self.store.set_gradient_compression(self.compression)
+        self.store.key_names = dict(enumerate(self.names))
         self.store.init(self._keys, [param.data for param in self._params])
         self.states: list[dict[str, Any]] = []
         """Of each parameter, flat, by name, where every rank updates."""
@@ -262,6 +264,10 @@ class StoreTrainer(Trainer):
             self._pull()
             self._await_values()
             self.store.barrier()  # nobody pushes before all have them
+
+    def fitted(self, form: Any, saved: Saved) -> Any:
+        """See `FitsSaved.fitted`."""
+        return store_states.fitted(self, form, saved)
 
     def save_states(self, path: str | Path) -> None:
         """See `Trainer.save_states`."""

@@ -6,10 +6,11 @@ from pairs import pairs
 from whole_state import held, joined, restore
 
 import hpcdp
-from hpcdp import nn, optim
+from hpcdp import archive, checkpoint, nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, StaleGradientError
+from hpcdp.train.trainers.store_states import _with_keys
 
 BATCH = 6
 KINDS = [
@@ -161,5 +162,107 @@ def test_a_state_of_other_parameters_is_refused_and_changes_nothing(first, then)
         assert other.optimizer.lr == 0.25
         with pytest.raises(ConfigError, match=r"load_state_dict \[a Trainer\]: .* got one without 'step_count'"):
             other.load_state_dict({"states": state["states"], "optimizer": state["optimizer"]})
+
+    threads.run(2, rank)
+
+
+class Registered(nn.Module):
+    """Layers of one shape, registered in the order of ``names``, which forward does not go by."""
+
+    def __init__(self, names):
+        for name in names:
+            setattr(self, name, nn.Dense(3, 3, weight_init=nn.init.Xavier(seed=1)))
+
+    def forward(self, x):
+        return self.b(self.a(x)).sum(axis=1)
+
+
+class Numbered:
+    """Saves a trainer as version 0.1.0 has done when its store's keys had no names."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def state_dict(self):
+        numbers = {name: number for number, name in enumerate(self.trainer.names)}
+        state = self.trainer.state_dict()
+        return state | {"store": _with_keys(state["store"], numbers)}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def registered(world, names, options):
+    net = Registered(names)
+    return net, hpcdp.Trainer(net.parameters(), optim.Adam(lr=0.01), world, **options)
+
+
+def steps_of(net, trainer, world, count=1):
+    """Parameters by name after some steps."""
+    for _ in range(count):
+        with record():
+            loss = net(np.arange(12, dtype="f4").reshape(4, 3) / (1 + world.rank))
+        loss.backward()
+        trainer.step(4)
+    trainer.synchronize()
+    return {param.name: param.asnumpy().copy() for param in net.parameters()}
+
+
+def by_name(path):
+    header, arrays = archive.read("read", path, "hpcdp/kvstore", {"names": dict}, "save_states")
+    keys = (name.rpartition("/") for name in arrays)
+    return {f"{header['names'][key]}/{state}": arrays[f"{key}/{state}"] for key, _, state in keys}
+
+
+NAMED = [{"kvstore": "dist_sync"}, {"kvstore": "dist_sync", "update_on_kvstore": False}, {"kvstore": "dist_async"}]
+
+
+@pytest.mark.parametrize("options", NAMED, ids=str)
+@pytest.mark.parametrize("as_file", [False, True])
+def test_states_follow_the_names_of_parameters(options, as_file, tmp_path):
+    """Into a network whose layers are registered in another order."""
+
+    def rank(world):
+        net, trainer = registered(world, "ab", options)
+        steps_of(net, trainer, world, 3)
+        other, into = registered(world, "ba", options)
+        with checkpoint.Manager(tmp_path / "run", world) as manager:
+            state = {"net": net} if as_file else {"net": net, "trainer": trainer}
+            manager.save(1, state)
+            manager.restore(into={"net": other} if as_file else {"net": other, "trainer": into})
+        if as_file:
+            trainer.save_states(tmp_path / "states")
+            into.load_states(tmp_path / "states")
+            into.save_states(tmp_path / "again")
+            first, second = (by_name(tmp_path / name) for name in ("states", "again"))
+            assert len(first) == 8 and first.keys() == second.keys()
+            assert all(np.array_equal(first[name], second[name]) for name in first)
+            return
+        for _ in range(2):
+            expected = steps_of(net, trainer, world)
+            found = steps_of(other, into, world)
+            if "async" not in options["kvstore"]:
+                assert all(np.array_equal(found[name], expected[name]) for name in expected)
+            else:
+                assert all(np.allclose(found[name], expected[name], atol=0.02) for name in expected)
+
+    threads.run(2, rank)
+
+
+def test_states_by_number_are_taken_in_the_same_order_and_in_no_other(tmp_path):
+    def rank(world):
+        net, trainer = registered(world, "ab", NAMED[0])
+        steps_of(net, trainer, world, 3)
+        other, into = registered(world, "ab", NAMED[0])
+        with checkpoint.Manager(tmp_path, world) as manager:
+            manager.save(1, {"net": net, "trainer": Numbered(trainer)})
+            manager.restore(into={"net": other, "trainer": into})
+            found, expected = steps_of(other, into, world), steps_of(net, trainer, world)
+            assert all(np.array_equal(found[name], expected[name]) for name in expected)
+            other, into = registered(world, "ba", NAMED[0])
+            with pytest.raises(
+                ConfigError, match=r"restore \[store\]: expected parameters in the order .* before a.weight"
+            ):
+                manager.restore(into={"net": other, "trainer": into})
 
     threads.run(2, rank)
