@@ -100,7 +100,9 @@ def test_a_part_is_the_state_dict_of_a_module_and_of_its_optimizer(tmp_path, tor
     assert all(
         torch.equal(a, b) for a, b in zip(module.state_dict().values(), other.state_dict().values(), strict=True)
     )
-    assert its.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    (group,) = its.state_dict()["param_groups"]
+    assert group.pop("param_names") == ["0.weight", "0.bias", "1.weight", "1.bias"]  # as the module in the state has
+    assert [group] == optimizer.state_dict()["param_groups"]
     assert torch.equal(its.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
 
 
