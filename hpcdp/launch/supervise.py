@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ..errors import LaunchError, to_stderr
 from ..launched import PMI_OF_SRUN
+from ..listening import keep_to_interface
 from . import machine, segments
 from .cause import BEREFT, first_failure
 from .mpi_library import is_open_mpi_4
@@ -53,6 +54,8 @@ def supervise(
     hosts: Sequence[str | None] = (),
     asked: str = "",
     verbose: bool = False,
+    interface: str | None = None,
+    missing_module: Callable[[str], object | None] = lambda module: None,
 ) -> int:
     """Runs ``command`` with all of ``environ`` until it and all that it has started have ended.
 
@@ -66,6 +69,8 @@ def supervise(
         hosts: where each rank runs, None for this machine; empty where only mpirun knows, or all run here.
         asked: arguments of the user's own in ``command``.
         verbose: whether to tell where the ranks of this machine are.
+        interface: the only network interface through which ``command`` is to accept connections; None: any.
+        missing_module: returns what to say of a failed job in which a Python has not found a module, or None.
 
     Returns:
         The job's exit status: 128 + the number of the signal that ended this launcher, or that of the rank that failed
@@ -103,7 +108,7 @@ def supervise(
                     started.attach(watch, guards)
                 goes_on = "--with-ft" in command  # Open MPI's, with ULFM: who survives decides
                 ended_by, was_stuck = _forward_signals(
-                    mpirun, watch, usr1_has_come, guards, words, started, verbose, goes_on, family
+                    mpirun, watch, usr1_has_come, guards, words, started, verbose, goes_on, family, interface
                 )  # fmt: skip
                 failed = watch.failed  # while mpirun ran
                 # Guards' words on ranks may come after it has ended, and ranks whose job was aborted end after MPICH's.
@@ -123,12 +128,16 @@ def supervise(
     words.show()
     if ended_by is not None:
         return 128 + ended_by
+    why = missing_module(words.no_module) if mpirun.returncode and words.no_module is not None else None
     if lost:
         for each in lost.values():
             say(each)
         return 1
     if family == "srun" and mpirun.returncode > 0:
-        return _told_by_srun(words, ranks, mpirun.returncode) or mpirun.returncode
+        status = _told_by_srun(words, ranks, mpirun.returncode) or mpirun.returncode
+        if why is not None:
+            say(why)
+        return status
     if was_stuck and all(end.status == 0 for end in ends):
         return 0
     if mpirun.returncode < 0:
@@ -155,6 +164,8 @@ def supervise(
         say(f"mpirun has ended with status {status}; which rank failed first is not known: {why}")
     elif told is None and status and not words.has_spoken:
         say(f"mpirun has ended with status {status}, and has not said why")
+    if why is not None:
+        say(why)
     return status
 
 
@@ -256,6 +267,7 @@ def _forward_signals(
     verbose: bool,
     goes_on: bool,
     family: str,
+    interface: str | None,
 ) -> tuple[int | None, bool]:
     """Waits for ``mpirun``; returns the signal that ended the job, None where it ended by itself, and whether all ranks
     had ended by themselves, and mpirun had not.
@@ -273,6 +285,9 @@ def _forward_signals(
         words.look()
         if started is not None:
             started.look()
+        if interface is not None and watch.starts:  # mpirun has begun to listen before it starts a rank
+            keep_to_interface(interface, mpirun.pid)
+            interface = None
         if verbose:
             told = _tell_of_starts(watch, told)
         if guards is not None:

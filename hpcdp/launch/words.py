@@ -52,6 +52,8 @@ _MISSING = re.compile(
     rb"rank [0-9]+ of [0-9]+: [^\n]* (?:has not ended in [0-9.]+ s: ([^\n]+)\n[^\n]*the job ends now|"
     rb"cannot end: ([^\n]+); the job ends now)"
 )
+# Python's, of an import, and of -m: "python: No module named hpcdp"
+_NO_MODULE = re.compile(rb"No module named '?([A-Za-z_]\w*)")
 _RULE = re.compile(rb"^-{74}\n", re.MULTILINE)
 _OF_HYDRA = re.compile(rb"^\[(?:mpiexec|proxy)\S*\] \w+ \([^()]*\): (.*)\n", re.MULTILINE)
 _HOLD_S = 10.0
@@ -132,6 +134,8 @@ class Words:
         """Whether mpirun has ended the job since who reads its standard output has gone."""
         self.missing: str | None = None
         """Why the watchdog of a rank has ended the job: which ranks have not come, and what is known of them."""
+        self.no_module: str | None = None
+        """The first module that a Python has not found, the package where it is part of one."""
         self._of_tasks, self._tasks = b"", list[Tasks]()
 
     def attach(self, watch: Watch) -> None:
@@ -238,6 +242,8 @@ class Words:
         self.are_unread |= _UNREAD in self._kept
         if self.missing is None and (found := _MISSING.search(self._kept)):
             self.missing = (found[1] or found[2]).decode(errors="replace")
+        if self.no_module is None and (found := _NO_MODULE.search(self._kept)):
+            self.no_module = found[1].decode()
         self._of_tasks += received
         for found in _TASK.finditer(self._of_tasks):
             host, numbers, code, how = ((each or b"").decode(errors="replace") for each in found.groups())
