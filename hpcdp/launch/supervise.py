@@ -19,7 +19,7 @@ from pathlib import Path
 from ..errors import LaunchError, to_stderr
 from ..launched import PMI_OF_SRUN
 from ..listening import keep_to_interface
-from . import machine, segments
+from . import live, machine, segments
 from .cause import BEREFT, first_failure
 from .mpi_library import is_open_mpi_4
 from .orphans import adopt, bound, end_orphans
@@ -79,6 +79,7 @@ def supervise(
     Raises:
         LaunchError: mpirun has refused what was ``asked`` of it.
     """
+    global _output
     given = (signal.SIGHUP, signal.SIGTSTP)
     ignored = {sign for sign in given if signal.getsignal(sign) == signal.SIG_IGN}  # as nohup has the first one
     watched = {*FORWARDED, signal.SIGTSTP, signal.SIGCHLD} - ignored
@@ -93,17 +94,24 @@ def supervise(
                 left_behind.enter_context(segments.files_of_mpich_removed())
             elif not elsewhere and not is_open_mpi_4(Path(command[0])):
                 environ, _ = left_behind.enter_context(segments.own_folder(environ))
+            command, shown = live.shown(command, family, asked, is_alone=ranks == 1)
+            _output = shown
             started = None
             if family == "openmpi":
                 places = hosts or ([] if elsewhere else [None] * ranks)
                 command, started = left_behind.enter_context(listed(command, ranks, places))
-            words = Words(held=bool(asked), with_banners=family == "srun")
+            words = Words(held=bool(asked), with_banners=family == "srun", shown=shown)
             blocked = {*before, *ignored, signal.SIGTTIN}  # in the background it reads an error, and is not stopped
-            mpirun = subprocess.Popen(command, env=environ, preexec_fn=bound(blocked), stderr=words.end)
+            mpirun = subprocess.Popen(
+                command, env=environ, preexec_fn=bound(blocked), stdout=None if shown is None else shown.end,
+                stderr=words.end,
+            )  # fmt: skip
             with contextlib.closing(Watch(mpirun.pid, ranks - elsewhere, watched, servers, elsewhere)) as watch:
                 if guards is not None:
                     guards.attach(watch)
                 words.attach(watch)
+                if shown is not None:
+                    shown.attach(watch)
                 if started is not None:
                     started.attach(watch, guards)
                 goes_on = "--with-ft" in command  # Open MPI's, with ULFM: who survives decides
@@ -111,6 +119,8 @@ def supervise(
                     mpirun, watch, usr1_has_come, guards, words, started, verbose, goes_on, family, interface
                 )  # fmt: skip
                 failed = watch.failed  # while mpirun ran
+                if shown is not None:
+                    shown.drain(_waiting_for_reader(watch, ended_by))
                 # Guards' words on ranks may come after it has ended, and ranks whose job was aborted end after MPICH's.
                 if mpirun.returncode and (guards is not None or family == "mpich"):
                     _hear_the_last(watch)
@@ -128,15 +138,15 @@ def supervise(
     words.show()
     if ended_by is not None:
         return 128 + ended_by
-    why = missing_module(words.no_module) if mpirun.returncode and words.no_module is not None else None
+    other_python = missing_module(words.no_module) if mpirun.returncode and words.no_module is not None else None
     if lost:
         for each in lost.values():
             say(each)
         return 1
     if family == "srun" and mpirun.returncode > 0:
         status = _told_by_srun(words, ranks, mpirun.returncode) or mpirun.returncode
-        if why is not None:
-            say(why)
+        if other_python is not None:
+            say(other_python)
         return status
     if was_stuck and all(end.status == 0 for end in ends):
         return 0
@@ -164,9 +174,21 @@ def supervise(
         say(f"mpirun has ended with status {status}; which rank failed first is not known: {why}")
     elif told is None and status and not words.has_spoken:
         say(f"mpirun has ended with status {status}, and has not said why")
-    if why is not None:
-        say(why)
+    if other_python is not None:
+        say(other_python)
     return status
+
+
+def _waiting_for_reader(watch: Watch, ended_by: int | None) -> Callable[[], bool]:
+    """Return what waits for the reader of output for a moment, and says whether to give it up: at a signal that ends
+    the job, and a second after one that has ended it."""
+    deadline = float("inf") if ended_by is None else time.monotonic() + _LAST_WORDS_S
+
+    def give_up() -> bool:
+        received = watch.wait(_TELL_S)
+        return (received is not None and received.number in ENDING) or time.monotonic() >= deadline
+
+    return give_up
 
 
 def _hear_the_last(watch: Watch) -> None:
@@ -366,7 +388,13 @@ def _tell_of_starts(watch: Watch, told: int) -> int:
     return len(watch.starts)
 
 
+_output: live.Shown | None = None
+"""What the ranks of the last job write: what is said here begins a line below that."""
+
+
 def say(what: object) -> None:
     """Writes a line of the launcher's own to stderr."""
+    if _output is not None:
+        _output.break_line()
     with contextlib.suppress(OSError):  # the terminal may be closed
         to_stderr(f"hpcdp launch: {what}")
