@@ -171,7 +171,7 @@ def test_the_public_face() -> None:
             ["launch", "-n", "2", "--bind", "cores", "--", "x"],
             "unknown --bind 'cores'; did you mean 'core'? valid: none",
         ),
-        (["launch", "-n", "2", "--env", "1A=x", "--", "x"], "--env: expected NAME=VALUE, or the NAME of a variable"),
+        (["launch", "-n", "2", "--env", "1A=x", "--", "x"], "--env: expected NAME=VALUE, the NAME of a variable here"),
         (["launch", "-n", "2", "--env", "NOT_SET", "--", "x"], "--env: expected NOT_SET=VALUE, as it is not set here"),
         (["launch", "-n", "2", "--env", "PATH=", "--", "x"], "--env: expected a PATH with folders, in which programs"),
         (["launch", "-n", "2", "-H", "a;b", "--", "x"], "read hosts [-H 'a;b']: expected HOST, HOST:SLOTS or"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import os
+import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ import numpy as np
 
 from ..errors import ConfigError, LaunchError
 from ..launched import is_launched
+from ..listening import kept_to_interface
 from .communicator import Communicator
 from .cores import cores_of, share_cores
 from .ending import outlives_ranks
@@ -255,10 +258,21 @@ def _init_mpi_with_all_ranks(MPI: Any) -> None:
     if shows:
         faulthandler.dump_traceback_later(max(stall_s, _LONG_START_S), file=2)  # whatever Python's sys.stderr is
     try:
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        with _listening():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
     finally:
         if shows:
             faulthandler.cancel_dump_traceback_later()
+
+
+def _listening() -> contextlib.AbstractContextManager[None]:
+    """Keep Open MPI's TCP to the one interface that it is told; it listens on all addresses. Not where ranks of a host
+    may reach each other by TCP, through the loopback."""
+    interface, transports = (os.environ.get(f"OMPI_MCA_{name}", "") for name in ("btl_tcp_if_include", "btl"))
+    has_memory = not transports or not {"sm", "vader"}.isdisjoint(transports.split(","))
+    if not has_memory or interface not in (name for _, name in socket.if_nameindex()):
+        return contextlib.nullcontext()
+    return kept_to_interface(interface)
 
 
 def _share_memory(MPI: Any, comm: MpiCommunicator, node_comm: MpiCommunicator, sharing: str, cores: int) -> NodeMemory:

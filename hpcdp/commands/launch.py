@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
+import shlex
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
-from ..errors import ConfigError, check_name
+from ..errors import ConfigError, check_name, shortened, type_named
 from ..launch import hosts, launchers
 from ..launch.arguments import Parser
 from ..launch.batch_systems.slurm_allocation import allocation
 from ..launch.job import BINDINGS, Job
 
 _MOST_RANKS = 1_000_000
+_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+_ENV = "a variable of every rank; K alone: its value here; @FILE: those of a JSON object"
 _EPILOG = """\
 examples:
   hpcdp launch -n 4 -- python train.py --epochs 3
@@ -42,7 +48,7 @@ def parser() -> Parser:
     add("--launcher", metavar="NAME", help=f"{', '.join(launchers.LAUNCHERS)} (default: ssh with -H, else local)")
     add("--ranks-per-node", metavar="N", help="at most so many ranks on a host")
     add("--sync-dst-dir", metavar="DIR", help="copy this folder to DIR on every host, and run there")
-    add("--env", action="append", default=[], metavar="K=V", help="a variable of every rank; K alone: its value here")
+    add("--env", action="append", default=[], metavar="K=V", help=_ENV)
     add("--interface", metavar="IF", help="network interface of all traffic between hosts")
     add("--bind", metavar="TO", help=f"bind each rank to a {', '.join(BINDINGS[1:])}; or none (default)")
     add("--mpi-args", default="", metavar="ARGS", help="further arguments of mpirun, as one string")
@@ -86,7 +92,8 @@ def _check_options(words: Sequence[str]) -> None:
 
 
 def _job(given: argparse.Namespace) -> Job:
-    program = given.program[1:] if given.program[:1] == ["--"] else given.program
+    env = dict(pair for text in given.env for pair in _variables(text))
+    program = _words(given.program[1:] if given.program[:1] == ["--"] else given.program, env.get("PATH"))
     servers = _number("-s", "servers", given.servers, least=0)
     ranks = _ranks_of_the_job(given, servers) if given.ranks is None else _number("-n", "ranks", given.ranks, least=1)
     per_node = given.ranks_per_node
@@ -100,7 +107,7 @@ def _job(given: argparse.Namespace) -> Job:
         servers,
         hosts=() if given.hosts is None else hosts.read(given.hosts),
         ranks_per_node=None if per_node is None else _number("--ranks-per-node", "ranks", per_node, least=1),
-        env=dict(map(_variable, given.env)),
+        env=env,
         interface=given.interface,
         bind=given.bind,
         sync_dst_dir=given.sync_dst_dir,
@@ -129,14 +136,51 @@ def _number(option: str, what: str, text: str, *, least: int) -> int:
     return int(text)
 
 
+def _words(program: Sequence[str], path: str | None) -> list[str]:
+    """Return the words of a program; its first one is split as a shell would where it has blanks and names no file,
+    as launchers of key-value stores take a program and its arguments: ``"python dist.py"``."""
+    first, *others = program or [""]
+    if not re.search(r"\s", first) or os.path.exists(first) or shutil.which(first, path=path) is not None:
+        return [*program]
+    try:
+        return [*shlex.split(first), *others]
+    except ValueError as error:
+        raise ConfigError(
+            "launch", expected="a program, or a program and its arguments in one word as a shell splits it",
+            got=f"{first!r}: {error}",
+        ) from error  # fmt: skip
+
+
+def _variables(text: str) -> list[tuple[str, str]]:
+    """Return the variables of one ``--env``, with their values."""
+    if not text.startswith("@"):
+        return [_variable(text)]
+    valid = 'an object of strings, such as {"KEY": "value"}'
+    try:
+        found = json.loads(Path(text[1:]).read_bytes())
+    except OSError as error:
+        raise ConfigError("launch --env", where=text[1:], expected="a file of variables", got=error.strerror) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("launch --env", where=text[1:], expected=valid, got="no JSON") from error
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise ConfigError("launch --env", where=text[1:], expected=valid, got=f"{type_named(found)} of another content")
+    return [_checked(name, value) for name, value in found.items()]
+
+
 def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
-    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ConfigError("launch --env", expected="NAME=VALUE, or the NAME of a variable here", got=repr(text))
-    if not equals and name not in os.environ:
+    if not equals and name not in os.environ and _NAME.fullmatch(name):
         raise ConfigError("launch --env", expected=f"{name}=VALUE, as it is not set here", got=repr(text))
-    if not equals:
-        value = os.environ[name]
+    return _checked(name, value if equals else os.environ.get(name, ""))
+
+
+def _checked(name: str, value: str) -> tuple[str, str]:
+    """Return both; no message shows the value, which may be a secret."""
+    if not _NAME.fullmatch(name):
+        expected = "NAME=VALUE, the NAME of a variable here, or @FILE"
+        raise ConfigError("launch --env", expected=expected, got=repr(shortened(name, 80)))
+    if "\0" in value:
+        raise ConfigError("launch --env", where=name, expected="a value without zero bytes", got="one with them")
     if name == "PATH" and not value:
-        raise ConfigError("launch --env", expected="a PATH with folders, in which programs are found", got=repr(text))
+        raise ConfigError("launch --env", expected="a PATH with folders, in which programs are found", got="PATH=")
     return name, value

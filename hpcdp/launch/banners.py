@@ -131,6 +131,11 @@ class Banners:
         return left
 
 
+def begins_banner(line: bytes) -> bool:
+    """Whether the beginning of a line may become that of a banner."""
+    return _RULE.startswith(line) or _BEGINNING.fullmatch(line) is not None
+
+
 def _is_known(block: bytes) -> bool | None:
     """Whether what begins as a banner is a known one; None where only more of it tells."""
     if not block.startswith(_RULE):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 from ..errors import LaunchError
@@ -17,6 +19,7 @@ from .supervise import FORWARDED, say
 
 # execve(2): the interpreter ends at a blank, or with the line
 _FIRST_LINE = re.compile(rb"#![ \t]*([^ \t\n]*)")
+_PYTHON = re.compile(r"python[0-9.]*")
 _LIMIT_VARIABLES = ("HPCDP_STALL_S", "HPCDP_TIMEOUT_S")
 
 
@@ -60,6 +63,48 @@ def warn_of_other_library(job: Job, family: str) -> None:
         f"{job.program[0]} is of an environment with {other.name}, and is started for {mpi_library.FAMILIES[family]}: "
         f"its ranks will be worlds of one; use {other.path.parent.parent}/bin/hpcdp launch"
     )
+
+
+def missing_module(job: Job, module: str) -> LaunchError | None:
+    """Return what to say of a rank that has not found ``module``, where this Python has it and the rank's is another
+    one: ``python`` without an activated environment is that of PATH, which the launcher leaves as it is."""
+    theirs = _python_of(job)
+    if theirs is not None and _is_this_python(theirs):
+        return None
+    if (theirs is None and module != "hpcdp") or importlib.util.find_spec(module) is None:
+        return None
+    activate = Path(sys.prefix, "bin", "activate")
+    remedies = [f"activate its environment with . {activate}"] if activate.exists() else []
+    remedies += [f"name it: hpcdp launch ... -- {sys.executable} ..."]
+    return LaunchError(
+        f"launch {job.program[0]!r}",
+        expected=f"{sys.executable}, which has the module {module}",
+        got=f"{theirs or 'another Python'}, which has not",
+        remedy=", or ".join(remedies),
+    )
+
+
+def _python_of(job: Job) -> Path | None:
+    """Return the Python that runs the program of ``job``; None where it is none, or only a shell knows."""
+    path = job.env.get("PATH")
+    found = shutil.which(job.program[0], path=path)
+    if found is not None and not _PYTHON.fullmatch(Path(found).name):
+        try:
+            with open(found, "rb") as file:
+                first = os.fsdecode(file.readline(512))
+        except OSError:  # it may be run and not be read
+            return None
+        words = first.removeprefix("#!").split() if first.startswith("#!") else []
+        if words and Path(words[0]).name == "env":
+            words = [word for word in words[1:] if not word.startswith("-")]
+        found = shutil.which(words[0], path=path) if words and _PYTHON.fullmatch(Path(words[0]).name) else None
+    return None if found is None else Path(found).absolute()
+
+
+def _is_this_python(other: Path) -> bool:
+    """Whether it has the modules of this one: by the folder that it lies in, as that of an environment is a link."""
+    own = Path(sys.executable)
+    return other.parent.resolve() == own.parent.resolve() and other.resolve() == own.resolve()
 
 
 def check_binding(job: Job, family: str, processes: int, cores: int, host: str) -> None:

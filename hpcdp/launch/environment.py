@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..launched import THREAD_VARIABLES, batch_system
+from . import interfaces
 from .dialect import Dialect
 from .hosts import Place, is_this_machine
 from .mpi_library import MpiLibrary, is_open_mpi_4
@@ -32,7 +33,8 @@ def environment(
 ) -> dict[str, str]:
     """``environ`` with what ``ranks`` ranks on one machine need; what the user has set already wins.
 
-    They are started on this machine's own transports (Open MPI otherwise looks for fabrics for a second), unbound (two
+    They are started on this machine's memory alone (Open MPI otherwise looks for fabrics for a second, and its TCP
+    listens on all addresses; UCX and libfabric, which MPICH opens in any case, keep to the loopback), unbound (two
     jobs on a machine would both bind to its first cores), with the cores shared out among the ranks' BLAS threads;
     ``servers`` behind them do not compute.
     """
@@ -41,12 +43,13 @@ def environment(
     if library.family == "openmpi":
         shared = "vader" if is_open_mpi_4(mpirun) else "sm"
         wanted |= {
-            "OMPI_MCA_btl": f"self,{shared},tcp",
+            "OMPI_MCA_btl": f"self,{shared}",
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
         }
     else:
         wanted["HYDRA_LAUNCHER"] = "fork"
+        wanted |= dict.fromkeys(("FI_TCP_IFACE", "FI_SOCKETS_IFACE", "UCX_NET_DEVICES"), interfaces.loopback())
     wanted |= blas_threads(max(1, cores // ranks), environ)
     return {**wanted, **environ}
 

@@ -29,6 +29,11 @@ def is_loopback(name: str) -> bool:
     return bool(_flags(name) & _LOOPBACK)
 
 
+def loopback() -> str:
+    """The name of the one that leads to this machine alone."""
+    return next(filter(is_loopback, here()), "lo")
+
+
 def check(name: str, *, several_hosts: bool) -> None:
     """Raises `ConfigError`, which lists what is valid, unless this machine has that interface, and it leads to the
     others where there are several."""

@@ -51,7 +51,7 @@ class Quiet:
                 self._rules -= 2
             if not piece:
                 continue
-            if not self._line and not piece.endswith(b"\n") and _may_be_noise(piece):
+            if not self._line and not piece.endswith(b"\n") and may_be_noise(piece):
                 self._kept = piece
                 break
             if self._line or not _LINE.fullmatch(piece):
@@ -67,5 +67,6 @@ class Quiet:
         return kept
 
 
-def _may_be_noise(line: bytes) -> bool:
+def may_be_noise(line: bytes) -> bool:
+    """Whether the beginning of a line may become one that is left out."""
     return len(line) < _LONGEST and _BEGINNING.fullmatch(line) is not None

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from ..errors import LaunchError, to_stderr
 from ..launched import PMI_OF_SRUN
-from . import machine, segments
+from ..listening import keep_to_interface
+from . import live, machine, segments
 from .cause import BEREFT, first_failure
 from .mpi_library import is_open_mpi_4
 from .orphans import adopt, bound, end_orphans
@@ -53,6 +54,8 @@ def supervise(
     hosts: Sequence[str | None] = (),
     asked: str = "",
     verbose: bool = False,
+    interface: str | None = None,
+    missing_module: Callable[[str], object | None] = lambda module: None,
 ) -> int:
     """Runs ``command`` with all of ``environ`` until it and all that it has started have ended.
 
@@ -66,6 +69,8 @@ def supervise(
         hosts: where each rank runs, None for this machine; empty where only mpirun knows, or all run here.
         asked: arguments of the user's own in ``command``.
         verbose: whether to tell where the ranks of this machine are.
+        interface: the only network interface through which ``command`` is to accept connections; None: any.
+        missing_module: returns what to say of a failed job in which a Python has not found a module, or None.
 
     Returns:
         The job's exit status: 128 + the number of the signal that ended this launcher, or that of the rank that failed
@@ -74,6 +79,7 @@ def supervise(
     Raises:
         LaunchError: mpirun has refused what was ``asked`` of it.
     """
+    global _output
     given = (signal.SIGHUP, signal.SIGTSTP)
     ignored = {sign for sign in given if signal.getsignal(sign) == signal.SIG_IGN}  # as nohup has the first one
     watched = {*FORWARDED, signal.SIGTSTP, signal.SIGCHLD} - ignored
@@ -88,24 +94,33 @@ def supervise(
                 left_behind.enter_context(segments.files_of_mpich_removed())
             elif not elsewhere and not is_open_mpi_4(Path(command[0])):
                 environ, _ = left_behind.enter_context(segments.own_folder(environ))
+            command, shown = live.shown(command, family, asked, is_alone=ranks == 1)
+            _output = shown
             started = None
             if family == "openmpi":
                 places = hosts or ([] if elsewhere else [None] * ranks)
                 command, started = left_behind.enter_context(listed(command, ranks, places))
-            words = Words(held=bool(asked), with_banners=family == "srun")
+            words = Words(held=bool(asked), with_banners=family == "srun", shown=shown)
             blocked = {*before, *ignored, signal.SIGTTIN}  # in the background it reads an error, and is not stopped
-            mpirun = subprocess.Popen(command, env=environ, preexec_fn=bound(blocked), stderr=words.end)
+            mpirun = subprocess.Popen(
+                command, env=environ, preexec_fn=bound(blocked), stdout=None if shown is None else shown.end,
+                stderr=words.end,
+            )  # fmt: skip
             with contextlib.closing(Watch(mpirun.pid, ranks - elsewhere, watched, servers, elsewhere)) as watch:
                 if guards is not None:
                     guards.attach(watch)
                 words.attach(watch)
+                if shown is not None:
+                    shown.attach(watch)
                 if started is not None:
                     started.attach(watch, guards)
                 goes_on = "--with-ft" in command  # Open MPI's, with ULFM: who survives decides
                 ended_by, was_stuck = _forward_signals(
-                    mpirun, watch, usr1_has_come, guards, words, started, verbose, goes_on, family
+                    mpirun, watch, usr1_has_come, guards, words, started, verbose, goes_on, family, interface
                 )  # fmt: skip
                 failed = watch.failed  # while mpirun ran
+                if shown is not None:
+                    shown.drain(_waiting_for_reader(watch, ended_by))
                 # Guards' words on ranks may come after it has ended, and ranks whose job was aborted end after MPICH's.
                 if mpirun.returncode and (guards is not None or family == "mpich"):
                     _hear_the_last(watch)
@@ -123,12 +138,16 @@ def supervise(
     words.show()
     if ended_by is not None:
         return 128 + ended_by
+    other_python = missing_module(words.no_module) if mpirun.returncode and words.no_module is not None else None
     if lost:
         for each in lost.values():
             say(each)
         return 1
     if family == "srun" and mpirun.returncode > 0:
-        return _told_by_srun(words, ranks, mpirun.returncode) or mpirun.returncode
+        status = _told_by_srun(words, ranks, mpirun.returncode) or mpirun.returncode
+        if other_python is not None:
+            say(other_python)
+        return status
     if was_stuck and all(end.status == 0 for end in ends):
         return 0
     if mpirun.returncode < 0:
@@ -155,7 +174,21 @@ def supervise(
         say(f"mpirun has ended with status {status}; which rank failed first is not known: {why}")
     elif told is None and status and not words.has_spoken:
         say(f"mpirun has ended with status {status}, and has not said why")
+    if other_python is not None:
+        say(other_python)
     return status
+
+
+def _waiting_for_reader(watch: Watch, ended_by: int | None) -> Callable[[], bool]:
+    """Return what waits for the reader of output for a moment, and says whether to give it up: at a signal that ends
+    the job, and a second after one that has ended it."""
+    deadline = float("inf") if ended_by is None else time.monotonic() + _LAST_WORDS_S
+
+    def give_up() -> bool:
+        received = watch.wait(_TELL_S)
+        return (received is not None and received.number in ENDING) or time.monotonic() >= deadline
+
+    return give_up
 
 
 def _hear_the_last(watch: Watch) -> None:
@@ -256,6 +289,7 @@ def _forward_signals(
     verbose: bool,
     goes_on: bool,
     family: str,
+    interface: str | None,
 ) -> tuple[int | None, bool]:
     """Waits for ``mpirun``; returns the signal that ended the job, None where it ended by itself, and whether all ranks
     had ended by themselves, and mpirun had not.
@@ -273,6 +307,9 @@ def _forward_signals(
         words.look()
         if started is not None:
             started.look()
+        if interface is not None and watch.starts:  # mpirun has begun to listen before it starts a rank
+            keep_to_interface(interface, mpirun.pid)
+            interface = None
         if verbose:
             told = _tell_of_starts(watch, told)
         if guards is not None:
@@ -351,7 +388,13 @@ def _tell_of_starts(watch: Watch, told: int) -> int:
     return len(watch.starts)
 
 
+_output: live.Shown | None = None
+"""What the ranks of the last job write: what is said here begins a line below that."""
+
+
 def say(what: object) -> None:
     """Writes a line of the launcher's own to stderr."""
+    if _output is not None:
+        _output.break_line()
     with contextlib.suppress(OSError):  # the terminal may be closed
         to_stderr(f"hpcdp launch: {what}")

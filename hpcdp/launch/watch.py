@@ -122,10 +122,10 @@ class Watch:
             os.close(descriptor)
         self._poll.close()
 
-    def also(self, descriptor: int, when_ready: Callable[[], object]) -> None:
-        """Calls ``when_ready`` from `wait` whenever ``descriptor`` can be read, until `no_more` of it."""
+    def also(self, descriptor: int, when_ready: Callable[[], object], event: int = select.EPOLLIN) -> None:
+        """Calls ``when_ready`` from `wait` whenever ``descriptor`` can be read, or written, until `no_more` of it."""
         self._others[descriptor] = when_ready
-        self._poll.register(descriptor, select.EPOLLIN)
+        self._poll.register(descriptor, event)
 
     def no_more(self, descriptor: int) -> None:
         """The opposite of `also`, called before the descriptor is closed."""

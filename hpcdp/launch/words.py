@@ -14,9 +14,10 @@ import signal
 import time
 from typing import NamedTuple
 
-from .banners import Banners
+from .banners import Banners, begins_banner
 from .cause import BEREFT
-from .quiet import Quiet
+from .live import Shown
+from .quiet import Quiet, may_be_noise
 from .watch import Watch, name_of
 
 # What is looked for ends behind a name or a number: half of it may come before the other half.
@@ -52,6 +53,8 @@ _MISSING = re.compile(
     rb"rank [0-9]+ of [0-9]+: [^\n]* (?:has not ended in [0-9.]+ s: ([^\n]+)\n[^\n]*the job ends now|"
     rb"cannot end: ([^\n]+); the job ends now)"
 )
+# Python's, of an import, and of -m: "python: No module named hpcdp"
+_NO_MODULE = re.compile(rb"No module named '?([A-Za-z_]\w*)")
 _RULE = re.compile(rb"^-{74}\n", re.MULTILINE)
 _OF_HYDRA = re.compile(rb"^\[(?:mpiexec|proxy)\S*\] \w+ \([^()]*\): (.*)\n", re.MULTILINE)
 _HOLD_S = 10.0
@@ -108,9 +111,12 @@ class Words:
         held: whether nothing is shown before a rank has been seen, or ten seconds have passed.
         with_banners: whether what mpirun says at length of ranks that have failed is shown as it comes; else
             `show_banners` does it.
+        shown: what puts lines of ranks together, where mpirun marks them; else what comes is shown as it is.
     """
 
-    def __init__(self, held: bool = False, with_banners: bool = False) -> None:
+    def __init__(self, held: bool = False, with_banners: bool = False, shown: Shown | None = None) -> None:
+        self._shown = shown
+        self._output = None if shown is None else shown.errors(self._pass_on, self._may_be_shown)
         self._read, self.end = os.pipe()
         os.set_blocking(self._read, False)
         self._quiet, self._kept = Quiet(), b""
@@ -132,6 +138,8 @@ class Words:
         """Whether mpirun has ended the job since who reads its standard output has gone."""
         self.missing: str | None = None
         """Why the watchdog of a rank has ended the job: which ranks have not come, and what is known of them."""
+        self.no_module: str | None = None
+        """The first module that a Python has not found, the package where it is part of one."""
         self._of_tasks, self._tasks = b"", list[Tasks]()
 
     def attach(self, watch: Watch) -> None:
@@ -150,13 +158,16 @@ class Words:
     def show(self) -> None:
         """Shows what is held."""
         held, self._held = self._held, None
-        _write(held or b"")
+        self._write(held or b"", has_spoken=False)
 
     def lost(self) -> dict[str, str]:
         """What mpirun or srun said of each host that it has lost; called once it has ended."""
         while self._copy():
             pass
+        self._watch.no_more(self._read)
         os.close(self._read)
+        if self._shown is not None:
+            self._shown.finish()
         self._show(self._quiet.end())
         if self._banners is not None:
             self._write(self._banners.end())
@@ -213,6 +224,8 @@ class Words:
         )
 
     def _copy(self) -> bool:
+        if self._shown is not None and not self._shown.has_room(self._read, self._copy):
+            return False
         try:
             received = os.read(self._read, 1 << 16)
         except BlockingIOError:
@@ -220,7 +233,32 @@ class Words:
         if not received:
             self._watch.no_more(self._read)
             return False
-        self._show(self._quiet.pass_on(received))
+        if self._output is not None:
+            self._output.take(received)
+        else:
+            self._show(self._quiet.pass_on(received))
+            self._hear(received)
+        return True
+
+    def _pass_on(self, lines: bytes) -> bytes:
+        """What is to be shown of whole lines."""
+        self._hear(lines)
+        shown = self._quiet.pass_on(lines)
+        if self._banners is not None:
+            shown = self._banners.pass_on(shown)
+        self.has_spoken |= bool(shown)
+        if self._held is None:
+            return shown
+        self._held += shown
+        return b""
+
+    def _may_be_shown(self, beginning: bytes) -> bool:
+        """Whether it is known of the beginning of a line that all of it will be shown."""
+        may = self._held is None and not may_be_noise(beginning) and not begins_banner(beginning)
+        self.has_spoken |= may
+        return may
+
+    def _hear(self, received: bytes) -> None:
         self._kept += received
         for what, pattern in (("mpirun", _LOST), ("Slurm", _NODE_FAILED)):
             while found := pattern.search(self._kept):
@@ -238,6 +276,8 @@ class Words:
         self.are_unread |= _UNREAD in self._kept
         if self.missing is None and (found := _MISSING.search(self._kept)):
             self.missing = (found[1] or found[2]).decode(errors="replace")
+        if self.no_module is None and (found := _NO_MODULE.search(self._kept)):
+            self.no_module = found[1].decode()
         self._of_tasks += received
         for found in _TASK.finditer(self._of_tasks):
             host, numbers, code, how = ((each or b"").decode(errors="replace") for each in found.groups())
@@ -245,19 +285,20 @@ class Words:
             self._tasks += [] if status is None else [Tasks(host, numbers, status)]
         self._of_tasks = self._of_tasks[self._of_tasks.rfind(b"\n") + 1 :][-_KEPT:]
         self._kept = self._kept[-_KEPT:]
-        return True
 
     def _show(self, what: bytes) -> None:
         if self._banners is not None:
             what = self._banners.pass_on(what)
         self._write(what)
 
-    def _write(self, what: bytes) -> None:
-        self.has_spoken |= bool(what)
-        if self._held is None:
-            _write(what)
-        else:
+    def _write(self, what: bytes, has_spoken: bool = True) -> None:
+        self.has_spoken |= bool(what) and has_spoken
+        if self._held is not None:
             self._held += what
+        elif self._shown is not None:
+            self._shown.show(what)
+        else:
+            _write(what)
 
 
 def _write(what: bytes) -> None:

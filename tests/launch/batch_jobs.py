@@ -34,10 +34,18 @@ FULL = Job(
 """One that asks for everything."""
 
 RANKS = """
-import os, sys
+import glob, os, sys
 from mpi4py import MPI
 world = MPI.COMM_WORLD
 ranks = world.gather(world.rank)
+secret, shown = os.environb.get(b"GREETING", b"none"), []
+for path in glob.glob("/proc/[0-9]*/cmdline"):
+    try:
+        words = open(path, "rb").read()
+    except OSError:
+        continue
+    shown += [words] * (secret in words)
+assert not shown, shown
 if world.rank == 0:
     print(ranks, os.environ.get("GREETING"), os.environ.get("SSH_AUTH_SOCK"), sys.argv[1:], flush=True)
     print("to stderr", file=sys.stderr, flush=True)
@@ -71,6 +79,11 @@ def rendered(plan: Callable[[Job], object], job: Job, folder: Path, monkeypatch:
     monkeypatch.setattr(sys, "executable", "/shared/venv/bin/python")
     monkeypatch.chdir(folder)
     return str(plan(job)).replace(str(folder), "/shared/jobs") + "\n"
+
+
+def is_script(text: str) -> bool:
+    """Whether a file of a job is none of variables."""
+    return text.startswith("#!")
 
 
 def install(folder: Path, stand_in: Path, *names: str) -> dict[str, str]:

@@ -46,7 +46,7 @@ from hpcdp.launch.remote import channel, guard, guards
 from hpcdp.launch.hosts import Place
 supervise._FAILED_GRACE_S = 0.5
 with guards.Guards([Place("away", 1)], print) as reached:
-    reached.begin(2, 0, {"MARK": os.environ["MARK"], "WORD": "it's"}, None)
+    reached.begin(2, 0, {"MARK": os.environ["MARK"], "WORD": "it's"}, None, None)
     reached.check("/", sys.executable, None)
     environ = {**os.environ, "AGENT": reached.agent()}
     sys.exit(supervise.supervise([sys.argv[1]], environ, 2, "mpich", elsewhere=1, guards=reached))
@@ -160,7 +160,7 @@ def test_hosts_that_cannot_be_reached_are_named_with_their_reasons(ssh: Path) ->
 def test_what_a_login_script_writes_is_not_taken_for_a_guard(ssh: Path) -> None:
     said: list[str] = []
     with Guards([Place("chatty", 2)], said.append) as guards:
-        guards.begin(2, 0, {}, None)
+        guards.begin(2, 0, {}, None, None)
         with pytest.raises(LaunchError) as caught:
             guards.check("/", "no/such/program", None)
     assert "chatty: there is no program no/such/program; it must lie at the same path on all hosts" in str(caught.value)
@@ -271,6 +271,7 @@ def test_time_in_which_a_guard_itself_did_not_run_or_its_launcher_is_stopped_is_
     monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(guard, "end_orphans", lambda: None)
     kept._folder, kept._heard_s, kept._is_over = str(tmp_path / "segments"), now[0], False
+    kept._interface = None
     kept._watch = SimpleNamespace(wait=wait)
     kept._tell_of_ranks = kept._reap = lambda: None
     if said:

@@ -1,5 +1,7 @@
 """The launcher from outside: what the ranks see, and that none of them outlives it."""
 
+import contextlib
+import ctypes
 import json
 import os
 import pty
@@ -7,6 +9,7 @@ import pwd
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -102,6 +105,70 @@ def test_ranks_form_one_world() -> None:
         3, *python("from mpi4py import MPI; c = MPI.COMM_WORLD; print(f'{c.allgather(c.rank)} {c.rank}\\n', end='')")
     )
     assert sorted(done.stdout.split("\n")) == ["", *(f"[0, 1, 2] {rank}" for rank in range(3))], done.stderr
+
+
+LISTENERS = """
+import os, socket, sys
+sys.path.insert(0, {folder!r})
+from test_local import listeners, shown
+import hpcdp
+world = hpcdp.init()
+world.whole and world.comm.barrier()
+if world.rank == 0:
+    import time
+    time.sleep(0.3)  # the launcher looks 50 times a second
+    parent = os.getppid()
+    print(listeners([os.getpid(), parent]), shown(os.environb[b"TOKEN"]), flush=True)
+world.comm.barrier()
+"""
+
+
+def listeners(pids: list[int]) -> list[str]:
+    """The sockets of processes that accept TCP connections from other machines."""
+    libc, found = ctypes.CDLL(None), []
+    for pid in pids:
+        process = os.pidfd_open(pid)
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            if path.is_socket():
+                with socket.socket(fileno=libc.syscall(438, process, int(path.name), 0)) as one:
+                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockopt(1, socket.SO_ACCEPTCONN):
+                        address, port, *_ = one.getsockname()
+                        device = one.getsockopt(1, socket.SO_BINDTODEVICE, 16).rstrip(b"\0")
+                        if address not in ("127.0.0.1", "::1") and device != b"lo":
+                            found.append(f"{address}:{port} of {pid}")
+    return found
+
+
+def shown(secret: bytes) -> list[bytes]:
+    """The command lines of this machine that have a secret in them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += [words for words in [path.read_bytes()] if secret in words]
+    return found
+
+
+def test_no_port_is_open_to_others_and_no_value_is_shown() -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "FI_", "UCX_"))}
+    code = LISTENERS.format(folder=str(Path(__file__).parent))
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "3", "-s", "1", "--env", "TOKEN", "--", *python(code)]
+    environ |= {"TOKEN": str(uuid.uuid4()), "HPCDP_RANKS_PER_NODE": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    assert (done.stdout, done.returncode) == ("[] []\n", 0), done.stderr
+
+
+def test_another_python_without_the_module_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    other = tmp_path / "bin" / "python"
+    other.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'hpcdp.train'\" >&2\nexit 1\n")
+    other.chmod(0o755)
+    done = launch(2, "python", "x.py", env={**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert f"expected {sys.executable}, which has the module hpcdp, got {other}, which has not; " in line
+    assert line.endswith(f"name it: hpcdp launch ... -- {sys.executable} ...")
+    done = launch(1, *python("import no_such_module"))
+    assert done.returncode == 1 and "hpcdp launch" not in done.stderr
 
 
 def test_exit_status_of_a_rank() -> None:

@@ -207,3 +207,35 @@ def test_the_options_make_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
             verbose=True,
         )
     ]
+
+
+def test_a_quoted_program_is_split_as_a_shell_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Job] = []
+    monkeypatch.setattr("hpcdp.launch.launchers.ssh.run", lambda job: asked.append(job) or 0)
+    program = tmp_path / "a file"
+    program.touch()
+    for words in (["python 'my dist.py' -n 1"], ["python dist.py", "two words"], [str(program), "x y"]):
+        assert cli.main(["launch", "-n", "2", "-s", "2", "-H", "a:2,b:2", "--", *words]) == 0
+    assert [job.program for job in asked] == [
+        ("python", "my dist.py", "-n", "1"), ("python", "dist.py", "two words"), (str(program), "x y"),
+    ]  # fmt: skip
+
+
+def test_variables_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    asked: list[Job] = []
+    monkeypatch.setattr("hpcdp.launch.launchers.local.run", lambda job: asked.append(job) or 0)
+    file = tmp_path / "variables.json"
+    file.write_text('{"TOKEN": "it\'s=a\\nsecret", "MODE": "file"}')
+    assert cli.main(["launch", "-n", "1", "--env", f"@{file}", "--env", "MODE=mine", "--", "x"]) == 0
+    assert asked[0].env == {"TOKEN": "it's=a\nsecret", "MODE": "mine"}
+    for text, says in (
+        ('["hush"]', 'expected an object of strings, such as {"KEY": "value"}, got a list of another content'),
+        ('{"A": "hush", "B": 7}', "got a dict of another content"),
+        ('{"A": "hush"', "got no JSON"),
+        ('{"1A": "hush"}', "got '1A'"),
+        ('{"A": "hush\\u0000"}', "[A]: expected a value without zero bytes"),
+    ):
+        file.write_text(text)
+        assert cli.main(["launch", "-n", "1", "--env", f"@{file}", "--", "x"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert says in line and "hush" not in line

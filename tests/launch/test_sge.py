@@ -9,7 +9,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from batch_jobs import FULL, GOLDEN, PROGRAM, RANKS, SHELLCHECK, SLEEPER, install, launch, processes, rendered, wait_for
+from batch_jobs import (
+    FULL,
+    GOLDEN,
+    PROGRAM,
+    RANKS,
+    SHELLCHECK,
+    SLEEPER,
+    install,
+    is_script,
+    launch,
+    processes,
+    rendered,
+    wait_for,
+)
 
 from hpcdp.errors import ConfigError, LaunchError
 from hpcdp.launch.job import Host, Job
@@ -32,7 +45,7 @@ def test_what_is_rendered(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_scripts_have_no_faults_of_the_shell(name: str, tmp_path: Path) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
-    for text in sge.plan(JOBS[name]).files.values():
+    for text in filter(is_script, sge.plan(JOBS[name]).files.values()):
         done = subprocess.run(SHELLCHECK, input=text, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
 
@@ -130,7 +143,8 @@ def ranks(count: int, *program: str) -> list[str]:
 )
 def test_ranks_form_one_world(count: int, grid: tuple[Path, dict[str, str]]) -> None:
     shared, environ = grid
-    arguments = ["--env", "GREETING=a 'quoted' word", *ranks(count, "ranks.py", "two words", "$HOME")]
+    environ["GREETING"] = "a 'quoted' word"
+    arguments = ["--env", "GREETING", *ranks(count, "ranks.py", "two words", "$HOME")]
     job = launch(arguments, shared, environ)
     output, errors = job.communicate(timeout=60)
     assert job.returncode == 0, errors

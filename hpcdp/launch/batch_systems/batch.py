@@ -7,6 +7,7 @@ file for every signal that is to reach it, and at last its status. `batch_runner
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -31,6 +32,10 @@ OUTPUT, ERRORS, STATUS = "output", "errors", "status"
 
 AGENT = "hpcdp-agent"
 """That of the program there which mpirun calls as it would call ssh."""
+
+VARIABLES = "variables.json"
+"""That of the variables which ``--env`` gives to the ranks: a command line would show their values to every user of a
+host, and a batch system may copy a script to where others read it."""
 
 _TRAVEL = (*READ_BY_PROGRAMS, "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "MPICH_", "I_MPI_", "HYDRA_")
 _TRAVEL_ALONE = (*FIND_PROGRAMS, "LANG", "LC_ALL")
@@ -120,17 +125,22 @@ def agent_settings(folder: Path) -> list[str]:
     ]
 
 
-def launch_command(job: Job, hosts: str | None) -> str:
+def variables(job: Job, folder: Path) -> dict[Path, str]:
+    """Return the file of the variables of ``job``, which its `launch_command` reads; none where it has no variables."""
+    return {folder / VARIABLES: json.dumps(dict(job.env), indent=2) + "\n"} if job.env else {}
+
+
+def launch_command(job: Job, folder: Path, hosts: str | None) -> str:
     """The ``hpcdp launch`` of ``job`` inside a job of a batch system, as a line of a shell script.
 
     Args:
+        folder: the job's, where `variables` says that its file is.
         hosts: where its ranks go, a word of the script; None for the one host that there is.
     """
     words = [sys.executable, *module("hpcdp.cli"), "launch", "-n", str(job.ranks)]
     words += ["-s", str(job.servers)] if job.servers else []
     words += ["--ranks-per-node", str(job.ranks_per_node)] if job.ranks_per_node is not None else []
-    for name, value in job.env.items():
-        words += ["--env", f"{name}={value}"]
+    words += ["--env", f"@{folder / VARIABLES}"] if job.env else []
     words += ["--interface", job.interface] if job.interface is not None else []
     words += ["--bind", job.bind] if job.bind is not None else []
     words += [f"--mpi-args={job.mpi_args}"] if job.mpi_args else []
@@ -161,8 +171,10 @@ def run(plan: Plan, folder: Path, submit: Callable[[], Submitted]) -> int:
             ) from error
         try:
             for path, text in plan.files.items():
-                path.write_text(text, errors="surrogateescape")
-                path.chmod(0o700)
+                mode = 0o700 if text.startswith("#!") else 0o600
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+                with open(file, "w", errors="surrogateescape") as opened:
+                    opened.write(text)
             return _follow(folder, submit(), watched)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

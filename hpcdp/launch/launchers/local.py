@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
 
 from ...errors import LaunchError
-from .. import mpi_library
-from ..checks import check, check_binding, warn_of_other_library
+from .. import interfaces, mpi_library
+from ..checks import check, check_binding, missing_module, warn_of_other_library
 from ..dialect import Dialect, program
 from ..environment import environment
 from ..job import Command, Job, Plan, server
@@ -30,7 +31,7 @@ def run(job: Job, usr1_has_come: Callable[[], bool] | None = None) -> int:
     processes = job.ranks + job.servers
     return supervise(
         command.argv, environ, processes, library.family, job.servers, usr1_has_come, asked=job.mpi_args,
-        verbose=job.verbose,
+        verbose=job.verbose, interface=interfaces.loopback(), missing_module=functools.partial(missing_module, job),
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from ...errors import LaunchError
 from ...launched import batch_system
 from .. import folders, mpi_library, segments
 from ..batch_systems import given_hosts, slurm_allocation
-from ..checks import check, check_binding, warn_of_other_library
+from ..checks import check, check_binding, missing_module, warn_of_other_library
 from ..dialect import Dialect, program
 from ..environment import environment_of_hosts, travelling
 from ..hosts import is_this_machine, of_ranks, place
@@ -106,7 +107,7 @@ def _by_ssh(job: Job, command: Command, library: mpi_library.MpiLibrary, dialect
         with _segments(dialect, environ) as (environ, own):
             travels = {name: environ[name] for name in travelling(environ, job.env)}
             processes = job.ranks + job.servers
-            guards.begin(processes, job.servers, travels, own)
+            guards.begin(processes, job.servers, travels, own, _daemons_keep_to(job, library))
             guards.check(job.sync_dst_dir or os.getcwd(), program_on_hosts(job), job.interface)
             environ |= dialect.by_ssh(guards.agent())
             tell(str(command))
@@ -121,6 +122,8 @@ def _by_ssh(job: Job, command: Command, library: mpi_library.MpiLibrary, dialect
                 asked=job.mpi_args,
                 guards=guards,
                 verbose=job.verbose,
+                interface=_daemons_keep_to(job, library),
+                missing_module=functools.partial(missing_module, job),
             )
 
 
@@ -138,6 +141,8 @@ def _in_batch(job: Job, command: Command, library: mpi_library.MpiLibrary) -> in
         elsewhere=processes,
         asked=job.mpi_args,
         verbose=job.verbose,
+        interface=_daemons_keep_to(job, library),
+        missing_module=functools.partial(missing_module, job),
     )
 
 
@@ -162,6 +167,12 @@ def program_on_hosts(job: Job) -> str:
     """The program as every host finds it: a name that was found on PATH by its path, one of this folder as it is."""
     name = job.program[0]
     return name if "/" in name else shutil.which(name, path=job.env.get("PATH")) or name
+
+
+def _daemons_keep_to(job: Job, library: mpi_library.MpiLibrary) -> str | None:
+    """Return the interface through which daemons of mpirun accept connections; None for any. Those of hydra connect to
+    each other on one host, too."""
+    return job.interface if library.family == "openmpi" else None
 
 
 def _segments(

@@ -64,11 +64,15 @@ def plan(job: Job) -> Plan:
         )
     _check_values(arguments)
     files = [f"-o {shlex.quote(str(folder / batch.OUTPUT))}", f"-e {shlex.quote(str(folder / batch.ERRORS))}"]
-    script = folder / "job.sh"
-    written = {script: _script(job, folder, files, _stop_s(arguments), has_hosts="-pe" in arguments)}
+    submitted, script = folder / "submit.sh", folder / "job.sh"
+    written = {
+        submitted: _submitted(files, script),
+        script: _script(job, folder, _stop_s(arguments), has_hosts="-pe" in arguments),
+        **batch.variables(job, folder),
+    }
     if "-pe" in arguments:
         written[folder / batch.AGENT] = _AGENT
-    return Plan([Command(("qsub", "-terse", "-b", "n", *arguments, str(script)))], written)
+    return Plan([Command(("qsub", "-terse", "-b", "n", *arguments, str(submitted)))], written)
 
 
 def run(job: Job) -> int:
@@ -104,12 +108,18 @@ def _stop_s(arguments: list[str]) -> float:
     return max(limit_s - _BEFORE_LIMIT_S, limit_s / 2)
 
 
-def _script(job: Job, folder: Path, files: list[str], stop_s: float, *, has_hosts: bool) -> str:
+def _submitted(files: list[str], script: Path) -> str:
+    """The script that Grid Engine copies into its spool, where others may read it: it holds no variables."""
     lines = ["#!/bin/bash", "# Submitted by hpcdp launch --launcher sge, which shows what it writes.", "#$ -N hpcdp"]
     # Without this bash it would run in the queue's shell, often csh; a host that is lost does not end the job; SIGUSR2
     # comes some time before the end.
     lines += [f"#$ {option}" for option in ("-S /bin/bash", *files, "-r y", "-notify")]
-    lines += ["", f"cd {shlex.quote(str(Path.cwd()))} || exit 1", *batch.exports()]
+    return "\n".join([*lines, "", f"exec /bin/bash {shlex.quote(str(script))}"]) + "\n"
+
+
+def _script(job: Job, folder: Path, stop_s: float, *, has_hosts: bool) -> str:
+    lines = ["#!/bin/bash", "# Runs as the job of hpcdp launch --launcher sge."]
+    lines += [f"cd {shlex.quote(str(Path.cwd()))} || exit 1", *batch.exports()]
     hosts = None
     if has_hosts:
         lines += batch.agent_settings(folder)
@@ -122,7 +132,7 @@ def _script(job: Job, folder: Path, files: list[str], stop_s: float, *, has_host
         str(_AGAIN),
         f"{stop_s:g}",
     ]
-    lines += [f"exec {shlex.join(runner)} \\", f"  {batch.launch_command(job, hosts)}"]
+    lines += [f"exec {shlex.join(runner)} \\", f"  {batch.launch_command(job, folder, hosts)}"]
     return "\n".join(lines) + "\n"
 
 

@@ -6,6 +6,7 @@ Its --mpi must be one that the MPI library of mpi4py knows; with any other srun 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -19,7 +20,7 @@ from ...errors import LaunchError
 from .. import mpi_library
 from ..batch_systems import batch_values
 from ..batch_systems.slurm_allocation import Allocation, allocation
-from ..checks import check, warn_of_other_library
+from ..checks import check, missing_module, warn_of_other_library
 from ..dialect import Dialect, program
 from ..environment import blas_threads
 from ..hosts import of_ranks, place
@@ -53,7 +54,7 @@ def run(job: Job) -> int:
     processes = job.ranks + job.servers
     return supervise(
         command.argv, {**os.environ, **command.env}, processes, "srun", job.servers, elsewhere=processes,
-        verbose=job.verbose,
+        verbose=job.verbose, missing_module=functools.partial(missing_module, job),
     )  # fmt: skip
 
 

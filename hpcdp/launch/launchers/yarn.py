@@ -119,11 +119,15 @@ def _files(job: Job, folder: Path, sizes: Sequence[int]) -> dict[Path, str]:
     lines += [f"cd {shlex.quote(str(Path.cwd()))} || exit 1", *batch.exports()]
     if len(sizes) > 1:
         lines += [*batch.agent_settings(folder), "export HPCDP_CONTAINERS=1"]
-    lines += [f"exec {shlex.join(runner)} \\", f"  {batch.launch_command(job, hosts if len(sizes) > 1 else None)}"]
+    lines += [
+        f"exec {shlex.join(runner)} \\",
+        f"  {batch.launch_command(job, folder, hosts if len(sizes) > 1 else None)}",
+    ]
     return {
         folder / "container.sh": "\n".join(container) + "\n",
         script: "\n".join(lines) + "\n",
         folder / batch.AGENT: agent_script(folder),
+        **batch.variables(job, folder),
     }
 
 

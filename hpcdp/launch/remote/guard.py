@@ -25,14 +25,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ...listening import keep_to_interface
 from .. import interfaces, machine, segments
 from ..dialect import LOST_AFTER_S, STALLED_S
 from ..environment import blas_threads
-from ..orphans import adopt, end_orphans
+from ..orphans import adopt, end_orphans, living
 from ..watch import Watch
 
 FIRST_WORDS = "hpcdp guard "
 """Before its first line: what a login script has written is not taken for it."""
+DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
+"""Programs of mpirun on other hosts."""
 _WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -41,8 +44,8 @@ class Guard:
 
     Args:
         begin: how many ``ranks`` run here and ``elsewhere``, how many ``servers`` are among all, the ``workers`` here,
-            the ``environ`` of what is started, and the ``folder`` that Open MPI's segments share with no
-            other job, or None.
+            the ``environ`` of what is started, the ``folder`` that Open MPI's segments share with no other job,
+            or None, and the ``interface`` through which mpirun's daemon accepts connections, None for any.
     """
 
     def __init__(self, begin: dict[str, Any]) -> None:
@@ -50,6 +53,7 @@ class Guard:
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         self._environ = {**_shares(begin["workers"], begin["environ"]), **begin["environ"]}
         self._folder: str | None = begin["folder"]
+        self._interface: str | None = begin["interface"]
         self._watch = Watch(os.getpid(), begin["ranks"], set(_WATCHED), begin["servers"], begin["elsewhere"])
         self._watch.also(0, self._read)
         # By pid: the launcher's number, and the process, which would take its own status if it were forgotten.
@@ -74,6 +78,9 @@ class Guard:
                     looked_s += late_s
                     if late_s > STALLED_S and self._heard_s < looked_s:
                         self._heard_s = min(looked_s, self._heard_s + late_s)
+                    if self._interface is not None and self._watch.starts:  # the daemon listens before
+                        self._keep_daemons_to(self._interface)
+                        self._interface = None
                     self._tell_of_ranks()
                     self._reap()
                     if received is not None and received.number != signal.SIGCHLD:
@@ -114,6 +121,13 @@ class Guard:
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()),
         )
         self._started[process.pid] = number, process
+
+    def _keep_daemons_to(self, interface: str) -> None:
+        """A daemon is the shell that was started here, which has become it, or a child of that."""
+        for pid in self._started:
+            for each in {pid} | living(pid):
+                if _name_of(each) in DAEMONS:
+                    keep_to_interface(interface, each)
 
     def _tell_of_ranks(self) -> None:
         for start in self._watch.starts[self._told_starts :]:

@@ -25,6 +25,7 @@ from ..hosts import Place
 from ..watch import End, Start, Watch
 from . import agent
 from .channel import Channel
+from .guard import DAEMONS
 
 _REACHED_S, _ANSWERED_S, _ENDED_S = 20.0, 20.0, 4.0
 _BEAT_S = 2.0
@@ -78,14 +79,19 @@ class Guards:
             self._socket.close()
         self._left_behind.close()
 
-    def begin(self, ranks: int, servers: int, environ: Mapping[str, str], segments: Path | None) -> None:
+    def begin(
+        self, ranks: int, servers: int, environ: Mapping[str, str], segments: Path | None, interface: str | None
+    ) -> None:
         """Tells every guard what will run: of ``ranks`` processes in all ``servers`` servers, with ``environ`` beside
-        the host's own; ``segments`` is a folder that it makes, and removes with all that is in it."""
+        the host's own; ``segments`` is a folder that it makes, and removes with all that is in it, ``interface`` the
+        one through which mpirun's daemons there accept connections."""
         folder = None if segments is None else str(segments)
         for name, channel in self._channels.items():
             place = self._places[name]
-            begin = {"ranks": place.processes, "elsewhere": ranks - place.processes, "servers": servers}
-            channel.send({"begin": {**begin, "workers": place.ranks, "environ": dict(environ), "folder": folder}})
+            counts = {"ranks": place.processes, "elsewhere": ranks - place.processes, "servers": servers}
+            counts["workers"] = place.ranks
+            told = {"environ": dict(environ), "folder": folder, "interface": interface}
+            channel.send({"begin": {**counts, **told}})
 
     def know_of(self, ranks: Mapping[str, Sequence[tuple[int, int]]]) -> None:
         """Tells the guard of each host which ranks, with their processes, mpirun says it has started there."""
@@ -197,7 +203,7 @@ class Guards:
                     self._lose_daemon("mpirun's daemon", channel, -code)
             elif key == "died":
                 name, pid, status = value
-                if os.WIFSIGNALED(status) and name in _DAEMONS and self._watch.failed is None:
+                if os.WIFSIGNALED(status) and name in DAEMONS and self._watch.failed is None:
                     self._lose_daemon(f"{name} (pid {pid})", channel, os.WTERMSIG(status))
         if channel.is_closed:
             self._lose(channel, "is lost: its connection has closed")
@@ -256,9 +262,6 @@ class Guards:
         wrong += [f"{channel.host}: no answer in {limit_s:.0f} s" for channel in waiting.values()]
         if wrong:
             raise LaunchError(what, got=listed(sorted(wrong)))
-
-
-_DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 
 
 def _private_folder(left_behind: contextlib.ExitStack) -> Path:
