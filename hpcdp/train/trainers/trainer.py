@@ -179,7 +179,9 @@ class Trainer:
     def step(self, count: int) -> int:
         """Reduce the gradients over all ranks and update; every rank must call. Changes parameters in place.
 
-        The gradients are not changed in a way to rely on; see `allreduce_grads` for looking at their sum.
+        A parameter that no rank has used since the last step, or that is frozen by ``grad_req="null"``, keeps its value
+        and its optimizer's state. The gradients are not changed in a way to rely on; see `allreduce_grads` for looking
+        at their sum.
 
         Args:
             count: samples of this rank whose gradients backward has written. A rank that has run out of data passes 0
@@ -193,6 +195,8 @@ class Trainer:
         Raises:
             StaleGradientError: backward did not write all gradients on a rank with samples; raised on every rank. Or
                 `allreduce_grads` has summed them already, and `update` is to follow.
+            MismatchError: some ranks have frozen a parameter by ``grad_req="null"`` and others have not, and the policy
+                does not let ranks use different parameters.
         """
         raise NotImplementedError
 
@@ -348,9 +352,10 @@ class Trainer:
         """What training goes on from, beside the network's parameters; every rank must call.
 
         Returns:
-            ``states``: the optimizer's, by parameter and name, of which this rank holds its parts, or ``store``: that
-            of the store that updates; ``residuals``: what compression has not sent yet; ``optimizer``: its settings, as
-            JSON; ``step_count``, ``loss_scale``, ``good_steps``, ``num_nonfinite``; and what decides the bits:
+            ``states``: the optimizer's, by parameter and name, of which this rank holds its parts, and ``passed_over``:
+            in how many updates a parameter was left alone; or ``store``: that of the store that updates;
+            ``residuals``: what compression has not sent yet; ``optimizer``: its settings, as JSON; ``step_count``,
+            ``loss_scale``, ``good_steps``, ``num_nonfinite``; and what decides the bits:
             ``virtual_shards``, ``arithmetic``, ``layout``. Arrays are the trainer's own, which the next `step` changes.
 
         Raises:
