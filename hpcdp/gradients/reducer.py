@@ -145,6 +145,8 @@ class Reducer:
         for param, slot in zip(params, layout.slots, strict=True):
             param.grad = self.buckets[slot.bucket].view(slot)
             param.grad_hook = self._hooks[id(param)] = partial(self._written, slot.name)
+        self.watch: Callable[[], None] | None = None
+        """Called for each gradient that is written, within its backward."""
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         """Makes a context for what waits for other ranks; on a GPU its stream does."""
         self.holds_sums = False
@@ -199,6 +201,8 @@ class Reducer:
                 "backward", where=name, expected="grad_req='write' with reproducible=True", got="grad_req='add'"
             )
         bucket = self.arrivals.note(name)
+        if self.watch is not None:
+            self.watch()
         if self.gpus is not None:
             self.gpus.written(bucket)
         if bucket.state is State.READY and self.overlap and not self._another_follows:

@@ -30,6 +30,7 @@ from .communication_stats import CommunicationStats
 from .gpu_times import EXPOSED, GpuTimes
 from .graph_update import GraphUpdate, graph_update
 from .loss_scale import DynamicLossScale, first_scale, is_dynamic, skipping
+from .mean_losses import MeanLosses
 from .on_its_gpu import on_its_gpu
 from .parts import require_whole, share_over_parts
 from .policy import Policy, Unwritten, checked_policy, stale_anywhere
@@ -97,6 +98,8 @@ class BucketTrainer(Trainer):
             ours, layout, self.world, overlap, self.compression, self.virtual_shards, sharded=owner == "shard",
             more_numbers=self._unwritten.length,
         )  # fmt: skip
+        self._means: MeanLosses | None = MeanLosses(warns=self.world.rank == 0)
+        self.reducer.watch = self._means.note
         if self.reducer.beside is not None:
             self.reducer.beside.waited = self.stats.waited
         by_shards = owner == "shard" or (owner == "auto" and lies_once_per_node(self.reducer))
@@ -183,6 +186,8 @@ class BucketTrainer(Trainer):
         does not look at sums; None: one after the other."""
         count = checked_count("step", count)
         self._settle("step")
+        if self._means is not None:
+            self._look_at_losses("step", count, stacklevel=6)
         if not self._syncing:
             self._held_count += count
             return self._held_count
@@ -209,6 +214,11 @@ class BucketTrainer(Trainer):
             self._begin_step()
         self._account(began_ns)
         return total
+
+    def _look_at_losses(self, operation: str, count: int, stacklevel: int) -> None:
+        assert self._means is not None
+        if self._means.look(operation, count, self.loss_scale, stacklevel):
+            self._means = self.reducer.watch = None
 
     @property
     def accumulation(self) -> tuple[bool, bool]:  # type: ignore[override]
@@ -289,6 +299,8 @@ class BucketTrainer(Trainer):
                 "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
             )
         held = checked_count("update", count) + self._held_count
+        if self._means is not None:
+            self._look_at_losses("update", count, stacklevel=5)
         settings = self._settings
         (total,), alike = self.reducer.closing.tally_alike(settings, held)
         try:

@@ -35,6 +35,7 @@ from ...optim import Optimizer, require_by_elements
 from . import store_states
 from .communication_stats import CommunicationStats
 from .loss_scale import first_scale
+from .mean_losses import MeanLosses
 from .parts import require_whole
 from .policy import Policy, Unwritten, checked_policy, stale, stale_anywhere
 from .store_checks import check_apart, check_precision, check_settings, check_unused
@@ -103,6 +104,7 @@ class StoreTrainer(Trainer):
         if self.world is not None and self.steps_together:
             self._closing = _closing(self.world, self._unwritten.length)
         self._written: set[str] = set()
+        self._means: MeanLosses | None = MeanLosses(warns=self.store.rank == 0)
         self._left_alone: Set[str] = frozenset()
         """Parameters that this step does not update: no rank has used them."""
         self.passed_over: dict[str, int] = {}
@@ -150,6 +152,7 @@ class StoreTrainer(Trainer):
         if not self.steps_together:
             check_apart(self._params)
         self._settle("step")
+        self._look_at_losses("step", count)
         if not self._syncing:
             self._held_count += count
             return self._held_count
@@ -189,6 +192,7 @@ class StoreTrainer(Trainer):
                 "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
             )
         total = checked_count("update", count) + self._held_count
+        self._look_at_losses("update", count)
         if self._closing is not None and self.world is not None:
             total = int(self._tally("update", self._closing, self.world, [total])[0])
         try:
@@ -296,6 +300,12 @@ class StoreTrainer(Trainer):
                 remedy="call update(count), or step(0) to drop what allreduce_grads() has summed",
             )  # fmt: skip
         self._written.add(name)
+        if self._means is not None:
+            self._means.note()
+
+    def _look_at_losses(self, operation: str, count: int) -> None:
+        if self._means is not None and self._means.look(operation, count, self.loss_scale, stacklevel=4):
+            self._means = None
 
     def _refuse_if_store_updates(self, operation: str) -> None:
         if self.update_on_kvstore:
