@@ -27,6 +27,7 @@ from ...streams import Streams
 from . import trainer_states
 from .bucket_checks import check_settings, refuse_half_a_step, refuse_reproducible, refuse_sums
 from .communication_stats import CommunicationStats
+from .deferring import may_wait
 from .gpu_times import EXPOSED, GpuTimes
 from .graph_update import GraphUpdate, graph_update
 from .loss_scale import DynamicLossScale, first_scale, is_dynamic, skipping
@@ -46,6 +47,7 @@ _SAVED_WHOLE = "save all of its ranks' state: checkpoint.Manager(path, world).sa
 class BucketTrainer(Trainer):
     """See `Trainer`: what it makes without a ``kvstore``."""
 
+    @may_wait
     def __init__(
         self,
         params: Sequence[Parameter],
@@ -111,6 +113,18 @@ class BucketTrainer(Trainer):
         enter_shard(None)  # that of an earlier trainer
         shards = self.reducer.virtual_shards
         self._reproducible = None if shards is None else ReproducibleSteps(shards, params, self.world)
+
+    @staticmethod
+    def check_options(options: dict[str, Any]) -> None:
+        said = {"kvstore": None, "update_on_kvstore": None, "owner": "auto", "clip_norm": None, "overlap": None}
+        said |= {name: value for name, value in options.items() if name in said}
+        check_settings(**said, adding=())
+        Compression.of(options.get("compression"))
+        checked_policy(options.get("policy"))
+
+    def forget_losses(self) -> None:
+        if self._means is not None:
+            self._means.forget()
 
     def measure_on_gpu(self) -> GpuTimes | None:
         if not all(is_cupy(param.data) for param in self.reducer.params.values()):

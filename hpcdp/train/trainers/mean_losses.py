@@ -38,6 +38,10 @@ class MeanLosses:
         elif not self._met or self._met[-1] is not heads:
             self._met.append(heads)
 
+    def forget(self) -> None:
+        """Forget the backwards since the last step."""
+        self._met, self._met_others = [], False
+
     def look(self, operation: str, count: int, loss_scale: float, stacklevel: int) -> bool:
         """Warn where the backwards before a step of ``count`` samples began with means.
 
@@ -45,7 +49,7 @@ class MeanLosses:
             Whether it has seen enough; a program does the same in each step.
         """
         met, others = self._met, self._met_others
-        self._met, self._met_others = [], False
+        self.forget()
         num_heads = sum(heads.count for heads in met)
         if others or not met or count <= num_heads:  # each number may be the loss of one sample
             return others

@@ -34,11 +34,12 @@ from ...launched import launched_ranks
 from ...optim import Optimizer, require_by_elements
 from . import store_states
 from .communication_stats import CommunicationStats
+from .deferring import may_wait
 from .loss_scale import first_scale
 from .mean_losses import MeanLosses
 from .parts import require_whole
 from .policy import Policy, Unwritten, checked_policy, stale, stale_anywhere
-from .store_checks import check_apart, check_precision, check_settings, check_unused
+from .store_checks import FOR_BUCKETS, check_apart, check_precision, check_settings, check_unused
 from .store_places import place_of, places_in_turn
 from .trainer import Trainer, show_to_profiler
 from .trainer_checks import checked_count, require_alike, require_same_settings, trained
@@ -53,6 +54,7 @@ class StoreTrainer(Trainer):
     one push of each weighs as much as one global batch.
     """
 
+    @may_wait
     def __init__(
         self,
         params: Sequence[Parameter],
@@ -133,6 +135,18 @@ class StoreTrainer(Trainer):
             self.states = [optimizer.init_state(param.data.reshape(-1)) for param in self._params]
         self._pull_first()
         self._places = places_of(self._params)
+
+    @staticmethod
+    def check_options(options: dict[str, Any]) -> None:
+        kind, policy = options["kvstore"], checked_policy(options.get("policy"))
+        for_buckets = {name: value for name, value in options.items() if name in FOR_BUCKETS}
+        update = options.get("update_on_kvstore")
+        check_settings(kind.kind if isinstance(kind, KVStore) else kind, update, policy, for_buckets)
+        Compression.of(options.get("compression"))
+
+    def forget_losses(self) -> None:
+        if self._means is not None:
+            self._means.forget()
 
     @property
     def _keys(self) -> list[int]:

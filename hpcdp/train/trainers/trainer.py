@@ -29,6 +29,7 @@ from .trainer_checks import no_parameters
 
 if TYPE_CHECKING:
     from ...kvstore import KVStore
+    from .deferring import Waiting
     from .gpu_times import GpuTimes
     from .graph_update import GraphUpdate
 
@@ -44,6 +45,10 @@ class Trainer:
     start with rank 0's values. From construction on, ``param.data`` and ``param.grad`` are arrays of the trainer's:
     views of flat buckets, with ``owner="shard"`` in memory shared by the node, once; or a rank's own. Parameters of
     16 bits have a float32 copy each, in the optimizer's state: that is updated, and then rounded to them.
+
+    Where layers have still to find out their shapes, the rest of the Trainer is made by the first call of `step`, as in
+    Gluon; a rank without samples gets shapes and values from others. What needs arrays, as `no_sync` or `state_dict`,
+    is a DeviceError before that.
 
     Args:
         params: the model's parameters, ``net.parameters()``; those with ``grad_req="null"`` are left alone.
@@ -105,6 +110,8 @@ class Trainer:
     """How many times too large the gradients are, because the loss was scaled up before backward."""
     virtual_shards: int | None = None
     """Into how many pieces global batches are cut; None where the trainer is not reproducible."""
+    waiting: Waiting | None = None
+    """The rest of the Trainer, to be made when the network knows its shapes; None from then on."""
     _is_changing: bool = False
     _places: Places
     """Where it updates its parameters."""
@@ -139,6 +146,29 @@ class Trainer:
         from .store_trainer import StoreTrainer
 
         return super().__new__(BucketTrainer if kvstore is None else StoreTrainer)
+
+    def __getattr__(self, name: str) -> Any:
+        waiting = self.waiting
+        if waiting is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.waiting = None  # else what its making looks for would make it again
+        try:
+            give = waiting.end()
+        except BaseException:
+            self.waiting = waiting
+            raise
+        give()
+        self.forget_losses()
+        return getattr(self, name)
+
+    def forget_losses(self) -> None:
+        """Forget how the backward of the gradients that are there began."""
+        raise NotImplementedError
+
+    @staticmethod
+    def check_options(options: dict[str, Any]) -> None:
+        """Raise `ConfigError` for options that are wrong, whatever the parameters are."""
+        raise NotImplementedError
 
     def __reduce__(self) -> Any:
         raise UnsupportedError(
