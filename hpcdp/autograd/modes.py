@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from .registry import Tracer
+    from .tape import NumberHeads
 
 
 TRACING = 4
@@ -31,6 +32,8 @@ class _Modes(threading.local):
     numbers = itertools.count(0, _NODES_OF_A_CALL)
     """Of the nodes that this thread puts on the tape: those of an operator that is computed later are numbered on from
     one that was drawn when it was called."""
+    number_heads: NumberHeads | None = None
+    """The heads of the backward that this thread is in, where each is a single number."""
     capture: Callable[..., Any] | None = None
     """What is told how an operator's result is computed again, in place of the tape, while this thread plans."""
 

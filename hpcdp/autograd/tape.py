@@ -6,6 +6,7 @@ operation comes after all that used its result; no recursion is needed, however 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,30 @@ class Gradient:
             return value if self._private else self._xp.asarray(value).copy()
 
 
+class NumberHeads:
+    """Operations that made a single number of many, as a backward that begins with single numbers meets them.
+
+    Args:
+        count: how many heads there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.reductions: list[tuple[Array, tuple[int, ...]]] = []
+        """Of each such operation the gradient of its result and the shape of its operand, unless that was itself made
+        by an operation over the first axis, of samples."""
+
+    def note(self, node: Node, gy: Array) -> None:
+        """Note an operation, of whose result ``gy`` is the gradient, if it is one of those."""
+        if gy.size != 1:
+            return
+        for source in node.inputs:
+            if isinstance(source, Node) and math.prod(source.shape) > 1:
+                below = (each for each in source.inputs if isinstance(each, Node))
+                if not any(each.shape[1:] == source.shape for each in below):
+                    self.reductions.append((gy, source.shape))
+
+
 def backward(
     heads: Tensor | Sequence[Tensor],
     head_grads: Array | Tensor | Sequence[Any] | None = None,
@@ -147,7 +172,15 @@ def backward(
     """
     catch_up()
     pairs = pairs_of(heads, head_grads)
-    _Pass(pairs, None).run(pairs, retain_graph)
+    walk = _Pass(pairs, None)
+    if not all(seed.size == 1 for _, seed in pairs):
+        walk.run(pairs, retain_graph)
+        return
+    walk.number_heads = modes.number_heads = NumberHeads(len(pairs))
+    try:
+        walk.run(pairs, retain_graph)
+    finally:
+        modes.number_heads = None
 
 
 def grad(
@@ -308,6 +341,7 @@ class _Pass(Way):
         self.gradients: dict[Any, Gradient] = {}
         self.completed: Callable[[Tensor], None] | None = None
         """Called with each of the wanted leaves when its gradient is complete."""
+        self.number_heads: NumberHeads | None = None
         self._kept: dict[Any, Array] = {}
 
     def run(self, pairs: list[tuple[Tensor, Array]], retain_graph: bool) -> None:
@@ -319,6 +353,7 @@ class _Pass(Way):
                     gradient.add(seed)
             if source is head:
                 self._used(head)
+        number_heads = self.number_heads
         while self.nodes:
             node = self.nodes.pop()
             gradient = self.gradients.pop(node, None)
@@ -326,6 +361,8 @@ class _Pass(Way):
                 gy = gradient.finish()
                 if self._wanted is not None and node in self._wanted:
                     self._kept[node] = gradient.take()
+                if number_heads is not None:
+                    number_heads.note(node, gy)
                 assert node.pullback is not None
                 if type(gy) is np.ndarray:  # on the host no more is asked
                     node.pullback(gy, *[self._gradient(source) for source in node.inputs])

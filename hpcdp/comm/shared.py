@@ -28,8 +28,8 @@ _SPINS_WITHOUT = 40
 _SLEEP_NS = 50_000_000
 _TOKEN_BYTES = 16
 
-MAX_NUMBERS = 8
-"""As many float64 as a cache line holds may a rank leave at a `Gate`."""
+LINE_NUMBERS = 8
+"""So many float64 fill a cache line: a `Gate` has room for no fewer."""
 
 
 class NodeMemory(Protocol):
@@ -63,14 +63,19 @@ class Gate:
     """Where a node's ranks wait for each other, on a counter each: about a microsecond when every rank has a core.
 
     Every rank of the node must make it and pass it in the same order.
+
+    Args:
+        memory: the node's.
+        most_numbers: so many may a rank leave in one `tally`.
     """
 
-    def __init__(self, memory: NodeMemory) -> None:
+    def __init__(self, memory: NodeMemory, most_numbers: int = LINE_NUMBERS) -> None:
         self._memory = memory
         self._exchange = exchange = kernels.load("exchange")
         self._counters = memory.alloc((memory.size * exchange.STRIDE,), np.int32)
-        self._board = memory.alloc((2, memory.size, MAX_NUMBERS), np.float64)
-        self._numbers = np.zeros(MAX_NUMBERS, np.float64)
+        room = -(-most_numbers // LINE_NUMBERS) * LINE_NUMBERS  # no two ranks write to one line
+        self._board = memory.alloc((2, memory.size, room), np.float64)
+        self._numbers = np.zeros(room, np.float64)
         self._state = exchange.state_of(memory.rank, memory.patience)
         self._meet, self._sum_by_all, self._done = exchange.meet, exchange.sum_by_all, exchange.DONE
         self._load()
@@ -88,7 +93,7 @@ class Gate:
             self._wait_on(met)
 
     def tally(self, *numbers: float) -> list[float]:
-        """A barrier at which every rank leaves up to `MAX_NUMBERS` numbers and gets their sums, in float64.
+        """A barrier at which every rank leaves some numbers and gets their sums, in float64.
 
         Raises:
             MismatchError: the ranks have not left as many, or some have called `barrier`; on every rank.

@@ -27,7 +27,7 @@ from .. import kernels
 from ..errors import ConfigError, WorldAborted, listed, report_directly
 from .members import Member, look_at
 from .roll_call import Question, RollCall
-from .shared import Gate, NodeMemory
+from .shared import LINE_NUMBERS, Gate, NodeMemory
 
 if TYPE_CHECKING:
     from .world import World
@@ -361,10 +361,11 @@ class WatchedGate(Gate):
     Args:
         memory: see `Gate`.
         watchdog: that of this rank.
+        most_numbers: see `Gate`.
     """
 
-    def __init__(self, memory: NodeMemory, watchdog: Watchdog) -> None:
-        super().__init__(memory)
+    def __init__(self, memory: NodeMemory, watchdog: Watchdog, most_numbers: int = LINE_NUMBERS) -> None:
+        super().__init__(memory, most_numbers)
         self._watchdog = watchdog
 
     def barrier(self) -> None:

@@ -12,7 +12,7 @@ From a model's gradients to its update:
 - `sharded_state` is what a rank holds of the state of each parameter.
 - `virtual_shards` sums in an order that does not depend on the number of ranks.
 - `beside` is what buckets do while Python computes: reductions that backward launches, updates that outlast a step.
-- `closing` exchanges the few numbers that end a step.
+- `closing` exchanges the few numbers that end a step; `usage` counts in them which parameters any rank has used.
 - `lane` is where reductions progress while Python computes; `critical_path` is the least time that a step can take.
 - `norms` finds the norms of summed gradients: of a whole model, and of its layers.
 - `owners` says who updates which parameters: every rank all of them, or the owner of a shard its part; `auto_owner`

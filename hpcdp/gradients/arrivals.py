@@ -25,12 +25,24 @@ class Arrivals:
         self._bucket_of = {slot.name: bucket for bucket in buckets for slot in bucket.slots}
         self.num_missing = len(params)
         """Gradients that backward has still to write in this step."""
-        self._overwriting: dict[str, str] | None = None
+        self._overwriting: set[str] | None = None
+        """While gradients accumulate: the parameters whose gradients backward otherwise overwrites."""
+        self._written_before: set[str] = set()
+        """Parameters whose gradients earlier virtual shards of this step have."""
         self.are_held = False
         """Whether another backward of the step follows, so that this one launches nothing."""
 
     def begin(self) -> None:
-        """Every gradient is to be written anew."""
+        """Begin a step: every gradient is to be written anew."""
+        self._written_before.clear()
+        self._await_all()
+
+    def begin_again(self) -> None:
+        """Begin the next virtual shard of the step: every gradient is to be written anew."""
+        self._written_before.update(name for name in self._params if not self.is_missing(name))
+        self._await_all()
+
+    def _await_all(self) -> None:
         for bucket in self._buckets:
             bucket.missing = bucket.awaited = set(bucket.names)
             bucket.state = State.FILLING
@@ -65,6 +77,11 @@ class Arrivals:
         return [name for name in self._params if name in self._bucket_of[name].missing]
 
     @property
+    def unused(self) -> list[str]:
+        """Parameters that no backward of the step has written, in any virtual shard, in the model's order."""
+        return [name for name in self.missing if name not in self._written_before]
+
+    @property
     def is_untouched(self) -> bool:
         """Whether nothing was written or launched since the step began."""
         return self.num_missing == len(self._params) and all(each.state is State.FILLING for each in self._buckets)
@@ -93,13 +110,15 @@ class Arrivals:
     def accumulate(self) -> None:
         """From now on backward adds to the gradients, and launches nothing until `launch_again`.
 
-        What it has not written in this step counts as zero.
+        What it has not written in this step counts as zero; parameters with ``grad_req="null"`` stay without.
         """
         self.are_held = True
         if self._overwriting is None:
-            self._overwriting = {name: param.grad_req for name, param in self._params.items()}
+            self._overwriting = set()
             self.fill_with_zeros()
-            for param in self._params.values():
+        for name, param in self._params.items():
+            if param.grad_req == "write":
+                self._overwriting.add(name)
                 param.grad_req = "add"
 
     def launch_again(self) -> None:
@@ -114,8 +133,9 @@ class Arrivals:
         return self._overwriting is not None
 
     def overwrite(self) -> None:
-        """Undo `accumulate`."""
+        """Undo `accumulate`, but where the program has set another ``grad_req`` since."""
         if self._overwriting is not None:
-            for name, grad_req in self._overwriting.items():
-                self._params[name].grad_req = grad_req
+            for name in self._overwriting:
+                if self._params[name].grad_req == "add":
+                    self._params[name].grad_req = "write"
             self._overwriting = None

@@ -25,6 +25,8 @@ from ..comm.node_rows import NodeRows
 from ..comm.steps import StepsTo, Until
 from ..compression import Codec, Compression, ErrorFeedback
 from ..streams import Event, Stream, Streams
+from .buckets import Slot
+from .rail import put_back, set_aside
 
 _ALIGNED = 256
 _LONG_NBYTES = 1 << 20
@@ -75,10 +77,15 @@ class CodeStaging:
         ]
         streams.follow(self._stream)
 
-    def sum(self, number: int, row: NodeRows, tag: int, turn: Request | None) -> StepsTo[Sequence[Event]]:
+    def sum(
+        self, number: int, row: NodeRows, tag: int, turn: Request | None, unsent: Sequence[Slot] = ()
+    ) -> StepsTo[Sequence[Event]]:
         """Sum this rank's part of bucket ``number`` in place; returns the events behind which the sum is there.
 
         It is read behind what ``row.stream`` has been given until now.
+
+        Args:
+            unsent: see `Coder`.
         """
         part, streams = self.shares[number].part, self._streams
         if part.size == 0 or self.comm.size == 1:
@@ -86,6 +93,10 @@ class CodeStaging:
         feedback, slots = self.feedback[number], self._slots[number]
         streams.record(self._ready[number], row.stream)
         streams.wait_event(self._stream, self._ready[number])
+        kept: list[tuple[slice, Array]] = []
+        if unsent:
+            with streams.on_device(), self._stream:
+                kept = set_aside(feedback.residual, unsent, self.columns(number))
 
         def make(x: Array, first: int, lane: int) -> _OnDevice:
             return _OnDevice(x, first, feedback, self.comm, slots[lane], row)
@@ -95,6 +106,9 @@ class CodeStaging:
             with streams.on_device(), self._stream:
                 part[self._padding[number]] = 0
                 feedback.residual[self._padding[number]] = 0
+        if kept:
+            with streams.on_device(), self._stream:
+                put_back(feedback.residual, part, kept)
         streams.record(self._summed[number], self._stream)
         return (self._summed[number],)
 

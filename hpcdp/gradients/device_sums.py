@@ -31,7 +31,7 @@ from ..errors import DeviceError, UnsupportedError
 from ..streams import Event, Stream, Streams
 from . import message_length
 from .bucket import Bucket, Parameter
-from .buckets import LINE_NBYTES, Layout
+from .buckets import LINE_NBYTES, Layout, Slot
 from .code_staging import CodeStaging, Share
 from .direct import Direct
 from .rail import lanes_of_segment, padding
@@ -145,8 +145,12 @@ class DeviceSums:
         self._filled[bucket.number] = tuple(events[: len(writers)])
         writers.clear()
 
-    def sum(self, bucket: Bucket, turn: Request | None) -> Steps:
-        """Sum a bucket over all ranks, in place on each; it ends when the last work for that is given to the GPU."""
+    def sum(self, bucket: Bucket, turn: Request | None, unsent: Sequence[Slot] = ()) -> Steps:
+        """Sum a bucket over all ranks, in place on each; it ends when the last work for that is given to the GPU.
+
+        Args:
+            unsent: see `Coder`.
+        """
         number, filled = bucket.number, self._filled[bucket.number]
         row, parts = self._rows[number], self._parts[number]
         if self.on_one_node and not self.sharded:
@@ -155,7 +159,7 @@ class DeviceSums:
             return
         yield from row.reduce_scatter(parts, filled)
         self._note(number)
-        summed_over_nodes = () if self.on_one_node else (yield from self._sum_over_nodes(number, row, turn))
+        summed_over_nodes = () if self.on_one_node else (yield from self._sum_over_nodes(number, row, turn, unsent))
         if self.sharded:
             self._behind[number] = (*self._behind[number], *summed_over_nodes)
         else:
@@ -172,14 +176,16 @@ class DeviceSums:
         self._streams.record(self._done[number], self._rows[number].stream)
         self._behind[number] = (self._done[number],)
 
-    def _sum_over_nodes(self, number: int, row: NodeRows, turn: Request | None) -> StepsTo[Sequence[Event]]:
+    def _sum_over_nodes(
+        self, number: int, row: NodeRows, turn: Request | None, unsent: Sequence[Slot]
+    ) -> StepsTo[Sequence[Event]]:
         """Sum this rank's part; returns the events behind which the sum is there."""
         across = self._across
         if across is None:
             return ()
         tag = make_tag(self._signature % across.signatures, number)
         if self.codes is not None:
-            return (yield from self.codes.sum(number, row, tag, turn))
+            return (yield from self.codes.sum(number, row, tag, turn, unsent))
         if self._direct is not None:
             return (yield from self._direct.sum(number, self._part(number), row, tag, turn))
         assert self._staging is not None

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from .. import holders, kernels
 from ..arrays import Array, array_namespace
-from ..optim import Optimizer
+from ..optim import Optimizer, Schedule
 from . import by_hand, master_weights, norms
 from .reducer import Bucket, Parameter, Reducer
 
@@ -34,6 +34,24 @@ class Piece(NamedTuple):
         alike = self.rule is following.rule and self.passed_over == following.passed_over
         alike = alike and self.layer == following.layer
         return alike and self.last == following.first
+
+    def rule_at(self, step: int) -> tuple[Optimizer, int]:
+        """See `rule_at`."""
+        return rule_at(self.rule, step, self.passed_over)
+
+
+def rule_at(rule: Optimizer, step: int, passed_over: int) -> tuple[Optimizer, int]:
+    """Return the rule of the trainer's update number ``step``, and which update that is of what was ``passed_over``.
+
+    A schedule of learning rates goes by the trainer's updates, and bias corrections go by those of the parameter.
+    """
+    if not passed_over:
+        return rule, step
+    if isinstance(rule.lr, Schedule):
+        rate = rule.learning_rate(step)
+        rule = copy.copy(rule)
+        rule.lr = rate
+    return rule, step - passed_over
 
 
 class Owner(Protocol):
@@ -81,6 +99,23 @@ class Owner(Protocol):
 
         The scale may be an array as `Optimizer.update` takes it.
         """
+        ...
+
+    def leave_out(self, names: Set[str]) -> None:
+        """In the next step update no parameter of these; alike on all ranks."""
+        ...
+
+    def pass_over(self) -> None:
+        """The last step does not count for what was left out in it, or has no rule yet."""
+        ...
+
+    @property
+    def passed_over(self) -> dict[str, int]:
+        """In how many steps a parameter was left out, which do not count for it, by name."""
+        ...
+
+    def take_passed_over(self, counts: Mapping[str, int]) -> None:
+        """Go on from other counts; alike on all ranks."""
         ...
 
     @property
@@ -183,12 +218,12 @@ class _Flat:
     def _divide(self, bucket: Bucket) -> list[Piece]:
         """The columns of this rank's span that are updated alike."""
         first, last = self.span(bucket)
-        ends = [*(slot.offset for slot in bucket.slots), bucket.mine.shape[0]]
         pieces: list[Piece] = []
-        for slot in sorted((slot for slot in bucket.slots if slot.count), key=lambda slot: slot.offset):
+        slots = sorted((slot for slot in bucket.slots if slot.count), key=lambda slot: slot.offset)
+        ends = [*(slot.offset for slot in slots[1:]), bucket.mine.shape[0]]
+        for slot, next_offset in zip(slots, ends, strict=False):
             rule = None if slot.name in self._left_out else self._rules.get(slot.name, self.optimizer)
-            begin = max(first, slot.offset)
-            end = min(last, min(each for each in ends if each > slot.offset))
+            begin, end = max(first, slot.offset), min(last, next_offset)
             if rule is None or end <= begin:
                 continue
             layer = slot.name if rule.by_layer and len(slot.shape) > 1 else ""
@@ -204,15 +239,19 @@ class _Flat:
         self._divide_all()
 
     def leave_out(self, names: Set[str]) -> None:
-        """In the next step update no parameter of these; alike on all ranks."""
-        if names or self._left_out:
+        if names != self._left_out:
             self._left_out = names
             self._divide_all()
 
     def pass_over(self) -> None:
-        """The last step does not count for what was left out in it, or has no rule yet."""
+        if not (self._left_out or self._rules):
+            return
         for name in self._left_out | {name for name, rule in self._rules.items() if rule is None}:
             self.passed_over[name] = self.passed_over.get(name, 0) + 1
+
+    def take_passed_over(self, counts: Mapping[str, int]) -> None:
+        self.passed_over = dict(counts)
+        self._divide_all()
 
     def _divide_all(self) -> None:
         self.pieces = [self._divide(bucket) for bucket in self.reducer.buckets]
@@ -231,7 +270,8 @@ class _Flat:
 
     def _update_own(self, bucket: Bucket, pieces: Sequence[Piece], step: int, scale: float | Array) -> None:
         for each in pieces:
-            self.update_piece(bucket, each, partial(each.rule.update, step=step - each.passed_over, scale=scale))
+            rule, own_step = each.rule_at(step) if each.passed_over else (each.rule, step)
+            self.update_piece(bucket, each, partial(rule.update, step=own_step, scale=scale))
 
     def update_piece(self, bucket: Bucket, piece: Piece, rule: master_weights.Rule) -> None:
         flat, gradient, state = self._views_of(bucket, piece)
@@ -245,7 +285,8 @@ class _Flat:
         found = self._layers.squares(self.span)
         for bucket in self.reducer.buckets:
             for piece in self.pieces[bucket.number]:
-                rule, scale_of = piece.rule.of_layer(step - piece.passed_over, scale, found.get(piece.layer))
+                rule, own_step = piece.rule_at(step)
+                rule, scale_of = rule.of_layer(own_step, scale, found.get(piece.layer))
                 self._update_own(bucket, [piece._replace(rule=rule)], step, scale_of)
 
     def _update_later(self, step: int, scale: float) -> None:
@@ -332,9 +373,9 @@ class ShardOwner(_Flat):
         reducer, fused = self.reducer, kernels.load("reduce_update")
         for bucket in reducer.buckets:
             pieces = self.pieces[bucket.number]
+            rules = [each.rule_at(step) for each in pieces]
             kernels_of = [
-                each.rule.kernel(step - each.passed_over, scale) if each.rule.update_is_its_kernel else ("", ())
-                for each in pieces
+                rule.kernel(own_step, scale) if rule.update_is_its_kernel else ("", ()) for rule, own_step in rules
             ]
             if bucket.mine.dtype in fused.DTYPES and all(name in fused.RULES for name, _ in kernels_of):
                 for piece, (name, coefficients) in zip(pieces, kernels_of, strict=True):

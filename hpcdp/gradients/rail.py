@@ -23,7 +23,10 @@ SHORT_NBYTES = 64 << 10
 
 
 class Coder(Protocol):
-    """What encodes this rank's part of each bucket for other nodes, and remembers what they have not got yet."""
+    """What encodes this rank's part of each bucket for other nodes, and remembers what they have not got yet.
+
+    Of parameters that no rank has used in a step, the ``unsent`` of its sums, it keeps that: nobody would use it.
+    """
 
     @property
     def comm(self) -> Communicator:
@@ -82,8 +85,12 @@ class Rail:
         """Of the messages of a bucket."""
         return make_tag(self._signature, bucket.number)
 
-    def sum(self, bucket: Bucket, turn: Request | None) -> Steps:
-        """Sum this rank's shard over all ranks of the rail, in place in its own row."""
+    def sum(self, bucket: Bucket, turn: Request | None, unsent: Sequence[Slot] = ()) -> Steps:
+        """Sum this rank's shard over all ranks of the rail, in place in its own row.
+
+        Args:
+            unsent: see `Coder`.
+        """
         if self.comm.size == 1:
             return
         first, last = bucket.shard
@@ -92,9 +99,11 @@ class Rail:
         tag = self.tag(bucket)
         if self.feedback:
             feedback = self.feedback[bucket.number]
+            kept = set_aside(feedback.residual, unsent, bucket.shard)
             yield from compressed.allreduce(host, feedback, self.comm, tag, turn)
             for part in self._padding[bucket.number]:  # some codecs send something for nothing
                 host[part] = feedback.residual[part] = 0
+            put_back(feedback.residual, host, kept)
         else:
             total = resolve("reduction", "sum", host.dtype)
             yield from together(lanes_of_segment(host, total, self.comm, tag, self._message_nbytes, turn))
@@ -130,6 +139,24 @@ def node_nbytes(coder: Coder | None, world: World) -> tuple[float, float]:
     own = (0.0, 0.0) if coder is None else [each / coder.comm.size for each in coder.sent_nbytes()]
     sent, plain = (sum(each) / world.num_nodes for each in zip(*world.comm.allgather_json(own), strict=True))
     return sent, plain
+
+
+def set_aside(residual: Array, slots: Sequence[Slot], columns: tuple[int, int]) -> list[tuple[slice, Array]]:
+    """Make what was not sent yet of ``slots`` zero, in an array of these ``columns``; return what it was, and where."""
+    first, last = columns
+    ends = [(max(first, slot.offset), min(last, slot.offset + slot.count)) for slot in slots]
+    parts = [slice(begin - first, end - first) for begin, end in ends if begin < end]
+    kept = [(part, residual[part].copy()) for part in parts]
+    for part in parts:
+        residual[part] = 0
+    return kept
+
+
+def put_back(residual: Array, total: Array, kept: Sequence[tuple[slice, Array]]) -> None:
+    """Undo `set_aside` when the sum is there, which is ``total``: some codecs send something for nothing."""
+    for part, values in kept:
+        residual[part] = values
+        total[part] = 0
 
 
 def padding(slots: Sequence[Slot], columns: tuple[int, int]) -> list[slice]:

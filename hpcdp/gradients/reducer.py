@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -26,7 +26,7 @@ from .. import kernels
 from ..arrays import Array, array_namespace, is_cupy, is_half, is_host, words
 from ..collectives.progress import Progress, Steps, Together
 from ..comm import Communicator, Request, World
-from ..comm.shared import NodeMemory, PrivateMemory
+from ..comm.shared import LINE_NUMBERS, NodeMemory, PrivateMemory
 from ..comm.watchdog import WatchedGate
 from ..compression import Compression
 from ..errors import ConfigError
@@ -34,7 +34,7 @@ from . import message_length
 from .arrivals import Arrivals
 from .beside import Beside
 from .bucket import Bucket, Parameter, State
-from .buckets import Layout
+from .buckets import Layout, Slot
 from .closing import CLOSING_OPERATION, ClosingExchange
 from .critical_path import BucketTimes
 from .device_sums import DeviceSums, streams_of
@@ -55,6 +55,7 @@ class Reducer:
         virtual_shards: into how many pieces global batches are cut, for sums alike on any number of ranks, all of whose
             arrays are on the host; not with ``compression``. None: one a rank.
         sharded: sum on GPUs, too, each shard for its owner in the node alone, as in memory that ranks share.
+        more_numbers: so many numbers may be added to the few that a step's closing exchange has anyway.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Reducer:
         compression: Compression | None = None,
         virtual_shards: int | None = None,
         sharded: bool = False,
+        more_numbers: int = 0,
     ) -> None:
         self.layout = layout
         self.world = world
@@ -79,7 +81,10 @@ class Reducer:
         self.on_one_node = self.memory.size == world.size
         """Whether all ranks share the memory of the buckets, so that no message is needed."""
         on_gpus = not self.on_one_node and all(is_cupy(param.data) for param in params)
-        self._keeps_unsent = compression is not None and not self.on_one_node
+        self.keeps_unsent = compression is not None and not self.on_one_node
+        """Whether compression keeps what it has not sent of a step for later ones."""
+        self._unsent: dict[int, list[Slot]] = {}
+        """By bucket the parameters of which nothing is to be sent in this step: see `Coder`."""
         rail = self._duplicate(world.rail_comm if together else world.comm)
         between_nodes = self._duplicate(world.rail_comm) if on_gpus else None
         self.is_counted = self.on_one_node or (rail is not None and rail.rank == 0)
@@ -92,7 +97,7 @@ class Reducer:
         )  # on GPUs they are given to the stream of the next forward, and nobody waits
         """Whether updates may go on when a step has ended, because who reads a parameter will wait for its own."""
         self._watchdog = Progress.of(world).watchdog
-        self.gate = WatchedGate(self.memory, self._watchdog)
+        self.gate = WatchedGate(self.memory, self._watchdog, LINE_NUMBERS + more_numbers)
         lane = Lane.of(world) if self.overlap else None
         self._namespace = array_namespace(*(param.data for param in params))
         self._reduce = kernels.load("reduce")
@@ -140,6 +145,8 @@ class Reducer:
         for param, slot in zip(params, layout.slots, strict=True):
             param.grad = self.buckets[slot.bucket].view(slot)
             param.grad_hook = self._hooks[id(param)] = partial(self._written, slot.name)
+        self.watch: Callable[[], None] | None = None
+        """Called for each gradient that is written, within its backward."""
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         """Makes a context for what waits for other ranks; on a GPU its stream does."""
         self.holds_sums = False
@@ -194,6 +201,8 @@ class Reducer:
                 "backward", where=name, expected="grad_req='write' with reproducible=True", got="grad_req='add'"
             )
         bucket = self.arrivals.note(name)
+        if self.watch is not None:
+            self.watch()
         if self.gpus is not None:
             self.gpus.written(bucket)
         if bucket.state is State.READY and self.overlap and not self._another_follows:
@@ -225,6 +234,7 @@ class Reducer:
         if self.beside is not None:
             self.beside.begin_step()
         self.arrivals.begin()
+        self._unsent = {}
         self.holds_sums = False
         if self.virtual_shards is not None:
             self.virtual_shards.begin()
@@ -236,7 +246,7 @@ class Reducer:
         for bucket in self.buckets:
             self.virtual_shards.take(bucket)
         self.virtual_shards.next()
-        self.arrivals.begin()
+        self.arrivals.begin_again()
 
     def _launch(self, bucket: Bucket) -> None:
         assert self.beside is not None
@@ -244,7 +254,14 @@ class Reducer:
             self.virtual_shards.take(bucket)
         if self.gpus is not None:
             self.gpus.filled(bucket)
-        self.beside.launch(bucket, partial(self._reduction, bucket))
+        self.beside.launch(bucket, partial(self._reduction, bucket, self._unsent.get(bucket.number, ())))
+
+    def keep_unsent(self, names: Set[str]) -> None:
+        """Send nothing in this step of parameters that no rank has used; before buckets with them are launched."""
+        for bucket in self.buckets if names and self.keeps_unsent else ():
+            slots = [slot for slot in bucket.slots if slot.name in names]
+            if slots:
+                self._unsent[bucket.number] = slots
 
     def launch_rest(self) -> None:
         """Launch what backward has not: buckets with gradients that it does not write, which count as zero.
@@ -262,16 +279,16 @@ class Reducer:
                     bucket.ready_ns = time.perf_counter_ns()
                     self._launch(bucket)
 
-    def _reduction(self, bucket: Bucket, turn: Request | None) -> Steps:
+    def _reduction(self, bucket: Bucket, unsent: Sequence[Slot], turn: Request | None) -> Steps:
         """Sum this rank's shard over all ranks of the world, in place in its own row; the node's have filled theirs."""
         if self.virtual_shards is not None:
             yield from self.virtual_shards.sum(bucket, turn)
         elif self.gpus is not None:
-            yield from self.gpus.sum(bucket, turn)
+            yield from self.gpus.sum(bucket, turn, unsent)
         else:
             self.sum_shard(bucket)
             if self.rail is not None:
-                yield from self.rail.sum(bucket, turn)
+                yield from self.rail.sum(bucket, turn, unsent)
         bucket.state = State.REDUCED
         bucket.done_ns = time.perf_counter_ns()
 
@@ -297,11 +314,11 @@ class Reducer:
         those that an earlier step has left, nor those of the next backward. An update, or a look at sums, would hold
         the node's ranks together. Without compression nothing is left of these sums, whatever they are.
         """
-        if self._keeps_unsent and not self.overlap:
+        if self.keeps_unsent and not self.overlap:
             self.arrivals.fill_with_zeros()
             self.gate.barrier()
         self.reduce_shards()
-        if self._keeps_unsent:
+        if self.keeps_unsent:
             self.gate.barrier()
 
     def _reduce_shards(self) -> None:
@@ -317,7 +334,9 @@ class Reducer:
                 for bucket in self.buckets:
                     self.gpus.filled(bucket)
             with self._watchdog.watching("reduction", self._unreduced):
-                Together([self._reduction(bucket, None) for bucket in self.buckets]).wait()
+                Together(
+                    [self._reduction(bucket, self._unsent.get(bucket.number, ()), None) for bucket in self.buckets]
+                ).wait()
         if self.gpus is not None:
             for bucket in self.buckets:
                 self.gpus.summed(bucket)

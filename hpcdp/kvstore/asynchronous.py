@@ -215,6 +215,27 @@ class AsyncStore(WorldStore):
 
             self._of_group.launch(steps, [entry.variable], priority, f"push of {entry.variable.name}")
 
+    def pass_over(self, key: Key) -> None:
+        """Count as pushed for the bound of staleness, without a push: this worker has nothing for the key this time.
+
+        Raises:
+            ConfigError: there is no such key.
+        """
+        entry = self._entry("pass_over", key)
+        item = self._own[entry.key].item
+        if self._table.staleness is None:
+            return
+        if self._replay is not None:
+            with self._replayed():
+                self._transfer.pass_over(item)
+            return
+
+        def steps(turn: Turn) -> Steps:
+            yield [turn]
+            self._transfer.pass_over(item)
+
+        self._of_group.launch(steps, [entry.variable], 0, f"pass over {entry.variable.name}")
+
     def _rate(self) -> Rate:
         """The learning rate that is assigned now, which all servers know if it is a schedule; NaN without a rule."""
         if not isinstance(self._updater, ByOptimizer):

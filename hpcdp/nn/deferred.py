@@ -16,11 +16,17 @@ Shape = tuple[int | None, ...]
 Draw = Callable[[tuple[int, ...]], np.ndarray]
 
 
-def parameter(shape: Shape, draw: Draw) -> Parameter:
-    """A parameter with the values of ``draw(shape)``: now, or, where a length is None, from its first `settle` on."""
+def parameter(shape: Shape, draw: Draw, initial: object = None) -> Parameter:
+    """A parameter with the values of ``draw(shape)``: now, or, where a length is None, from its first `settle` on.
+
+    Args:
+        initial: the initialiser by which ``draw`` draws, if that is another one.
+    """
     require_draw(draw)
     known = tuple(length for length in shape if length is not None)
-    return Parameter(drawn(draw, known)) if len(known) == len(shape) else Deferred(shape, draw)
+    if len(known) == len(shape):
+        return Parameter(drawn(draw, known))
+    return Deferred(shape, draw, draw if initial is None else initial)
 
 
 def require_draw(draw: object) -> None:
@@ -66,14 +72,14 @@ def lacks_shapes(module: Module) -> bool:
 class Deferred(Parameter):
     """A parameter that has no values until its layer is called.
 
-    To look at it, or to give it to a trainer, before that is a DeviceError, which is a RuntimeError.
+    To look at it before that is a DeviceError, which is a RuntimeError.
     """
 
-    __slots__ = ("draw", "expected")
+    __slots__ = ("draw", "expected", "initial")
 
-    def __init__(self, expected: Shape, draw: Draw) -> None:
+    def __init__(self, expected: Shape, draw: Draw, initial: object) -> None:
         super().__init__(np.empty(0, np.float32))
-        self.expected = expected
+        self.expected, self.initial = expected, initial
         self.draw: Draw | None = draw
         self.data_hook = _has_no_values
 

@@ -1,7 +1,8 @@
 """Initial values of parameters. An initialiser is called with a shape and a dtype and gives a NumPy array.
 
-Random ones draw from a generator of their own, so that one made with a seed gives the same values in every run, and
-successive layers different ones.
+Random ones draw from a ``generator`` of their own, so that one made with a seed gives the same values in every run, and
+successive layers different ones. Where shapes are found at the first call, a Trainer that is made before gives the
+generators of all ranks the same state; so it does with initialisers of a program's own that have one.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ class Normal:
 
     def __init__(self, sigma: float = 0.01, seed: int | None = None) -> None:
         self.sigma = sigma
-        self._generator = np.random.default_rng(seed)
+        self.generator = np.random.default_rng(seed)
 
     def __call__(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
-        return (self.sigma * self._generator.standard_normal(shape)).astype(dtype)
+        return (self.sigma * self.generator.standard_normal(shape)).astype(dtype)
 
 
 class Uniform:
@@ -76,10 +77,10 @@ class Uniform:
 
     def __init__(self, scale: float = 0.07, seed: int | None = None) -> None:
         self.scale = scale
-        self._generator = np.random.default_rng(seed)
+        self.generator = np.random.default_rng(seed)
 
     def __call__(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
-        return self._generator.uniform(-self.scale, self.scale, shape).astype(dtype)
+        return self.generator.uniform(-self.scale, self.scale, shape).astype(dtype)
 
 
 class Xavier:
@@ -90,11 +91,11 @@ class Xavier:
     """
 
     def __init__(self, seed: int | None = None) -> None:
-        self._generator = np.random.default_rng(seed)
+        self.generator = np.random.default_rng(seed)
 
     def __call__(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
         bound = math.sqrt(6 / max(sum(fans(shape)), 1))
-        return self._generator.uniform(-bound, bound, shape).astype(dtype)
+        return self.generator.uniform(-bound, bound, shape).astype(dtype)
 
 
 class Kaiming:
@@ -105,8 +106,8 @@ class Kaiming:
     """
 
     def __init__(self, seed: int | None = None) -> None:
-        self._generator = np.random.default_rng(seed)
+        self.generator = np.random.default_rng(seed)
 
     def __call__(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
         sigma = math.sqrt(2 / max(fans(shape)[0], 1))
-        return (sigma * self._generator.standard_normal(shape)).astype(dtype)
+        return (sigma * self.generator.standard_normal(shape)).astype(dtype)

@@ -127,7 +127,7 @@ class LSTM(Module):
         def gates(shape: tuple[int, ...]) -> np.ndarray:
             return np.concatenate([deferred.drawn(initial, (shape[0], size)) for _ in range(4)], axis=1)
 
-        self.weight = deferred.parameter((in_features, 4 * size), gates)
+        self.weight = deferred.parameter((in_features, 4 * size), gates, initial)
         self.recurrent_weight = Parameter(gates((size, 4 * size)))
         self.bias = Parameter(np.repeat(np.array([0, 1, 0, 0], np.float32), size))
 

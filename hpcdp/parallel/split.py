@@ -241,7 +241,7 @@ def _own_part(
         whole = deferred.drawn(initial, cut.whole(own))
         return np.array(whole[(*(slice(None),) * axis, slice(first, last))], order="C")
 
-    param = deferred.parameter((*shape[:axis], last - first, *shape[axis + 1 :]), draw)
+    param = deferred.parameter((*shape[:axis], last - first, *shape[axis + 1 :]), draw, initial)
     param.cut = cut
     return param
 

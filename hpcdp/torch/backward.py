@@ -194,19 +194,20 @@ class Backward:
         self._held = set()
         # What was held may be dropped since, by an optimizer's zero_grad().
         unused = [name for name in missing if name not in held or self.params[name].tensor.grad is None]
-        with exchange.on_torchs_stream(self._device):
-            for name in missing:
-                param = self.params[name]
-                param.contribute(0.0 if following else self._share)
-                param.grad_hook(param)
-            reducer.launch_rest()
+        waits = reducer.keeps_unsent and bool(missing)  # for what is not to be sent
+        if not waits:
+            self._launch_missing(missing)
         (num_unused,), alike = reducer.closing.tally_alike(settings, 0 if following else len(unused))
         if not alike:
             self._end_reductions()
             self.refuse(settings)
         if not num_unused:
+            if waits:
+                self._launch_missing(missing)
             return set()
-        by_rank = self._world.comm.allgather_json(None if following else unused)
+        older = [name for name in unused if self.params[name].tensor.grad is not None]  # which others add up
+        told = self._world.comm.allgather_json(None if following else [unused, older])
+        by_rank = [None if names is None else names[0] for names in told]
         if not self.find_unused:
             self._end_reductions()
             rank, names = next((rank, names) for rank, names in enumerate(by_rank) if names)
@@ -219,7 +220,20 @@ class Backward:
                 got=f"none for {listed(names)}",
                 remedy="pass find_unused_parameters=True, or freeze them (requires_grad=False) before wrapping",
             )  # fmt: skip
-        return set.intersection(*(set(names) for names in by_rank if names is not None))
+        left_alone = set.intersection(*(set(names) for names in by_rank if names is not None))
+        if waits:
+            reducer.keep_unsent(left_alone.difference(*(names[1] for names in told if names is not None)))
+            self._launch_missing(missing)
+        return left_alone
+
+    def _launch_missing(self, missing: Sequence[str]) -> None:
+        """Launch what backward has not: what it has not written of ``missing`` counts as zero."""
+        with exchange.on_torchs_stream(self._device):
+            for name in missing:
+                param = self.params[name]
+                param.contribute(0.0 if self.turns.following else self._share)
+                param.grad_hook(param)
+            self.reducer.launch_rest()
 
     def refuse(self, settings: tuple[float, ...]) -> None:
         """Raise that the ranks' settings of an optimizer differ, on all of them."""

@@ -144,7 +144,7 @@ def test_random_messages(table):
         waits += answer is None
         answered += answer is not None
         assert answer is None or answer.kind is Kind.DONE
-    assert refused > 0.3 * MESSAGES and answered > 0.01 * MESSAGES and waits > MESSAGES / 10_000
+    assert refused > 0.3 * MESSAGES and answered > 0.01 * MESSAGES and waits > 0
     for item in table.by_number:
         cell = item.cells[0]
         assert cell.flat.dtype == item.dtype and cell.flat.size == item.count

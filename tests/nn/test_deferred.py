@@ -9,7 +9,7 @@ import pytest
 import hpcdp
 from hpcdp import autograd, nn, optim
 from hpcdp.comm import threads
-from hpcdp.errors import DeviceError, UnsupportedError
+from hpcdp.errors import ConfigError, DeviceError, MismatchError, UnsupportedError
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.nn.init import Xavier
 from hpcdp.train.trainers.trainer import Trainer
@@ -64,26 +64,131 @@ def test_an_lstm_too():
     assert repr(layer) == "LSTM(5, 4)"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_trainer_takes_it_after_a_call(ranks):
-    def job(world):
-        net = network()
-        with pytest.raises(DeviceError, match=r"parameter \[0\.weight\]: expected values, got none yet, its shape is"):
-            Trainer(net.parameters(), optim.SGD(lr=0.1), world=world)
-        net(X[:1])
-        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world=world)
-        part = slice(world.rank * 3, world.rank * 3 + 3)
-        for _ in range(3):
-            with autograd.record():
-                losses = softmax_cross_entropy(net(X[part]), Y[part])
-            losses.backward()
-            trainer.step(3)
-        return [param.data.copy() for param in net.parameters()]
+def unseeded():
+    """Of which each rank draws other values, if nobody agrees on them."""
+    return nn.Sequential(
+        nn.Conv2D(None, 5, 3), nn.BatchNorm(None), nn.Flatten(), nn.Dense(None, 8, activation="relu"), nn.Dense(8, 3)
+    )
 
-    first, *others = threads.run(ranks, job)
-    for other in others:
-        for a, b in zip(first, other, strict=True):
+
+def train(world, build, calls_before=(), steps=3, counts=(3, 3, 3, 3), **options):
+    """The values before the first update, those after some, and the losses of the steps of this rank."""
+    net = build()
+    if world.rank in calls_before:
+        net(X[:1])
+    trainer = Trainer(net.parameters(), optim.SGD(lr=0.1, momentum=0.9), world=world, **options)
+    assert trainer.step_count == 0 and trainer.optimizer.lr == 0.1
+    first = sum(counts[: world.rank])
+    x, y = (np.concatenate([each, each])[first : first + counts[world.rank]] for each in (X, Y))
+    losses = []
+    for _ in range(steps):
+        if len(y):
+            with autograd.record():
+                found = softmax_cross_entropy(net(x), y)
+            found.backward()
+            losses.append(found.data.copy())
+        assert trainer.step(len(y)) == sum(counts[: world.size])
+    return [np.array(param.data) for param in net.parameters()], losses
+
+
+def same(found):
+    for other in found[1:]:
+        for a, b in zip(found[0][0], other[0], strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+WAYS = [{}, {"owner": "shard", "overlap": True}, {"kvstore": "dist_sync"}, {"kvstore": "dist_async"}]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("options", WAYS[:3])
+def test_a_trainer_waits_for_the_first_step(ranks, options):
+    """The same as with shapes that are known."""
+    found, expected = (
+        threads.run(ranks, lambda world, k=k: train(world, lambda: network(k), **options)) for k in (False, True)
+    )
+    same(found)
+    for a, b in zip(found, expected, strict=True):
+        for mine, known in zip(a[0] + a[1], b[0] + b[1], strict=True):
+            np.testing.assert_array_equal(mine, known)
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_ranks_begin_with_the_same_values_before_the_first_update(options):
+    def rank(world):
+        net = unseeded()
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world=world, **options)
+        with autograd.record():
+            losses = softmax_cross_entropy(net(X), Y)
+        before = losses.data.copy()
+        losses.backward()
+        trainer.step(6)
+        trainer.synchronize()
+        return before, [np.array(param.data) for param in net.parameters()]
+
+    found = threads.run(3, rank)
+    for before, values in found[1:]:
+        np.testing.assert_array_equal(before, found[0][0])
+        for a, b in zip(values, found[0][1], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 3), (0, 3, 3), (0, 0, 6)])
+def test_a_rank_without_samples_gets_shapes_and_values_from_others(counts):
+    same(threads.run(3, lambda world: train(world, unseeded, counts=counts)))
+
+
+@pytest.mark.parametrize("called", [(0,), (1,), (0, 1, 2)])
+def test_a_call_before_the_trainer_is_made_counts_for_all_ranks(called):
+    same(threads.run(3, lambda world: train(world, unseeded, calls_before=called)))
+
+
+def test_values_that_differ_are_refused_once_gradients_are_of_them():
+    class Own:
+        """An initialiser without a generator that others know."""
+
+        def __init__(self, rank):
+            self.rank = rank
+
+        def __call__(self, shape, dtype=np.float32):
+            return np.full(shape, self.rank, dtype)
+
+    def rank(world):
+        net = nn.Dense(None, 3, weight_init=Own(world.rank))
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world=world)
+        with autograd.record():
+            losses = softmax_cross_entropy(net(np.ones((2, 4), np.float32)), np.arange(2))
+        losses.backward()
+        with pytest.raises(
+            MismatchError, match=r"\[weight\]: expected the values that rank 0 has drawn.*on rank 1.*seed"
+        ):
+            trainer.step(2)
+
+    threads.run(2, rank)
+
+
+def test_before_the_shapes_are_known_there_is_nothing_to_look_at():
+    def rank(world):
+        net = network()
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world=world, loss_scale=4)
+        assert trainer.loss_scale == 4
+        for look in (lambda: trainer.nbytes, trainer.state_dict, lambda: trainer.no_sync().__enter__()):
+            with pytest.raises(DeviceError, match=r"parameter \[0\.weight\]: expected values, got none yet"):
+                look()
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            train_ready(net, trainer).nothing  # noqa: B018
+        for options, match in (({"owner": "x"}, "owner"), ({"reproducible": True}, "knows its shapes")):
+            with pytest.raises(ConfigError, match=match):
+                Trainer(network().parameters(), optim.SGD(lr=0.1), world=world, **options)
+
+    def train_ready(net, trainer):
+        with autograd.record():
+            losses = softmax_cross_entropy(net(X), Y)
+        losses.backward(trainer.loss_scale)
+        trainer.step(6)
+        return trainer
+
+    threads.run(2, rank)
 
 
 def test_what_has_no_values_says_so():

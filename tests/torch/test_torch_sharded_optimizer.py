@@ -1,12 +1,14 @@
 """Sharded updates over thread ranks, against torch's optimizers in one process."""
 
+import itertools
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from pairs import pairs
 from torch import nn
-from toy import SEEDING, alike, loss_of
+from toy import SEEDING, alike, batch, loss_of
 
 import hpcdp.torch
 from hpcdp.comm import threads
@@ -57,6 +59,77 @@ def test_the_numbers_are_those_of_torch(layout, rule_and_settings, clip):
             world.barrier()
             assert alike(model, reference), step
             world.barrier()
+
+    threads.run(n, rank, ranks_per_node)
+
+
+FROZEN = [
+    ((2, None), RULES[1], "rank", False),
+    ((3, 1), RULES[2], "shard", True),
+    ((2, None), RULES[3], "shard", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "rule_and_settings", "owner", "overlap"),
+    [
+        *FROZEN,
+        *(
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in itertools.product(NODES, RULES, ["rank", "shard"], [False, True])
+        ),
+    ],
+)
+def test_what_is_frozen_in_mid_run_or_used_by_no_rank_stays_as_torchs_optimizers_leave_it(
+    layout, rule_and_settings, owner, overlap
+):
+    (n, ranks_per_node), (rule, settings) = layout, rule_and_settings
+
+    class Seldom(nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            self.net = network(seed)
+            with SEEDING:
+                torch.manual_seed(seed)
+                self.seldom = nn.Linear(300, 4)
+
+        def forward(self, x, uses_seldom):
+            x = self.net[0](x).relu()
+            found = self.net[2](x)
+            return found + self.seldom(x) if uses_seldom else found
+
+    def loss(model, step, rank):
+        x, y = batch(step, rank)
+        return nn.functional.cross_entropy(model(x, step in (0, 3) and rank == n - 1), y)
+
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(
+            Seldom(world.rank), world, owner=owner, overlap=overlap, find_unused_parameters=True, bucket_cap_mb=0.004
+        )
+        reference = Seldom(0)
+        if owner == "shard":
+            ours = hpcdp.torch.ShardedOptimizer(model, rule, **settings)
+        else:
+            ours = rule(model.parameters(), **settings)
+        theirs = rule(reference.parameters(), **settings)
+        for step in range(6):
+            world.barrier()
+            for net in (model.module, reference):
+                net.net[0].weight.requires_grad_(step not in (2, 3))
+            ours.zero_grad()
+            theirs.zero_grad()
+            loss(model, step, world.rank).backward()
+            (sum(loss(reference, step, other) for other in range(n)) / n).backward()
+            ours.step()
+            theirs.step()
+            world.barrier()
+            assert alike(model, reference), step
+            states = [[state for state in each.state_dict()["state"].values() if state] for each in (ours, theirs)]
+            for mine, torchs in zip(*states, strict=True):
+                for name, value in torchs.items():
+                    if value is not None:
+                        assert torch.allclose(mine[name], torch.as_tensor(value), atol=1e-5), (step, name)
+        world.barrier()
 
     threads.run(n, rank, ranks_per_node)
 

@@ -8,7 +8,7 @@ from compared_steps import RULES, STEPS, alone, batches, by_hand, compare, made,
 from graph_checks import needs_compiler, on_gpu, same
 
 import hpcdp
-from hpcdp import nn, optim
+from hpcdp import autograd, nn, optim
 from hpcdp.arrays import to_host
 from hpcdp.errors import HpcdpError, NonFiniteGradientError
 from hpcdp.kernels import cuda
@@ -244,6 +244,40 @@ def test_hooks_that_come_and_go_move_the_update(gpu):
     own = {}
     compare(alone(), count=11, between=halving, policy=hpcdp.Policy(unused="zero"))
     assert len(gpu.graphs) >= 2
+
+
+class WithMore(nn.Module):
+    """A network with a layer that its forward does not use."""
+
+    def __init__(self):
+        self.used, self.more = nn.Dense(6, 3), nn.Dense(6, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("rule", ["momentum", "adamw"])
+@pytest.mark.parametrize("freezes", [False, True])
+def test_the_update_of_a_graph_leaves_alone_what_its_step_does_not_use(gpu, rule, freezes):
+    """Also where the step before has used it, and where it is frozen."""
+
+    def more(number, net, trainer):
+        if id(net) in left:
+            same(net.more.weight.data, left[id(net)])
+        if number in (1, 3, 6):
+            x, y = next(batches((4, 6)))
+            with autograd.record():
+                losses = nn.functional.softmax_cross_entropy(net.used(x) + net.more(x), y)
+            losses.backward()
+            trainer.step(4)
+            left[id(net)] = net.more.weight.data.copy()
+        if freezes and number in (4, 5):
+            net.used.bias.grad_req = "null" if number == 4 else "write"
+
+    rest = {"build": WithMore, "rule": RULES[rule], "policy": hpcdp.Policy(unused="zero")}
+    left = {}
+    compare(alone(), count=9, between=more, **rest)
+    assert len(left) == 2 and len(gpu.launches) >= 2
 
 
 @pytest.mark.parametrize("bad", [0, 1, 3])

@@ -42,6 +42,8 @@ class Requests:
         if kind is Kind.TICKET:
             delay = Delay(self.table, cell, source)
             return lambda: self._ticket(cell, source, bool(message.number), delay)
+        if kind is Kind.PASS:
+            return lambda: self._pass(cell, source)
         if kind is Kind.TAKE:
             return lambda: Message(Kind.DONE, number=take(item, cell, self.table.group.rank, message.number))
         if kind in (Kind.READ_STATE, Kind.WRITE_STATE):
@@ -93,6 +95,11 @@ class Requests:
         if pushes and not delay.may_go_on():
             return _held(delay)
         return Message(Kind.DONE, ticket=self.table.draw(cell, source, pushes), rate=delay.held_s)
+
+    def _pass(self, cell: Cell, source: int) -> Message:
+        if self.table.staleness is not None:
+            cell.tick(source)
+        return Message(Kind.DONE)
 
     def _push(self, item: Item, cell: Cell, change: Change, message: Message, delay: Delay) -> Message | None:
         in_order, source = item.in_order, delay.worker

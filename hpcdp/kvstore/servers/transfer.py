@@ -277,6 +277,15 @@ class Transfer:
         counted.staleness_max = max(counted.staleness_max, stale)
         own.seen = version if pulled else own.seen + 1
 
+    def pass_over(self, item: Item) -> None:
+        """Let this worker's clock of a key go on without a push, where there is a bound; waits for nobody."""
+        cell = item.cells[0]
+        if cell is not None:
+            cell.tick(self._worker)
+        else:
+            assert self._server is not None
+            self._server.tell(item.parts[0].server, self._message(Kind.PASS, item, 0))
+
     def take(self, item: Item, count: int) -> int:
         """See `AsyncStore.take`."""
         cell = item.cells[0]

@@ -55,6 +55,8 @@ class Kind(IntEnum):
     """Before the answer to a push: by whom it is held back."""
     LEAVE = 15
     """The sender asks for nothing of a store any more; after all workers have said so its keys are dropped."""
+    PASS = 16
+    """The sender has nothing to push of a key this time, and holds nobody back by that."""
 
 
 @dataclass

@@ -27,9 +27,11 @@ from ...streams import Streams
 from . import trainer_states
 from .bucket_checks import check_settings, refuse_half_a_step, refuse_reproducible, refuse_sums
 from .communication_stats import CommunicationStats
+from .deferring import may_wait
 from .gpu_times import EXPOSED, GpuTimes
 from .graph_update import GraphUpdate, graph_update
 from .loss_scale import DynamicLossScale, first_scale, is_dynamic, skipping
+from .mean_losses import MeanLosses
 from .on_its_gpu import on_its_gpu
 from .parts import require_whole, share_over_parts
 from .policy import Policy, Unwritten, checked_policy, stale_anywhere
@@ -38,12 +40,14 @@ from .trainer import Trainer, show_to_profiler
 from .trainer_checks import checked_count, described, require_alike, require_same_settings, trained, unfinished
 from .update_scale import clips_on_gpu, host_looks, update_scale
 
+_NONE: frozenset[str] = frozenset()
 _SAVED_WHOLE = "save all of its ranks' state: checkpoint.Manager(path, world).save(step, {'trainer': trainer})"
 
 
 class BucketTrainer(Trainer):
     """See `Trainer`: what it makes without a ``kvstore``."""
 
+    @may_wait
     def __init__(
         self,
         params: Sequence[Parameter],
@@ -77,7 +81,8 @@ class BucketTrainer(Trainer):
         self._dynamic: DynamicLossScale | None = None
         if is_dynamic(loss_scale):
             self.policy, self._dynamic = skipping(self.policy), DynamicLossScale()
-        self._unwritten = Unwritten(self.policy, self.world.rank)
+        by_name = {param.name: param for param in ours}
+        self._unwritten = Unwritten(self.policy, by_name, self.world.rank, self.world.size)
         self.clip_norm = None if clip_norm is None else float(clip_norm)
         self._syncing = True
         self._held_count = 0
@@ -92,8 +97,11 @@ class BucketTrainer(Trainer):
         show_to_profiler(ours, self.world)
         layout, overlap = plan(described(ours), bucket_cap_mb, room_for=room_for), False if adding else overlap
         self.reducer = Reducer(
-            ours, layout, self.world, overlap, self.compression, self.virtual_shards, sharded=owner == "shard"
-        )
+            ours, layout, self.world, overlap, self.compression, self.virtual_shards, sharded=owner == "shard",
+            more_numbers=self._unwritten.length,
+        )  # fmt: skip
+        self._means: MeanLosses | None = MeanLosses(warns=self.world.rank == 0)
+        self.reducer.watch = self._means.note
         if self.reducer.beside is not None:
             self.reducer.beside.waited = self.stats.waited
         by_shards = owner == "shard" or (owner == "auto" and lies_once_per_node(self.reducer))
@@ -105,6 +113,18 @@ class BucketTrainer(Trainer):
         enter_shard(None)  # that of an earlier trainer
         shards = self.reducer.virtual_shards
         self._reproducible = None if shards is None else ReproducibleSteps(shards, params, self.world)
+
+    @staticmethod
+    def check_options(options: dict[str, Any]) -> None:
+        said = {"kvstore": None, "update_on_kvstore": None, "owner": "auto", "clip_norm": None, "overlap": None}
+        said |= {name: value for name, value in options.items() if name in said}
+        check_settings(**said, adding=())
+        Compression.of(options.get("compression"))
+        checked_policy(options.get("policy"))
+
+    def forget_losses(self) -> None:
+        if self._means is not None:
+            self._means.forget()
 
     def measure_on_gpu(self) -> GpuTimes | None:
         if not all(is_cupy(param.data) for param in self.reducer.params.values()):
@@ -180,6 +200,8 @@ class BucketTrainer(Trainer):
         does not look at sums; None: one after the other."""
         count = checked_count("step", count)
         self._settle("step")
+        if self._means is not None:
+            self._look_at_losses("step", count, stacklevel=6)
         if not self._syncing:
             self._held_count += count
             return self._held_count
@@ -194,7 +216,7 @@ class BucketTrainer(Trainer):
         try:
             if total and update is not None and not host_looks(self):
                 update(self.step_count + 1, 1.0 / (total * self.loss_scale))
-                self.step_count += 1
+                self._count_update()
             elif total:
                 self._reduce()
                 self._update(total)
@@ -207,6 +229,11 @@ class BucketTrainer(Trainer):
         self._account(began_ns)
         return total
 
+    def _look_at_losses(self, operation: str, count: int, stacklevel: int) -> None:
+        assert self._means is not None
+        if self._means.look(operation, count, self.loss_scale, stacklevel):
+            self._means = self.reducer.watch = None
+
     @property
     def accumulation(self) -> tuple[bool, bool]:  # type: ignore[override]
         return self.reducer.arrivals.accumulating, not self._syncing
@@ -214,6 +241,14 @@ class BucketTrainer(Trainer):
     def graph_update(self, leaves: Sequence[Any]) -> GraphUpdate | None:
         """See `Trainer.graph_update`."""
         return graph_update(self, leaves)
+
+    def leave_out_unused(self, names: Sequence[str]) -> None:
+        """Leave out of this step's update what will have no gradient, where backward goes to all but these parameters.
+
+        Where this rank steps alone; else the closing exchange of the step says it.
+        """
+        is_missing = self.reducer.arrivals.is_missing
+        self.owner.leave_out(self._unwritten.left_alone([name for name in names if is_missing(name)], None))
 
     def launching(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """See `Trainer.launching`."""
@@ -252,7 +287,11 @@ class BucketTrainer(Trainer):
         scale = update_scale(self, total) if total else None
         if scale is not None:
             self.owner.update(self.step_count + 1, scale)
-            self.step_count += 1
+            self._count_update()
+
+    def _count_update(self) -> None:
+        self.step_count += 1
+        self.owner.pass_over()
 
     @on_its_gpu
     def allreduce_grads(self) -> None:
@@ -274,6 +313,8 @@ class BucketTrainer(Trainer):
                 "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
             )
         held = checked_count("update", count) + self._held_count
+        if self._means is not None:
+            self._look_at_losses("update", count, stacklevel=5)
         settings = self._settings
         (total,), alike = self.reducer.closing.tally_alike(settings, held)
         try:
@@ -303,21 +344,28 @@ class BucketTrainer(Trainer):
 
     def _close_step(self, count: int) -> int:
         """The step's one small exchange: when it returns, every rank has left backward. The global count."""
-        in_shards = self._reproducible is not None
-        stale = self._stale + self._refused(count if in_shards else count + self._held_count)
+        arrivals, unwritten, reproducible = self.reducer.arrivals, self._unwritten, self._reproducible
+        stale = self._stale + self._refused(count + self._held_count if reproducible is None else count)
         count += self._held_count
         stale = list(dict.fromkeys(stale))  # a name may be missing in several virtual shards
+        unused = arrivals.unused if arrivals.num_missing else []
         if not stale:
-            self.reducer.arrivals.fill_with_zeros()
-        self.reducer.launch_rest()
-        settings = self._settings
-        met = () if self._reproducible is None else (self._reproducible.met_stranger,)
+            arrivals.fill_with_zeros()
+        waits = self.reducer.keeps_unsent and bool(unused)  # for what is not to be sent
+        if not waits:
+            self.reducer.launch_rest()
+        learning_rate, loss_scale = self._settings
+        settings = learning_rate, loss_scale, unwritten.mark(unused) if unused else 0
+        used = unwritten.numbers(unused) if unwritten.length else ()
+        met = () if reproducible is None else (reproducible.met_stranger,)
         lost = moved(self._places, self._grads)
-        sums, alike = self.reducer.closing.tally_alike(settings, count, bool(stale or lost), *met)
-        total, num_stale, *num_strangers = sums
+        sums, alike = self.reducer.closing.tally_alike(settings, count, bool(stale or lost), *met, *used)
+        total, num_stale, *others = sums
+        num_strangers, num_users = others[: len(met)], others[len(met) :]
         if not alike:
             self.drop()
-            require_same_settings(self.world.comm, "step", *settings)
+            require_same_settings(self.world.comm, "step", learning_rate, loss_scale)
+            unwritten.require_same_frozen(self.world.comm, "step", unused)
         if any(num_strangers):
             self.drop()
             raise HpcdpError(
@@ -328,11 +376,17 @@ class BucketTrainer(Trainer):
             error = moved_anywhere(self.world.comm, lost) or stale_anywhere(self.world.comm, stale)
             self.drop()
             raise error
+        left_alone = unwritten.left_alone(unused, num_users) if unused or used else _NONE
+        self.owner.leave_out(left_alone)
+        if waits:
+            self.reducer.keep_unsent(left_alone)
+            self.reducer.launch_rest()
         return int(total)
 
     def _refused(self, count: int) -> list[str]:
         """Parameters without a gradient, although this rank had ``count`` samples, where that is an error."""
-        return self._unwritten.refused(self.reducer.arrivals.missing) if count else []
+        missing = self.reducer.arrivals.missing if count else []
+        return self._unwritten.refused(missing) if missing else []
 
     @property
     def _settings(self) -> tuple[float, float]:

@@ -35,8 +35,10 @@ class GraphUpdate:
 
     def __init__(self, trainer: BucketTrainer, leaves: Sequence[Any]) -> None:
         self._trainer, self._leaves = trainer, leaves
+        of_graph = set(map(id, leaves))
+        self._not_in_graph = [name for name, param in trainer.reducer.params.items() if id(param) not in of_graph]
         self._captured, self._clip_norm = self._kernels(), trainer.clip_norm
-        self._now = (1, 1.0)
+        self._now = (trainer.step_count + 1, 1.0)
         """Step and scale of the next launch."""
 
     @property
@@ -79,9 +81,11 @@ class GraphUpdate:
 
     def _coefficients(self, piece: Piece) -> tuple[float, ...]:
         step, scale = self._now
-        return piece.rule.kernel(step - piece.passed_over, scale)[1]
+        rule, own_step = piece.rule_at(step)
+        return rule.kernel(own_step, scale)[1]
 
     def _kernels(self) -> list[tuple[Piece, str]]:
+        self._trainer.leave_out_unused(self._not_in_graph)
         names: dict[int, str] = {}
         found = []
         for pieces in self._trainer.owner.pieces:

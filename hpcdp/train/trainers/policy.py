@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...comm import Communicator
+from ...comm.agreement import require_same
 from ...errors import ConfigError, StaleGradientError, listed
+from ...gradients.bucket import Parameter
+from ...gradients.usage import UsageCounts
 
 _MOST_NAMES = 3
 
@@ -21,9 +24,10 @@ class Policy:
     """What a trainer does with gradients that are not as they should be, alike on all ranks.
 
     Args:
-        unused: parameters whose gradient backward has not written. ``"error"``: a StaleGradientError that names them;
-            ``"zero"``: they count as zero, so that ranks may use different parts of a model; ``"warn"``: the same, and
-            each rank names new ones in a warning.
+        unused: parameters whose gradient backward has not written, though they are not frozen by ``grad_req="null"``.
+            ``"error"``: a StaleGradientError that names them; ``"zero"``: they count as zero where another rank has
+            used them, so that ranks may use different parts of a model, and what no rank has used keeps its value and
+            its optimizer's state; ``"warn"``: the same, and each rank names new ones in a warning.
         nonfinite: a summed gradient that holds a NaN or an infinity. ``"ignore"``: nobody looks, which costs nothing;
             ``"count"``: counted in ``trainer.num_nonfinite``; ``"skip"``: counted, and the step updates nothing (the
             running statistics of batch normalisation have moved in forward already, but with ``reproducible``);
@@ -55,21 +59,83 @@ def checked_policy(policy: object) -> Policy:
 class Unwritten:
     """Gradients that backward has not written: what the policy of one trainer says of them.
 
+    No gradient and a gradient of zero are two things: with a gradient of zero a parameter moves by momentum and weight
+    decay. So the ranks agree in the closing exchange of a step which parameters none of them has used. By default each
+    rank with samples must use all parameters but the frozen ones, and the ranks compare those by a `mark`; where a
+    policy lets ranks use different parameters, `numbers` count by how many ranks each was used.
+
     Args:
         policy: the trainer's.
+        params: all of its parameters, by name.
         rank: this one.
+        size: how many ranks step together.
     """
 
-    def __init__(self, policy: Policy, rank: int) -> None:
-        self._policy, self._rank = policy, rank
+    def __init__(self, policy: Policy, params: Mapping[str, Parameter], rank: int, size: int) -> None:
+        self._policy, self._params, self._rank = policy, params, rank
+        self._counts = None if policy.unused == "error" else UsageCounts(list(params), size)
         self._warned: set[str] = set()
 
-    def refused(self, names: Sequence[str]) -> list[str]:
-        """Those of the parameters ``names`` that may not count as zero; warns of others, once each, where it should."""
-        if self._policy.unused == "warn" and not self._warned.issuperset(names):
+    @property
+    def length(self) -> int:
+        """How many `numbers` there are."""
+        return 0 if self._counts is None else self._counts.length
+
+    def frozen(self, names: Sequence[str]) -> list[str]:
+        """Return those of the parameters ``names`` that are to have no gradient."""
+        return [name for name in names if self._params[name].grad_req == "null"]
+
+    def refused(self, missing: Sequence[str]) -> list[str]:
+        """Return those of the parameters ``missing`` that should have a gradient on this rank.
+
+        Warns of parameters that count as zero, once each, where the policy says so.
+        """
+        if self._policy.unused == "zero" or not missing:
+            return []
+        frozen = set(self.frozen(missing))
+        names = [name for name in missing if name not in frozen]
+        if self._policy.unused == "error":
+            return names
+        if not self._warned.issuperset(names):
             self._warned.update(names)
-            warnings.warn(f"rank {self._rank}: no gradient for {listed(names)}: counted as zero", stacklevel=4)
-        return list(names) if self._policy.unused == "error" else []
+            warnings.warn(
+                f"rank {self._rank}: no gradient for {listed(names)}: counted as zero; left alone where no rank has "
+                "one",
+                stacklevel=4,
+            )
+        return []
+
+    def mark(self, unused: Sequence[str]) -> int:
+        """Return a number that is the same on ranks with the same frozen parameters, where those must be the same."""
+        if self._counts is not None or not unused:
+            return 0
+        frozen = set(self.frozen(unused))
+        return sum(1 << place for place, name in enumerate(self._params) if name in frozen)
+
+    def require_same_frozen(self, comm: Communicator, operation: str, unused: Sequence[str]) -> None:
+        """Raise `MismatchError` where ranks have frozen other parameters; every rank must call."""
+        if self._counts is None:
+            frozen = listed(self.frozen(unused)) or "none"
+            remedy = (
+                "set grad_req alike on all ranks, between step() and the next backward; or let ranks use different "
+                "parameters: Policy(unused='zero')"
+            )
+            require_same(comm, operation, [f"parameters frozen by grad_req='null': {frozen}"], remedy)
+
+    def numbers(self, unused: Sequence[str]) -> Sequence[float]:
+        """Return what this rank adds to the closing exchange of a step in which it has not used these parameters."""
+        return () if self._counts is None else self._counts.numbers(unused)
+
+    def left_alone(self, unused: Sequence[str], sums: Sequence[float] | None) -> frozenset[str]:
+        """Return the parameters that no rank has used, which a step leaves alone.
+
+        Args:
+            unused: those of this rank.
+            sums: of all ranks' `numbers`; None: this rank steps alone.
+        """
+        if self._counts is None:
+            return frozenset(self.frozen(unused)) if unused else frozenset()
+        return frozenset(unused) if sums is None else self._counts.unused(sums)
 
 
 def stale(rank: int, names: Sequence[str]) -> StaleGradientError:
@@ -79,8 +145,8 @@ def stale(rank: int, names: Sequence[str]) -> StaleGradientError:
         where=f"rank {rank}",
         expected="a gradient for every parameter since the last step",
         got="none for " + ", ".join(names[:_MOST_NAMES]),
-        remedy="call backward() before step(), give unused parameters grad_req='null' before the Trainer is made, or "
-        "count them as zero: Policy(unused='zero')",
+        remedy="call backward() before step(); freeze what is not to be trained by grad_req='null' on all ranks; or "
+        "let ranks use different parameters: Policy(unused='zero'), which leaves alone what no rank has used",
     )
 
 

@@ -13,7 +13,7 @@ from ...kvstore import KINDS, KVStore
 from .loss_scale import is_dynamic
 from .policy import Policy
 
-_FOR_BUCKETS = {
+FOR_BUCKETS = {
     "owner": "auto",
     "bucket_cap_mb": None,
     "clip_norm": None,
@@ -44,7 +44,7 @@ def check_settings(kind: object, update_on_kvstore: bool | None, policy: Policy,
             remedy="leave kvstore out: a store does not look at what is pushed",
         )  # fmt: skip
     for name, value in for_buckets.items():
-        unsaid = _FOR_BUCKETS[name]
+        unsaid = FOR_BUCKETS[name]
         if type(value) is not type(unsaid) or value != unsaid:
             raise ConfigError(
                 "Trainer", where=name, expected=f"{unsaid!r} with a kvstore", got=repr(value),

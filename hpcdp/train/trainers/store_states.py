@@ -41,7 +41,8 @@ def state_of(trainer: StoreTrainer) -> dict[str, Any]:
     if _needs_store(trainer):
         state["store"] = _with_keys(trainer.store.state_dict(), dict(enumerate(trainer.names)))
     if not trainer.update_on_kvstore:
-        state |= {"optimizer": json.dumps(trainer.optimizer.config()), "states": _states(trainer)}
+        optimizer = json.dumps(trainer.optimizer.config())
+        state |= {"optimizer": optimizer, "states": _states(trainer), "passed_over": dict(trainer.passed_over)}
     return state
 
 
@@ -135,6 +136,7 @@ def take_over(trainer: StoreTrainer, state: dict[str, Any]) -> None:
         for name, states in mine.items():
             for each, own in states.items():
                 take(f"{name}/{each}", own, state["states"][name][each])
+        trainer.passed_over = dict(state.get("passed_over", {}))
     if _needs_store(trainer):
         numbers = {name: number for number, name in enumerate(trainer.names)}
         trainer.store.load_state_dict(_with_keys(state["store"], numbers))
@@ -152,7 +154,7 @@ def save(trainer: StoreTrainer, path: Path) -> None:
     states: States = {}
     if trainer.step_count:
         for (key, param), state in zip(trainer.params.items(), trainer.states, strict=True):
-            steps[key] = trainer.step_count
+            steps[key] = trainer.step_count - trainer.passed_over.get(trainer.names[key], 0)
             states |= {(key, name): to_host(array).reshape(param.data.shape) for name, array in state.items()}
 
     def write() -> None:
@@ -176,3 +178,5 @@ def load(trainer: StoreTrainer, path: Path) -> None:
             for name, place in state.items():
                 place[...] = from_host(states[key, name].reshape(-1), place) if key in steps else 0
     trainer.step_count = max(steps.values(), default=0)
+    own = {name: steps.get(key, 0) for key, name in enumerate(trainer.names)}
+    trainer.passed_over = {name: trainer.step_count - each for name, each in own.items() if each < trainer.step_count}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from ... import autograd
 from ...arrays import array_namespace, on_device_of
 from ...collectives.progress import Progress
 from ...comm import World, init
+from ...comm.shared import LINE_NUMBERS
 from ...comm.watchdog import WatchedGate
 from ...compression import Compression, Settings
 from ...errors import ConfigError, StaleGradientError
@@ -25,6 +26,7 @@ from ...gradients.bucket import Parameter
 from ...gradients.by_hand import changing, moved, moved_anywhere, places_of
 from ...gradients.closing import ClosingExchange
 from ...gradients.lane import Lane
+from ...gradients.owners import rule_at
 from ...kvstore import KINDS, KVStore, create
 from ...kvstore.asynchronous import AsyncStore
 from ...kvstore.pulled import OnItsWay
@@ -33,10 +35,12 @@ from ...optim import Optimizer, require_by_elements
 from ...state import FitsSaved, Saved
 from . import store_states
 from .communication_stats import CommunicationStats
+from .deferring import may_wait
 from .loss_scale import first_scale
+from .mean_losses import MeanLosses
 from .parts import require_whole
 from .policy import Policy, Unwritten, checked_policy, stale, stale_anywhere
-from .store_checks import check_apart, check_precision, check_settings, check_unused
+from .store_checks import FOR_BUCKETS, check_apart, check_precision, check_settings, check_unused
 from .store_places import place_of, places_in_turn
 from .trainer import Trainer, show_to_profiler
 from .trainer_checks import checked_count, require_alike, require_same_settings, trained
@@ -51,6 +55,7 @@ class StoreTrainer(Trainer, FitsSaved):
     one push of each weighs as much as one global batch.
     """
 
+    @may_wait
     def __init__(
         self,
         params: Sequence[Parameter],
@@ -95,13 +100,22 @@ class StoreTrainer(Trainer, FitsSaved):
         """Keys 0, 1, 2, ... are the parameters, in their order."""
         check_unused(self.store, self.world)
         self.steps_together = kind != "dist_async"
-        self._closing = None if self.world is None or not self.steps_together else _closing(self.world)
-        self._unwritten = Unwritten(self.policy, self.store.rank)
+        self._by_name = dict(zip(self.names, self._params, strict=True))
+        self._closing: ClosingExchange | None = None
+        num_together = 1 if self.world is None or not self.steps_together else self.world.size
+        self._unwritten = Unwritten(self.policy, self._by_name, self.store.rank, num_together)
+        if self.world is not None and self.steps_together:
+            self._closing = _closing(self.world, self._unwritten.length)
         self._written: set[str] = set()
+        self._means: MeanLosses | None = MeanLosses(warns=self.store.rank == 0)
+        self._left_alone: Set[str] = frozenset()
+        """Parameters that this step does not update: no rank has used them."""
+        self.passed_over: dict[str, int] = {}
+        """Where every rank updates: in how many steps a parameter was left alone, by name."""
         self._holds_sums = False
         self._syncing, self._held_count = True, 0
-        self._grad_reqs: list[str] | None = None
-        """Those that `no_sync` has replaced in this step."""
+        self._overwriting: set[str] | None = None
+        """While gradients accumulate: the parameters whose gradients backward otherwise overwrites."""
         self._known_steps = 0
         """Updates of all ranks until they have last met, where they do not step together."""
         for name, param in zip(self.names, self._params, strict=True):
@@ -124,6 +138,18 @@ class StoreTrainer(Trainer, FitsSaved):
         self._pull_first()
         self._places = places_of(self._params)
 
+    @staticmethod
+    def check_options(options: dict[str, Any]) -> None:
+        kind, policy = options["kvstore"], checked_policy(options.get("policy"))
+        for_buckets = {name: value for name, value in options.items() if name in FOR_BUCKETS}
+        update = options.get("update_on_kvstore")
+        check_settings(kind.kind if isinstance(kind, KVStore) else kind, update, policy, for_buckets)
+        Compression.of(options.get("compression"))
+
+    def forget_losses(self) -> None:
+        if self._means is not None:
+            self._means.forget()
+
     @property
     def _keys(self) -> list[int]:
         return list(range(len(self._params)))
@@ -142,6 +168,7 @@ class StoreTrainer(Trainer, FitsSaved):
         if not self.steps_together:
             check_apart(self._params)
         self._settle("step")
+        self._look_at_losses("step", count)
         if not self._syncing:
             self._held_count += count
             return self._held_count
@@ -181,8 +208,9 @@ class StoreTrainer(Trainer, FitsSaved):
                 "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
             )
         total = checked_count("update", count) + self._held_count
+        self._look_at_losses("update", count)
         if self._closing is not None and self.world is not None:
-            total = self._tally("update", self._closing, self.world, total)[0]
+            total = int(self._tally("update", self._closing, self.world, [total])[0])
         try:
             if total:
                 self._update(total)
@@ -194,10 +222,12 @@ class StoreTrainer(Trainer, FitsSaved):
     def no_sync(self) -> Iterator[None]:
         """See `Trainer.no_sync`."""
         self._refuse_sums("no_sync")
-        if self._grad_reqs is None:
+        if self._overwriting is None:
             self._fill_unwritten_with_zeros()
-            self._grad_reqs = [param.grad_req for param in self._params]
-            for param in self._params:
+            self._overwriting = set()
+        for name, param in self._by_name.items():
+            if param.grad_req == "write":
+                self._overwriting.add(name)
                 param.grad_req = "add"
         before, self._syncing = self._syncing, False
         try:
@@ -249,7 +279,7 @@ class StoreTrainer(Trainer, FitsSaved):
     @property
     def holds_gradients(self) -> bool:
         """Whether there are gradients that a later update will use."""
-        return self._holds_sums or self._held_count > 0 or self._grad_reqs is not None
+        return self._holds_sums or self._held_count > 0 or self._overwriting is not None
 
     def state_dict(self) -> dict[str, Any]:
         """See `Trainer.state_dict`; where ranks do not step together they meet."""
@@ -290,6 +320,12 @@ class StoreTrainer(Trainer, FitsSaved):
                 remedy="call update(count), or step(0) to drop what allreduce_grads() has summed",
             )  # fmt: skip
         self._written.add(name)
+        if self._means is not None:
+            self._means.note()
+
+    def _look_at_losses(self, operation: str, count: int) -> None:
+        if self._means is not None and self._means.look(operation, count, self.loss_scale, stacklevel=4):
+            self._means = None
 
     def _refuse_if_store_updates(self, operation: str) -> None:
         if self.update_on_kvstore:
@@ -310,45 +346,69 @@ class StoreTrainer(Trainer, FitsSaved):
         count += self._held_count
         missing = [name for name in self.names if name not in self._written]
         refused, lost = self._unwritten.refused(missing) if count else [], moved(self._places)
+        num_users: Sequence[float] | None = None
         if self._closing is not None and self.world is not None:
-            count, num_stale = self._tally("step", self._closing, self.world, count, bool(refused or lost))
+            numbers = [count, bool(refused or lost), *self._unwritten.numbers(missing)]
+            total, num_stale, *num_users = self._tally("step", self._closing, self.world, numbers, missing)
+            count = int(total)
             if num_stale:
                 self._begin_step()
                 raise moved_anywhere(self.world.comm, lost) or stale_anywhere(self.world.comm, refused)
         elif refused or lost:
             self._begin_step()
             raise moved_anywhere(None, lost) or stale(self.store.rank, refused)
+        self._left_alone = self._unwritten.left_alone(missing, num_users)
         self._fill_unwritten_with_zeros()
         return count
 
-    def _tally(self, operation: str, closing: ClosingExchange, world: World, *numbers: int) -> list[int]:
-        """The sums of ``numbers`` over all ranks, which must have the same settings now."""
+    def _tally(
+        self,
+        operation: str,
+        closing: ClosingExchange,
+        world: World,
+        numbers: Sequence[float],
+        missing: Sequence[str] = (),
+    ) -> list[float]:
+        """The sums of ``numbers`` over all ranks, which must have the same settings, and frozen parameters, now."""
         settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
-        sums, alike = closing.tally_alike(settings, *numbers)
+        sums, alike = closing.tally_alike((*settings, self._unwritten.mark(missing)), *numbers)
         if not alike:
             self._begin_step()
             require_same_settings(world.comm, operation, *settings)
-        return [int(each) for each in sums]
+            self._unwritten.require_same_frozen(world.comm, operation, missing)
+        return sums
 
     def _fill_unwritten_with_zeros(self) -> None:
-        for name, param in zip(self.names, self._params, strict=True):
+        for name, param in self._by_name.items():
             if name not in self._written:
                 param.grad[...] = 0
 
     def _push_and_pull(self, total: int) -> None:
         weight = total if self.steps_together else total * self.store.num_workers
         scale = 1.0 / (weight * self.loss_scale)
-        for key, param in enumerate(self._params):
+        for key, (name, param) in enumerate(self._by_name.items()):
+            if name in self._left_alone:
+                self._pass_over(key, param)
+                continue
             scaled = self._scaled[key]
             with on_device_of(scaled):
                 array_namespace(scaled).multiply(param.grad, scale, out=scaled)
             self.store.pushpull(key, scaled, out=place_of(param), priority=-key)
             self._time(param)
 
+    def _pass_over(self, key: int, param: Parameter) -> None:
+        """Push nothing for a parameter: a push of zero would move it by momentum and weight decay."""
+        if isinstance(self.store, AsyncStore):
+            self.store.pass_over(key)
+            self._pull_one(key, param)  # others may have pushed
+
     def _pull(self) -> None:
         for key, param in enumerate(self._params):
-            self.store.pull(key, out=place_of(param), priority=-key)
-            self._time(param)
+            self._pull_one(key, param)
+
+    def _pull_one(self, key: int, param: Parameter) -> None:
+        self.store.pull(key, out=place_of(param), priority=-key)
+        self._time(param)
 
     def _pull_first(self) -> None:
         self._pull()
@@ -368,34 +428,41 @@ class StoreTrainer(Trainer, FitsSaved):
 
     def _sum(self) -> None:
         """Make gradients the sums over all ranks."""
-        self.store.pushpull(self._keys, [param.grad for param in self._params])
+        keys = [key for key, name in enumerate(self.names) if name not in self._left_alone]
+        if keys:
+            self.store.pushpull(keys, [self._params[key].grad for key in keys])
 
     def _update(self, total: int) -> None:
         """Update on this rank, from gradients that are summed."""
         self.step_count += 1
         scale = 1.0 / (total * self.loss_scale)
-        for param, state in zip(self._params, self.states, strict=True):
+        for (name, param), state in zip(self._by_name.items(), self.states, strict=True):
+            if name in self._left_alone:
+                self.passed_over[name] = self.passed_over.get(name, 0) + 1
+                continue
             flat, grad = param.data.reshape(-1), param.grad.reshape(-1)
-            self.optimizer.update(flat, grad, state, step=self.step_count, scale=scale)
+            rule, own_step = rule_at(self.optimizer, self.step_count, self.passed_over.get(name, 0))
+            rule.update(flat, grad, state, step=own_step, scale=scale)
 
     def _begin_step(self) -> None:
         self._written = set()
         self._holds_sums, self._held_count = False, 0
-        if self._grad_reqs is not None:
-            for param, grad_req in zip(self._params, self._grad_reqs, strict=True):
-                param.grad_req = grad_req
-            self._grad_reqs = None
+        if self._overwriting is not None:
+            for name in self._overwriting:
+                if self._by_name[name].grad_req == "add":
+                    self._by_name[name].grad_req = "write"
+            self._overwriting = None
 
     def _account(self, began_ns: int) -> None:
         self.stats.steps += 1
         self.stats.waited(began_ns, time.perf_counter_ns())
 
 
-def _closing(world: World) -> ClosingExchange:
-    """What the ranks' steps end with; every rank must call."""
+def _closing(world: World, more_numbers: int) -> ClosingExchange:
+    """What the ranks' steps end with, of a few numbers and ``more_numbers``; every rank must call."""
     serial = world.kept["number of store trainers"] = world.kept.get("number of store trainers", 0) + 1
     signature = zlib.crc32(f"store trainer {serial}".encode())
-    gate = WatchedGate(world.node_memory, Progress.of(world).watchdog)
+    gate = WatchedGate(world.node_memory, Progress.of(world).watchdog, LINE_NUMBERS + more_numbers)
     if world.node_memory.size == world.size:
         return ClosingExchange(world, None, gate, None, signature)
     comm = world.keep(("reducers", id(world.comm)), world.comm.duplicate)

@@ -29,6 +29,7 @@ from .trainer_checks import no_parameters
 
 if TYPE_CHECKING:
     from ...kvstore import KVStore
+    from .deferring import Waiting
     from .gpu_times import GpuTimes
     from .graph_update import GraphUpdate
 
@@ -44,6 +45,10 @@ class Trainer:
     start with rank 0's values. From construction on, ``param.data`` and ``param.grad`` are arrays of the trainer's:
     views of flat buckets, with ``owner="shard"`` in memory shared by the node, once; or a rank's own. Parameters of
     16 bits have a float32 copy each, in the optimizer's state: that is updated, and then rounded to them.
+
+    Where layers have still to find out their shapes, the rest of the Trainer is made by the first call of `step`, as in
+    Gluon; a rank without samples gets shapes and values from others. What needs arrays, as `no_sync` or `state_dict`,
+    is a DeviceError before that.
 
     Args:
         params: the model's parameters, ``net.parameters()``; those with ``grad_req="null"`` are left alone.
@@ -105,6 +110,8 @@ class Trainer:
     """How many times too large the gradients are, because the loss was scaled up before backward."""
     virtual_shards: int | None = None
     """Into how many pieces global batches are cut; None where the trainer is not reproducible."""
+    waiting: Waiting | None = None
+    """The rest of the Trainer, to be made when the network knows its shapes; None from then on."""
     _is_changing: bool = False
     _places: Places
     """Where it updates its parameters."""
@@ -139,6 +146,29 @@ class Trainer:
         from .store_trainer import StoreTrainer
 
         return super().__new__(BucketTrainer if kvstore is None else StoreTrainer)
+
+    def __getattr__(self, name: str) -> Any:
+        waiting = self.waiting
+        if waiting is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.waiting = None  # else what its making looks for would make it again
+        try:
+            give = waiting.end()
+        except BaseException:
+            self.waiting = waiting
+            raise
+        give()
+        self.forget_losses()
+        return getattr(self, name)
+
+    def forget_losses(self) -> None:
+        """Forget how the backward of the gradients that are there began."""
+        raise NotImplementedError
+
+    @staticmethod
+    def check_options(options: dict[str, Any]) -> None:
+        """Raise `ConfigError` for options that are wrong, whatever the parameters are."""
+        raise NotImplementedError
 
     def __reduce__(self) -> Any:
         raise UnsupportedError(
@@ -179,7 +209,9 @@ class Trainer:
     def step(self, count: int) -> int:
         """Reduce the gradients over all ranks and update; every rank must call. Changes parameters in place.
 
-        The gradients are not changed in a way to rely on; see `allreduce_grads` for looking at their sum.
+        A parameter that no rank has used since the last step, or that is frozen by ``grad_req="null"``, keeps its value
+        and its optimizer's state. The gradients are not changed in a way to rely on; see `allreduce_grads` for looking
+        at their sum.
 
         Args:
             count: samples of this rank whose gradients backward has written. A rank that has run out of data passes 0
@@ -193,6 +225,8 @@ class Trainer:
         Raises:
             StaleGradientError: backward did not write all gradients on a rank with samples; raised on every rank. Or
                 `allreduce_grads` has summed them already, and `update` is to follow.
+            MismatchError: some ranks have frozen a parameter by ``grad_req="null"`` and others have not, and the policy
+                does not let ranks use different parameters.
         """
         raise NotImplementedError
 
@@ -348,9 +382,10 @@ class Trainer:
         """What training goes on from, beside the network's parameters; every rank must call.
 
         Returns:
-            ``states``: the optimizer's, by parameter and name, of which this rank holds its parts, or ``store``: that
-            of the store that updates; ``residuals``: what compression has not sent yet; ``optimizer``: its settings, as
-            JSON; ``step_count``, ``loss_scale``, ``good_steps``, ``num_nonfinite``; and what decides the bits:
+            ``states``: the optimizer's, by parameter and name, of which this rank holds its parts, and ``passed_over``:
+            in how many updates a parameter was left alone; or ``store``: that of the store that updates;
+            ``residuals``: what compression has not sent yet; ``optimizer``: its settings, as JSON; ``step_count``,
+            ``loss_scale``, ``good_steps``, ``num_nonfinite``; and what decides the bits:
             ``virtual_shards``, ``arithmetic``, ``layout``. Arrays are the trainer's own, which the next `step` changes.
 
         Raises:

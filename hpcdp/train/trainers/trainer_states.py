@@ -46,6 +46,7 @@ def state_of(trainer: BucketTrainer) -> dict[str, Any]:
         "num_nonfinite": trainer.num_nonfinite,
         "optimizer": json.dumps(trainer.optimizer.config()),
         "states": optimizer_states(trainer.owner, trainer.reducer),
+        "passed_over": dict(trainer.owner.passed_over),
         "virtual_shards": trainer.virtual_shards,
         "arithmetic": arithmetic() if reproducible else None,
         "layout": _of_first_part(trainer.world, {
@@ -85,6 +86,7 @@ def take_over(trainer: BucketTrainer, state: dict[str, Any]) -> None:
     for param, states in own.items():
         for name, mine in states.items():
             take(f"{param}/{name}", mine, state["states"][param][name])
+    trainer.owner.take_passed_over(state.get("passed_over", {}))
     _take_residuals(trainer, state.get("residuals", {}))
     trainer.step_count = state["step_count"]
     trainer.take_loss_scale(state["loss_scale"], state.get("good_steps", 0))
@@ -138,6 +140,8 @@ def save(trainer: BucketTrainer, path: Path) -> None:
     header = {"version": 1, "step_count": trainer.step_count, "optimizer": trainer.optimizer.config()["name"]}
     if trainer.virtual_shards is not None:
         header |= {"virtual_shards": trainer.virtual_shards, "arithmetic": arithmetic()}
+    if trainer.owner.passed_over:
+        header["passed_over"] = trainer.owner.passed_over
     if trainer.is_scaling:
         header |= {"loss_scale": trainer.loss_scale, "good_steps": trainer.good_steps}
 
@@ -165,6 +169,7 @@ def load(trainer: BucketTrainer, path: Path) -> None:
         for name, own in states.items():
             take(f"{param}/{name}", own, arrays[f"{param}/{name}"])
     give_residuals(trainer.reducer, {name: arrays.get(f"{name}/{_RESIDUAL}") for name in trainer.reducer.params})
+    trainer.owner.take_passed_over(header.get("passed_over", {}))
     trainer.step_count = header["step_count"]
     if trainer.is_scaling and "loss_scale" in header:
         trainer.take_loss_scale(header["loss_scale"], header["good_steps"])

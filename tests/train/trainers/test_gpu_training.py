@@ -159,3 +159,54 @@ def test_the_host_waits_for_no_stream_in_a_step(gpus_on_host, monkeypatch, n, no
 )
 def test_layers_have_their_norms_on_gpus(gpus_on_host, monkeypatch, way, n, nodes, owner, momentum):
     check(monkeypatch, way, n, nodes, optim.LARS(0.5, momentum, trust=0.1, weight_decay=0.01), owner=owner)
+
+
+@pytest.mark.parametrize(
+    ("n", "nodes", "options"),
+    [
+        (2, 1, {"compression": "1bit", "overlap": True}),
+        pytest.param(2, None, {"owner": "shard"}, marks=pytest.mark.thorough),
+        pytest.param(4, 2, {"compression": "topk:ratio=0.3", "owner": "shard"}, marks=pytest.mark.thorough),
+    ],
+)
+def test_what_is_frozen_on_gpus_keeps_its_value_its_state_and_what_was_not_sent(
+    gpus_on_host, monkeypatch, n, nodes, options
+):
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(8))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+
+    def program(world):
+        rng = np.random.default_rng(world.rank)
+        world.device.use()
+        net = network().to(world.device)
+        x, y = (world.device.put(each) for each in (rng.standard_normal((4, 8)).astype("f4"), rng.integers(0, 4, 4)))
+        trainer = Trainer(net.parameters(), optim.AdamW(lr=0.01), world, **options)
+
+        def step():
+            with autograd.record():
+                loss = nn.functional.softmax_cross_entropy(net(x), y)
+            loss.backward()
+            trainer.step(4)
+
+        def kept():
+            state = trainer.state_dict()
+            held = [*state["states"]["2.weight"].values()]
+            if "residuals" in state:
+                held.append(state["residuals"]["2.weight"])
+            parts = [to_host(part.values).copy() for each in held for part in each.parts]
+            return [to_host(net[2].weight.data).copy(), *parts]
+
+        step()
+        step()
+        net[2].weight.grad_req = "null"
+        before, others = kept(), to_host(net[0].weight.data).copy()
+        step()
+        step()
+        for mine, first in zip(kept(), before, strict=True):
+            np.testing.assert_array_equal(mine, first)
+        assert not np.array_equal(to_host(net[0].weight.data), others)
+        net[2].weight.grad_req = "write"
+        step()
+        assert not np.array_equal(to_host(net[2].weight.data), before[0])
+
+    threads.run(n, program, nodes)
