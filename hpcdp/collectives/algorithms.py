@@ -7,8 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..comm import Reduction, World
-from . import double_tree, halving_doubling, hierarchical, native, reference, ring, rings, shared, tree
+from ..comm import World
+from ..comm.calls import Call
+from . import (
+    double_tree,
+    halving_doubling,
+    hierarchical,
+    native,
+    recursive_doubling,
+    reference,
+    ring,
+    rings,
+    shared,
+    tree,
+)
 from .progress import Progress, Steps, drive
 
 
@@ -16,7 +28,8 @@ from .progress import Progress, Steps, drive
 class Algorithm:
     """How a collective is done.
 
-    Each function takes the collective's arguments (see `reference`), then the world, and ``steps`` a tag after it.
+    Each function takes the collective's arguments (see `reference`), then the world, and ``steps`` a tag after it;
+    one that compares calls itself takes the `Call` instead of a tag.
     """
 
     name: str
@@ -28,40 +41,55 @@ class Algorithm:
     """Whether a reduce leaves the arrays of other ranks than the root as they are."""
     any_monoid: bool = True
     """Whether it takes reductions of a user's own, beside the named ones."""
+    compares: bool = False
+    """Whether its functions compare the calls of all ranks themselves."""
 
-    def machine(self, world: World, operation: str, x: np.ndarray, *others: object) -> Steps:
-        """One that is still to be driven; ``x`` and the ``others`` are the collective's arguments."""
+    def machine(self, world: World, call: Call, x: np.ndarray, *others: object) -> Steps:
+        """Return one that is still to be driven; ``x`` and the ``others`` are the collective's arguments."""
         assert self.steps is not None
-        agreed = [other.name if isinstance(other, Reduction) else other for other in others if _is_agreed(other)]
-        tag = Progress.of(world).tag(operation, self.name, x.size, x.dtype.char, agreed)
-        return self.steps(x, *others, world, tag)
+        progress = Progress.of(world)
+        if self.compares:
+            progress.calls.count()
+            return self.steps(x, *others, world, call)
+        comparison = progress.calls.steps(call)
+        return _one_after_another(comparison, self.steps(x, *others, world, progress.tag(call.signature)))
 
-    def run(self, world: World, operation: str, x: np.ndarray, *others: object) -> None:
-        """Do it, and return when it is done; whatever was started before is ended first."""
+    def run(self, world: World, call: Call, x: np.ndarray, *others: object) -> None:
+        """Do it, and return when it is done; whatever was started before is ended first.
+
+        Raises:
+            MismatchError: some rank has made another call; the same error on every rank.
+        """
         if not world.meetings:
-            self._run(world, operation, x, *others)
+            self._run(world, call, x, *others)
             return
         with world.meeting():
-            self._run(world, operation, x, *others)
+            self._run(world, call, x, *others)
 
-    def _run(self, world: World, operation: str, x: np.ndarray, *others: object) -> None:
+    def _run(self, world: World, call: Call, x: np.ndarray, *others: object) -> None:
         progress = Progress.of(world)
         watchdog = progress.watchdog
         watchdog.calls += 1
-        call = operation, x
-        watchdog.enter(call)
+        watched = call.operation, x
+        watchdog.enter(watched)
         try:
             progress.finish()
+            if self.compares:
+                progress.calls.count()
+                self.blocking(x, *others, world, call)  # type: ignore[misc]
+                return
+            progress.calls.agree(call)
             if self.blocking is not None:
                 self.blocking(x, *others, world)
-            else:
-                drive(self.machine(world, operation, x, *others))
+            elif self.steps is not None:
+                drive(self.steps(x, *others, world, progress.tag(call.signature)))
         finally:
-            watchdog.leave(call)
+            watchdog.leave(watched)
 
 
-def _is_agreed(argument: object) -> bool:
-    return isinstance(argument, Reduction | int)
+def _one_after_another(first: Steps, second: Steps) -> Steps:
+    yield from first
+    yield from second
 
 
 def _flat(name: str, steps: Callable[..., Steps]) -> Algorithm:
@@ -82,10 +110,13 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "allreduce": _by_name(
         _flat("reference", reference.allreduce),
         Algorithm("native", native.allreduce_steps, native.allreduce, any_monoid=False),
-        Algorithm("shared", shared.allreduce_steps, shared.allreduce, any_monoid=False),
+        Algorithm("shared", shared.allreduce_steps, shared.allreduce, any_monoid=False, compares=True),
         _flat("ring", ring.allreduce),
         _flat("bidirectional", rings.both_ways),
         _flat("halving_doubling", halving_doubling.allreduce),
+        Algorithm(
+            "recursive_doubling", recursive_doubling.allreduce_steps, recursive_doubling.allreduce, compares=True
+        ),
         _flat("tree", tree.allreduce),
         _flat("double_tree", double_tree.allreduce),
         Algorithm("hierarchical", hierarchical.allreduce),
@@ -93,7 +124,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "reduce_scatter": _by_name(
         _flat("reference", reference.reduce_scatter),
         Algorithm("native", None, native.reduce_scatter, any_monoid=False),
-        Algorithm("shared", shared.reduce_scatter_steps, shared.reduce_scatter, any_monoid=False),
+        Algorithm("shared", shared.reduce_scatter_steps, shared.reduce_scatter, any_monoid=False, compares=True),
         _flat("ring", ring.reduce_scatter),
         _flat("halving_doubling", halving_doubling.reduce_scatter),
     ),

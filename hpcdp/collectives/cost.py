@@ -228,6 +228,7 @@ _OURS: dict[str, dict[str, tuple[Formula, Callable[[Topology], float]]]] = {
         "ring": (_ring, lambda on: MESSAGE_NBYTES * on.ranks),
         "bidirectional": (_both_ways, lambda on: 2 * MESSAGE_NBYTES * on.ranks),
         "halving_doubling": (_halving_doubling, lambda on: halving_doubling.SEGMENT_NBYTES),
+        "recursive_doubling": (_recursive_doubling, _whole),
         "tree": (_tree, lambda on: tree.SEGMENT_NBYTES),
         "double_tree": (_double_tree, lambda on: 2 * double_tree.SEGMENT_NBYTES),
         "hierarchical": (
@@ -287,6 +288,7 @@ def predicted_s(
 
 
 _CROWDED_NBYTES = 64 << 10
+_SHORT_NBYTES = 16 << 10
 _GAIN = 1.1
 """How much faster than the MPI library's own an algorithm must be predicted to be: predictions are no better."""
 
@@ -303,7 +305,8 @@ def model_choice(
 
     In one node whose ranks share memory that is ``shared``, unless they outnumber its cores and the array is short:
     then the MPI library was faster up to `_CROWDED_NBYTES`, since a rank of it that waits leaves its core at once. Over
-    several nodes it is ``native``, since the MPI library knows networks that this model does not, unless the network is
+    several nodes it is ``recursive_doubling`` for arrays below `_SHORT_NBYTES`, whose messages compare the calls of
+    ranks as well, which for all others takes messages of its own. For longer ones it is ``native``, since the MPI library knows networks that this model does not, unless the network is
     the slowest stage of ``hierarchical`` and this is predicted to be `_GAIN` times as fast, although the library is
     taken to use the best algorithm of the papers. So it is for long arrays on links of 10 Gbit/s: there, fewer bytes on
     the link and the overlap with it outweigh what Python costs. On a fabric as fast as memory nothing is known to be
@@ -318,13 +321,16 @@ def model_choice(
     """
     names = list(candidates)
     machine = machine or assumed(topology)
-    if "shared" in names and topology.nodes == 1 and topology.shared_memory:
+    in_memory = topology.nodes == 1 and topology.shared_memory
+    if "shared" in names and in_memory:
         short = topology.crowded and nbytes < _CROWDED_NBYTES
         return "native" if short and "native" in names else "shared"
 
     def seconds(name: str) -> float:
         return predicted_s(collective, name, nbytes, topology, machine)
 
+    if "recursive_doubling" in names and nbytes < _SHORT_NBYTES and not in_memory:
+        return "recursive_doubling"
     if "native" in names:
         stages = _hierarchical(nbytes, topology, machine.at(nbytes))
         suits = "hierarchical" in names and nbytes >= dtype_itemsize * topology.ranks

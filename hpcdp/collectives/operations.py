@@ -9,13 +9,14 @@ import numpy as np
 
 from ..arrays import Array, array_namespace, from_host, is_float, on_device_of
 from ..comm import Monoid, Reduction, Request, World, init
-from ..comm.agreement import require_same
+from ..comm.calls import Call
 from ..comm.communicator import bounds
-from ..comm.reductions import resolve
+from ..comm.reductions import Quotients, resolve
 from ..comm.watchdog import Watchdog
 from ..devices import brought as brought_to
 from ..errors import UnsupportedError
 from ..holders import refuse_change
+from . import tuning
 from .algorithms import Algorithm
 from .pinned import bring_back, brought, on_host
 from .progress import Progress, Steps
@@ -25,7 +26,8 @@ from .tuning import CHOICES
 _MOVED: Any = object()
 """In the place of an op: what is only moved is not reduced."""
 
-_ALIKE = "call it alike, and in the same order, on all ranks"
+_MOST_PLANS = 4096
+_NO_PLANS: dict[object, Any] = {}
 
 
 def allreduce(
@@ -61,16 +63,16 @@ def allreduce(
     Source: Chan et al., "Collective communication: theory, practice, and experience", 2007, section 2.
     """
     world = _ranks(world)
-    chosen, reduction = _found("allreduce", x, op, algorithm, world)
+    plan = _planned("allreduce", x, op, algorithm, world)
     target = x if out is None else _receiver("allreduce", x, out)
     if type(target) is np.ndarray and target.flags.carray:
         refuse_change(target, "x", "allreduce")
         if world.size > 1:
-            chosen.run(world, "allreduce", _flat(target), reduction)
+            plan.run(world, _flat(target))
         return target
     staged = _staged("allreduce", target)
     if world.size > 1:
-        chosen.run(world, "allreduce", staged.reshape(-1), reduction)
+        plan.run(world, staged.reshape(-1))
     bring_back(staged, target)
     return target
 
@@ -96,13 +98,13 @@ def iallreduce(
         A request: ``test()`` says whether the result is there, ``wait()`` blocks until it is.
     """
     world = _ranks(world)
-    chosen, reduction = _found("iallreduce", x, op, algorithm, world)
+    plan = _planned("iallreduce", x, op, algorithm, world)
     target = x if out is None else _receiver("iallreduce", x, out)
     staged = _staged("iallreduce", target)
 
     def then_copied_back() -> Steps:
         if world.size > 1:
-            yield from chosen.machine(world, "iallreduce", staged.reshape(-1), reduction)
+            yield from plan.machine(world, staged.reshape(-1))
         if staged is not target:
             bring_back(staged, target)
 
@@ -131,7 +133,7 @@ def reduce_scatter(
         ``out``.
     """
     world = _ranks(world)
-    chosen, reduction = _found("reduce_scatter", x, op, algorithm, world)
+    plan = _planned("reduce_scatter", x, op, algorithm, world)
     ends = bounds(x.size, world.size)
     own = ends[world.rank + 1] - ends[world.rank]
     host = on_host(x)
@@ -141,7 +143,7 @@ def reduce_scatter(
     in_place = type(x) is np.ndarray and x.flags.carray and type(out) is np.ndarray and np.shares_memory(x, out)
     work = host if in_place else np.array(host, order="C")
     if world.size > 1:
-        chosen.run(world, "reduce_scatter", work.reshape(-1), result, reduction)
+        plan.run(world, work.reshape(-1), result=result)
     else:
         result[...] = work.reshape(-1)
     if out is None:
@@ -182,8 +184,9 @@ def allgather(
     else:
         gathered = _staged("allgather", out, "out")
         _own_part(gathered, host, world)[...] = host.reshape(-1)
-    chosen, _ = _found("allgather", gathered, _MOVED, algorithm, world)  # x may be of another size on every rank
-    chosen.run(world, "allgather", gathered.reshape(-1))
+    # Into ``out`` x may be of another size on every rank, and ``out`` of another shape.
+    plan = _planned("allgather", gathered if out is None else gathered.reshape(-1), _MOVED, algorithm, world)
+    plan.algorithm.run(world, plan.call, gathered.reshape(-1))
     if out is None:
         return from_host(gathered, x)
     if gathered is not out:
@@ -217,10 +220,10 @@ def broadcast(x: Array, root: int = 0, world: World | None = None, algorithm: st
     world = _ranks(world)
     root = _checked_root("broadcast", root, world)
     refuse_change(x, "x", "broadcast")  # on the root, too, which would wait for the others
-    chosen, _ = _found("broadcast", x, _MOVED, algorithm, world, root)
+    plan = _planned("broadcast", x, _MOVED, algorithm, world, root)
     receives = world.rank != root
     staged = _staged("broadcast", x) if receives and _is_writeable(x) else _source(x)
-    chosen.run(world, "broadcast", _flat(staged), root)
+    plan.algorithm.run(world, plan.call, _flat(staged), root)
     if receives:
         _check_writeable("broadcast", "x", x)  # now, since the root, which only reads its own, waits for all
         if staged is not x:
@@ -249,18 +252,18 @@ def reduce(
     """
     world = _ranks(world)
     root = _checked_root("reduce", root, world)
-    chosen, reduction = _found("reduce", x, op, algorithm, world, root)
+    plan = _planned("reduce", x, op, algorithm, world, root)
     if out is None:
         refuse_change(x, "x", "reduce")  # on all ranks, of which one changes it
     if world.rank != root:
         host = np.asarray(on_host(x))
         lies_well = host.flags.c_contiguous and host.flags.aligned
-        work = host if chosen.spares_input and lies_well else np.array(host, order="C")
-        chosen.run(world, "reduce", _flat(work), reduction, root)
+        work = host if plan.algorithm.spares_input and lies_well else np.array(host, order="C")
+        plan.run(world, _flat(work), root)
         return x
     target = x if out is None else _receiver("reduce", x, out)
     staged = _staged("reduce", target)
-    chosen.run(world, "reduce", _flat(staged), reduction, root)
+    plan.run(world, _flat(staged), root)
     if staged is not target:
         bring_back(staged, target)
     return target
@@ -274,60 +277,106 @@ def _ranks(world: World | None) -> World:
     return world
 
 
-def _found(
-    operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int = 0
-) -> tuple[Algorithm, Reduction]:
-    """What to run, and with which reduction: looked up once per size class, dtype, op and algorithm."""
+class _Plan:
+    """What a call does: an algorithm, its reduction, and what all ranks must call alike.
+
+    Args:
+        algorithm: what runs.
+        reduction: of elements; that of sums for a mean of integers.
+        call: what is compared over the ranks.
+        takes_quotients: whether it is a mean of integers, see `reductions.Quotients`.
+    """
+
+    __slots__ = ("algorithm", "call", "reduction", "takes_quotients")
+
+    def __init__(self, algorithm: Algorithm, reduction: Reduction, call: Call, takes_quotients: bool) -> None:
+        self.algorithm, self.reduction, self.call = algorithm, reduction, call
+        self.takes_quotients = takes_quotients
+
+    def run(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> None:
+        """Reduce ``x``, shape ``(count,)``; where ``result`` is given, this rank's part of it into that."""
+        if not self.takes_quotients:
+            into = () if result is None else (result,)
+            self.algorithm.run(world, self.call, x, *into, self.reduction, *root)
+            return
+        sums = Quotients(x, world.size)
+        if result is None:
+            for part in sums.parts:
+                self.algorithm.run(world, self.call, part, self.reduction, *root)
+            if root in ((), (world.rank,)):
+                sums.finish(sums.parts, x)
+            return
+        own = [np.empty(result.size, part.dtype) for part in sums.parts]
+        for part, into_part in zip(sums.parts, own, strict=True):
+            self.algorithm.run(world, self.call, part, into_part, self.reduction)
+        sums.finish(own, result)
+
+    def machine(self, world: World, x: np.ndarray) -> Steps:
+        """Return a machine that reduces ``x``, shape ``(count,)``, in place."""
+        if not self.takes_quotients:
+            return self.algorithm.machine(world, self.call, x, self.reduction)
+        sums = Quotients(x, world.size)
+        machines = [self.algorithm.machine(world, self.call, part, self.reduction) for part in sums.parts]
+
+        def steps() -> Steps:
+            for machine in machines:
+                yield from machine
+            sums.finish(sums.parts, x)
+
+        return steps()
+
+
+def _planned(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int = 0) -> _Plan:
+    """Return what to run: made once for each kind of call, which needs no other rank but at the first call of all."""
     if type(x) is not np.ndarray:
         _refuse_mask(operation, "x", x)
-    if world.debug:
-        with world.meeting(), Watchdog.of(world).watching(operation, x):
-            world.settle()
-            _compare(operation, x, op, algorithm, world, root)
     by_monoid = isinstance(op, Monoid)
     try:
-        key = (operation, x.dtype, Monoid if by_monoid else op, algorithm, x.nbytes.bit_length())
-        found = world.kept.get(CHOICES, {}).get(key)
+        key = (operation, x.shape, x.dtype, op.name if by_monoid else op, by_monoid, algorithm, root)  # type: ignore[union-attr]
+        plan: _Plan | None = world.kept.get(CHOICES, _NO_PLANS).get(key)
     except AttributeError:
         raise UnsupportedError(operation, where="x", expected="an array", got=type(x).__name__) from None
     except TypeError:
         got = f"{op!r} and {algorithm!r}"
         raise UnsupportedError(operation, where="op and algorithm", expected="names", got=got) from None
-    if found is None:
+    if plan is None:
         with world.meeting(), Watchdog.of(world).watching(operation, x):
-            Progress.of(world).finish()  # others may wait for what is under way before they come to choose, too
-            found = _validated(operation, x, op, algorithm, world)
-            if found[0].name == "native" and operation != "iallreduce":  # which returns at once
-                name = "a monoid" if by_monoid else "none" if op is _MOVED else repr(op)
-                facts = [f"{operation} of {x.size} {x.dtype}", f"op {name}", f"algorithm {algorithm!r}", f"root {root}"]
-                # The MPI library would not tell, and might crash; later calls are not worth a message each time.
-                require_same(Progress.of(world).first_calls, operation, facts, _ALIKE)
-            world.kept.setdefault(CHOICES, {})[key] = found
-    return (found[0], resolve(operation, op, x.dtype)) if by_monoid else found
+            if CHOICES not in world.kept:
+                Progress.of(world).finish()  # others may wait for what is under way before they come to read, too
+                tuning.machine(world)
+            plan = _validated(operation, x, op, algorithm, world, root)
+            plans = world.kept.setdefault(CHOICES, {})
+            if len(plans) >= _MOST_PLANS:
+                plans.clear()
+            plans[key] = plan
+    if by_monoid:  # of the same name, but another function
+        return _Plan(plan.algorithm, resolve(operation, op, x.dtype), plan.call, False)
+    return plan
 
 
-def _compare(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int) -> None:
-    name = op.name if isinstance(op, Monoid) else None if op is _MOVED else op
-    what = f"{tuple(x.shape)} {x.dtype}" if hasattr(x, "dtype") else type(x).__name__
-    facts = [f"{operation} of {what}", f"op {name!r}", f"algorithm {algorithm!r}", f"root {root}"]
-    require_same(world.comm, operation, facts, _ALIKE)
-
-
-def _validated(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World) -> tuple[Algorithm, Reduction]:
+def _validated(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int) -> _Plan:
     if not hasattr(x.dtype, "kind"):
         got = f"a {type(x).__name__} of {x.dtype}"
         remedy = "of a tensor of PyTorch in host memory give x.numpy()"
         raise UnsupportedError(operation, where="x", expected="an array of NumPy or CuPy", got=got, remedy=remedy)
-    known = "iufbc" if op is _MOVED else "iuf"  # what is only moved may be complex or bool, too
+    moved = op is _MOVED
+    known = "iufbc" if moved else "iuf"  # what is only moved may be complex or bool, too
     dtype = np.dtype(x.dtype.str) if x.dtype.kind in known else x.dtype
     if not (dtype.kind in known or is_float(dtype)) or not dtype.isnative:
-        expected = "a native integer or float" + (", complex or bool" if op is _MOVED else "")
+        expected = "a native integer or float" + (", complex or bool" if moved else "")
         raise UnsupportedError(operation, where="dtype", expected=expected, got=dtype.str)
-    reduction = resolve(operation, "sum" if op is _MOVED else op, dtype)
+    takes_quotients = op == "mean" and dtype.kind in "iu"
+    summed = Quotients.dtype_for(dtype) if takes_quotients else dtype
+    reduction = resolve(operation, "sum" if moved or takes_quotients else op, summed)
     collective = operation.removeprefix("i")
     nbytes = 1 << x.nbytes.bit_length() >> 1  # one choice for all sizes up to twice this one
-    chosen = find(collective, algorithm, nbytes, dtype, None if op is _MOVED else reduction, world)
-    return chosen, reduction
+    chosen = find(collective, algorithm, nbytes, summed, None if moved else reduction, world)
+    name = "" if moved else op.name if isinstance(op, Monoid) else op
+    call = Call(
+        operation, f"{operation} of {tuple(x.shape)} {dtype.name}", f"op {name!r}", f"algorithm {chosen.name!r}",
+        f"root {root}",
+    )  # fmt: skip
+    return _Plan(chosen, reduction, call, takes_quotients)
 
 
 def _checked_root(operation: str, root: int, world: World) -> int:

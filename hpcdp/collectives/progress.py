@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..comm import Request, World
+from ..comm.calls import Calls
 from ..comm.communicator import LANE_BITS, OPERATION_BITS, make_tag, split
 from ..comm.steps import Steps, wait_for
 from ..comm.watchdog import Watchdog
@@ -196,13 +196,12 @@ class Progress:
 
     def __init__(self, world: World) -> None:
         self.watchdog = Watchdog.of(world)
-        self.first_calls = world.comm.duplicate()
-        """For what ranks compare before they call something for the first time: some may have gone on."""
+        self.calls = Calls.of(world)
         self._signatures = world.comm.signatures
         self._active = Together([])
         self._turn = threading.RLock()
         """Of who lets `_active` progress: worlds may be used by different threads."""
-        self._count = 0
+        self._round = 0
         self._all: list[Progress] = world.common.setdefault(Progress, [])
         self._all.append(self)
         world.under_way.add(self.finish)
@@ -212,16 +211,17 @@ class Progress:
         """That of ``world``; every rank must call the first time."""
         return world.kept.get(cls) or world.keep(cls, lambda: cls(world))
 
-    def tag(self, *agreed: object) -> int:
-        """The first tag of the next operation, the same on all ranks, which start operations in one order.
+    def tag(self, signature: int) -> int:
+        """Return the first tag of the latest call's operation, the same on all ranks, which call in one order.
 
         Args:
-            agreed: what ranks must agree on; the messages of those that do not never meet.
+            signature: of what ranks must agree on; the messages of those that do not never meet.
         """
-        self._count = (self._count + 1) % (1 << OPERATION_BITS)
-        if self._count == 0:
+        round_, number = divmod(self.calls.number, 1 << OPERATION_BITS)
+        if round_ != self._round:
+            self._round = round_
             self.finish()  # whoever has the tags that come now for the second time
-        return make_tag(zlib.crc32(repr(agreed).encode()) % self._signatures, self._count)
+        return make_tag(signature % self._signatures, number)
 
     def start(self, steps: Steps, x: np.ndarray) -> Request:
         """Let a machine that reduces ``x`` progress with the others whenever one of their requests is asked for.

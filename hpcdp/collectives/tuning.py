@@ -26,7 +26,7 @@ from ..replacing import own_part_of, replaced
 from .algorithms import ALGORITHMS
 from .links import ETHERNET, FABRIC, Link, Machine, Topology, assumed
 
-VERSION = 1
+VERSION = 2
 """Of the tables' format, and of the algorithms that were measured."""
 
 CHOICES = "what collectives have chosen"

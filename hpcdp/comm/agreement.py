@@ -52,15 +52,21 @@ def _raise_first_difference(
     if not odd:
         return
     everything = comm.allgather_json(list(items) if comm.rank in (0, odd[0]) else None)
-    first, other = everything[0], everything[odd[0]]
-    at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     alike = [rank for rank in odd if digests[rank] == digests[odd[0]]]
-    longer = 0 if at < len(first) else odd[0]
-    raise MismatchError(
+    raise first_difference(operation, everything[0], everything[odd[0]], alike, remedy)
+
+
+def first_difference(
+    operation: str, first: Sequence[str], other: Sequence[str], odd: Sequence[int], remedy: str
+) -> MismatchError:
+    """Return the error for ranks of which rank 0 has the items ``first``, and the ranks ``odd`` have ``other``."""
+    at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
+    longer, most = (0, len(first)) if at < len(first) else (odd[0], len(other))
+    return MismatchError(
         operation,
-        where=f"item {at + 1} of {len(everything[longer])} on rank {longer}",
+        where=f"item {at + 1} of {most} on rank {longer}",
         expected=f"{_item(first, at)} as on rank 0",
-        got=f"{_item(other, at)} on rank{'s' if len(alike) > 1 else ''} {listed(alike, 8)}",
+        got=f"{_item(other, at)} on rank{'s' if len(odd) > 1 else ''} {listed(odd, 8)}",
         remedy=remedy,
     )
 

@@ -101,6 +101,10 @@ class Communicator(Messages, Protocol):
         """Block until every rank has called it."""
         ...
 
+    def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> Request:
+        """Receive into ``x``, dtype uint8, from ``source``, which may have sent fewer bytes."""
+        ...
+
     def takes_note(self, error: Exception) -> bool:
         """Whether an error of the library's tells that ranks have died; they are among the `lost` then."""
         ...

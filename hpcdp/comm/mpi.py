@@ -155,6 +155,9 @@ class MpiCommunicator:
             return MpiReceive(self.mpi, x, source, tag, self.users)
         return Pieces(self.irecv(piece, source, tag) for piece in _pieces(x))
 
+    def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> Request:
+        return MpiRequest(self.mpi.Irecv([x, MPI.BYTE], source, tag), x)
+
     def takes_note(self, error: Exception) -> bool:
         if not isinstance(error, MPI.Exception) or error.Get_error_class() not in _DEATHS:
             return False

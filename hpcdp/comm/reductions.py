@@ -113,6 +113,36 @@ def resolve(operation: str, op: str | Monoid, dtype: np.dtype) -> Reduction:
     return _NAMED[op]
 
 
+class Quotients:
+    """Means of integers, rounded towards zero, by sums of other integers that do not overflow.
+
+    Integers of up to 32 bits are summed in 64. Of those of 64 bits the sum may need more, so the quotients by the
+    number of ranks and the remainders are summed apart.
+
+    Args:
+        x: this rank's, any shape.
+        n: the number of ranks.
+    """
+
+    def __init__(self, x: np.ndarray, n: int) -> None:
+        self._n = n
+        self.parts: list[np.ndarray] = [*divmod(x, x.dtype.type(n))] if x.dtype.itemsize == 8 else [x.astype(np.int64)]
+        """What is to be summed over the ranks."""
+
+    @staticmethod
+    def dtype_for(dtype: np.dtype) -> np.dtype:
+        """Return the dtype of the `parts` of arrays of ``dtype``."""
+        return dtype if dtype.itemsize == 8 else np.dtype(np.int64)
+
+    def finish(self, sums: Sequence[np.ndarray], out: np.ndarray) -> None:
+        """Write the means to ``out``, of which ``sums`` are the summed `parts`, or the same pieces of them."""
+        floor, remainder = divmod(sums[-1], sums[-1].dtype.type(self._n))
+        if len(sums) == 2:
+            floor += sums[0]
+        floor += ((floor < 0) & (remainder != 0)).astype(floor.dtype)
+        out[...] = floor
+
+
 def reducible(x: np.ndarray) -> np.ndarray:
     """``x`` in a dtype whose reductions MPI libraries do right: itself, or a copy that is narrowed when it is done.
 

@@ -18,6 +18,7 @@ import numpy as np
 from ..errors import ConfigError, LaunchError
 from ..launched import is_launched
 from ..listening import kept_to_interface
+from .calls import compare_exchanges
 from .communicator import Communicator
 from .cores import cores_of, share_cores
 from .ending import outlives_ranks
@@ -163,9 +164,8 @@ def _world_of(
     from .mpi import MpiCommunicator
 
     comm = MpiCommunicator(everyone)
-    debug = os.environ.get("HPCDP_DEBUG", "0") not in ("", "0")
-    mine = [ranks_per_node, os.environ.get("HPCDP_SHARED_MEMORY", "auto"), limits_s(), debug]
-    ranks_per_node, sharing, limits, debug = comm.allgather_json(mine)[0]
+    mine = [ranks_per_node, os.environ.get("HPCDP_SHARED_MEMORY", "auto"), limits_s()]
+    ranks_per_node, sharing, limits = comm.allgather_json(mine)[0]
     if within is None:
         machine = everyone.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         place = machine.rank
@@ -194,18 +194,19 @@ def _world_of(
         num_nodes=len(nodes),
         num_rails=num_rails,
         comm=comm,
+        call_comm=comm.duplicate(),
         node_comm=node_comm,
         rail_comm=None if rail == MPI.COMM_NULL else MpiCommunicator(rail),
         node_memory=memory,
         library=MPI.Get_library_version().partition(",")[0].strip().splitlines()[0],
         cores=cores,
         concurrent=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
-        debug=debug,
         place=place,
         divide=divide,
         **roles,
         kept={"ranks_per_node": ranks_per_node},
     )
+    compare_exchanges(world)
     world.keep(Watchdog, lambda: Watchdog(world, *(limits if world.size > 1 else (0, 0))))
     return world
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import ConfigError, MismatchError, WorldAborted
+from .calls import compare_exchanges
 from .communicator import Traffic, disagree, disagreement, split
 from .reductions import reduce_in_order, resolve
 from .roles import name_of
@@ -80,8 +81,8 @@ class _Sent:
 
 
 class _Receive:
-    def __init__(self, group: _Group, key: tuple[int, int, int], x: np.ndarray) -> None:
-        self._group, self._key, self._x, self._done = group, key, x, False
+    def __init__(self, group: _Group, key: tuple[int, int, int], x: np.ndarray, exact: bool = True) -> None:
+        self._group, self._key, self._x, self._exact, self._done = group, key, x, exact, False
 
     def test(self) -> bool:
         with self._group.job.lock:
@@ -98,6 +99,8 @@ class _Receive:
             message = boxes[tag].popleft()
             if not boxes[tag]:
                 del boxes[tag]
+            if not self._exact and message.nbytes < self._x.nbytes:
+                self._x = self._x[: message.nbytes]
             if message.nbytes != self._x.nbytes:
                 expected = f"{self._x.nbytes} bytes"
                 raise MismatchError("receive", where=f"from {source}, tag {tag}", expected=expected, got=message.nbytes)
@@ -175,6 +178,9 @@ class ThreadCommunicator:
 
     def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> _Receive:
         return _Receive(self._group, (source, self.rank, tag), x)
+
+    def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> _Receive:
+        return _Receive(self._group, (source, self.rank, tag), x, exact=False)
 
     def takes_note(self, error: Exception) -> bool:
         return False
@@ -324,7 +330,7 @@ def _worlds(job: _Job, sizes: list[int], places_on_machine: Sequence[int] | None
     n = sum(sizes)
     if places_on_machine is None:
         places_on_machine = range(n)
-    everyone = _Group(job, n)
+    everyone, calls = _Group(job, n), _Group(job, n)
     nodes = [_Group(job, size) for size in sizes]
     num_rails = min(sizes)
     rails = [_Group(job, len(sizes)) for _ in range(num_rails)]
@@ -343,6 +349,7 @@ def _worlds(job: _Job, sizes: list[int], places_on_machine: Sequence[int] | None
                 num_nodes=len(sizes),
                 num_rails=num_rails,
                 comm=comm,
+                call_comm=ThreadCommunicator(calls, rank),
                 node_comm=node_comm,
                 rail_comm=ThreadCommunicator(rails[local_rank], node) if local_rank < num_rails else None,
                 node_memory=ThreadMemory(node_comm, job, patience_for(n, cores)),
@@ -352,6 +359,7 @@ def _worlds(job: _Job, sizes: list[int], places_on_machine: Sequence[int] | None
                 divide=partial(_part_of, job, comm, node, places_on_machine[rank]),
             )
         )
+        compare_exchanges(worlds[-1])
     return worlds
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from ..devices import Device
 from ..engine import Engine
 from ..errors import ConfigError, UnsupportedError
-from .agreement import require_same
+from .calls import Call, Calls
 from .communicator import Communicator
 from .gpus import device_of
 from .roles import tell_servers
@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 MOST_COLOR = 2**31 - 1
 """Of `World.split`: MPI takes an int."""
+
+_BARRIER, _SPLIT = Call("barrier"), Call("split")
 
 GPU_OF_MESSAGES = "GPU of messages"
 """What a world keeps it under: the GPU whose memory messages go from and to."""
@@ -50,6 +52,8 @@ class World:
     """As many as the smallest node has ranks that share memory; 1 where memory cannot be shared."""
     comm: Communicator
     """All ranks."""
+    call_comm: Communicator
+    """All ranks, for `Calls` alone."""
     node_comm: Communicator
     """The ranks of this node."""
     rail_comm: Communicator | None
@@ -64,8 +68,6 @@ class World:
     """The number of this rank among those of its machine, which may be several virtual nodes."""
     concurrent: bool = True
     """Whether several threads of a rank may communicate at a time (MPI's THREAD_MULTIPLE)."""
-    debug: bool = False
-    """Whether every call of a collective is compared over the ranks before it is done: ``HPCDP_DEBUG`` of rank 0."""
     whole: World | None = None
     """The world of all processes, workers first and then the servers, for stores; None where there are no servers, and
     in that world itself."""
@@ -138,7 +140,7 @@ class World:
             raise ConfigError("split", expected="a world of workers", got="one with servers among its ranks")
         number = _color(color)
         part_comm = self.part_comm if part_comm is None else part_comm
-        with self._all_in("split"):
+        with self._all_in(_SPLIT):
             part = self.divide(number)
         part = replace(part, model_comm=model_comm, part_comm=part_comm, common=self.common)
         self.parts.append(part)
@@ -175,18 +177,21 @@ class World:
             end()
 
     @contextlib.contextmanager
-    def _all_in(self, operation: str) -> Iterator[None]:
-        """A context for what blocks until every rank has called it."""
-        with self.meeting(), Watchdog.of(self).watching(operation):
+    def _all_in(self, call: Call) -> Iterator[None]:
+        """Enter a context when every rank has made ``call``."""
+        with self.meeting(), Watchdog.of(self).watching(call.operation):
             self.settle()
+            Calls.of(self).agree(call)
             yield
 
     def barrier(self) -> None:
-        """Block until every rank has called it."""
-        with self._all_in("barrier"):
-            if self.debug:
-                require_same(self.comm, "barrier", ["barrier"], "call it alike, and in the same order, on all ranks")
-            self.comm.barrier()
+        """Block until every rank has called it.
+
+        Raises:
+            MismatchError: some rank has called something else; the same error on every rank.
+        """
+        with self._all_in(_BARRIER):
+            pass
 
     def finish(self) -> None:
         """Let end what is under way and others need: called when a program has come to its end without an error.
