@@ -1,4 +1,4 @@
-"""Floor 2: comm. Imports: engine, kernels, streams, arrays, devices, errors, exits, interpreter, launched.
+"""Floor 2: comm. Imports: engine, kernels, streams, arrays, devices, errors, exits, interpreter, launched, replica.
 
 Who takes part in a job and how they reach each other. The only importer of mpi4py.
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import ConfigError, LaunchError
 from ..launched import is_launched
+from ..replica import enter_replica
 from .communicator import Communicator
 from .cores import cores_of, share_cores
 from .ending import outlives_ranks
@@ -64,6 +65,7 @@ def init(ranks_per_node: int | None = None) -> World:
     with _init_lock:
         if _world is None:
             _world = _start(_virtual_node_size(ranks_per_node), serves=False)
+            enter_replica(_world.rank)
             atexit.register(_world.finish)
             _end_before_mpi(_world)
         elif ranks_per_node is not None and ranks_per_node != _world.kept.get("ranks_per_node"):
