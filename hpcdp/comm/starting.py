@@ -119,7 +119,7 @@ def _virtual_node_size(ranks_per_node: int | None) -> int | None:
     text = os.environ.get("HPCDP_RANKS_PER_NODE", "") if ranks_per_node is None else str(ranks_per_node)
     if not text:
         return None
-    if not text.isdecimal() or int(text) < 1:
+    if not (text.isdecimal() and len(text) < 10) or int(text) < 1:
         raise ConfigError("init", where="ranks per node", expected="a positive integer", got=repr(text))
     return int(text)
 
