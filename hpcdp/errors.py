@@ -8,11 +8,12 @@ from __future__ import annotations
 import numbers
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeGuard
 
 LONGEST_LINE = 320
 """Characters of an error's line: what came from outside may be of any length."""
+_PARTS = ("operation", "where", "expected", "got", "remedy")
 _LEAST_PART, _LEAST_REMEDY = 72, 24
 """Of them for each other part before the remedy is cut; and for that, where all parts are long."""
 
@@ -51,41 +52,32 @@ class HpcdpError(Exception):
         super().__init__(operation)
 
     def __str__(self) -> str:
-        parts = {
-            name: _in_one_line(getattr(self, name)) for name in ("operation", "where", "expected", "got", "remedy")
-        }
-        line = self._line(**parts)
+        parts = {name: _in_one_line(getattr(self, name)) for name in _PARTS if getattr(self, name) is not None}
+        line = self._line(parts)
         if len(line) > LONGEST_LINE:
-            remedy = parts.pop("remedy")
-            lengths = [len(text) for text in parts.values() if text is not None]
-            room = LONGEST_LINE - (len(line) - sum(lengths) - len(remedy or ""))
-            if remedy is not None:
-                others = sum(min(length, _LEAST_PART) for length in lengths)
-                remedy = cut_in_middle(remedy, max(room - others, _LEAST_REMEDY))
-            most = _level(lengths, room - len(remedy or ""))
-            line = self._line(
-                **{name: text and cut_in_middle(text, most) for name, text in parts.items()}, remedy=remedy
-            )
+            room = LONGEST_LINE - (len(line) - sum(map(len, parts.values())))
+            remedy = parts.pop("remedy", "")
+            others = sum(min(len(text), _LEAST_PART) for text in parts.values())
+            remedy = cut_in_middle(remedy, max(room - others, _LEAST_REMEDY))
+            most = _level([len(text) for text in parts.values()], room - len(remedy))
+            cut = {name: cut_in_middle(text, most) for name, text in parts.items()}
+            line = self._line(cut | ({"remedy": remedy} if remedy else {}))
         return line
 
-    def _line(
-        self, operation: str, where: str | None, expected: str | None, got: str | None, remedy: str | None
-    ) -> str:
-        text = operation if self.rank is None else f"rank {self.rank}: {operation}"
-        if where is not None:
-            text += f" [{where}]"
-        facts = [f"expected {expected}"] if expected is not None else []
-        if got is not None:
-            facts.append(f"got {got}")
+    def _line(self, parts: Mapping[str, str]) -> str:
+        text = parts["operation"] if self.rank is None else f"rank {self.rank}: {parts['operation']}"
+        if "where" in parts:
+            text += f" [{parts['where']}]"
+        facts = [f"{name} {parts[name]}" for name in ("expected", "got") if name in parts]
         if facts:
             text += ": " + ", ".join(facts)
-        if remedy is not None:
-            text += f"; {remedy}"
+        if "remedy" in parts:
+            text += f"; {parts['remedy']}"
         return text
 
 
-def _in_one_line(part: object) -> str | None:
-    return None if part is None else printable(" ".join(str(part).split()))
+def _in_one_line(part: object) -> str:
+    return printable(" ".join(str(part).split()))
 
 
 def _level(lengths: Sequence[int], room: int) -> int:
