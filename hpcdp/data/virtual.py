@@ -60,7 +60,7 @@ def _external_link(file: h5py.File, name: str) -> str | None:
     """Return the file that a link on the way to an object names; `in` and `get` of h5py would open it."""
     from h5py import h5g, h5l, h5o
 
-    root = group = file["/"].id
+    root = group = file.id
     left, soft = name.encode("utf-8", "surrogateescape").split(b"/"), 0
     while left:
         part = left.pop(0)
