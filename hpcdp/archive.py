@@ -8,6 +8,7 @@ bfloat16, which NumPy's files have not.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import zipfile
@@ -24,6 +25,7 @@ from .replacing import replaced
 # NumPy parses an array's header with ast, whose count of its depth the threads of a process share in CPython 3.11
 # (python/cpython#106905): two that read at once may end with a SystemError.
 _reading = threading.Lock()
+_READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def write(operation: str, path: Path, name: str, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
@@ -58,13 +60,38 @@ def read(
                 raise ValueError("a file of another kind")
             opened.seek(0)
             with np.load(opened, allow_pickle=False) as file:
+                _require_as_written(file.zip, os.fstat(opened.fileno()).st_size)
                 header = json.loads(str(file[name][()]))
                 of_16_bits = header.pop(BFLOAT16, ()) if isinstance(header, dict) else ()
                 names = [each for each in file.files if each != name]
                 arrays = {each: of_bits(file[each], BFLOAT16 if each in of_16_bits else "") for each in names}
         if not all(type(header[field]) is kind for field, kind in fields.items()):
             raise ValueError(f"the header {header!r}")
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
-        got = error.strerror if isinstance(error, OSError) and error.strerror else error
+    except Exception as error:  # of a damaged file zipfile, ast, tokenize, json and NumPy raise a dozen kinds
+        got = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
         raise DataError(operation, where=path, expected=f"a file of {writer}", got=got) from error
     return header, arrays
+
+
+def _require_as_written(file: zipfile.ZipFile, nbytes: int) -> None:
+    """Raise ValueError unless arrays have as many bytes as their headers say, none compressed: memory for them is
+    allocated before they are read.
+
+    Args:
+        nbytes: of the whole file.
+    """
+    members = file.infolist()
+    if any(each.compress_type != zipfile.ZIP_STORED for each in members):
+        raise ValueError("compressed arrays")
+    if sum(each.file_size for each in members) > nbytes:
+        raise ValueError(f"arrays of more bytes than the {nbytes} of the file")
+    for each in members:
+        with file.open(each) as stream:
+            version = np.lib.format.read_magic(stream)
+            read_header = _READ_HEADER.get(version)
+            if read_header is None:
+                raise ValueError(f"{each.filename!r} of version {version}")
+            shape, _, dtype = read_header(stream)
+            expected, found = math.prod(shape) * dtype.itemsize, each.file_size - stream.tell()
+            if expected != found:
+                raise ValueError(f"{found} bytes for {each.filename!r} of shape {shape} and dtype {dtype}")

@@ -11,12 +11,21 @@ import numbers
 import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard
+
+LONGEST_LINE = 320
+"""Characters of an error's line: what came from outside may be of any length."""
+_PARTS = ("operation", "where", "expected", "got", "remedy")
+_LEAST_PART, _LEAST_REMEDY = 72, 24
+"""Of them for each other part before the remedy is cut; and for that, where all parts are long."""
 
 
 class HpcdpError(Exception):
     """An error of hpcdp, whose text is one line built from its parts.
+
+    A line of more than `LONGEST_LINE` characters is cut in the middle of its longest parts, the remedy last. The
+    attributes stay whole.
 
     Args:
         operation: what was attempted, e.g. ``"allreduce"`` or ``"read idx"``.
@@ -46,17 +55,40 @@ class HpcdpError(Exception):
         super().__init__(operation)
 
     def __str__(self) -> str:
-        text = self.operation if self.rank is None else f"rank {self.rank}: {self.operation}"
-        if self.where is not None:
-            text += f" [{self.where}]"
-        facts = [f"expected {self.expected}"] if self.expected is not None else []
-        if self.got is not None:
-            facts.append(f"got {self.got}")
+        parts = {name: _in_one_line(getattr(self, name)) for name in _PARTS if getattr(self, name) is not None}
+        line = self._line(parts)
+        if len(line) > LONGEST_LINE:
+            room = LONGEST_LINE - (len(line) - sum(map(len, parts.values())))
+            remedy = parts.pop("remedy", "")
+            others = sum(min(len(text), _LEAST_PART) for text in parts.values())
+            remedy = cut_in_middle(remedy, max(room - others, _LEAST_REMEDY))
+            most = _level([len(text) for text in parts.values()], room - len(remedy))
+            cut = {name: cut_in_middle(text, most) for name, text in parts.items()}
+            line = self._line(cut | ({"remedy": remedy} if remedy else {}))
+        return line
+
+    def _line(self, parts: Mapping[str, str]) -> str:
+        text = parts["operation"] if self.rank is None else f"rank {self.rank}: {parts['operation']}"
+        if "where" in parts:
+            text += f" [{parts['where']}]"
+        facts = [f"{name} {parts[name]}" for name in ("expected", "got") if name in parts]
         if facts:
             text += ": " + ", ".join(facts)
-        if self.remedy is not None:
-            text += f"; {self.remedy}"
-        return printable(" ".join(text.split()))
+        if "remedy" in parts:
+            text += f"; {parts['remedy']}"
+        return text
+
+
+def _in_one_line(part: object) -> str:
+    return printable(" ".join(str(part).split()))
+
+
+def _level(lengths: Sequence[int], room: int) -> int:
+    """Return the length to which the longest texts are cut so that all fit into ``room``."""
+    left = sorted(lengths)
+    while len(left) > 1 and left[0] * len(left) <= room:
+        room -= left.pop(0)
+    return room // len(left)
 
 
 class ConfigError(HpcdpError):
@@ -206,6 +238,14 @@ def listed(names: Sequence[object], most: int = 3) -> str:
 def shortened(text: str, longest: int) -> str:
     """``text`` in at most so many characters, the last three of which stand for what is cut off."""
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def cut_in_middle(text: str, longest: int) -> str:
+    """Return ``text`` in at most so many characters, " ... " in place of those in its middle."""
+    if len(text) <= longest:
+        return text
+    end = (longest - 5) // 3
+    return f"{text[: longest - 5 - end]} ... {text[len(text) - end :]}"
 
 
 def type_named(value: object) -> str:

@@ -6,11 +6,11 @@ import dataclasses
 import datetime
 import os
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import toml
 from ..errors import ConfigError, check_name
 from ..launch.batch_systems.batch_values import SLURM
 
@@ -114,11 +114,11 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ
             remedy='write one, e.g. with the line mpi_type = "pmix", or name one with --site FILE',
         )  # fmt: skip
     try:
-        given = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors begin it with a mark
+        given = toml.read(path)
     except OSError as error:
         where = f"HPCDP_SITE={said}" if said else path
         raise ConfigError("site profile", where=where, expected="a file", got=error.strerror) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError("site profile", where=path, expected="a TOML file", got=error) from error
     for name in given:
         check_name("key", name, names(), where=path)

@@ -7,6 +7,7 @@ import io
 import os
 import threading
 import time
+import zipfile
 
 import numpy as np
 import pytest
@@ -115,6 +116,52 @@ def test_what_the_system_refuses_is_said_as_it_says_it(tmp_path, monkeypatch):
             patch.setattr(module, "open", refused)
         with pytest.raises(DataError, match=r"expected a file of save\(\), got Permission denied$"):
             archive.read("load", path, "header", FIELDS, "save()")
+
+
+def npy(header, values=b""):
+    """The bytes of an array file whose header says what it likes."""
+    text = header.encode("latin1") + b" " * (-(len(header) + 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + values
+
+
+def described(shape, descr="'<f8'"):
+    return npy(f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}", bytes(64))
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        described((10**12,)), described((10**7,)), described((3,)), described((2**40, 2**40)), described((-8,)),
+        described("(8,)", "'|O'"), described("(8,)", "'<f8'*1000"), described("(8.0,)"), described(10**4000 * 99),
+        npy("(" * 5000), npy("-" * 5000 + "1"), npy("[" * 90 + "1" * 5000), npy("{'descr': '<f8'}"), npy("\xff\0'"),
+        b"x",
+    ],
+    ids=range(15),
+)  # fmt: skip
+def test_an_array_that_says_what_is_not_so_is_one_line(member, tmp_path):
+    path = tmp_path / "file.npz"
+    archive.write("save", path, "header", {"steps": 1, "name": "x"}, {})
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("a.npy", member)
+    require_refused(path)
+
+
+def test_an_archive_that_grows_when_it_is_read_is_one_line(tmp_path):
+    path = tmp_path / "file.npz"
+    np.savez_compressed(path, header=np.array('{"steps": 1, "name": "x"}'), x=np.zeros(10**6))
+    assert "compressed" in require_refused(path)
+    archive.write("save", path, "header", {"steps": 1, "name": "x"}, {"x": np.zeros(100)})
+    with zipfile.ZipFile(path, "a") as file:
+        file.filelist += file.filelist[-1:] * 20  # one array's bytes under many entries of the directory
+        file.writestr("y", b"")
+    assert "arrays of more bytes than" in require_refused(path)
+
+
+def require_refused(path):
+    with pytest.raises(DataError, match=r"^load \[.*\]: expected a file of save\(\), got .") as info:
+        archive.read("load", path, "header", FIELDS, "save()")
+    assert len(str(info.value).splitlines()) == 1
+    return str(info.value)
 
 
 @pytest.mark.parametrize(("place", "value"), [(6, 200), (8, 0x01), (8, 0x20), (8, 0x40), (10, 8), (10, 99)])

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from hpcdp.errors import (
+    LONGEST_LINE,
     ConfigError,
     HpcdpError,
     check_name,
@@ -113,3 +114,19 @@ def test_a_report_reaches_descriptor_2_whatever_stands_in_stderr(place, tmp_path
 def test_numbers_are_those_of_python_and_of_numpy():
     assert all(map(is_number, (1, 0.5, float("nan"), np.float32(1), np.float64(1), np.float16(1), np.int8(1))))
     assert not any(map(is_number, (True, np.True_, None, "1", 1j, np.ones(1), np.array(1.0))))
+
+
+@pytest.mark.parametrize("long", ["operation", "where", "expected", "got", "remedy"])
+def test_a_line_is_cut_where_it_is_longest_and_its_parts_stay_whole(long):
+    short = {"operation": "read", "where": "a.toml", "expected": "a number", "got": "none", "remedy": "fix it"}
+    error = ConfigError(**{**short, long: "begin" + "\x07" * 5000 + "end"})
+    line = str(error)
+    assert len(line) <= LONGEST_LINE and "begin" in line and " ... " in line and "end" in line
+    assert all(text in line for name, text in short.items() if name != long)
+    assert len(getattr(error, long)) == 5008
+
+
+def test_a_line_whose_parts_are_all_long_keeps_some_of_each():
+    parts = {name: f"{name} " + name[0] * 900 for name in ("where", "expected", "got", "remedy")}
+    line = str(HpcdpError("read", rank=3, **parts))
+    assert len(line) <= LONGEST_LINE and all(name in line for name in parts)

@@ -135,7 +135,7 @@ def owner(path: Path) -> str:
         who = json.loads(path.read_bytes())
         job = f", job {who['job']}" if who["job"] else ""
         return f"process {who['pid']} of {who['user']} on {who['host']}{job}, since {who['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 

@@ -96,7 +96,7 @@ def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
     parts = []
     for part in tensor.parts:
         members = dict(vars(part))
-        del members["name"]
+        del members["name"], members["crc32_file"]
         parts.append(members | {"crc32": [f"{each:08x}" for each in part.crc32]})
     return {"shape": list(tensor.shape), "dtype": tensor.dtype, "parts": parts}
 
@@ -200,7 +200,7 @@ def _refuse_constant(name: str) -> None:
 def _built(members: Mapping[str, Any]) -> Manifest:
     files = [File(_name(each["name"]), _count(each["nbytes"]), _count(each["crc32_beside"]))
              for each in members["files"]]  # fmt: skip
-    known = {file.name: file.nbytes for file in files}
+    known = {file.name: file for file in files}
     tensors = {name: _built_tensor(name, each, known) for name, each in members["tensors"].items()}
     _check_form(members["state"], tensors, 0)
     for name, kind in (("world", dict), ("versions", dict), ("metrics", dict), ("config", dict), ("written", str),
@@ -216,7 +216,7 @@ def _built(members: Mapping[str, Any]) -> Manifest:
     )  # fmt: skip
 
 
-def _built_tensor(name: str, members: Mapping[str, Any], files: Mapping[str, int]) -> Tensor:
+def _built_tensor(name: str, members: Mapping[str, Any], files: Mapping[str, File]) -> Tensor:
     dtype = members["dtype"]
     if dtype not in _ITEMSIZES:
         raise ValueError(f"dtype {dtype!r} of {name}")
@@ -228,12 +228,14 @@ def _built_tensor(name: str, members: Mapping[str, Any], files: Mapping[str, int
     for each in members["parts"]:
         offset = None if each["offset"] is None else _count(each["offset"])
         sums = [int(text, 16) for text in each["crc32"]]
-        part = Stored(name, _count(each["first"]), _count(each["count"]), each["file"], each["dataset"], offset, sums)
-        if part.file not in files or type(part.dataset) is not str:
-            raise ValueError(f"file {part.file!r} of {name}")
+        if each["file"] not in files or type(each["dataset"]) is not str:
+            raise ValueError(f"file {each['file']!r} of {name}")
+        file, first, count = files[each["file"]], _count(each["first"]), _count(each["count"])
+        crc32_file = file.crc32_beside if offset is None else None
+        part = Stored(name, first, count, file.name, each["dataset"], offset, sums, crc32_file)
         if len(sums) != -(-part.count * itemsize // BLOCK_NBYTES):
             raise ValueError(f"{len(sums)} checksums of {part.count} elements of {name}")
-        if offset is not None and offset + part.count * itemsize > files[part.file]:
+        if offset is not None and offset + part.count * itemsize > file.nbytes:
             raise ValueError(f"elements of {name} behind the end of {part.file}")
         parts.append(part)
     tensor = Tensor(shape, dtype, tuple(parts))

@@ -49,6 +49,8 @@ class Stored:
     """Where it begins in the file, in bytes; None where it is compressed."""
     crc32: list[int]
     """Of every `BLOCK_NBYTES` of the elements."""
+    crc32_file: int | None = None
+    """Of the whole file where it is compressed, as its manifest says; None before there is one."""
 
 
 class File(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from ..errors import DataError
-from .shard import BLOCK_NBYTES, HDF5_TOLD, Stored, failing
+from .shard import BLOCK_NBYTES, HDF5_TOLD, Stored, crc32_beside, failing
 
 _CACHED_NBYTES = 256 << 10
 """So many bytes are read to their place at once: they are still in the core's cache when they are checked."""
@@ -36,6 +36,8 @@ class ShardReader:
         self._folder, self._operation = folder, operation
         self._files: dict[str, int] = {}
         self._most_open = _most_open()
+        self._sound: set[str] = set()
+        """Compressed files whose checksum is right."""
         self._scratch = np.empty(BLOCK_NBYTES, np.uint8)
         self._took_s: tuple[list[float], list[float]] = [], []
         """Of the first blocks, to their place and by the cache."""
@@ -130,7 +132,7 @@ class ShardReader:
             )  # fmt: skip
 
     def _read_compressed(self, stored: Stored, first: int, out: np.ndarray) -> None:
-        self._open(stored.file)  # which refuses a pipe; HDF5 would wait for it
+        self._require_sound(stored)
         try:
             self._read_through_hdf5(stored, first, out)
         except (OSError, RuntimeError, ValueError, KeyError) as error:
@@ -141,6 +143,19 @@ class ShardReader:
                 self._operation, where=self._where(stored), expected="an undamaged data set",
                 got=f"one of which HDF5 says: {said}",
             ) from error  # fmt: skip
+
+    def _require_sound(self, stored: Stored) -> None:
+        """Refuse a file that is not as it was written before HDF5 opens it: HDF5 may follow damage for ever."""
+        file = self._open(stored.file)  # which refuses a pipe; HDF5 would wait for it
+        if stored.crc32_file is None or stored.file in self._sound:
+            return
+        found = crc32_beside(file, ())
+        if found != stored.crc32_file:
+            raise DataError(
+                self._operation, where=self._where(stored), got=f"{found:08x}",
+                expected=f"checksum {stored.crc32_file:08x} of the file",
+            )  # fmt: skip
+        self._sound.add(stored.file)
 
     def _read_through_hdf5(self, stored: Stored, first: int, out: np.ndarray) -> None:
         import h5py  # type: ignore[import-untyped]

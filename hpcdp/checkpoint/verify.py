@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,12 @@ def faults(path: Path, tell: Tell = lambda nbytes: None) -> Iterator[str]:
     for tensor in found.tensors.values():
         for part in tensor.parts:
             parts[part.file].append((tensor, part))
+    sound = set()
     with ShardReader(path) as reader:
         for file in found.files:
-            if (path / file.name).is_file():
-                yield from _file_faults(path, file, parts[file.name], reader, tell)
-    yield from _index_faults(path, found)
+            if (path / file.name).is_file() and (yield from _file_faults(path, file, parts[file.name], reader, tell)):
+                sound.add(file.name)
+    yield from _index_faults(path, found, index.NAME in sound)
     known = {file.name for file in found.files} | {manifest.NAME, *([folder.COMMITTED] if found.commit_file else [])}
     with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
         for each in sorted(path.iterdir()):
@@ -55,7 +56,8 @@ def faults(path: Path, tell: Tell = lambda nbytes: None) -> Iterator[str]:
 
 def _file_faults(
     path: Path, file: File, parts: list[tuple[manifest.Tensor, Stored]], reader: ShardReader, tell: Tell
-) -> Iterator[str]:
+) -> Generator[str, None, bool]:
+    """Yield what is wrong; return whether HDF5 may open the file: it may follow damage for ever."""
     sound = False
     try:
         with failing("verify", lambda: file.name):
@@ -69,6 +71,9 @@ def _file_faults(
     for tensor, part in sorted(parts, key=lambda each: each[1].offset or 0):
         nbytes = part.count * tensor.stored_dtype.itemsize
         elements += nbytes
+        if part.offset is None and not sound:  # elements that HDF5 would have to read
+            tell(nbytes)
+            continue
         try:
             _read(reader, part, tensor.stored_dtype, tell)
         except DataError as error:
@@ -76,6 +81,7 @@ def _file_faults(
     tell(max(0, file.nbytes - elements))
     if sound and parts:
         yield from _layout_faults(path / file.name, parts)
+    return sound
 
 
 def _beside(path: Path, parts: list[tuple[manifest.Tensor, Stored]]) -> int:
@@ -135,14 +141,14 @@ def _told(layout: tuple[Any, ...] | None) -> str:
     return "no such data set" if layout is None else f"{layout[0][0]} elements of {layout[1]} at byte {layout[2]}"
 
 
-def _index_faults(path: Path, found: manifest.Manifest) -> Iterator[str]:
+def _index_faults(path: Path, found: manifest.Manifest, is_sound: bool) -> Iterator[str]:
     """HDF5 reads zeros through an index where a file or a data set is missing."""
     import h5py
 
     if index.NAME not in {file.name for file in found.files}:
         yield f"{index.NAME}: not in the manifest"
-    if not (path / index.NAME).is_file():
-        return  # which the sizes of files have said
+    if not is_sound:
+        return  # which the sizes of files, or its checksum, have said
     try:
         with failing("verify", lambda: index.NAME), h5py.File(path / index.NAME, "r", locking=False) as file:
             for name, tensor in found.tensors.items():

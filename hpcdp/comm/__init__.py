@@ -1,5 +1,5 @@
 """Floor 2: comm. Imports: engine, kernels, streams, arrays, devices, errors, exits, interpreter, launched,
-listening.
+listening, replica.
 
 Who takes part in a job and how they reach each other. The only importer of mpi4py.
 

@@ -18,6 +18,7 @@ import numpy as np
 from ..errors import ConfigError, LaunchError
 from ..launched import is_launched
 from ..listening import kept_to_interface
+from ..replica import enter_replica
 from .calls import compare_exchanges
 from .communicator import Communicator
 from .cores import cores_of, share_cores
@@ -68,6 +69,7 @@ def init(ranks_per_node: int | None = None) -> World:
     with _init_lock:
         if _world is None:
             _world = _start(_virtual_node_size(ranks_per_node), serves=False)
+            enter_replica(_world.rank)
             _end_before_mpi(_world)
         elif ranks_per_node is not None and ranks_per_node != _world.kept.get("ranks_per_node"):
             raise ConfigError("init", where="ranks_per_node", expected="what the first call said", got=ranks_per_node)
@@ -124,7 +126,7 @@ def _virtual_node_size(ranks_per_node: int | None) -> int | None:
     text = os.environ.get("HPCDP_RANKS_PER_NODE", "") if ranks_per_node is None else str(ranks_per_node)
     if not text:
         return None
-    if not text.isdecimal() or int(text) < 1:
+    if not (text.isdecimal() and len(text) < 10) or int(text) < 1:
         raise ConfigError("init", where="ranks per node", expected="a positive integer", got=repr(text))
     return int(text)
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import ConfigError, MismatchError, WorldAborted
+from ..replica import enter_replica_of_thread
 from .calls import compare_exchanges
 from .communicator import Traffic, disagree, disagreement, split
 from .reductions import reduce_in_order, resolve
@@ -291,6 +292,7 @@ def run(
     failures: list[BaseException] = []
 
     def one_rank(rank: int) -> None:
+        enter_replica_of_thread(worlds[rank].rank)
         try:
             results[rank] = (fn if rank < n else serve)(worlds[rank])
             worlds[rank].finish()

@@ -1,5 +1,5 @@
 """Floor 3: data, data sets, samplers and the loader. Imports: engine, streams, state, devices, replacing,
-kernels, arrays, errors.
+interpreter, kernels, arrays, errors.
 
 Knows nothing of ranks: samplers take ``num_parts`` and ``part_index`` as numbers. The only importer of h5py beside
 checkpoint, when a file is opened.

@@ -138,7 +138,7 @@ def _cifar10(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
         try:
             archive = _obtain("cifar10", folder, cifar.ARCHIVE)
         except DataError as error:
-            error.expected = f"{error.expected}, as {listed(missing)} (the binary version) is not in {folder}"
+            error.expected = f"{error.expected}, as {listed(missing)} (the binary version) is not there"
             raise
         with folder_lock(folder):
             if not all(map(os.path.isfile, paths)):

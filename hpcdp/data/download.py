@@ -87,26 +87,29 @@ def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) 
                     check_md5(part, md5)
                 return
             except DataError as error:
-                reasons.append(f"{url}: {error.operation} {error.got} instead of {error.expected}")
+                reasons.append(f"{_host_of(url)}: {error.operation} {error.got} instead of {error.expected}")
             except urllib.error.HTTPError as error:
-                reasons.append(f"{url}: HTTP {error.code} {error.reason}")
+                reasons.append(f"{_host_of(url)}: HTTP {error.code} {error.reason}")
             except urllib.error.URLError as error:
-                reasons.append(f"{url}: no network ({error.reason})")
+                reasons.append(f"{_host_of(url)}: no network ({error.reason})")
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if isinstance(error, OSError) and error.errno in _OF_DISKS:
                     raise DataError(
                         "download", where=path, expected="room for a file that can be written", got=error.strerror,
                         remedy="set HPCDP_DATA_DIR to a folder that has it",
                     ) from error  # fmt: skip
-                reasons.append(f"{url}: {type(error).__name__} {error}")
+                reasons.append(f"{_host_of(url)}: {type(error).__name__} {error}")
     raise DataError(
         "download",
         where=path.name,
-        expected="an answer from one of its addresses",
+        expected="an answer",
         got="; ".join(reasons),
-        remedy=f"where there is no network, fetch the file elsewhere and put it into {path.parent}, "
-        "or set HPCDP_DATA_DIR to the folder above one that has it",
+        remedy=f"put it into {path.parent} by hand, or set HPCDP_DATA_DIR to the folder above one that has it",
     )
+
+
+def _host_of(url: str) -> str:
+    return url.split("/")[2]
 
 
 def _receive(url: str, part: Path, timeout_s: float) -> None:

@@ -1,9 +1,9 @@
-"""Floor 3: data, HDF5 files. Imports: errors. h5py is imported when the first file is opened."""
+"""HDF5 files. h5py is imported when the first file is opened."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +12,21 @@ import numpy as np
 from ..errors import DataError
 from .datasets import Batch, Dataset, Index
 from .files import require_file
-from .virtual import missing_source
+from .virtual import missing_source, outside
+from .visiting import require_visited
 
 if TYPE_CHECKING:
     import h5py  # type: ignore[import-untyped]
 
 
-def _open(path: str | Path) -> h5py.File:
+def _open(path: str | Path, names: Sequence[str], external: bool) -> h5py.File:
+    """Open a file to read data sets of these names."""
     import h5py
 
     path = Path(path)
     require_file("read HDF5", path)
     try:
+        require_visited(path, names, external)
         return h5py.File(path, "r", locking=False)
     except OSError as error:
         if "locking flag" in str(error):
@@ -35,10 +38,28 @@ def _open(path: str | Path) -> h5py.File:
 
 
 @contextlib.contextmanager
-def open_hdf5(path: str | Path) -> Iterator[h5py.File]:
-    """The file, open for reading only; damage that h5py reports inside of the block becomes a `DataError`."""
-    with _open(path) as file, _undamaged(path):
+def open_hdf5(path: str | Path, names: Sequence[str]) -> Iterator[h5py.File]:
+    """Yield the file, open for reading only; damage that h5py reports inside of the block becomes a `DataError`.
+
+    Args:
+        path: the file.
+        names: of the data sets that are read in the block, which are in this file alone.
+
+    Raises:
+        DataError: HDF5 comes to no end with one of them, or it lies in another file.
+    """
+    with _open(path, names, external=False) as file, _undamaged(path):
+        for name in names:
+            _require_inside(file, name)
         yield file
+
+
+def _require_inside(file: h5py.File, name: str, remedy: str | None = None) -> None:
+    """Raise `DataError` where a data set lies in another file: whoever has written this one would choose which."""
+    elsewhere = outside(file, name)
+    if elsewhere is not None:
+        where = f"{file.filename}:{name}"
+        raise DataError("read HDF5", where=where, expected="elements in this file", got=elsewhere, remedy=remedy)
 
 
 @contextlib.contextmanager
@@ -56,16 +77,19 @@ class HDF5Dataset(Dataset):
         path: the file.
         x: name of the data set of samples, shape ``(n, ...)``.
         y: name of the data set of labels, shape ``(n, ...)``.
+        external: read other files, too, where the file says so: by external links, external storage, or virtual data
+            sets. Whoever has written the file chooses them.
 
     Raises:
         DataError: no such file, no HDF5 file, a name that it lacks (those it has are listed), lengths that differ,
-            values that are no numbers, a virtual data set of which a source, or its file, is missing, also of one that
-            it shows (HDF5 gives fill values).
+            values that are no numbers, a file that HDF5 would follow for ever; without ``external`` values in another
+            file; a virtual data set of which a source, or its file, is missing, also of one that it shows (HDF5 gives
+            fill values).
     """
 
-    def __init__(self, path: str | Path, x: str = "x", y: str = "y") -> None:
-        self.path = Path(path)
-        self._file = _open(path)
+    def __init__(self, path: str | Path, x: str = "x", y: str = "y", external: bool = False) -> None:
+        self.path, self._external = Path(path), external
+        self._file = _open(path, (x, y), external)
         try:
             with _undamaged(path):
                 self._x, self._y = self._dataset(x), self._dataset(y)
@@ -81,6 +105,8 @@ class HDF5Dataset(Dataset):
     def _dataset(self, name: str) -> h5py.Dataset:
         import h5py
 
+        if not self._external:
+            _require_inside(self._file, name, "HDF5Dataset(..., external=True) reads it, if you trust the file")
         found = self._file.get(name)
         if not isinstance(found, h5py.Dataset):
             names: list[str] = []
@@ -93,7 +119,7 @@ class HDF5Dataset(Dataset):
                 expected="an array of numbers",
                 got=f"{found.dtype} of shape {found.shape}",
             )
-        missing = missing_source(found, _open)
+        missing = missing_source(found, lambda path, names: _open(path, names, self._external))
         if missing is not None:
             expected = f"{missing[1]} in the file {missing[0]}"
             raise DataError("read HDF5", where=f"{self.path}:{name}", expected=expected, got="none")

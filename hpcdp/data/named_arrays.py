@@ -11,6 +11,7 @@ from ..arrays import BFLOAT16, bits, is_bfloat16, of_bits
 from ..errors import DataError
 from ..replacing import own_part_of, replaced
 from .hdf5 import open_hdf5
+from .visiting import trust
 
 Kind = tuple[tuple[int, ...], str]
 """Shape and dtype."""
@@ -33,6 +34,7 @@ def write_arrays(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
                 file.create_dataset(name, data=bits(values))
                 if is_bfloat16(values):  # as in checkpoints
                     file[name].attrs["dtype"] = BFLOAT16
+        trust(path)
     except (OSError, ValueError) as error:
         raise DataError("write HDF5", where=path, expected="a file that can be written", got=error) from error
 
@@ -41,16 +43,16 @@ def read_arrays(path: str | Path, expected: Mapping[str, Kind]) -> dict[str, np.
     """The arrays of those names from a file of `write_arrays`; nothing is read unless shapes and dtypes are those.
 
     Raises:
-        DataError: the file is missing or damaged, or an array is missing, stored elsewhere, or of another kind.
+        DataError: the file is missing or damaged, or an array is missing, in another file, or of another kind.
     """
     import h5py
 
     found = {}
-    with open_hdf5(path) as file:
+    with open_hdf5(path, list(expected)) as file:
         for name, (shape, dtype) in expected.items():
             dataset = file.get(name)
             where, wanted = f"{path}:{name}", f"{dtype} of shape {tuple(shape)}"
-            if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
+            if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual:
                 raise DataError("read HDF5", where=where, expected=wanted, got="none in this file")
             there = str(dataset.dtype)
             if there == "uint16" and dataset.attrs.get("dtype") == BFLOAT16:

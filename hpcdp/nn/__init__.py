@@ -1,5 +1,5 @@
 """Floor 3: nn, layers and models, knowing nothing of ranks. Imports: autograd, data, kernels, devices, holders, state,
-replacing, arrays, errors."""
+replacing, replica, arrays, errors."""
 
 from . import functional, init, models
 from .layers import AvgPool2D, Conv2D, Dense, Flatten, GlobalAvgPool2D, MaxPool2D, ReLU, Sigmoid, Tanh

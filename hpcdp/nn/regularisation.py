@@ -6,6 +6,7 @@ import numpy as np
 
 from ..autograd import Tensor, is_training
 from ..errors import ConfigError, UnsupportedError, is_number, whole_number
+from ..replica import replica_number
 from . import deferred, functional
 from .init import Ones, Zeros
 from .module import Module
@@ -87,19 +88,24 @@ class Dropout(Module):
 
     Args:
         p: in [0, 1).
-        seed: of this layer's own generator; None takes fresh entropy. Under a reproducible `Trainer` it must be given:
-            what is dropped then depends on it, the step and the place of the sample in the global batch alone.
+        seed: an integer >= 0, of this layer's own generator. It is mixed with the number of the replica when the layer
+            draws first: ranks drop different elements, and the same ones in every run on as many ranks. Ranks that hold
+            one replica together, by tensor or pipeline parallelism, drop the same ones; replica 0 draws as one process
+            does. A layer that has drawn before `hpcdp.init` goes on as it has begun. None takes fresh entropy on each
+            rank. Under a reproducible `Trainer` a seed must be given: what is dropped then depends on it, the step and
+            the place of the sample in the global batch alone.
 
     Raises:
-        ConfigError: ``p`` is outside of that; later no seed under a reproducible trainer.
+        ConfigError: ``p`` or ``seed`` is outside of that; later no seed under a reproducible trainer.
     """
 
     def __init__(self, p: float = 0.5, seed: int | None = None) -> None:
         if not is_number(p) or not 0 <= p < 1:
             raise ConfigError("Dropout", where="p", expected="a probability in [0, 1)", got=repr(p))
-        self.p, self.seed = float(p), seed
+        self.p, self.seed = float(p), None if seed is None else whole_number("Dropout", "seed", seed, 0)
         self.generator = np.random.default_rng(seed)
         """The layer's own; what it gives next is part of a run's state."""
+        self._beginning = _Beginning(seed, self.generator)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not is_training():
@@ -109,6 +115,7 @@ class Dropout(Module):
     def _drawn_from(self) -> np.random.Generator:
         shard = entered_shard()
         if shard is None:
+            self._beginning.enter(self.generator)
             return self.generator
         if self.seed is None:
             raise ConfigError(
@@ -119,3 +126,26 @@ class Dropout(Module):
 
     def describe(self) -> str:
         return str(self.p)
+
+
+class _Beginning:
+    """The state in which a seeded generator begins, which depends on the replica that draws first.
+
+    Networks are often made before the world is, so the replica is looked up when a layer draws. A generator that has
+    drawn, or was restored from a checkpoint, goes on as it is. An object of its own: a forward that is traced may not
+    assign attributes of a layer.
+    """
+
+    def __init__(self, seed: int | None, generator: np.random.Generator) -> None:
+        self._seed, self._replica = seed, 0
+        self._state = None if seed is None else generator.bit_generator.state
+
+    def enter(self, generator: np.random.Generator) -> None:
+        """Seed a generator that has not drawn yet by the seed and the replica; replica 0 by the seed alone."""
+        replica = replica_number()
+        if replica == self._replica or self._state is None:
+            return
+        self._replica = replica
+        if generator.bit_generator.state == self._state:
+            sequence = np.random.SeedSequence(self._seed, spawn_key=(replica,) if replica else ())
+            generator.bit_generator.state = self._state = np.random.PCG64(sequence).state

@@ -1,4 +1,4 @@
-"""Floor 5: parallel. Imports: nn, autograd, collectives, comm, kernels, state, arrays, errors.
+"""Floor 5: parallel. Imports: nn, autograd, collectives, comm, kernels, state, replica, arrays, errors.
 
 One model on several ranks: what data parallelism, where every rank has all of it, cannot do.
 

@@ -26,6 +26,7 @@ from ..nn.hybrid.changed import Look
 from ..nn.losses import require_per_sample
 from .links import BACKWARD, FORWARD, Link, Messages, Queue
 from .schedules import SCHEDULES, Action, pieces
+from .worlds import share_replica
 
 Stage = Module | Callable[[], Module]
 Loss = Callable[[Any, Array], Tensor]
@@ -132,6 +133,8 @@ class Pipeline(Module):
         column = world.split(world.rank % num_replicas) if on_ranks else None
         self._comm = None if column is None else column.comm
         """The ranks of this copy of the model, by stage."""
+        if column is not None:
+            share_replica(column)
         self.replicas = world if column is None else world.split(own[0], model_comm=column.comm)
         links = self._links(world, column, own, modules)
         self._parts = [_Part(stage, module, links[stage], links[stage + 1]) for stage, module in modules.items()]

@@ -23,6 +23,7 @@ from ..nn.init import Initialiser, Xavier, Zeros
 from ..nn.layers import require_channels, window
 from ..state import Cut
 from .exchanges import fan_out, gathered, own_channels, summed
+from .worlds import share_replica
 
 
 class ColumnDense(Dense):
@@ -216,6 +217,7 @@ def _require_alike(layer: Dense | Conv2D, parts: World, said: str) -> None:
     if not isinstance(parts, World):
         raise ConfigError(name, where="parts", expected="a world, that of split_world(...).parts", got=repr(parts))
     require_same(parts.comm, name, [said], "make it alike on all ranks")
+    share_replica(parts)
 
 
 def _ends(layer: Dense | Conv2D, where: str, features: int | None, channels: int | None, parts: World) -> list[int]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..comm import World, init
 from ..comm.agreement import require_same
 from ..errors import ConfigError
+from ..replica import enter_replica, replica_number
 
 
 class Split(NamedTuple):
@@ -49,4 +50,13 @@ def split_world(num_parts: int, world: World | None = None) -> Split:
             got=repr(num_parts),
         )
     parts = world.split(world.rank // number)
+    share_replica(parts)
     return Split(parts, world.split(world.rank % number, part_comm=parts.comm))
+
+
+def share_replica(world: World) -> None:
+    """Let the ranks of ``world``, which hold one replica together, draw the same random numbers; every rank must call.
+
+    They take the lowest of their replica numbers, so that a smaller or larger group, joined before or after, agrees.
+    """
+    world.keep("replica", lambda: enter_replica(min(world.comm.allgather_json(replica_number()))))

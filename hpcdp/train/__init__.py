@@ -1,7 +1,7 @@
 """Floor 6: train.
 
 Imports: kvstore, checkpoint, gradients, collectives, compression, nn, optim, data, comm, autograd, engine, trace,
-archive, state, kernels, streams, devices, holders, replacing, arrays, launched,
+archive, state, kernels, streams, devices, holders, replacing, arrays, launched, toml,
 errors.
 
 `trainers` make one update of the gradients of all ranks, `TrainStep` a step with forward and backward, `fit` is the

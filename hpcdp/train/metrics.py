@@ -277,9 +277,9 @@ def read_metrics(path: str | Path) -> list[Record]:
     for number, line in enumerate(lines[:-1], 1):
         try:
             records += [json.loads(line)] if line else []
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} of the file is none of JSON: {error}") from error
     if lines[-1]:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             records.append(json.loads(lines[-1]))
     return records

@@ -10,12 +10,12 @@ import html
 import os
 import statistics
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import toml
 from ..errors import ConfigError, DataError, is_number, shortened
 from .metrics import Record, read_metrics
 from .progress import loss_text, slowest_rank
@@ -82,7 +82,7 @@ def _read(folder: Path, name: str) -> Run:
         for number, record in enumerate(records, 1):
             _check_record(number, record)
         path = folder / "config.toml"
-        settings = tomllib.loads(path.read_text("utf-8")) if os.path.isfile(path) else {}
+        settings = toml.read(path) if os.path.isfile(path) else {}
     except (OSError, ValueError, RecursionError) as error:
         raise DataError("report", where=path, expected="what a run has written", got=str(error)) from error
     return Run(name, settings, records)

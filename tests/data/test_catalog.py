@@ -132,7 +132,7 @@ def test_a_cifar10_batch_that_lacks_records_or_a_file_is_named(tmp_path: Path, m
         data.load("cifar10", "train", root=tmp_path)
     (folder / "data_batch_4.bin").unlink()
     monkeypatch.setattr(catalog, "_ADDRESSES", {"cifar10": ("http://127.0.0.1:9/",)})
-    with pytest.raises(DataError, match=r"as data_batch_4\.bin .*is not in .*cifar10, got") as caught:
+    with pytest.raises(DataError, match=r"as data_batch_4\.bin .*is not there, got") as caught:
         data.load("cifar10", "train", root=tmp_path)
     assert "\n" not in str(caught.value)
 

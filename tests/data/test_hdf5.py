@@ -5,7 +5,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdp.data import HDF5Dataset
+from hpcdp.data import HDF5Dataset, visiting
 from hpcdp.errors import DataError
 
 
@@ -148,14 +148,14 @@ def test_a_virtual_data_set_needs_its_files(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "all.h5", "w") as file:
         file.create_virtual_dataset("x", layout, fillvalue=-1)
         file["y"] = np.arange(20)
-    assert HDF5Dataset(tmp_path / "all.h5")[:][0].sum() == 10
+    assert HDF5Dataset(tmp_path / "all.h5", external=True)[:][0].sum() == 10
     with h5py.File(tmp_path / "part1.h5", "a") as file:
         file.move("x", "z")
     with pytest.raises(DataError, match=r"all\.h5:x.*expected x in the file part1\.h5, got none"):
-        HDF5Dataset(tmp_path / "all.h5")
+        HDF5Dataset(tmp_path / "all.h5", external=True)
     (tmp_path / "part1.h5").unlink()
     with pytest.raises(DataError, match=r"all\.h5:x.*the file part1\.h5, got none"):
-        HDF5Dataset(tmp_path / "all.h5")
+        HDF5Dataset(tmp_path / "all.h5", external=True)
 
 
 def test_a_virtual_data_set_needs_what_it_shows_of_its_own_file(tmp_path: Path) -> None:
@@ -191,13 +191,13 @@ def test_a_virtual_data_set_finds_its_files_where_hdf5_does(tmp_path: Path, monk
     (tmp_path / "away" / "link.h5").symlink_to(beside)
 
     def reads(path: Path) -> None:
-        with contextlib.closing(HDF5Dataset(path)) as dataset:
+        with contextlib.closing(HDF5Dataset(path, external=True)) as dataset:
             np.testing.assert_array_equal(dataset[:][0], np.arange(4.0))
 
     for path in (beside, moved, tmp_path / "away" / "link.h5"):
         reads(path)
     with pytest.raises(DataError, match=r"the file s%%\.h5, got none"):
-        HDF5Dataset(away)
+        HDF5Dataset(away, external=True)
     monkeypatch.setenv("HDF5_VDS_PREFIX", f"/nowhere:{tmp_path}")
     reads(away)
     monkeypatch.delenv("HDF5_VDS_PREFIX")
@@ -208,7 +208,7 @@ def test_a_virtual_data_set_finds_its_files_where_hdf5_does(tmp_path: Path, monk
 def test_a_virtual_data_set_needs_what_those_that_it_shows_need(tmp_path: Path) -> None:
     inner = virtual(tmp_path / "inner.h5", "gone.h5")
     with pytest.raises(DataError, match=r"outer\.h5:x.*expected x in the file gone\.h5, got none"):
-        HDF5Dataset(virtual(tmp_path / "outer.h5", inner))
+        HDF5Dataset(virtual(tmp_path / "outer.h5", inner), external=True)
 
 
 def test_files_of_a_virtual_data_set_that_are_numbered_by_hdf5(tmp_path: Path) -> None:
@@ -222,11 +222,13 @@ def test_files_of_a_virtual_data_set_that_are_numbered_by_hdf5(tmp_path: Path) -
     with h5py.File(tmp_path / "all.h5", "w") as file:
         h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_DOUBLE, all_parts, shows)
         file["y"] = np.arange(20)
-    with contextlib.closing(HDF5Dataset(tmp_path / "all.h5")) as dataset:
+    with contextlib.closing(HDF5Dataset(tmp_path / "all.h5", external=True)) as dataset:
         np.testing.assert_array_equal(dataset[np.array([19, 0, 10])][0], [19, 0, 10])
 
 
-def test_any_damage_is_a_data_error(tmp_path: Path) -> None:
+def test_any_damage_is_a_data_error(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(visiting, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(visiting, "LIMIT_S", 0.3)
     path = tmp_path / "d.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("x", data=np.arange(80.0).reshape(40, 2), chunks=(10, 2), compression="gzip")

@@ -1,9 +1,12 @@
+import copy
+
 import numpy as np
 import pytest
 import standin
 
 from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor
+from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 
 X = (2 + 3 * np.random.default_rng(0).standard_normal((8, 3, 4, 4))).astype(np.float32)
@@ -131,3 +134,50 @@ def test_a_dropout_whose_generator_is_restored_drops_the_same():
         expected = first(x).data
         dict(second.named_generators())["generator"].bit_generator.state = state
         np.testing.assert_array_equal(second(x).data, expected)
+
+
+def masks_on_ranks(n, seed, calls=2):
+    """What a layer of each of ``n`` thread ranks keeps, by rank."""
+
+    def one(world):
+        layer = nn.Dropout(0.5, seed=seed)
+        with autograd.train_mode():
+            return [layer(np.ones(64, "f4")).data != 0 for _ in range(calls)]
+
+    return np.array(threads.run(n, one)).reshape(n, -1)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_ranks_drop_different_elements_and_the_same_in_every_run(n):
+    masks = masks_on_ranks(n, seed=7)
+    np.testing.assert_array_equal(masks, masks_on_ranks(n, seed=7))
+    np.testing.assert_array_equal(masks[:1], masks_on_ranks(1, seed=7))
+    for found in (masks, masks_on_ranks(n, seed=None)):
+        shares = [np.mean(a == b) for number, a in enumerate(found) for b in found[:number]]
+        assert min(shares) > 0.2 and max(shares) < 0.8  # by chance half of 128 elements are alike
+
+
+def test_a_seed_waits_for_the_replica_and_a_generator_under_way_does_not(monkeypatch):
+    x = np.ones(64, "f4")
+    early, begun, copied = (nn.Dropout(0.5, seed=1) for _ in range(3))  # before hpcdp.init() has told the rank
+    alone = nn.Dropout(0.5, seed=1)
+    with autograd.train_mode():
+        begun(x)
+        expected = [alone(x).data for _ in range(2)]
+        monkeypatch.setattr("hpcdp.replica._number", 3)
+        late = nn.Dropout(0.5, seed=1)
+        copied = copy.deepcopy(copied)
+        first = late(x).data
+        np.testing.assert_array_equal(early(x).data, first)
+        np.testing.assert_array_equal(copied(x).data, first)
+        np.testing.assert_array_equal(begun(x).data, expected[1])
+        assert not np.array_equal(first, expected[0])
+        restored = nn.Dropout(0.5, seed=1)
+        restored.generator.bit_generator.state = late.generator.bit_generator.state
+        np.testing.assert_array_equal(restored(x).data, late(x).data)
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "a"])
+def test_seeds_that_are_none_are_refused(seed):
+    with pytest.raises(ConfigError, match=r"Dropout \[seed\]: expected an integer >= 0"):
+        nn.Dropout(0.5, seed=seed)

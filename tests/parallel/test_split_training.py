@@ -273,3 +273,33 @@ def test_ranks_that_disagree_and_trainers_that_cannot_be(tmp_path):
                 call(tmp_path / "states")
 
     threads.run(2, rank)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_parts_of_one_replica_drop_the_same_and_replicas_do_not(by_hand):
+    def one(world):
+        split = Split(world.split(world.rank // 2), world) if by_hand else split_world(2, world)
+        net = nn.Sequential(RowDense(4, 64, split.parts, scatter=True), nn.Dropout(0.5, seed=3))
+        with autograd.train_mode():
+            return net[1](np.ones(64, "f4")).data
+
+    masks = threads.run(6, one)
+    for first, second in ((0, 1), (2, 3), (4, 5)):
+        np.testing.assert_array_equal(masks[first], masks[second])
+    assert len({mask.tobytes() for mask in masks}) == 3
+
+
+def test_stages_of_one_replica_drop_what_the_whole_model_does_on_its_rank():
+    def stages():
+        return [nn.Sequential(nn.Dense(3, 32), nn.Dropout(0.5, seed=number)) for number in (1, 2)]
+
+    def dropped(net):
+        with autograd.train_mode():
+            return {name: layer(np.ones(32, "f4")).data.tobytes() for name, layer in net._modules("")
+                    if isinstance(layer, nn.Dropout)}  # fmt: skip
+
+    whole = threads.run(2, lambda world: dropped(Pipeline(stages(), LOSS, world=world.split(world.rank))))
+    of_ranks = threads.run(4, lambda world: dropped(Pipeline(stages(), LOSS, world=world)))
+    for rank, found in enumerate(of_ranks):
+        assert found.items() <= whole[rank % 2].items()
+    assert len({mask for found in of_ranks for mask in found.values()}) == 4

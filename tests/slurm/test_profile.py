@@ -72,6 +72,9 @@ def test_a_profile_that_the_variable_names_and_is_missing_is_named_with_it(
             'partitoin = "x"',
             "unknown key 'partitoin' [site.toml]; did you mean 'partition'? valid: launcher, mpi_type,",
         ),
+        (f"time = {'9' * 5000}", "expected a TOML file, got an integer of more than 64 bits"),
+        (f"env = {{A = [0x{'f' * 5000}]}}", "expected a TOML file, got an integer of more than 64 bits"),
+        ("modules = " + "[" * 5000, "expected a TOML file, got tables or lists that are nested too deeply"),
         ('launcher = "mpiexec"', "unknown launcher 'mpiexec' [site.toml]; valid: srun, mpirun"),
         (
             "partition = 3",

@@ -278,7 +278,7 @@ def check_threads() -> Finding:
         text = os.environ.get(name)
         if text is None:
             continue
-        if not text.isdecimal() or int(text) < 1:
+        if not (text.isdecimal() and len(text) < 10) or int(text) < 1:
             return warning(f"{name}={text!r} is no number", f"unset {name}")
         if int(text) > cores or (int(text) == 1 and cores >= 4):
             return warning(f"{name}={text} with {cores} usable cores", f"unset {name}, unless that is meant")

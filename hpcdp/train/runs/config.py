@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import tomllib
 import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ... import toml
 from ...errors import ConfigError, check_name
 from .setting import check_range, parsed, setting, toml_value, typed
 from .usual import RATES, SEQUENCE_MODELS, TEXTS, usual
@@ -260,10 +260,10 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     Raises `ConfigError` for a missing or damaged file, or an unknown key (with the valid ones).
     """
     try:
-        settings = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors begin it with a mark
+        settings = toml.read(path)
     except OSError as error:
         raise ConfigError("read the configuration", where=path, got=error.strerror) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError("read the configuration", where=path, expected="a TOML file", got=error) from error
     for key, value in settings.items():
         if isinstance(value, dict):

@@ -92,17 +92,20 @@ def test_a_flag_is_judged_together_with_the_file(tmp_path: Path) -> None:
         ("[train]\nepochs = 3", "expected settings at the top level, without tables, got the table [train]"),
         ("epochs = 0", "setting epochs ["),
         ("optimizer = 'adma'", "unknown optimizer 'adma' ["),
-        (f"seed = {'9' * 5000}", "expected a TOML file, got Exceeds the limit"),
-        (f"seed = {'[' * 5000}", "expected a TOML file, got maximum recursion depth exceeded"),
+        (f"seed = {'9' * 5000}", "expected a TOML file, got an integer of more than 64 bits"),
+        (f"seed = 0x{'f' * 5000}", "expected a TOML file, got an integer of more than 64 bits"),
+        (f"seed = {'[' * 5000}", "expected a TOML file, got tables or lists that are nested too deeply"),
+        ("".join(f"x{number} = 1\n" for number in range(5000)), "unknown setting 'x0' ["),
+        (f"{'x' * 5000} = 1", "unknown setting 'xxx"),
     ],
-    ids=range(7),
+    ids=range(10),
 )
 def test_a_bad_file_is_named(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         config.load(path)
-    assert says in str(caught.value) and str(path) in str(caught.value)
+    assert says in str(caught.value) and str(path) in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_a_missing_file_is_named() -> None:
