@@ -56,13 +56,15 @@ def _raise_first_difference(
     at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     alike = [rank for rank in odd if digests[rank] == digests[odd[0]]]
     longer = 0 if at < len(first) else odd[0]
-    raise MismatchError(
+    error = MismatchError(
         operation,
         where=f"item {at + 1} of {len(everything[longer])} on rank {longer}",
         expected=f"{_item(first, at)} as on rank 0",
         got=f"{_item(other, at)} on rank{'s' if len(alike) > 1 else ''} {listed(alike, 8)}",
         remedy=remedy,
     )
+    error.is_on_every_rank = True
+    raise error
 
 
 def _item(items: Sequence[str], at: int) -> str:
@@ -164,4 +166,6 @@ def _raise_first(reports: list[dict[str, Any] | None], own: HpcdpError | None) -
     assert report is not None
     kind = getattr(errors, report["kind"])
     rank = failed[0] if len(failed) < len(reports) else None
-    raise kind(**{name: report[name] for name in _PARTS}, rank=rank) from own
+    error = kind(**{name: report[name] for name in _PARTS}, rank=rank)
+    error.is_on_every_rank = True
+    raise error from own

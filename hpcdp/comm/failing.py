@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
+import time
 import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..errors import to_stderr
+from ..errors import HpcdpError, Terminated, to_stderr
 from .ending import end_job
 from .roles import name_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+_OF_ALL_S = 1.0
+"""For so long the other ranks leave it to rank 0 to report an error that every rank raises."""
 
 
 def abort_when_one_fails(comm_world: MPI.Intracomm, workers: int) -> None:
@@ -22,9 +27,12 @@ def abort_when_one_fails(comm_world: MPI.Intracomm, workers: int) -> None:
 
     def abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
-            to_stderr(f"{name}: interrupted")
-            end_job(comm_world, 130)
+            terminated = issubclass(kind, Terminated)
+            to_stderr(f"{name}: {'ended by SIGTERM' if terminated else 'interrupted'}")
+            end_job(comm_world, 128 + (signal.SIGTERM if terminated else signal.SIGINT))
             return  # with MPICH, which ends the process a little later
+        if isinstance(error, HpcdpError) and error.is_on_every_rank and comm_world.rank:
+            time.sleep(_OF_ALL_S)  # rank 0 reports it for all, and ends the job
         text = "".join(traceback.format_exception(kind, error, trace))
         text += "".join(f"{name_of(rank, workers)} has died\n" for rank in _dead_by(error, comm_world))
         to_stderr(f"{name} failed:\n{text}")

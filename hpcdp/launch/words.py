@@ -52,11 +52,18 @@ _MISSING = re.compile(
     rb"rank [0-9]+ of [0-9]+: [^\n]* (?:has not ended in [0-9.]+ s: ([^\n]+)\n[^\n]*the job ends now|"
     rb"cannot end: ([^\n]+); the job ends now)"
 )
+# hpcdp.launch.ending and hpcdp.comm.failing, where --tag-output may have led the line by its rank
+_TAG = rb"(?:\[[^\]\s]*\](?:<stderr>:)? |[0-9]+: )?"
+_REASON = re.compile(_TAG + rb"hpcdp: ")
+_FAILED = re.compile(_TAG + rb"(rank [0-9]+ of [0-9]+|server [0-9]+ \(rank [0-9]+\)) failed:")
+_TRACEBACK = re.compile(_TAG + rb"Traceback \(most recent call last\):")
+_ERROR = re.compile(_TAG + rb"([^\W\d][\w.]*(?::.*)?)")
 _RULE = re.compile(rb"^-{74}\n", re.MULTILINE)
 _OF_HYDRA = re.compile(rb"^\[(?:mpiexec|proxy)\S*\] \w+ \([^()]*\): (.*)\n", re.MULTILINE)
 _HOLD_S = 10.0
 _MOST_HELD, _MOST_TOLD = 1 << 16, 300
 _KEPT = 1000
+_LONGEST_LINE = 10_000
 _KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 
 
@@ -101,6 +108,37 @@ class Tasks(NamedTuple):
         return f"{who} {self.numbers} (on {self.host}) {verb if sign > 0 else ''}{how}"
 
 
+class Reasons:
+    """Why ranks say that they have failed, found in the lines of stderr that are shown."""
+
+    def __init__(self) -> None:
+        self._begun = b""
+        self._speaker: str | None = None
+        self._in_traceback = False
+        self._last = b""
+        self.errors: dict[str, str] = {}
+        """The last lines of the tracebacks of ranks, by what those call themselves, the first one first."""
+
+    def read(self, shown: bytes) -> None:
+        """Take in what is shown next."""
+        *lines, begun = (self._begun + shown).split(b"\n")
+        self._begun = begun[-_LONGEST_LINE:]
+        for line in lines:
+            self._last = line if line.strip() else self._last
+            if found := _FAILED.fullmatch(line):
+                self._speaker, self._in_traceback = found[1].decode(), False
+            elif _TRACEBACK.fullmatch(line):
+                self._in_traceback = self._speaker is not None
+            elif self._in_traceback and self._speaker is not None and (found := _ERROR.fullmatch(line)):
+                self.errors[self._speaker] = found[1].decode(errors="replace")  # of a chain the last one
+                self._in_traceback = False
+
+    @property
+    def stands_last(self) -> bool:
+        """Whether the last line is the reason that a command of hpcdp has given."""
+        return _REASON.match(self._last) is not None
+
+
 class Words:
     """A pipe for mpirun's stderr, and what came through it; ``end`` is what mpirun gets, and is closed by `attach`.
 
@@ -132,6 +170,7 @@ class Words:
         """Whether mpirun has ended the job since who reads its standard output has gone."""
         self.missing: str | None = None
         """Why the watchdog of a rank has ended the job: which ranks have not come, and what is known of them."""
+        self.reasons = Reasons()
         self._of_tasks, self._tasks = b"", list[Tasks]()
 
     def attach(self, watch: Watch) -> None:
@@ -254,6 +293,7 @@ class Words:
 
     def _write(self, what: bytes) -> None:
         self.has_spoken |= bool(what)
+        self.reasons.read(what)
         if self._held is None:
             _write(what)
         else:

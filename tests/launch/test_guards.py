@@ -17,7 +17,7 @@ import pytest
 from hpcdp.errors import LaunchError
 from hpcdp.launch import interfaces
 from hpcdp.launch.hosts import Place
-from hpcdp.launch.remote import guard, guards
+from hpcdp.launch.remote import channel, guard, guards
 from hpcdp.launch.remote.guards import Guards
 
 SSH = """#!/bin/sh
@@ -143,7 +143,7 @@ def test_nothing_outlives_a_connection(ssh: Path, tmp_path: Path, whose: str, mo
         for pid in guards:
             os.kill(int(pid), signal.SIGTERM)
         code, said = job.end()
-        assert code == 1 and "hpcdp launch: away is lost: its connection has closed\n" in said, said
+        assert code == 1 and "hpcdp launch: the guard on away was ended by SIGTERM\n" in said, said
 
 
 def test_hosts_that_cannot_be_reached_are_named_with_their_reasons(ssh: Path) -> None:
@@ -272,7 +272,7 @@ def test_time_in_which_a_guard_itself_did_not_run_or_its_launcher_is_stopped_is_
     monkeypatch.setattr(guard, "end_orphans", lambda: None)
     kept._folder, kept._heard_s, kept._is_over = str(tmp_path / "segments"), now[0], False
     kept._watch = SimpleNamespace(wait=wait)
-    kept._tell_of_ranks = kept._reap = lambda: None
+    kept._tell_of_ranks = kept._reap = kept._copy = lambda: None
     if said:
         kept._buffer = b""
         monkeypatch.setattr(guard, "os", SimpleNamespace(read=lambda *_: said))
@@ -280,3 +280,28 @@ def test_time_in_which_a_guard_itself_did_not_run_or_its_launcher_is_stopped_is_
         kept._read()
     kept.run()
     assert (len(looks) < 40) == lost
+
+
+def test_a_guard_that_is_killed_closes_its_connection_whatever_it_has_started() -> None:
+    started = subprocess.Popen(
+        [sys.executable, "-P", "-c", channel._GUARD.format(str(channel._ROOT))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert started.stdin and started.stdout and started.stderr
+    begin = {"ranks": 1, "elsewhere": 1, "servers": 0, "workers": 1, "environ": {}, "folder": None}
+    stays = "trap : TERM; echo $$ >&2; sleep 60 & echo $! >&2; while :; do wait; done"
+    for message in ({"begin": begin}, {"start": {"number": 1, "command": f"exec sh -c {stays!r}"}}):
+        started.stdin.write(json.dumps(message).encode() + b"\n")
+    started.stdin.flush()
+    pids = [int(started.stderr.readline()) for _ in range(2)]
+    try:
+        started.kill()
+        started.communicate(timeout=10)  # to the end of both, as sshd reads them
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        with started:
+            pass

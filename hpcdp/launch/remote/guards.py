@@ -22,7 +22,7 @@ from ...errors import LaunchError, listed
 from .. import folders
 from ..dialect import LOST_AFTER_S, STALLED_S
 from ..hosts import Place
-from ..watch import End, Start, Watch
+from ..watch import End, Start, Watch, name_of
 from . import agent
 from .channel import Channel
 
@@ -199,11 +199,14 @@ class Guards:
                 name, pid, status = value
                 if os.WIFSIGNALED(status) and name in _DAEMONS and self._watch.failed is None:
                     self._lose_daemon(f"{name} (pid {pid})", channel, os.WTERMSIG(status))
+            elif key == "told_to_end":
+                said = f"the guard on {channel.host} was ended by {name_of(value)}"
+                self.lost.setdefault(channel.host, said)
         if channel.is_closed:
-            self._lose(channel, "is lost: its connection has closed")
+            self._lose(channel, "is lost: the connection to its guard has closed")
 
     def _lose_daemon(self, what: str, channel: Channel, sign: int) -> None:
-        self.lost.setdefault(channel.host, f"{what} on {channel.host} was killed by signal {sign}")
+        self.lost.setdefault(channel.host, f"{what} on {channel.host} was killed by {name_of(sign)}")
 
     def _answer(self, number: int, status: int) -> None:
         connection = self._agents.pop(number, None)
