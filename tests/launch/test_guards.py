@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pwd
+import resource
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ while [ "$1" != "--" ]; do shift; done
 shift
 echo "$1" >>{log}
 case $1 in
-  refused) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255 ;;
+  refused*) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255 ;;
   bare) echo "bash: python: command not found" >&2; exit 127 ;;
   chatty) echo "welcome to this host"; echo "please read the news" >&2 ;;
 esac
@@ -155,6 +156,32 @@ def test_hosts_that_cannot_be_reached_are_named_with_their_reasons(ssh: Path) ->
         "refused: ssh: connect to host refused port 22: Connection refused"
     )
     assert time.monotonic() - started < 10
+
+
+def test_many_hosts_are_reached_in_waves_and_one_line_says_what_is_wrong(ssh: Path) -> None:
+    many = [Place(f"refused-{number}", 1) for number in range(100, 450)]
+    with pytest.raises(LaunchError) as caught, Guards(many, print):
+        pass
+    said = str(caught.value)
+    refused = [
+        f"refused-{number}: ssh: connect to host refused port 22: Connection refused" for number in (100, 101, 102)
+    ]
+    assert said == f"reach by ssh: got {', '.join(refused)} and 61 more; 286 more hosts were not tried"
+    assert len(ssh.read_text().split()) == 64
+
+
+@pytest.mark.parametrize("limits", [(64, 900), (300, 900), (900, 900), (64, resource.RLIM_INFINITY)])
+def test_a_limit_of_open_files_is_raised_or_named(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [limits]
+    monkeypatch.setattr(guards.resource, "getrlimit", lambda _: now[0])
+    monkeypatch.setattr(guards.resource, "setrlimit", lambda _, wanted: now.append(wanted))
+    guards._allow_files(300)
+    assert now[1:] == ([(856, limits[1])] if limits[0] < 856 else [])
+    if limits[1] == 900:
+        with pytest.raises(
+            LaunchError, match="340 other hosts: expected a limit of 936 open files, got 900; ulimit -n"
+        ):
+            guards._allow_files(340)
 
 
 def test_what_a_login_script_writes_is_not_taken_for_a_guard(ssh: Path) -> None:
