@@ -2,7 +2,7 @@
 errors.
 
 Parses, calls the room that does the work, and turns an error into one line and an exit status: 2 for what was asked
-wrongly, 127 for a program that is missing, 130 after Ctrl-C, 1 for the rest.
+wrongly, 127 for a program that is missing, 130 after Ctrl-C, 143 after SIGTERM, 1 for the rest.
 """
 
 from __future__ import annotations

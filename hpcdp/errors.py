@@ -52,6 +52,8 @@ class HpcdpError(Exception):
         self.got = got
         self.remedy = remedy
         self.rank = rank
+        self.is_on_every_rank = False
+        """Whether every rank of a world raises this error (`hpcdp.comm.agreement`), so that one can report it."""
         super().__init__(operation)
 
     def __str__(self) -> str:
@@ -130,6 +132,10 @@ class NonFiniteGradientError(HpcdpError):
 
 class StaleGradientError(HpcdpError):
     """A step was asked for although some parameters got no gradient since the last one."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, where it unwinds a program as Ctrl-C does. The command line exits with 143."""
 
 
 class WorldAborted(HpcdpError):

@@ -14,6 +14,7 @@ import pytest
 
 from hpcdp import cli
 from hpcdp.errors import SaveError
+from hpcdp.launch.watch import _ranks_below
 
 COMMANDS = ("", "train", "launch", "info", "doctor", "bench", "checkpoint", "slurm")
 QUICK = ("--epochs", "1", "--warmup-epochs", "0", "--shift", "0", "--seed", "3")
@@ -273,7 +274,8 @@ def test_servers_that_contradict_mpirun(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to_a_rank", [False, True])
+def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(to_a_rank: bool, tmp_path: Path) -> None:
     arguments = command("train", "mlp", "--ranks", "2", "--epochs", "100000", "--run-dir", "run")
     job = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -281,9 +283,11 @@ def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(tmp_path: Path
     while not (metrics.exists() and metrics.read_text().count("\n") > 1):
         assert job.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    job.send_signal(signal.SIGTERM)
+    (mpirun,) = map(int, subprocess.check_output(["pgrep", "-P", str(job.pid)]).split())
+    os.kill(dict(_ranks_below(mpirun))[1] if to_a_rank else job.pid, signal.SIGTERM)
     _, said = job.communicate(timeout=60)
     assert job.returncode == 128 + signal.SIGTERM
+    assert ("SIGTERM) before the others" in said) == to_a_rank, said
     assert said.splitlines()[-1] == "hpcdp: ended by SIGTERM, all ranks have ended; what it had written is in run"
     assert all(line.startswith("{") and line.endswith("}") for line in metrics.read_text().splitlines())
 

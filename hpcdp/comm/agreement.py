@@ -62,13 +62,15 @@ def first_difference(
     """Return the error for ranks of which rank 0 has the items ``first``, and the ranks ``odd`` have ``other``."""
     at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     longer, most = (0, len(first)) if at < len(first) else (odd[0], len(other))
-    return MismatchError(
+    error = MismatchError(
         operation,
         where=f"item {at + 1} of {most} on rank {longer}",
         expected=f"{_item(first, at)} as on rank 0",
         got=f"{_item(other, at)} on rank{'s' if len(odd) > 1 else ''} {listed(odd, 8)}",
         remedy=remedy,
     )
+    error.is_on_every_rank = True
+    return error
 
 
 def _item(items: Sequence[str], at: int) -> str:
@@ -170,4 +172,6 @@ def _raise_first(reports: list[dict[str, Any] | None], own: HpcdpError | None) -
     assert report is not None
     kind = getattr(errors, report["kind"])
     rank = failed[0] if len(failed) < len(reports) else None
-    raise kind(**{name: report[name] for name in _PARTS}, rank=rank) from own
+    error = kind(**{name: report[name] for name in _PARTS}, rank=rank)
+    error.is_on_every_rank = True
+    raise error from own

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..errors import report_directly
+from ..errors import HpcdpError, Terminated, report_directly
 from .ending import end_job
 from .roles import name_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+_OF_ALL_S = 1.0
+"""For so long the other ranks leave it to rank 0 to report an error that every rank raises."""
 
 
 def abort_when_one_fails(comm_world: MPI.Intracomm, workers: int) -> Callable[[], None]:
@@ -36,8 +41,11 @@ def abort_when_one_fails(comm_world: MPI.Intracomm, workers: int) -> Callable[[]
         nonlocal is_reported
         is_reported = True
         if issubclass(kind, KeyboardInterrupt):
-            report_directly(f"{name}: interrupted")
-            return 130
+            terminated = issubclass(kind, Terminated)
+            report_directly(f"{name}: {'ended by SIGTERM' if terminated else 'interrupted'}")
+            return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
+        if isinstance(error, HpcdpError) and error.is_on_every_rank and comm_world.rank:
+            time.sleep(_OF_ALL_S)  # rank 0 reports it for all, and ends the job
         text = "".join(traceback.format_exception(kind, error, trace))
         text += "".join(f"{name_of(rank, workers)} has died\n" for rank in _dead_by(error, comm_world))
         report_directly(f"{name} failed:\n{text}")

@@ -19,7 +19,7 @@ _BEFORE_S, _AFTER_S = 1.0, 0.05
 Open MPI takes a quarter of a second to kill. MPICH kills when a rank's connection closes, just before the rank has
 ended: on a machine with fewer cores than ranks it now and then ends after one that was killed for it.
 """
-_TOLD = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+TOLD = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """What programs end with that take mpirun's SIGTERM, as `hpcdp train` does."""
 _BEREFT_S = 0.2
 """So long after ranks that leave because another has gone that one may be seen to end; Open MPI kills later."""
@@ -47,7 +47,7 @@ def first_failure(ends: Sequence[End], code: int, bereft: int | None = None) -> 
         if cause is not None:
             return cause
     first = next((end for end in ends if end.status != 0), None)
-    if first is not None and first.exit_status in _TOLD:
+    if first is not None and first.exit_status in TOLD and bereft is not None:  # MPICH's mpirun ends none by SIGTERM
         first = _told_of_later(ends, first)
     if first is not None and first.status is None:  # it may have ended well
         told = (end for end in ends if end.status and not _killed(end.status) and end.exit_status == code)
@@ -70,14 +70,15 @@ def first_failure(ends: Sequence[End], code: int, bereft: int | None = None) -> 
         if -_AFTER_S < first.at_s - end.at_s < _BEFORE_S
         and end.status is not None
         and not _killed(end.status)
-        and end.exit_status not in _TOLD
+        and end.exit_status not in TOLD
+        and not (bereft is None and code == sign and _has_crashed_for(end, first))
     ]
     failed = next((end for end in of_themselves if end.status), None)
     if failed is not None:
         return failed
     if of_themselves and code in (0, 1, sign):
         return of_themselves[-1]
-    return first if code in (sign, 128 + sign, _HYDRA_FAILED, *_TOLD) else None
+    return first if code in (sign, 128 + sign, _HYDRA_FAILED, *TOLD) else None
 
 
 def _left_others(ends: Sequence[End], left: End, bereft: int) -> End | None:
@@ -88,9 +89,9 @@ def _left_others(ends: Sequence[End], left: End, bereft: int) -> End | None:
     """
 
     def doubt(end: End) -> int:
-        if end.status and not _killed(end.status) and end.exit_status not in _TOLD:
+        if end.status and not _killed(end.status) and end.exit_status not in TOLD:
             return 0
-        statuses = [(0,), (128 + signal.SIGKILL,), _TOLD]
+        statuses = [(0,), (128 + signal.SIGKILL,), TOLD]
         doubted = next(number for number, each in enumerate(statuses) if end.exit_status in each)
         return 1 + 2 * doubted + (end.host == left.host and end.at_s > left.at_s - _AFTER_S)
 
@@ -103,10 +104,18 @@ def _told_of_later(ends: Sequence[End], first: End) -> End:
 
     def is_cause(end: End) -> bool:
         is_elsewhere = end.host != first.host and end.at_s - first.at_s < _BEFORE_S
-        return is_elsewhere and bool(end.status) and end.exit_status not in _TOLD
+        return is_elsewhere and bool(end.status) and end.exit_status not in TOLD
 
     causes = [end for end in ends if is_cause(end)]
     return min(causes, key=lambda end: _killed(end.status or 0), default=first)
+
+
+def _has_crashed_for(end: End, first: End) -> bool:
+    """Return whether a rank of MPICH may have crashed because ``first``, on another host, has gone.
+
+    The caller knows that mpirun's status is not that of the crash.
+    """
+    return end.status is not None and os.WIFSIGNALED(end.status) and end.host != first.host
 
 
 def _killed(status: int) -> bool:

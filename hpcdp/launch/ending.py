@@ -9,29 +9,38 @@ import sys
 import time
 from typing import TextIO
 
-from ..errors import HpcdpError, report_directly
-from ..launched import launched_rank
+from ..errors import HpcdpError, Terminated, report_directly
+from ..launched import launched_rank, launched_ranks
 
-INTERRUPTED = 128 + signal.SIGINT
-"""The status after Ctrl-C, as in a shell."""
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+"""The statuses after Ctrl-C and SIGTERM, as in a shell."""
 
 _OF_ALL_S, _OF_SOME_S = 1.0, 0.2
 
 
 def fail(reason: object, status: int, *, by_all: bool = False) -> int:
-    """Say why on one line of stderr; a rank of a job ends here, without MPI_Finalize, which waits for all ranks.
+    """Write the reason on one line of stderr; end a rank of a job here, without MPI_Finalize, which waits for all.
 
-    Rank 0 speaks first: where all ranks failed alike, mpirun ends the others before they repeat it, and where that is
-    certain (``by_all``) they say nothing. Of an interrupt the launcher speaks.
+    Rank 0 reports first: where all ranks failed alike, mpirun ends the others before they repeat it, and where that is
+    certain they report nothing. The launcher reports an interrupt.
+
+    Args:
+        reason: an error, or a text.
+        status: the exit status.
+        by_all: whether all ranks fail so; an `HpcdpError` says it itself (``is_on_every_rank``).
 
     Returns:
         ``status``, outside a job.
     """
     rank = launched_rank()
+    by_all = by_all or (isinstance(reason, HpcdpError) and reason.is_on_every_rank)
     if rank:
         time.sleep(_OF_ALL_S if by_all else _OF_SOME_S)
-    if rank is None or (status != INTERRUPTED and not (rank and by_all)):
-        report_directly(f"hpcdp: {reason}")
+    if rank is None or (status not in (INTERRUPTED, TERMINATED) and not (rank and by_all)):
+        is_named = rank is None or by_all or (isinstance(reason, HpcdpError) and reason.rank is not None)
+        with contextlib.suppress(OSError):  # the terminal may be closed: that may be why it ends
+            named = "" if is_named or launched_ranks() == 1 else f"rank {rank}: "
+            report_directly(f"hpcdp: {named}{reason}")
     if rank is not None:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -40,11 +49,13 @@ def fail(reason: object, status: int, *, by_all: bool = False) -> int:
 
 
 def end_early(error: KeyboardInterrupt | OSError, what: str) -> int:
-    """How the command ``what`` ends after Ctrl-C, or where its standard output takes no more; another error is raised.
+    """End the command ``what`` after Ctrl-C or SIGTERM, or where its standard output takes no more; raise other errors.
 
     Returns:
         The status, outside a job.
     """
+    if isinstance(error, Terminated):
+        return fail("ended by SIGTERM", TERMINATED)
     if isinstance(error, KeyboardInterrupt):
         return fail("interrupted", INTERRUPTED)
     if isinstance(error, BrokenPipeError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..launched import THREAD_VARIABLES, batch_system
 from . import interfaces
 from .dialect import Dialect
-from .hosts import Place, is_this_machine
+from .hosts import Place, those_of_this_machine
 from .mpi_library import MpiLibrary, is_open_mpi_4
 
 READ_BY_PROGRAMS = (
@@ -62,7 +62,8 @@ def environment_of_hosts(
     Fabrics are looked for. How many cores there are is known of this machine alone: where it is none of ``places``,
     whoever starts the ranks there shares its cores out.
     """
-    here = [place for place in places if is_this_machine(place.name)]
+    own = those_of_this_machine(place.name for place in places)
+    here = [place for place in places if place.name in own]
     cores = len(os.sched_getaffinity(0))
     wanted = _everywhere(library, environ, any(place.processes > cores for place in here)) | dialect.keep_alive()
     if library.family == "mpich" and batch_system(environ) == "Slurm":  # hydra's daemons are tasks of an srun

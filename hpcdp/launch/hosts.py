@@ -6,11 +6,16 @@ follows a ``#`` is a comment. A host that comes twice has the slots of both line
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import ipaddress
 import os
 import re
+import resource
 import socket
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +27,8 @@ _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_])?")
 _OF_FILES = (".txt", ".hosts", ".host", ".nodes", ".list", ".lst", ".conf", ".cfg", ".csv")
 _MOST_SLOTS = 1_000_000
 _MOST_BYTES = 64 << 20
+_MOST_LOOK_UPS = 512
+"""Look-ups at a time, each in a thread."""
 
 
 def read(text: str) -> tuple[Host, ...]:
@@ -178,15 +185,41 @@ def _too_few(job: Job, room: int) -> LaunchError:
 
 
 def is_this_machine(name: str) -> bool:
-    """Whether a host's name means the machine that this runs on; one that only ssh knows does not."""
+    """Return whether a host's name means the machine that this runs on; one that only ssh knows does not."""
     own = socket.gethostname()
     if name in ("localhost", own) or name == own.partition(".")[0] or name.partition(".")[0] == own:
         return True
+    return any(_is_own(family, address) for family, address in _addresses(name))
+
+
+def those_of_this_machine(names: Iterable[str]) -> set[str]:
+    """Return the names that mean this machine; they are looked up at once: one that nobody knows may take seconds."""
+    left, found = deque(dict.fromkeys(names)), set[str]()
+
+    def look() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                name = left.popleft()
+                if is_this_machine(name):
+                    found.add(name)
+
+    # Daemons: Ctrl-C does not wait for them.
+    most = max(1, min(_MOST_LOOK_UPS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))  # each has a socket
+    threads = [threading.Thread(target=look, daemon=True) for _ in range(min(len(left), most))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@functools.cache
+def _addresses(name: str) -> list[tuple[int, tuple[object, ...]]]:
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):  # the latter of an empty or long label, which may be an alias of ssh's
-        return False
-    return any(_is_own(family, address) for family, _, _, _, address in found)
+        return []
+    return [(family, address) for family, _, _, _, address in found]
 
 
 def _is_own(family: int, address: tuple[object, ...]) -> bool:

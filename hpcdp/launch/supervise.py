@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import socket
@@ -16,11 +17,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ..errors import LaunchError, to_stderr
+from ..errors import LaunchError, shortened, to_stderr
 from ..launched import PMI_OF_SRUN
 from ..listening import keep_to_interface
 from . import live, machine, segments
-from .cause import BEREFT, first_failure
+from .cause import BEREFT, TOLD, first_failure
 from .mpi_library import is_open_mpi_4
 from .orphans import adopt, bound, end_orphans
 from .remote.guards import Guards
@@ -30,6 +31,8 @@ from .words import Named, Words
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_AS_SIGTERM = (signal.SIGQUIT, signal.SIGXCPU)
+"""What an mpirun would die of and leave its ranks: it gets SIGTERM instead."""
 _GRACE_S = 10.0
 _HOLD_S = 0.05
 _TELL_S = 0.1
@@ -38,6 +41,9 @@ _FAILED_GRACE_S = 6.0
 _LOST_GRACE_S = 3.0
 _LAST_WORDS_S = 1.0
 _STOPPED = os.EX_TEMPFAIL
+_OF_ERRORS = (1, 2, 127)
+"""The statuses of commands and programs that have written why."""
+_LONGEST_ERROR = 300
 _SI_KERNEL = 0x80
 
 
@@ -80,9 +86,9 @@ def supervise(
         LaunchError: mpirun has refused what was ``asked`` of it.
     """
     global _output
-    given = (signal.SIGHUP, signal.SIGTSTP)
+    given = (signal.SIGHUP, signal.SIGTSTP, *_AS_SIGTERM)
     ignored = {sign for sign in given if signal.getsignal(sign) == signal.SIG_IGN}  # as nohup has the first one
-    watched = {*FORWARDED, signal.SIGTSTP, signal.SIGCHLD} - ignored
+    watched = {*FORWARDED, *_AS_SIGTERM, signal.SIGTSTP, signal.SIGCHLD} - ignored
     if family != "srun":
         environ = {name: value for name, value in environ.items() if name not in PMI_OF_SRUN}
     adopt()
@@ -161,6 +167,7 @@ def supervise(
         ends = [end._replace(host=end.host or socket.gethostname()) for end in ends]
     is_blind = elsewhere > 0 and guards is None
     status, told = _explained(ends, mpirun.returncode, family, words, is_blind)
+    told = _with_reason(told, status, words)
     if told is None and words.are_unread:
         return 128 + signal.SIGPIPE
     if told is None or status == BEREFT:  # who has left that one is not known
@@ -216,9 +223,17 @@ def _explained(
     has_failed = code != 0 or any(end.status != 0 for end in ends)  # of a job that goes on (ULFM) the code may be 0
     if words.missing is not None and has_failed and (first is None or first.exit_status == code):
         return code or 1, _by_watchdog(words.missing)
-    if is_blind and words.invoked is not None and (code == words.invoked.status or code == BEREFT):
-        rank, status = words.invoked
+    invoked_by = words.invoked if words.invoked is not None and code in (words.invoked.status, BEREFT) else None
+    # MPICH's mpirun may kill a rank that has called MPI_Abort before it ends itself.
+    killed_for_it = first is None or first.status is None or first.exit_status == 128 + signal.SIGKILL != code
+    if invoked_by is not None and (is_blind or (family == "mpich" and killed_for_it)):
+        rank, status = invoked_by
         return status or code, f"rank {rank} has aborted the job with status {status or code}"
+    if family == "mpich" and len(ends) > 1 and {end.exit_status for end in ends} == {128 + signal.SIGTERM}:
+        return ends[0].exit_status, "all ranks were ended by SIGTERM"  # by which MPICH's mpirun ends none
+    is_known = named is not None or words.aborted is not None or words.are_unread
+    if family == "openmpi" and code == 1 and not is_known and _are_all_told(ends):
+        return code, "mpirun has ended all ranks: it was told to by a signal, which it does not name"
     if is_blind and named is None and (first is None or code in (0, BEREFT) or first.exit_status != code):
         return code, None
     if named is not None and (first is None or first.status is None):
@@ -239,6 +254,25 @@ def _explained(
     return first.exit_status or 1, str(first).removesuffix(" before the others") if ended_well or alike else str(first)
 
 
+def _are_all_told(ends: Sequence[End]) -> bool:
+    """Whether every rank has ended in a way in which mpirun ends them, by SIGTERM and then SIGKILL."""
+    return bool(ends) and all(end.exit_status in (*TOLD, 128 + signal.SIGKILL) for end in ends)
+
+
+def _with_reason(told: str | None, status: int, words: Words) -> str | None:
+    """Return the launcher's last line with the cause: the error of the rank that has reported one, where the status is
+    that of an error; nothing where the line above is that report."""
+    if words.missing is not None or status not in _OF_ERRORS or told == "":
+        return told
+    if words.reasons.stands_last:
+        return ""
+    for speaker, error in words.reasons.errors.items() if status == 1 else ():
+        number = re.findall("rank ([0-9]+)", speaker)[0]
+        who = told.removesuffix(" before the others") if told and f"rank {number} " in told else f"{speaker} failed"
+        return f"{who}: {shortened(error, _LONGEST_ERROR)}"
+    return told
+
+
 def _told_by_srun(words: Words, ranks: int, code: int) -> int | None:
     """The status of the tasks that failed first; they are named unless all have failed alike, or have stopped early.
 
@@ -254,7 +288,9 @@ def _told_by_srun(words: Words, ranks: int, code: int) -> int | None:
     if failed is not None and words.may_have_ended(failed):
         say("a rank was killed, and srun has ended others so, too: which one failed first is not known")
     elif failed is not None and failed.status != _STOPPED and ranks > 1 and not words.have_ended_alike():
-        say(failed)
+        told = _with_reason(str(failed), failed.status, words)
+        if told:
+            say(told)
     return failed and failed.status
 
 
@@ -327,7 +363,8 @@ def _forward_signals(
             if ended_by is None and not is_told_to_end:
                 if watch.failed is not None:
                     first = _failed(watch.failed, watch.ends(), family)
-                    who = first if words.missing is None else _by_watchdog(words.missing)
+                    cause = str(first) if words.missing is None else _by_watchdog(words.missing)
+                    who = _with_reason(cause, first.exit_status if first else 1, words) or cause
                     say(f"{who}; mpirun has not ended the others in {_FAILED_GRACE_S:g} s: killed")
                 elif gone_s is not None:
                     was_stuck, who = True, watch.ends()[0].who
@@ -346,14 +383,14 @@ def _forward_signals(
             if guards is not None:
                 guards.pause()
             _stop_beside(mpirun)
-        elif received is not None and received.number in FORWARDED:
-            if received.number in ENDING:
+        elif received is not None and received.number in (*FORWARDED, *_AS_SIGTERM):
+            if received.number in (*ENDING, *_AS_SIGTERM):
                 deadline = time.monotonic() + _GRACE_S if ended_by is None else 0.0
                 ended_by = ended_by or received.number
             # Ctrl-C on a terminal has reached mpirun already, which takes a second SIGINT for an order to die at once;
             # a terminal that is closed tells the session's leader alone.
             if received != (signal.SIGINT, _SI_KERNEL):
-                mpirun.send_signal(received.number)
+                mpirun.send_signal(signal.SIGTERM if received.number in _AS_SIGTERM else received.number)
     if mpirun.returncode < 0 and not is_killed and ended_by is None and watch.failed is None:
         say(f"{'srun' if family == 'srun' else 'mpirun'} was killed by {signal.Signals(-mpirun.returncode).name}")
     return ended_by, was_stuck

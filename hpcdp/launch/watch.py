@@ -65,7 +65,9 @@ class End(NamedTuple):
         elif self.status == 0:
             how = "ended without MPI_Finalize (exit status 0)"
         else:
-            how = f"ended with status {os.WEXITSTATUS(self.status)} before the others"
+            code = os.WEXITSTATUS(self.status)
+            sign = f" ({name_of(code - 128)})" if code - 128 in signal.valid_signals() else ""
+            how = f"ended with status {code}{sign} before the others"
         return f"{self.who} {how}"
 
 

@@ -55,11 +55,18 @@ _MISSING = re.compile(
 )
 # Python's, of an import, and of -m: "python: No module named hpcdp"
 _NO_MODULE = re.compile(rb"No module named '?([A-Za-z_]\w*)")
+# hpcdp.launch.ending and hpcdp.comm.failing, where --tag-output may have led the line by its rank
+_TAG = rb"(?:\[[^\]\s]*\](?:<stderr>:)? |[0-9]+: )?"
+_REASON = re.compile(_TAG + rb"hpcdp: ")
+_FAILED = re.compile(_TAG + rb"(rank [0-9]+ of [0-9]+|server [0-9]+ \(rank [0-9]+\)) failed:")
+_TRACEBACK = re.compile(_TAG + rb"Traceback \(most recent call last\):")
+_ERROR = re.compile(_TAG + rb"([^\W\d][\w.]*(?::.*)?)")
 _RULE = re.compile(rb"^-{74}\n", re.MULTILINE)
 _OF_HYDRA = re.compile(rb"^\[(?:mpiexec|proxy)\S*\] \w+ \([^()]*\): (.*)\n", re.MULTILINE)
 _HOLD_S = 10.0
 _MOST_HELD, _MOST_TOLD = 1 << 16, 300
 _KEPT = 1000
+_LONGEST_LINE = 10_000
 _KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 
 
@@ -104,6 +111,37 @@ class Tasks(NamedTuple):
         return f"{who} {self.numbers} (on {self.host}) {verb if sign > 0 else ''}{how}"
 
 
+class Reasons:
+    """Why ranks say that they have failed, found in the lines of stderr that are shown."""
+
+    def __init__(self) -> None:
+        self._begun = b""
+        self._speaker: str | None = None
+        self._in_traceback = False
+        self._last = b""
+        self.errors: dict[str, str] = {}
+        """The last lines of the tracebacks of ranks, by what those call themselves, the first one first."""
+
+    def read(self, shown: bytes) -> None:
+        """Take in what is shown next."""
+        *lines, begun = (self._begun + shown).split(b"\n")
+        self._begun = begun[-_LONGEST_LINE:]
+        for line in lines:
+            self._last = line if line.strip() else self._last
+            if found := _FAILED.fullmatch(line):
+                self._speaker, self._in_traceback = found[1].decode(), False
+            elif _TRACEBACK.fullmatch(line):
+                self._in_traceback = self._speaker is not None
+            elif self._in_traceback and self._speaker is not None and (found := _ERROR.fullmatch(line)):
+                self.errors[self._speaker] = found[1].decode(errors="replace")  # of a chain the last one
+                self._in_traceback = False
+
+    @property
+    def stands_last(self) -> bool:
+        """Whether the last line is the reason that a command of hpcdp has given."""
+        return _REASON.match(self._last) is not None
+
+
 class Words:
     """A pipe for mpirun's stderr, and what came through it; ``end`` is what mpirun gets, and is closed by `attach`.
 
@@ -140,6 +178,7 @@ class Words:
         """Why the watchdog of a rank has ended the job: which ranks have not come, and what is known of them."""
         self.no_module: str | None = None
         """The first module that a Python has not found, the package where it is part of one."""
+        self.reasons = Reasons()
         self._of_tasks, self._tasks = b"", list[Tasks]()
 
     def attach(self, watch: Watch) -> None:
@@ -293,6 +332,7 @@ class Words:
 
     def _write(self, what: bytes, has_spoken: bool = True) -> None:
         self.has_spoken |= bool(what) and has_spoken
+        self.reasons.read(what)
         if self._held is not None:
             self._held += what
         elif self._shown is not None:

@@ -221,10 +221,12 @@ class Checkpoints:
         try:
             yield
         except DataError as error:
-            raise SaveError(
+            failed = SaveError(
                 error.operation, where=error.where, expected=error.expected, got=error.got, rank=error.rank,
                 remedy=f"make room there, or make it writable, and {self._where_to_go_on()}",
-            ) from error  # fmt: skip
+            )  # fmt: skip
+            failed.is_on_every_rank = error.is_on_every_rank
+            raise failed from error
 
     def _where_to_go_on(self) -> str:
         try:

@@ -232,7 +232,7 @@ def test_a_daemon_that_is_killed_is_named_and_the_status_is_not_0(two_hosts: Clu
     daemons = two_hosts.on(2, ["pgrep", "-x", "prted|hydra_pmi_proxy"]).stdout.split()
     jobs[0].kill(2, daemons[0], "KILL")
     assert jobs[0].end() not in (0, 124)
-    assert "hpcdp launch: " in jobs[0].said() and "on node2 was killed by signal 9" in jobs[0].said(), jobs[0].said()
+    assert "hpcdp launch: " in jobs[0].said() and "on node2 was killed by SIGKILL" in jobs[0].said(), jobs[0].said()
 
 
 def test_usr1_reaches_all_hosts(two_hosts: Cluster, jobs: list[Job]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.kvstore.servers.server import Server
+from hpcdp.kvstore.servers.together import serve
 from hpcdp.kvstore.servers.wire import Kind, Message
 
 
@@ -89,3 +90,41 @@ def test_a_store_is_kept_until_all_its_workers_have_dropped_it(ranks):
             world.barrier()
 
     threads.run(ranks, one, 1)
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 0), (2, 0), (3, 0), (4, 0), (9, 0), (3, 2), (1, 3)])
+def test_workers_leave_a_store_by_two_messages_a_rank(workers, servers):
+    """From each to each it would be n (n - 1): a job of 1,000 ranks would end with a million."""
+    ends = []
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(3, "f4"))
+        store.set_optimizer(optim.SGD(lr=1.0))
+        store.push("w", np.ones(3, "f4"))
+        assert float(store.pull("w")[0]) < 0
+        server = store._server
+        if server is None:
+            assert workers == 1
+            return
+        ends.append(server)
+        world.barrier()
+        before = sum(each.comm.traffic.messages for each in ends)
+        world.barrier()
+        if world.rank == workers - 1:
+            time.sleep(0.05)
+            assert all(each.stores for each in ends), "one has not left yet"
+        del store
+        deadline = time.monotonic() + 20
+        while any(each.stores or each._left for each in ends) and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        assert not any(each.stores or each._left for each in ends)
+        sent = sum(each.comm.traffic.messages for each in ends) - before
+        assert sent == (workers - 1) + (workers + servers - 1)
+        world.barrier()
+
+    def served(whole):
+        ends.append(Server.of(whole, has_servers=True))
+        serve(whole)
+
+    threads.run(workers, one, 1, servers, served)

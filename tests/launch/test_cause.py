@@ -39,6 +39,23 @@ def test_who_failed_first(ends: list[tuple[int, int | None, float]], code: int, 
     assert (first and first.rank) == rank
 
 
+@pytest.mark.parametrize(
+    ("ends", "code", "rank"),
+    [
+        ([(2, 9, 1.0), (0, 11, 1.001), (3, 9, 1.02), (1, 9, 1.03)], 9, 2),
+        ([(2, 15, 1.0), (0, 11, 1.161), (3, 9, 1.17), (1, 9, 1.24)], 15, 2),
+        ([(2, 9, 1.0), (0, 11, 1.001), (3, 9, 1.02), (1, 9, 1.03)], 11, 0),
+        ([(0, 11, 1.0), (2, 9, 1.1), (3, 9, 1.1), (1, 9, 1.1)], 11, 0),
+        ([(2, 9, 1.0), (0, 3 << 8, 1.001), (3, 9, 1.02), (1, 9, 1.03)], 9, 0),
+    ],
+)
+def test_ranks_of_mpich_may_crash_when_one_of_another_host_has_gone(
+    ends: list[tuple[int, int | None, float]], code: int, rank: int
+) -> None:
+    first = first_failure([end._replace(host="b" if end.rank > 1 else "a") for end in ends_of(*ends)], code)
+    assert first is not None and first.rank == rank
+
+
 @pytest.mark.parametrize(("host", "rank"), [("b", 3), ("a", 1)])
 def test_a_rank_that_ends_by_sigterm_is_not_one_that_mpich_has_killed(host: str, rank: int) -> None:
     first, other = ends_of((1, 9, 1.0), (3, 15, 1.1))  # what other hosts tell comes later

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pwd
+import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from hpcdp.errors import LaunchError
 from hpcdp.launch import interfaces
 from hpcdp.launch.hosts import Place
-from hpcdp.launch.remote import guard, guards
+from hpcdp.launch.remote import channel, guard, guards
 from hpcdp.launch.remote.guards import Guards
 
 SSH = """#!/bin/sh
@@ -25,7 +26,7 @@ while [ "$1" != "--" ]; do shift; done
 shift
 echo "$1" >>{log}
 case $1 in
-  refused) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255 ;;
+  refused*) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255 ;;
   bare) echo "bash: python: command not found" >&2; exit 127 ;;
   chatty) echo "welcome to this host"; echo "please read the news" >&2 ;;
 esac
@@ -143,7 +144,7 @@ def test_nothing_outlives_a_connection(ssh: Path, tmp_path: Path, whose: str, mo
         for pid in guards:
             os.kill(int(pid), signal.SIGTERM)
         code, said = job.end()
-        assert code == 1 and "hpcdp launch: away is lost: its connection has closed\n" in said, said
+        assert code == 1 and "hpcdp launch: the guard on away was ended by SIGTERM\n" in said, said
 
 
 def test_hosts_that_cannot_be_reached_are_named_with_their_reasons(ssh: Path) -> None:
@@ -155,6 +156,32 @@ def test_hosts_that_cannot_be_reached_are_named_with_their_reasons(ssh: Path) ->
         "refused: ssh: connect to host refused port 22: Connection refused"
     )
     assert time.monotonic() - started < 10
+
+
+def test_many_hosts_are_reached_in_waves_and_one_line_says_what_is_wrong(ssh: Path) -> None:
+    many = [Place(f"refused-{number}", 1) for number in range(100, 450)]
+    with pytest.raises(LaunchError) as caught, Guards(many, print):
+        pass
+    said = str(caught.value)
+    refused = [
+        f"refused-{number}: ssh: connect to host refused port 22: Connection refused" for number in (100, 101, 102)
+    ]
+    assert said == f"reach by ssh: got {', '.join(refused)} and 61 more; 286 more hosts were not tried"
+    assert len(ssh.read_text().split()) == 64
+
+
+@pytest.mark.parametrize("limits", [(64, 900), (300, 900), (900, 900), (64, resource.RLIM_INFINITY)])
+def test_a_limit_of_open_files_is_raised_or_named(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [limits]
+    monkeypatch.setattr(guards.resource, "getrlimit", lambda _: now[0])
+    monkeypatch.setattr(guards.resource, "setrlimit", lambda _, wanted: now.append(wanted))
+    guards._allow_files(300)
+    assert now[1:] == ([(856, limits[1])] if limits[0] < 856 else [])
+    if limits[1] == 900:
+        with pytest.raises(
+            LaunchError, match="340 other hosts: expected a limit of 936 open files, got 900; ulimit -n"
+        ):
+            guards._allow_files(340)
 
 
 def test_what_a_login_script_writes_is_not_taken_for_a_guard(ssh: Path) -> None:
@@ -273,7 +300,7 @@ def test_time_in_which_a_guard_itself_did_not_run_or_its_launcher_is_stopped_is_
     kept._folder, kept._heard_s, kept._is_over = str(tmp_path / "segments"), now[0], False
     kept._interface = None
     kept._watch = SimpleNamespace(wait=wait)
-    kept._tell_of_ranks = kept._reap = lambda: None
+    kept._tell_of_ranks = kept._reap = kept._copy = lambda: None
     if said:
         kept._buffer = b""
         monkeypatch.setattr(guard, "os", SimpleNamespace(read=lambda *_: said))
@@ -281,3 +308,28 @@ def test_time_in_which_a_guard_itself_did_not_run_or_its_launcher_is_stopped_is_
         kept._read()
     kept.run()
     assert (len(looks) < 40) == lost
+
+
+def test_a_guard_that_is_killed_closes_its_connection_whatever_it_has_started() -> None:
+    started = subprocess.Popen(
+        [sys.executable, "-P", "-c", channel._GUARD.format(str(channel._ROOT))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert started.stdin and started.stdout and started.stderr
+    begin = {"ranks": 1, "elsewhere": 1, "servers": 0, "workers": 1, "environ": {}, "folder": None}
+    stays = "trap : TERM; echo $$ >&2; sleep 60 & echo $! >&2; while :; do wait; done"
+    for message in ({"begin": begin}, {"start": {"number": 1, "command": f"exec sh -c {stays!r}"}}):
+        started.stdin.write(json.dumps(message).encode() + b"\n")
+    started.stdin.flush()
+    pids = [int(started.stderr.readline()) for _ in range(2)]
+    try:
+        started.kill()
+        started.communicate(timeout=10)  # to the end of both, as sshd reads them
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        with started:
+            pass

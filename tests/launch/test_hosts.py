@@ -3,12 +3,14 @@
 import os
 import random
 import socket
+import threading
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from hpcdp.errors import ConfigError, HpcdpError, LaunchError
-from hpcdp.launch.hosts import Place, is_this_machine, place, read, read_file
+from hpcdp.launch.hosts import Place, is_this_machine, place, read, read_file, those_of_this_machine
 from hpcdp.launch.job import Host, Job
 
 INPUTS = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") == "1" else 1_000
@@ -201,5 +203,21 @@ def test_this_machine_is_known_by_its_names_and_addresses(monkeypatch: pytest.Mo
     monkeypatch.setattr(socket, "gethostname", lambda: "here.site")
     assert all(map(is_this_machine, ("localhost", "here", "here.site", "127.0.0.1")))
     assert not is_this_machine("192.0.2.7")
+    some = [f"node{number}.invalid" for number in range(20)]
+    assert those_of_this_machine(["localhost", *some, "here", "192.0.2.7"]) == {"localhost", "here"}
     assert not is_this_machine("an-alias-of-ssh.invalid")
     assert not is_this_machine("node1..site") and not is_this_machine("n" * 64)  # no names of the resolver's
+
+
+def test_names_that_nobody_answers_for_are_looked_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, 350 take more than a minute."""
+    together = threading.Barrier(20, timeout=20)
+
+    def silent(*_: object, **__: object) -> NoReturn:
+        together.wait()
+        raise OSError
+
+    monkeypatch.setattr("socket.getaddrinfo", silent)
+    names = [f"silent{number}" for number in range(20)]
+    assert those_of_this_machine(names) == set()
+    assert those_of_this_machine(names) == set(), "and once"

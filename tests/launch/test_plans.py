@@ -11,7 +11,6 @@ from hpcdp import cli
 from hpcdp.errors import HpcdpError
 from hpcdp.launch import checks, environment, hosts, interfaces, launchers, mpi_library
 from hpcdp.launch.job import Host, Job
-from hpcdp.launch.remote import sync
 
 GOLDEN = Path(__file__).parent / "golden"
 PROGRAM = ("/venv/bin/python", "train.py", "--name", "it's two words")
@@ -66,8 +65,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr(mpi_library, "find_mpirun", lambda _: program)
         for module in (mpi_library, environment):
             monkeypatch.setattr(module, "is_open_mpi_4", lambda _: library == "openmpi4")
-        for module in (hosts, environment, sync):
-            monkeypatch.setattr(module, "is_this_machine", lambda name: name == "node1")
+        monkeypatch.setattr(hosts, "is_this_machine", lambda name: name == "node1")
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         monkeypatch.setattr("sys.executable", "/venv/bin/python")

@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from hpcdp.launch.watch import Watch
+from hpcdp.launch import supervise
+from hpcdp.launch.watch import End, Watch
 from hpcdp.launch.words import Invoked, Named, Words
 
 SAID = """\
@@ -82,6 +83,71 @@ def heard(text: str) -> Words:
 )  # fmt: skip
 def test_who_has_called_mpi_abort_is_heard(text: str, invoked: Invoked | None) -> None:
     assert heard(text).invoked == invoked
+
+
+FAILED = """\
+rank 2 of 3 failed:
+Traceback (most recent call last):
+  File "a.py", line 3, in <module>
+ValueError: first
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "a.py", line 5, in <module>
+    save()
+    ^^^^^^
+hpcdp.errors.SaveError: save: got No space left on device
+more of it
+
+"""
+ENDED = [End(1, 7, 1 << 8, 0.0), End(2, 8, 15, 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "last"),
+    [
+        (FAILED, 1, "rank 2 of 3 failed: hpcdp.errors.SaveError: save: got No space left on device"),
+        (FAILED.replace("rank 2", "rank 1"), 1,
+         "rank 1 (pid 7) ended with status 1: hpcdp.errors.SaveError: save: got No space left on device"),
+        ("".join(f"[1,2]<stderr>: {line}" for line in FAILED.splitlines(keepends=True)), 1,
+         "rank 2 of 3 failed: hpcdp.errors.SaveError: save: got No space left on device"),
+        (FAILED, 3, "rank 1 (pid 7) ended with status 3 before the others"),
+        ("hpcdp: rank 0: save: got No space left on device\n\n", 1, ""),
+        ("hpcdp: rank 1: no such data\n", 2, ""),
+        ("hpcdp: taking step 7 instead\nmore\n", 1, "rank 1 (pid 7) ended with status 1 before the others"),
+        ("hpcdp: taking step 7 instead\n", 3, "rank 1 (pid 7) ended with status 3 before the others"),
+        (f"{FAILED}Abort(1) on node 2 (rank 2 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 1)\n", 1,
+         "rank 2 of 3 failed: hpcdp.errors.SaveError: save: got No space left on device"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("family", ["openmpi", "mpich"])
+def test_the_cause_stands_last(text: str, code: int, last: str, family: str) -> None:
+    ends = [ENDED[0]._replace(status=code << 8), ENDED[1]]
+    status, told = supervise._explained(ends, code, family, words := heard(text))
+    assert (status, supervise._with_reason(told, status, words)) == (code, last)
+
+
+@pytest.mark.parametrize(
+    ("family", "code", "statuses", "text", "told"),
+    [
+        ("openmpi", 1, [15, 15, 9], "", (1, "mpirun has ended all ranks: it was told to by a signal, which it does")),
+        ("openmpi", 1, [143 << 8, 15, 143 << 8], "", (1, "mpirun has ended all ranks: it was told to by a signal,")),
+        ("openmpi", 143, [143 << 8, 15, 15], "", (143, "rank 0 (pid 100) ended with status 143 (SIGTERM) before the")),
+        ("openmpi", 131, [3, 15, 15], "", (131, "rank 0 (pid 100) was killed by SIGQUIT")),
+        ("mpich", 15, [15, 15, 15], "", (143, "all ranks were ended by SIGTERM")),
+        ("mpich", 15, [143 << 8] * 3, "", (143, "all ranks were ended by SIGTERM")),
+        ("mpich", 15, [15, 9, 9], "", (143, "rank 0 (pid 100) was killed by SIGTERM")),
+        ("mpich", 130, [9, 9, 9], "Abort(130) on node 2 (rank 2 in comm 0): application called "
+         "MPI_Abort(MPI_COMM_WORLD, 130) - process 2\n", (130, "rank 2 has aborted the job with status 130")),
+    ],
+)  # fmt: skip
+def test_a_signal_is_named_with_whom_it_has_ended(
+    family: str, code: int, statuses: list[int], text: str, told: tuple[int, str]
+) -> None:
+    ends = [End(rank, 100 + rank, status, 1 + rank / 100) for rank, status in enumerate(statuses)]
+    status, said = supervise._explained(ends, code, family, heard(text))
+    assert status == told[0] and (said or "").startswith(told[1])
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,13 @@ class Server:
         self._workers = group.size - group.num_servers
         self.stores: dict[int, Answers] = {}
         self._left: dict[int, set[int]] = {}
-        """The workers that have left a store, where not all have."""
+        """Of a store that not all workers have left: this rank, if it has, and those of `_below` whose workers have."""
+        own, workers = self.comm.rank, self._workers
+        below = [rank for rank in (2 * own + 1, 2 * own + 2) if rank < self.comm.size]
+        self._above = (own - 1) // 2 if own else None
+        """A binary tree of all ranks, by which they tell that workers have left a store: 2 (n - 1) messages in all."""
+        self._below = below
+        self._to_leave = {rank for rank in (own, *below) if rank < workers}  # behind a server there are servers alone
         self.commands: deque[dict[str, Any]] = deque()
         """What the first worker has told this server to do together with all others."""
         self.sent_nbytes = 0
@@ -191,20 +197,26 @@ class Server:
         """Send a request to another rank, and drop its answer."""
         self._send(dest, message, REQUESTS)
 
-    def leave(self, store: int, worker: int) -> None:
-        """This worker asks for nothing of a store any more: what keeps its keys drops them after the last one."""
-        for dest in range(self.comm.size):
-            if dest != self.comm.rank:
-                self.tell(dest, Message(Kind.LEAVE, store))
-        self._count_left(store, worker)
+    def leave(self, store: int) -> None:
+        """Ask for nothing of a store any more: what keeps its keys drops them once the last worker has left.
 
-    def _count_left(self, store: int, worker: int) -> None:
+        Whoever has left, with all below it in the tree, says so upwards; the root says downwards that all have.
+        """
+        self._count_left(store, self.comm.rank)
+
+    def _count_left(self, store: int, rank: int) -> None:
+        """Take note that ``rank`` has left, this one or one that is next to it in the tree."""
         with self._counting:
             left = self._left.setdefault(store, set())
-            left.add(worker)
-            if len(left) == self._workers:
+            left.add(rank)
+            have_all_left = rank == self._above or (self._above is None and left == self._to_leave)
+            if have_all_left:
                 del self._left[store]
+                for dest in self._below:
+                    self.tell(dest, Message(Kind.LEAVE, store))
                 self.stores.pop(store, None)
+            elif left == self._to_leave and self._above is not None:
+                self.tell(self._above, Message(Kind.LEAVE, store))
 
     def answer_to(self, number: int) -> Message | None:
         """The answer to a request, given out once; None: it has not come."""

@@ -319,7 +319,7 @@ class Transfer:
                 self._server.tell(dest, Message(Kind.CLOCK, self._number, number=AWAY))
         self._table.leave()
         if self._server is not None:
-            self._server.leave(self._number, self._worker)
+            self._server.leave(self._number)
 
     def num_dead(self, timeout_s: float) -> int:
         """How many processes have died, or are of homes that have not answered in time."""

@@ -19,7 +19,7 @@ from ..batch_systems import given_hosts, slurm_allocation
 from ..checks import check, check_binding, missing_module, warn_of_other_library
 from ..dialect import Dialect, program
 from ..environment import environment_of_hosts, travelling
-from ..hosts import is_this_machine, of_ranks, place
+from ..hosts import of_ranks, place, those_of_this_machine
 from ..job import Command, Job, Plan, server
 from ..remote import sync
 from ..remote.guards import Guards
@@ -91,7 +91,8 @@ def run(job: Job, *, by_ssh: bool) -> int:
 def _by_ssh(job: Job, command: Command, library: mpi_library.MpiLibrary, dialect: Dialect) -> int:
     tell = _teller(job)
     places = place(job)
-    others = [each for each in places if not is_this_machine(each.name)]
+    names_here = those_of_this_machine(each.name for each in places)
+    others = [each for each in places if each.name not in names_here]
     environ = {**os.environ, **command.env}
     tell(f"{library.name}, {command.argv[0]}")
     for each in places:

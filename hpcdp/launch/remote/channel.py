@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,10 @@ SSH = ("ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o"
 """It never asks: for a password, or whether a host is known."""
 ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4", "-o", "ControlPath=none")
 """It ends by itself where neither side ends it: the guard's limit is another thing."""
+AT_ONCE = 64
+"""Hosts that are connected to at a time: each takes a process here."""
+FILES = 2
+"""Descriptors of a channel."""
 _ROOT = Path(__file__).resolve().parents[3]
 _GUARD = "import sys; sys.path.insert(0, {!r}); from hpcdp.launch.remote import guard; guard.main()"
 _MOST_WORDS = 10_000
@@ -39,28 +44,31 @@ class Channel:
         self.banners = Banners()
         """What daemons of mpirun say there at length of ranks that have failed."""
         guard = shlex.join([sys.executable, "-P", "-c", _GUARD.format(str(_ROOT))])
-        self._ssh = subprocess.Popen(
-            [*SSH, *ALIVE, "--", host, f"exec {guard}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            process_group=0,  # Ctrl-C on the terminal is the launcher's alone
-        )
-        assert self._ssh.stdin and self._ssh.stdout and self._ssh.stderr
-        self._stdin, self.out, self.err = (
-            each.fileno() for each in (self._ssh.stdin, self._ssh.stdout, self._ssh.stderr)
-        )
+        self._both_ways, of_ssh = socket.socketpair()  # one descriptor a host, not two
+        with of_ssh:
+            self._ssh = subprocess.Popen(
+                [*SSH, *ALIVE, "--", host, f"exec {guard}"],
+                stdin=of_ssh.fileno(),
+                stdout=of_ssh.fileno(),
+                stderr=subprocess.PIPE,
+                process_group=0,  # Ctrl-C on the terminal is the launcher's alone
+            )
+        assert self._ssh.stderr
+        self.out, self.err = self._both_ways.fileno(), self._ssh.stderr.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
         """Does nothing on a connection that has closed: `messages` tells of it."""
         left = json.dumps(message).encode() + b"\n"
         with contextlib.suppress(OSError):
             while left:
-                left = left[os.write(self._stdin, left) :]
+                left = left[os.write(self.out, left) :]
 
     def messages(self) -> Iterator[tuple[str, Any]]:
         """What has come from the guard, read when ``out`` can be read."""
-        received = os.read(self.out, 1 << 16)
+        try:
+            received = os.read(self.out, 1 << 16)
+        except ConnectionError:  # it has ended before it has read everything
+            received = b""
         if not received:
             self.is_closed = True
         *lines, self._buffer = (self._buffer + received).split(b"\n")
@@ -107,10 +115,9 @@ class Channel:
 
     def close(self) -> None:
         """Ends the connection, and with it the guard."""
-        for file in (self._ssh.stdin, self._ssh.stdout, self._ssh.stderr):
-            if file is not None:
-                with contextlib.suppress(OSError):
-                    file.close()
+        self._both_ways.close()
+        if self._ssh.stderr is not None:
+            self._ssh.stderr.close()
         try:
             self._ssh.wait(0.5)
         except subprocess.TimeoutExpired:

@@ -6,8 +6,8 @@ connection: when that closes, or nothing has come for `LOST_AFTER_S`, everything
 does.
 
 Both sides write lines of JSON, each with one key: the launcher ``begin``, ``check``, ``start``, ``ranks``, ``beat``,
-``pause`` and ``end``, the guard ``ready``, ``problems``, ``beat``, ``rank``, ``rank_end``, ``started_end`` and
-``died``.
+``pause`` and ``end``, the guard ``ready``, ``problems``, ``beat``, ``rank``, ``rank_end``, ``started_end``, ``died``
+and ``told_to_end``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import pwd
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from ...listening import keep_to_interface
 from .. import interfaces, machine, segments
 from ..dialect import LOST_AFTER_S, STALLED_S
 from ..environment import blas_threads
-from ..orphans import adopt, end_orphans, living
+from ..orphans import adopt, bound, end_orphans, living
 from ..watch import Watch
 
 FIRST_WORDS = "hpcdp guard "
@@ -56,6 +55,11 @@ class Guard:
         self._interface: str | None = begin["interface"]
         self._watch = Watch(os.getpid(), begin["ranks"], set(_WATCHED), begin["servers"], begin["elsewhere"])
         self._watch.also(0, self._read)
+        # What is started here must not hold the guard's own descriptors: ssh keeps a connection open while somebody
+        # does, and the launcher would not notice that the guard was killed.
+        self._words, self._words_end = os.pipe()
+        os.set_blocking(self._words, False)
+        self._watch.also(self._words, self._copy)
         # By pid: the launcher's number, and the process, which would take its own status if it were forgotten.
         self._started: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         self._told_starts, self._told_ends = 0, set[int]()
@@ -84,11 +88,15 @@ class Guard:
                     self._tell_of_ranks()
                     self._reap()
                     if received is not None and received.number != signal.SIGCHLD:
+                        tell({"told_to_end": received.number})
                         break
             except BrokenPipeError:
                 pass
             finally:
                 end_orphans()
+                with contextlib.suppress(OSError):
+                    while self._copy():
+                        pass
 
     def _read(self) -> None:
         received = os.read(0, 1 << 16)
@@ -111,14 +119,28 @@ class Guard:
             elif key == "end":
                 self._is_over = True
 
+    def _copy(self) -> bool:
+        """Copy what processes here have written, for the launcher's stderr; return whether there was any."""
+        try:
+            written = os.read(self._words, 1 << 16)
+        except BlockingIOError:
+            return False
+        while written:
+            written = written[os.write(2, written) :]
+        return True
+
     def _start(self, number: int, command: str) -> None:
-        """As sshd does: by the user's shell, from the home folder; what it writes goes to the launcher's stderr."""
+        """Start a command as sshd does, by the user's shell, from the home folder; it gets SIGTERM if the guard dies.
+
+        The signal reaches what the shell becomes; what has left that process, as a daemon does, ends with mpirun.
+        """
         process = subprocess.Popen(
             [_shell(), "-c", command],
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
+            stdout=self._words_end,
+            stderr=self._words_end,
             env=self._environ,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()),
+            preexec_fn=bound(),
         )
         self._started[process.pid] = number, process
 

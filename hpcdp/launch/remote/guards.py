@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import select
 import shlex
 import shutil
@@ -22,13 +23,15 @@ from ...errors import LaunchError, listed
 from .. import folders
 from ..dialect import LOST_AFTER_S, STALLED_S
 from ..hosts import Place
-from ..watch import End, Start, Watch
+from ..watch import End, Start, Watch, name_of
 from . import agent
-from .channel import Channel
+from .channel import AT_ONCE, FILES, Channel
 from .guard import DAEMONS
 
 _REACHED_S, _ANSWERED_S, _ENDED_S = 20.0, 20.0, 4.0
 _BEAT_S = 2.0
+_OTHER_FILES = 256
+"""Descriptors beside those of channels: the launcher's own, local ranks, and agents that wait for their daemons."""
 
 
 class Guards:
@@ -61,8 +64,13 @@ class Guards:
             raise LaunchError("reach other hosts", expected="ssh", got="none here", remedy="install OpenSSH's client")
         try:
             self._folder = _private_folder(self._left_behind)
-            self._channels = {name: Channel(name) for name in self._places}
-            self._wait(lambda channel: channel.is_ready, _REACHED_S, "reach by ssh")
+            _allow_files(len(self._places))
+            names = list(self._places)
+            for first in range(0, len(names), AT_ONCE):
+                wave = [Channel(name) for name in names[first : first + AT_ONCE]]
+                self._channels |= {channel.host: channel for channel in wave}
+                untried = len(names) - len(self._channels)
+                self._wait(lambda channel: channel.is_ready, _REACHED_S, "reach by ssh", among=wave, untried=untried)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -205,11 +213,14 @@ class Guards:
                 name, pid, status = value
                 if os.WIFSIGNALED(status) and name in DAEMONS and self._watch.failed is None:
                     self._lose_daemon(f"{name} (pid {pid})", channel, os.WTERMSIG(status))
+            elif key == "told_to_end":
+                said = f"the guard on {channel.host} was ended by {name_of(value)}"
+                self.lost.setdefault(channel.host, said)
         if channel.is_closed:
-            self._lose(channel, "is lost: its connection has closed")
+            self._lose(channel, "is lost: the connection to its guard has closed")
 
     def _lose_daemon(self, what: str, channel: Channel, sign: int) -> None:
-        self.lost.setdefault(channel.host, f"{what} on {channel.host} was killed by signal {sign}")
+        self.lost.setdefault(channel.host, f"{what} on {channel.host} was killed by {name_of(sign)}")
 
     def _answer(self, number: int, status: int) -> None:
         connection = self._agents.pop(number, None)
@@ -230,12 +241,24 @@ class Guards:
         self.lost.setdefault(channel.host, f"{channel.host} {why}")
 
     def _wait(
-        self, is_met: Callable[[Channel], bool], limit_s: float, what: str, answers: dict[str, Any] | None = None
+        self,
+        is_met: Callable[[Channel], bool],
+        limit_s: float,
+        what: str,
+        answers: dict[str, Any] | None = None,
+        *,
+        among: Sequence[Channel] | None = None,
+        untried: int = 0,
     ) -> None:
-        """Until ``is_met`` of all channels; `LaunchError` names those that closed before, or did not answer."""
+        """Wait until ``is_met`` of all channels, or those ``among`` which it is asked.
+
+        Raises:
+            LaunchError: some were closed before, or have not answered; they are named, and how many are ``untried``.
+        """
         deadline = time.monotonic() + limit_s
         poll = select.poll()
-        waiting = {channel.out: channel for channel in self._channels.values() if not channel.is_closed}
+        asked = self._channels.values() if among is None else among
+        waiting = {channel.out: channel for channel in asked if not channel.is_closed}
         ends = {channel.err: channel for channel in waiting.values()}
         for descriptor in (*waiting, *ends):
             poll.register(descriptor, select.POLLIN)
@@ -261,7 +284,21 @@ class Guards:
                         del waiting[descriptor]
         wrong += [f"{channel.host}: no answer in {limit_s:.0f} s" for channel in waiting.values()]
         if wrong:
-            raise LaunchError(what, got=listed(sorted(wrong)))
+            more = f"; {untried} more hosts were not tried" if untried else ""
+            raise LaunchError(what, got=listed(sorted(wrong)) + more)
+
+
+def _allow_files(hosts: int) -> None:
+    """Raise this process's limit of open files to what the channels to so many hosts need."""
+    needed = _OTHER_FILES + FILES * hosts
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise LaunchError(
+                f"launch on {hosts} other hosts", expected=f"a limit of {needed} open files", got=hard,
+                remedy=f"ulimit -n {needed}, which an administrator may have to allow",
+            )  # fmt: skip
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _private_folder(left_behind: contextlib.ExitStack) -> Path:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import LaunchError, listed
-from ..hosts import is_this_machine
+from ..hosts import those_of_this_machine
 from ..job import Command
-from .channel import ALIVE, SSH
+from .channel import ALIVE, AT_ONCE, SSH
 
 EXCLUDED = (".git", ".hg", ".svn", ".venv*", "__pycache__", ".*_cache", ".ipynb_checkpoints", "*.egg-info")
 """What is not copied: histories, environments, caches."""
@@ -31,7 +32,7 @@ def commands(hosts: Sequence[str], folder: str) -> list[Command]:
         raise LaunchError("launch --sync-dst-dir", expected="an absolute path", got=repr(folder))
     if target.resolve() == Path("/"):
         raise LaunchError("launch --sync-dst-dir", expected="a folder of its own", got=repr(folder))
-    here = [host for host in hosts if is_this_machine(host)]
+    here = those_of_this_machine(hosts)
     if here and target.resolve() != source and source in target.resolve().parents:
         raise LaunchError("launch --sync-dst-dir", expected=f"a folder outside {source}", got=repr(folder))
     environments = [path.parent.name for path in source.glob("*/pyvenv.cfg")]
@@ -52,20 +53,30 @@ def commands(hosts: Sequence[str], folder: str) -> list[Command]:
 
 
 def copy(hosts: Sequence[str], folder: str) -> None:
-    """Runs the rsyncs of `commands` all at once.
+    """Run the rsyncs of `commands`, `AT_ONCE` at a time.
 
     Raises:
         LaunchError: some have failed, or not answered for a minute; it names the hosts, and what rsync said of each.
     """
     if shutil.which("rsync") is None:
         raise LaunchError("launch --sync-dst-dir", expected="rsync", got="none here", remedy="install it")
-    running: list[tuple[str, subprocess.Popen[str]]] = []
+    running: deque[tuple[str, subprocess.Popen[str]]] = deque()
     wrong = []
+
+    def end_first() -> None:
+        host, process = running[0]
+        _, said = process.communicate()
+        running.popleft()
+        if process.returncode:
+            wrong.append(f"{host}: {_reason(said, process.returncode)}")
+
     try:
         for command in commands(hosts, folder):
             if command.argv[0] == "mkdir":
                 subprocess.run(command.argv, capture_output=True)  # rsync says why it cannot write there
                 continue
+            if len(running) == AT_ONCE:
+                end_first()
             host = command.argv[-1].rpartition(f":{folder}/")[0] or "this machine"
             process = subprocess.Popen(
                 command.argv,
@@ -77,10 +88,8 @@ def copy(hosts: Sequence[str], folder: str) -> None:
                 process_group=0,
             )
             running.append((host, process))
-        for host, process in running:
-            _, said = process.communicate()
-            if process.returncode:
-                wrong.append(f"{host}: {_reason(said, process.returncode)}")
+        while running:
+            end_first()
     finally:
         for _, process in running:
             if process.poll() is None:

@@ -24,7 +24,7 @@ from ...comm import World, init
 from ...comm.agreement import on_every_rank, on_rank_0
 from ...compression import pays_below
 from ...devices import Device
-from ...errors import listed
+from ...errors import SaveError, Terminated, listed
 from ...gradients.rail import node_nbytes
 from ...nn import Module
 from ...nn.functional import softmax_cross_entropy
@@ -59,8 +59,8 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
         stop: asks for an early end, after which the result has ``stopped``; None: only ``time_limit_s`` does.
 
     Rank 0 shows the progress, owns the run folder and prints the report. A wrong setting, missing data or a run folder
-    that cannot be used is the same error on every rank. SIGINT and SIGTERM end the run with KeyboardInterrupt; what was
-    measured until then stays in the run folder.
+    that cannot be used is the same error on every rank. SIGINT ends the run with KeyboardInterrupt and SIGTERM with
+    `Terminated`; what was measured until then stays in the run folder.
 
     Returns:
         ``stopped``: whether the run ended early, with a checkpoint, and then nothing else but ``run_dir`` and
@@ -73,6 +73,9 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
         without), ``gpus`` (a line about them, None on the host), ``store`` (names and texts of lines about it),
         ``run_dir``, ``trace`` (a line about the file, None without one) and ``records`` (one for each epoch of this
         start, see `fit`).
+
+    Raises:
+        SaveError: on every rank, after the report, where the run folder or the trace is not complete.
     """
     world = init()
     config = config.for_world(world.size, 0 if world.whole is None else world.whole.num_servers)
@@ -140,7 +143,19 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
             best = "never a number" if stopping.best is None else f"lowest after epoch {last - stopping.waited}"
             print(f"early stopping after epoch {last}: test loss was {best}")
         print(_last_words(result, checkpoints, folder), flush=True)
+    if checkpoints.stopped is None:
+        on_rank_0(world.comm, lambda: _require_complete(folder, recording))
     return result
+
+
+def _require_complete(*written: RunFolder | Recording | None) -> None:
+    """Raise `SaveError` where a file of a run that has ended is not complete."""
+    for each in written:
+        if each is not None and each.failure is not None:
+            raise SaveError(
+                "write what the run has measured", where=each.path, got=each.failure.strerror,
+                remedy="make room there, or make it writable",
+            )  # fmt: skip
 
 
 def _last_words(result: dict[str, Any], checkpoints: Checkpoints, folder: RunFolder) -> str:
@@ -243,7 +258,7 @@ def make_loader(
 
 @contextlib.contextmanager
 def _interruptible(stop: StopRequests) -> Iterator[None]:
-    """SIGTERM, which mpirun sends after Ctrl-C, unwinds the run as Ctrl-C does, so that its folder is finished.
+    """Let SIGTERM, which mpirun sends after Ctrl-C, unwind the run as Ctrl-C does, so that its folder is finished.
 
     Unless ``stop`` has taken it.
     """
@@ -252,7 +267,7 @@ def _interruptible(stop: StopRequests) -> Iterator[None]:
         return
 
     def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+        raise Terminated
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:

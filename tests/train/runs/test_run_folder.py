@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import os
 import re
 
@@ -147,6 +148,18 @@ def test_a_run_that_fails_before_its_first_number_has_no_curves(tmp_path):
     with pytest.raises(ZeroDivisionError), RunFolder(TrainConfig(run_dir=str(tmp_path), ranks=2)):
         raise ZeroDivisionError
     assert not (tmp_path / "curves.png").exists()
+
+
+def test_a_run_whose_files_are_not_complete_fails_on_every_rank_after_its_report(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("hpcdp.train.runs.run_folder.draw_curves", full)
+    assert train_on_threads(monkeypatch, tmp_path, 3, "mlp", "--epochs", "1", "--run-dir", "runs/a") == [1, 1, 1]
+    shown = capsys.readouterr()
+    assert "run folder     runs/a, not complete: No space left on device" in shown.out
+    said = "hpcdp: write what the run has measured [runs/a]: got No space left on device; make room there, or make it"
+    assert said in shown.err
 
 
 def test_curves_that_cannot_be_drawn_are_a_failure_of_the_folder_not_of_the_run(tmp_path):

@@ -14,10 +14,13 @@ import pytest
 from train_command import ENVIRONMENT, start, train, train_on_threads
 
 from hpcdp import cli
+from hpcdp.errors import Terminated
+from hpcdp.launch.ending import end_early
 from hpcdp.train.metrics import read_metrics
+from hpcdp.train.preemption import StopRequests
 from hpcdp.train.runs import config as settings
 from hpcdp.train.runs.config import TrainConfig
-from hpcdp.train.runs.run import report
+from hpcdp.train.runs.run import _interruptible, report
 from hpcdp.train.runs.run_folder import RunFolder
 
 
@@ -204,6 +207,13 @@ def test_after_an_interrupt_the_ranks_end_and_the_folder_is_readable(tmp_path):
     assert json.loads(json.dumps(records)) == records
     assert "mlp" in (tmp_path / "a" / "config.toml").read_text()
     assert subprocess.run(["pgrep", "-f", f"hpcdp.cli train mlp.*{tmp_path}"], capture_output=True).stdout == b""
+
+
+def test_sigterm_unwinds_a_run_and_is_told_from_ctrl_c(capsys):
+    with pytest.raises(Terminated) as caught, _interruptible(StopRequests()):
+        signal.raise_signal(signal.SIGTERM)
+    assert end_early(caught.value, "train") == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "hpcdp: ended by SIGTERM\n"
 
 
 def test_what_a_signal_has_ended_says_so_and_what_is_left(tmp_path, monkeypatch, capsys):
