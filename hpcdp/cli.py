@@ -17,6 +17,7 @@ import importlib
 import io
 import logging
 import os
+import shlex
 import signal
 import sys
 import warnings
@@ -270,7 +271,9 @@ def _train_here(config: TrainConfig, said: dict[str, Any]) -> int:
             with contextlib.suppress(OSError):
                 print("\x1b[?25h", flush=True)
         kept = f"; what it had written is in {config.run_dir}" if os.path.exists(str(config.run_dir)) else ""
-        return fail(f"{_ended_by(status)}, all ranks have ended{kept}", status)
+        return fail(f"{_ended_by(status)}, all ranks have ended{kept}{_how_to_go_on(str(config.run_dir))}", status)
+    if status not in (0, 2) and (how := _how_to_go_on(str(config.run_dir))):  # 2: it was asked wrongly
+        return fail(f"the run has ended with status {status}{how}", status)
     return status
 
 
@@ -303,6 +306,19 @@ def _ended_by(status: int) -> str:
         return f"ended by {signal.Signals(status - 128).name}"
     except ValueError:
         return f"ended with status {status}"
+
+
+def _how_to_go_on(run_dir: str) -> str:
+    """Return the end of a line that says how a run goes on, empty where it has no checkpoint."""
+    from hpcdp.checkpoint import folder
+    from hpcdp.checkpoint.lock import require_free
+    from hpcdp.train.runs.run_dir import CHECKPOINTS
+
+    with contextlib.suppress(OSError, HpcdpError):
+        require_free(Path(run_dir) / CHECKPOINTS)  # as below
+        if folder.find(Path(run_dir) / CHECKPOINTS):
+            return f"; go on with: hpcdp train --resume {shlex.quote(run_dir)}"
+    return ""
 
 
 def _draw_what_there_is(run_dir: str) -> None:

@@ -1,8 +1,9 @@
-"""Floor 0: devices, real ones and virtual ones in host memory. Imports: arrays, errors."""
+"""Floor 0: devices, real ones and virtual ones in host memory. Imports: arrays, errors, permissions."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import operator
 import os
@@ -10,12 +11,14 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .arrays import Array, array_namespace, from_host, has_namespace, is_cupy, is_host, to_host
 from .errors import ConfigError, DeviceError
+from .permissions import make_private_folder, who_else_may_write
 
 MEMORY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 """CuPy's own setting, in the environment: what its pool takes at most."""
@@ -177,9 +180,26 @@ def _cupy(device: Device) -> Any:
         _refuse_driver(device)
         raise DeviceError("device", where=device, expected="CuPy and a GPU", got=f"{type(error).__name__}: {error}",
                           remedy="take hpcdp.cpu(0), hpcdp.cpu(1), ...") from error  # fmt: skip
+    _check_kernel_cache(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
     if device.index >= count:
         raise DeviceError("device", where=device, expected=f"a number below {count}, the GPUs here", got=device.index)
     return cupy
+
+
+@functools.cache
+def _check_kernel_cache(folder: str) -> None:
+    """Raise `DeviceError` where others may write what CuPy loads onto the GPU."""
+    if os.environ.get("CUPY_CACHE_IN_MEMORY", "0") not in ("", "0"):
+        return
+    writer = None
+    with contextlib.suppress(OSError):  # CuPy itself says what it cannot write
+        make_private_folder(Path(folder))
+        writer = who_else_may_write(folder)
+    if writer is not None:
+        raise DeviceError(
+            "device", where=f"CuPy's kernel cache {folder}", expected="a folder that this user alone may write",
+            got=writer, remedy="set CUPY_CACHE_DIR to a folder of yours, or CUPY_CACHE_IN_MEMORY=1",
+        )  # fmt: skip
 
 
 def check_memory_limit() -> None:

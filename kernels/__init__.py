@@ -1,4 +1,4 @@
-"""Floor 0: compute kernels. Imports: arrays, errors, launched.
+"""Floor 0: compute kernels. Imports: arrays, errors, launched, permissions.
 
 ``reference/X.py`` is the specification, in the functions that NumPy and CuPy share; ``cuda/X.py`` and ``cuda/X.cu`` are
 for CuPy arrays. The files here are Numba versions for NumPy arrays, reached through `load`. Those are compiled for the
@@ -27,6 +27,7 @@ from typing import IO
 from ..arrays import Array, is_cupy, is_host
 from ..errors import ConfigError, to_stderr
 from ..launched import speaks
+from ..permissions import make_private_folder, who_else_may_write
 
 _loaded: dict[str, ModuleType] = {}
 _loading = threading.Lock()
@@ -45,6 +46,9 @@ _ON_CUDA = frozenset(
 """What CuPy arrays have kernels of their own for."""
 _PLAIN_ON_HOST = frozenset({"cross_entropy", "elementwise", "lars"})
 """Of these what NumPy arrays have none for."""
+_PRIVATE = "a folder that this user alone may write"
+_private: set[str] = set()
+"""Folders that no other user may change."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_NBYTES = 4 << 20
 """That a disk must have left to be tried: the code of one module takes less."""
@@ -55,17 +59,18 @@ _NAP_S, _PATIENCE_S, _LIMIT_S = 0.05, 5.0, 120.0
 def cache_dir() -> Path:
     """The folder of compiled kernels: ``HPCDP_CACHE_DIR``, else ``$XDG_CACHE_HOME/hpcdp``, else ``~/.cache/hpcdp``.
 
-    One of the latter that cannot be written is replaced by a private temporary folder, after one warning on rank 0.
+    Whoever may change it, or a folder on the way to it, can have this user run code. So one of the latter that cannot
+    be written, or that others may write, is replaced by a private temporary folder, after one warning on rank 0.
 
     Raises:
-        ConfigError: ``HPCDP_CACHE_DIR`` cannot be written, or the temporary folder is somebody else's.
+        ConfigError: ``HPCDP_CACHE_DIR`` cannot be written, or others may write it, or the temporary folder.
     """
     chosen = os.environ.get("HPCDP_CACHE_DIR")
     if chosen:
         problem = _problem(Path(chosen))
         if problem:
             raise ConfigError(
-                "kernel cache", where=f"HPCDP_CACHE_DIR={chosen}", expected="a folder that can be written",
+                "kernel cache", where=f"HPCDP_CACHE_DIR={chosen}", expected=_PRIVATE,
                 got=problem, remedy="unset it, or name a folder of yours",
             )  # fmt: skip
         return Path(chosen)
@@ -79,24 +84,40 @@ def cache_dir() -> Path:
         problem = f": {error}"
     fallback = Path(tempfile.gettempdir()) / f"hpcdp-{os.getuid()}"
     _problem(fallback)
-    if os.path.lexists(fallback) and fallback.lstat().st_uid != os.getuid():  # it could feed us their machine code
-        raise ConfigError(
-            "kernel cache", where=fallback, expected="a folder of this user", remedy="set HPCDP_CACHE_DIR to one"
-        )
+    with contextlib.suppress(OSError):  # on a full disk it cannot be made
+        refuse_what_others_may_write("kernel cache", fallback, fallback, "set HPCDP_CACHE_DIR to a folder of yours")
     _warn_once(f"kernel cache {problem}; {fallback} is used, set HPCDP_CACHE_DIR to a lasting folder")
     return fallback
 
 
 def _problem(folder: Path) -> str | None:
-    """Why nothing can be written to ``folder``, which is made if need be.
+    """Return why code cannot be kept in ``folder``, which is made if need be, or None.
 
-    A full disk is none: what was kept earlier can be read, and training need not stop for the rest.
+    A full disk is no reason: what was kept earlier can be read, and training need not stop for the rest.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(folder)
+        writer = who_else_may_write(folder)
     except OSError as error:
         return None if error.errno in _FULL else f"{error.strerror}"
+    if writer is not None:
+        return writer
     return None if os.access(folder, os.W_OK | os.X_OK) else "no permission to write"
+
+
+def refuse_what_others_may_write(operation: str, folder: str | Path, where: object, remedy: str) -> None:
+    """Refuse code in ``folder`` that other users could change; one that was found good is not looked at again.
+
+    Raises:
+        ConfigError: others may write it, or a folder on the way to it.
+        OSError: it is not there.
+    """
+    if str(folder) in _private:
+        return
+    writer = who_else_may_write(folder)
+    if writer is not None:
+        raise ConfigError(operation, where=where, expected=_PRIVATE, got=writer, remedy=remedy)
+    _private.add(str(folder))
 
 
 def _warn_once(text: str) -> None:
@@ -111,6 +132,11 @@ def _say_once(text: str) -> None:
     if text not in _said and speaks():
         to_stderr(f"hpcdp: {text}")
     _said.add(text)
+
+
+def not_taken(writer: str) -> None:
+    """Say that kept machine code is compiled anew, because of a ``writer`` who may change the file."""
+    _say_once(f"kernel cache: expected files that this user alone may write, got {writer}; compiling anew")
 
 
 def not_kept(folder: Path, error: Exception) -> None:
@@ -129,7 +155,10 @@ def compiled_dir() -> Path:
     folder = Path(__file__).parent
     sources = sorted(folder.glob("*.py")) + sorted(folder.glob("reference/*.py"))  # kernels have numbers of these
     stamps = [(source, source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
-    return cache_dir() / "numba" / _digest(*stamps)
+    found = cache_dir() / "numba" / _digest(*stamps)
+    with contextlib.suppress(OSError):  # it is not made yet
+        refuse_what_others_may_write("kernel cache", found, found, "remove it")
+    return found
 
 
 @lru_cache(maxsize=1)
@@ -202,7 +231,7 @@ def _has_turn(lock: IO[str], folder: Path, is_kept: Callable[[], bool]) -> bool:
 def _has_room(folder: Path) -> bool:
     """Whether machine code can be kept there; else ranks that wait for each other would compile one by one."""
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(folder)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_ROOM_NBYTES))
     except OSError as error:

@@ -1,15 +1,18 @@
-"""Floor 0: functions whose machine code is made, or read, when it is first needed. Imports: errors, numba.
+"""Floor 0: functions whose machine code is made, or read, when it is first needed. Imports: errors, numba,
+permissions.
 
 Numba by itself compiles all signatures of a function when it is decorated, of which a job needs a few; it raises out of
 a kernel's first call when the disk is full, and where a folder cannot be written it takes one beside the sources, in
 which code is not renewed when another module of this package changes. It takes whatever a file holds: one that a power
-loss has damaged raises any error, or ends the process within LLVM, and a damaged index is never replaced.
+loss has damaged raises any error, or ends the process within LLVM, and a damaged index is never replaced. What it
+reads is unpickled, so files and folders that other users may change are never read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import pickle
 import platform
 import threading
@@ -26,7 +29,8 @@ from numba.core.registry import CPUDispatcher
 from numba.core.typing import signature
 
 from ..errors import ConfigError
-from . import compiled_dir, not_kept, one_process_compiles
+from ..permissions import make_private_folder, who_else_may_write_file
+from . import compiled_dir, not_kept, not_taken, one_process_compiles, refuse_what_others_may_write
 
 _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": None, "no_cfunc_wrapper": True}
 """The wrapper would be for callers in C, and is compiled with each version."""
@@ -48,6 +52,15 @@ def _refuse_settings() -> None:
             "kernels", where="NUMBA_CPU_FEATURES", expected="+f16c among them, by which float16 is converted",
             got=f"{features!r} for NUMBA_CPU_NAME={config.CPU_NAME}", remedy="add it, or unset both",
         )  # fmt: skip
+    if config.CACHE_DIR:
+        with contextlib.suppress(OSError):  # it is not made yet
+            _refuse_shared(config.CACHE_DIR)
+
+
+def _refuse_shared(folder: str) -> None:
+    """Refuse a folder of ``NUMBA_CACHE_DIR`` that other users may change; `OSError` where it is not there."""
+    where, remedy = f"NUMBA_CACHE_DIR={config.CACHE_DIR}", "unset it, or name a folder of yours"
+    refuse_what_others_may_write("kernel cache", folder, where, remedy)
 
 
 _refuse_settings()
@@ -73,7 +86,19 @@ def _read_only(reads_only: bool) -> Iterator[None]:
         _here.reads_only = before
 
 
-class _OneFolder(UserProvidedCacheLocator):
+class _Private(UserProvidedCacheLocator):
+    """The folder of ``NUMBA_CACHE_DIR`` for a source, if no other user may change it."""
+
+    def ensure_cache_path(self) -> None:
+        make_private_folder(Path(self.get_cache_path()))
+        self.refuse_shared()
+        super().ensure_cache_path()
+
+    def refuse_shared(self) -> None:
+        _refuse_shared(self.get_cache_path())
+
+
+class _OneFolder(_Private):
     """Of code whose folder is named after its sources: the same for all clones and environments that have those."""
 
     @classmethod
@@ -83,13 +108,17 @@ class _OneFolder(UserProvidedCacheLocator):
     def get_source_stamp(self) -> None:
         return None
 
+    def refuse_shared(self) -> None:
+        folder = self.get_cache_path()
+        refuse_what_others_may_write("kernel cache", folder, folder, "remove it")
+
 
 class _BySources(CompileResultCacheImpl):
     _locator_classes: ClassVar[list[Any]] = [_OneFolder]
 
 
 class _OnlyThere(CompileResultCacheImpl):
-    _locator_classes: ClassVar[list[Any]] = [UserProvidedCacheLocator]
+    _locator_classes: ClassVar[list[Any]] = [_Private]
 
 
 class _Summed(IndexDataCacheFile):
@@ -101,13 +130,19 @@ class _Summed(IndexDataCacheFile):
 
     def load(self, key: Any) -> Any:
         path = self._path(key)
-        kept = path.read_bytes()
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
+            writer = who_else_may_write_file(file.fileno(), path)
+            if writer is not None:
+                not_taken(writer)
+                return None
+            kept = file.read()
         data = kept[_SUM_NBYTES:]
         return pickle.loads(data) if kept[:_SUM_NBYTES] == self._sum(path, data) else None
 
     def save(self, key: Any, data: Any) -> None:
         path, dumped = self._path(key), self._dump(data)
         with self._open_for_write(path) as file:
+            os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & 0o755)
             file.write(self._sum(path, dumped) + dumped)
 
     def _path(self, key: Any) -> Path:
@@ -131,7 +166,7 @@ class _Forgiving(FunctionCache):
         self._folder, self._is_open = folder, False
         config.CACHE_DIR = before or str(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_folder(folder)
             super().__init__(function)
             impl = self._impl
             self._cache_file = _Summed(self._cache_path, impl.filename_base, impl.locator.get_source_stamp())

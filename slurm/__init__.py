@@ -1,4 +1,4 @@
-"""Floor 7: slurm. Imports: launch, train, toml, errors.
+"""Floor 7: slurm. Imports: launch, train, toml, errors, permissions.
 
 Batch scripts for Slurm, and its queue. Needs no MPI, and Slurm itself only for the queue.
 

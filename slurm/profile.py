@@ -13,6 +13,7 @@ from typing import Any
 from .. import toml
 from ..errors import ConfigError, check_name
 from ..launch.batch_systems.batch_values import SLURM
+from ..permissions import who_else_may_write
 
 LAUNCHERS = ("srun", "mpirun")
 FILE = "hpcdp-site.toml"
@@ -102,10 +103,14 @@ class Profile:
 def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ) -> Profile:
     """The profile in ``path``, else in what ``HPCDP_SITE`` names, else in the first that is there of `places`.
 
+    A job runs what its profile says, so one that was not named must be this user's alone, and one that was named must
+    not be everybody's.
+
     Raises:
-        ConfigError: there is none; it cannot be read; a key is unknown, or a value wrong.
+        ConfigError: there is none; it cannot be read; others may write it; a key is unknown, or a value wrong.
     """
     said = environ.get("HPCDP_SITE") if path is None else None
+    is_named = bool(path or said)
     if path is None:
         path = said or next((place for place in places(environ) if os.path.isfile(place)), None)
     if path is None:
@@ -114,6 +119,12 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ
             remedy='write one, e.g. with the line mpi_type = "pmix", or name one with --site FILE',
         )  # fmt: skip
     try:
+        writer = who_else_may_write(path, everybody=is_named)
+        if writer is not None:
+            raise ConfigError(
+                "site profile", where=path, expected="a file that others may not change", got=writer,
+                remedy="copy it to a folder of yours" if is_named else f"name it with --site {path} to use it",
+            )  # fmt: skip
         given = toml.read(path)
     except OSError as error:
         where = f"HPCDP_SITE={said}" if said else path

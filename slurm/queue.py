@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import LaunchError, listed
+from ..permissions import who_else_may_write
 from .script import Script
 
 SAVE_LIMIT_S = 150.0
@@ -52,12 +53,18 @@ def write(script: Script) -> Path:
     """Write the script into its folder, which is made, under a new name; for nobody else to read.
 
     Raises:
-        LaunchError: it cannot be written.
+        LaunchError: it cannot be written, or every user may write to its folder.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path = script.folder / f"{script.name}-{stamp}.sbatch"
     try:
         script.folder.mkdir(parents=True, exist_ok=True)
+        writer = who_else_may_write(script.folder, everybody=True)
+        if writer is not None:  # and exchange the script before sbatch reads it
+            raise LaunchError(
+                "write the script", where=script.folder, expected="a folder that not everybody may change", got=writer,
+                remedy="submit from a folder of yours",
+            )  # fmt: skip
         number = 1
         while True:
             try:

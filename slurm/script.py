@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import string
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, check_name
+from ..permissions import who_else_may_write
 from .profile import Profile
 
 TEMPLATES = {
@@ -234,7 +236,7 @@ def _environment(request: Request, profile: Profile) -> Iterator[str]:
         yield f"module load {shlex.join(profile.modules)} || exit 1"
     if profile.venv is not None:
         yield "# shellcheck source=/dev/null"
-        yield f"source {shlex.quote(str(_path('venv', profile.venv) / 'bin' / 'activate'))} || exit 1"
+        yield f"source {shlex.quote(str(_path('venv', profile.venv, 'bin', 'activate')))} || exit 1"
     cores = str(request.cpus_per_task)
     if request.template != "interactive":
         cores = f'"${{SLURM_CPUS_PER_TASK:-{cores}}}"'
@@ -246,11 +248,20 @@ def _environment(request: Request, profile: Profile) -> Iterator[str]:
         yield f"export {variable}={shlex.quote(text)}"
 
 
-def _path(key: str, text: str) -> Path:
+def _path(key: str, text: str, *inside: str) -> Path:
     try:
-        return Path(text).expanduser()
+        path = Path(text, *inside).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"site profile: {key}", expected="a home folder for its ~", got=repr(text)) from error
+    writer = None
+    with contextlib.suppress(OSError):  # it may be there on the nodes alone
+        writer = who_else_may_write(path, everybody=True)
+    if writer is not None:
+        raise ConfigError(
+            f"site profile: {key}", where=path, expected="what not everybody may change", got=writer,
+            remedy="move it to a folder of yours",
+        )  # fmt: skip
+    return path
 
 
 def _launch(request: Request, profile: Profile) -> Iterator[str]:

@@ -287,8 +287,16 @@ def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(to_a_rank: boo
     os.kill(dict(_ranks_below(mpirun))[1] if to_a_rank else job.pid, signal.SIGTERM)
     _, said = job.communicate(timeout=60)
     assert job.returncode == 128 + signal.SIGTERM
-    assert ("SIGTERM) before the others" in said) == to_a_rank, said
-    assert said.splitlines()[-1] == "hpcdp: ended by SIGTERM, all ranks have ended; what it had written is in run"
+    first, *_, last = said.splitlines()
+    assert last.startswith("hpcdp: ended by SIGTERM, all ranks have ended; what it had written is in run"), said
+    if to_a_rank:
+        assert "SIGTERM) before the others" in said
+    else:
+        assert first == "hpcdp launch: SIGTERM: the run is saved before it ends; a second one ends it at once"
+        assert last.endswith("; go on with: hpcdp train --resume run")
+        (saved,) = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")][-1:]
+        steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+        assert int(saved.removeprefix("step-")) >= steps[-1]
     assert all(line.startswith("{") and line.endswith("}") for line in metrics.read_text().splitlines())
 
 

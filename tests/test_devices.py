@@ -78,6 +78,17 @@ def test_a_limit_of_memory_is_as_cupy_reads_it(limit, gpus_on_host, monkeypatch)
     assert os.environ.get("CUPY_GPU_MEMORY_LIMIT") == (limit.strip() or None)
 
 
+def test_kernels_of_cupy_that_others_may_write_are_not_loaded(gpus_on_host, monkeypatch, tmp_path):
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(
+        DeviceError, match=f"kernel cache {tmp_path}/cache.*, got {tmp_path}, which every user may write"
+    ):
+        gpu(0).use()
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
+    gpu(0).use()
+
+
 def test_where_cupy_is_not_installed_it_is_told_how(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(DeviceError, match=r"got no CuPy; pip install 'hpcdp\[cuda13\]'.* or take hpcdp.cpu\(0\)"):

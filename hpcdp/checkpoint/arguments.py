@@ -65,6 +65,30 @@ def step_number(operation: str, step: object) -> int:
     return number
 
 
+def metric_to_restore(best: object, own: str | None, step: object) -> str | None:
+    """Return by which metric `Manager.restore` chooses, None where it does not.
+
+    Args:
+        best: what it was given.
+        own: the manager's ``best``.
+        step: what it was given.
+
+    Raises:
+        ConfigError: ``best`` is none, or asks for the manager's own, which has none; a step is given, too.
+    """
+    if best is False or best is None:
+        return None
+    if step is not None:
+        raise ConfigError("restore", where="best", expected="none with a step", got=repr(best))
+    if best is True and own is None:
+        raise ConfigError("restore", where="best", expected="a Manager made with best=...", got="True",
+                          remedy="name the metric: best='test_accuracy', best='-test_loss'")  # fmt: skip
+    found = own if best is True else best
+    if not isinstance(found, str) or not found.removeprefix("-"):
+        raise ConfigError("restore", where="best", expected="True, 'metric' or '-metric'", got=repr(best))
+    return found
+
+
 def numbers(metrics: object, best: str | None) -> dict[str, float]:
     """Metrics as plain numbers, by name; none of None.
 

@@ -74,6 +74,11 @@ def found(operation: str, path: Path) -> dict[int, Path]:
         return folder.find(path)
 
 
+def best(operation: str, path: Path, metric: str) -> int:
+    """See `folder.best_step`; of a folder that has no checkpoint a `DataError`, too."""
+    return folder.best_step(operation, path, found(operation, path), metric)
+
+
 def _lost(path: Path, complete: list[int]) -> list[str]:
     """What `folder.without_manifest` finds, the newest last."""
     with failing("restore", lambda: path):

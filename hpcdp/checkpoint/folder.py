@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from . import manifest
 
 COMMITTED = "committed"
@@ -222,7 +222,7 @@ def dropped(
     if keep_every is not None:
         stay |= {step for step in ordered if step % keep_every == 0}
     if values:
-        stay.add(max(sorted(values), key=lambda step: (values[step], step)))
+        stay.add(_best_of(values))
     return [step for step in ordered if step not in stay]
 
 
@@ -240,6 +240,33 @@ def worth(found: Mapping[int, Path], best: str | None) -> dict[int, float]:
         with contextlib.suppress(DataError, KeyError):  # damaged, or saved without: never the best
             values[step] = sign * manifest.read(path).metrics[name]
     return values
+
+
+def best_step(operation: str, folder: Path, found: Mapping[int, Path], best: str) -> int:
+    """Return the step of the checkpoint that is best; of several equal ones the newest.
+
+    Args:
+        operation: what needs it, for the error.
+        folder: that of all checkpoints, for the error.
+        found: the checkpoints by step.
+        best: see `worth`.
+
+    Raises:
+        ConfigError: ``best`` names no metric.
+        DataError: no checkpoint has the metric.
+    """
+    if not isinstance(best, str) or not best.removeprefix("-"):
+        raise ConfigError(operation, where="best", expected="'metric' or '-metric'", got=repr(best))
+    values = worth(found, best)
+    if not values:
+        raise DataError(
+            operation, where=folder, expected=f"checkpoints with the metric {best.removeprefix('-')}", got="none"
+        )
+    return _best_of(values)
+
+
+def _best_of(values: Mapping[int, float]) -> int:
+    return max(values, key=lambda step: (values[step], step))
 
 
 def wait_for(path: Path, timeout_s: float = 10.0) -> None:

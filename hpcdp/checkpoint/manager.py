@@ -362,6 +362,7 @@ class Manager:
         step: int | None = None,
         into: Any = None,
         *,
+        best: bool | str = False,
         strict: bool = True,
         rename: Mapping[str, str] | Callable[[str], str] | None = None,
     ) -> Restored:
@@ -369,6 +370,8 @@ class Manager:
 
         Args:
             step: which checkpoint. None: the newest that is undamaged; of damaged ones a warning says what is wrong.
+            best: the checkpoint with the best value of the manager's own ``best``, or of the ``"metric"`` or
+                ``"-metric"`` that is given here; instead of ``step``.
             into: a state as `save` takes it. Its arrays and `Sharded` parts are filled in place, its objects take over
                 their states; numbers are in the result. None: the whole state as arrays, on every rank.
             strict: the names in the checkpoint and in ``into`` must be the same. False: what there is, is restored;
@@ -377,20 +380,23 @@ class Manager:
                 another one is longer; or a function from the one to the other. What stands in lists keeps its place.
 
         Raises:
-            ConfigError: no step; a closed manager; names, shapes or dtypes that do not fit; on every rank, nothing is
-                changed.
+            ConfigError: no step; a ``best`` that names no metric, or with a step; a closed manager; names, shapes or
+                dtypes that do not fit; on every rank, nothing is changed.
             MismatchError: the ranks' arguments differ; on every rank, nothing is changed.
             UnsupportedError: what an object of ``into`` has raised, e.g. its ``load_state_dict()``; on every rank.
                 ``into`` may then hold some of what was saved.
-            DataError: there is no such checkpoint, or it is damaged: names file and data set, and an older checkpoint
-                that can be restored, or why the next older one does not fit. ``into`` may then hold some of its
-                elements.
+            DataError: there is no such checkpoint, or none with the metric, or it is damaged: names file and data set,
+                and an older checkpoint that can be restored, or why the next older one does not fit. ``into`` may then
+                hold some of its elements.
         """
         self._require_open("restore")
         self.wait()
         comm = self.world.comm
+        metric = on_every_rank(comm, lambda: arguments.metric_to_restore(best, self.best, step))
         step = on_every_rank(comm, lambda: None if step is None else arguments.step_number("restore", step))
-        require_same(comm, "restore", [f"step {step}"], "call restore alike on all ranks")
+        require_same(comm, "restore", [f"step {step}", f"best {metric}"], "call restore alike on all ranks")
+        if metric is not None:
+            step = on_rank_0(comm, lambda: choosing.best("restore", self.path, metric))
         return choosing.restore(self.path, self.world, self.steps() if step is None else step, into, strict, rename)
 
 

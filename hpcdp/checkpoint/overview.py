@@ -113,26 +113,32 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and (folder.is_named(path.absolute()) or (path / manifest.NAME).exists())
 
 
-def chosen(path: Path, step: int | None = None) -> Path:
+def chosen(path: Path, step: int | None = None, best: str | None = None) -> Path:
     """One checkpoint.
 
     Args:
         path: of it; or of a folder of checkpoints, or of a run, of which it is the newest that is complete.
         step: which one of a folder, instead of the newest.
+        best: that with the greatest value of this metric instead, or of ``"-metric"`` the smallest.
 
     Raises:
-        ConfigError: ``path`` is one, and ``step`` says another.
-        DataError: there is none.
+        ConfigError: ``path`` is one, and ``step`` or ``best`` says another; both are said.
+        DataError: there is none, or none with that metric.
     """
     if is_checkpoint(path):
-        if step is not None:
-            raise ConfigError("--step", expected="a folder of several checkpoints", got=f"{path}, which is one")
+        if step is not None or best is not None:
+            option = "--best" if step is None else "--step"
+            raise ConfigError(option, expected="a folder of several checkpoints", got=f"{path}, which is one")
         return path
+    if step is not None and best is not None:
+        raise ConfigError("--best", expected="none with --step", got=best)
     inner = checkpoints_folder(path)
     found = folder.find(inner)
     if not found or (step is not None and step not in found):
         expected = "a complete checkpoint" if step is None else f"one of step {listed([*map(str, found)]) or step}"
         raise DataError("read checkpoints", where=inner, expected=expected, got="none" if step is None else step)
+    if best is not None:
+        step = folder.best_step("read checkpoints", inner, found, best)
     return found[max(found) if step is None else step]
 
 

@@ -63,14 +63,10 @@ def prune(
 def _remove(
     path: Path, keep: int, keep_every: int | None, best: str | None, dry_run: bool, tell: Callable[[int], object]
 ) -> Pruning:
-    if best is not None and not best.removeprefix("-"):
-        raise ConfigError("prune", where="best", expected="'metric' or '-metric'", got=repr(best))
     found = folder.find(path)
-    values = folder.worth(found, best)
-    if best is not None and found and not values:
-        raise DataError("prune", where=path, expected=f"checkpoints with the metric {best.removeprefix('-')}",
-                        got="none")  # fmt: skip
-    dropped = folder.dropped(found, keep, keep_every, values)
+    if best is not None and found:
+        folder.best_step("prune", path, found, best)
+    dropped = folder.dropped(found, keep, keep_every, folder.worth(found, best))
     # What has lost its manifest goes, too, where something good must stay.
     left_over = {each: overview.size_of(each) for each in folder.left_over(path, atomic_rename=not found)}
     good, damaged = None, dict[int, str]()

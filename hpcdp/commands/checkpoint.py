@@ -28,7 +28,7 @@ examples:
   hpcdp checkpoint verify runs/lenet-digits-001
   hpcdp checkpoint show runs/lenet-digits-001 network/0.weight
   hpcdp checkpoint diff runs/a runs/b --rtol 1e-5
-  hpcdp checkpoint export runs/a net.pt --name network
+  hpcdp checkpoint export runs/a net.pt --name network --best=-test_loss
   hpcdp checkpoint prune runs/a --keep 3 --best=-loss --dry-run
 
 exit status: 0; 1 for faults (verify) or differences (diff); 2 for what was
@@ -73,6 +73,9 @@ def parser() -> Parser:
     export.add_argument("--name", metavar="PREFIX", default="", help="what lies below it, without it; e.g. network")
     export.add_argument("--format", metavar="NAME", help="npz, safetensors or pt (default: by the suffix of OUT)")
     export.add_argument("--step", metavar="N", type=at_least(0), help="of several, that one instead of the newest")
+    export.add_argument(
+        "--best", metavar="METRIC", help="of several, that with the greatest; --best=-loss: the smallest"
+    )
     export.add_argument("--overwrite", action="store_true", help="replace OUT")
 
     prune = _command(commands, "prune", _prune, "remove old checkpoints, never the last good one")
@@ -226,7 +229,7 @@ def _export(given: argparse.Namespace) -> int:
         raise ConfigError("export", where=given.out, expected=f"a name that ends in {', '.join(_SUFFIXES)}",
                           got=given.out.suffix or "no suffix", remedy="--format says it, too")  # fmt: skip
     check_name("format", kind, [*export.WRITERS, "pt"])
-    path = chosen(given.path, given.step)
+    path = chosen(given.path, given.step, given.best)
     with offering_another(given.path, path):
         found = export.choose(path, given.name)
         writer = _torch_writer() if kind == "pt" else export.WRITERS[kind]

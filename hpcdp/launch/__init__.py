@@ -1,4 +1,4 @@
-"""Floor 7: launch. Imports: comm, errors, kernels, arrays, interpreter, launched, listening.
+"""Floor 7: launch. Imports: comm, errors, kernels, arrays, interpreter, launched, listening, permissions.
 
 Starts ranks, by one of the `launchers`, on other hosts through `remote`, in jobs of `batch_systems`; examines the
 machine and its MPI library (`diagnosis`). MPI is never started in the launcher itself.

@@ -1,5 +1,7 @@
 """Folders of a job's own, removed with it: by the next job where the process that made one was killed.
 
+What lies there is executed, or says what is, so a folder that other users could change or exchange is refused.
+
 A folder is locked as long as a process lives that needs it (flock(2)), so one that nobody has locked was left behind.
 Where a file system of the network knows no such locks, what was left behind stays.
 """
@@ -7,6 +9,7 @@ Where a file system of the network knows no such locks, what was left behind sta
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -15,12 +18,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ..permissions import who_else_may_write
+
 _OPENED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
 def new(base: Path, prefix: str) -> Iterator[Path]:
-    """A folder of a new name in ``base``, for this user alone; `OSError` where none can be made."""
+    """A folder of a new name in ``base``, for this user alone; `OSError` where none can be made, or others may write to
+    ``base`` and exchange it."""
     _remove_left_behind(base, prefix)
     with _kept(lambda: Path(tempfile.mkdtemp(prefix=prefix, dir=base))) as folder:
         yield folder
@@ -33,7 +39,8 @@ def of_this_host(prefix: str) -> str:
 
 @contextlib.contextmanager
 def named(folder: Path, prefix: str) -> Iterator[None]:
-    """``folder``, whose name begins with ``prefix``, for this user alone; it may be there already."""
+    """``folder``, whose name begins with ``prefix``, for this user alone; it may be there already. `OSError` where it
+    cannot be made, or others may change it."""
 
     def make() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -59,6 +66,9 @@ def _kept(make: Callable[[], Path]) -> Iterator[Path]:
             break
         os.close(lock)
     try:
+        writer = who_else_may_write(folder)
+        if writer is not None:
+            raise PermissionError(errno.EACCES, f"a folder that others may change: {writer}")
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..errors import LaunchError
+from ..permissions import who_else_may_write
 
 FAMILIES = {"openmpi": "Open MPI", "mpich": "MPICH"}
 """The two binary interfaces; Intel MPI, MVAPICH and Cray MPICH are of MPICH's."""
@@ -70,12 +71,15 @@ def find_library(environ: Mapping[str, str] = os.environ) -> MpiLibrary:
 
 
 def find_mpirun(library: MpiLibrary, environ: Mapping[str, str] = os.environ) -> Path:
-    """The program of ``library``'s own installation that starts ranks, else one of its family on PATH."""
+    """The program of ``library``'s own installation that starts ranks, else one of its family on PATH.
+
+    Not one in a folder above it that others may change, such as /tmp/bin, where they may not change the library.
+    """
     prefixes = [*library.path.parents, *library.path.resolve().parents]
     for prefix in [each for each in prefixes if each != each.parent]:  # /bin is the system's, whatever library this is
         for name in _LAUNCHERS[library.family]:
             program = prefix / "bin" / name
-            if launcher_family(program) == library.family:
+            if launcher_family(program) == library.family and not _is_planted(program, library.path):
                 return program
     for name in _LAUNCHERS[library.family]:
         on_path = shutil.which(name, path=environ.get("PATH"))
@@ -88,6 +92,11 @@ def find_mpirun(library: MpiLibrary, environ: Mapping[str, str] = os.environ) ->
         got="none beside the library, nor on PATH",
         remedy=_INSTALL,
     )
+
+
+def _is_planted(program: Path, library: Path) -> bool:
+    """Tell whether others may change ``program`` though they may not change ``library``."""
+    return who_else_may_write(program) is not None and who_else_may_write(library) is None
 
 
 def launcher_family(program: Path) -> str | None:

@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..errors import LaunchError, shortened, to_stderr
 from ..launched import PMI_OF_SRUN
@@ -40,6 +41,9 @@ _TELL_S = 0.1
 _FAILED_GRACE_S = 6.0
 _LOST_GRACE_S = 3.0
 _LAST_WORDS_S = 1.0
+# Of a program that saves at SIGUSR1: so long that may take, and so soon a second signal is the first one again, which
+# timeout(1), for one, sends to a process and to its group.
+_SAVE_S, _TWICE_S = 120.0, 0.5
 _STOPPED = os.EX_TEMPFAIL
 _OF_ERRORS = (1, 2, 127)
 """The statuses of commands and programs that have written why."""
@@ -107,10 +111,13 @@ def supervise(
                 places = hosts or ([] if elsewhere else [None] * ranks)
                 command, started = left_behind.enter_context(listed(command, ranks, places))
             words = Words(held=bool(asked), with_banners=family == "srun", shown=shown)
-            blocked = {*before, *ignored, signal.SIGTTIN}  # in the background it reads an error, and is not stopped
+            # In the background it reads an error, and is not stopped.
+            blocked = {*before, *ignored, signal.SIGTTIN, signal.SIGTTOU}
+            # A Ctrl-C on the terminal must not reach the mpirun of ranks that are to save first.
+            apart: dict[str, Any] = {"process_group": 0, "stdin": subprocess.DEVNULL} if usr1_has_come else {}
             mpirun = subprocess.Popen(
                 command, env=environ, preexec_fn=bound(blocked), stdout=None if shown is None else shown.end,
-                stderr=words.end,
+                stderr=words.end, **apart,
             )  # fmt: skip
             with contextlib.closing(Watch(mpirun.pid, ranks - elsewhere, watched, servers, elsewhere)) as watch:
                 if guards is not None:
@@ -330,13 +337,15 @@ def _forward_signals(
     """Waits for ``mpirun``; returns the signal that ended the job, None where it ended by itself, and whether all ranks
     had ended by themselves, and mpirun had not.
 
-    A second ending signal, or the end of the grace time after the first one, after a rank has failed, unless the job
-    ``goes_on`` then, after a host was lost or after the last worker has ended, kills what has not ended by then.
+    Ranks that take SIGUSR1 (``usr1_has_come``) get it at the first ending signal, to save and end. A second ending
+    signal, or the end of the grace time after the first one, after a rank has failed, unless the job ``goes_on`` then,
+    after a host was lost or after the last worker has ended, kills what has not ended by then.
     """
     ended_by: int | None = None
     deadline = float("inf")
     is_held = usr1_has_come is not None and usr1_has_come()
     is_told_to_end, is_killed, was_stuck, told = False, False, False, 0
+    saves_since_s: float | None = None
     while mpirun.poll() is None:
         received = watch.wait(min(_HOLD_S if is_held else 1.0, max(0.0, deadline - time.monotonic())))
         is_held = is_held and not watch.told(signal.SIGUSR1)
@@ -378,12 +387,18 @@ def _forward_signals(
         elif received is not None and received.number == signal.SIGUSR1 and usr1_has_come is not None:
             is_held = True
         elif received is not None and received.number == signal.SIGTSTP:
-            if received.code != _SI_KERNEL:
+            if received.code != _SI_KERNEL or usr1_has_come is not None:
                 mpirun.send_signal(signal.SIGTSTP)
             if guards is not None:
                 guards.pause()
             _stop_beside(mpirun)
+        elif received is not None and received.number in ENDING and usr1_has_come is not None and ended_by is None:
+            ended_by, is_held, saves_since_s = received.number, True, time.monotonic()
+            deadline = saves_since_s + _SAVE_S
+            say(f"{signal.Signals(ended_by).name}: the run is saved before it ends; a second one ends it at once")
         elif received is not None and received.number in (*FORWARDED, *_AS_SIGTERM):
+            if saves_since_s is not None and time.monotonic() < saves_since_s + _TWICE_S:
+                continue
             if received.number in (*ENDING, *_AS_SIGTERM):
                 deadline = time.monotonic() + _GRACE_S if ended_by is None else 0.0
                 ended_by = ended_by or received.number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import numbers
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 _METRICS = ("loss", "accuracy", "test_loss", "test_accuracy")
 EPOCH = "epoch"
 """``every`` for a checkpoint at the end of each epoch."""
+AUTO = "auto"
+"""``every`` for as many checkpoints as cost next to nothing."""
+
+_SHORT_S, _LONG_S, _TIMES = 5.0, 300.0, 20
+"""With `AUTO`: the least age of the last checkpoint at the end of an epoch, and within one; and how many times as long
+as the last save took."""
 
 
 class Position(NamedTuple):
@@ -48,9 +55,11 @@ class Checkpoints:
 
     Args:
         manager: of the folder.
-        every: steps between two checkpoints; ``"epoch"``: one after each epoch, with its numbers as ``metrics``; None:
-            none until the end. Where ranks do not step together they have a common state at the end of an epoch alone,
-            and so a checkpoint there.
+        every: steps between two checkpoints; ``"epoch"``: one after each epoch, with its numbers as ``metrics``;
+            ``"auto"``: after each epoch, unless the last one is less than five seconds old, and within an epoch where
+            it is five minutes old, but never sooner than after 20 times the time that the last save took; None: none
+            until the end. Where ranks do not step together they have a common state at the end of an epoch alone, and
+            so a checkpoint there.
         stop: asks for an early end; see `stopped`.
         resume: go on from the newest good checkpoint of the folder, which must have one. False: the folder must have
             none.
@@ -73,8 +82,8 @@ class Checkpoints:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         whole = isinstance(every, numbers.Integral) and not isinstance(every, bool) and every >= 1
-        if not (whole or every is None or (isinstance(every, str) and every == EPOCH)):
-            expected = f"a number of steps, {EPOCH!r} or None"
+        if not (whole or every is None or (isinstance(every, str) and every in (EPOCH, AUTO))):
+            expected = f"a number of steps, {EPOCH!r}, {AUTO!r} or None"
             raise ConfigError("Checkpoints", where="every", expected=expected, got=repr(every))
         from ..checkpoint import Manager  # not before: who does not save needs none of it
 
@@ -101,6 +110,10 @@ class Checkpoints:
         """That of the last checkpoint."""
         self._just_saved = False
         """Whether a save has begun since ranks have last said whether the one before is over."""
+        self._began_s = time.monotonic()
+        """When the last save began, or the run."""
+        self._took_s = 0.0
+        """How long the last save has taken, until this rank found it to be over."""
 
     def alike(self) -> list[str]:
         """What of it must be the same on every rank, in words, which `fit` compares before it trains."""
@@ -125,7 +138,8 @@ class Checkpoints:
                 "Checkpoints", where=self.manager.path, expected="no checkpoint of another run",
                 got=f"that of step {steps[-1]}", remedy="pass resume=True to go on, or take another folder",
             )  # fmt: skip
-        self._agreement = world.keep(Agreement, lambda: Agreement(world, 2))
+        self._world, self._began_s = world, time.monotonic()
+        self._agreement = world.keep(Agreement, lambda: Agreement(world, 3))
         self._agreement.finish()  # of a `fit` that has failed
         self._parts = dict(parts) | {"extra": self._extra}
         if not self.resume:
@@ -148,20 +162,23 @@ class Checkpoints:
             steps: of an epoch.
         """
         pending = self.manager.pending
-        asked, is_under_way = self._agreement.exchange(self._asked, pending and not self.manager.over)
+        asked, is_under_way, is_old = self._agreement.exchange(
+            self._asked, pending and not self.manager.over, self._is_old(_LONG_S)
+        )
         if pending and not is_under_way and not self._just_saved:
             self._wait()  # nobody waits: it is over on all ranks
-        self._just_saved = False
+        is_old, self._just_saved = is_old and not self._just_saved, False  # what was said before it has saved
         if asked:
             self._stop_here(position, Reason(self._agreement.finish()[0]))  # who is asked stays so
             return True
-        if isinstance(self._every, int) and position.total % self._every == 0 and position.step < steps:
+        due = position.total % self._every == 0 if isinstance(self._every, int) else is_old
+        if due and position.step < steps:
             self._save(position, wait=False)
         return False
 
     def where_all_meet(self, position: Position) -> bool:
         """At the end of an epoch in which ranks made steps of their own: whether the run stops here; all must call."""
-        self._agreement.exchange(self._asked, 0)
+        self._agreement.exchange(self._asked, 0, 0)
         reason = self._agreement.finish()[0]
         if reason:
             self._stop_here(position, Reason(reason))
@@ -177,6 +194,8 @@ class Checkpoints:
         due = self._every == EPOCH
         if isinstance(self._every, int):
             due = not together or position.total % self._every == 0
+        elif self._every == AUTO:
+            due = self._world.comm.allgather_json(self._is_old(_SHORT_S))[0]
         if due:
             self._save(position, wait=not together, record=record)
 
@@ -193,6 +212,14 @@ class Checkpoints:
             self._save(position, wait=True, record=record, ended=ended)
         self._wait()
 
+    def _is_old(self, least_s: float) -> bool:
+        """Whether rank 0, by whose clock all go, finds the last checkpoint so old that the next one is due."""
+        if self._every != AUTO or self._world.rank != 0:
+            return False
+        age_s = time.monotonic() - self._began_s
+        took_s = age_s if self.manager.pending else self._took_s  # so far, at least
+        return age_s >= max(least_s, _TIMES * took_s)
+
     @property
     def _asked(self) -> Reason:
         return Reason.NONE if self.stop is None else self.stop.reason
@@ -207,13 +234,19 @@ class Checkpoints:
         numbers = {} if record is None else record
         metrics = {name: float(numbers[name]) for name in _METRICS if numbers.get(name) is not None}
         state = self._state(position, ended)
+        self._wait()
+        self._began_s = time.monotonic()
         with self._writing():
             self.manager.save(position.total, state, metrics=metrics or None, config=self._config, wait=wait)
         self._saved, self._just_saved = position, True
+        if wait:
+            self._took_s = time.monotonic() - self._began_s
 
     def _wait(self) -> None:
-        with self._writing():
-            self.manager.wait()
+        if self.manager.pending:
+            with self._writing():
+                self.manager.wait()
+            self._took_s = time.monotonic() - self._began_s
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +20,18 @@ from ..data import Dataset
 from ..data.datasets import require_dataset
 from ..data.split import piece_bounds
 from ..devices import brought_values
-from ..errors import ConfigError, type_named, whole_number
+from ..errors import ConfigError, UnsupportedError, type_named, whole_number
 from ..nn import Module
 from ..nn.deferred import shape_of
 from ..nn.functional import softmax_cross_entropy
+from ..nn.losses import require_per_sample
 from .metrics import BatchSums
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of `evaluate`, alike on every rank; ``correct`` as `metrics.number_correct` counts."""
+    """The result of `evaluate`, alike on every rank; ``correct`` as `metrics.number_correct` counts, NaN of a
+    regression."""
 
     accuracy: float
     loss: float
@@ -56,8 +59,9 @@ def evaluate(
     batch_size: int = 256,
     num_parts: int | None = None,
     own_data: bool = False,
+    loss: Callable[[Tensor, Any], Tensor] = softmax_cross_entropy,
 ) -> Evaluation:
-    """Accuracy and mean softmax cross-entropy of a classifier; every rank must call.
+    """Accuracy and mean loss of a network; every rank must call.
 
     Each rank evaluates its part of ``dataset``, which all have whole (contiguous, sizes differ by at most one, maybe
     none), ``batch_size`` samples at once; then the numbers of correct answers and of samples are summed over ranks (the
@@ -67,11 +71,14 @@ def evaluate(
     Args:
         own_data: each rank has samples of its own, as of ``read_csv(num_parts=..., part_index=...)``, and evaluates all
             of them. Not with ``num_parts``.
+        loss: per sample, shape ``(batch,)``, as in `fit`: of what ``net`` gives and labels; softmax cross-entropy takes
+            the first output. The accuracy is NaN where labels are no integers ``(batch, ...)``.
         num_parts: cut ``dataset`` into so many parts, and give each rank a run of them: a reproducible `Trainer` 's
             ``virtual_shards``, for a result alike to the bit on any number of ranks. None: one a rank.
 
     Raises:
-        ConfigError: no network, no data set; ``own_data`` with ``num_parts``.
+        ConfigError: no network, no data set; ``own_data`` with ``num_parts``; a loss of another shape.
+        UnsupportedError: softmax cross-entropy was asked of labels that are no integers, or of other shapes.
         MismatchError: the ranks' data sets differ in length, or in their first sample, without ``own_data``, or only
             some say it; on all.
     """
@@ -89,6 +96,8 @@ def evaluate(
     own, ends = piece_bounds(num_parts, world.size), piece_bounds(len(dataset), num_parts)
     if own_data:
         ends = [0, *[0] * world.rank, *[len(dataset)] * (world.size - world.rank)]
+    if not callable(loss):
+        raise ConfigError("evaluate", where="loss", expected="a function of output and labels", got=type_named(loss))
     there = place_of(net)
     counted = BatchSums(num_parts)
     with predict_mode():
@@ -96,12 +105,25 @@ def evaluate(
             for first in range(ends[part], ends[part + 1], batch_size):
                 x, y = dataset[np.arange(first, min(first + batch_size, ends[part + 1]))]
                 x, y = brought_to(x, there), brought_to(y, there)
-                logits = first_output("evaluate", net(x))
-                counted.add(part, softmax_cross_entropy(logits, y).data, logits.data, y)
+                output = net(x)
+                first_of = first_output("evaluate", output)
+                losses = _losses(loss, first_of if loss is softmax_cross_entropy else output, y)
+                counted.add(part, losses.data, first_of.data, y)
     sums = np.array(counted.rows)
     allreduce(sums, world=world)  # exact: in each row one rank's numbers and zeros
-    loss, correct, count = (float(value) for value in sums.sum(axis=0))
-    return Evaluation(correct / max(count, 1), loss / max(count, 1), correct, int(count))
+    total, correct, count = (float(value) for value in sums.sum(axis=0))
+    return Evaluation(correct / max(count, 1), total / max(count, 1), correct, int(count))
+
+
+def _losses(loss: Callable[[Tensor, Any], Tensor], output: Any, y: Any) -> Tensor:
+    try:
+        losses = loss(output, y)
+    except UnsupportedError as error:
+        if loss is softmax_cross_entropy and error.remedy is None:
+            error.remedy = "pass evaluate(loss=...), with the loss that fit trains with"
+        raise
+    require_per_sample("evaluate", losses, len(y))
+    return losses
 
 
 def place_of(net: Module) -> Array | None:

@@ -390,6 +390,8 @@ def test_export(run, saved, tmp_path):
     assert status == 0
     assert out.startswith(f"{tmp_path}/net.npz: 8 tensors of step 200, ")
     assert set(np.load(tmp_path / "net.npz").files) >= {"weight", "bias"}
+    status, out, _ = run("export", saved, tmp_path / "best.npz", "--name", "net", "--best=-accuracy")
+    assert status == 0 and "8 tensors of step 100, " in out
     status, out, _ = run("export", saved, tmp_path / "all", "--format", "npz")
     assert status == 0
     assert out.endswith("; left out: 6 values, 1 entry that each rank has for itself\n")
@@ -519,6 +521,10 @@ def test_a_full_disk_behind_standard_output(saved):
         (["export", "{folder}", "out"], "expected a name that ends in .npz, .safetensors, .pt, .pth, got no suffix"),
         (["export", "{folder}", "out", "--format", "npy"], "unknown format 'npy'; did you mean 'npz'?"),
         (["export", "{folder}", "x.npz", "--name", "nat"], "a name of the state, which has net, optimizer, rng"),
+        (["export", "{folder}", "x.npz", "--best", "speed"], "checkpoints with the metric speed, got none"),
+        (["export", "{folder}", "x.npz", "--best=-"], "[best]: expected 'metric' or '-metric', got '-'"),
+        (["export", "{folder}", "x.npz", "--best", "a", "--step", "100"], "--best: expected none with --step, got a"),
+        (["export", "{folder}/step-0000000100", "x.npz", "--best", "a"], "--best: expected a folder of several"),
         (["prune", "{folder}"], "the following arguments are required: --keep"),
         (["prune", "{folder}", "--keep", "0"], "expected a whole number from 1, got '0'"),
         (["prune", "{folder}", "--keep", "1", "--best", "speed"], "checkpoints with the metric speed, got none"),

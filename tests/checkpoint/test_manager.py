@@ -16,7 +16,7 @@ from pairs import pairs
 from hpcdp import checkpoint
 from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, folder, verify
 from hpcdp.comm import threads
-from hpcdp.errors import ConfigError, DataError, UnsupportedError
+from hpcdp.errors import ConfigError, DataError, MismatchError, UnsupportedError
 
 SIZES = [1, 2, 3, 4, 6]
 
@@ -97,6 +97,36 @@ def test_retention(tmp_path):
             assert (restored.state, restored.metrics, restored.config) == ({"a": 110}, {"loss": 1}, {"lr": 0.1})
             with pytest.raises(ConfigError, match=r"save \[metrics\]: expected 'loss', which decides what is best"):
                 manager.save(160, {"a": 1}, metrics={"odd": 1})
+
+    threads.run(2, one)
+
+
+def test_the_best_one_is_restored(tmp_path):
+    def one(world):
+        with Manager(tmp_path, world, keep=1, best="-loss") as manager:
+            with pytest.raises(DataError, match="expected checkpoints with the metric loss, got none"):
+                manager.restore(best=True)
+            for step, loss in [(100, 2), (110, 1), (120, 1), (130, 6), (140, 7)]:
+                manager.save(step, {"a": step}, metrics={"loss": loss, "accuracy": step})
+            assert manager.steps() == [120, 140]
+            steps = [
+                manager.restore(best=best).step for best in (True, "-loss", "loss", "accuracy", "-accuracy", False)
+            ]
+            assert steps == [120, 120, 140, 140, 120, 140]
+            for wrong, says in (
+                ({"best": "speed"}, "checkpoints with the metric speed, got none"),
+                ({"best": "-"}, r"restore \[best\]: expected True, 'metric' or '-metric', got '-'"),
+                ({"best": 1.5}, "expected True, 'metric'"), ({"best": True, "step": 140}, "expected none with a step"),
+            ):  # fmt: skip
+                with pytest.raises((ConfigError, DataError), match=says):
+                    manager.restore(**wrong)
+            with pytest.raises(MismatchError, match="best -loss as on rank 0, got best loss on rank 1"):
+                manager.restore(best="loss" if world.rank else "-loss")
+        with (
+            Manager(tmp_path, world) as manager,
+            pytest.raises(ConfigError, match=r"a Manager made with best=\.\.\., got Tr"),
+        ):
+            manager.restore(best=True)
 
     threads.run(2, one)
 

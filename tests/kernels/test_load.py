@@ -115,15 +115,18 @@ def test_a_user_without_a_home_gets_a_temporary_folder(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("unwarned")
 @pytest.mark.parametrize("writable", [True, False])
-def test_a_temporary_folder_of_somebody_else_is_neither_written_nor_read(tmp_path, monkeypatch, writable):
+def test_a_temporary_folder_that_others_may_write_is_neither_written_nor_read(tmp_path, monkeypatch, writable):
     (tmp_path / "file").write_text("")
-    (tmp_path / "hpcdp-4711").mkdir()
+    (tmp_path / f"hpcdp-{os.getuid()}").mkdir()
+    (tmp_path / f"hpcdp-{os.getuid()}").chmod(0o777)
     monkeypatch.delenv("HPCDP_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(os, "getuid", lambda: 4711)
     monkeypatch.setattr(os, "access", lambda path, mode: writable)
-    with pytest.raises(ConfigError, match=r"hpcdp-4711\]: expected a folder of this user; set HPCDP_CACHE_DIR to one"):
+    expected = (
+        r"\]: expected a folder that this user alone may write, got .*hpcdp-\d+, which every user may write; set HP"
+    )
+    with pytest.raises(ConfigError, match=expected):
         kernels.cache_dir()
 
 
@@ -224,7 +227,7 @@ def test_without_locks_on_the_file_system_kernels_are_kept_all_the_same(tmp_path
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which only root may")
 def test_a_disk_that_is_full_while_kernels_are_compiled(tmp_path, planted):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(tmp_path)], check=False)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k,mode=700", "tmpfs", str(tmp_path)], check=False)
     if mounted.returncode:
         pytest.skip("this container may not mount")
     try:
@@ -474,6 +477,69 @@ def test_settings_of_numba_with_which_there_are_no_kernels_are_told(tmp_path, va
         variables = variables | {"NUMBA_CPU_FEATURES": "+sse3,+f16c"}
         found = subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=60)
         assert found.stdout == "[1.0, 1.0, 1.0]\n"
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_the_usual_folder_is_replaced_where_others_may_write_on_the_way_to_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("HPCDP_CACHE_DIR", raising=False)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.warns(
+        UserWarning, match=r"cache/hpcdp\]: .*/shared, which every user may write; .* is used, set HPCDP"
+    ):
+        assert kernels.cache_dir() == tmp_path / f"hpcdp-{os.getuid()}"
+
+
+def test_numbas_folder_is_refused_where_others_may_write(tmp_path):
+    tmp_path.chmod(0o777)
+    environ = os.environ | {"HPCDP_CACHE_DIR": str(tmp_path.parent / "own"), "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", LOAD], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert (
+        f"NUMBA_CACHE_DIR={tmp_path}]: expected a folder that this user alone may write" in done.stderr.splitlines()[-1]
+    )
+
+
+class Planted:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_file_that_others_may_have_written_is_not_unpickled(tmp_path, monkeypatch, capfd):
+    from hpcdp.kernels.machine_code import _Summed
+
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+    kept, executed = _Summed(str(tmp_path), "name", None), tmp_path / "executed"
+    kept.save("key", Planted(executed))
+    path = kept._path("key")
+    assert path.stat().st_mode & 0o022 == 0
+    path.chmod(0o666)
+    assert kept.load("key") is None and not executed.exists()
+    assert capfd.readouterr().err == (
+        f"hpcdp: kernel cache: expected files that this user alone may write, got {path}, which every user may write; "
+        "compiling anew\n"
+    )
+    if os.geteuid() == 0:
+        path.chmod(0o644)
+        os.chown(path, 4711, 4711)
+        assert kept.load("key") is None and not executed.exists()
+        os.chown(path, 0, 0)
+    path.chmod(0o600)
+    path.rename(tmp_path / "other")
+    path.symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="symbolic"):
+        kept.load("key")
+    path.unlink()
+    (tmp_path / "other").rename(path)
+    kept.load("key")
+    assert executed.exists()
 
 
 def test_an_unknown_kernel_is_an_import_error():

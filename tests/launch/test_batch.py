@@ -136,6 +136,13 @@ def test_a_reader_that_has_gone_cancels_the_job(tmp_path: Path, monkeypatch: pyt
     assert jobs[0].cancels == 1 and not (tmp_path / "job").exists()
 
 
+def test_a_job_whose_folder_every_user_may_exchange_is_not_submitted(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(LaunchError, match=f"not everybody may change, got {tmp_path}, which every user may write"):
+        batch.run(Plan([]), tmp_path / "job", lambda: pytest.fail("it was submitted"))
+    assert not (tmp_path / "job").exists()
+
+
 def test_a_folder_that_is_there_already_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     with pytest.raises(LaunchError, match="File exists"):

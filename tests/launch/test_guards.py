@@ -1,6 +1,7 @@
 """A guard on each other host, here by an ssh that stays on this machine: who is named, and that nothing outlives it."""
 
 import contextlib
+import fcntl
 import json
 import os
 import pwd
@@ -203,11 +204,42 @@ def test_a_users_file_in_the_home_folder_is_not_taken_for_a_module_of_pythons(
         assert guards.cores() == {"away": len(os.sched_getaffinity(0))}
 
 
+def test_a_host_whose_folder_of_segments_others_may_change_is_named(ssh: Path) -> None:
+    folder = Path(f"/dev/shm/hpcdp-segments-{uuid.uuid4().hex}")
+    folder.mkdir()
+    folder.chmod(0o777)
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)  # or it would be removed first, as one that was left behind
+    with Guards([Place("away", 1)], print) as guards:
+        guards.begin(2, 0, {}, folder)
+        with pytest.raises(
+            LaunchError, match=f"away: no folder for segments: .*others may change: {folder}, which every"
+        ):
+            guards.check("/", sys.executable, None)
+    os.close(lock)
+
+
+def test_programs_for_mpirun_are_not_put_where_others_may_exchange_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / ".cache").mkdir(parents=True)
+    tmp_path.chmod(0o777)
+    with pytest.raises(LaunchError, match=f"a folder that others may change: {tmp_path}, which every user may write"):
+        guards._private_folder(contextlib.ExitStack())
+    assert not list(tmp_path.glob("hpcdp-*"))
+
+
 def test_what_a_host_lacks(tmp_path: Path) -> None:
     (tmp_path / "run.sh").touch(mode=0o755)
     valid = interfaces.to_other_hosts()
     assert guard.problems(str(tmp_path), "./run.sh", *valid[:1] or [None]) == []
     assert guard.problems(str(tmp_path / "x"), sys.executable, None)[0].startswith(f"there is no folder {tmp_path}/x;")
+    tmp_path.chmod(0o777)
+    assert guard.problems(str(tmp_path), sys.executable, None) == []
+    (said,) = guard.problems(str(tmp_path), sys.executable, None, is_copy=True)
+    assert said == f"others may change {tmp_path}, which every user may write; give --sync-dst-dir a folder of yours"
     (said,) = guard.problems(None, sys.executable, "ib9")
     assert said == f"no network interface 'ib9'; valid: {', '.join(valid) or 'none is up'}"
     (said,) = guard.problems(None, sys.executable, "lo")

@@ -53,16 +53,24 @@ def test_what_the_program_needs_is_copied_and_what_was_there_stays(project: Path
 def test_the_mode_of_a_folder_that_is_there_stays(project: Path, tmp_path: Path, host: str) -> None:
     target = tmp_path / "shared"
     target.mkdir()
-    target.chmod(0o1777)
+    target.chmod(0o3775)
     project.chmod(0o700)
     (project / "run.sh").chmod(0o700)
     (project / "src").chmod(0o750)
     sync.copy([host], str(target))
-    assert target.stat().st_mode & 0o7777 == 0o1777
+    assert target.stat().st_mode & 0o7777 == 0o3775
     assert (target / "run.sh").stat().st_mode & 0o777 == 0o700
     (project / "run.sh").chmod(0o644)
     sync.copy([host], str(target))
     assert not (target / "run.sh").stat().st_mode & 0o111
+
+
+def test_a_copy_that_every_user_may_change_is_refused(project: Path, tmp_path: Path) -> None:
+    target = tmp_path / "shared"
+    target.mkdir()
+    target.chmod(0o777)
+    with pytest.raises(LaunchError, match=f"this machine: others may change {target}, which every user may write"):
+        sync.copy(["localhost"], str(target))
 
 
 def test_a_folder_is_not_copied_onto_itself(project: Path) -> None:

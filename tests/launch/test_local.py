@@ -451,6 +451,35 @@ def test_an_mpirun_that_waits_for_what_ranks_have_left_behind_is_not_killed() ->
     assert (done.returncode, done.stderr) == (0, "")
 
 
+SAVES = """
+import os, sys
+from hpcdp.launch import supervise
+rank = f'trap "{sys.argv[1]}" USR1; echo up; while :; do sleep 0.05; done'
+ranks = f"for n in 0 1; do PMI_RANK=$n sh -c '{rank}' & done; trap : USR1; wait; wait"
+sys.exit(supervise.supervise(["sh", "-c", ranks], os.environ, 2, "mpich", usr1_has_come=lambda: False))
+"""
+
+
+@pytest.mark.parametrize(
+    ("at_usr1", "signals", "status", "saved"),
+    [("echo saved; exit 75", ["SIGINT"], 130, 2), ("echo saved; exit 75", ["SIGTERM", "SIGTERM"], 143, 2),
+     ("echo never", ["SIGTERM", "late SIGINT"], 143, 0)],
+)  # fmt: skip
+def test_ranks_that_save_at_usr1_do_so_before_a_signal_ends_them(
+    at_usr1: str, signals: list[str], status: int, saved: int
+) -> None:
+    command = [sys.executable, "-c", SAVES, at_usr1]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stderr is not None
+        assert [job.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        for sign in signals:
+            time.sleep(0.7 if sign.startswith("late ") else 0)
+            job.send_signal(signal.Signals[sign.removeprefix("late ")])
+        shown, said = job.communicate(timeout=20)
+    assert (job.returncode, shown.count("saved")) == (status, saved)
+    assert said == f"hpcdp launch: {signals[0]}: the run is saved before it ends; a second one ends it at once\n"
+
+
 def test_a_job_that_goes_on_without_a_rank_is_not_ended():
     """Open MPI with ULFM, whose mpirun is told so."""
     program = STUCK.replace('["sh", "-c", ranks]', '["sh", "-c", ranks, "--with-ft"]').replace(

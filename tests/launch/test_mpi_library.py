@@ -86,6 +86,19 @@ def test_an_overwritten_mpirun_is_passed_over(tmp_path: Path) -> None:
         mpi_library.find_mpirun(library, {"PATH": f"{prefix}/bin"})
 
 
+def test_a_program_above_the_library_that_others_may_have_put_there_is_passed_over(tmp_path: Path) -> None:
+    prefix = install(tmp_path / "scratch" / "own", {"libmpi.so": OPEN_MPI}, {})
+    planted = install(tmp_path / "scratch", {}, {"mpirun": b"ompirun"})
+    environ = environment(prefix)
+    library = mpi_library.find_library(environ)
+    assert mpi_library.find_mpirun(library, environ) == planted / "bin" / "mpirun"
+    (planted / "bin").chmod(0o777)
+    with pytest.raises(LaunchError, match="none beside the library"):
+        mpi_library.find_mpirun(library, environ)
+    (prefix / "lib").chmod(0o777)
+    assert mpi_library.find_mpirun(library, environ) == planted / "bin" / "mpirun"
+
+
 def test_a_program_of_another_librarys_environment_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """No segment stays in /dev/shm, and none that somebody uses is taken away."""
 
+import fcntl
 import mmap
 import os
 import re
@@ -139,6 +140,20 @@ def test_the_folder_of_a_job_from_another_host_is_removed_with_its_guard_alone()
         with segments.same_folder(str(folder)):  # a second name of one host
             pass
     assert not folder.exists()
+
+
+def test_a_folder_that_somebody_else_has_made_on_a_host_is_refused() -> None:
+    folder = Path(f"/dev/shm/hpcdp-segments-{uuid.uuid4().hex}")
+    folder.mkdir()
+    folder.chmod(0o777)
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)  # or it would be removed first, as one that was left behind
+    with (
+        pytest.raises(PermissionError, match=f"others may change: {folder}, which every"),
+        segments.same_folder(str(folder)),
+    ):
+        pass
+    os.close(lock)
 
 
 def test_folders_of_launchers_that_start_at_once_are_never_one(tmp_path: Path) -> None:

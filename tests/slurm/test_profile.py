@@ -49,6 +49,22 @@ def test_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert load(environ=environ).time == "0"
 
 
+def test_a_profile_that_others_may_write_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("hpcdp-site.toml")
+    path.write_text(WHOLE)
+    path.chmod(0o664)
+    with pytest.raises(
+        ConfigError, match=r"may not change, got .*may write; name it with --site hpcdp-site.toml to use it"
+    ):
+        load(environ={})
+    assert load(path) == load(environ={"HPCDP_SITE": str(path)})
+    path.chmod(0o666)
+    for found in ({"path": path}, {"environ": {"HPCDP_SITE": str(path)}}):
+        with pytest.raises(ConfigError, match=r"site.toml, which every user may write; copy it to a folder of yours"):
+            load(**found)  # type: ignore[arg-type]
+
+
 def test_a_profile_may_begin_with_the_mark_of_some_editors(tmp_path: Path) -> None:
     path = tmp_path / "site.toml"
     path.write_bytes(b'\xef\xbb\xbftime = "1"\r\n')

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp import cli
+from hpcdp.errors import LaunchError
 from hpcdp.slurm import queue
 from hpcdp.slurm.script import Script
 
@@ -30,6 +31,14 @@ def test_submit_writes_a_file_for_its_owner_and_tells_the_job(standin, capsys: p
 def test_a_script_holds_the_bytes_of_an_argument(tmp_path: Path) -> None:
     path = queue.write(Script(os.fsdecode(b"python caf\xe9.py\n"), "train", tmp_path))
     assert path.read_bytes() == b"python caf\xe9.py\n"
+
+
+def test_a_script_is_not_written_where_every_user_may_exchange_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(
+        LaunchError, match=f"not everybody may change, got {tmp_path}, which every user may write; submit"
+    ):
+        queue.write(Script("", "train", tmp_path))
 
 
 def test_two_of_one_second_have_two_files(standin) -> None:

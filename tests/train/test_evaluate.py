@@ -59,8 +59,43 @@ def test_the_perplexity_of_a_network_that_has_diverged_is_infinite():
 @pytest.mark.parametrize("targets", [np.zeros((4, 1), "f4"), np.zeros((4, 4), "f4"), np.zeros(4, "f4")])
 def test_labels_that_are_not_integers_are_refused_in_one_line(targets):
     samples = ArrayDataset(np.zeros((4, 6), np.float32), targets)
-    with pytest.raises(UnsupportedError, match=r"expected logits \(batch, ..., classes\) and integer labels"):
+    with pytest.raises(
+        UnsupportedError, match=r"expected logits .*classes\) and integer labels.*; pass evaluate\(loss="
+    ):
         threads.run(1, lambda world: evaluate(first_four(), samples, world))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_regression_is_evaluated_by_its_own_loss(ranks):
+    rng = np.random.default_rng(0)
+    samples = ArrayDataset(rng.normal(size=(10, 6)).astype("f4"), rng.normal(size=(10, 4)).astype("f4"))
+    found = threads.run(ranks, lambda world: evaluate(first_four(), samples, world, 3, loss=nn.functional.l2_loss))
+    expected = ((samples.x[:, :4] - samples.y) ** 2 / 2).mean()
+    assert {each.count for each in found} == {10} and len({each.loss for each in found}) == 1
+    assert found[0].loss == pytest.approx(expected, rel=1e-5) and math.isnan(found[0].accuracy)
+
+
+def test_a_loss_has_all_outputs_and_softmax_the_first():
+    class Two(nn.Module):
+        def forward(self, x):
+            return first_four()(x), x
+
+    samples = dataset(5)
+    (all_of_them,) = threads.run(1, lambda world: evaluate(Two(), samples, world, loss=lambda out, y: out[1][:, 0] * 2))
+    assert all_of_them.loss == pytest.approx(2 * samples.x[:, 0].mean(), rel=1e-5)
+    assert threads.run(1, lambda world: evaluate(Two(), samples, world))[0].loss == pytest.approx(
+        expected(samples.x, samples.y)[1], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [("l2", "expected a function of output and labels, got a str"),
+     (lambda output, y: output.mean(), r"evaluate \[loss\]: expected one a sample, shape \(4,\), got shape \(\)")],
+)  # fmt: skip
+def test_what_is_no_loss_per_sample_is_refused(loss, told):
+    with pytest.raises(ConfigError, match=told):
+        threads.run(1, lambda world: evaluate(first_four(), dataset(4), world, loss=loss))
 
 
 @pytest.mark.parametrize("net", ["lenet", None, np.tanh])

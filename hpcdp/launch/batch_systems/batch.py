@@ -23,6 +23,7 @@ from typing import Protocol, TextIO
 from ...errors import ConfigError, LaunchError, to_stderr
 from ...interpreter import module
 from ...launched import launched_ranks
+from ...permissions import who_else_may_write
 from ..environment import FIND_PROGRAMS, READ_BY_PROGRAMS
 from ..job import Job, Plan
 from ..supervise import ENDING, FORWARDED
@@ -155,7 +156,7 @@ def run(plan: Plan, folder: Path, submit: Callable[[], Submitted]) -> int:
 
     A signal that ends this process cancels the job, 128 + its number being the status then; SIGUSR1 and SIGUSR2 reach
     its ranks. A second one ends the wait. One that is ignored, as SIGHUP is under nohup, stays so. The folder is gone
-    afterwards. Raises `LaunchError` where the folder cannot be made.
+    afterwards. Raises `LaunchError` where the folder cannot be made, or every user may write to the working folder.
     """
     watched = {sign for sign in FORWARDED if signal.getsignal(sign) != signal.SIG_IGN}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
@@ -170,6 +171,7 @@ def run(plan: Plan, folder: Path, submit: Callable[[], Submitted]) -> int:
                 remedy="start it in a folder that you may write to and that all hosts see",
             ) from error
         try:
+            _refuse_open(folder)
             for path, text in plan.files.items():
                 mode = 0o700 if text.startswith("#!") else 0o600
                 file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -180,6 +182,19 @@ def run(plan: Plan, folder: Path, submit: Callable[[], Submitted]) -> int:
             shutil.rmtree(folder, ignore_errors=True)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _refuse_open(folder: Path) -> None:
+    """Raise `LaunchError` where every user may exchange ``folder``, out of which the job's hosts run commands."""
+    writer = who_else_may_write(folder, everybody=True)
+    if writer is not None:
+        raise LaunchError(
+            "make the folder of the job",
+            where=folder,
+            expected="a place that not everybody may change",
+            got=writer,
+            remedy="start it in a folder of yours that all hosts see",
+        )
 
 
 def replace(path: Path, text: str) -> None:

@@ -313,7 +313,9 @@ def check_kernel_cache() -> Finding:
     except (OSError, HpcdpError) as error:
         return failed(f"cannot write compiled kernels: {error}", "set HPCDP_CACHE_DIR to a folder of yours with room")
     if str(folder.parent) == _temporary_folder():
-        return warning(f"the usual folder cannot be written, {folder} is used", "set HPCDP_CACHE_DIR")
+        return warning(
+            f"the usual folder cannot be written, or others may write it: {folder} is used", "set HPCDP_CACHE_DIR"
+        )
     return ok(str(folder))
 
 

@@ -109,7 +109,8 @@ def _by_ssh(job: Job, command: Command, library: mpi_library.MpiLibrary, dialect
             travels = {name: environ[name] for name in travelling(environ, job.env)}
             processes = job.ranks + job.servers
             guards.begin(processes, job.servers, travels, own, _daemons_keep_to(job, library))
-            guards.check(job.sync_dst_dir or os.getcwd(), program_on_hosts(job), job.interface)
+            folder, is_copy = job.sync_dst_dir or os.getcwd(), job.sync_dst_dir is not None
+            guards.check(folder, program_on_hosts(job), job.interface, is_copy=is_copy)
             environ |= dialect.by_ssh(guards.agent())
             tell(str(command))
             return supervise(

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ...listening import keep_to_interface
+from ...permissions import who_else_may_write
 from .. import interfaces, machine, segments
 from ..dialect import LOST_AFTER_S, STALLED_S
 from ..environment import blas_threads
@@ -53,6 +54,7 @@ class Guard:
         self._environ = {**_shares(begin["workers"], begin["environ"]), **begin["environ"]}
         self._folder: str | None = begin["folder"]
         self._interface: str | None = begin["interface"]
+        self._wrong: list[str] = []
         self._watch = Watch(os.getpid(), begin["ranks"], set(_WATCHED), begin["servers"], begin["elsewhere"])
         self._watch.also(0, self._read)
         # What is started here must not hold the guard's own descriptors: ssh keeps a connection open while somebody
@@ -73,7 +75,10 @@ class Guard:
             if self._folder is None:
                 left_behind.enter_context(segments.files_of_mpich_removed())
             else:
-                left_behind.enter_context(segments.same_folder(self._folder))
+                try:
+                    left_behind.enter_context(segments.same_folder(self._folder))
+                except OSError as error:
+                    self._wrong.append(f"no folder for segments: {error.strerror}")
             try:
                 looked_s = time.monotonic()
                 while not self._is_over and looked_s - self._heard_s < LOST_AFTER_S:
@@ -108,7 +113,7 @@ class Guard:
             if key == "beat":
                 tell({"beat": value})
             elif key == "check":
-                tell({"problems": problems(**value)})
+                tell({"problems": [*self._wrong, *problems(**value)]})
             elif key == "start":
                 self._start(**value)
             elif key == "ranks":
@@ -180,11 +185,18 @@ class Guard:
                 tell({"died": [name, seen.si_pid, status]})
 
 
-def problems(folder: str | None, program: str, interface: str | None) -> list[str]:
-    """Why a program cannot run on this host, none where it can; ``folder`` is its working folder."""
+def problems(folder: str | None, program: str, interface: str | None, *, is_copy: bool = False) -> list[str]:
+    """Return why a program cannot run on this host, nothing where it can.
+
+    Args:
+        folder: its working folder.
+        is_copy: whether ``--sync-dst-dir`` has filled the folder: others may have made it before, in /tmp.
+    """
     found = []
     if folder is not None and not os.path.isdir(folder):
         found.append(f"there is no folder {folder}; share it, or copy it with --sync-dst-dir")
+    elif folder is not None and is_copy and (writer := who_else_may_write(folder, everybody=True)) is not None:
+        found.append(f"others may change {writer}; give --sync-dst-dir a folder of yours")
     path = program if os.path.isabs(program) or folder is None else os.path.join(folder, program)
     if not os.path.isfile(path) or not os.access(path, os.X_OK):
         found.append(f"there is no program {program}; it must lie at the same path on all hosts")

@@ -111,11 +111,17 @@ class Guards:
         """How many cores may be used on each host."""
         return {name: channel.cores for name, channel in self._channels.items()}
 
-    def check(self, folder: str | None, program: str, interface: str | None) -> None:
-        """Raises `LaunchError`, naming the host, where the program could not run on one; after `begin`."""
+    def check(self, folder: str, program: str, interface: str | None, *, is_copy: bool = False) -> None:
+        """Raises `LaunchError`, naming the host, where the program could not run on one; after `begin`.
+
+        Args:
+            folder: the working folder.
+            is_copy: whether the launcher has made it there.
+        """
         answers: dict[str, list[str]] = {}
         for channel in self._channels.values():
-            channel.send({"check": {"folder": folder, "program": program, "interface": interface}})
+            asked = {"folder": folder, "program": program, "interface": interface, "is_copy": is_copy}
+            channel.send({"check": asked})
         self._wait(lambda channel: channel.host in answers, _ANSWERED_S, "ask hosts", answers)
         wrong = [f"{host}: {problems[0]}" for host, problems in answers.items() if problems]
         if wrong:
@@ -304,17 +310,21 @@ def _allow_files(hosts: int) -> None:
 def _private_folder(left_behind: contextlib.ExitStack) -> Path:
     """A new folder of this user's from which programs may be run; some sites forbid that in /tmp."""
     prefix = folders.of_this_host("hpcdp-guards")
+    reasons = []
     for base in (Path(tempfile.gettempdir()), Path(os.path.expanduser("~/.cache"))):
-        with contextlib.suppress(OSError):
+        try:
             base.mkdir(exist_ok=True)
             folder = left_behind.enter_context(folders.new(base, prefix))
             probe = folder / "probe"
             probe.touch(mode=0o700)
             if os.access(probe, os.X_OK) and len(str(folder)) < 90 and not set(" :,;\"'") & set(str(folder)):
                 return folder
+            reasons.append(f"no programs may be run from {base}")
+        except OSError as error:
+            reasons.append(str(error.strerror))
     raise LaunchError(
         "launch on other hosts",
         expected="a folder for a program: TMPDIR, or ~/.cache",
-        got="none from which programs may be run",
+        got=", ".join(reasons),
         remedy="set TMPDIR",
     )

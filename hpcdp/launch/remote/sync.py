@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import LaunchError, listed
+from ...permissions import who_else_may_write
 from ..hosts import those_of_this_machine
 from ..job import Command
 from .channel import ALIVE, AT_ONCE, SSH
@@ -56,7 +57,8 @@ def copy(hosts: Sequence[str], folder: str) -> None:
     """Run the rsyncs of `commands`, `AT_ONCE` at a time.
 
     Raises:
-        LaunchError: some have failed, or not answered for a minute; it names the hosts, and what rsync said of each.
+        LaunchError: some have failed, or not answered for a minute; it names the hosts, and what rsync said of each; or
+            every user may write to the copy on this machine.
     """
     if shutil.which("rsync") is None:
         raise LaunchError("launch --sync-dst-dir", expected="rsync", got="none here", remedy="install it")
@@ -95,6 +97,9 @@ def copy(hosts: Sequence[str], folder: str) -> None:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
+    if not wrong and any(is_this_machine(host) for host in hosts):  # the guards look at the others'
+        writer = who_else_may_write(folder, everybody=True)
+        wrong += [] if writer is None else [f"this machine: others may change {writer}"]
     if wrong:
         raise LaunchError("copy the working folder", where=folder, got=listed(wrong))
 

@@ -117,7 +117,8 @@ class TrainConfig:
     overwrite: bool = setting(False, "replace the results of an earlier run in the run folder")
     checkpoint_every: int | str | None = setting(
         None,
-        "steps between checkpoints, or: epoch (default: one at the end, and where a run is stopped)",
+        "steps between checkpoints, or: epoch (default: after each epoch and every five minutes, where that costs next "
+        "to nothing; always at the end, and where a run is stopped)",
         least=1,
         word="epoch",
     )

@@ -29,7 +29,7 @@ from ...gradients.rail import node_nbytes
 from ...nn import Module
 from ...nn.functional import softmax_cross_entropy
 from ..callbacks import Callback, EarlyStopping, KeepMetrics, ShowProgress
-from ..checkpoints import Checkpoints
+from ..checkpoints import AUTO, Checkpoints
 from ..evaluate import evaluate, perplexity
 from ..fit import fit
 from ..metrics import Record, peak_memory_mb
@@ -183,7 +183,7 @@ def make_checkpoints(config: TrainConfig, world: World, stop: StopRequests) -> I
         manager.claim()
         yield Checkpoints(
             manager,
-            every=config.checkpoint_every,
+            every=AUTO if config.checkpoint_every is None else config.checkpoint_every,
             stop=stop,
             resume=config.resume is not None,
             config=dataclasses.asdict(config),

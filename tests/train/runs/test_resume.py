@@ -327,9 +327,30 @@ def test_steps_between_checkpoints_may_be_a_number_of_numpys(tmp_path):
     assert by_numpys[3] == by_ours[3]
 
 
+@pytest.mark.parametrize(
+    ("short_s", "long_s", "times", "kept"),
+    [(0, 1e9, 0, [[24, 36]]), (0, 1e9, 1e9, [[12, 36]]), (1e9, 0, 0, [[n, 36] for n in range(25, 36)])],
+    ids=["each epoch", "once", "within"],
+)
+def test_by_itself_it_saves_what_is_old_enough(short_s, long_s, times, kept, tmp_path, monkeypatch):
+    for name, value in (("_SHORT_S", short_s), ("_LONG_S", long_s), ("_TIMES", times)):
+        monkeypatch.setattr(f"hpcdp.train.checkpoints.{name}", value)
+    assert whole_run(2, tmp_path, every="auto")[3] in kept
+
+
+def test_a_run_goes_on_from_what_it_has_saved_by_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpcdp.train.checkpoints._LONG_S", 0)
+    monkeypatch.setattr("hpcdp.train.checkpoints._TIMES", 0)
+    whole = whole_run(2, tmp_path / "whole", every="auto")
+    killed(2, tmp_path / "a", every="auto", kill_at=20)
+    again = whole_run(2, tmp_path / "a", every="auto", resume=True)
+    assert again[0].resumed is not None and again[0].resumed[1] > 12
+    assert [values.tobytes() for values in again[1]] == [values.tobytes() for values in whole[1]]
+
+
 @pytest.mark.parametrize("every", [0, 1.0, True, "step", [3], np.array([3, 4])])
 def test_what_it_is_made_of(every):
-    with pytest.raises(ConfigError, match="a number of steps, 'epoch' or None"):
+    with pytest.raises(ConfigError, match="a number of steps, 'epoch', 'auto' or None"):
         Checkpoints(None, every=every)
     with pytest.raises(ConfigError, match=r"Checkpoints \[manager\]: expected a checkpoint.Manager, got 'folder'"):
         Checkpoints("folder")

@@ -90,7 +90,9 @@ def test_a_run_that_is_told_to_stop_and_then_loses_a_rank_goes_on_as_if_nothing_
     process = planted(tmp_path, "dies", 90, "--checkpoint-every", "40")
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 128 + signal.SIGKILL
-    assert errors.splitlines()[-1] == "hpcdp: ended by SIGKILL, all ranks have ended; what it had written is in a"
+    assert errors.splitlines()[-1] == (
+        "hpcdp: ended by SIGKILL, all ranks have ended; what it had written is in a; go on with: hpcdp train --resume a"
+    )
     assert saved(tmp_path / "a")[-1] > stopped
 
     again = train(tmp_path, "--resume", "a")

@@ -201,7 +201,9 @@ def test_after_an_interrupt_the_ranks_end_and_the_folder_is_readable(tmp_path):
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 130
     assert "Traceback" not in errors
-    assert errors.splitlines()[-1] == "hpcdp: interrupted, all ranks have ended; what it had written is in a"
+    assert errors.splitlines()[-1] == (
+        "hpcdp: interrupted, all ranks have ended; what it had written is in a; go on with: hpcdp train --resume a"
+    )
     records = read_metrics(metrics)
     assert [record["step"] for record in records] == sorted(record["step"] for record in records)
     assert json.loads(json.dumps(records)) == records
