@@ -97,7 +97,7 @@ def copy(hosts: Sequence[str], folder: str) -> None:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-    if not wrong and any(is_this_machine(host) for host in hosts):  # the guards look at the others'
+    if not wrong and those_of_this_machine(hosts):  # the guards look at the others'
         writer = who_else_may_write(folder, everybody=True)
         wrong += [] if writer is None else [f"this machine: others may change {writer}"]
     if wrong:
