@@ -17,15 +17,15 @@ from typing import TypeGuard
 LONGEST_LINE = 320
 """Characters of an error's line: what came from outside may be of any length."""
 _PARTS = ("operation", "where", "expected", "got", "remedy")
-_LEAST_PART, _LEAST_REMEDY = 72, 24
-"""Of them for each other part before the remedy is cut; and for that, where all parts are long."""
+_LONGEST_WHERE = 128
+"""Of them for the place, most often the path of a file, before anything else is cut."""
 
 
 class HpcdpError(Exception):
     """An error of hpcdp, whose text is one line built from its parts.
 
-    A line of more than `LONGEST_LINE` characters is cut in the middle of its longest parts, the remedy last. The
-    attributes stay whole.
+    A line of more than `LONGEST_LINE` characters is cut in the middle of its longest parts, but the place, which is
+    cut by itself. The attributes stay whole.
 
     Args:
         operation: what was attempted, e.g. ``"allreduce"`` or ``"read idx"``.
@@ -61,12 +61,9 @@ class HpcdpError(Exception):
         line = self._line(parts)
         if len(line) > LONGEST_LINE:
             room = LONGEST_LINE - (len(line) - sum(map(len, parts.values())))
-            remedy = parts.pop("remedy", "")
-            others = sum(min(len(text), _LEAST_PART) for text in parts.values())
-            remedy = cut_in_middle(remedy, max(room - others, _LEAST_REMEDY))
-            most = _level([len(text) for text in parts.values()], room - len(remedy))
-            cut = {name: cut_in_middle(text, most) for name, text in parts.items()}
-            line = self._line(cut | ({"remedy": remedy} if remedy else {}))
+            where = {"where": cut_in_middle(parts.pop("where"), _LONGEST_WHERE)} if "where" in parts else {}
+            most = _level([len(text) for text in parts.values()], room - sum(map(len, where.values())))
+            line = self._line({name: cut_in_middle(text, most) for name, text in parts.items()} | where)
         return line
 
     def _line(self, parts: Mapping[str, str]) -> str:
