@@ -52,12 +52,14 @@ def refuse_lonely_world(library: str, size: int, environ: Mapping[str, str]) -> 
         remedy = "the launcher and the library are of different versions: use the mpirun installed with the library"
     else:
         remedy = f"use the mpirun of {library}: `hpcdp launch` finds it, `hpcdp doctor` shows which is first on PATH"
-    raise LaunchError(
+    error = LaunchError(
         "init",
         expected=f"one world of {started} ranks, as {_LAUNCHER[variable]} started ({variable})",
         got=f"{started} separate worlds of one under {library}",
         remedy=remedy,
     )
+    error.is_on_every_rank = True
+    raise error
 
 
 def _refuse_torchrun(library: str, environ: Mapping[str, str]) -> None:

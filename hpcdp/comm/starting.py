@@ -19,6 +19,7 @@ from ..errors import ConfigError, LaunchError
 from ..launched import is_launched
 from ..listening import kept_to_interface
 from ..replica import enter_replica
+from . import backing_files
 from .calls import compare_exchanges
 from .communicator import Communicator
 from .cores import cores_of, share_cores
@@ -42,6 +43,9 @@ SHARED_MEMORY = ("auto", "memfd", "window", "none")
 
 _KNOWN_FROM_THE_START = "1024"
 """In worlds of fewer ranks Open MPI tells each of all others before any of them sends."""
+
+_SECURITY_MODES = "PMIX_SECURITY_MODE"
+"""Where the server of PMIx says how a rank may prove who it is; ``native`` is by the user that its process has."""
 
 _LONG_START_S = 10.0
 """Where all ranks come MPI_Init does not take so long."""
@@ -137,6 +141,8 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
 
     meet()
     everyone = MPI.COMM_WORLD.Dup()
+    if everyone.size == 1:
+        backing_files.remove(MpiCommunicator(everyone))
     refuse_lonely_world(MPI.get_vendor()[0], everyone.size, os.environ)
     workers = count_workers(MpiCommunicator(everyone).allgather_json(serves))
     abort_at_end = abort_when_one_fails(MPI.COMM_WORLD, workers) if everyone.size > 1 else None
@@ -171,6 +177,8 @@ def _world_of(
     if within is None:
         machine = everyone.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         place = machine.rank
+        if everyone.size > 1:
+            backing_files.remove(MpiCommunicator(machine))
         node = machine if ranks_per_node is None else machine.Split(machine.rank // ranks_per_node, machine.rank)
     else:
         number, place = within
@@ -226,6 +234,9 @@ def _load_mpi() -> Any:
     # Where jobs outlive their ranks the barrier of MPI_Finalize now and then waits for the dead, for ever.
     if outlives_ranks():
         os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
+    # Slurm's PMIx offers munge first, which that of Open MPI's wheel does not have: it says so in 15 lines a rank.
+    if "native" in os.environ.get(_SECURITY_MODES, "").split(","):
+        os.environ.setdefault("PMIX_MCA_psec", "native")
     # Else ranks learn of a peer when they first send to it, or it to them. With several threads in MPI it may be half
     # known when it connects: Open MPI then drops the connection, and ends the job by "Socket closed", status 14.
     os.environ.setdefault("OMPI_MCA_mpi_add_procs_cutoff", _KNOWN_FROM_THE_START)

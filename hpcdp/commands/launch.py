@@ -14,7 +14,7 @@ from pathlib import Path
 from ..errors import ConfigError, check_name, shortened, type_named
 from ..launch import hosts, launchers
 from ..launch.arguments import Parser
-from ..launch.batch_systems.slurm_allocation import allocation
+from ..launch.batch_systems.slurm_allocation import allocation, require_one_component
 from ..launch.job import BINDINGS, Job
 
 _MOST_RANKS = 1_000_000
@@ -69,9 +69,11 @@ def main(argv: Sequence[str]) -> int:
     """
     given, unknown = parser().parse_known_args(argv)
     _check_options(unknown or given.program[:1])
-    job = _job(given)
-    name = given.launcher or launchers.usual(bool(job.hosts), os.environ)
+    name = given.launcher or launchers.usual(given.hosts is not None, os.environ)
     check_name("launcher", name, launchers.LAUNCHERS)
+    if name in ("mpi", "slurm") or (given.launcher is None and name == "local"):
+        require_one_component()
+    job = _job(given)
     if job.batch_args and name not in launchers.WITH_BATCH_ARGS:
         raise ConfigError(
             f"launch --batch-args with --launcher {name}", expected=f"{' or '.join(launchers.WITH_BATCH_ARGS)}",

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TextIO
 
-from ..errors import HpcdpError, Terminated, report_directly
+from ..errors import ConfigError, HpcdpError, LaunchError, Terminated, report_directly
 from ..launched import launched_rank, launched_ranks
 
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -37,10 +37,12 @@ def fail(reason: object, status: int, *, by_all: bool = False) -> int:
     if rank:
         time.sleep(_OF_ALL_S if by_all else _OF_SOME_S)
     if rank is None or (status not in (INTERRUPTED, TERMINATED) and not (rank and by_all)):
-        is_named = rank is None or by_all or (isinstance(reason, HpcdpError) and reason.rank is not None)
+        is_alone = rank is None or launched_ranks() == 1
+        of_each = by_all or isinstance(reason, ConfigError | LaunchError)  # what was asked wrongly is so for each rank
+        is_named = isinstance(reason, HpcdpError) and reason.rank is not None
+        who = "" if is_alone or of_each or is_named else f"rank {rank}: "
         with contextlib.suppress(OSError):  # the terminal may be closed: that may be why it ends
-            named = "" if is_named or launched_ranks() == 1 else f"rank {rank}: "
-            report_directly(f"hpcdp: {named}{reason}")
+            report_directly(f"hpcdp: {who}{reason}")
     if rank is not None:
         with contextlib.suppress(OSError):
             sys.stdout.flush()

@@ -1,8 +1,11 @@
 """Ranks that srun starts on several hosts: their world, and PyTorch models on it."""
 
 import json
+import os
+import shlex
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -89,3 +92,35 @@ def test_ranks_that_srun_has_not_joined_are_told_how(slurm: Cluster) -> None:
     done = slurm.on(1, ["srun", "-n", "2", sys.executable, "-c", "import hpcdp; hpcdp.init()"], 60)
     assert done.returncode != 0
     assert "expected one world of 2 ranks, as srun started" in done.stderr
+    assert no_segments(slurm)
+
+
+def no_segments(cluster: Cluster) -> bool:
+    return not any(cluster.on(host, ["sh", "-c", "ls -d /dev/shm/sm_segment.*"]).stdout for host in (1, 2))
+
+
+def test_ranks_that_are_killed_with_slurms_daemon_leave_no_segments(slurm: Cluster) -> None:
+    begun = slurm.folder / "begun"
+    program = f"import hpcdp, time; hpcdp.init().barrier(); open({str(begun)!r}, 'a'); time.sleep(60)"
+    kill = "for name in slurmstepd python srun; do pkill -9 $name; done"
+    step = f"srun --mpi=pmix -N2 -n4 --ntasks-per-node=2 {sys.executable} -c {shlex.quote(program)} &"
+    script = f"{step} until [ -e {begun} ]; do sleep 0.1; done; sleep 1; ssh node2 {shlex.quote(kill)}; {kill}; wait"
+    slurm.on(1, ["bash", "-c", script], 90)
+    assert begun.exists() and no_segments(slurm)
+
+
+def test_open_mpi_says_nothing_of_munge_where_only_paths_are_set(slurm: Cluster) -> None:
+    bare = ["env", "-i", "HOME=/root", f"PATH={os.environ['PATH']}", "OMPI_MCA_btl_tcp_if_include=eth0"]
+    program = "import hpcdp; world = hpcdp.init(); world.barrier(); print(world.size)"
+    done = slurm.on(1, [*bare, "srun", "--mpi=pmix", "-N2", "-n2", sys.executable, "-c", program], 90)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n2\n", "")
+
+
+def test_a_heterogeneous_job_is_one_world_by_srun_and_refused_by_launch(slurm: Cluster) -> None:
+    program = "import hpcdp; world = hpcdp.init(); world.barrier(); print(world.rank, world.size, world.num_nodes)"
+    whole = ["salloc", "-N1", "-n1", ":", "-N1", "-n2"]
+    hpcdp = str(Path(sys.executable).parent / "hpcdp")
+    done = slurm.on(1, [*whole, hpcdp, "launch", "-n", "3", "--", sys.executable, "-c", program], 60)
+    assert done.returncode == 2 and done.stdout == "" and "--mpi=pmix --het-group=0-1 PROGRAM" in done.stderr
+    found = slurm.on(1, [*whole, "srun", "--mpi=pmix", "--het-group=0-1", sys.executable, "-c", program], 90)
+    assert sorted(found.stdout.splitlines()) == ["0 3 2", "1 3 2", "2 3 2"], found.stderr

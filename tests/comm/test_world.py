@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import hpcdp
+from hpcdp.comm import backing_files, threads
 from hpcdp.comm.agreement import require_same
 from hpcdp.comm.communicator import make_tag
 from hpcdp.comm.shared import Gate
@@ -349,9 +351,43 @@ def test_who_asks_now_and_then_soon_learns_that_another_rank_does_something_else
         each.wait()
 
 
-def test_a_process_without_a_launcher_has_no_memory_that_a_kill_would_leave():
-    code = "import hpcdp; hpcdp.init(); print(*(line for line in open('/proc/self/maps') if 'sm_segment' in line))"
+FILES = """
+from pathlib import Path
+mapped = {line.split()[5] for line in open("/proc/self/maps") if "/sm_segment" in line}
+print(sorted(path for path in mapped if Path(path).exists()))
+"""
+
+
+@pytest.mark.parametrize(("first", "of_srun"), [("", False), ("from mpi4py import MPI; ", False), ("refused", True)])
+def test_a_world_of_one_has_no_memory_that_a_kill_would_leave(first, of_srun):
+    """Nor would its good end: srun removes nothing, and only mpirun does."""
     prefixes = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
     bare = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    tasks = 4 if first == "refused" else 1
+    bare |= {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(tasks), "SLURM_PROCID": "0"} if of_srun else {}
+    init = "hpcdp.init()" if tasks == 1 else "try: hpcdp.init()\nexcept hpcdp.errors.LaunchError: pass"
+    code = f"{first if tasks == 1 else ''}import hpcdp\n{init}\n{FILES}"
     done = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_files_are_removed_once_all_ranks_of_a_machine_have_mapped_them(tmp_path, monkeypatch):
+    srun = {"SLURM_STEP_ID": "0"}
+
+    def rank(world):
+        files = [tmp_path / f"sm_segment.host.0.1a.{number}" for number in range(3)]
+        in_mpirun = srun | {"OMPI_COMM_WORLD_SIZE": "3"}
+        for seen, environ, left in ((3, in_mpirun, 3), (2 + world.rank % 2, srun, 3), (3, srun, 0)):
+            if world.rank == 0:
+                for path in files:
+                    path.touch()
+            mapped.value = set(files[:seen])
+            world.barrier()
+            backing_files.remove(world.comm, environ)
+            world.barrier()
+            assert len(list(tmp_path.iterdir())) == left, (seen, environ)
+            world.barrier()
+
+    mapped = threading.local()
+    monkeypatch.setattr(backing_files, "_mapped", lambda: mapped.value)
+    threads.run(3, rank)

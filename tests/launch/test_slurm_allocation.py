@@ -2,11 +2,13 @@
 
 import json
 import os
+import sys
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hpcdp.commands import launch
 from hpcdp.errors import LaunchError
 from hpcdp.launch import launchers
 from hpcdp.launch.batch_systems.slurm_allocation import Allocation, allocation, check, expand_counts, expand_hosts
@@ -182,3 +184,28 @@ def test_it_is_checked_before_mpirun_is_started(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(LaunchError, match=r"expected hosts of job 7, 2 tasks on 2 hosts .*, got node3"):
         launchers.launcher("mpi").plan(Job(("true",), 1, hosts=(Host("node3"),)))
+
+
+@pytest.mark.parametrize("arguments", [[], ["-n", "3"], ["-n", "3", "--launcher", "mpi"], ["--launcher", "slurm"]])
+@pytest.mark.parametrize("has_list", [False, True])
+def test_a_heterogeneous_job_is_not_started_in_part(
+    arguments: list[str], has_list: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """salloc tells of no list of hosts there, sbatch of that of the first component."""
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_HET_SIZE", "2")
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    if has_list:
+        monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
+        monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2")
+    with pytest.raises(LaunchError, match=r"expected one component, got 2; start all with .* --het-group=0-1 PROGRAM"):
+        launch.main([*arguments, "--", "true"])
+
+
+@pytest.mark.parametrize("arguments", [["--launcher", "local"], ["--launcher", "ssh", "-H", "node1:1"]])
+def test_in_a_heterogeneous_job_named_hosts_are_as_elsewhere(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_HET_SIZE", "2")
+    assert launch.main(["-n", "1", "--dry-run", *arguments, "--", sys.executable]) == 0
+    assert sys.executable in capsys.readouterr().out

@@ -72,6 +72,17 @@ def allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
     return Allocation(job, hosts, None if cpus is None else int(cpus))
 
 
+def require_one_component(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise `LaunchError` in a heterogeneous job: an mpirun there, or a plain srun, knows the first component alone."""
+    text = environ.get("SLURM_HET_SIZE", "")
+    if text.isdecimal() and int(text) > 1:
+        raise LaunchError(
+            "launch in a heterogeneous Slurm job", expected="one component", got=text,
+            remedy=f"start all with `srun --mpi=pmix --het-group=0-{int(text) - 1} PROGRAM` (MPICH: --mpi=pmi2), "
+            "or name hosts: --launcher ssh -H",
+        )  # fmt: skip
+
+
 def check(job: Job, given: Allocation, family: str) -> None:
     """Raises `LaunchError` where the mpirun of ``family`` could not start ``job`` on the hosts of ``given``.
 
