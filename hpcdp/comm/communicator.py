@@ -63,6 +63,14 @@ class Request(Protocol):
         ...
 
 
+class Receive(Request, Protocol):
+    """A message that is expected."""
+
+    def cancel(self) -> None:
+        """Expect it no longer."""
+        ...
+
+
 class Messages(Protocol):
     """What algorithms of collectives need: messages between some ranks. Arrays are contiguous."""
 
@@ -73,7 +81,7 @@ class Messages(Protocol):
         """Send ``x`` to ``dest``; ``x`` must not change before the request is complete."""
         ...
 
-    def irecv(self, x: Array, source: int, tag: int = 0) -> Request:
+    def irecv(self, x: Array, source: int, tag: int = 0) -> Receive:
         """Receive into ``x`` from ``source``, which must have sent as many bytes.
 
         Waiting raises MismatchError where it sent something else of this operation: see `make_tag`.

@@ -38,6 +38,14 @@ def abort_when_one_fails(comm_world: MPI.Intracomm, workers: int) -> None:
     threading.excepthook = abort_from_thread
 
 
+def forget() -> None:
+    """Let an exception end this process alone: a child of a rank made by fork, which may not use MPI."""
+    if sys.excepthook.__module__ == __name__:
+        sys.excepthook = sys.__excepthook__
+    if threading.excepthook.__module__ == __name__:
+        threading.excepthook = threading.__excepthook__
+
+
 def _dead_by(error: BaseException | None, comm_world: MPI.Intracomm) -> list[int]:
     """Whose death an error, or what has led to it, tells of, where the library says so."""
     from .mpi import MpiCommunicator

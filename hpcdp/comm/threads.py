@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,12 +30,14 @@ class _Job:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.failed: str | None = None
-        self._conditions: list[threading.Condition] = []
+        self._conditions: weakref.WeakSet[threading.Condition] = weakref.WeakSet()
 
     def condition(self) -> threading.Condition:
         """One more under the lock; whoever waits for it is released when a rank fails."""
-        self._conditions.append(threading.Condition(self.lock))
-        return self._conditions[-1]
+        made = threading.Condition(self.lock)
+        with self.lock:
+            self._conditions.add(made)
+        return made
 
     def wait_for(self, ready: Callable[[], bool], condition: threading.Condition) -> None:
         condition.wait_for(lambda: self.failed is not None or ready())
@@ -50,7 +53,7 @@ class _Job:
     def fail(self, reason: str) -> None:
         with self.lock:
             self.failed = self.failed or reason
-            for condition in self._conditions:
+            for condition in tuple(self._conditions):
                 condition.notify_all()
 
 
@@ -90,6 +93,9 @@ class _Receive:
     def wait(self) -> None:
         with self._group.job.lock:
             self._group.job.wait_for(self._take, self._group.arrived[self._key[1]])
+
+    def cancel(self) -> None:
+        """A message that comes stays where it is."""
 
     def _take(self) -> bool:
         source, dest, tag = self._key
@@ -307,6 +313,11 @@ def run(
     return results[:n]
 
 
+def alone() -> World:
+    """Return the world of one rank, this process, which communicates with nobody."""
+    return _worlds(_Job(), [1])[0]
+
+
 def _node_sizes(n: int, ranks_per_node: int | Sequence[int] | None) -> list[int]:
     if isinstance(ranks_per_node, Sequence):
         sizes = list(ranks_per_node)
@@ -320,7 +331,10 @@ def _node_sizes(n: int, ranks_per_node: int | Sequence[int] | None) -> list[int]
     return sizes
 
 
-def _worlds(job: _Job, sizes: list[int], places_on_machine: Sequence[int] | None = None) -> list[World]:
+def _worlds(
+    job: _Job, sizes: list[int], places_on_machine: Sequence[int] | None = None, fields: Sequence[dict[str, Any]] = ()
+) -> list[World]:
+    """The worlds of all ranks; ``fields`` are further ones of `World`, for each rank."""
     n = sum(sizes)
     if places_on_machine is None:
         places_on_machine = range(n)
@@ -350,16 +364,19 @@ def _worlds(job: _Job, sizes: list[int], places_on_machine: Sequence[int] | None
                 cores=cores,
                 place=places_on_machine[rank],
                 divide=partial(_part_of, job, comm, node, places_on_machine[rank]),
+                **(fields[rank] if fields else {}),
             )
         )
     return worlds
 
 
-def _part_of(job: _Job, comm: ThreadCommunicator, node: int, place: int, color: int) -> World:
+def _part_of(job: _Job, comm: ThreadCommunicator, node: int, place: int, color: int, **fields: Any) -> World:
     """This rank's world among those that pass the same color; the first of these makes it for all."""
-    members = {rank: met[1:] for rank, met in enumerate(comm.meet((color, node, place))) if met[0] == color}
-    sizes = [*Counter(node for node, _ in members.values()).values()]
-    places, first = [place for _, place in members.values()], min(members)
-    made = comm.meet(_worlds(job, sizes, places) if comm.rank == first else None)[first]
+    met = comm.meet((color, node, place, fields))
+    members = {rank: found[1:] for rank, found in enumerate(met) if found[0] == color}
+    sizes = [*Counter(node for node, *_ in members.values()).values()]
+    places, theirs = [[found[at] for found in members.values()] for at in (1, 2)]
+    first = min(members)
+    made = comm.meet(_worlds(job, sizes, places, theirs) if comm.rank == first else None)[first]
     assert made is not None
     return made[list(members).index(comm.rank)]

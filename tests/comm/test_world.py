@@ -48,7 +48,7 @@ class LateIn:
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("exchange", ["allgather", "allgatherv"])
+@pytest.mark.parametrize("exchange", ["allreduce"])
 def test_ranks_that_wait_for_a_late_one_to_agree_leave_it_the_core(world, exchange):
     world.barrier()
     comm = type(world.comm)(LateIn(world.comm.mpi, exchange))
@@ -154,7 +154,7 @@ def launched(n, code, **environ):
 @pytest.mark.parametrize(("sharing", "per_node"), [("memfd", None), ("window", None), ("none", None), ("auto", 2)])
 def test_every_way_of_sharing_and_virtual_nodes(sharing, per_node, world, monkeypatch):
     monkeypatch.setenv("HPCDP_SHARED_MEMORY", sharing)
-    other = _world_of(world.comm.mpi.Dup(), per_node)
+    other = _world_of(world.comm.duplicate(), per_node)
     x = other.node_memory.alloc((other.node_memory.size,), np.int64)
     gate = Gate(other.node_memory)
     x[other.node_memory.rank] = 10**other.rank
