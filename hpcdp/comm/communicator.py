@@ -63,14 +63,6 @@ class Request(Protocol):
         ...
 
 
-class Receive(Request, Protocol):
-    """A message that is expected."""
-
-    def cancel(self) -> None:
-        """Expect it no longer."""
-        ...
-
-
 class Messages(Protocol):
     """What algorithms of collectives need: messages between some ranks. Arrays are contiguous."""
 
@@ -81,7 +73,7 @@ class Messages(Protocol):
         """Send ``x`` to ``dest``; ``x`` must not change before the request is complete."""
         ...
 
-    def irecv(self, x: Array, source: int, tag: int = 0) -> Receive:
+    def irecv(self, x: Array, source: int, tag: int = 0) -> Request:
         """Receive into ``x`` from ``source``, which must have sent as many bytes.
 
         Waiting raises MismatchError where it sent something else of this operation: see `make_tag`.
@@ -111,6 +103,10 @@ class Communicator(Messages, Protocol):
 
     def takes_note(self, error: Exception) -> bool:
         """Whether an error of the library's tells that ranks have died; they are among the `lost` then."""
+        ...
+
+    def cancel(self, received: Request) -> None:
+        """Expect the message of an `irecv` no longer."""
         ...
 
     def irecv_any(self, tag: int) -> tuple[int, np.ndarray, Request] | None:

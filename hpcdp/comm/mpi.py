@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from ..arrays import words
 from ..errors import MismatchError, UnsupportedError
-from .communicator import LANE_BITS, OPERATION_BITS, Receive, Request, disagree, disagreement, split
+from .communicator import LANE_BITS, OPERATION_BITS, Request, disagree, disagreement, split
 from .ending import end_job
 from .reductions import narrow, reducible, resolve
 
@@ -129,7 +129,7 @@ class MpiReceive:
 class Pieces:
     """The requests of an array that went in several pieces."""
 
-    def __init__(self, requests: Iterable[Any]) -> None:
+    def __init__(self, requests: Iterable[Request]) -> None:
         self._requests = list(requests)
 
     def test(self) -> bool:
@@ -140,10 +140,6 @@ class Pieces:
     def wait(self) -> None:
         for request in self._requests:
             request.wait()
-
-    def cancel(self) -> None:
-        for request in self._requests:
-            request.cancel()
 
 
 class _Lease:
@@ -178,7 +174,8 @@ class _WindowMemory:
 
     def __init__(self, window: MPI.Win, holder: MpiCommunicator) -> None:
         self._holder = holder
-        self._block = np.frombuffer(window.Shared_query(0)[0], np.uint8)
+        memory: Any = window.Shared_query(0)[0]
+        self._block = np.frombuffer(memory, np.uint8)
         self.__array_interface__ = self._block.__array_interface__
 
 
@@ -194,7 +191,7 @@ class MpiCommunicator:
         source: the one that it was made of.
     """
 
-    def __init__(self, comm: MPI.Comm, source: MpiCommunicator | None = None) -> None:
+    def __init__(self, comm: MPI.Intracomm, source: MpiCommunicator | None = None) -> None:
         self.mpi = comm
         self._source = source
         self._lease = _Lease(comm, self)
@@ -213,10 +210,14 @@ class MpiCommunicator:
             return MpiRequest(self.mpi.Isend(words(x), dest, tag), x)
         return Pieces(self.isend(piece, dest, tag) for piece in _pieces(x))
 
-    def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> Receive:
+    def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> Request:
         if x.size <= MAX_ELEMENTS:
             return MpiReceive(self.mpi, x, source, tag, self.users)
         return Pieces(self.irecv(piece, source, tag) for piece in _pieces(x))
+
+    def cancel(self, received: Request) -> None:
+        if isinstance(received, MpiReceive):
+            received.cancel()
 
     def takes_note(self, error: Exception) -> bool:
         if not isinstance(error, MPI.Exception) or error.Get_error_class() not in _DEATHS:
@@ -336,7 +337,7 @@ class MpiCommunicator:
         self.release()
         return self._made(self.mpi.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
 
-    def _made(self, comm: MPI.Comm) -> MpiCommunicator:
+    def _made(self, comm: Any) -> MpiCommunicator:
         made = MpiCommunicator(comm, self)
         self._lease.made.append(made._lease)
         return made

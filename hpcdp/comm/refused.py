@@ -7,6 +7,7 @@ so that nothing needs to be asked where communication is possible.
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import HpcdpError
@@ -53,7 +54,8 @@ class Refused:
 
 def _called() -> str:
     """Return the name of the outermost function of hpcdp on this thread's stack, below what the program has called."""
-    frame, name = sys._getframe(2), "communicate"
+    frame: FrameType | None = sys._getframe(2)
+    name = "communicate"
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith(f"{__package__.partition('.')[0]}."):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import WorldAborted
-from .communicator import Communicator, Receive, Request, make_tag
+from .communicator import Communicator, Request, make_tag
 
 _MESSAGE = np.dtype([("calls", np.int64), ("within", np.bool_), ("call", "S119")])
 _QUESTION, _ANSWER = range(2)
@@ -54,11 +54,11 @@ class RollCall:
         self._comm = comm
         self._incoming, self._outgoing = blocks = np.zeros((2, 2, comm.size), _MESSAGE)
         self._sent: dict[tuple[int, int], Request] = {}
-        self._asked: dict[int, Receive] = {}
+        self._asked: dict[int, Request] = {}
         self._questions = {rank: self._receive(_QUESTION, rank) for rank in others}
         # A question may come while MPI_Finalize waits for the others, when Python has freed all that it could.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(blocks))
-        weakref.finalize(self, _cancel, self._questions, self._asked, blocks).atexit = False
+        weakref.finalize(self, _cancel, comm, self._questions, self._asked, blocks).atexit = False
 
     def ask(self, ranks: Iterable[int], calls: int, call: str) -> set[int]:
         """Ask ``ranks`` how far they are, this one being in its call number ``calls``; those that can be asked.
@@ -101,7 +101,7 @@ class RollCall:
         if rank is not None:
             self._send(_QUESTION, rank, (-1 - calls, False, b""))
 
-    def _receive(self, kind: int, rank: int) -> Receive:
+    def _receive(self, kind: int, rank: int) -> Request:
         place = self._incoming[kind, rank : rank + 1]
         return self._comm.irecv(place.view(np.uint8), rank, make_tag(0, kind))
 
@@ -128,8 +128,8 @@ class RollCall:
             return False
 
 
-def _cancel(questions: dict[int, Receive], asked: dict[int, Receive], blocks: np.ndarray) -> None:
+def _cancel(comm: Communicator, questions: dict[int, Request], asked: dict[int, Request], blocks: np.ndarray) -> None:
     """Receive no more, for a world that ends before the program: its communicator could not be freed."""
     for each in (*questions.values(), *asked.values()):
-        each.cancel()
+        comm.cancel(each)
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(blocks))

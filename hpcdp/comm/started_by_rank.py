@@ -66,12 +66,12 @@ def world_here() -> World | None:
     """Return the world of a process that `multiprocessing` has started; None in any other one."""
     if not _is_of_multiprocessing():
         return None
-    numbers = _numbers()
+    numbers: dict[str, Any] = _numbers()
     if numbers["size"] == 1:
         return threads.alone()
     how = _why(numbers["rank"], numbers["size"])
-    comm = Refused(UnsupportedError, numbers["rank"], numbers["size"], **how)
-    local = Refused(UnsupportedError, numbers["local_rank"], numbers["local_size"], **how)
+    comm: Any = Refused(UnsupportedError, numbers["rank"], numbers["size"], **how)
+    local: Any = Refused(UnsupportedError, numbers["local_rank"], numbers["local_size"], **how)
     return World(**numbers, comm=comm, node_comm=local, rail_comm=None, node_memory=local, divide=comm, library="none")
 
 

@@ -104,7 +104,7 @@ def _after_fork() -> None:
     leaving.leave_as_child()
     atexit.unregister(_world.finish)
     for each in _all_of(_world):
-        comm = each.comm
+        comm: Any = each.comm
         started_by_rank.become_child(each)
         if each.size > 1 and not isinstance(comm, Refused):
             comm.give_up(each.comm)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import ConfigError, MismatchError, WorldAborted
-from .communicator import Traffic, disagree, disagreement, split
+from .communicator import Request, Traffic, disagree, disagreement, split
 from .reductions import reduce_in_order, resolve
 from .roles import name_of
 from .shared import patience_for
@@ -93,9 +93,6 @@ class _Receive:
     def wait(self) -> None:
         with self._group.job.lock:
             self._group.job.wait_for(self._take, self._group.arrived[self._key[1]])
-
-    def cancel(self) -> None:
-        """A message that comes stays where it is."""
 
     def _take(self) -> bool:
         source, dest, tag = self._key
@@ -181,6 +178,9 @@ class ThreadCommunicator:
 
     def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> _Receive:
         return _Receive(self._group, (source, self.rank, tag), x)
+
+    def cancel(self, received: Request) -> None:
+        """A message that comes stays where it is."""
 
     def takes_note(self, error: Exception) -> bool:
         return False
@@ -375,7 +375,7 @@ def _part_of(job: _Job, comm: ThreadCommunicator, node: int, place: int, color: 
     met = comm.meet((color, node, place, fields))
     members = {rank: found[1:] for rank, found in enumerate(met) if found[0] == color}
     sizes = [*Counter(node for node, *_ in members.values()).values()]
-    places, theirs = [[found[at] for found in members.values()] for at in (1, 2)]
+    places, theirs = [place for _, place, _ in members.values()], [each for *_, each in members.values()]
     first = min(members)
     made = comm.meet(_worlds(job, sizes, places, theirs) if comm.rank == first else None)[first]
     assert made is not None

@@ -104,7 +104,8 @@ class Watchdog:
         """What has started this rank among others; one that is alone may outlive the shell of its user."""
         self._watched_call: tuple[Any, ...] | None = None
         """What this rank was in at the last look."""
-        self._lasted, self._gone_at, self._told = 0.0, None, False
+        self._lasted, self._told = 0.0, False
+        self._gone_at: float | None = None
         self._looked = time.monotonic()
         self._patrol: Patrol | None = None
         if stall_s > 0 or timeout_s > 0:

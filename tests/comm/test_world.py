@@ -337,3 +337,28 @@ def test_a_process_without_a_launcher_has_no_memory_that_a_kill_would_leave():
     bare = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     done = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("longest", [0, 9, 600_000])  # beside each other, along a tree, and more than goes along one
+def test_what_ranks_gather_may_differ_in_length(longest, world):
+    own = str(world.rank) * (longest * (world.rank + 1) // world.size)
+    expected = [str(rank) * (longest * (rank + 1) // world.size) for rank in range(world.size)]
+    assert world.comm.allgather_json(own) == expected
+    assert world.comm.broadcast_json(own) == expected[0]
+    assert world.comm.largest(world.rank, -world.rank) == [world.size - 1, 0]
+    odd = [rank for rank in range(world.size) if rank % 2]
+    assert world.comm.count_before(world.rank % 2 == 1) == (sum(rank < world.rank for rank in odd), len(odd))
+
+
+@pytest.mark.mpi
+def test_windows_are_given_back_when_no_rank_views_them(world):
+    node = world.comm.split_by_machine()
+    kept = node.window(1000)
+    kept[node.rank] = 7
+    for _ in range(3):
+        node.window(1 << 20)[node.rank] = 1
+    node.release()
+    assert len(node._lease.made) == 1
+    node.barrier()
+    assert kept[: node.size].tolist() == [7] * node.size
