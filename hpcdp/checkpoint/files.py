@@ -32,32 +32,23 @@ Written = tuple[list[Stored], list[File]]
 
 @dataclass(eq=False)
 class Group:
-    """Who writes, with communicators for the saves of one manager alone. Every rank must make it.
-
-    MPI libraries have only so many communicators, some 2000, so those of a manager that has been closed are used again.
-    """
+    """Who writes, with communicators for the saves of one manager alone. Every rank must make it."""
 
     world: World
     comm: Communicator
     node_comm: Communicator
-    is_free: bool = False
-    is_torn: bool = False
-    """Whether a rank has left a save that others may still be in: what it would send next they would take for that."""
 
     @classmethod
     def of(cls, world: World) -> Group:
-        made: list[Group] = world.keep(Group, list)  # alike on all ranks; when each is free is not
-        own = [number for number, each in enumerate(made) if each.is_free]
-        common = set.intersection(*map(set, world.comm.allgather_json(own)))
-        if not common:
-            made.append(cls(world, world.comm.duplicate(), world.node_comm.duplicate()))
-        group = made[min(common, default=-1)]
-        group.is_free = False
-        return group
+        return cls(world, world.comm.duplicate(), world.node_comm.duplicate())
 
-    def give_back(self) -> None:
-        """Nothing is under way on this rank any more."""
-        self.is_free = not self.is_torn
+    def keep(self) -> None:
+        """Keep the communicators as long as the world, since this rank has left a save that others may still be in.
+
+        What they send it would otherwise be taken for messages of the next communicator of the same number.
+        """
+        torn: list[Group] = self.world.keep(Group, list)
+        torn.append(self)
 
 
 def by_rank(folder: Path, pieces: Sequence[Piece], group: Group, compression: str | None = None) -> Written:

@@ -6,7 +6,6 @@ import atexit
 import math
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 
 from ..comm import World, init
 from ..comm.agreement import Outcome, on_every_rank, on_rank_0, require_same, told_to_all
+from ..comm.weak_methods import WeakMethods
 from ..comm.world import require_world
 from ..engine import Engine
 from ..errors import ConfigError, DataError, HpcdpError, UnsupportedError
@@ -96,7 +96,7 @@ class Manager:
         self._lock: WriterLock | None = None
         self._engine = Engine(lanes=(_SAVES, _REMOVALS))
         self._saving: Saving | None = None
-        self._is_registered = self._is_claimed = self._is_closed = self._is_left = self._is_released = False
+        self._is_registered = self._is_claimed = self._is_closed = self._is_left = False
         self._staging = Staging()
         self.world.endings.add(self._let_end)
 
@@ -140,10 +140,7 @@ class Manager:
     def _release(self, timeout_s: float | None = None) -> None:
         if timeout_s is None:
             self._engine.waitall()
-        was_over, is_over, self._saving = self.over, self._engine.shutdown(timeout_s), None
-        if was_over and not self._is_released:
-            self._is_released = True
-            self._group.give_back()
+        is_over, self._saving = self._engine.shutdown(timeout_s), None
         if self._lock is not None and is_over:  # else another job would clean the folder where this one still writes
             self._lock.release()
             self._lock = None
@@ -274,7 +271,9 @@ class Manager:
         if not self._is_registered:
             import h5py  # type: ignore[import-untyped]  # noqa: F401
 
-            atexit.register(_let_end, weakref.ref(self))
+            if not _let_end:
+                atexit.register(_let_all_end)
+            _let_end.add(self._let_end)
             self._is_registered = True
 
     def _agreed_header(
@@ -400,7 +399,10 @@ class Manager:
         return choosing.restore(self.path, self.world, self.steps() if step is None else step, into, strict, rename)
 
 
-def _let_end(own: Callable[[], Manager | None]) -> None:
-    manager = own()
-    if manager is not None:
-        manager._let_end()
+_let_end: WeakMethods[None] = WeakMethods()
+"""Of all managers that have saved behind the program."""
+
+
+def _let_all_end() -> None:
+    for end in reversed(_let_end.living()):
+        end()

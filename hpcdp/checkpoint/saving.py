@@ -69,7 +69,8 @@ class Saving:
             self._run()
         except BaseException as error:
             self.error = error
-            self._group.is_torn |= not isinstance(error, HpcdpError)
+            if not isinstance(error, HpcdpError):
+                self._group.keep()
         finally:
             self._over.set()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -202,8 +203,9 @@ class Progress:
         self._turn = threading.RLock()
         """Of who lets `_active` progress: worlds may be used by different threads."""
         self._round = 0
-        self._all: list[Progress] = world.common.setdefault(Progress, [])
-        self._all.append(self)
+        self._all: list[weakref.ref[Progress]] = world.common.setdefault(Progress, [])
+        self._all[:] = [each for each in self._all if each() is not None]
+        self._all.append(weakref.ref(self))
         world.under_way.add(self.finish)
 
     @classmethod
@@ -266,9 +268,10 @@ class Progress:
     def _go_on(self) -> bool:
         """Give every machine a turn, also those of other worlds; whether all of this one's have ended."""
         for each in self._all:
-            if each._active.running and each._turn.acquire(blocking=False):
+            progress = each()
+            if progress is not None and progress._active.running and progress._turn.acquire(blocking=False):
                 try:
-                    each._active.test()
+                    progress._active.test()
                 finally:
-                    each._turn.release()
+                    progress._turn.release()
         return not self._active.running

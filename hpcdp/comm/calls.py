@@ -12,6 +12,7 @@ a partner beyond p 1 more, and its partner 1 in all.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -375,11 +376,13 @@ _EXCHANGE = Call("exchange", "exchange of all ranks, as in the making of a Train
 
 def compare_exchanges(world: World) -> None:
     """Compare what all ranks of ``world`` tell each other by ``allgather_json`` with collective calls of others."""
-    exchange = world.comm.allgather_json
+    exchange = type(world.comm).allgather_json.__get__(weakref.proxy(world.comm))
+    ours = weakref.ref(world)  # a communicator that held its world would be given back only by the collector of cycles
 
     def compared(value: Any) -> list[Any]:
-        world.settle()
-        Calls.of(world).agree(_EXCHANGE)
+        if (alive := ours()) is not None:
+            alive.settle()
+            Calls.of(alive).agree(_EXCHANGE)
         return exchange(value)
 
     world.comm.allgather_json = compared  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _OUTLIVES_RANKS = "OMPI_MCA_mpi_ft_enable"
 """What that mpirun sets."""
+_PID = os.getpid()
 _LOOKS, _NAP_S = 50, 0.01
 _OF_HYDRA, _HEARD_S = "PMI_RANK", 0.2
 """MPICH's mpirun ends at once and drops what a rank on another host has just written, such as why it ends the job."""
@@ -23,7 +24,9 @@ def outlives_ranks() -> bool:
 
 
 def end_job(comm_world: MPI.Intracomm, code: int) -> None:
-    """End all processes of the job, which has this status then."""
+    """End all processes of the job, which has this status then; of a child made by fork, this process alone."""
+    if os.getpid() != _PID:
+        os._exit(code)
     for _ in range(_LOOKS if outlives_ranks() else 0):
         with contextlib.suppress(Exception):  # by which it takes in who has died
             comm_world.Iprobe()

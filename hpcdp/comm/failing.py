@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -35,6 +36,7 @@ def abort_when_one_fails(comm_world: MPI.Intracomm, workers: int) -> Callable[[]
     name = name_of(comm_world.rank, workers)
     earlier, earlier_of_threads = sys.excepthook, threading.excepthook
     is_reported = False
+    process = os.getpid()  # a child made by fork has these hooks, too, and must not use MPI
 
     def report(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> int:
         """Report the exception, and return the status of the job."""
@@ -52,6 +54,9 @@ def abort_when_one_fails(comm_world: MPI.Intracomm, workers: int) -> Callable[[]
         return 1
 
     def abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != process:
+            earlier(kind, error, trace)
+            return
         status = report(kind, error, trace)
         if earlier is not sys.__excepthook__ and status == 1:
             with contextlib.suppress(BaseException):  # of a hook that fails: the job ends all the same
@@ -60,6 +65,9 @@ def abort_when_one_fails(comm_world: MPI.Intracomm, workers: int) -> Callable[[]
 
     def abort_from_thread(args: threading.ExceptHookArgs) -> None:
         if issubclass(args.exc_type, SystemExit):  # which ends the thread alone
+            return
+        if os.getpid() != process:
+            earlier_of_threads(args)
             return
         status = report(args.exc_type, args.exc_value, args.exc_traceback)
         if earlier_of_threads is not threading.__excepthook__ and status == 1:
@@ -71,7 +79,7 @@ def abort_when_one_fails(comm_world: MPI.Intracomm, workers: int) -> Callable[[]
         error, trace = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
         # Others set them as well, such as pytest and IPython, of an exception that no outermost frame has raised.
         is_uncaught = trace is not None and trace.tb_frame.f_back is None and not hasattr(sys, "ps1")
-        if is_uncaught and isinstance(error, BaseException) and not is_reported:
+        if is_uncaught and isinstance(error, BaseException) and not is_reported and os.getpid() == process:
             end_job(comm_world, report(type(error), error, trace))
 
     sys.excepthook = abort

@@ -7,7 +7,9 @@ waits for the others, which may have much to write; if they wait for it, in a co
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -54,3 +56,21 @@ def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
 
     atexit.register(leave)  # before what a world registers, and so called after that; engines end later still
     MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=leave), None)  # see `starting`
+
+
+def leave_as_child() -> None:
+    """In a child of a rank made by fork: end it without what the rank has registered for its end, and without MPI.
+
+    MPI_Finalize in the child would wait for the other ranks on the connections of its rank.
+    """
+
+    def leave() -> None:
+        if "logging" in sys.modules:
+            sys.modules["logging"].shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or replaced
+                stream.flush()
+        os._exit(exits.status() or int(hasattr(sys, "last_value")))
+
+    exits.note()
+    atexit.register(leave)  # the first to be called of those that are there by now

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Set
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,8 +30,17 @@ ranks outnumber cores a turn may take milliseconds."""
 _SPIN_S, _NAP_S = 1e-3, 2e-3
 """Of ranks that agree on something: how long one spins for the others, and the longest of the naps that follow."""
 
+_BY_TREE_NBYTES = 1 << 20
+"""So much of all ranks is gathered by sums along a tree; more would be sent as often as it has levels."""
+
+_MOST_UNUSED = 64
+"""Communicators made of one, until garbage is collected to see which of them nobody holds any more."""
+
 _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
 _DEATHS = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING
+
+_PID = os.getpid()
+"""Of the rank; a child made by fork has the same requests."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -103,6 +114,11 @@ class MpiReceive:
         while not self.test():
             os.sched_yield()
 
+    def cancel(self) -> None:
+        if os.getpid() == _PID and not MPI.Is_finalized() and self._request != MPI.REQUEST_NULL:
+            self._request.Cancel()
+            self._request.Wait()
+
     def _look(self) -> None:
         status = MPI.Status()
         found = self._comm.Iprobe(self._source, MPI.ANY_TAG, status)
@@ -126,15 +142,59 @@ class Pieces:
             request.wait()
 
 
+class _Lease:
+    """An MPI communicator or window, and what was made of it, until no Python object of this rank holds it.
+
+    It is freed by `MpiCommunicator.release`, together with all of its ranks.
+    """
+
+    __slots__ = ("holder", "made", "resource", "unused_limit")
+
+    def __init__(self, resource: MPI.Comm | MPI.Win, holder: object) -> None:
+        self.resource = resource
+        self.holder = weakref.ref(holder) if holder is not None else None
+        """The object that holds the resource; what was made of the resource holds this object."""
+        self.made: list[_Lease] = []
+        """In the same order on all ranks, since all make them together."""
+        self.unused_limit = _MOST_UNUSED
+
+    @property
+    def is_unused(self) -> bool:
+        return self.holder is None or self.holder() is None
+
+    def free(self) -> None:
+        for each in self.made:
+            each.free()
+        if self.resource not in (MPI.COMM_NULL, MPI.WIN_NULL):
+            self.resource.Free()
+
+
+class _WindowMemory:
+    """The memory of an MPI window, as NumPy takes it; keeps the communicator of its ranks alive."""
+
+    def __init__(self, window: MPI.Win, holder: MpiCommunicator) -> None:
+        self._holder = holder
+        memory: Any = window.Shared_query(0)[0]
+        self._block = np.frombuffer(memory, np.uint8)
+        self.__array_interface__ = self._block.__array_interface__
+
+
 class MpiCommunicator:
     """The ranks of an MPI communicator (see `Communicator`).
 
+    MPI libraries have a limited number of communicators (MPICH: 2048), and freeing one takes all of its ranks, which
+    drop their last reference at different times. So each communicator lists those made of it, and when another one is
+    made, its ranks compare which of them none of them holds any more, and free those.
+
     Args:
         comm: an intra-communicator that nothing else uses.
+        source: the one that it was made of.
     """
 
-    def __init__(self, comm: MPI.Comm) -> None:
+    def __init__(self, comm: MPI.Intracomm, source: MpiCommunicator | None = None) -> None:
         self.mpi = comm
+        self._source = source
+        self._lease = _Lease(comm, self)
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.users: set[int] = set()
@@ -157,6 +217,10 @@ class MpiCommunicator:
 
     def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> Request:
         return MpiRequest(self.mpi.Irecv([x, MPI.BYTE], source, tag), x)
+
+    def cancel(self, received: Request) -> None:
+        if isinstance(received, MpiReceive):
+            received.cancel()
 
     def takes_note(self, error: Exception) -> bool:
         if not isinstance(error, MPI.Exception) or error.Get_error_class() not in _DEATHS:
@@ -259,16 +323,102 @@ class MpiCommunicator:
             self.mpi.Bcast(piece, root)
 
     def duplicate(self) -> MpiCommunicator:
-        return MpiCommunicator(self.mpi.Dup())
+        self.release()
+        return self._made(self.mpi.Dup())
+
+    def split(self, color: int | None) -> MpiCommunicator | None:
+        """The ranks that pass the same ``color``, in their order here; None for None. Every rank must call."""
+        self.release()
+        made = self.mpi.Split(MPI.UNDEFINED if color is None else color, self.rank)
+        if made == MPI.COMM_NULL:
+            self._lease.made.append(_Lease(made, None))
+            return None
+        return self._made(made)
+
+    def split_by_machine(self) -> MpiCommunicator:
+        """The ranks of this machine, in their order here; every rank must call."""
+        self.release()
+        return self._made(self.mpi.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
+
+    def _made(self, comm: Any) -> MpiCommunicator:
+        made = MpiCommunicator(comm, self)
+        self._lease.made.append(made._lease)
+        return made
+
+    def window(self, nbytes: int) -> np.ndarray:
+        """``nbytes`` zeroed bytes of an MPI window, shared by these ranks, which have one machine; all must call."""
+        self.release()
+        window = MPI.Win.Allocate_shared(nbytes if self.rank == 0 else 0, 1, comm=self.mpi)
+        memory = _WindowMemory(window, self)
+        self._lease.made.append(_Lease(window, memory))
+        block = np.asarray(memory)
+        if self.rank == 0:
+            block[:] = 0
+        self.barrier()
+        return block
+
+    def release(self) -> None:
+        """Free what was made of this communicator and no rank holds any more; every rank must call.
+
+        A rank that keeps its reference keeps the communicator on all ranks, and nobody waits for it.
+        """
+        lease, made = self._lease, self._lease.made
+        if not made:
+            return
+        if len(made) >= lease.unused_limit:  # alike on all ranks
+            gc.collect()  # objects that refer to each other, such as what an exception has seen, live until then
+        unused = np.array([each.is_unused for each in made], np.uint8)
+        _doze(self.mpi.Iallreduce(MPI.IN_PLACE, unused, MPI.MIN))
+        lease.made = [each for each, free in zip(made, unused, strict=True) if not free]
+        lease.unused_limit = max(_MOST_UNUSED, 2 * len(lease.made))
+        for each, free in zip(made, unused, strict=True):
+            if free:
+                each.free()
 
     def allgather_json(self, value: Any) -> list[Any]:
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        lengths = np.empty(self.size, np.int64)
-        _doze(self.mpi.Iallgather(np.array([text.size], np.int64), lengths))
-        gathered = np.empty(int(lengths.sum()), np.uint8)
-        _doze(self.mpi.Iallgatherv(text, [gathered, lengths]))
+        lengths = np.zeros(self.size, np.int64)
+        lengths[self.rank] = text.size
+        _doze(self.mpi.Iallreduce(MPI.IN_PLACE, lengths, MPI.SUM))
         ends = np.cumsum(lengths)
+        gathered = np.zeros(int(ends[-1]), np.uint8)
+        gathered[ends[self.rank] - text.size : ends[self.rank]] = text
+        # Along a tree, where Open MPI's Iallgather connects each rank to every other one, with a descriptor for each.
+        if gathered.size <= _BY_TREE_NBYTES:
+            _doze(self.mpi.Iallreduce(MPI.IN_PLACE, gathered, MPI.SUM))
+        else:
+            self.mpi.Allgatherv(MPI.IN_PLACE, [gathered, lengths])  # all are here
         return [json.loads(gathered[end - n : end].tobytes()) for n, end in zip(lengths, ends, strict=True)]
+
+    def broadcast_json(self, value: Any) -> Any:
+        """Return rank 0's ``value`` (what JSON can carry); every rank must call."""
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        length = np.array([text.size], np.int64)
+        _doze(self.mpi.Ibcast(length, 0))
+        text = text.copy() if self.rank == 0 else np.empty(int(length[0]), np.uint8)
+        _doze(self.mpi.Ibcast(text, 0))
+        return json.loads(text.tobytes())
+
+    def largest(self, *numbers: int) -> list[int]:
+        """Return the maximum over all ranks of each number; every rank must call."""
+        found = np.array(numbers, np.int64)
+        _doze(self.mpi.Iallreduce(MPI.IN_PLACE, found, MPI.MAX))
+        return found.tolist()  # type: ignore[no-any-return]
+
+    def count_before(self, counts: bool) -> tuple[int, int]:
+        """Return how many ranks before this one count, and how many of all ranks; every rank must call."""
+        before, total = np.zeros(1, np.int64), np.array([counts], np.int64)
+        _doze(self.mpi.Iexscan(np.array([counts], np.int64), before, MPI.SUM))
+        _doze(self.mpi.Iallreduce(MPI.IN_PLACE, total, MPI.SUM))
+        return int(before[0]) if self.rank > 0 else 0, int(total[0])  # MPI leaves rank 0's undefined
+
+    def give_up(self, refused: Any) -> None:
+        """In a child made by fork: let ``refused`` take the place of MPI, also in what was made of this one."""
+        self.mpi = refused
+        for each in self._lease.made:
+            made = None if each.holder is None else each.holder()
+            if isinstance(made, MpiCommunicator):
+                made.give_up(refused)
 
     def abort(self, code: int) -> None:
         end_job(MPI.COMM_WORLD, code)  # of a part of the job, a library may end that part alone

@@ -7,6 +7,7 @@ one rank to another, each has a receive of its own, and each fits in any library
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -52,11 +53,12 @@ class RollCall:
         """Of each rank that has left, and has told this one: how many calls it has begun."""
         self._comm = comm
         self._incoming, self._outgoing = blocks = np.zeros((2, 2, comm.size), _MESSAGE)
-        # A question may come while MPI_Finalize waits for the others, when Python has freed all that it could.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(blocks))
         self._sent: dict[tuple[int, int], Request] = {}
         self._asked: dict[int, Request] = {}
         self._questions = {rank: self._receive(_QUESTION, rank) for rank in others}
+        # A question may come while MPI_Finalize waits for the others, when Python has freed all that it could.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(blocks))
+        weakref.finalize(self, _cancel, comm, self._questions, self._asked, blocks).atexit = False
 
     def ask(self, ranks: Iterable[int], calls: int, call: str) -> set[int]:
         """Ask ``ranks`` how far they are, this one being in its call number ``calls``; those that can be asked.
@@ -124,3 +126,10 @@ class RollCall:
         except Exception as error:  # the library's: the other one is gone, and will be missed
             self._comm.takes_note(error)
             return False
+
+
+def _cancel(comm: Communicator, questions: dict[int, Request], asked: dict[int, Request], blocks: np.ndarray) -> None:
+    """Receive no more, for a world that ends before the program: its communicator could not be freed."""
+    for each in (*questions.values(), *asked.values()):
+        comm.cancel(each)
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(blocks))

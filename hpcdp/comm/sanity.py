@@ -1,4 +1,4 @@
-"""Jobs that fell apart at launch: N worlds of one where one world of N was meant."""
+"""Jobs that cannot work as they were started, such as N worlds of one where one world of N was meant."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from ..errors import LaunchError, to_stderr
 
+_OPEN_FILES = 18
+"""Of a rank that is connected to nobody, in MPI_Init of Open MPI 5; MPICH has fewer."""
 _OWN_VARIABLE = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "MPICH": "PMI_SIZE"}
 _LAUNCHER = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
@@ -83,4 +85,19 @@ def warn_of_foreign_launcher(library: str, environ: Mapping[str, str]) -> None:
         to_stderr(
             "hpcdp: Open MPI's mpirun has started a program that uses MPICH, which may not start under it; "
             "use the mpirun of MPICH: `hpcdp launch` finds it, `hpcdp doctor` shows which is first on PATH",
+        )
+
+
+def warn_of_few_descriptors(ranks: int, limit: int) -> None:
+    """Say one line where a rank may open fewer files than MPI is about to: libraries end without a word then.
+
+    Args:
+        ranks: of the job; each is connected to those next to it in some trees.
+        limit: the number of files that this process may open.
+    """
+    needed = _OPEN_FILES + 2 * max(1, ranks - 1).bit_length()
+    if limit < needed:
+        to_stderr(
+            f"hpcdp: this rank may open {limit} files (ulimit -n), and needs some {needed} among {ranks} ranks: MPI "
+            "may end without a word; raise the limit"
         )

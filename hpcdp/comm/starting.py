@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import faulthandler
 import os
+import resource
 import socket
 import threading
 import warnings
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ConfigError, LaunchError
-from ..launched import is_launched
+from ..launched import is_launched, launched_ranks, speaks
 from ..listening import kept_to_interface
 from ..replica import enter_replica
-from . import backing_files
+from . import backing_files, leaving, started_by_rank
 from .calls import compare_exchanges
 from .communicator import Communicator
 from .cores import cores_of, share_cores
@@ -27,22 +28,21 @@ from .ending import outlives_ranks
 from .failing import abort_when_one_fails
 from .leaving import wait_for_all_to_leave
 from .meeting import meet
+from .refused import Refused
 from .roles import count_workers
-from .sanity import refuse_lonely_world, warn_of_foreign_launcher
+from .sanity import refuse_lonely_world, warn_of_few_descriptors, warn_of_foreign_launcher
 from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
 from .watchdog import Watchdog, limits_s
 from .world import World
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from .mpi import MpiCommunicator
 
 SHARED_MEMORY = ("auto", "memfd", "window", "none")
 """The valid values of ``HPCDP_SHARED_MEMORY``."""
 
-_KNOWN_FROM_THE_START = "1024"
-"""In worlds of fewer ranks Open MPI tells each of all others before any of them sends."""
+_KNOWN_FROM_THE_START = str(2**31 - 1)
+"""In worlds of fewer ranks Open MPI tells each of all others before any of them sends; a peer takes below 2 KB."""
 
 _SECURITY_MODES = "PMIX_SECURITY_MODE"
 """Where the server of PMIx says how a rank may prove who it is; ``native`` is by the user that its process has."""
@@ -57,7 +57,10 @@ _init_lock = threading.Lock()
 def init(ranks_per_node: int | None = None) -> World:
     """The world of this process; starts MPI at the first call, later calls return the same world.
 
-    Every rank must call. A rank that fails alone from then on prints its traceback and aborts the job. Servers, if
+    Every rank must call. A rank that fails alone from then on prints its traceback and aborts the job. In a process
+    that `multiprocessing` has started, or a child made by fork, it starts no MPI: the world has the numbers of the rank
+    that has started it, and raises `UnsupportedError` where ranks would communicate. A program that a rank runs
+    (`subprocess`) is a world of one. Servers, if
     there are some (`hpcdp.kvstore.serve`), are counted in no number of this world, but in those of its `World.whole`.
     BLAS that is loaded by now gets the cores divided by the ranks of this machine that share them, see `cores`.
 
@@ -72,9 +75,13 @@ def init(ranks_per_node: int | None = None) -> World:
     global _world
     with _init_lock:
         if _world is None:
-            _world = _start(_virtual_node_size(ranks_per_node), serves=False)
+            size = _virtual_node_size(ranks_per_node)
+            _world = started_by_rank.world_here()
+            if _world is None:
+                _world = _start(size, serves=False)
+                _end_before_mpi(_world)
+                started_by_rank.note(_world)
             enter_replica(_world.rank)
-            _end_before_mpi(_world)
         elif ranks_per_node is not None and ranks_per_node != _world.kept.get("ranks_per_node"):
             raise ConfigError("init", where="ranks_per_node", expected="what the first call said", got=ranks_per_node)
         return _world
@@ -97,7 +104,24 @@ def init_server() -> World:
     with _init_lock:
         if _world is None:
             _world = _start(_virtual_node_size(None), serves=True)
+            started_by_rank.note(_world)
         return _world
+
+
+def _after_fork() -> None:
+    """In a child made by fork: what communicates is refused, and nothing is ended that is the rank's to end."""
+    if _world is None:
+        return
+    leaving.leave_as_child()
+    atexit.unregister(_world.finish)
+    for each in _all_of(_world):
+        comm: Any = each.comm
+        started_by_rank.become_child(each)
+        if each.size > 1 and not isinstance(comm, Refused):
+            comm.give_up(each.comm)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _end_before_mpi(world: World) -> None:
@@ -140,11 +164,11 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
     from .mpi import MpiCommunicator
 
     meet()
-    everyone = MPI.COMM_WORLD.Dup()
+    everyone = MpiCommunicator(MPI.COMM_WORLD.Dup())
     if everyone.size == 1:
-        backing_files.remove(MpiCommunicator(everyone))
+        backing_files.remove(everyone)
     refuse_lonely_world(MPI.get_vendor()[0], everyone.size, os.environ)
-    workers = count_workers(MpiCommunicator(everyone).allgather_json(serves))
+    workers = _count_workers(everyone, serves)
     abort_at_end = abort_when_one_fails(MPI.COMM_WORLD, workers) if everyone.size > 1 else None
     if everyone.size > 1:
         wait_for_all_to_leave(MPI.COMM_WORLD, workers)
@@ -152,68 +176,71 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
         world = _world_of(everyone, ranks_per_node)
     else:
         world = _world_of(everyone, ranks_per_node, num_servers=everyone.size - workers)
-        of_role = everyone.Split(MPI.UNDEFINED if serves else 0, everyone.rank)
-        world = world if serves else _world_of(of_role, ranks_per_node, whole=world)
+        of_role = everyone.split(None if serves else 0)
+        world = world if of_role is None else _world_of(of_role, ranks_per_node, whole=world)
     atexit.register(world.finish)
     if abort_at_end is not None:
         atexit.register(abort_at_end)  # called before `finish`, which waits for other ranks
     return world
 
 
+def _count_workers(everyone: MpiCommunicator, serves: bool) -> int:
+    """`count_workers`, without a list of all processes unless it is to be refused."""
+    server, worker = everyone.rank if serves else everyone.size, -1 if serves else everyone.rank
+    first_server, last_worker = everyone.largest(-server, worker)
+    if -first_server == last_worker + 1 > 0:
+        return last_worker + 1
+    return count_workers(everyone.allgather_json(serves))
+
+
 def _world_of(
-    everyone: MPI.Intracomm, ranks_per_node: int | None, within: tuple[int, int] | None = None, **roles: Any
+    comm: MpiCommunicator, ranks_per_node: int | None, within: tuple[int, int] | None = None, **fields: Any
 ) -> World:
-    """The world of a communicator's ranks, all of which must call; ``roles`` are fields of `World`.
+    """Return the world of a communicator's ranks, all of which must call; ``fields`` are further ones of `World`.
 
     ``within`` is this rank's node in the world that these ranks are split from, and its `World.place`.
     """
     from mpi4py import MPI
 
-    from .mpi import MpiCommunicator
-
-    comm = MpiCommunicator(everyone)
     mine = [ranks_per_node, os.environ.get("HPCDP_SHARED_MEMORY", "auto"), limits_s()]
-    ranks_per_node, sharing, limits = comm.allgather_json(mine)[0]
+    ranks_per_node, sharing, limits = comm.broadcast_json(mine)
     if within is None:
-        machine = everyone.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+        machine = comm.split_by_machine()
         place = machine.rank
-        if everyone.size > 1:
-            backing_files.remove(MpiCommunicator(machine))
-        node = machine if ranks_per_node is None else machine.Split(machine.rank // ranks_per_node, machine.rank)
+        if comm.size > 1:
+            backing_files.remove(machine)
+        node_comm = machine if ranks_per_node is None else machine.split(machine.rank // ranks_per_node)
     else:
         number, place = within
-        node = everyone.Split(number, comm.rank)
-    node_comm = MpiCommunicator(node)
-    leaders = [member[0] for member in comm.allgather_json(node_comm.allgather_json(comm.rank))]
-    nodes = sorted(set(leaders))
+        node_comm = comm.split(number)
+    assert node_comm is not None
+    number, num_nodes = comm.count_before(node_comm.rank == 0)
+    number = node_comm.broadcast_json(number)
     cores = cores_of(node_comm)
-    if within is None and not roles.get("num_servers"):  # once, and servers do not compute
-        share_cores(MpiCommunicator(machine))
-    memory = _share_memory(MPI, comm, node_comm, sharing, cores)
-    num_rails = min(comm.allgather_json(memory.size))
-    color = memory.rank if memory.rank < num_rails else MPI.UNDEFINED
-    rail = everyone.Split(color, comm.rank)
-    number = nodes.index(leaders[comm.rank])
-    divide = None if roles.get("num_servers") else partial(_part_of, everyone, ranks_per_node, (number, place))
+    if within is None and not fields.get("num_servers"):  # once, and servers do not compute
+        share_cores(machine)
+    memory = _share_memory(comm, node_comm, sharing, cores)
+    num_rails = -comm.largest(-memory.size)[0]
+    divide = None if fields.get("num_servers") else partial(_part_of, comm, ranks_per_node, (number, place))
     world = World(
         rank=comm.rank,
         size=comm.size,
         local_rank=node_comm.rank,
         local_size=node_comm.size,
         node=number,
-        num_nodes=len(nodes),
+        num_nodes=num_nodes,
         num_rails=num_rails,
         comm=comm,
         call_comm=comm.duplicate(),
         node_comm=node_comm,
-        rail_comm=None if rail == MPI.COMM_NULL else MpiCommunicator(rail),
+        rail_comm=comm.split(memory.rank if memory.rank < num_rails else None),
         node_memory=memory,
         library=MPI.Get_library_version().partition(",")[0].strip().splitlines()[0],
         cores=cores,
         concurrent=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
         place=place,
         divide=divide,
-        **roles,
+        **fields,
         kept={"ranks_per_node": ranks_per_node},
     )
     compare_exchanges(world)
@@ -221,12 +248,16 @@ def _world_of(
     return world
 
 
-def _part_of(everyone: MPI.Intracomm, ranks_per_node: int | None, within: tuple[int, int], color: int) -> World:
-    members: Any = everyone.Split(color, everyone.rank)
-    return _world_of(members, ranks_per_node, within)
+def _part_of(
+    comm: MpiCommunicator, ranks_per_node: int | None, within: tuple[int, int], color: int, **fields: Any
+) -> World:
+    members = comm.split(color)
+    assert members is not None
+    return _world_of(members, ranks_per_node, within, **fields)
 
 
 def _load_mpi() -> Any:
+    started_by_rank.forget_launcher()
     # A process without a launcher has no peers; Open MPI would look for fabrics for a second, and sm leave 16 MB in
     # /dev/shm where a signal ends the process.
     if not is_launched():
@@ -254,6 +285,8 @@ def _load_mpi() -> Any:
         ) from error
     if not MPI.Is_initialized():
         warn_of_foreign_launcher(MPI.get_vendor()[0], os.environ)
+        if (ranks := launched_ranks()) is not None and speaks():
+            warn_of_few_descriptors(ranks, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         _init_mpi_with_all_ranks(MPI)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE and MPI.COMM_WORLD.rank == 0:
         warnings.warn(
@@ -289,26 +322,22 @@ def _listening() -> contextlib.AbstractContextManager[None]:
     return kept_to_interface(interface)
 
 
-def _share_memory(MPI: Any, comm: MpiCommunicator, node_comm: MpiCommunicator, sharing: str, cores: int) -> NodeMemory:
+def _share_memory(comm: MpiCommunicator, node_comm: MpiCommunicator, sharing: str, cores: int) -> NodeMemory:
+    from mpi4py import MPI
+
     if sharing not in SHARED_MEMORY:
         raise ConfigError("init", where="HPCDP_SHARED_MEMORY", expected=" or ".join(SHARED_MEMORY), got=repr(sharing))
-    windows: list[MPI.Win] = []  # a window's memory goes with it: keep them for the life of the world
 
-    def window(node: Communicator, nbytes: int) -> Any:
+    def window(node: Communicator, nbytes: int) -> np.ndarray:
         assert node is node_comm
-        windows.append(MPI.Win.Allocate_shared(nbytes if node.rank == 0 else 0, 1, comm=node_comm.mpi))
-        block = np.frombuffer(windows[-1].Shared_query(0)[0], np.uint8)
-        if node.rank == 0:
-            block[:] = 0
-        node.barrier()
-        return block
+        return node_comm.window(nbytes)
 
     def usable(allocate: Callable[[Communicator, int], Any]) -> bool:
         try:
-            mine = allocate(node_comm, 64) is not None
+            fails = allocate(node_comm, 64) is None
         except MPI.Exception:
-            mine = False
-        return all(comm.allgather_json(mine))
+            fails = True
+        return comm.largest(fails) == [0]
 
     for name, allocate in (("memfd", memfd), ("window", window)):
         if sharing in ("auto", name) and usable(allocate):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ import numpy as np
 from ..errors import ConfigError, MismatchError, WorldAborted
 from ..replica import enter_replica_of_thread
 from .calls import compare_exchanges
-from .communicator import Traffic, disagree, disagreement, split
+from .communicator import Request, Traffic, disagree, disagreement, split
 from .reductions import reduce_in_order, resolve
 from .roles import name_of
 from .shared import patience_for
@@ -31,12 +32,14 @@ class _Job:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.failed: str | None = None
-        self._conditions: list[threading.Condition] = []
+        self._conditions: weakref.WeakSet[threading.Condition] = weakref.WeakSet()
 
     def condition(self) -> threading.Condition:
         """One more under the lock; whoever waits for it is released when a rank fails."""
-        self._conditions.append(threading.Condition(self.lock))
-        return self._conditions[-1]
+        made = threading.Condition(self.lock)
+        with self.lock:
+            self._conditions.add(made)
+        return made
 
     def wait_for(self, ready: Callable[[], bool], condition: threading.Condition) -> None:
         condition.wait_for(lambda: self.failed is not None or ready())
@@ -52,7 +55,7 @@ class _Job:
     def fail(self, reason: str) -> None:
         with self.lock:
             self.failed = self.failed or reason
-            for condition in self._conditions:
+            for condition in tuple(self._conditions):
                 condition.notify_all()
 
 
@@ -182,6 +185,9 @@ class ThreadCommunicator:
 
     def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> _Receive:
         return _Receive(self._group, (source, self.rank, tag), x, exact=False)
+
+    def cancel(self, received: Request) -> None:
+        """A message that comes stays where it is."""
 
     def takes_note(self, error: Exception) -> bool:
         return False
@@ -315,6 +321,11 @@ def run(
     return results[:n]
 
 
+def alone() -> World:
+    """Return the world of one rank, this process, which communicates with nobody."""
+    return _worlds(_Job(), [1])[0]
+
+
 def _node_sizes(n: int, ranks_per_node: int | Sequence[int] | None) -> list[int]:
     if isinstance(ranks_per_node, Sequence):
         sizes = list(ranks_per_node)
@@ -328,7 +339,10 @@ def _node_sizes(n: int, ranks_per_node: int | Sequence[int] | None) -> list[int]
     return sizes
 
 
-def _worlds(job: _Job, sizes: list[int], places_on_machine: Sequence[int] | None = None) -> list[World]:
+def _worlds(
+    job: _Job, sizes: list[int], places_on_machine: Sequence[int] | None = None, fields: Sequence[dict[str, Any]] = ()
+) -> list[World]:
+    """The worlds of all ranks; ``fields`` are further ones of `World`, for each rank."""
     n = sum(sizes)
     if places_on_machine is None:
         places_on_machine = range(n)
@@ -359,17 +373,20 @@ def _worlds(job: _Job, sizes: list[int], places_on_machine: Sequence[int] | None
                 cores=cores,
                 place=places_on_machine[rank],
                 divide=partial(_part_of, job, comm, node, places_on_machine[rank]),
+                **(fields[rank] if fields else {}),
             )
         )
         compare_exchanges(worlds[-1])
     return worlds
 
 
-def _part_of(job: _Job, comm: ThreadCommunicator, node: int, place: int, color: int) -> World:
+def _part_of(job: _Job, comm: ThreadCommunicator, node: int, place: int, color: int, **fields: Any) -> World:
     """This rank's world among those that pass the same color; the first of these makes it for all."""
-    members = {rank: met[1:] for rank, met in enumerate(comm.meet((color, node, place))) if met[0] == color}
-    sizes = [*Counter(node for node, _ in members.values()).values()]
-    places, first = [place for _, place in members.values()], min(members)
-    made = comm.meet(_worlds(job, sizes, places) if comm.rank == first else None)[first]
+    met = comm.meet((color, node, place, fields))
+    members = {rank: found[1:] for rank, found in enumerate(met) if found[0] == color}
+    sizes = [*Counter(node for node, *_ in members.values()).values()]
+    places, theirs = [place for _, place, _ in members.values()], [each for *_, each in members.values()]
+    first = min(members)
+    made = comm.meet(_worlds(job, sizes, places, theirs) if comm.rank == first else None)[first]
     assert made is not None
     return made[list(members).index(comm.rank)]

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -44,9 +45,13 @@ _SHORTEST_LIMIT_S = 0.1
 _ANSWER_S = 1.0
 """How long an answer may take, beside the time until the other watchdog looks."""
 _NAP_S = 0.01
+_EXCHANGE = "an exchange of all ranks"
 _LATE, _GONE, _LEFT = "has not come", "is gone", "has left the program"
 _STDERR = 2
 """The descriptor, since `sys.stderr` may be a buffer that is lost with the process."""
+_CLOSED = "has closed this world"
+_CLOSES = -(1 << 40)
+"""Below this minus its calls is what a rank leaves in the node's memory that has closed the world."""
 _SHOW_STACKS = signal.SIGRTMIN + 9
 """At this signal a rank writes where its main thread is, even where an extension holds the interpreter."""
 
@@ -89,20 +94,29 @@ class Watchdog:
         """How many calls this rank has begun."""
         self.asked: Asked | None = None
         """What this rank asks for in vain now and then, between other things."""
-        self._world, self._stall_s, self._timeout_s = world, stall_s, timeout_s
+        self._comm, self._memory, self._world = world.comm, world.node_memory, weakref.ref(world)
+        self._stall_s, self._timeout_s = stall_s, timeout_s
         self._stream = stream
         self._look_s = min([_LONGEST_LOOK_S, *(limit / _LOOKS for limit in (stall_s, timeout_s) if limit > 0)])
+        self.due = time.monotonic() + self._look_s
+        """When to look again."""
+        self._looking = threading.RLock()
         self._ended = threading.Event()
         self._parent = os.getppid() if world.size > 1 else None
         """What has started this rank among others; one that is alone may outlive the shell of its user."""
-        self._thread = threading.Thread(target=self._watch, name="hpcdp-watchdog", daemon=True)
+        self._watched_call: tuple[Any, ...] | None = None
+        """What this rank was in at the last look."""
+        self._lasted, self._told = 0.0, False
+        self._gone_at: float | None = None
+        self._looked = time.monotonic()
+        self._patrol: Patrol | None = None
         if stall_s > 0 or timeout_s > 0:
-            self._meet(shows_stacks=stream is None and _show_stacks_when_asked())
-            self._thread.start()
-            atexit.register(self.end)  # before MPI_Finalize, during which no thread may be in MPI
+            self._meet(world, shows_stacks=stream is None and _show_stacks_when_asked())
+            self._patrol = Patrol.of(world)
+            self._patrol.add(self)
 
-    def _meet(self, shows_stacks: bool) -> None:
-        world, pid, host = self._world, os.getpid(), socket.gethostname()
+    def _meet(self, world: World, shows_stacks: bool) -> None:
+        pid, host = os.getpid(), socket.gethostname()
         mine = Member(world.rank, host, pid, look_at(pid)[1], shows_stacks)
         self._everyone = [Member(*each) for each in world.comm.allgather_json(mine)]
         self._visible = [each for each in self._everyone if each.host == host and each.state != "X"]
@@ -114,11 +128,13 @@ class Watchdog:
         """The number of the call after which this rank has shown its stack to the ranks of other nodes."""
         strangers = sorted(set(range(world.size)) - set(self._neighbours))
         self._roll = RollCall(world.comm.duplicate(), strangers) if world.concurrent and strangers else None
-        exchange = world.comm.allgather_json
+        exchange, own, comm = type(world.comm).allgather_json, weakref.ref(self), weakref.ref(world.comm)
 
         def watched(value: Any) -> list[Any]:
-            with contextlib.nullcontext() if self.call else self.watching("an exchange of all ranks"):
-                return exchange(value)
+            watchdog, communicator = own(), comm()
+            assert communicator is not None
+            with contextlib.nullcontext() if watchdog is None or watchdog.call else watchdog.watching(_EXCHANGE):
+                return exchange(communicator, value)
 
         # Whatever ranks agree on, they exchange so; it may be far from any other call, as when a Trainer is made.
         world.comm.allgather_json = watched  # type: ignore[method-assign]
@@ -159,60 +175,67 @@ class Watchdog:
         """``call`` has ended; others may have begun or ended meanwhile, in other threads."""
         self._open.pop(id(call), None)
 
-    def end(self) -> None:
-        """Watch no longer; this rank makes no more calls."""
+    def end(self, has_closed: bool = False) -> None:
+        """Watch no longer; this rank makes no more calls, since the program ends or it ``has_closed`` the world."""
+        if self._patrol is None or self._ended.is_set():
+            return
         self._ended.set()
-        atexit.unregister(self.end)
-        if self._thread.is_alive():
-            self._thread.join(_GRACE_S)  # no longer: it may be ending the job
-            self._seen[self._world.node_memory.rank] = -1 - self.calls
-            if self._roll is not None and not self._thread.is_alive():
+        has_stopped = self._looking.acquire(timeout=_GRACE_S)  # no longer: it may be ending the job
+        self._seen[self._memory.rank] = (_CLOSES if has_closed else -1) - self.calls
+        if has_stopped:
+            if self._roll is not None and not has_closed:
                 self._roll.leave(self.calls)
+            self._looking.release()
 
-    def _watch(self) -> None:
-        with contextlib.suppress(WorldAborted):  # there is nobody left to ask
-            self._look_again_and_again()
+    def look(self) -> bool:
+        """Look at what this rank is in, if it is time to; return whether to go on."""
+        if time.monotonic() < self.due:
+            return not self._ended.is_set()
+        with self._looking, contextlib.suppress(WorldAborted):  # there is nobody left to ask
+            if not self._ended.is_set() and self._look():
+                self.due = time.monotonic() + self._look_s
+                return True
+        self._ended.set()
+        return False
 
-    def _look_again_and_again(self) -> None:
-        call: tuple[Any, ...] | None = None
-        lasted, gone_at, told = 0.0, None, False
-        looked = time.monotonic()
-        while not self._ended.wait(self._look_s):
-            if self._parent not in (None, os.getppid()):
+    def _look(self) -> bool:
+        if self._parent not in (None, os.getppid()):
+            with contextlib.suppress(OSError):  # it may have read what is said
                 self._say("what has started the ranks is gone; this one ends now")
-                os._exit(1)  # there may be nobody left who would end the job
-            # While this process was stopped itself nobody kept it waiting.
-            lasted += min(time.monotonic() - looked, self._look_s + _LONGEST_LOOK_S)
-            looked = time.monotonic()
-            self._seen[self._world.node_memory.rank] = self.calls
-            self._answer()
-            now, asked = self._now(), self.asked
-            if asked is not None and now is asked.call:
-                lasted = asked.waited_s
-            if now is not call or call is None:
-                if told and call is not None:
-                    self._say(f"{_described(call)} has ended after {lasted:.1f} s, and the job goes on")
-                call, lasted, gone_at, told = now, 0.0, None, False
-                continue
-            gone = self._gone(call)
-            gone_at = None if not gone else lasted if gone_at is None else gone_at
-            if gone_at is not None and lasted - gone_at > _DEATH_S:
-                self._say(f"{_described(call)} cannot end: {self._listed(gone)}; the job ends now")
-                self._world.comm.abort(1)
-                return
-            if kernels.loading():
-                lasted = 0.0
-            elif 0 < self._timeout_s < lasted:
-                told = True
-                self._report(call, self._timeout_s, "the job ends now (HPCDP_TIMEOUT_S)")
-                self._answer_for(_GRACE_S, lambda: False)  # the other ranks have something to say too
-                if self._now() is call:
-                    self._world.comm.abort(1)
-                    return
-            elif 0 < self._stall_s < lasted and not told:
-                told = True
-                until = f", until {self._timeout_s:g} s have passed (HPCDP_TIMEOUT_S)" if self._timeout_s else ""
-                self._report(call, self._stall_s, f"the job goes on{until}")
+            os._exit(1)  # there may be nobody left who would end the job
+        # While this process was stopped itself nobody kept it waiting.
+        self._lasted += min(time.monotonic() - self._looked, self._look_s + _LONGEST_LOOK_S)
+        self._looked = time.monotonic()
+        self._seen[self._memory.rank] = self.calls
+        self.answer()
+        call, now, asked = self._watched_call, self._now(), self.asked
+        if asked is not None and now is asked.call:
+            self._lasted = asked.waited_s
+        if now is not call or call is None:
+            if self._told and call is not None:
+                self._say(f"{_described(call)} has ended after {self._lasted:.1f} s, and the job goes on")
+            self._watched_call, self._lasted, self._gone_at, self._told = now, 0.0, None, False
+            return True
+        gone = self._gone(call)
+        self._gone_at = None if not gone else self._lasted if self._gone_at is None else self._gone_at
+        if self._gone_at is not None and self._lasted - self._gone_at > _DEATH_S:
+            self._say(f"{_described(call)} cannot end: {self._listed(gone)}; the job ends now")
+            self._comm.abort(1)
+            return False
+        if kernels.loading():
+            self._lasted = 0.0
+        elif 0 < self._timeout_s < self._lasted:
+            self._told = True
+            self._report(call, self._timeout_s, "the job ends now (HPCDP_TIMEOUT_S)")
+            self._answer_for(_GRACE_S, lambda: False)  # the other ranks have something to say too
+            if self._now() is call:
+                self._comm.abort(1)
+                return False
+        elif 0 < self._stall_s < self._lasted and not self._told:
+            self._told = True
+            until = f", until {self._timeout_s:g} s have passed (HPCDP_TIMEOUT_S)" if self._timeout_s else ""
+            self._report(call, self._stall_s, f"the job goes on{until}")
+        return True
 
     def _now(self) -> tuple[Any, ...] | None:
         asked = self.asked
@@ -226,7 +249,7 @@ class Watchdog:
         )
         with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor
             faulthandler.dump_traceback(_STDERR if self._stream is None else self._stream)
-        if self._world.rank == min(set(self._neighbours) - missing.keys(), default=None):
+        if self._comm.rank == min(set(self._neighbours) - missing.keys(), default=None):
             self._ask_for_stacks(missing)
 
     def _ask_for_stacks(self, missing: dict[int, str]) -> None:
@@ -238,22 +261,30 @@ class Watchdog:
                 with contextlib.suppress(OSError):
                     os.kill(each.pid, _SHOW_STACKS)
 
-    def _answer(self) -> None:
+    def answer(self) -> None:
         """Tell ranks of other nodes that have asked how far this one is."""
-        if self._roll is None:
+        if self._roll is None or self._ended.is_set() or not self._looking.acquire(blocking=False):
             return
-        self._world.use_gpu_of_messages()
-        for question in self._roll.questions():
+        try:
+            self._answer(self._roll)
+        finally:
+            self._looking.release()
+
+    def _answer(self, roll: RollCall) -> None:
+        if (world := self._world()) is not None:
+            world.use_gpu_of_messages()
+        for question in roll.questions():
             calls = self.calls
-            self._roll.answer(question.rank, calls, self._now() is not None)
+            roll.answer(question.rank, calls, self._now() is not None)
             if question.calls > calls != self._shown:
                 self._shown = calls
                 self._show_stack(question)
 
     def _answer_for(self, limit_s: float, enough: Callable[[], bool]) -> None:
         """For so long, or until there is ``enough``; naps are counted, since this process may be stopped meanwhile."""
+        assert self._patrol is not None
         for _ in range(int(limit_s / _NAP_S)):
-            self._answer()
+            self._patrol.answer()
             if enough() or self._ended.wait(_NAP_S):
                 break
 
@@ -265,7 +296,7 @@ class Watchdog:
         self._say(said.rstrip())
 
     def _say(self, text: str) -> None:
-        said = f"rank {self._world.rank} of {self._world.size}: {text}"
+        said = f"rank {self._comm.rank} of {self._comm.size}: {text}"
         if self._stream is None:
             report_directly(said)
         else:
@@ -275,7 +306,7 @@ class Watchdog:
         """The ranks without which a call cannot end any more."""
         if call[2:] == (nobody,):
             return {}
-        found = {rank: why for rank, why in self._late(call).items() if why == _LEFT}
+        found = {rank: why for rank, why in self._late(call).items() if why in (_LEFT, _CLOSED)}
         found |= dict.fromkeys(self._roll.lost if self._roll else (), _GONE)
         for each in self._visible:
             if each.state == "X":
@@ -285,10 +316,16 @@ class Watchdog:
     def _late(self, call: tuple[Any, ...]) -> dict[int, str]:
         """The ranks that a call waits for, of this node and of those that have left, and whether they may come."""
         behind = call[2] if len(call) > 2 else None
-        begun = [-1 - calls if calls < 0 else calls for calls in self._seen]  # see `end`
+        begun = [
+            _CLOSES - calls if calls <= _CLOSES else max(calls, -1 - calls) for calls in self._seen.tolist()
+        ]  # see `end`
         late = (here for here, calls in enumerate(begun) if calls < self.calls) if behind is None else behind()
-        found = {self._neighbours[here]: _LEFT if self._seen[here] < 0 else _LATE for here in late}
-        found.pop(self._world.rank, None)
+        said = {here: self._seen[here] for here in late}
+        found = {
+            self._neighbours[here]: _CLOSED if calls <= _CLOSES else _LEFT if calls < 0 else _LATE
+            for here, calls in said.items()
+        }
+        found.pop(self._comm.rank, None)
         left = self._roll.left if self._roll else {}
         return found | {rank: _LEFT for rank, calls in left.items() if calls < self.calls}
 
@@ -319,9 +356,72 @@ class Watchdog:
     def _listed(self, missing: dict[int, str]) -> str:
         if missing:
             return listed([f"{self._everyone[rank]} {why}" for rank, why in missing.items()], _MOST_NAMES)
-        if self._roll is not None or len(self._neighbours) == self._world.size:
+        if self._roll is not None or len(self._neighbours) == self._comm.size:
             return "all ranks have come, and their calls may differ"
         return "the ranks of this node have come; see what those of others report"
+
+
+class Patrol:
+    """The thread of a rank that looks at the calls of its world, and of all worlds that are split from it.
+
+    It keeps no watchdog alive, and ends when there is none.
+    """
+
+    def __init__(self) -> None:
+        self._watchdogs: list[weakref.ref[Watchdog]] = []
+        self._adding, self._added = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        atexit.register(self.end)  # before MPI_Finalize, during which no thread may be in MPI
+
+    @classmethod
+    def of(cls, world: World) -> Patrol:
+        """Return that of the rank whose ``world`` it is."""
+        patrol: Patrol = world.common.get(cls) or world.common.setdefault(cls, cls())
+        return patrol
+
+    def add(self, watchdog: Watchdog) -> None:
+        """Look at this one, too, from now on."""
+        with self._adding:
+            self._watchdogs.append(weakref.ref(watchdog, self._forget))
+            self._added.set()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="hpcdp-watchdog", daemon=True)
+                self._thread.start()
+
+    def _forget(self, watchdog: weakref.ref[Watchdog]) -> None:
+        with contextlib.suppress(ValueError):  # both of its end and of its watchdog's, in some order
+            self._watchdogs.remove(watchdog)
+
+    def end(self) -> None:
+        """End all watchdogs."""
+        for each in tuple(self._watchdogs):
+            if (watchdog := each()) is not None:
+                watchdog.end()
+        self._added.set()
+
+    def answer(self) -> None:
+        """Answer ranks of other nodes, which may ask about a call in any of the worlds."""
+        for each in tuple(self._watchdogs):
+            if (watchdog := each()) is not None:
+                watchdog.answer()
+
+    def _watch(self) -> None:
+        while True:
+            self._added.clear()
+            due = [self._look(each) for each in tuple(self._watchdogs)]
+            with self._adding:
+                if not self._watchdogs:
+                    self._thread = None
+                    return
+            self._added.wait(max(0.0, min(due, default=0.0) - time.monotonic()))
+
+    def _look(self, own: weakref.ref[Watchdog]) -> float:
+        """Let a watchdog look where it is time to; when to ask again. Nothing of it is held after that."""
+        watchdog = own()
+        if watchdog is None or not watchdog.look():
+            self._forget(own)
+            return 0.0
+        return watchdog.due
 
 
 def nobody() -> list[int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from ..errors import ConfigError, UnsupportedError
 from .calls import Call, Calls
 from .communicator import Communicator
 from .gpus import device_of
+from .refused import Refused, refuse
 from .roles import tell_servers
 from .shared import NodeMemory
 from .watchdog import Watchdog
@@ -83,10 +85,12 @@ class World:
     """What makes the contexts of `meeting`; added, and dropped when nothing lives on any rank, by all ranks alike."""
     under_way: WeakMethods[None] = field(default_factory=WeakMethods, repr=False, compare=False)
     """Called by `settle`."""
-    divide: Callable[[int], World] | None = field(default=None, repr=False, compare=False)
+    divide: Callable[..., World] | None = field(default=None, repr=False, compare=False)
     """What makes the worlds of `split`; None in a world with servers among its ranks."""
-    parts: list[World] = field(default_factory=list, repr=False, compare=False)
-    """Those that `split` has made on this rank."""
+    _parts: list[weakref.ref[World]] = field(default_factory=list, repr=False, compare=False)
+    """See `parts`."""
+    parent: World | None = field(default=None, repr=False, compare=False)
+    """The world that this one is split from."""
     model_comm: Communicator | None = None
     """The ranks that together hold one copy of a model, of which this one has a part; None where it has all of it. What
     is summed over a model, such as the norm of its gradients, is summed over these as well."""
@@ -126,7 +130,8 @@ class World:
     def split(self, color: int, model_comm: Communicator | None = None, part_comm: Communicator | None = None) -> World:
         """The ranks that pass the same ``color``, in their order here, as a world of their own; every rank must call.
 
-        It ends with this one. Nodes are those of this world, as far as they have ranks in it.
+        It ends with this one, or before: when no rank holds it any more, or at the end of a context (see `close`):
+        ``with world.split(color) as part``. Nodes are those of this world, as far as they have ranks in it.
 
         Args:
             color: an integer from 0 to `MOST_COLOR`, or a bool.
@@ -141,10 +146,69 @@ class World:
         number = _color(color)
         part_comm = self.part_comm if part_comm is None else part_comm
         with self._all_in(_SPLIT):
-            part = self.divide(number)
-        part = replace(part, model_comm=model_comm, part_comm=part_comm, common=self.common)
-        self.parts.append(part)
+            part: World = self.divide(
+                number, model_comm=model_comm, part_comm=part_comm, common=self.common, parent=self
+            )
+        self._parts[:] = [each for each in self._parts if each() is not None]
+        self._parts.append(weakref.ref(part))
         return part
+
+    @property
+    def parts(self) -> list[World]:
+        """Those that `split` has made on this rank and that somebody still holds."""
+        return [part for part in (each() for each in self._parts) if part is not None]
+
+    def close(self) -> None:
+        """Give up a world that `split` has made; nobody is waited for, and other ranks may go on in it alone.
+
+        Memory, threads and communicators are given back as if nobody held the world any more: these when all of its
+        ranks have come so far. What is called with a closed world, or with what was made for it, raises `ConfigError`.
+
+        Raises:
+            ConfigError: the world of `hpcdp.init`, which ends with the program.
+        """
+        self._require_part("close")
+        if self.is_closed:
+            return
+        self.finish()
+        self._drop()
+
+    def __enter__(self) -> World:
+        """See `close`."""
+        self._require_part("with")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        elif not self.is_closed:
+            self._drop()  # what is under way may never end
+
+    def _require_part(self, operation: str) -> None:
+        if self.parent is None:
+            raise ConfigError(
+                operation, expected="a world that split() has made", got="that of hpcdp.init()",
+                remedy="leave it: it ends with the program",
+            )  # fmt: skip
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` has been called."""
+        return isinstance(self.comm, Refused)
+
+    def _drop(self) -> None:
+        for part in self.parts:
+            part._drop()
+        if (watchdog := self.kept.get(Watchdog)) is not None:
+            watchdog.end(has_closed=True)
+        self.end()
+        self.endings.clear()
+        assert self.parent is not None
+        self.parent._parts[:] = [each for each in self.parent._parts if each() not in (None, self)]
+        refuse(
+            self, ConfigError, None, expected="an open world", got="one after close()",
+            remedy="make another one: world.split(color)",
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 import pytest
 
-from hpcdp.comm.sanity import refuse_lonely_world, warn_of_foreign_launcher
+from hpcdp.comm.sanity import refuse_lonely_world, warn_of_few_descriptors, warn_of_foreign_launcher
 from hpcdp.errors import LaunchError
 
 MPIRUN_2 = {"OMPI_COMM_WORLD_SIZE": "2"}
@@ -58,3 +58,11 @@ def test_mpich_under_open_mpi_is_told_on_rank_0_before_it_starts(capfd):
     ]:
         warn_of_foreign_launcher(library, environ)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limit", "says"), [(8, 23, True), (8, 24, False), (32, 40, False), (1024, 40, False)]
+)
+def test_few_descriptors_are_told_of(ranks, limit, says, capsys):
+    warn_of_few_descriptors(ranks, limit)
+    assert capsys.readouterr().err.startswith(f"hpcdp: this rank may open {limit} files") is says

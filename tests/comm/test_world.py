@@ -50,7 +50,7 @@ class LateIn:
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("exchange", ["allgather", "allgatherv"])
+@pytest.mark.parametrize("exchange", ["allreduce"])
 def test_ranks_that_wait_for_a_late_one_to_agree_leave_it_the_core(world, exchange):
     world.barrier()
     comm = type(world.comm)(LateIn(world.comm.mpi, exchange))
@@ -156,7 +156,7 @@ def launched(n, code, **environ):
 @pytest.mark.parametrize(("sharing", "per_node"), [("memfd", None), ("window", None), ("none", None), ("auto", 2)])
 def test_every_way_of_sharing_and_virtual_nodes(sharing, per_node, world, monkeypatch):
     monkeypatch.setenv("HPCDP_SHARED_MEMORY", sharing)
-    other = _world_of(world.comm.mpi.Dup(), per_node)
+    other = _world_of(world.comm.duplicate(), per_node)
     x = other.node_memory.alloc((other.node_memory.size,), np.int64)
     gate = Gate(other.node_memory)
     x[other.node_memory.rank] = 10**other.rank
@@ -391,3 +391,28 @@ def test_files_are_removed_once_all_ranks_of_a_machine_have_mapped_them(tmp_path
     mapped = threading.local()
     monkeypatch.setattr(backing_files, "_mapped", lambda: mapped.value)
     threads.run(3, rank)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("longest", [0, 9, 600_000])  # beside each other, along a tree, and more than goes along one
+def test_what_ranks_gather_may_differ_in_length(longest, world):
+    own = str(world.rank) * (longest * (world.rank + 1) // world.size)
+    expected = [str(rank) * (longest * (rank + 1) // world.size) for rank in range(world.size)]
+    assert world.comm.allgather_json(own) == expected
+    assert world.comm.broadcast_json(own) == expected[0]
+    assert world.comm.largest(world.rank, -world.rank) == [world.size - 1, 0]
+    odd = [rank for rank in range(world.size) if rank % 2]
+    assert world.comm.count_before(world.rank % 2 == 1) == (sum(rank < world.rank for rank in odd), len(odd))
+
+
+@pytest.mark.mpi
+def test_windows_are_given_back_when_no_rank_views_them(world):
+    node = world.comm.split_by_machine()
+    kept = node.window(1000)
+    kept[node.rank] = 7
+    for _ in range(3):
+        node.window(1 << 20)[node.rank] = 1
+    node.release()
+    assert len(node._lease.made) == 1
+    node.barrier()
+    assert kept[: node.size].tolist() == [7] * node.size

@@ -1,13 +1,20 @@
 """Parts of a world are worlds: their ranks, nodes and rails, and what they compute together."""
 
+import gc
+import io
+import os
+import re
+import weakref
 from collections import Counter
 
 import numpy as np
 import pytest
 
 import hpcdp
-from hpcdp.comm import threads
-from hpcdp.errors import ConfigError
+from hpcdp import checkpoint, kvstore, nn, optim
+from hpcdp.comm import threads, watchdog
+from hpcdp.comm.watchdog import Watchdog
+from hpcdp.errors import ConfigError, WorldAborted
 
 
 def seen(world, color):
@@ -46,7 +53,7 @@ def test_on_thread_ranks(n, per_node, color):
 
 
 def test_parts_of_parts_end_with_the_world():
-    ended = []
+    ended, held = [], []
 
     class Ends:
         def __init__(self, rank):
@@ -58,6 +65,7 @@ def test_parts_of_parts_end_with_the_world():
     def rank(world):
         inner = world.split(world.rank % 2).split(world.rank // 2)
         inner.endings.add(inner.keep(Ends, lambda: Ends(world.rank)).end)
+        held.append(inner)
         return inner.size, inner.split(0).rank
 
     assert threads.run(5, rank) == [(1, 0)] * 5
@@ -77,14 +85,15 @@ def test_an_ending_that_fails_keeps_no_other_from_its_turn():
                 raise ArithmeticError("an update that has failed")
 
     def rank(world):
-        for each in (world, world.split(0)):
+        part = world.split(0)
+        for each in (world, part):
             for fails in (False, True):
                 each.endings.add(each.keep(fails, lambda fails=fails: Ends(world.rank, fails)).end)
         with pytest.raises(ArithmeticError):
             world.finish()
         seen = [fails for rank, fails in ended if rank == world.rank]
         world.endings.clear()
-        world.parts.clear()
+        part.endings.clear()
         return seen
 
     assert threads.run(2, rank) == [[True, False, True, False]] * 2
@@ -114,3 +123,135 @@ def test_on_real_ranks():
     world = hpcdp.init()
     for color in (0, world.rank, world.rank % 2):
         check(world.comm.allgather_json(seen(world, color)))
+
+
+def uses(part):
+    x = np.ones(3)
+    return {
+        "allreduce": lambda: hpcdp.allreduce(x, world=part),
+        "iallreduce": lambda: hpcdp.iallreduce(x, world=part),
+        "barrier": part.barrier,
+        "split": lambda: part.split(0),
+        "create": lambda: kvstore.create("dist_sync", part),
+        "Manager": lambda: checkpoint.Manager("nowhere", part),
+        "BucketTrainer": lambda: hpcdp.Trainer(nn.Dense(2, 3).parameters(), optim.SGD(0.1), part),
+        "keep": lambda: part.keep("something", list),
+    }
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_closed_world_is_refused_by_name(n):
+    def rank(world):
+        with world.split(world.rank % 2) as part:
+            request = hpcdp.iallreduce(np.full(3, 1.0 + world.rank), world=part)
+            inner = part.split(0)
+        assert request.test()  # what was under way has ended
+        assert part.is_closed and inner.is_closed and not world.is_closed and world.parts == []
+        part.close()
+        assert (part.rank, part.size) == (world.rank // 2, (n + 1 - world.rank % 2) // 2)
+        for each in (part, inner):
+            for name, use in uses(each).items():
+                with pytest.raises(
+                    ConfigError, match=rf"^{name}: expected an open world, got one after close\(\); make "
+                ):
+                    use()
+        for name, use in (("close", world.close), ("with", world.__enter__)):
+            with pytest.raises(ConfigError, match=rf"^{name}: expected a world that split\(\) has made"):
+                use()
+        world.barrier()
+        return world.split(0).size
+
+    assert threads.run(n, rank) == [n] * n
+
+
+def test_an_error_in_its_context_closes_a_world_at_once():
+    def rank(world):
+        ended = []
+
+        class Ends:
+            def end(self):
+                ended.append(world.rank)
+
+        ends = Ends()
+        with pytest.raises(ArithmeticError), world.split(0) as part:
+            part.endings.add(ends.end)
+            raise ArithmeticError
+        return part.is_closed, ended  # what is under way may wait for others, which have not failed
+
+    assert threads.run(2, rank) == [(True, [])] * 2
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_world_goes_with_the_last_that_holds_it(n):
+    """At once: not when garbage is collected, which may be thousands of worlds later."""
+
+    def rank(world):
+        gc.disable()
+        part = world.split(world.rank % 2)
+        hpcdp.allreduce(np.ones(3), world=part)
+        hpcdp.iallreduce(np.ones(3), world=part).wait()
+        world.barrier()  # all have what the first rank has made for them
+        comm, gone = part.comm, [weakref.ref(part), weakref.ref(part.comm)]
+        del part
+        seen = [gone[0]() is None, gone[1]() is comm, world.parts]
+        del comm
+        return [*seen, gone[1]() is None]
+
+    try:
+        assert threads.run(n, rank) == [[True, True, [], True]] * n
+    finally:
+        gc.enable()
+
+
+def test_a_rank_that_waits_in_a_world_that_another_has_closed_is_told(monkeypatch):
+    monkeypatch.setattr(watchdog, "_DEATH_S", 0.1)
+    reports = [io.StringIO() for _ in range(3)]
+
+    def rank(world):
+        part = world.split(0)
+        part.kept[Watchdog] = Watchdog(part, 0, 2, reports[world.rank])
+        part.comm.barrier()
+        if world.rank == 1:
+            part.close()
+        else:
+            part.barrier()
+
+    with pytest.raises(WorldAborted):
+        threads.run(3, rank)
+    said = "".join(each.getvalue() for each in reports)
+    assert re.search(r"barrier cannot end: rank 1 \(.*\) has closed this world; the job ends now\n", said)
+
+
+def held():
+    """What this rank holds: threads, descriptors, and communicators, where the library numbers them."""
+    from mpi4py import MPI
+
+    made = MPI.COMM_SELF.Dup()
+    number = made.py2f() if MPI.get_vendor()[0] == "Open MPI" else 0
+    made.Free()
+    return np.array([len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), number])
+
+
+@pytest.mark.mpi
+def test_communicators_of_worlds_that_nobody_holds_are_used_again():
+    """Also where one rank keeps its own for some time, or drops it later than others."""
+    world, kept = hpcdp.init(), []
+
+    def make(color):
+        part = world.split(color)
+        part.barrier()
+        if world.rank == 0 and len(kept) < 3:
+            kept.append(part)
+        return part
+
+    for color in (0, world.rank % 2, 0, 0):
+        make(color)
+    before = held()
+    for number in range(30):
+        part = make(number % 2 * (world.rank % 2))
+        if number % 3 == world.rank:
+            part.close()
+    assert (np.abs(held() - before) <= [0, 2, 8]).all(), (before, held())
+    kept.clear()
+    make(0)
+    assert (held() <= before).all()
