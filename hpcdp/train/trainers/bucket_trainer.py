@@ -40,7 +40,6 @@ from .trainer import Trainer, show_to_profiler
 from .trainer_checks import checked_count, described, require_alike, require_same_settings, trained, unfinished
 from .update_scale import clips_on_gpu, host_looks, update_scale
 
-_NONE: frozenset[str] = frozenset()
 _SAVED_WHOLE = "save all of its ranks' state: checkpoint.Manager(path, world).save(step, {'trainer': trainer})"
 
 
@@ -84,6 +83,8 @@ class BucketTrainer(Trainer):
         by_name = {param.name: param for param in ours}
         self._unwritten = Unwritten(self.policy, by_name, self.world.rank, self.world.size)
         self.clip_norm = None if clip_norm is None else float(clip_norm)
+        self._leaves_some = False
+        """Whether the step leaves parameters alone, which no rank has used."""
         self._syncing = True
         self._held_count = 0
         settings = [f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {loss_scale=} {self.policy}",
@@ -216,14 +217,17 @@ class BucketTrainer(Trainer):
         try:
             if total and update is not None and not host_looks(self):
                 update(self.step_count + 1, 1.0 / (total * self.loss_scale))
-                self._count_update()
+                self.step_count += 1
             elif total:
                 self._reduce()
                 self._update(total)
             else:
                 self.reducer.drop()
-            if self._reproducible is not None and self.step_count > before:
-                self._reproducible.move_statistics()
+            if self.step_count > before:
+                if self._leaves_some:
+                    self.owner.pass_over()
+                if self._reproducible is not None:
+                    self._reproducible.move_statistics()
         finally:
             self._begin_step()
         self._account(began_ns)
@@ -248,7 +252,7 @@ class BucketTrainer(Trainer):
         Where this rank steps alone; else the closing exchange of the step says it.
         """
         is_missing = self.reducer.arrivals.is_missing
-        self.owner.leave_out(self._unwritten.left_alone([name for name in names if is_missing(name)], None))
+        self._leave_out(self._unwritten.left_alone([name for name in names if is_missing(name)], None))
 
     def launching(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """See `Trainer.launching`."""
@@ -287,11 +291,7 @@ class BucketTrainer(Trainer):
         scale = update_scale(self, total) if total else None
         if scale is not None:
             self.owner.update(self.step_count + 1, scale)
-            self._count_update()
-
-    def _count_update(self) -> None:
-        self.step_count += 1
-        self.owner.pass_over()
+            self.step_count += 1
 
     @on_its_gpu
     def allreduce_grads(self) -> None:
@@ -317,10 +317,13 @@ class BucketTrainer(Trainer):
             self._look_at_losses("update", count, stacklevel=5)
         settings = self._settings
         (total,), alike = self.reducer.closing.tally_alike(settings, held)
+        before = self.step_count
         try:
             if not alike:
                 require_same_settings(self.world.comm, "update", *settings)
             self._update(int(total))
+            if self.step_count > before:
+                self.owner.pass_over()
         finally:
             self._begin_step()
         return int(total)
@@ -345,7 +348,9 @@ class BucketTrainer(Trainer):
     def _close_step(self, count: int) -> int:
         """The step's one small exchange: when it returns, every rank has left backward. The global count."""
         arrivals, unwritten, reproducible = self.reducer.arrivals, self._unwritten, self._reproducible
-        stale = self._stale + self._refused(count + self._held_count if reproducible is None else count)
+        stale = self._stale
+        if arrivals.num_missing:
+            stale = stale + self._refused(count + self._held_count if reproducible is None else count)
         count += self._held_count
         stale = list(dict.fromkeys(stale))  # a name may be missing in several virtual shards
         unused = arrivals.unused if arrivals.num_missing else []
@@ -376,17 +381,21 @@ class BucketTrainer(Trainer):
             error = moved_anywhere(self.world.comm, lost) or stale_anywhere(self.world.comm, stale)
             self.drop()
             raise error
-        left_alone = unwritten.left_alone(unused, num_users) if unused or used else _NONE
-        self.owner.leave_out(left_alone)
-        if waits:
-            self.reducer.keep_unsent(left_alone)
-            self.reducer.launch_rest()
+        if unused or used or self._leaves_some:
+            left_alone = unwritten.left_alone(unused, num_users)
+            self._leave_out(left_alone)
+            if waits:
+                self.reducer.keep_unsent(left_alone)
+                self.reducer.launch_rest()
         return int(total)
+
+    def _leave_out(self, names: frozenset[str]) -> None:
+        self.owner.leave_out(names)
+        self._leaves_some = bool(names)
 
     def _refused(self, count: int) -> list[str]:
         """Parameters without a gradient, although this rank had ``count`` samples, where that is an error."""
-        missing = self.reducer.arrivals.missing if count else []
-        return self._unwritten.refused(missing) if missing else []
+        return self._unwritten.refused(self.reducer.arrivals.missing) if count else []
 
     @property
     def _settings(self) -> tuple[float, float]:

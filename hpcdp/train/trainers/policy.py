@@ -74,12 +74,9 @@ class Unwritten:
     def __init__(self, policy: Policy, params: Mapping[str, Parameter], rank: int, size: int) -> None:
         self._policy, self._params, self._rank = policy, params, rank
         self._counts = None if policy.unused == "error" else UsageCounts(list(params), size)
-        self._warned: set[str] = set()
-
-    @property
-    def length(self) -> int:
+        self.length = 0 if self._counts is None else self._counts.length
         """How many `numbers` there are."""
-        return 0 if self._counts is None else self._counts.length
+        self._warned: set[str] = set()
 
     def frozen(self, names: Sequence[str]) -> list[str]:
         """Return those of the parameters ``names`` that are to have no gradient."""
