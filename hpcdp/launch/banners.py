@@ -131,9 +131,9 @@ class Banners:
         return left
 
 
-def begins_banner(line: bytes) -> bool:
+def begins_banner(line: bytes | bytearray) -> bool:
     """Whether the beginning of a line may become that of a banner."""
-    return _RULE.startswith(line) or _BEGINNING.fullmatch(line) is not None
+    return (len(line) <= len(_RULE) and _RULE.startswith(bytes(line))) or _BEGINNING.fullmatch(line) is not None
 
 
 def _is_known(block: bytes) -> bool | None:

@@ -13,15 +13,17 @@ import dataclasses
 import fcntl
 import os
 import re
-import secrets
 import select
 import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from .mpi_library import is_open_mpi_4, runtimes
 from .watch import Watch
+
+_Text = TypeVar("_Text", bytes, bytearray)
 
 _OF_THE_USER = re.compile(
     r"-{1,2}(?:output|tag-output|timestamp-output|output-filename|merge-stderr-to-stdout|xml|stream-buffering|"
@@ -34,7 +36,9 @@ _ALL = "tag-fullname:raw"
 
 _READ, _PIPE, _ATOMIC = 1 << 16, 1 << 20, 4096
 _MOST_QUEUED = 1 << 20
-_MOST_HELD = 1 << 16
+_MOST_HELD = 1 << 22
+"""A line that is longer is shown before it has ended."""
+
 _COLUMNS = 80
 """Of a terminal that does not say how many it has."""
 _NO_END = re.compile(rb"\[[^\[\]\s]*(?:\](?:<[a-z]*(?:>:?)?)?)?")
@@ -52,8 +56,7 @@ class Marks:
     """How mpirun marks each piece of output by its rank.
 
     Args:
-        pattern: a mark, with the rank in its first group; all of it without what stands in its group ``own``, which is
-            the same in all marks of a job.
+        pattern: a mark, with groups ``own``, its beginning, which is the same in all marks of a job, and ``rank``.
         rest: what may follow ``own`` in a mark that has not come whole.
         label: what leads each line that is shown, with the groups of ``pattern``; empty for nothing.
     """
@@ -91,7 +94,7 @@ def marked(command: Sequence[str], family: str, asked: str) -> tuple[list[str], 
         return [*command], None
     if family == "mpich" and _knows(Path(program), b"prepend-pattern"):
         words, is_tagged = _without(["-prepend-rank"], words)
-        own = f"[hpcdp-{secrets.token_hex(4)},"
+        own = f"[hpcdp-{os.urandom(4).hex()},"
         pattern = re.compile(b"(?P<own>" + re.escape(own.encode()) + rb")(?P<rank>[0-9]+)\]")
         marks = Marks(pattern, re.compile(rb"[0-9]*"), rb"[\g<rank>] " if is_tagged else b"")
         return [program, "-prepend-pattern", f"{own}%r]", *words], marks
@@ -134,12 +137,12 @@ class Line:
     """
 
     label: bytes
-    is_shown: Callable[[bytes], bool]
-    text: bytes = b""
+    is_shown: Callable[[bytearray], bool]
+    text: bytearray = dataclasses.field(default_factory=bytearray)
     shown: int = 0
     """So much of the text is on the screen."""
-    was_hidden: bool = False
-    """Whether it was there, and had to make room."""
+    hidden: int = 0
+    """So much of it was there, and had to make room."""
 
 
 class Screen:
@@ -175,12 +178,12 @@ class Screen:
     def end_line(self, line: Line, ending: bytes, descriptor: int) -> bytes | None:
         """Show ``ending``, with which a line ends, or return the line where none of it is shown yet."""
         self._lines.pop(id(line), None)
+        whole, shown, was_hidden = bytes(line.text) + ending, line.shown, line.hidden > 0
+        line.text, line.shown, line.hidden = bytearray(), 0, 0
         if self._open is not line:
-            whole = _last_state(line.text + ending) if line.was_hidden else line.text + ending
-            line.text, line.was_hidden = b"", False
-            return whole
-        self._write(descriptor, line.text[line.shown :] + ending)
-        line.text, line.shown, line.was_hidden, self._open = b"", 0, False, None
+            return _last_state(whole) if was_hidden else whole
+        self._open = None
+        self._write(descriptor, whole[shown:])
         return None
 
     def show(self, text: bytes, descriptor: int) -> None:
@@ -199,21 +202,21 @@ class Screen:
         if self._open in (None, line) and self._may_show(line):
             if line.shown == 0:
                 self._begin_line(descriptor)
-                line.text = _last_state(line.text) if line.was_hidden else line.text
-            self._write(descriptor, (b"" if line.shown else line.label) + line.text[line.shown :])
+                line.text = _last_state(line.text) if line.hidden else line.text
+            self._write(descriptor, (b"" if line.shown else line.label) + bytes(line.text[line.shown :]))
             self._open = line
-            line.text = _last_state(line.text)
-            line.shown = len(line.text)
+            line.text = _last_state(line.text)[-_ATOMIC:]  # no longer one is shown again
+            line.shown, line.hidden = len(line.text), 0
         elif len(line.text) > _MOST_HELD and self._open is not line:
             self._lines.pop(id(line))
-            text, line.text = line.label + line.text, b""
+            text, line.text, line.hidden = line.label + bytes(line.text), bytearray(), 0
             self.show(text, descriptor)
 
     def next_line(self) -> None:
         """Show another line that has not ended, once none is shown; one that had to make room comes with its next
         piece."""
         for line, descriptor in [*self._lines.values()]:
-            if self._open is None and not line.was_hidden:
+            if self._open is None and not line.hidden:
                 self.update(line, descriptor)
 
     def break_line(self, descriptor: int) -> None:
@@ -222,8 +225,12 @@ class Screen:
         self._begin_line(descriptor)
 
     def finish(self) -> Iterator[tuple[Line, int]]:
-        """Return the lines that never ended, and of which nothing is shown, each with where it goes to."""
-        lines = [(line, descriptor) for line, descriptor in self._lines.values() if line is not self._open]
+        """Return the lines that never ended and are not shown, each with where it goes to."""
+        lines = [
+            (line, descriptor)
+            for line, descriptor in self._lines.values()
+            if line is not self._open and len(line.text) > line.hidden
+        ]
         self._lines, self._open = {}, None
         if self._is_waiting and self._watch is not None:
             for descriptor in (1, 2):
@@ -237,15 +244,18 @@ class Screen:
             descriptor, text = self._queue[0]
             if descriptor not in self.closed:
                 if not _takes(descriptor, waits=self._watch is None):
-                    if self._watch is not None and not self._is_waiting:
-                        self._watch.also(descriptor, self.flush, select.EPOLLOUT)
-                        self._is_waiting = True
+                    self._wait(descriptor)
                     return
                 try:
                     written = os.write(descriptor, text[:_ATOMIC])
-                except OSError:  # the terminal may be closed
+                except BlockingIOError:  # somebody else has made it so
+                    self._wait(descriptor)
+                    return
+                except BrokenPipeError:
                     self.closed.add(descriptor)
                     continue
+                except OSError:  # a full disk, a terminal that is closed: the job goes on
+                    written = len(text)
                 self.queued -= written
                 if written < len(text):
                     self._queue[0] = descriptor, text[written:]
@@ -259,6 +269,11 @@ class Screen:
             self._is_waiting = False
             self._when_empty()
 
+    def _wait(self, descriptor: int) -> None:
+        if self._watch is not None and not self._is_waiting:
+            self._watch.also(descriptor, self.flush, select.EPOLLOUT)
+            self._is_waiting = True
+
     def give_up(self) -> None:
         """Forget what its reader does not take, and whatever comes for that reader."""
         self.closed |= {descriptor for descriptor, _ in self._queue}
@@ -267,7 +282,7 @@ class Screen:
     def _may_show(self, line: Line) -> bool:
         if not line.text or not line.is_shown(line.text):
             return False
-        return self._is_terminal or self._is_alone or b"\r" in line.text[:-1]
+        return self._is_terminal or self._is_alone or 0 <= line.text.find(b"\r") < len(line.text) - 1
 
     def _hide(self) -> bool:
         """Make room for another line; whether the one that was shown can be shown again below that."""
@@ -278,7 +293,7 @@ class Screen:
         can_erase = self._is_terminal and self._fits(line)
         self._write(descriptor, b"\r\x1b[K" if can_erase else b"\n")
         self._is_fresh = True
-        line.shown, line.was_hidden, self._open = 0, True, None
+        line.shown, line.hidden, self._open = 0, len(line.text), None
         return can_erase
 
     def _fits(self, line: Line) -> bool:
@@ -318,7 +333,7 @@ class Output:
         screen: Screen,
         descriptor: int,
         pass_on: Callable[[bytes], bytes] = bytes,
-        is_shown: Callable[[bytes], bool] = bool,
+        is_shown: Callable[[bytearray], bool] = bool,
     ) -> None:
         self._marks, self._screen, self._descriptor = marks, screen, descriptor
         self._pass_on, self._is_shown = pass_on, is_shown
@@ -345,7 +360,7 @@ class Output:
 
     def leave(self, line: Line) -> None:
         """Show a line that has never ended."""
-        if text := self._pass_on(line.label + line.text):
+        if text := self._pass_on(line.label + bytes(line.text)):
             self._screen.break_line(self._descriptor)
             self._screen.show(text, self._descriptor)
 
@@ -389,7 +404,7 @@ class Shown:
         with contextlib.suppress(OSError):  # a user may have many pipes
             fcntl.fcntl(self._read, fcntl.F_SETPIPE_SZ, _PIPE)
 
-    def errors(self, pass_on: Callable[[bytes], bytes], is_shown: Callable[[bytes], bool]) -> Output:
+    def errors(self, pass_on: Callable[[bytes], bytes], is_shown: Callable[[bytearray], bool]) -> Output:
         """Return what puts standard error together, see `Output`."""
         self._outputs[2] = Output(self._marks, self._screens[2], 2, pass_on, is_shown)
         return self._outputs[2]
@@ -479,9 +494,9 @@ def shown(command: Sequence[str], family: str, asked: str, *, is_alone: bool) ->
     return [*command], None
 
 
-def _last_state(text: bytes) -> bytes:
+def _last_state(text: _Text) -> _Text:
     """Return what a line shows once all before is drawn over."""
-    return text[max(0, text.rstrip(b"\r\n").rfind(b"\r")) :]
+    return text[max(0, text.rfind(b"\r", 0, len(text.rstrip(b"\r\n")))) :]
 
 
 def _takes(descriptor: int, *, waits: bool) -> bool:

@@ -67,6 +67,6 @@ class Quiet:
         return kept
 
 
-def may_be_noise(line: bytes) -> bool:
+def may_be_noise(line: bytes | bytearray) -> bool:
     """Whether the beginning of a line may become one that is left out."""
     return len(line) < _LONGEST and _BEGINNING.fullmatch(line) is not None

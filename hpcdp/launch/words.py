@@ -291,7 +291,7 @@ class Words:
         self._held += shown
         return b""
 
-    def _may_be_shown(self, beginning: bytes) -> bool:
+    def _may_be_shown(self, beginning: bytes | bytearray) -> bool:
         """Whether it is known of the beginning of a line that all of it will be shown."""
         may = self._held is None and not may_be_noise(beginning) and not begins_banner(beginning)
         self.has_spoken |= may

@@ -27,6 +27,24 @@ for _ in range({TIMES}):
 assert x.min() == x.max() == 3
 """
 
+LISTEN = """
+import ctypes, os, socket, time
+from pathlib import Path
+import hpcdp
+world, devices = hpcdp.init(), set()
+time.sleep(0.5)  # the launcher and the guard look 50 times a second
+for pid in (os.getpid(), os.getppid()):
+    process = os.pidfd_open(pid)
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        if path.is_socket():
+            with socket.socket(fileno=ctypes.CDLL(None).syscall(438, process, int(path.name), 0)) as one:
+                listens = one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockopt(1, socket.SO_ACCEPTCONN)
+                if listens and one.getsockname()[0] != "127.0.0.1":
+                    devices.add((pid == os.getpid(), one.getsockopt(1, socket.SO_BINDTODEVICE, 16).decode()[:4]))
+world.comm.barrier()
+print(sorted(devices), flush=True)
+"""
+
 
 @pytest.fixture(scope="module")
 def two_networks(hosts_possible: None) -> Iterator[Cluster]:
@@ -63,3 +81,8 @@ def test_the_interface_that_was_asked_for_is_taken(
         # Of two ranks each sends every byte once; the rest is what starts the job, and headers.
         assert TIMES * NBYTES < sent[network] < 1.2 * TIMES * NBYTES
         assert sent[1 - network] < 0.1 * TIMES * NBYTES
+
+
+def test_ranks_and_daemons_listen_there_alone(two_networks: Cluster) -> None:
+    done = launch(two_networks, "node1:1,node2:1", [sys.executable, "-c", LISTEN], "--interface", "eth1")
+    assert done.stdout.splitlines() == 2 * ["[(False, 'eth1'), (True, 'eth1')]"], done.stderr
