@@ -211,7 +211,7 @@ def test_a_host_whose_folder_of_segments_others_may_change_is_named(ssh: Path) -
     lock = os.open(folder, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_SH)  # or it would be removed first, as one that was left behind
     with Guards([Place("away", 1)], print) as guards:
-        guards.begin(2, 0, {}, folder)
+        guards.begin(2, 0, {}, folder, None)
         with pytest.raises(
             LaunchError, match=f"away: no folder for segments: .*others may change: {folder}, which every"
         ):
@@ -350,7 +350,7 @@ def test_a_guard_that_is_killed_closes_its_connection_whatever_it_has_started() 
         stderr=subprocess.PIPE,
     )
     assert started.stdin and started.stdout and started.stderr
-    begin = {"ranks": 1, "elsewhere": 1, "servers": 0, "workers": 1, "environ": {}, "folder": None}
+    begin = {"ranks": 1, "elsewhere": 1, "servers": 0, "workers": 1, "environ": {}, "folder": None, "interface": None}
     stays = "trap : TERM; echo $$ >&2; sleep 60 & echo $! >&2; while :; do wait; done"
     for message in ({"begin": begin}, {"start": {"number": 1, "command": f"exec sh -c {stays!r}"}}):
         started.stdin.write(json.dumps(message).encode() + b"\n")
