@@ -1,4 +1,4 @@
-"""Sums of private arrays through memory shared by a node's ranks, each in one call that can stop and go on.
+"""Exchanges of private arrays through memory shared by a node's ranks, each in one call that can stop and go on.
 
 The ranks use the two halves of a staging buffer in turn: whoever writes a half again has waited for everybody in the
 exchange between, so nobody reads it any more. Sums run in the order of the ranks.
@@ -165,3 +165,37 @@ def sum_by_owners(x, staging, counters, state, kind):  # type: ignore[no-untyped
         _finish_chunk(state, state[POSITION] + count)
     state[POSITION] = 0
     return DONE
+
+
+@kernel()
+def share(x, first, last, staging, counters, n, state, kind):  # type: ignore[no-untyped-def]
+    """Bring every rank's part of an array to all ranks: each stages its own part, waits for all and takes the others'.
+
+    Args:
+        x: shape ``(nbytes,)``, uint8, contiguous; this rank has written its elements ``first`` to ``last``, and the
+            ranks' parts are all of it.
+        first, last: see ``x``.
+        staging: shape ``(2, chunk)``, uint8, shared.
+        counters, n, state, kind: as for `meet`.
+
+    Returns:
+        `NOT_YET`, `DONE` or `DIFFERENT`.
+    """
+    chunk = staging.shape[1]
+    while True:
+        start = state[POSITION]
+        count = min(chunk, x.size - start)
+        lo, hi = min(max(first - start, 0), count), min(max(last - start, 0), count)
+        piece, half = x[start : start + count], staging[state[HALF], :count]
+        if state[PHASE] == 0:
+            _copy(half[lo:hi], piece[lo:hi])
+            _arrive(counters, state, kind)
+        met = _all_arrived(counters, n, state, kind)
+        if met != DONE:
+            return met
+        _copy(piece[:lo], half[:lo])
+        _copy(piece[hi:], half[hi:])
+        _finish_chunk(state, start + count)
+        if state[POSITION] >= x.size:
+            state[POSITION] = 0
+            return DONE

@@ -49,7 +49,7 @@ class Algorithm:
         assert self.steps is not None
         progress = Progress.of(world)
         if self.compares:
-            progress.calls.count()
+            progress.calls.number += 1
             return self.steps(x, *others, world, call)
         comparison = progress.calls.steps(call)
         return _one_after_another(comparison, self.steps(x, *others, world, progress.tag(call.signature)))
@@ -75,7 +75,7 @@ class Algorithm:
         try:
             progress.finish()
             if self.compares:
-                progress.calls.count()
+                progress.calls.number += 1
                 self.blocking(x, *others, world, call)  # type: ignore[misc]
                 return
             progress.calls.agree(call)
@@ -131,16 +131,19 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "allgather": _by_name(
         _flat("reference", reference.allgather),
         Algorithm("native", None, native.allgather),
+        Algorithm("shared", None, shared.allgather, compares=True),
         _flat("ring", ring.allgather),
     ),
     "broadcast": _by_name(
         _flat("reference", reference.broadcast),
         Algorithm("native", None, native.broadcast),
+        Algorithm("shared", None, shared.broadcast, compares=True),
         _flat("tree", tree.broadcast),
     ),
     "reduce": _by_name(
         _flat("reference", reference.reduce),
         Algorithm("native", None, native.reduce, spares_input=True, any_monoid=False),
+        Algorithm("shared", None, shared.reduce, any_monoid=False, compares=True),
         _flat("tree", tree.reduce),
     ),
 }

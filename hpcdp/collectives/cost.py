@@ -182,6 +182,17 @@ def _shared(nbytes: float, on: Topology, of: Machine) -> Cost:
     return _shared_reduce_scatter(nbytes, on, of) + _busy((on.ranks - 1) / on.ranks * nbytes * of.copy_s_per_byte)
 
 
+def _shared_allgather(nbytes: float, on: Topology, of: Machine) -> Cost:
+    """1 wait a chunk, S / n copied to where others read it, and (n - 1) / n S from there."""
+    chunks = max(1, -(-int(nbytes) // (shared.CHUNK_NBYTES * on.ranks)))
+    return _busy(chunks * of.wait_s + nbytes * of.copy_s_per_byte)
+
+
+def _shared_broadcast(nbytes: float, on: Topology, of: Machine) -> Cost:
+    """1 wait a chunk, S copied by the root to where others read it, and S from there."""
+    return _shared_allgather(nbytes, on, of) + _busy(nbytes * of.copy_s_per_byte)
+
+
 def _hierarchical(nbytes: float, on: Topology, of: Machine) -> Cost:
     """Staged, summed and taken in memory; between, r rings of m ranks share a link: 2 (m - 1) (alpha + S / m beta).
 
@@ -244,14 +255,17 @@ _OURS: dict[str, dict[str, tuple[Formula, Callable[[Topology], float]]]] = {
     },
     "allgather": {
         "reference": (_reference_moving, _whole),
+        "shared": (_shared_allgather, _whole),
         "ring": (_ring_allgather, lambda on: MESSAGE_NBYTES * on.ranks),
     },
     "broadcast": {
         "reference": (_reference_broadcast, _whole),
+        "shared": (_shared_broadcast, _whole),
         "tree": (_tree_down, lambda on: tree.SEGMENT_NBYTES),
     },
     "reduce": {
         "reference": (_reference, _whole),
+        "shared": (_shared, _whole),
         "tree": (_tree_up, lambda on: tree.SEGMENT_NBYTES),
     },
 }
@@ -289,6 +303,7 @@ def predicted_s(
 
 _CROWDED_NBYTES = 64 << 10
 _SHORT_NBYTES = 16 << 10
+_LONG_BROADCAST_NBYTES = 32 << 10
 _GAIN = 1.1
 """How much faster than the MPI library's own an algorithm must be predicted to be: predictions are no better."""
 
@@ -304,7 +319,8 @@ def model_choice(
     """The algorithm of ``candidates`` for worlds in which nothing was measured.
 
     In one node whose ranks share memory that is ``shared``, unless they outnumber its cores and the array is short:
-    then the MPI library was faster up to `_CROWDED_NBYTES`, since a rank of it that waits leaves its core at once. Over
+    then the MPI library was faster up to `_CROWDED_NBYTES`, since a rank of it that waits leaves its core at once. It
+    is faster, too, for broadcasts from `_LONG_BROADCAST_NBYTES`, which it copies once where ``shared`` copies twice. Over
     several nodes it is ``recursive_doubling`` for arrays below `_SHORT_NBYTES`, whose messages compare the calls of
     ranks as well, which for all others takes messages of its own. For longer ones it is ``native``, since the MPI library knows networks that this model does not, unless the network is
     the slowest stage of ``hierarchical`` and this is predicted to be `_GAIN` times as fast, although the library is
@@ -324,7 +340,8 @@ def model_choice(
     in_memory = topology.nodes == 1 and topology.shared_memory
     if "shared" in names and in_memory:
         short = topology.crowded and nbytes < _CROWDED_NBYTES
-        return "native" if short and "native" in names else "shared"
+        long = collective == "broadcast" and nbytes >= _LONG_BROADCAST_NBYTES
+        return "native" if (short or long) and "native" in names else "shared"
 
     def seconds(name: str) -> float:
         return predicted_s(collective, name, nbytes, topology, machine)

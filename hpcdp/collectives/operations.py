@@ -67,8 +67,10 @@ def allreduce(
     target = x if out is None else _receiver("allreduce", x, out)
     if type(target) is np.ndarray and target.flags.carray:
         refuse_change(target, "x", "allreduce")
-        if world.size > 1:
+        if plan.takes_quotients:
             plan.run(world, _flat(target))
+        elif world.size > 1:
+            plan.algorithm.run(world, plan.call, _flat(target), plan.reduction)
         return target
     staged = _staged("allreduce", target)
     if world.size > 1:
@@ -175,9 +177,12 @@ def allgather(
         UnsupportedError: as `allreduce`, or x has another size than its part of ``out``.
     """
     world = _ranks(world)
-    _check_array("allgather", "x", x)
-    array_namespace(x)
-    host = on_host(x)
+    if type(x) is np.ndarray:
+        host = x
+    else:
+        _check_array("allgather", "x", x)
+        array_namespace(x)
+        host = on_host(x)
     if out is None:
         gathered = np.empty((world.size, *host.shape), host.dtype)
         gathered[world.rank] = host
@@ -185,8 +190,8 @@ def allgather(
         gathered = _staged("allgather", out, "out")
         _own_part(gathered, host, world)[...] = host.reshape(-1)
     # Into ``out`` x may be of another size on every rank, and ``out`` of another shape.
-    plan = _planned("allgather", gathered if out is None else gathered.reshape(-1), _MOVED, algorithm, world)
-    plan.algorithm.run(world, plan.call, gathered.reshape(-1))
+    plan = _planned("allgather", gathered if out is None else _flat(gathered), _MOVED, algorithm, world)
+    plan.algorithm.run(world, plan.call, _flat(gathered))
     if out is None:
         return from_host(gathered, x)
     if gathered is not out:
@@ -195,8 +200,8 @@ def allgather(
 
 
 def _own_part(gathered: np.ndarray, x: np.ndarray, world: World) -> np.ndarray:
-    ends = bounds(gathered.size, world.size)
-    part = gathered.reshape(-1)[ends[world.rank] : ends[world.rank + 1]]
+    count, n = gathered.size, world.size
+    part = _flat(gathered)[count * world.rank // n : count * (world.rank + 1) // n]
     if part.size != x.size or gathered.dtype != x.dtype:
         raise UnsupportedError(
             "allgather", where="out", expected=f"{x.size} {x.dtype} elements for this rank's x",
@@ -221,6 +226,9 @@ def broadcast(x: Array, root: int = 0, world: World | None = None, algorithm: st
     root = _checked_root("broadcast", root, world)
     refuse_change(x, "x", "broadcast")  # on the root, too, which would wait for the others
     plan = _planned("broadcast", x, _MOVED, algorithm, world, root)
+    if type(x) is np.ndarray and x.flags.carray:
+        plan.algorithm.run(world, plan.call, _flat(x), root)
+        return x
     receives = world.rank != root
     staged = _staged("broadcast", x) if receives and _is_writeable(x) else _source(x)
     plan.algorithm.run(world, plan.call, _flat(staged), root)
@@ -258,13 +266,16 @@ def reduce(
     if world.rank != root:
         host = np.asarray(on_host(x))
         lies_well = host.flags.c_contiguous and host.flags.aligned
-        work = host if plan.algorithm.spares_input and lies_well else np.array(host, order="C")
-        plan.run(world, _flat(work), root)
-        return x
-    target = x if out is None else _receiver("reduce", x, out)
-    staged = _staged("reduce", target)
-    plan.run(world, _flat(staged), root)
-    if staged is not target:
+        target = x
+        staged = host if plan.algorithm.spares_input and lies_well else host.copy(order="C")
+    else:
+        target = x if out is None else _receiver("reduce", x, out)
+        staged = _staged("reduce", target)
+    if plan.takes_quotients:
+        plan.run(world, _flat(staged), root)
+    else:
+        plan.algorithm.run(world, plan.call, _flat(staged), plan.reduction, root)
+    if world.rank == root and staged is not target:
         bring_back(staged, target)
     return target
 
@@ -330,7 +341,7 @@ def _planned(operation: str, x: Array, op: str | Monoid, algorithm: str, world: 
     """Return what to run: made once for each kind of call, which needs no other rank but at the first call of all."""
     if type(x) is not np.ndarray:
         _refuse_mask(operation, "x", x)
-    by_monoid = isinstance(op, Monoid)
+    by_monoid = type(op) is not str and isinstance(op, Monoid)
     try:
         key = (operation, x.shape, x.dtype, op.name if by_monoid else op, by_monoid, algorithm, root)  # type: ignore[union-attr]
         plan: _Plan | None = world.kept.get(CHOICES, _NO_PLANS).get(key)

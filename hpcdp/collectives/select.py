@@ -54,6 +54,7 @@ def _able(collective: str, dtype: np.dtype, op: Reduction | None, world: World) 
     by_monoid = op is not None and not op.named
     names = [each.name for each in ALGORITHMS[collective].values() if each.any_monoid or not by_monoid]
     names.remove("reference")
-    if "shared" in names and not (op is not None and shared.can_reduce(dtype, op, world)):
+    can = shared.can_share(world) if op is None else shared.can_reduce(dtype, op, world)
+    if "shared" in names and not can:
         names.remove("shared")
     return names

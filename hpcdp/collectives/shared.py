@@ -23,6 +23,7 @@ from .progress import Progress, Steps, drive
 CHUNK_NBYTES = 256 * 1024
 """Longer arrays go piece by piece: one rank's part of a half of the staging buffer stays in its second-level cache."""
 
+_BYTE = np.dtype(np.uint8)
 BY_ALL_NBYTES = 4 * 1024
 """Up to so many bytes of all other ranks together, a second wait costs more than reading all of them."""
 
@@ -51,7 +52,29 @@ class _Staging:
         sums = memory.alloc(shape, np.uint8)
         self._sums = {dtype: sums.view(dtype) for dtype in self._exchange.DTYPES}
         self._others = memory.alloc(shape, np.uint8)
+        self._share, self._parts = self._exchange.share, sums.reshape(2, -1)
         self._by_all_nbytes = min(BY_ALL_NBYTES // max(memory.size - 1, 1), CHUNK_NBYTES)
+
+    def allreduce_now(self, flat: np.ndarray, op: str, call: Call) -> None:
+        """Reduce ``flat``, shape ``(count,)``, in place, blocking; nothing else may be under way."""
+        staging = self._sums.get(flat.dtype) if op in ("sum", "mean") else None
+        if staging is None:
+            drive(self.allreduce(flat, op, call, patient=True))
+            return
+        self._calls.be_patient()
+        exchange = self._sum_by_all if flat.nbytes <= self._by_all_nbytes else self._sum_by_owners
+        while (met := exchange(flat, staging, self._counters, self._state, call.signature)) != self._done:
+            drive(self._not_yet(met, call))
+        if op == "mean":
+            flat /= flat.dtype.type(self._memory.size)
+
+    def share_now(self, flat: np.ndarray, first: int, last: int, call: Call) -> None:
+        """Bring every rank's part of ``flat``, shape ``(nbytes,)``, uint8, to all, blocking; see `exchange.share`."""
+        calls, n = self._calls, self._memory.size
+        calls.be_patient()
+        parts, counters, state, kind = self._parts, self._counters, self._state, call.signature
+        while (met := self._share(flat, first, last, parts, counters, n, state, kind)) != self._done:
+            drive(self._not_yet(met, call))
 
     def allreduce(self, flat: np.ndarray, op: str, call: Call, patient: bool) -> Steps:
         """Reduce ``flat``, shape ``(count,)``, in place; a ``patient`` machine waits in the kernels."""
@@ -120,7 +143,7 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> None:
         UnsupportedError: several nodes, memory that cannot be shared, or a dtype that is not reduced here.
         MismatchError: ranks have made another ``call``.
     """
-    drive(_staging_of(world, call).allreduce(x, op.name, call, patient=True))
+    _staging_of(world, call).allreduce_now(x, op.name, call)
 
 
 def allreduce_steps(x: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:
@@ -143,9 +166,36 @@ def reduce_scatter_steps(x: np.ndarray, out: np.ndarray, op: Reduction, world: W
     out[...] = split(x, world.size)[world.rank]
 
 
+def reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) -> None:
+    """Reduce ``x``, shape ``(count,)``, over all ranks, in place on ``root``; elsewhere it is overwritten."""
+    allreduce(x, op, world, call)
+
+
+def broadcast(x: np.ndarray, root: int, world: World, call: Call) -> None:
+    """Overwrite ``x``, shape ``(count,)``, on all ranks with that of ``root``."""
+    nbytes = x.nbytes if world.rank == root else 0
+    _staging_of(world, call).share_now(_bytes_of(x), 0, nbytes, call)
+
+
+def allgather(out: np.ndarray, world: World, call: Call) -> None:
+    """Complete ``out``, shape ``(count,)``, in which every rank has written its own part."""
+    n, rank, nbytes = world.size, world.rank, out.itemsize
+    first, last = out.size * rank // n * nbytes, out.size * (rank + 1) // n * nbytes
+    _staging_of(world, call).share_now(_bytes_of(out), first, last, call)
+
+
+def _bytes_of(x: np.ndarray) -> np.ndarray:
+    return x.view(_BYTE)
+
+
+def can_share(world: World) -> bool:
+    """Whether all ranks share memory."""
+    return world.node_memory.size == world.size
+
+
 def can_reduce(dtype: np.dtype, op: Reduction, world: World) -> bool:
     """Whether all ranks share memory and there are kernels for it."""
-    return op.named and dtype.char in DTYPE_CHARS and world.node_memory.size == world.size
+    return op.named and dtype.char in DTYPE_CHARS and can_share(world)
 
 
 def _staging_of(world: World, call: Call) -> _Staging:

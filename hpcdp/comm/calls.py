@@ -22,10 +22,10 @@ import numpy as np
 from .. import kernels
 from ..errors import MismatchError
 from .agreement import first_difference
-from .communicator import OPERATION_BITS, Communicator, Request, make_tag, split
+from .communicator import OPERATION_BITS, Communicator, make_tag, split
 from .reductions import Reduction
 from .shared import NodeMemory
-from .steps import Steps, StepsTo, Until
+from .steps import Steps, Until
 
 if TYPE_CHECKING:
     from .world import World
@@ -36,6 +36,8 @@ MOST_NBYTES = 64 << 10
 _HEADER_NBYTES = 16
 _DIFFERENT = -1
 """In the place of a signature: some ranks have made other calls."""
+_FOLD, _RESULT = 0, 1
+"""The lanes of messages of ranks beyond a power of two, to their partner and back."""
 _TEXT_NBYTES = 1 << 10
 _MOST_SIDES = 64
 _BY_MESSAGES_FIRST = 16
@@ -93,8 +95,7 @@ class InMemory:
 
     def agree(self, call: Call) -> None:
         """Block until every rank has made ``call``; nothing that was begun by `steps` may be under way."""
-        if not self._patient:
-            self.be_patient(True)
+        self.be_patient()
         signature, n = call.signature, self.memory.size
         while (met := self._meet(self.counters, n, self.state, signature)) != self._done:
             if met == self._different:
@@ -127,17 +128,17 @@ class InMemory:
         """Wait for the turn of an exchange; a ``patient`` one waits in the kernels. Call `end` after it."""
         if self._served != ticket:
             yield [Until(lambda: self._served == ticket)]
-        if patient != self._patient:
-            self.be_patient(patient)
+        self.be_patient(patient)
 
     def end(self) -> None:
         """Let the next exchange have its turn."""
         self._served += 1
 
-    def be_patient(self, patient: bool) -> None:
+    def be_patient(self, patient: bool = True) -> None:
         """Choose whether kernels wait for the other ranks, or return at once where some are not there."""
-        self._patient = patient
-        self.state[[self.exchange.SPINS, self.exchange.SLEEP_NS]] = self.memory.patience if patient else 0
+        if patient != self._patient:
+            self._patient = patient
+            self.state[[self.exchange.SPINS, self.exchange.SLEEP_NS]] = self.memory.patience if patient else 0
 
     def difference(self, call: Call) -> Steps:
         """Raise the error for ranks that have made different calls; all ranks come here.
@@ -218,6 +219,8 @@ class ByMessages:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._rounds = _rounds(comm.rank, comm.size)
+        all_pairs = all(sends and receives for _, _, sends, receives in self._rounds)
+        self._pairs = [(lane, peer) for lane, peer, _, _ in self._rounds] if all_pairs else []
         self._number = 0
         self._tickets = self._served = 0
         self._blocks = _Blocks()
@@ -231,11 +234,27 @@ class ByMessages:
             op: the reduction.
 
         Raises:
-            MismatchError: on every rank alike; then ``total`` stays as it was.
+            MismatchError: on every rank alike; ``total`` is undefined then.
         """
-        for stage in self._exchange(call, self._next_tag(), self._blocks, total, op):
-            for request in stage:
-                request.wait()
+        tag = self._next_tag()
+        if not self._pairs or (total is not None and total.nbytes > MOST_NBYTES):
+            for stage in self._exchange(call, tag, self._blocks, total, op):
+                for request in stage:
+                    request.wait()
+            return
+        mine, theirs = self._blocks.sides_of(total)
+        signature, swap = call.signature, self._comm.swap
+        mine.header[0] = signature
+        for lane, peer in self._pairs:
+            if total is not None:
+                mine.body[...] = total
+            swap(mine.sent, theirs.whole, peer, tag + lane)
+            if theirs.header[0] != signature:
+                mine.header[0] = _DIFFERENT
+            elif total is not None:
+                self._reduce(total, theirs.body, peer, op)
+        if mine.header[0] != signature:
+            self._raise_difference(call)
 
     def steps(self, call: Call, total: np.ndarray | None = None, op: Reduction | None = None) -> Steps:
         """`agree` as a machine. Whatever the machine does next is done in the order of the calls."""
@@ -256,39 +275,48 @@ class ByMessages:
         return make_tag(0, self._number)
 
     def _exchange(self, call: Call, tag: int, blocks: _Blocks, total: np.ndarray | None, op: Reduction | None) -> Steps:
+        """Send and receive as `_rounds` says; long data in pieces, one after another."""
         if total is None:
-            yield from self._compared(call, tag, *blocks.sides_of(None))
+            yield from self._compared(call, tag, blocks.sides_of(None))
             return
         for piece in split(total, max(1, -(-total.nbytes // MOST_NBYTES))):
-            mine, theirs = blocks.sides_of(piece)
-            mine.body[...] = piece
-            piece[...] = yield from self._compared(call, tag, mine, theirs, op)
+            yield from self._compared(call, tag, blocks.sides_of(piece), piece, op)
 
-    def _compared(self, call: Call, tag: int, mine: _Side, theirs: _Side, op: Reduction | None = None) -> StepsTo[Any]:
-        """Exchange ``mine`` with all partners, and return the data of the side in which they are reduced."""
-        comm, signature = self._comm, call.signature
+    def _compared(
+        self,
+        call: Call,
+        tag: int,
+        sides: tuple[_Side, _Side],
+        total: np.ndarray | None = None,
+        op: Reduction | None = None,
+    ) -> Steps:
+        mine, theirs = sides
+        signature, comm = call.signature, self._comm
         mine.header[0] = signature
         for lane, peer, sends, receives in self._rounds:
-            requests: list[Request] = []
-            if receives:
-                requests.append(comm.irecv_up_to(theirs.whole, peer, tag + lane))
-            if sends:
-                requests.append(comm.isend(mine.sent, peer, tag + lane))
-            yield requests
+            if total is not None and sends:
+                mine.body[...] = total
+            requests = [comm.irecv_up_to(theirs.whole, peer, tag + lane)] if receives else []
+            yield [*requests, *([comm.isend(mine.sent, peer, tag + lane)] if sends else [])]
             if not receives:
                 continue
             if theirs.header[0] != signature:
                 mine.header[0] = _DIFFERENT
-            elif op is not None and mine.header[0] == signature:
-                if peer > comm.rank:
-                    op.into(mine.body, theirs.body)
-                    continue
-                if sends:  # else it is the result
-                    op.into(theirs.body, mine.body)  # the lower rank's first, so that all ranks get the same bits
-                mine, theirs = theirs, mine
+            elif total is not None and lane == _RESULT:
+                total[...] = theirs.body
+            elif total is not None:
+                self._reduce(total, theirs.body, peer, op)
         if mine.header[0] != signature:
             self._raise_difference(call)
-        return mine.body
+
+    def _reduce(self, total: np.ndarray, other: np.ndarray, peer: int, op: Any) -> None:
+        """Reduce ``other`` of rank ``peer`` into ``total``: the lower rank's stands first, for the same bits on both."""
+        # Nothing is written to what was sent: the other core has just read it, and each of its lines would be fetched.
+        if peer > self._comm.rank:
+            op.into(total, other)
+        else:
+            op.into(other, total)
+            total[...] = other
 
     def _raise_difference(self, call: Call) -> None:
         """Raise the error for ranks that have made different calls; all ranks come here, and block."""
@@ -303,10 +331,10 @@ def _rounds(rank: int, n: int) -> list[tuple[int, int, bool, bool]]:
     """Return the messages of ``rank`` one after another: lane, partner, whether it sends and whether it receives."""
     p = 1 << n.bit_length() - 1
     if rank >= p:
-        return [(0, rank - p, True, False), (1, rank - p, False, True)]
-    rounds = [(2 + bit, rank ^ 1 << bit, True, True) for bit in range(p.bit_length() - 1)]
+        return [(_FOLD, rank - p, True, False), (_RESULT, rank - p, False, True)]
+    rounds = [(_RESULT + 1 + bit, rank ^ 1 << bit, True, True) for bit in range(p.bit_length() - 1)]
     if rank + p < n:
-        return [(0, rank + p, False, True), *rounds, (1, rank + p, True, False)]
+        return [(_FOLD, rank + p, False, True), *rounds, (_RESULT, rank + p, True, False)]
     return rounds
 
 
@@ -318,7 +346,8 @@ class Calls:
         self.memory: InMemory | None = None
         """None where ranks do not share memory, or have not made many calls yet."""
         self.number = 0
-        """The number of the latest call: the same on all ranks, also after calls that differed."""
+        """The number of the latest call: the same on all ranks, also after calls that differed. Whoever compares a call
+        otherwise than by `agree` and `steps` counts it."""
         self._alone = world.size == 1
         self._node = world.node_memory if world.node_memory.size == world.size else None
         self._by_messages = 0
@@ -349,10 +378,6 @@ class Calls:
         """`agree` as a machine. Whatever the machine does next is done in the order of the calls."""
         self.number += 1
         return (self.messages if self.memory is None else self.memory).steps(call)
-
-    def count(self) -> None:
-        """Count a call that is compared otherwise: by `messages`, or in `in_memory`."""
-        self.number += 1
 
     def in_memory(self, call: Call) -> InMemory:
         """Return what compares in memory, once every rank has made ``call``: for the first that needs more memory.

@@ -105,6 +105,10 @@ class Communicator(Messages, Protocol):
         """Receive into ``x``, dtype uint8, from ``source``, which may have sent fewer bytes."""
         ...
 
+    def swap(self, x: np.ndarray, received: np.ndarray, peer: int, tag: int) -> None:
+        """Send ``x`` to ``peer``, which calls it as well, and receive at most ``received`` from it; dtype uint8."""
+        ...
+
     def takes_note(self, error: Exception) -> bool:
         """Whether an error of the library's tells that ranks have died; they are among the `lost` then."""
         ...

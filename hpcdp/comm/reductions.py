@@ -58,7 +58,7 @@ class Reduction:
 
     def widened(self, x: np.ndarray) -> np.ndarray:
         """``x`` in its accumulator's dtype: itself, or a copy where that is another."""
-        return x.astype(np.float32) if is_half(x) else x
+        return x.astype(np.float32) if x.dtype.itemsize == 2 and is_half(x) else x
 
     def finish(self, total: np.ndarray, n: int, out: np.ndarray) -> None:
         """Write the reduction over ``n`` ranks from its accumulator ``total`` to ``out``, which may be ``total``."""

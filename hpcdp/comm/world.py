@@ -254,8 +254,16 @@ class World:
         Raises:
             MismatchError: some rank has called something else; the same error on every rank.
         """
-        with self._all_in(_BARRIER):
-            pass
+        with contextlib.nullcontext() if not self.meetings else self.meeting():
+            watchdog = Watchdog.of(self)
+            watchdog.calls += 1
+            watched = "barrier", None
+            watchdog.enter(watched)
+            try:
+                self.settle()
+                Calls.of(self).agree(_BARRIER)
+            finally:
+                watchdog.leave(watched)
 
     def finish(self) -> None:
         """Let end what is under way and others need: called when a program has come to its end without an error.
