@@ -25,13 +25,16 @@ PROGRAMS = {"benchmark": ("hpcdp", "bench", "allreduce"), "interactive": ("bash"
 """What runs where nothing was said; elsewhere `hpcdp train`."""
 
 _FOLDER = Path(__file__).resolve().parent
+REQUEUES = 3
+"""So many times a job comes back after faults, if nothing else was asked for."""
+_TRAINING = ("train", "train-gpu", "sweep")
 _RUNS = "runs"
 _TRAIN = ("hpcdp", "train")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MOST_TASKS = 100_000
 _MOST = 1_000_000
 _LEAD_S = 120
-_COUNTS = ("nodes", "ranks_per_node", "cpus_per_task", "at_once")
+_COUNTS = ("nodes", "ranks_per_node", "cpus_per_task", "at_once", "requeues")
 
 
 class _Template(string.Template):
@@ -53,6 +56,7 @@ class Request:
         name: of the job, None for the template's.
         settings: of a sweep, the further arguments of each task.
         at_once: of a sweep, so many tasks run at a time; None for as many as fit.
+        requeues: of what trains, so many times a job comes back after faults; None for `REQUEUES`.
     """
 
     template: str
@@ -63,6 +67,7 @@ class Request:
     name: str | None = None
     settings: tuple[tuple[str, ...], ...] = ()
     at_once: int | None = None
+    requeues: int | None = None
 
     def __post_init__(self) -> None:
         check_name("template", self.template, TEMPLATES)
@@ -82,6 +87,8 @@ class Request:
             )  # fmt: skip
         if self.template != "sweep" and (self.settings or self.at_once):
             raise ConfigError(self.template, expected="no settings of a sweep", got="some", remedy="that is sweep")
+        if self.requeues is not None and self.template not in _TRAINING:
+            raise ConfigError("--requeues", expected=f"the template {', '.join(_TRAINING)}", got=self.template)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ def render(request: Request, profile: Profile) -> Script:
     """
     name = request.name or request.template
     time = profile.require("time", 'say it with --time, or in the profile: time = "04:00:00"')
-    program, run, folder = _program(request, name)
+    program, run, checkpoints, folder = _program(request, name)
     interactive = request.template == "interactive"
     options = list(_options(request, profile, name, time, folder))
     parts = {
@@ -109,6 +116,8 @@ def render(request: Request, profile: Profile) -> Script:
         "environment": "\n".join(_environment(request, profile)),
         "program": " ".join([*_container(request, profile), *program]),
         "run": run,
+        "checkpoints": checkpoints,
+        "requeues": str(REQUEUES if request.requeues is None else request.requeues),
         "launch": "" if interactive else " ".join(_launch(request, profile)),
     }
     if interactive:
@@ -155,19 +164,20 @@ def _filled(file: str, parts: dict[str, str]) -> str:
     return re.sub("\n{3,}", "\n\n", _Template(text).substitute(parts))
 
 
-def _program(request: Request, name: str) -> tuple[list[str], str, Path]:
-    """The program as words of bash, the value of ``run`` there, and the folder of the script and its output.
+def _program(request: Request, name: str) -> tuple[list[str], str, str, Path]:
+    """The program as words of bash, the values of ``run`` and ``checkpoints`` there, and the folder of the script and
+    its output.
 
     `hpcdp train` goes on in a run folder that is the job's own, unless another is named: by the script's argument, or
-    in the program, where ``run`` is empty.
+    in the program, where ``run`` is empty. Where other programs save is not known, and ``checkpoints`` empty.
     """
     given = request.program or PROGRAMS.get(request.template, _TRAIN)
     words = [shlex.quote(word) for word in given]
     sweep = request.template == "sweep"
     if sweep:
         words.append('"${settings[@]}"')
-    if given[:2] != _TRAIN or request.template not in ("train", "train-gpu", "sweep"):
-        return words, "''", Path(_RUNS)
+    if given[:2] != _TRAIN or request.template not in _TRAINING:
+        return words, "''", "''", Path(_RUNS)
     said = [given, *request.settings]
     if any(_value(line, "--overwrite") is not None for line in said):
         raise ConfigError(
@@ -179,13 +189,14 @@ def _program(request: Request, name: str) -> tuple[list[str], str, Path]:
         raise ConfigError(
             "sweep", expected="no --run-dir", got=run_dir, remedy="each task has a folder of its own"
         )  # fmt: skip
-    run = "''"
+    run, folder = "''", shlex.quote(run_dir or "")
     if run_dir is None:
         run = f"${{1:-{_RUNS}/{name}-{'$SLURM_ARRAY_JOB_ID' if sweep else '$job'}}}"
-        words += ["--run-dir", '"$run/$SLURM_ARRAY_TASK_ID"' if sweep else '"$run"']
+        folder = "$run/$SLURM_ARRAY_TASK_ID" if sweep else "$run"
+        words += ["--run-dir", f'"{folder}"']
     if not any(_value(line, "--resume") is not None for line in said):
         words += ["--resume", "auto"]
-    return words, run, Path(_RUNS) if run_dir is None else Path(run_dir).parent
+    return words, run, f"{folder}/checkpoints", Path(_RUNS) if run_dir is None else Path(run_dir).parent
 
 
 def _value(arguments: Sequence[str], flag: str) -> str | None:

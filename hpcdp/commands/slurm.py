@@ -66,6 +66,8 @@ def _add_request(made: Parser) -> None:
     made.add_argument("--name", metavar="NAME", help="of the job (default: the template's)")
     made.add_argument("--settings", metavar="FILE", help="of a sweep: arguments of the program, one line a task")
     made.add_argument("--at-once", metavar="N", type=positive, help="of a sweep: so many tasks run at a time")
+    about = "of what trains: it comes back so many times after a fault, if it has saved since its start (default: 3)"
+    made.add_argument("--requeues", metavar="N", type=at_least(0), help=about)
     made.add_argument("--site", metavar="FILE", help="the site's profile")
 
 
@@ -119,6 +121,7 @@ def _script(given: argparse.Namespace) -> Script:
         name=given.name,
         settings=script.read_settings(given.settings) if given.settings is not None else (),
         at_once=given.at_once,
+        requeues=given.requeues,
     )
     return script.render(request, site)
 

@@ -51,12 +51,17 @@ def slurm(hosts_possible: None) -> Iterator[Cluster]:
     if (Path(sys.executable).parent / "mpiexec.hydra").exists():
         pytest.skip("MPICH knows no PMIx")
     with Cluster(2) as cluster:
-        cluster.slurm()
-        command = cluster.folder / "bin" / "hpcdp"
-        command.parent.mkdir()
-        command.write_text(f'#!/bin/sh\nexec {sys.executable} -m hpcdp.cli "$@"\n')
-        command.chmod(0o755)
+        prepare(cluster)
         yield cluster
+
+
+def prepare(cluster: Cluster) -> None:
+    """Start Slurm on ``cluster``, whose jobs find this ``hpcdp``."""
+    cluster.slurm()
+    command = cluster.folder / "bin" / "hpcdp"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m hpcdp.cli "$@"\n')
+    command.chmod(0o755)
 
 
 class Site:
@@ -181,6 +186,41 @@ def test_a_job_that_was_saved_goes_on_by_the_command_that_is_named(slurm: Cluste
     site.hpcdp("slurm", "cancel", other)
     assert "going on in" in (site.folder / "runs" / f"train-{other}.out").read_text()
     assert not (site.folder / "runs" / f"train-{other}").exists()
+
+
+def test_a_job_whose_rank_is_killed_comes_back_as_often_as_it_may(slurm: Cluster) -> None:
+    site = Site(slurm, "srun")
+    job = site.submit("train", "--nodes", "2", "--requeues", "1", "--", *TRAIN, "100000")
+    metrics = site.folder / "runs" / f"train-{job}" / "metrics.jsonl"
+    for start in (0, 1):
+        before = metrics.read_text().count('"epoch"') if metrics.exists() else 0
+        site.until(lambda n=before: metrics.exists() and metrics.read_text().count('"epoch"') > n + 6, "further epochs")
+        assert f"Restarts={start} " in site.show(job)
+        assert slurm.on(2, ["pkill", "-KILL", "-f", "hpcdp.cli train"]).returncode == 0
+        if start == 0:
+            site.until(lambda: "Restarts=1" in site.show(job), "the requeue")
+    assert site.end(job) == ("FAILED", 137)
+    log = (site.folder / "runs" / f"train-{job}.out").read_text()
+    assert log.count(f"hpcdp: job {job} has failed with status 137: task 1 on node2: Killed\n") == 2
+    assert log.count("goes back into the queue") == 1
+    assert f"job {job} does not come back: it has come back 1 times after faults; go on with: cd " in log
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_a_job_that_has_lost_a_node_goes_on_on_others(slurm: Cluster, launcher: str) -> None:
+    with Cluster(3) as cluster:
+        prepare(cluster)
+        site = Site(cluster, launcher)
+        job = started(site)
+        run = site.folder / "runs" / f"train-{job}"
+        site.until(lambda: any(run.glob("checkpoints/step-*[0-9]/manifest.json")), "a checkpoint")
+        cluster.kill(2)
+        site.until(lambda: "NodeList=node[1,3]" in site.show(job), "the second start")
+        log = (site.folder / "runs" / f"train-{job}.out").read_text()
+        assert "; no answer from node2\n" in log and f"job {job} waits until Slurm says that it has lost node2\n" in log
+        metrics = run / "metrics.jsonl"
+        done = metrics.read_text().count('"epoch"')
+        site.until(lambda: metrics.read_text().count('"epoch"') > done + 3, "further epochs")
 
 
 def test_a_sweep_of_three(slurm: Cluster) -> None:

@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -180,21 +181,30 @@ class Stage:
 
     def __init__(
         self, folder: Path, program: str, request: Request | None = None, *, requeue: int = 1, arguments: str = "",
-        hpcdp: str = "exit 1",
+        hpcdp: str = "exit 1", port: int = 1,
     ) -> None:  # fmt: skip
         self.folder = folder
         (folder / "bin").mkdir()
         self.add("srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
         known = f"   Requeue={requeue} Restarts=0 BatchFlag=1\n   Command=/a b/job.sh {arguments}".rstrip()
-        show = f"[[ $1 != show ]] || {{ cat <<<{shlex.quote(known)}; exit; }}"
-        self.add("scontrol", f'{show}\necho "$*" >>{shlex.quote(str(folder / "scontrol"))}')
+        config = f"SlurmdPort  = {port}\nSlurmdTimeout  = 20 sec"
+        here = shlex.quote(str(folder))
+        self.add(
+            "scontrol",
+            f"""case "$*" in
+          'show job '*) cat <<<{shlex.quote(known)} ;;
+          'show config') cat <<<{shlex.quote(config)} ;;
+          '--oneliner show node '*) grep -sE "NodeName=(${{4//,/|}}) " {here}/nodes ;;
+          *) echo "$*" >>{here}/scontrol ;;
+        esac""",
+        )
         self.add("program", program)
         self.add("hpcdp", hpcdp)
         self.add("sleep", "exec /bin/sleep 0.1")  # of the script's polls
         request = request or Request(template="train", program=("program", "it's", "$HOME", 'a "b"'))
         path = folder / "job.sh"
         path.write_text(render(request, Profile(mpi_type="pmix", time="1")).text)
-        environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n1", "SLURM_SUBMIT_DIR": "/a b",
+        environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n1,n2", "SLURM_SUBMIT_DIR": "/a b",
                    "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}  # fmt: skip
         if request.template == "sweep":
             environ |= {"SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "2"}
@@ -246,7 +256,9 @@ def test_arguments_and_status_arrive(tmp_path: Path) -> None:
     stage = Stage(tmp_path, 'printf "%s\\n" "$@"; exit 7')
     status, said = stage.end()
     assert (status, stage.requeued) == (7, "")
-    assert said.splitlines() == ["hpcdp: job 12, start 1, on n1", "it's", "$HOME", 'a "b"']
+    assert said.splitlines() == [
+        "hpcdp: job 12, start 1, on n1,n2", "it's", "$HOME", 'a "b"', "hpcdp: job 12 has failed with status 7",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(75, "requeue 12\n"), (3, "")])
@@ -264,6 +276,124 @@ def test_an_early_usr1_ends_nobody_and_is_not_lost(tmp_path: Path) -> None:
     stage.job.send_signal(signal.SIGUSR1)
     assert stage.end()[0] == 75
     assert (tmp_path / "ready").exists() and stage.requeued == "requeue 12\n"
+
+
+FAILS = """
+mkdir -p runs/train-12/checkpoints/step-000000000{step} runs/train-12/checkpoints/step-0000000009.tmp
+touch runs/train-12/checkpoints/step-000000000{step}/manifest.json
+echo 'srun: error: n2: task 1: Killed' >&2
+echo 'srun: error: n1: task 0: Exited with exit code 14' >&2
+exit 14
+"""
+AGAIN = "; go on with: cd /a\\ b && sbatch /a\\ b/job.sh runs/train-12"
+FAILED = "hpcdp: job 12 has failed with status 137: task 1 on n2: Killed"
+
+
+@pytest.mark.parametrize(
+    ("before", "faults", "requeue", "last", "then"),
+    [
+        (None, None, 1, "hpcdp: job 12 goes back into the queue", "1"),
+        (4, "2", 1, "hpcdp: job 12 goes back into the queue", "3"),
+        (4, "3", 1, f"hpcdp: job 12 does not come back: it has come back 3 times after faults{AGAIN}", "3"),
+        (5, None, 1, f"hpcdp: job 12 does not come back: it has not saved since its start{AGAIN}", None),
+        (None, None, 0, f"hpcdp: job 12 does not come back{AGAIN}", None),
+    ],
+)
+def test_after_a_fault_a_job_comes_back_if_it_has_saved_since_its_start(
+    tmp_path: Path, before: int | None, faults: str | None, requeue: int, last: str, then: str | None
+) -> None:
+    run = tmp_path / "runs" / "train-12"
+    (run / "checkpoints").mkdir(parents=True)
+    if before is not None:
+        (run / "checkpoints" / f"step-000000000{before}").mkdir()
+        (run / "checkpoints" / f"step-000000000{before}" / "manifest.json").touch()
+    if faults is not None:
+        (run / "requeues-12").write_text(faults)
+    request = Request(template="train", program=TRAIN)
+    stage = Stage(tmp_path, "", request, requeue=requeue, hpcdp=FAILS.format(step=5))
+    status, said = stage.end()
+    assert status == 137
+    assert said.splitlines()[-2:] == [FAILED, last]
+    assert stage.requeued == ("requeue 12\n" if "goes back" in last else "")
+    count = run / "requeues-12"
+    assert (count.read_text().strip() if count.exists() else None) == then
+
+
+def test_a_fault_without_a_checkpoint_is_the_end(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "", Request(template="train", program=TRAIN), hpcdp="mkdir -p runs/train-12; exit 3")
+    status, said = stage.end()
+    assert (status, stage.requeued) == (3, "")
+    assert said.splitlines()[1:] == ["hpcdp: job 12 has failed with status 3"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_after_the_loss_of_a_node_slurm_says_so_before_the_job_comes_back(tmp_path: Path, named: bool) -> None:
+    """Else it could start there again. Slurm itself may end the script then, and requeue the job."""
+    nodes = "NodeName=n{} Arch=x86_64 NodeAddr=127.0.0.{} State={} ThreadsPerCore=1 \n"
+    with socket.create_server(("127.0.0.1", 0)) as daemon:
+        alive = nodes.format(1, 1, "ALLOCATED")
+        (tmp_path / "nodes").write_text(alive + nodes.format(2, 2, "ALLOCATED"))
+        port = daemon.getsockname()[1]
+        request = Request(template="train", program=TRAIN)
+        stage = Stage(tmp_path, "", request, hpcdp=FAILS.format(step=5), port=port)
+        stage.until("runs/train-12/requeues-12")
+        time.sleep(0.5)
+        assert stage.job.poll() is None and stage.requeued == ""
+        if named:
+            (tmp_path / "nodes").write_text(alive + nodes.format(2, 2, "ALLOCATED*"))
+        else:
+            stage.job.send_signal(signal.SIGTERM)
+        status, said = stage.end()
+    outside = "hpcdp: job 12 was ended from outside; unless Slurm requeues it" + AGAIN.replace(";", ",", 1)
+    assert said.splitlines()[-3:] == [
+        f"{FAILED}; no answer from n2",
+        "hpcdp: job 12 waits until Slurm says that it has lost n2",
+        "hpcdp: job 12 goes back into the queue" if named else outside,
+    ]
+    assert (status, stage.requeued) == (137, "requeue 12\n" if named else "")
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("n1: task 0: Exited with exit code 14\nn2: tasks 1,3: Exited with exit code 3",
+         "3|tasks 1,3 on n2: Exited with exit code 3"),
+        ("n1: task 0: Killed\nn2: task 1: Segmentation fault (core dumped)",
+         "139|task 1 on n2: Segmentation fault (core dumped)"),
+        ("n2: task 1: Killed\nn1: task 0: Killed", "137|task 1 on n2: Killed"),
+        ("n1: task 0: Exited with exit code 14", "14|"),
+        ("Node failure on n2", "14|"),
+        ("n2: tasks [1-3]: Out Of Memory", "137|tasks [1-3] on n2: Out Of Memory"),
+        ("n2: task 1: Exited with exit code x[$(touch /tmp/executed)]", "14|"),
+    ],
+)  # fmt: skip
+def test_the_status_is_that_of_the_rank_that_failed_first(tmp_path: Path, said: str, found: str) -> None:
+    text = (Path(script.__file__).parent / "ranks.sh").read_text()
+    function = re.search(r"^blame\(\) \{.*?^\}", text, re.MULTILINE | re.DOTALL)
+    assert function is not None
+    (tmp_path / "words").write_text("".join(f"srun: error: {line}\n" for line in said.splitlines()) + "epoch 1\n")
+    command = f'{function[0]}\nstatus=14 failed="" words=words\nblame\necho "$status|$failed"'
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    assert done.stdout + done.stderr == f"{found}\n"
+
+
+def test_a_job_that_is_cancelled_names_the_command_that_goes_on_where_it_has_saved(tmp_path: Path) -> None:
+    program = TAKES.format(before="", status=143).replace("touch started", FAILS.format(step=5).split("echo")[0])
+    stage = Stage(tmp_path, "", Request(template="train", program=TRAIN), hpcdp=program)
+    stage.until("ready")
+    stage.job.send_signal(signal.SIGTERM)
+    status, said = stage.end()
+    assert (status, stage.requeued) == (143, "")
+    assert said.splitlines()[-1].startswith(
+        "hpcdp: job 12 was ended from outside; unless Slurm requeues it, go on with: "
+    )
+
+
+@pytest.mark.parametrize("template", ["benchmark", "interactive"])
+def test_what_does_not_train_has_no_requeues(template: str) -> None:
+    with pytest.raises(ConfigError, match="--requeues: expected the template train, train-gpu, sweep, got"):
+        Request(template=template, requeues=1)
+    assert "requeues=0\n" in render(Request(template="train", requeues=0), SRUN).text
 
 
 def test_a_job_that_is_cancelled_does_not_come_back(tmp_path: Path) -> None:

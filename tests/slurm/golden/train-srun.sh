@@ -29,7 +29,70 @@ export PMIX_MCA_psec=native  # or Open MPI says that it found no munge
 export HPCDP_CACHE_DIR='/scratch/$USER'"'"'s'
 
 run=${1:-runs/train-$job}
+checkpoints=$run/checkpoints
+requeues=3
 program=(hpcdp train lenet --data digits --run-dir "$run" --resume auto)
+
+# The newest complete checkpoint, empty where there is none, or this script does not know where they are.
+newest() {
+  local each found=''
+  for each in "$checkpoints"/step-*; do
+    if [[ -n $checkpoints && $each =~ /step-[0-9]+$ && -f $each/manifest.json ]]; then
+      found=${each##*/}
+    fi
+  done
+  echo "$found"
+}
+
+# Which of this job's nodes do not answer where Slurm's daemon is.
+unanswering() {
+  local line port
+  port=$(scontrol show config | sed -n 's/^SlurmdPort *= *//p')
+  while read -r line; do
+    [[ $line =~ NodeName=([^ ]+).*\ NodeAddr=([^ ]+) ]] || continue
+    timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "${BASH_REMATCH[2]}" "${port:-6818}" 2>/dev/null ||
+      echo "${BASH_REMATCH[1]}" &
+  done < <(scontrol --oneliner show node "$SLURM_JOB_NODELIST")
+  wait
+}
+
+# Whether Slurm itself says that each of these nodes does not answer, or is down.
+has_named() {
+  local node
+  for node in "$@"; do
+    [[ $(scontrol --oneliner show node "$node") =~ \ State=[^\ ]*(\*|DOWN|FAIL|NOT_RESPONDING) ]] || return 1
+  done
+}
+
+# The rank that failed first by what srun says, whose own status is the largest of all, or 14 of a rank whose peer has
+# gone: one that ended by itself, else one that was killed, as srun kills others of one that has failed.
+blame() {
+  local line how code rank=3 of_line
+  while IFS= read -r line; do
+    [[ $line =~ ^srun:\ error:\ ([^:]+):\ (tasks?\ [^:]+):\ (.*)$ ]] || continue
+    how=${BASH_REMATCH[3]} of_line=1
+    case $how in
+      'Exited with exit code '[0-9]*) code=${how//[^0-9]/} ;;
+      'Illegal instruction'*) code=132 ;;
+      Aborted*) code=134 ;;
+      'Bus error'*) code=135 ;;
+      'Floating point exception'*) code=136 ;;
+      Killed* | 'Out Of Memory'*) code=137 of_line=2 ;;
+      'Segmentation fault'*) code=139 ;;
+      Terminated*) code=143 of_line=2 ;;
+      *) continue ;;
+    esac
+    if ((code == 14)); then of_line=3; fi
+    if ((of_line < rank)); then
+      rank=$of_line status=$code failed="${BASH_REMATCH[2]} on ${BASH_REMATCH[1]}: $how"
+    fi
+  done <"$words"
+}
+
+began=$(newest)
+words=$(mktemp) || exit 1
+trap 'rm -f "$words"' EXIT
+exec 3> >(trap '' USR1 TERM; exec tee "$words" >&2)  # a child of this shell: what starts ranks ends its own children
 
 # Whatever is started ignores USR1 until it takes it: nothing dies of a signal that comes early, and since one that is
 # ignored is lost, it is passed on again and again in the first two minutes. The ranks are polled: a `wait` returns at
@@ -37,8 +100,9 @@ program=(hpcdp train lenet --data digits --run-dir "$run" --resume auto)
 (
   trap '' USR1
   exec srun --mpi=pmix --wait=30 sh -c 'trap "" USR1; exec "$@"' rank "${program[@]}"
-) &
+) 2>&3 3>&- &
 ranks=$!
+exec 3>&-
 SECONDS=0 told=''
 while sleep 2; [[ -n $(jobs -pr) ]]; do
   if [[ $cancelled == now ]]; then
@@ -52,22 +116,64 @@ done
 trap '' USR1 TERM
 wait "$ranks"
 status=$?
+if ((status == 0)); then
+  exit 0
+fi
 
-# 75: stopped early, with a checkpoint. A job that was cancelled must not come back; one that is preempted does anyway.
+# 75: stopped early, with a checkpoint. After a fault a job comes back if it has saved since its start, and not for ever.
+# One that was cancelled must not come back; one that is preempted does anyway.
+saved=$(newest) comes_back='' why='' failed='' lost=()
+known=$(scontrol show job "$job")
+count=${checkpoints%/*}/requeues-$job
+faults=$(cat "$count" 2>/dev/null)
+[[ $faults =~ ^[0-9]+$ ]] || faults=0
 if ((status == 75)); then
-  known=$(scontrol show job "$job")
-  script=$(sed -n 's/^ *Command=//p' <<<"$known")
-  script=${script%"${1:+ $1}"}
-  printf -v again 'cd %q && sbatch%s %q%s' "$SLURM_SUBMIT_DIR" \
-    "${SLURM_ARRAY_TASK_ID:+ --array=$SLURM_ARRAY_TASK_ID}" "$script" "${run:+ $run}"
   echo "hpcdp: job $job has stopped with a checkpoint"
-  if [[ -n $cancelled && -z $ends_soon ]]; then
-    echo "hpcdp: job $job was ended from outside; unless Slurm requeues it, go on with: $again"
-  elif [[ $known == *' Requeue=0 '* ]]; then
-    echo "hpcdp: job $job does not come back; go on with: $again"
+  comes_back=1
+elif [[ -z $cancelled ]]; then
+  sleep 1  # for the last words
+  blame
+  mapfile -t lost < <(unanswering)
+  echo "hpcdp: job $job has failed with status $status${failed:+: $failed}${lost[0]:+; no answer from ${lost[*]}}"
+  if [[ -z $saved ]]; then
+    why='it has no checkpoint'
+  elif [[ ! $saved > $began ]]; then
+    why='it has not saved since its start'
+  elif ((faults >= requeues)); then
+    why="it has come back $requeues times after faults"
   else
-    echo "hpcdp: job $job goes back into the queue"
-    scontrol requeue "$job" || echo "hpcdp: job $job was not requeued; go on with: $again"
+    comes_back=1
   fi
+fi
+if [[ $known == *' Requeue=0 '* || (-n $cancelled && -z $ends_soon) ]]; then
+  comes_back=''
+fi
+if [[ -n $comes_back && $status -ne 75 ]]; then
+  echo $((faults + 1)) >"$count"
+  if ((${#lost[@]})); then  # else the job could start there again; Slurm may requeue it by itself, and end this script
+    limit=$(scontrol show config | sed -n 's/^SlurmdTimeout *= *\([0-9]*\).*/\1/p')
+    echo "hpcdp: job $job waits until Slurm says that it has lost ${lost[*]}"
+    trap 'cancelled=now' TERM
+    SECONDS=0
+    until has_named "${lost[@]}" || [[ -n $cancelled ]] || ((SECONDS > ${limit:-300} + 60)); do
+      sleep 2
+    done
+    trap '' TERM
+    if [[ -n $cancelled ]]; then
+      comes_back='' ends_soon=''
+    fi
+  fi
+fi
+script=$(sed -n 's/^ *Command=//p' <<<"$known")
+script=${script%"${1:+ $1}"}
+printf -v again 'cd %q && sbatch%s %q%s' "$SLURM_SUBMIT_DIR" \
+  "${SLURM_ARRAY_TASK_ID:+ --array=$SLURM_ARRAY_TASK_ID}" "$script" "${run:+ $run}"
+if [[ -n $comes_back ]]; then
+  echo "hpcdp: job $job goes back into the queue"
+  scontrol requeue "$job" || echo "hpcdp: job $job was not requeued; go on with: $again"
+elif [[ -n $cancelled && -z $ends_soon && ($status -eq 75 || -n $saved) ]]; then
+  echo "hpcdp: job $job was ended from outside; unless Slurm requeues it, go on with: $again"
+elif [[ $status -eq 75 || -n $saved ]]; then
+  echo "hpcdp: job $job does not come back${why:+: $why}; go on with: $again"
 fi
 exit "$status"
