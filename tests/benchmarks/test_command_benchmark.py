@@ -404,7 +404,7 @@ def test_dtypes_as_osu_names_them() -> None:
             ["allreduce", "--algorithm", "rng"],
             "unknown allreduce algorithm 'rng'; did you mean 'ring'? valid: ",
         ),
-        (1, ["broadcast", "--algorithm", "shared"], "unknown broadcast algorithm 'shared'; valid: auto, "),
+        (1, ["broadcast", "--algorithm", "ring"], "unknown broadcast algorithm 'ring'; valid: auto, "),
         (1, ["reduce", "--op", "summ"], "unknown op 'summ'; did you mean 'sum'? valid: sum, mean, min, max, prod"),
         (1, ["allreduce", "--op", "mean", "-T", "int32"], "expected a float dtype for op='mean', got int32"),
         (2, ["allreduce", "-m", "1G:512G"], "expected messages that fit in the "),
