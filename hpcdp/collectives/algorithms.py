@@ -43,11 +43,15 @@ class Algorithm:
     """Whether it takes reductions of a user's own, beside the named ones."""
     compares: bool = False
     """Whether its functions compare the calls of all ranks themselves."""
+    prepare: Callable[[World], None] | None = None
+    """Makes what a world keeps for it, such as memory; all ranks call it together, before the first use."""
 
     def machine(self, world: World, call: Call, x: np.ndarray, *others: object) -> Steps:
         """Return one that is still to be driven; ``x`` and the ``others`` are the collective's arguments."""
         assert self.steps is not None
         progress = Progress.of(world)
+        if self.prepare is not None and self.prepare not in progress.prepared:
+            self._prepare(world, call)
         if self.compares:
             progress.calls.number += 1
             return self.steps(x, *others, world, call)
@@ -60,6 +64,8 @@ class Algorithm:
         Raises:
             MismatchError: some rank has made another call; the same error on every rank.
         """
+        if world.size == 1:
+            return
         if not world.meetings:
             self._run(world, call, x, *others)
             return
@@ -74,6 +80,8 @@ class Algorithm:
         watchdog.enter(watched)
         try:
             progress.finish()
+            if self.prepare is not None and self.prepare not in progress.prepared:
+                self._prepare(world, call)
             if self.compares:
                 progress.calls.number += 1
                 self.blocking(x, *others, world, call)  # type: ignore[misc]
@@ -85,6 +93,13 @@ class Algorithm:
                 drive(self.steps(x, *others, world, progress.tag(call.signature)))
         finally:
             watchdog.leave(watched)
+
+    def _prepare(self, world: World, call: Call) -> None:
+        progress = Progress.of(world)
+        progress.finish()
+        progress.calls.agree(call)
+        self.prepare(world)  # type: ignore[misc]
+        progress.prepared.add(self.prepare)
 
 
 def _one_after_another(first: Steps, second: Steps) -> Steps:
@@ -102,6 +117,12 @@ def _flat(name: str, steps: Callable[..., Steps]) -> Algorithm:
     return Algorithm(name, over_all_ranks)
 
 
+def _shared(
+    blocking: Callable[..., None], steps: Callable[..., Steps] | None = None, any_monoid: bool = True
+) -> Algorithm:
+    return Algorithm("shared", steps, blocking, any_monoid=any_monoid, compares=True, prepare=shared.prepare)
+
+
 def _by_name(*algorithms: Algorithm) -> dict[str, Algorithm]:
     return {algorithm.name: algorithm for algorithm in algorithms}
 
@@ -110,7 +131,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "allreduce": _by_name(
         _flat("reference", reference.allreduce),
         Algorithm("native", native.allreduce_steps, native.allreduce, any_monoid=False),
-        Algorithm("shared", shared.allreduce_steps, shared.allreduce, any_monoid=False, compares=True),
+        _shared(shared.allreduce, shared.allreduce_steps, any_monoid=False),
         _flat("ring", ring.allreduce),
         _flat("bidirectional", rings.both_ways),
         _flat("halving_doubling", halving_doubling.allreduce),
@@ -119,31 +140,31 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         ),
         _flat("tree", tree.allreduce),
         _flat("double_tree", double_tree.allreduce),
-        Algorithm("hierarchical", hierarchical.allreduce),
+        Algorithm("hierarchical", hierarchical.allreduce, prepare=hierarchical.prepare),
     ),
     "reduce_scatter": _by_name(
         _flat("reference", reference.reduce_scatter),
         Algorithm("native", None, native.reduce_scatter, any_monoid=False),
-        Algorithm("shared", shared.reduce_scatter_steps, shared.reduce_scatter, any_monoid=False, compares=True),
+        _shared(shared.reduce_scatter, shared.reduce_scatter_steps, any_monoid=False),
         _flat("ring", ring.reduce_scatter),
         _flat("halving_doubling", halving_doubling.reduce_scatter),
     ),
     "allgather": _by_name(
         _flat("reference", reference.allgather),
         Algorithm("native", None, native.allgather),
-        Algorithm("shared", None, shared.allgather, compares=True),
+        _shared(shared.allgather),
         _flat("ring", ring.allgather),
     ),
     "broadcast": _by_name(
         _flat("reference", reference.broadcast),
         Algorithm("native", None, native.broadcast),
-        Algorithm("shared", None, shared.broadcast, compares=True),
+        _shared(shared.broadcast),
         _flat("tree", tree.broadcast),
     ),
     "reduce": _by_name(
         _flat("reference", reference.reduce),
         Algorithm("native", None, native.reduce, spares_input=True, any_monoid=False),
-        Algorithm("shared", None, shared.reduce, any_monoid=False, compares=True),
+        _shared(shared.reduce, any_monoid=False),
         _flat("tree", tree.reduce),
     ),
 }

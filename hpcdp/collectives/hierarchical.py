@@ -29,7 +29,6 @@ from ..comm import Reduction, Request, World
 from ..comm.communicator import bounds
 from ..comm.shared import Milestones, NodeMemory
 from ..comm.steps import Until
-from ..errors import MismatchError
 from . import ring
 from .progress import LANES, MESSAGE_NBYTES, Steps, segments, together
 
@@ -51,13 +50,10 @@ class _Lane:
         self._memory, self._rails = memory, rails
         self._milestones = Milestones(memory)
         self._rows = memory.alloc((memory.size, nbytes), np.uint8)
-        self._calls = memory.alloc((memory.size,), np.int64)
         self._passed = 0
         self._staged = self._total = self._rows
         self._shards: list[slice] = []
         self.tickets = self.served = 0
-        self.differed = False
-        """Whether ranks have come for different things; they may have got differently far since."""
 
     def _arrived(self, number: int) -> Request:
         """That every rank of the node has posted ``number``."""
@@ -68,12 +64,8 @@ class _Lane:
         self._milestones.post(self._passed)
         return self._passed
 
-    def stage(self, x: np.ndarray, op: Reduction, tag: int) -> Steps:
-        """Bring ``x``, shape ``(count,)`` and no longer than the rows, to the node and add up this rank's shard.
-
-        Raises:
-            MismatchError: some rank of the node has come with another ``tag``; on all of them.
-        """
+    def stage(self, x: np.ndarray, op: Reduction) -> Steps:
+        """Bring ``x``, shape ``(count,)`` and no longer than the rows, to the node and add up this rank's shard."""
         me = self._memory.rank
         self._staged = self._rows.view(x.dtype)[:, : x.size]
         ends = bounds(x.size, self._rails)
@@ -81,16 +73,7 @@ class _Lane:
         own = self._shards[me] if me < self._rails else slice(0, 0)
         yield [self._arrived(self._passed)]  # everybody has taken the last segment
         self._staged[me, : own.start], self._staged[me, own.stop :] = x[: own.start], x[own.stop :]
-        self._calls[me] = tag
         yield [self._arrived(self._post())]
-        if (self._calls != tag).any():
-            self.differed = True
-            raise MismatchError(
-                "allreduce", where="algorithm hierarchical",
-                expected="the same dtype, number of elements and op on every rank",
-                got="others on some rank of this node",
-                remedy="call it alike, and in the same order, on all ranks; HPCDP_DEBUG=1 compares each call",
-            )  # fmt: skip
         if me < self._rails:
             parts = [x[own] if rank == me else self._staged[rank, own] for rank in range(self._memory.size)]
             total = op.widened(parts[0])
@@ -118,9 +101,7 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
     if world.rail_comm is not None and world.rail_comm.size == world.size:  # every rank is a node of its own
         yield from ring.allreduce(x, op, world.rail_comm, tag)
         return
-    lanes = world.kept.get(__name__)
-    if lanes is None or any(lane.differed for lane in lanes):
-        lanes = world.kept[__name__] = _make_lanes(world)
+    lanes: list[_Lane] = world.kept[__name__]
     rail = None if world.rail_comm is None else ring.Ring.through(world.rail_comm)
     pieces = segments(x, _segment_nbytes(world))
     begun = 0
@@ -132,7 +113,7 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
         yield [Until(lambda: begun >= number and lane.served == ticket)]
         try:
             for piece in pieces[number :: len(lanes)]:
-                yield from lane.stage(piece, op, tag)
+                yield from lane.stage(piece, op)
                 begun = max(begun, number + 1)
                 yield from lane.finish(piece, op, rail, tag + number, world.size)
         finally:
@@ -141,10 +122,13 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
     yield from together([one_after_another(number, lane) for number, lane in enumerate(lanes[: len(pieces)])])
 
 
-def _make_lanes(world: World) -> list[_Lane]:
+def prepare(world: World) -> None:
+    """Make the places for segments in the memory of the nodes of ``world``; all ranks call it together."""
+    if max(world.comm.allgather_json(world.node_memory.size)) == 1:  # there is nothing to share
+        return
     nbytes = _segment_nbytes(world)
     lanes = max(2, min(LANES, STAGING_NBYTES // nbytes))
-    return [_Lane(world.node_memory, world.num_rails, nbytes) for _ in range(lanes)]
+    world.kept[__name__] = [_Lane(world.node_memory, world.num_rails, nbytes) for _ in range(lanes)]
 
 
 def _segment_nbytes(world: World) -> int:

@@ -16,7 +16,6 @@ from ..comm.watchdog import Watchdog
 from ..devices import brought as brought_to
 from ..errors import UnsupportedError
 from ..holders import refuse_change
-from . import tuning
 from .algorithms import Algorithm
 from .pinned import bring_back, brought, on_host
 from .progress import Progress, Steps
@@ -351,8 +350,7 @@ def _planned(operation: str, x: Array, op: str | Monoid, algorithm: str, world: 
     if plan is None:
         with world.meeting(), Watchdog.of(world).watching(operation, x):
             if CHOICES not in world.kept:
-                Progress.of(world).finish()  # others may wait for what is under way before they come to read, too
-                tuning.machine(world)
+                Progress.of(world).finish()  # others may wait for what is under way before they come to choose, too
             plan = _validated(operation, x, op, algorithm, world, root)
             plans = world.kept.setdefault(CHOICES, {})
             if len(plans) >= _MOST_PLANS:

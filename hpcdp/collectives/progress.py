@@ -198,6 +198,8 @@ class Progress:
     def __init__(self, world: World) -> None:
         self.watchdog = Watchdog.of(world)
         self.calls = Calls.of(world)
+        self.prepared: set[object] = set()
+        """What algorithms have had made in this world, see `Algorithm.prepare`."""
         self._signatures = world.comm.signatures
         self._active = Together([])
         self._turn = threading.RLock()

@@ -18,7 +18,7 @@ from ..comm.calls import Call, Calls, InMemory
 from ..comm.communicator import split
 from ..comm.reductions import OPS
 from ..errors import UnsupportedError
-from .progress import Progress, Steps, drive
+from .progress import Steps, drive
 
 CHUNK_NBYTES = 256 * 1024
 """Longer arrays go piece by piece: one rank's part of a half of the staging buffer stays in its second-level cache."""
@@ -140,15 +140,15 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> None:
     """Reduce ``x``, shape ``(count,)``, in place over the ranks of a single node.
 
     Raises:
-        UnsupportedError: several nodes, memory that cannot be shared, or a dtype that is not reduced here.
+        UnsupportedError: a dtype that is not reduced here.
         MismatchError: ranks have made another ``call``.
     """
-    _staging_of(world, call).allreduce_now(x, op.name, call)
+    _staging_of(world).allreduce_now(x, op.name, call)
 
 
 def allreduce_steps(x: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:
     """`allreduce` as a machine."""
-    return _staging_of(world, call).allreduce(x, op.name, call, patient=False)
+    return _staging_of(world).allreduce(x, op.name, call, patient=False)
 
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World, call: Call) -> None:
@@ -174,14 +174,14 @@ def reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) ->
 def broadcast(x: np.ndarray, root: int, world: World, call: Call) -> None:
     """Overwrite ``x``, shape ``(count,)``, on all ranks with that of ``root``."""
     nbytes = x.nbytes if world.rank == root else 0
-    _staging_of(world, call).share_now(_bytes_of(x), 0, nbytes, call)
+    _staging_of(world).share_now(_bytes_of(x), 0, nbytes, call)
 
 
 def allgather(out: np.ndarray, world: World, call: Call) -> None:
     """Complete ``out``, shape ``(count,)``, in which every rank has written its own part."""
     n, rank, nbytes = world.size, world.rank, out.itemsize
     first, last = out.size * rank // n * nbytes, out.size * (rank + 1) // n * nbytes
-    _staging_of(world, call).share_now(_bytes_of(out), first, last, call)
+    _staging_of(world).share_now(_bytes_of(out), first, last, call)
 
 
 def _bytes_of(x: np.ndarray) -> np.ndarray:
@@ -198,17 +198,20 @@ def can_reduce(dtype: np.dtype, op: Reduction, world: World) -> bool:
     return op.named and dtype.char in DTYPE_CHARS and can_share(world)
 
 
-def _staging_of(world: World, call: Call) -> _Staging:
-    """Return the staging buffer of ``world``; at the first call all ranks make it, if they make the same one."""
-    found = world.kept.get(__name__)
-    if found is not None:
-        return found  # type: ignore[no-any-return]
+def prepare(world: World) -> None:
+    """Make the staging buffer of ``world``; all ranks call it together.
+
+    Raises:
+        UnsupportedError: several nodes, or memory that cannot be shared.
+    """
     memory = world.node_memory
     if memory.size != world.size:
         raise UnsupportedError(
             "allreduce", where="algorithm='shared'", expected="one node whose ranks share memory",
             got=f"{world.num_nodes} nodes, {memory.size} of {world.size} ranks sharing", remedy="use algorithm='auto'",
         )  # fmt: skip
-    Progress.of(world).finish()
-    calls = Calls.of(world).in_memory(call)
-    return world.keep(__name__, lambda: _Staging(calls))
+    world.kept[__name__] = _Staging(Calls.of(world).share_memory(memory))
+
+
+def _staging_of(world: World) -> _Staging:
+    return world.kept[__name__]  # type: ignore[no-any-return]

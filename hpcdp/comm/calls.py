@@ -372,28 +372,18 @@ class Calls:
             self.messages.agree(call)
             self._by_messages += 1
             if self._node is not None and self._by_messages >= _BY_MESSAGES_FIRST:
-                self.memory = InMemory(self._node)
+                self.share_memory(self._node)
+
+    def share_memory(self, memory: NodeMemory) -> InMemory:
+        """Return what compares calls in ``memory`` of all ranks from now on; all ranks call it together."""
+        if self.memory is None:
+            self.memory = InMemory(memory)
+        return self.memory
 
     def steps(self, call: Call) -> Steps:
         """`agree` as a machine. Whatever the machine does next is done in the order of the calls."""
         self.number += 1
         return (self.messages if self.memory is None else self.memory).steps(call)
-
-    def in_memory(self, call: Call) -> InMemory:
-        """Return what compares in memory, once every rank has made ``call``: for the first that needs more memory.
-
-        What was started before must have ended.
-
-        Raises:
-            MismatchError: as `agree`.
-        """
-        if self.memory is not None:
-            self.memory.agree(call)
-            return self.memory
-        assert self._node is not None
-        self.messages.agree(call)
-        self.memory = InMemory(self._node)
-        return self.memory
 
 
 _EXCHANGE = Call("exchange", "exchange of all ranks, as in the making of a Trainer, a store or a checkpoint")

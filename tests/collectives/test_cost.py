@@ -178,13 +178,17 @@ def test_memory_is_used_where_it_is_shared(nbytes):
     crowded = model_choice("allreduce", nbytes, 4, Topology((4,), crowded=True), names)
     assert crowded == ("native" if nbytes < 1 << 16 else "shared")
     assert model_choice("allreduce", nbytes, 4, Topology((2, 2)), names) != "shared"
+    assert model_choice("allgather", nbytes, 4, Topology((4,)), ALGORITHMS["allgather"]) == "shared"
+    moved = model_choice("broadcast", nbytes, 4, Topology((4,)), ALGORITHMS["broadcast"])
+    assert moved == ("shared" if nbytes < 1 << 15 else "native")
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2,) * 4, (8,) * 4, (4, 3, 1), (64,) * 16])
-def test_over_nodes_the_library_serves_short_arrays_and_hierarchical_long_ones(sizes):
+def test_over_nodes_the_library_serves_arrays_that_are_not_short_and_hierarchical_long_ones(sizes):
     names, nodes = ALGORITHMS["allreduce"], Topology(sizes)
-    for nbytes in (0, 4, 1024, 1 << 14):
-        assert model_choice("allreduce", nbytes, 4, nodes, names) == "native"
+    for nbytes in (0, 4, 1024, (1 << 14) - 4):
+        assert model_choice("allreduce", nbytes, 4, nodes, names) == "recursive_doubling"
+    assert model_choice("allreduce", 1 << 14, 4, nodes, names) == "native"
     assert model_choice("allreduce", 16 << 20, 4, nodes, names) == "hierarchical"
     assert model_choice("allreduce", 16 << 20, 4, nodes, names, FABRIC) == "native"
     for collective in ("reduce_scatter", "allgather", "broadcast", "reduce"):

@@ -16,9 +16,11 @@ def chosen(collective, dtype="f8", op="sum", ranks_per_node=None):
 
 
 def test_auto_uses_shared_memory_inside_a_node_and_the_library_elsewhere():
-    assert chosen("allreduce") == "shared"
-    assert chosen("allreduce", "i2") == "native"
-    assert chosen("allreduce", ranks_per_node=1) == "native"
+    for collective in ("allreduce", "reduce_scatter", "reduce"):
+        assert chosen(collective) == "shared"
+        assert chosen(collective, "i2") == "native"
+    assert chosen("allreduce", ranks_per_node=1) == "recursive_doubling"
+    assert chosen("reduce", ranks_per_node=1) == "native"
 
 
 def test_what_the_library_cannot_reduce_is_reduced_here():

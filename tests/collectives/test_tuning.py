@@ -88,7 +88,7 @@ def _chosen_by(world, call):
     if call == "iallreduce":
         request.wait()
     (found,) = [chosen for key, chosen in world.kept[tuning.CHOICES].items() if key[0] == call]
-    return found[0].name
+    return found.algorithm.name
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def with_machine(table, **parts):
 
 
 BROKEN = [
-    (changed(version=tuning.VERSION + 1), "version 2 where 1 is needed"),
-    (lambda table: [table], "version None where 1 is needed"),
+    (changed(version=tuning.VERSION + 1), "version 3 where 2 is needed"),
+    (lambda table: [table], "version None where 2 is needed"),
     (lambda table: without(table, "fingerprint"), "no fingerprint"),
     (lambda table: without(table, "choices"), "no choices"),
     (
