@@ -3,6 +3,7 @@
 A hang is the usual end of ranks that call collectives differently, or of one that has stopped. A thread of each rank
 looks now and then whether the rank is still in the same call. How far the others of the node are is read from its
 memory, and how they are from /proc: nobody needs to answer. The watchdogs of other nodes are asked, see `roll_call`.
+A call is reported by one rank, the lowest that waits in it; where that one does not, another one does a little later.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import numpy as np
@@ -26,7 +27,7 @@ import numpy as np
 from .. import kernels
 from ..errors import ConfigError, WorldAborted, listed
 from .members import Member, look_at
-from .roll_call import Question, RollCall
+from .roll_call import EARLIER, GONE, LATE, LEFT, STOPPED, Missing, Question, RollCall
 from .shared import Gate, NodeMemory
 
 if TYPE_CHECKING:
@@ -41,10 +42,9 @@ _DEATH_S = 3.0
 """For so long a call must go on after a rank has gone: it may have done its part of it, and come to its end."""
 _MOST_NAMES = 8
 _SHORTEST_LIMIT_S = 0.1
-_ANSWER_S = 1.0
-"""How long an answer may take, beside the time until the other watchdog looks."""
 _NAP_S = 0.01
-_LATE, _GONE, _LEFT = "has not come", "is gone", "has left the program"
+_HOP_S = 0.05
+"""So much later, for each level of a tree of all ranks, others look whether a lower rank reports what they wait in."""
 _SHOW_STACKS = signal.SIGRTMIN + 9
 """At this signal a rank writes where its main thread is, even where an extension holds the interpreter."""
 
@@ -107,11 +107,18 @@ class Watchdog:
         """Those whose process can be looked at."""
         self._neighbours = world.node_comm.allgather_json(world.rank) if world.node_memory.size > 1 else [world.rank]
         self._seen = world.node_memory.alloc((world.node_memory.size,), np.int64)
+        self._within = world.node_memory.alloc((world.node_memory.size,), np.int64)
+        """The number of the call that each rank of the node waits in, with the others; 0: none."""
+        self._reported = world.node_memory.alloc((world.node_memory.size,), np.int64)
+        """The number of the call that each rank of the node has last reported."""
         self._watched = threading.get_ident()
         self._shown: int | None = None
         """The number of the call after which this rank has shown its stack to the ranks of other nodes."""
-        strangers = sorted(set(range(world.size)) - set(self._neighbours))
-        self._roll = RollCall(world.comm.duplicate(), strangers) if world.concurrent and strangers else None
+        self._asked_for_stacks: int | None = None
+        """The number of the call in which this rank has asked its neighbours for theirs."""
+        self._strangers = sorted(set(range(world.size)) - set(self._neighbours))
+        asks = world.concurrent and self._strangers
+        self._roll = RollCall(world.comm.duplicate(), self._look_s, self._about) if asks else None
         exchange = world.comm.allgather_json
 
         def watched(value: Any) -> list[Any]:
@@ -164,8 +171,9 @@ class Watchdog:
         if self._thread.is_alive():
             self._thread.join(_GRACE_S)  # no longer: it may be ending the job
             self._seen[self._world.node_memory.rank] = -1 - self.calls
+            self._within[self._world.node_memory.rank] = 0
             if self._roll is not None and not self._thread.is_alive():
-                self._roll.leave(self.calls)
+                self._roll.leave(self.calls, self._strangers)
 
     def _watch(self) -> None:
         with contextlib.suppress(WorldAborted):  # there is nobody left to ask
@@ -173,7 +181,7 @@ class Watchdog:
 
     def _look_again_and_again(self) -> None:
         call: tuple[Any, ...] | None = None
-        lasted, gone_at, told = 0.0, None, False
+        lasted, gone_at, told, is_left_to_others = 0.0, None, False, False
         looked = time.monotonic()
         while not self._ended.wait(self._look_s):
             if self._parent not in (None, os.getppid()):
@@ -191,63 +199,130 @@ class Watchdog:
             if now is not call or call is None:
                 if told and call is not None:
                     self._say(f"{_described(call)} has ended after {lasted:.1f} s, and the job goes on")
-                call, lasted, gone_at, told = now, 0.0, None, False
+                call, lasted, gone_at, told, is_left_to_others = now, 0.0, None, False, False
                 continue
             gone = self._gone(call)
             gone_at = None if not gone else lasted if gone_at is None else gone_at
             if gone_at is not None and lasted - gone_at > _DEATH_S:
-                self._say(f"{_described(call)} cannot end: {self._listed(gone)}; the job ends now")
+                self._say(f"{_described(call)} cannot end: {self._listed(Missing(gone, len(gone)))}; the job ends now")
                 self._world.comm.abort(1)
                 return
             if kernels.loading():
                 lasted = 0.0
             elif 0 < self._timeout_s < lasted:
-                told = True
-                self._report(call, self._timeout_s, "the job ends now (HPCDP_TIMEOUT_S)")
-                self._answer_for(_GRACE_S, lambda: False)  # the other ranks have something to say too
-                if self._now() is call:
-                    self._world.comm.abort(1)
-                    return
-            elif 0 < self._stall_s < lasted and not told:
-                told = True
-                until = f", until {self._timeout_s:g} s have passed (HPCDP_TIMEOUT_S)" if self._timeout_s else ""
-                self._report(call, self._stall_s, f"the job goes on{until}")
+                reports = self._reports(call, lasted - self._timeout_s)
+                if reports and self._report(call, self._timeout_s, "the job ends now (HPCDP_TIMEOUT_S)", lasted):
+                    told = True
+                    self._answer_for(_GRACE_S, lambda: False)  # late ranks show their stacks
+                    if self._now() is call:
+                        self._world.comm.abort(1)
+                        return
+            elif 0 < self._stall_s < lasted and not told and not is_left_to_others:
+                is_left_to_others = self._is_reported(call)
+                if not is_left_to_others and self._reports(call, lasted - self._stall_s):
+                    until = f", until {self._timeout_s:g} s have passed (HPCDP_TIMEOUT_S)" if self._timeout_s else ""
+                    told = self._report(call, self._stall_s, f"the job goes on{until}", lasted)
+                    is_left_to_others = not told
 
     def _now(self) -> tuple[Any, ...] | None:
         asked = self.asked
         return self.call if self.call is not None or asked is None else asked.call
 
-    def _report(self, call: tuple[Any, ...], limit_s: float, next_: str) -> None:
+    def _waits(self) -> int:
+        """Return the number of the call in which this rank waits for others; 0 where it is in none."""
+        now = self._now()
+        return self.calls if now is not None and now[2:] != (nobody,) else 0
+
+    def _is_reported(self, call: tuple[Any, ...]) -> bool:
+        """Return whether another rank has reported a call, or has said that it does."""
+        if call[2:] == (nobody,):
+            return False
+        here, waits = self._world.node_memory.rank, self._waits()
+        return any(said == waits for at, said in enumerate(self._reported) if at != here) or self._is_left(waits)
+
+    def _is_left(self, waits: int) -> bool:
+        """Return whether a rank of all nodes has said that it reports a call."""
+        roll = self._roll
+        return roll is not None and not roll.is_wanted(waits) and roll.reporter(waits) not in (None, self._world.rank)
+
+    def _reports(self, call: tuple[Any, ...], over_s: float) -> bool:
+        """Return whether this rank, of those that wait in a call, is the one that reports it, ``over_s`` too late."""
+        if call[2:] == (nobody,) or self._has_been_in_vain(over_s):
+            return True
+        waits = self._waits()
+        stopped = {each.rank for each in self._visible if each.state in "XTt"}
+        here = self._world.node_memory.rank
+        if any(self._within[below] == waits and self._neighbours[below] not in stopped for below in range(here)):
+            return False
+        if self._roll is None or self._roll.is_wanted(waits):
+            return True
+        return over_s > self._world.rank.bit_length() * (self._look_s + _HOP_S) and not self._is_left(waits)
+
+    def _has_been_in_vain(self, over_s: float) -> bool:
+        """Return whether whoever was to report a call should have done so."""
+        limit_s = self._look_s + _GRACE_S if self._roll is None else self._roll.limit_s
+        return over_s > 2 * limit_s + self._world.size.bit_length() * (self._look_s + _HOP_S)
+
+    def _report(self, call: tuple[Any, ...], limit_s: float, next_: str, lasted: float) -> bool:
+        """Report a call, unless another rank does; return whether this one has."""
         missing = self._missing(call)
+        if missing is None:
+            if not self._has_been_in_vain(lasted - limit_s):
+                return False
+            seen = self._seen_missing(call)
+            missing = Missing(dict(sorted(seen.items())), len(seen))
+        self._reported[self._world.node_memory.rank] = self._waits()
         self._say(
             f"{_described(call)} has not ended in {limit_s:g} s: {self._listed(missing)}\n"
             f"  {next_}; HPCDP_DEBUG=1 compares the calls of all ranks; stacks:"
         )
         with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor
             faulthandler.dump_traceback(self._stream)
-        if self._world.rank == min(set(self._neighbours) - missing.keys(), default=None):
-            self._ask_for_stacks(missing)
+        self._ask_for_stacks(missing.named)
+        return True
 
-    def _ask_for_stacks(self, missing: dict[int, str]) -> None:
+    def _ask_for_stacks(self, missing: Mapping[int, str]) -> None:
         """By a signal, of the ranks of this node; others show theirs when the roll is called."""
         for each in self._visible:
-            late = each.rank in self._neighbours and missing.get(each.rank) == _LATE
+            late = each.rank in self._neighbours and missing.get(each.rank) == LATE
             if late and each.shows_stacks and each.state != "X":
                 self._say(f"{each} shows its stack, too")
                 with contextlib.suppress(OSError):
                     os.kill(each.pid, _SHOW_STACKS)
 
     def _answer(self) -> None:
-        """Tell ranks of other nodes that have asked how far this one is."""
+        """Go on with roll calls, and tell ranks of other nodes that have asked how far this one is."""
+        waits = self._waits()
+        self._within[self._world.node_memory.rank] = waits
         if self._roll is None:
             return
         self._world.use_gpu_of_messages()
-        for question in self._roll.questions():
-            calls = self.calls
-            self._roll.answer(question.rank, calls, self._now() is not None)
-            if question.calls > calls != self._shown:
-                self._shown = calls
+        for question in self._roll.turn(waits or None):
+            if question.calls > self.calls != self._shown:
+                self._shown = self.calls
                 self._show_stack(question)
+            elif question.calls == waits != self._asked_for_stacks:
+                self._asked_for_stacks = waits
+                now = self._now()
+                if now is not None and not any(each == waits for each in self._within[: self._world.node_memory.rank]):
+                    self._ask_for_stacks(self._late(now))
+
+    def _about(self, calls: int) -> dict[int, str]:
+        """Return what is wrong with this rank, and those of the node, for one that waits in a call of this number."""
+        found: dict[int, str] = {}
+        alive = [each.rank for each in self._visible if each.state not in "XTt"]
+        if self._world.rank == min(alive, default=self._world.rank):  # each would say the same
+            states = {"X": GONE, "T": STOPPED, "t": STOPPED}
+            found = {each.rank: states[each.state] for each in self._visible if each.state in states}
+        found |= {rank: LEFT for rank, begun in self._left().items() if begun < calls}
+        if self.calls < calls:
+            found[self._world.rank] = LATE if self._now() is None else EARLIER
+        return found
+
+    def _left(self) -> dict[int, int]:
+        """Return how many calls each rank has begun that is known to have left."""
+        left = {} if self._roll is None else dict(self._roll.left)
+        return left | {self._neighbours[here]: -1 - int(seen) for here, seen in enumerate(self._seen) if seen < 0}
 
     def _answer_for(self, limit_s: float, enough: Callable[[], bool]) -> None:
         """For so long, or until there is ``enough``; naps are counted, since this process may be stopped meanwhile."""
@@ -271,11 +346,11 @@ class Watchdog:
         """The ranks without which a call cannot end any more."""
         if call[2:] == (nobody,):
             return {}
-        found = {rank: why for rank, why in self._late(call).items() if why == _LEFT}
-        found |= dict.fromkeys(self._roll.lost if self._roll else (), _GONE)
+        found = {rank: why for rank, why in self._late(call).items() if why == LEFT}
+        found |= dict.fromkeys(self._roll.lost if self._roll else (), GONE)
         for each in self._visible:
             if each.state == "X":
-                found[each.rank] = _GONE
+                found[each.rank] = GONE
         return found
 
     def _late(self, call: tuple[Any, ...]) -> dict[int, str]:
@@ -283,38 +358,39 @@ class Watchdog:
         behind = call[2] if len(call) > 2 else None
         begun = [-1 - calls if calls < 0 else calls for calls in self._seen]  # see `end`
         late = (here for here, calls in enumerate(begun) if calls < self.calls) if behind is None else behind()
-        found = {self._neighbours[here]: _LEFT if self._seen[here] < 0 else _LATE for here in late}
+        found = {self._neighbours[here]: LEFT if self._seen[here] < 0 else LATE for here in late}
         found.pop(self._world.rank, None)
         left = self._roll.left if self._roll else {}
-        return found | {rank: _LEFT for rank, calls in left.items() if calls < self.calls}
+        return found | {rank: LEFT for rank, calls in left.items() if calls < self.calls}
 
-    def _missing(self, call: tuple[Any, ...]) -> dict[int, str]:
+    def _seen_missing(self, call: tuple[Any, ...]) -> dict[int, str]:
         """The ranks that this one waits for, as far as can be seen from here, and what is the matter with each."""
         found = self._late(call)
         for each in self._visible:
             state = each.state
             if state == "X":
-                found[each.rank] = _GONE
+                found[each.rank] = GONE
             elif state in ("T", "t"):
-                found[each.rank] = "is stopped"
-        return dict(sorted((found | self._absent(call, found)).items()))
-
-    def _absent(self, call: tuple[Any, ...], known: dict[int, str]) -> dict[int, str]:
-        """As `_missing`, of the ranks of other nodes, about which no more is ``known`` than they say."""
-        roll, calls = self._roll, self.calls
-        if roll is None:
-            return {}
-        asked = roll.ask((each.rank for each in self._everyone if each.rank not in known), calls, _described(call))
-        self._answer_for(self._look_s + _ANSWER_S, lambda: asked <= roll.answers.keys() or self._now() is not call)
-        found = dict.fromkeys(asked - roll.answers.keys(), "does not answer")
-        for rank in asked & roll.answers.keys():
-            if roll.answers[rank].calls < calls:
-                found[rank] = "is in an earlier call" if roll.answers[rank].within else _LATE
+                found[each.rank] = STOPPED
         return found
 
-    def _listed(self, missing: dict[int, str]) -> str:
-        if missing:
-            return listed([f"{self._everyone[rank]} {why}" for rank, why in missing.items()], _MOST_NAMES)
+    def _missing(self, call: tuple[Any, ...]) -> Missing | None:
+        """As `_seen_missing`, with the ranks of other nodes; None where another rank reports the call."""
+        found, roll = self._seen_missing(call), self._roll
+        if roll is None:
+            return Missing(dict(sorted(found.items())), len(found))
+        roll.call(self.calls, _described(call), alone=call[2:] == (nobody,))
+        self._answer_for(roll.limit_s, lambda: roll.is_over or self._now() is not call)
+        asked = roll.result()
+        if asked is None:
+            return None
+        named = {rank: why for rank, why in asked.named.items() if rank != self._world.rank} | found
+        return Missing(dict(sorted(named.items())), asked.total + len(found.keys() - asked.named.keys()))
+
+    def _listed(self, missing: Missing) -> str:
+        if missing.named:
+            said = [f"{self._everyone[rank]} {why}" for rank, why in missing.named.items()][:_MOST_NAMES]
+            return listed(said, len(said)) + (f" and {more} more" if (more := missing.total - len(said)) > 0 else "")
         if self._roll is not None or len(self._neighbours) == self._world.size:
             return "all ranks have come, and their calls may differ"
         return "the ranks of this node have come; see what those of others report"
