@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import ConfigError, MismatchError, WorldAborted
 from ..replica import enter_replica_of_thread
 from .calls import compare_exchanges
-from .communicator import Request, Traffic, disagree, disagreement, split
+from .communicator import Traffic, disagree, disagreement, split
 from .reductions import reduce_in_order, resolve
 from .roles import name_of
 from .shared import patience_for
@@ -185,9 +185,6 @@ class ThreadCommunicator:
 
     def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> _Receive:
         return _Receive(self._group, (source, self.rank, tag), x, exact=False)
-
-    def cancel(self, received: Request) -> None:
-        """A message that comes stays where it is."""
 
     def swap(self, x: np.ndarray, received: np.ndarray, peer: int, tag: int) -> None:
         self.isend(x, peer, tag)
