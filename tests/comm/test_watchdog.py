@@ -396,28 +396,36 @@ def test_a_rank_that_does_not_come_to_be_split_off_is_told():
     assert re.match(r"rank 0 of 3: split has not ended in .* rank 1 \(host .*\) has not come", reports[0].getvalue())
 
 
-def test_ranks_in_different_calls_are_a_hang():
-    reports = {}
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_ranks_in_calls_of_different_worlds_are_a_hang(per_node, monkeypatch):
+    """Those of one world are compared. A rank that waits in one world answers for the other."""
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.1)
+    reports, reports_of_part = {}, {}
 
     def rank(world):
-        for algorithm in ("shared", "ring"):  # whose kernels are loaded
-            allreduce(np.ones(7), "max", world, algorithm)
-        watched(world, 0.3, reports)
+        part = world.split(0)
+        for each in (world, part):  # kernels are loaded
+            allreduce(np.ones(7), "max", each, "ring")
+        watched(part, 1, reports_of_part, stall_s=0.3)
+        watched(world, 1, reports, stall_s=0.3)
         if world.rank:
-            allreduce(np.ones(4), world=world, algorithm="shared")
+            part.barrier()
         allreduce(np.ones(7), "max", world, "ring")
 
     with pytest.raises(WorldAborted):
-        threads.run(2, rank)
-    said = "".join(report.getvalue() for report in reports.values())
-    assert re.search(r"rank (0 of 2: allreduce of 7|1 of 2: allreduce of 4) float64 has not ended in 0\.3 s", said)
-    assert "the job ends now" in said
+        threads.run(2, rank, per_node)
+    member = rf"rank {{}} \(host {re.escape(socket.gethostname())}, pid {os.getpid()}\)"
+    late = rf"allreduce of 7 float64 has not ended in 0.3 s: {member.format(1)} has not come\n"
+    assert re.match("rank 0 of 2: " + late, reports[0].getvalue())
+    late = rf"barrier has not ended in 0.3 s: {member.format(0)} has not come\n"
+    assert re.search("rank 1 of 2: " + late, reports_of_part[1].getvalue())
+    assert "the job ends now" in reports[0].getvalue() + reports_of_part[1].getvalue()
 
 
 @pytest.mark.thorough  # as those of test_faults
 @pytest.mark.parametrize(
     "call",
-    ["if world.rank: time.sleep(60)", "world.rank and hpcdp.allreduce(numpy.ones(4))"],
+    ["if world.rank: time.sleep(60)", "world.rank and part.barrier()"],  # calls of one world are compared
 )
 def test_real_ranks_end_within_the_limit(call, tmp_path):
     script = tmp_path / "hang.py"
@@ -425,6 +433,7 @@ def test_real_ranks_end_within_the_limit(call, tmp_path):
         textwrap.dedent(f"""
         import time, numpy, hpcdp
         world = hpcdp.init()
+        part = world.split(0)
         hpcdp.allreduce(numpy.ones(4))
         hpcdp.allreduce(numpy.ones(7), "max", algorithm="ring")
         {call}
