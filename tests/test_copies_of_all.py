@@ -152,7 +152,9 @@ def test_other_objects_are_copied(kind):
         assert (other is one) == (kind is hpcdp.World) or kind is hpcdp.Device
 
 
-@pytest.mark.parametrize("kind", [*REFUSED, *PARTS_OF_RANKS], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", sorted([*REFUSED, *PARTS_OF_RANKS], key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__
+)
 def test_what_is_not_copied_says_so_by_name(kind, tmp_path):
     one = REFUSED[kind](tmp_path) if kind in REFUSED else (NETWORKS | OTHERS)[kind]()
     for each in COPIES[1 if kind in PARTS_OF_RANKS else 0 :]:

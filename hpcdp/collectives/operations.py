@@ -271,10 +271,8 @@ def reduce(
     else:
         target = x if out is None else _receiver("reduce", x, out)
         staged = _staged("reduce", target)
-    if plan.takes_quotients:
+    if world.size > 1:
         plan.run(world, _flat(staged), root)
-    else:
-        plan.algorithm.run(world, plan.call, _flat(staged), plan.reduction, root)
     if world.rank == root and staged is not target:
         bring_back(staged, target)
     return target

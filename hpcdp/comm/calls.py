@@ -297,7 +297,7 @@ class ByMessages:
             if total is not None and sends:
                 mine.body[...] = total
             requests = [comm.irecv_up_to(theirs.whole, peer, tag + lane)] if receives else []
-            yield [*requests, *([comm.isend(mine.sent, peer, tag + lane)] if sends else [])]
+            yield [*requests, *([comm.isend_whole(mine.sent, peer, tag + lane)] if sends else [])]
             if not receives:
                 continue
             if theirs.header[0] != signature:

@@ -101,6 +101,10 @@ class Communicator(Messages, Protocol):
         """Block until every rank has called it."""
         ...
 
+    def isend_whole(self, x: np.ndarray, dest: int, tag: int) -> Request:
+        """Send ``x``, dtype uint8, to ``dest`` in one message, as `irecv_up_to` receives it."""
+        ...
+
     def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> Request:
         """Receive into ``x``, dtype uint8, from ``source``, which may have sent fewer bytes."""
         ...

@@ -213,6 +213,9 @@ class MpiCommunicator:
             return MpiReceive(self.mpi, x, source, tag, self.users)
         return Pieces(self.irecv(piece, source, tag) for piece in _pieces(x))
 
+    def isend_whole(self, x: np.ndarray, dest: int, tag: int) -> Request:
+        return MpiRequest(self.mpi.Isend([x, MPI.BYTE], dest, tag), x)
+
     def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> Request:
         return MpiRequest(self.mpi.Irecv([x, MPI.BYTE], source, tag), x)
 

@@ -15,7 +15,8 @@ from ..errors import HpcdpError
 if TYPE_CHECKING:
     from .world import World
 
-_FIELDS = ("comm", "call_comm", "node_comm", "rail_comm", "node_memory", "divide")
+FIELDS = ("comm", "call_comm", "node_comm", "rail_comm", "node_memory", "divide")
+"""Of a `World`: what it communicates by."""
 
 
 class Refused:
@@ -59,7 +60,8 @@ def _called() -> str:
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith(f"{__package__.partition('.')[0]}."):
-            name = frame.f_code.co_qualname
+            if "<locals>" not in frame.f_code.co_qualname:  # a decorator's own
+                name = frame.f_code.co_qualname
         elif module != "contextlib":
             break
         frame = frame.f_back
@@ -69,7 +71,7 @@ def _called() -> str:
 
 def refuse(world: World, kind: type[HpcdpError], kept: Any, **why: Any) -> None:
     """Let all communication of ``world`` fail from now on; ``kept`` takes the place of its `World.kept`."""
-    for name in _FIELDS:
+    for name in FIELDS:
         if (before := getattr(world, name)) is not None and not isinstance(before, Refused):
             rank, size = getattr(before, "rank", 0), getattr(before, "size", 1)
             object.__setattr__(world, name, Refused(kind, rank, size, **why))

@@ -21,7 +21,7 @@ from typing import Any
 from ..errors import UnsupportedError
 from ..launched import launched_rank, launched_ranks
 from . import threads
-from .refused import Refused, refuse
+from .refused import FIELDS, Refused, refuse
 from .world import World
 
 STARTED_BY = "HPCDP_STARTED_BY"
@@ -72,14 +72,23 @@ def world_here() -> World | None:
     how = _why(numbers["rank"], numbers["size"])
     comm: Any = Refused(UnsupportedError, numbers["rank"], numbers["size"], **how)
     local: Any = Refused(UnsupportedError, numbers["local_rank"], numbers["local_size"], **how)
-    return World(**numbers, comm=comm, node_comm=local, rail_comm=None, node_memory=local, divide=comm, library="none")
+    return World(
+        **numbers,
+        comm=comm,
+        call_comm=comm,
+        node_comm=local,
+        rail_comm=None,
+        node_memory=local,
+        divide=comm,
+        library="none",
+    )
 
 
 def become_child(world: World) -> None:
     """Let a world that this process, made by `os.fork`, has inherited be that of a child."""
     if world.size == 1:
         alone = threads.alone()
-        for name in ("comm", "node_comm", "rail_comm", "node_memory", "divide", "kept"):
+        for name in (*FIELDS, "kept"):
             object.__setattr__(world, name, getattr(alone, name))
     elif not world.is_closed:
         refuse(world, UnsupportedError, {}, **_why(world.rank, world.size))

@@ -183,6 +183,9 @@ class ThreadCommunicator:
     def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> _Receive:
         return _Receive(self._group, (source, self.rank, tag), x)
 
+    def isend_whole(self, x: np.ndarray, dest: int, tag: int) -> Request:
+        return self.isend(x, dest, tag)
+
     def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> _Receive:
         return _Receive(self._group, (source, self.rank, tag), x, exact=False)
 

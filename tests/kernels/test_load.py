@@ -493,14 +493,22 @@ def test_the_usual_folder_is_replaced_where_others_may_write_on_the_way_to_it(tm
         assert kernels.cache_dir() == tmp_path / f"hpcdp-{os.getuid()}"
 
 
-def test_numbas_folder_is_refused_where_others_may_write(tmp_path):
+def test_numbas_folder_is_refused_where_others_may_write(tmp_path, monkeypatch):
+    from numba.core import config
+
+    from hpcdp.kernels import machine_code
+
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    machine_code._refuse_settings()
+    monkeypatch.setattr(kernels, "_private", set())
     tmp_path.chmod(0o777)
-    environ = os.environ | {"HPCDP_CACHE_DIR": str(tmp_path.parent / "own"), "NUMBA_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", LOAD], env=environ, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert (
-        f"NUMBA_CACHE_DIR={tmp_path}]: expected a folder that this user alone may write" in done.stderr.splitlines()[-1]
-    )
+    with pytest.raises(
+        ConfigError, match=r"NUMBA_CACHE_DIR=.*\]: expected a folder that this user alone may write, got /"
+    ):
+        machine_code._refuse_settings()
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "sub"))  # not there yet
+    with pytest.raises(ConfigError, match="NUMBA_CACHE_DIR="):
+        machine_code._Forgiving(test_an_unknown_kernel_is_an_import_error, tmp_path)
 
 
 class Planted:

@@ -464,7 +464,7 @@ sys.exit(supervise.supervise(["sh", "-c", ranks], os.environ, 2, "mpich", usr1_h
 @pytest.mark.parametrize(
     ("at_usr1", "signals", "status", "saved"),
     [("echo saved; exit 75", ["SIGINT"], 130, 2), ("echo saved; exit 75", ["SIGTERM", "SIGTERM"], 143, 2),
-     ("echo never", ["SIGTERM", "late SIGINT"], 143, 0)],
+     pytest.param("echo never", ["SIGTERM", "late SIGINT"], 143, 0, marks=pytest.mark.thorough)],
 )  # fmt: skip
 def test_ranks_that_save_at_usr1_do_so_before_a_signal_ends_them(
     at_usr1: str, signals: list[str], status: int, saved: int
