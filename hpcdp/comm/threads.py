@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import ConfigError, MismatchError, WorldAborted
 from ..replica import enter_replica_of_thread
 from .calls import compare_exchanges
-from .communicator import Traffic, disagree, disagreement, split
+from .communicator import Request, Traffic, disagree, disagreement, split
 from .reductions import reduce_in_order, resolve
 from .roles import name_of
 from .shared import patience_for
