@@ -179,7 +179,8 @@ class Watchdog:
     def enter(self, call: tuple[Any, ...]) -> None:
         """Be in ``call``, a new tuple of the arguments of `watching`, until `leave` is called with it.
 
-        For what is too short for a context; a call to which all ranks come adds one to `calls` before.
+        For what is too short for a context. A call to which all ranks come adds one to `calls` before; another one has
+        a fourth part, `OWN`.
         """
         self._open[id(call)] = call
 
@@ -259,13 +260,13 @@ class Watchdog:
         return self.call if self.call is not None or asked is None else asked.call
 
     def _waits(self) -> int:
-        """Return the number of the call in which this rank waits for others; 0 where it is in none."""
+        """Return the number of the call of all ranks in which this one waits; 0 where it is in none."""
         now = self._now()
-        return self.calls if now is not None and now[2:] != (nobody,) else 0
+        return self.calls if now is not None and _is_of_all(now) else 0
 
     def _is_reported(self, call: tuple[Any, ...]) -> bool:
         """Return whether another rank has reported a call, or has said that it does."""
-        if call[2:] == (nobody,):
+        if not _is_of_all(call):
             return False
         here, waits = self._memory.rank, self._waits()
         return any(said == waits for at, said in enumerate(self._reported) if at != here) or self._is_left(waits)
@@ -277,7 +278,7 @@ class Watchdog:
 
     def _reports(self, call: tuple[Any, ...], over_s: float) -> bool:
         """Return whether this rank, of those that wait in a call, is the one that reports it, ``over_s`` too late."""
-        if call[2:] == (nobody,) or self._has_been_in_vain(over_s):
+        if not _is_of_all(call) or self._has_been_in_vain(over_s):
             return True
         waits = self._waits()
         stopped = {each.rank for each in self._visible if each.state in "XTt"}
@@ -430,7 +431,7 @@ class Watchdog:
         found, roll = self._seen_missing(call), self._roll
         if roll is None:
             return Missing(dict(sorted(found.items())), len(found))
-        roll.call(self.calls, _described(call), alone=call[2:] == (nobody,))
+        roll.call(self.calls, _described(call), alone=not _is_of_all(call))
         self._answer_for(roll.limit_s, lambda: roll.is_over or self._now() is not call)
         asked = roll.result()
         if asked is None:
@@ -508,6 +509,15 @@ class Patrol:
             self._forget(own)
             return 0.0
         return watchdog.due
+
+
+OWN = "own"
+"""The fourth part of a call to which not all ranks come: each that waits in such a one reports it."""
+
+
+def _is_of_all(call: tuple[Any, ...]) -> bool:
+    """Return whether all ranks come to a call, so one of those that wait in it reports it."""
+    return call[2:] != (nobody,) and OWN not in call[3:]
 
 
 def nobody() -> list[int]:

@@ -18,7 +18,7 @@ from hpcdp.collectives import allreduce, iallreduce
 from hpcdp.collectives.progress import Progress
 from hpcdp.comm import threads, watchdog
 from hpcdp.comm.members import look_at
-from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, Watchdog, limits_s, nobody
+from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, OWN, Watchdog, limits_s, nobody
 from hpcdp.errors import ConfigError, WorldAborted
 
 
@@ -420,6 +420,26 @@ def test_ranks_in_calls_of_different_worlds_are_a_hang(per_node, monkeypatch):
     late = rf"barrier has not ended in 0.3 s: {member.format(0)} has not come\n"
     assert re.search("rank 1 of 2: " + late, reports_of_part[1].getvalue())
     assert "the job ends now" in reports[0].getvalue() + reports_of_part[1].getvalue()
+
+
+def test_each_rank_reports_a_call_of_its_own():
+    """Stages of a pipeline wait for one another: only the report of the last one names who is late."""
+    reports = {}
+
+    def rank(world):
+        dog = watched(world, 0, reports, stall_s=0.3)
+        if world.rank < 2:
+            call = f"wait of rank {world.rank}", None, lambda: [world.rank + 1], OWN
+            dog.enter(call)
+            time.sleep(0.8)
+            dog.leave(call)
+        world.comm.barrier()
+        dog.end()
+
+    threads.run(3, rank)
+    for number in range(2):
+        said = f"rank {number} of 3: wait of rank {number} has not ended in 0.3 s: rank {number + 1} (host"
+        assert reports[number].getvalue().startswith(said)
 
 
 @pytest.mark.thorough  # as those of test_faults
