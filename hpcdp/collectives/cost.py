@@ -320,14 +320,15 @@ def model_choice(
 
     In one node whose ranks share memory that is ``shared``, unless they outnumber its cores and the array is short:
     then the MPI library was faster up to `_CROWDED_NBYTES`, since a rank of it that waits leaves its core at once. It
-    is faster, too, for broadcasts from `_LONG_BROADCAST_NBYTES`, which it copies once where ``shared`` copies twice. Over
-    several nodes it is ``recursive_doubling`` for arrays below `_SHORT_NBYTES`, whose messages compare the calls of
-    ranks as well, which for all others takes messages of its own. For longer ones it is ``native``, since the MPI library knows networks that this model does not, unless the network is
-    the slowest stage of ``hierarchical`` and this is predicted to be `_GAIN` times as fast, although the library is
-    taken to use the best algorithm of the papers. So it is for long arrays on links of 10 Gbit/s: there, fewer bytes on
-    the link and the overlap with it outweigh what Python costs. On a fabric as fast as memory nothing is known to be
-    won. What else may be faster must have been measured. Without ``native`` (a reduction that MPI does not have) it is
-    the one with the lowest prediction.
+    is faster, too, for broadcasts from `_LONG_BROADCAST_NBYTES`, which it copies once where ``shared`` copies twice.
+    Over several nodes it is ``recursive_doubling`` for arrays below `_SHORT_NBYTES`, whose messages compare the calls
+    of ranks as well, which for all others takes messages of its own. For longer ones it is ``native``, since the MPI
+    library knows networks that this model does not, unless the network is the slowest stage of ``hierarchical`` and
+    this is predicted to be `_GAIN` times as fast, although the library is taken to use the best algorithm of the
+    papers. So it is for long arrays on links of 10 Gbit/s: there, fewer bytes on the link and the overlap with it
+    outweigh what Python costs. On a fabric as fast as memory nothing is known to be won. What else may be faster must
+    have been measured. Without ``native`` (a reduction that MPI does not have) it is the one with the lowest
+    prediction.
 
     Args:
         collective, nbytes, topology, machine: as for `predicted_s`.

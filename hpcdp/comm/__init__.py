@@ -16,7 +16,7 @@ Who takes part in a job and how they reach each other. The only importer of mpi4
   a process may not communicate.
 - `backing_files` removes what Open MPI's shared memory leaves in /dev/shm.
 - `agreement` compares what ranks hold and raises the same error on all of them.
-- `watchdog` ends a job whose ranks wait for ever; `roll_call` asks those of other nodes how far they are.
+- `watchdog` ends a job whose ranks wait for ever; `roll_call` asks those of other nodes, by a tree, how far they are.
 """
 
 from .communicator import Communicator, Request

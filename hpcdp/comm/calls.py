@@ -184,7 +184,7 @@ class _Side:
     def __init__(self, whole: np.ndarray, data: np.ndarray | None) -> None:
         nbytes = _HEADER_NBYTES + (0 if data is None else data.nbytes)
         self.whole, self.sent = whole, whole[:nbytes]
-        self.header = memoryview(whole[:8]).cast("q")
+        self.header = whole[:8].data.cast("q")
         self.body: Any = None if data is None else whole[_HEADER_NBYTES:nbytes].view(data.dtype)
 
 
@@ -310,7 +310,7 @@ class ByMessages:
             self._raise_difference(call)
 
     def _reduce(self, total: np.ndarray, other: np.ndarray, peer: int, op: Any) -> None:
-        """Reduce ``other`` of rank ``peer`` into ``total``: the lower rank's stands first, for the same bits on both."""
+        """Reduce ``other`` of rank ``peer`` into ``total``: the lower rank's stands first: the same bits on both."""
         # Nothing is written to what was sent: the other core has just read it, and each of its lines would be fetched.
         if peer > self._comm.rank:
             op.into(total, other)

@@ -117,10 +117,6 @@ class Communicator(Messages, Protocol):
         """Whether an error of the library's tells that ranks have died; they are among the `lost` then."""
         ...
 
-    def cancel(self, received: Request) -> None:
-        """Expect the message of an `irecv` no longer."""
-        ...
-
     def irecv_any(self, tag: int) -> tuple[int, np.ndarray, Request] | None:
         """Begin to receive the next message of a tag, whoever has sent it; None where none has come; never blocks.
 

@@ -28,7 +28,7 @@ _TESTS_A_LOOK = 1 << 9
 ranks outnumber cores a turn may take milliseconds."""
 
 _TESTS_AT_ONCE = 100
-"""Before a rank that waits lets others have its core, some 15 us: where each has one, the message may come meanwhile."""
+"""Before a rank that waits lets others have its core, some 15 us: where each has one, the message may come by then."""
 
 _SPIN_S, _NAP_S = 1e-3, 2e-3
 """Of ranks that agree on something: how long one spins for the others, and the longest of the naps that follow."""
@@ -41,9 +41,6 @@ _MOST_UNUSED = 64
 
 _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
 _DEATHS = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING
-
-_PID = os.getpid()
-"""Of the rank; a child made by fork has the same requests."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -119,11 +116,6 @@ class MpiReceive:
     def wait(self) -> None:
         while not self.test():
             os.sched_yield()
-
-    def cancel(self) -> None:
-        if os.getpid() == _PID and not MPI.Is_finalized() and self._request != MPI.REQUEST_NULL:
-            self._request.Cancel()
-            self._request.Wait()
 
     def _look(self) -> None:
         status = MPI.Status()
@@ -226,10 +218,6 @@ class MpiCommunicator:
 
     def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> Request:
         return MpiRequest(self.mpi.Irecv([x, MPI.BYTE], source, tag), x)
-
-    def cancel(self, received: Request) -> None:
-        if isinstance(received, MpiReceive):
-            received.cancel()
 
     def swap(self, x: np.ndarray, received: np.ndarray, peer: int, tag: int) -> None:
         incoming = self.mpi.Irecv([received, MPI.BYTE], peer, tag)

@@ -189,9 +189,6 @@ class ThreadCommunicator:
     def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> _Receive:
         return _Receive(self._group, (source, self.rank, tag), x, exact=False)
 
-    def cancel(self, received: Request) -> None:
-        """A message that comes stays where it is."""
-
     def swap(self, x: np.ndarray, received: np.ndarray, peer: int, tag: int) -> None:
         self.isend(x, peer, tag)
         self.irecv_up_to(received, peer, tag).wait()

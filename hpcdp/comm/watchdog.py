@@ -3,6 +3,7 @@
 A hang is the usual end of ranks that call collectives differently, or of one that has stopped. A thread of each rank
 looks now and then whether the rank is still in the same call. How far the others of the node are is read from its
 memory, and how they are from /proc: nobody needs to answer. The watchdogs of other nodes are asked, see `roll_call`.
+A call is reported by one rank, the lowest that waits in it; where that one does not, another one does a little later.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import numpy as np
@@ -27,7 +28,7 @@ import numpy as np
 from .. import kernels
 from ..errors import ConfigError, WorldAborted, listed, report_directly
 from .members import Member, look_at
-from .roll_call import Question, RollCall
+from .roll_call import CLOSED, EARLIER, GONE, LATE, LEFT, STOPPED, Missing, Question, RollCall
 from .shared import LINE_NUMBERS, Gate, NodeMemory
 
 if TYPE_CHECKING:
@@ -42,14 +43,12 @@ _DEATH_S = 3.0
 """For so long a call must go on after a rank has gone: it may have done its part of it, and come to its end."""
 _MOST_NAMES = 8
 _SHORTEST_LIMIT_S = 0.1
-_ANSWER_S = 1.0
-"""How long an answer may take, beside the time until the other watchdog looks."""
 _NAP_S = 0.01
+_HOP_S = 0.05
+"""So much later, for each level of a tree of all ranks, others look whether a lower rank reports what they wait in."""
 _EXCHANGE = "an exchange of all ranks"
-_LATE, _GONE, _LEFT = "has not come", "is gone", "has left the program"
 _STDERR = 2
 """The descriptor, since `sys.stderr` may be a buffer that is lost with the process."""
-_CLOSED = "has closed this world"
 _CLOSES = -(1 << 40)
 """Below this minus its calls is what a rank leaves in the node's memory that has closed the world."""
 _SHOW_STACKS = signal.SIGRTMIN + 9
@@ -106,7 +105,7 @@ class Watchdog:
         """What has started this rank among others; one that is alone may outlive the shell of its user."""
         self._watched_call: tuple[Any, ...] | None = None
         """What this rank was in at the last look."""
-        self._lasted, self._told = 0.0, False
+        self._lasted, self._told, self._is_left_to_others = 0.0, False, False
         self._gone_at: float | None = None
         self._looked = time.monotonic()
         self._patrol: Patrol | None = None
@@ -123,12 +122,25 @@ class Watchdog:
         """Those whose process can be looked at."""
         self._neighbours = world.node_comm.allgather_json(world.rank) if world.node_memory.size > 1 else [world.rank]
         self._seen = world.node_memory.alloc((world.node_memory.size,), np.int64)
+        self._within = world.node_memory.alloc((world.node_memory.size,), np.int64)
+        """The number of the call that each rank of the node waits in, with the others; 0: none."""
+        self._reported = world.node_memory.alloc((world.node_memory.size,), np.int64)
+        """The number of the call that each rank of the node has last reported."""
         self._watched = threading.get_ident()
         self._shown: int | None = None
         """The number of the call after which this rank has shown its stack to the ranks of other nodes."""
-        strangers = sorted(set(range(world.size)) - set(self._neighbours))
-        self._roll = RollCall(world.comm.duplicate(), strangers) if world.concurrent and strangers else None
+        self._asked_for_stacks: int | None = None
+        """The number of the call in which this rank has asked its neighbours for theirs."""
+        self._strangers = sorted(set(range(world.size)) - set(self._neighbours))
         exchange, own, comm = type(world.comm).allgather_json, weakref.ref(self), weakref.ref(world.comm)
+
+        def about(calls: int) -> dict[int, str]:
+            watchdog = own()
+            assert watchdog is not None  # it is who goes on with roll calls
+            return watchdog._about(calls)
+
+        asks = world.concurrent and self._strangers
+        self._roll = RollCall(world.comm.duplicate(), self._look_s, about) if asks else None
 
         def watched(value: Any) -> list[Any]:
             watchdog, communicator = own(), comm()
@@ -167,7 +179,8 @@ class Watchdog:
     def enter(self, call: tuple[Any, ...]) -> None:
         """Be in ``call``, a new tuple of the arguments of `watching`, until `leave` is called with it.
 
-        For what is too short for a context; a call to which all ranks come adds one to `calls` before.
+        For what is too short for a context. A call to which all ranks come adds one to `calls` before; another one has
+        a fourth part, `OWN`.
         """
         self._open[id(call)] = call
 
@@ -182,9 +195,10 @@ class Watchdog:
         self._ended.set()
         has_stopped = self._looking.acquire(timeout=_GRACE_S)  # no longer: it may be ending the job
         self._seen[self._memory.rank] = (_CLOSES if has_closed else -1) - self.calls
+        self._within[self._memory.rank] = 0
         if has_stopped:
             if self._roll is not None and not has_closed:
-                self._roll.leave(self.calls)
+                self._roll.leave(self.calls, self._strangers)
             self._looking.release()
 
     def look(self) -> bool:
@@ -214,71 +228,142 @@ class Watchdog:
         if now is not call or call is None:
             if self._told and call is not None:
                 self._say(f"{_described(call)} has ended after {self._lasted:.1f} s, and the job goes on")
-            self._watched_call, self._lasted, self._gone_at, self._told = now, 0.0, None, False
+            self._watched_call, self._lasted, self._gone_at = now, 0.0, None
+            self._told = self._is_left_to_others = False
             return True
         gone = self._gone(call)
         self._gone_at = None if not gone else self._lasted if self._gone_at is None else self._gone_at
         if self._gone_at is not None and self._lasted - self._gone_at > _DEATH_S:
-            self._say(f"{_described(call)} cannot end: {self._listed(gone)}; the job ends now")
+            self._say(f"{_described(call)} cannot end: {self._listed(Missing(gone, len(gone)))}; the job ends now")
             self._comm.abort(1)
             return False
         if kernels.loading():
             self._lasted = 0.0
         elif 0 < self._timeout_s < self._lasted:
-            self._told = True
-            self._report(call, self._timeout_s, "the job ends now (HPCDP_TIMEOUT_S)")
-            self._answer_for(_GRACE_S, lambda: False)  # the other ranks have something to say too
-            if self._now() is call:
-                self._comm.abort(1)
-                return False
-        elif 0 < self._stall_s < self._lasted and not self._told:
-            self._told = True
-            until = f", until {self._timeout_s:g} s have passed (HPCDP_TIMEOUT_S)" if self._timeout_s else ""
-            self._report(call, self._stall_s, f"the job goes on{until}")
+            reports = self._reports(call, self._lasted - self._timeout_s)
+            if reports and self._report(call, self._timeout_s, "the job ends now (HPCDP_TIMEOUT_S)"):
+                self._told = True
+                self._answer_for(_GRACE_S, lambda: False)  # late ranks show their stacks
+                if self._now() is call:
+                    self._comm.abort(1)
+                    return False
+        elif 0 < self._stall_s < self._lasted and not self._told and not self._is_left_to_others:
+            self._is_left_to_others = self._is_reported(call)
+            if not self._is_left_to_others and self._reports(call, self._lasted - self._stall_s):
+                until = f", until {self._timeout_s:g} s have passed (HPCDP_TIMEOUT_S)" if self._timeout_s else ""
+                self._told = self._report(call, self._stall_s, f"the job goes on{until}")
+                self._is_left_to_others = not self._told
         return True
 
     def _now(self) -> tuple[Any, ...] | None:
         asked = self.asked
         return self.call if self.call is not None or asked is None else asked.call
 
-    def _report(self, call: tuple[Any, ...], limit_s: float, next_: str) -> None:
+    def _waits(self) -> int:
+        """Return the number of the call of all ranks in which this one waits; 0 where it is in none."""
+        now = self._now()
+        return self.calls if now is not None and _is_of_all(now) else 0
+
+    def _is_reported(self, call: tuple[Any, ...]) -> bool:
+        """Return whether another rank has reported a call, or has said that it does."""
+        if not _is_of_all(call):
+            return False
+        here, waits = self._memory.rank, self._waits()
+        return any(said == waits for at, said in enumerate(self._reported) if at != here) or self._is_left(waits)
+
+    def _is_left(self, waits: int) -> bool:
+        """Return whether a rank of all nodes has said that it reports a call."""
+        roll = self._roll
+        return roll is not None and not roll.is_wanted(waits) and roll.reporter(waits) not in (None, self._comm.rank)
+
+    def _reports(self, call: tuple[Any, ...], over_s: float) -> bool:
+        """Return whether this rank, of those that wait in a call, is the one that reports it, ``over_s`` too late."""
+        if not _is_of_all(call) or self._has_been_in_vain(over_s):
+            return True
+        waits = self._waits()
+        stopped = {each.rank for each in self._visible if each.state in "XTt"}
+        here = self._memory.rank
+        if any(self._within[below] == waits and self._neighbours[below] not in stopped for below in range(here)):
+            return False
+        if self._roll is None or self._roll.is_wanted(waits):
+            return True
+        return over_s > self._comm.rank.bit_length() * (self._look_s + _HOP_S) and not self._is_left(waits)
+
+    def _has_been_in_vain(self, over_s: float) -> bool:
+        """Return whether whoever was to report a call should have done so."""
+        limit_s = self._look_s + _GRACE_S if self._roll is None else self._roll.limit_s
+        return over_s > 2 * limit_s + self._comm.size.bit_length() * (self._look_s + _HOP_S)
+
+    def _report(self, call: tuple[Any, ...], limit_s: float, next_: str) -> bool:
+        """Report a call, unless another rank does; return whether this one has."""
         missing = self._missing(call)
+        if missing is None:
+            if not self._has_been_in_vain(self._lasted - limit_s):
+                return False
+            seen = self._seen_missing(call)
+            missing = Missing(dict(sorted(seen.items())), len(seen))
+        self._reported[self._memory.rank] = self._waits()
         self._say(
             f"{_described(call)} has not ended in {limit_s:g} s: {self._listed(missing)}\n"
             f"  {next_}; HPCDP_DEBUG=1 compares the calls of all ranks; stacks:"
         )
         with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor
             faulthandler.dump_traceback(_STDERR if self._stream is None else self._stream)
-        if self._comm.rank == min(set(self._neighbours) - missing.keys(), default=None):
-            self._ask_for_stacks(missing)
+        self._ask_for_stacks(missing.named)
+        return True
 
-    def _ask_for_stacks(self, missing: dict[int, str]) -> None:
+    def _ask_for_stacks(self, missing: Mapping[int, str]) -> None:
         """By a signal, of the ranks of this node; others show theirs when the roll is called."""
         for each in self._visible:
-            late = each.rank in self._neighbours and missing.get(each.rank) == _LATE
+            late = each.rank in self._neighbours and missing.get(each.rank) == LATE
             if late and each.shows_stacks and each.state != "X":
                 self._say(f"{each} shows its stack, too")
                 with contextlib.suppress(OSError):
                     os.kill(each.pid, _SHOW_STACKS)
 
     def answer(self) -> None:
-        """Tell ranks of other nodes that have asked how far this one is."""
-        if self._roll is None or self._ended.is_set() or not self._looking.acquire(blocking=False):
+        """Go on with roll calls, and tell ranks of other nodes that have asked how far this one is."""
+        if self._ended.is_set() or not self._looking.acquire(blocking=False):
             return
         try:
-            self._answer(self._roll)
+            self._answer()
         finally:
             self._looking.release()
 
-    def _answer(self, roll: RollCall) -> None:
+    def _answer(self) -> None:
+        waits = self._waits()
+        self._within[self._memory.rank] = waits
+        if self._roll is None:
+            return
         if (world := self._world()) is not None:
             world.use_gpu_of_messages()
-        for question in roll.questions():
-            calls = self.calls
-            roll.answer(question.rank, calls, self._now() is not None)
-            if question.calls > calls != self._shown:
-                self._shown = calls
+        for question in self._roll.turn(waits or None):
+            if question.calls > self.calls != self._shown:
+                self._shown = self.calls
                 self._show_stack(question)
+            elif question.calls == waits != self._asked_for_stacks:
+                self._asked_for_stacks = waits
+                now = self._now()
+                if now is not None and not any(each == waits for each in self._within[: self._memory.rank]):
+                    self._ask_for_stacks(self._late(now))
+
+    def _about(self, calls: int) -> dict[int, str]:
+        """Return what is wrong with this rank, and those of the node, for one that waits in a call of this number."""
+        found: dict[int, str] = {}
+        alive = [each.rank for each in self._visible if each.state not in "XTt"]
+        if self._comm.rank == min(alive, default=self._comm.rank):  # each would say the same
+            states = {"X": GONE, "T": STOPPED, "t": STOPPED}
+            found = {each.rank: states[each.state] for each in self._visible if each.state in states}
+        found |= {rank: why for rank, (begun, why) in self._ended_ranks().items() if begun < calls}
+        if self.calls < calls:
+            found[self._comm.rank] = LATE if self._now() is None else EARLIER
+        return found
+
+    def _ended_ranks(self) -> dict[int, tuple[int, str]]:
+        """Return of each rank that is known to begin no more calls how many it has begun, and why."""
+        left = {} if self._roll is None else {rank: (begun, LEFT) for rank, begun in self._roll.left.items()}
+        seen = zip(self._neighbours, self._seen_calls(), strict=True)
+        return left | {rank: (begun, why) for rank, (begun, why) in seen if why != LATE}
 
     def _answer_for(self, limit_s: float, enough: Callable[[], bool]) -> None:
         """For so long, or until there is ``enough``; naps are counted, since this process may be stopped meanwhile."""
@@ -306,56 +391,58 @@ class Watchdog:
         """The ranks without which a call cannot end any more."""
         if call[2:] == (nobody,):
             return {}
-        found = {rank: why for rank, why in self._late(call).items() if why in (_LEFT, _CLOSED)}
-        found |= dict.fromkeys(self._roll.lost if self._roll else (), _GONE)
+        found = {rank: why for rank, why in self._late(call).items() if why in (LEFT, CLOSED)}
+        found |= dict.fromkeys(self._roll.lost if self._roll else (), GONE)
         for each in self._visible:
             if each.state == "X":
-                found[each.rank] = _GONE
+                found[each.rank] = GONE
         return found
+
+    def _seen_calls(self) -> list[tuple[int, str]]:
+        """Return of each rank of the node how many calls it has begun, and whether it may come to more; see `end`."""
+        return [
+            (_CLOSES - seen, CLOSED) if seen <= _CLOSES else (-1 - seen, LEFT) if seen < 0 else (seen, LATE)
+            for seen in self._seen.tolist()
+        ]
 
     def _late(self, call: tuple[Any, ...]) -> dict[int, str]:
         """The ranks that a call waits for, of this node and of those that have left, and whether they may come."""
         behind = call[2] if len(call) > 2 else None
-        begun = [
-            _CLOSES - calls if calls <= _CLOSES else max(calls, -1 - calls) for calls in self._seen.tolist()
-        ]  # see `end`
-        late = (here for here, calls in enumerate(begun) if calls < self.calls) if behind is None else behind()
-        said = {here: self._seen[here] for here in late}
-        found = {
-            self._neighbours[here]: _CLOSED if calls <= _CLOSES else _LEFT if calls < 0 else _LATE
-            for here, calls in said.items()
-        }
+        seen = self._seen_calls()
+        late = (here for here, (begun, _) in enumerate(seen) if begun < self.calls) if behind is None else behind()
+        found = {self._neighbours[here]: seen[here][1] for here in late}
         found.pop(self._comm.rank, None)
         left = self._roll.left if self._roll else {}
-        return found | {rank: _LEFT for rank, calls in left.items() if calls < self.calls}
+        return found | {rank: LEFT for rank, calls in left.items() if calls < self.calls}
 
-    def _missing(self, call: tuple[Any, ...]) -> dict[int, str]:
+    def _seen_missing(self, call: tuple[Any, ...]) -> dict[int, str]:
         """The ranks that this one waits for, as far as can be seen from here, and what is the matter with each."""
         found = self._late(call)
         for each in self._visible:
             state = each.state
             if state == "X":
-                found[each.rank] = _GONE
+                found[each.rank] = GONE
             elif state in ("T", "t"):
-                found[each.rank] = "is stopped"
-        return dict(sorted((found | self._absent(call, found)).items()))
-
-    def _absent(self, call: tuple[Any, ...], known: dict[int, str]) -> dict[int, str]:
-        """As `_missing`, of the ranks of other nodes, about which no more is ``known`` than they say."""
-        roll, calls = self._roll, self.calls
-        if roll is None:
-            return {}
-        asked = roll.ask((each.rank for each in self._everyone if each.rank not in known), calls, _described(call))
-        self._answer_for(self._look_s + _ANSWER_S, lambda: asked <= roll.answers.keys() or self._now() is not call)
-        found = dict.fromkeys(asked - roll.answers.keys(), "does not answer")
-        for rank in asked & roll.answers.keys():
-            if roll.answers[rank].calls < calls:
-                found[rank] = "is in an earlier call" if roll.answers[rank].within else _LATE
+                found[each.rank] = STOPPED
         return found
 
-    def _listed(self, missing: dict[int, str]) -> str:
-        if missing:
-            return listed([f"{self._everyone[rank]} {why}" for rank, why in missing.items()], _MOST_NAMES)
+    def _missing(self, call: tuple[Any, ...]) -> Missing | None:
+        """As `_seen_missing`, with the ranks of other nodes; None where another rank reports the call."""
+        found, roll = self._seen_missing(call), self._roll
+        if roll is None:
+            return Missing(dict(sorted(found.items())), len(found))
+        roll.call(self.calls, _described(call), alone=not _is_of_all(call))
+        self._answer_for(roll.limit_s, lambda: roll.is_over or self._now() is not call)
+        asked = roll.result()
+        if asked is None:
+            return None
+        named = {rank: why for rank, why in asked.named.items() if rank != self._comm.rank} | found
+        return Missing(dict(sorted(named.items())), asked.total + len(found.keys() - asked.named.keys()))
+
+    def _listed(self, missing: Missing) -> str:
+        if missing.named:
+            said = [f"{self._everyone[rank]} {why}" for rank, why in missing.named.items()][:_MOST_NAMES]
+            return listed(said, len(said)) + (f" and {more} more" if (more := missing.total - len(said)) > 0 else "")
         if self._roll is not None or len(self._neighbours) == self._comm.size:
             return "all ranks have come, and their calls may differ"
         return "the ranks of this node have come; see what those of others report"
@@ -422,6 +509,15 @@ class Patrol:
             self._forget(own)
             return 0.0
         return watchdog.due
+
+
+OWN = "own"
+"""The fourth part of a call to which not all ranks come: each that waits in such a one reports it."""
+
+
+def _is_of_all(call: tuple[Any, ...]) -> bool:
+    """Return whether all ranks come to a call, so one of those that wait in it reports it."""
+    return call[2:] != (nobody,) and OWN not in call[3:]
 
 
 def nobody() -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import Array, dtype_of, from_host, native, to_host
 from ..comm import Communicator, Request
 from ..comm.communicator import make_tag
-from ..comm.watchdog import Watchdog
+from ..comm.watchdog import OWN, Watchdog
 from ..errors import MismatchError, UnsupportedError
 
 _DTYPES = ("float32", "float64", "float16", "int32", "int64", "int8", "uint8", "bool", "bfloat16")
@@ -152,7 +152,7 @@ class Messages:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        call = self._label, None, lambda: self._behind
+        call = self._label, None, lambda: self._behind, OWN
         self._watchdog.enter(call)
         try:
             yield

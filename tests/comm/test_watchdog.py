@@ -18,7 +18,7 @@ from hpcdp.collectives import allreduce, iallreduce
 from hpcdp.collectives.progress import Progress
 from hpcdp.comm import threads, watchdog
 from hpcdp.comm.members import look_at
-from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, Watchdog, limits_s, nobody
+from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, OWN, Watchdog, limits_s, nobody
 from hpcdp.errors import ConfigError, WorldAborted
 
 
@@ -31,7 +31,7 @@ def watched(world, timeout_s, reports, stall_s=0):
 
 
 @pytest.mark.parametrize("algorithm", ["shared", "ring", "hierarchical"])
-def test_the_ranks_that_wait_say_for_whom(algorithm):
+def test_the_first_rank_that_waits_says_for_whom(algorithm):
     reports = {}
 
     def rank(world):
@@ -45,11 +45,10 @@ def test_the_ranks_that_wait_say_for_whom(algorithm):
         threads.run(3, rank)
     assert time.monotonic() - begin < 20
     missing = f"rank 1 (host {socket.gethostname()}, pid {os.getpid()}) has not come"
-    for number in (0, 2):
-        lines = reports[number].getvalue().splitlines()
-        assert lines[0] == f"rank {number} of 3: allreduce of 5 float32 has not ended in 0.3 s: {missing}"
-        assert "the job ends now" in lines[1]
-    assert reports[1].getvalue() == ""
+    lines = reports[0].getvalue().splitlines()
+    assert lines[0] == f"rank 0 of 3: allreduce of 5 float32 has not ended in 0.3 s: {missing}"
+    assert "the job ends now" in lines[1]
+    assert reports[1].getvalue() == reports[2].getvalue() == "", "one report a cause"
 
 
 @pytest.mark.parametrize("nodes", [[1, 1, 1], [1, 2]])
@@ -74,14 +73,13 @@ def test_a_rank_of_another_node_is_named_and_says_where_it_is(nodes):
         threads.run(3, rank, ranks_per_node=nodes)
     host = socket.gethostname()
     missing = rf"rank 1 \(host {host}, pid {os.getpid()}\) has not come\n"
-    for number in (0, 2):
-        for limit in ("0.4", "1"):
-            said = rf"rank {number} of 3: allreduce of 5 float32 has not ended in {limit} s: {missing}"
-            assert len(re.findall(said, reports[number].getvalue())) == 1, (number, limit)
+    said = reports[0].getvalue() + reports[2].getvalue()  # of rank 2 where rank 0 comes late to the call
+    for limit in ("0.4", "1"):
+        found = re.findall(rf"rank [02] of 3: allreduce of 5 float32 has not ended in {limit} s: {missing}", said)
+        assert len(found) == 1, said
     own = reports[1].getvalue()
-    assert re.match(
-        rf"rank 1 of 3: rank [02] \(host {host}\) waits in allreduce of 5 float32; this rank is here:\n", own
-    )
+    waits = rf"rank 1 of 3: rank [02] \(host {host}\) waits in allreduce of 5 float32; this rank is here:\n"
+    assert re.match(waits, own)
     assert "in somewhere_else\n    ended.wait(20)\n" in own
     assert own.count("this rank is here") == 1  # though asked again, and by others
 
@@ -105,11 +103,57 @@ def test_ranks_of_other_nodes_are_told_apart():
     threads.run(4, rank, ranks_per_node=1)
     member = rf"rank {{}} \(host {re.escape(socket.gethostname())}, pid {os.getpid()}\)"
     silent = member.format(3) + " does not answer\n"
-    for number in (0, 2):
-        expected = rf"call of rank {number} has not ended in 0.4 s: {member.format(1)} is in an earlier call, {silent}"
-        assert re.search(expected, reports[number].getvalue())
+    expected = rf"call of rank 0 has not ended in 0.4 s: {member.format(1)} is in an earlier call, {silent}"
+    assert re.search(expected, reports[0].getvalue())
+    assert reports[2].getvalue() == "", "it waits in the call that rank 0 reports"
     assert re.search(rf"call of rank 1 has not ended in 0.4 s: {silent}", reports[1].getvalue())
-    assert re.search(r"rank [02] \(.*\) waits in call of rank [02]; this rank is here:\n", reports[1].getvalue())
+    assert re.search(r"rank 0 \(.*\) waits in call of rank 0; this rank is here:\n", reports[1].getvalue())
+
+
+@pytest.mark.parametrize(
+    ("n", "per_node", "late", "silent"),
+    [
+        (3, 1, [0], []),
+        (9, 2, [0, 3], []),
+        pytest.param(2, 1, [1], [], marks=pytest.mark.thorough),
+        pytest.param(5, 1, [4], [1, 2], marks=pytest.mark.thorough),  # those below them are asked by rank 0
+        pytest.param(16, 1, [0, *range(4, 16)], [], marks=pytest.mark.thorough),
+        pytest.param(48, 1, [0, 1, 2, 17], [5], marks=pytest.mark.thorough),
+        pytest.param(48, 4, [0, 1, 2, 17], [], marks=pytest.mark.thorough),
+    ],
+)
+def test_a_stall_is_one_report_and_its_roll_call_a_few_messages_a_rank(n, per_node, late, silent):
+    """Each rank reported it, and asked each of other nodes: n (n - k) questions at once."""
+    reports, sent, is_said = {}, [], threading.Event()
+
+    def rank(world):
+        dog = watched(world, 0, reports, stall_s=0.3)
+        if world.rank in silent:
+            with dog._looking:  # and no longer
+                dog._ended.set()
+        world.comm.barrier()
+        if world.rank not in late:
+            with dog.watching("a call"):
+                deadline = time.monotonic() + 60
+                while not is_said.is_set() and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                    if " has not ended in " in reports[world.rank].getvalue():
+                        time.sleep(0.3)  # another one would say it, too
+                        is_said.set()
+        world.comm.barrier()
+        sent.append(dog._roll._comm.traffic.messages)
+        dog.end()
+
+    threads.run(n, rank, ranks_per_node=per_node)
+    said = [number for number in range(n) if " has not ended in " in reports[number].getvalue()]
+    waiting = [number for number in range(n) if number not in late and number not in silent]
+    assert said == waiting[:1]
+    (line,) = re.findall(r"a call has not ended in 0.3 s: (.*)\n", reports[said[0]].getvalue())
+    named = [int(number) for number in re.findall(r"rank (\d+) \(", line)]
+    assert named == sorted(late + silent)[:8]
+    assert line.endswith(f" and {len(late + silent) - 8} more") == (len(late + silent) > 8)
+    assert line.count("does not answer") == len([number for number in named if number in silent])
+    assert sum(sent) <= 4 * n * (1 if waiting[0] == 0 else n.bit_length())
 
 
 @pytest.mark.parametrize("ranks_per_node", [3, 1])
@@ -352,28 +396,56 @@ def test_a_rank_that_does_not_come_to_be_split_off_is_told():
     assert re.match(r"rank 0 of 3: split has not ended in .* rank 1 \(host .*\) has not come", reports[0].getvalue())
 
 
-def test_ranks_in_different_calls_are_a_hang():
-    reports = {}
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_ranks_in_calls_of_different_worlds_are_a_hang(per_node, monkeypatch):
+    """Those of one world are compared. A rank that waits in one world answers for the other."""
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.1)
+    reports, reports_of_part = {}, {}
 
     def rank(world):
-        for algorithm in ("shared", "ring"):  # whose kernels are loaded
-            allreduce(np.ones(7), "max", world, algorithm)
-        watched(world, 0.3, reports)
+        part = world.split(0)
+        for each in (world, part):  # kernels are loaded
+            allreduce(np.ones(7), "max", each, "ring")
+        watched(part, 1, reports_of_part, stall_s=0.3)
+        watched(world, 1, reports, stall_s=0.3)
         if world.rank:
-            allreduce(np.ones(4), world=world, algorithm="shared")
+            part.barrier()
         allreduce(np.ones(7), "max", world, "ring")
 
     with pytest.raises(WorldAborted):
-        threads.run(2, rank)
-    said = "".join(report.getvalue() for report in reports.values())
-    assert re.search(r"rank (0 of 2: allreduce of 7|1 of 2: allreduce of 4) float64 has not ended in 0\.3 s", said)
-    assert "the job ends now" in said
+        threads.run(2, rank, per_node)
+    member = rf"rank {{}} \(host {re.escape(socket.gethostname())}, pid {os.getpid()}\)"
+    late = rf"allreduce of 7 float64 has not ended in 0.3 s: {member.format(1)} has not come\n"
+    assert re.match("rank 0 of 2: " + late, reports[0].getvalue())
+    late = rf"barrier has not ended in 0.3 s: {member.format(0)} has not come\n"
+    assert re.search("rank 1 of 2: " + late, reports_of_part[1].getvalue())
+    assert "the job ends now" in reports[0].getvalue() + reports_of_part[1].getvalue()
+
+
+def test_each_rank_reports_a_call_of_its_own():
+    """Stages of a pipeline wait for one another: only the report of the last one names who is late."""
+    reports = {}
+
+    def rank(world):
+        dog = watched(world, 0, reports, stall_s=0.3)
+        if world.rank < 2:
+            call = f"wait of rank {world.rank}", None, lambda: [world.rank + 1], OWN
+            dog.enter(call)
+            time.sleep(0.8)
+            dog.leave(call)
+        world.comm.barrier()
+        dog.end()
+
+    threads.run(3, rank)
+    for number in range(2):
+        said = f"rank {number} of 3: wait of rank {number} has not ended in 0.3 s: rank {number + 1} (host"
+        assert reports[number].getvalue().startswith(said)
 
 
 @pytest.mark.thorough  # as those of test_faults
 @pytest.mark.parametrize(
     "call",
-    ["if world.rank: time.sleep(60)", "world.rank and hpcdp.allreduce(numpy.ones(4))"],
+    ["if world.rank: time.sleep(60)", "world.rank and part.barrier()"],  # calls of one world are compared
 )
 def test_real_ranks_end_within_the_limit(call, tmp_path):
     script = tmp_path / "hang.py"
@@ -381,6 +453,7 @@ def test_real_ranks_end_within_the_limit(call, tmp_path):
         textwrap.dedent(f"""
         import time, numpy, hpcdp
         world = hpcdp.init()
+        part = world.split(0)
         hpcdp.allreduce(numpy.ones(4))
         hpcdp.allreduce(numpy.ones(7), "max", algorithm="ring")
         {call}

@@ -164,13 +164,13 @@ def test_all_threads_in_mpi_have_the_gpu_of_messages(reached, monkeypatch, tmp_p
     def noted(cls, method):
         before = getattr(cls, method)
 
-        def call(self):
+        def call(self, *arguments):
             found.add((cls, reached.process(), getattr(reached.of_thread, "device", 0)))
-            return before(self)
+            return before(self, *arguments)
 
         monkeypatch.setattr(cls, method, call)
 
-    noted(RollCall, "questions")
+    noted(RollCall, "turn")
     noted(Saving, "run")
 
     def rank(world):

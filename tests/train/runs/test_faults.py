@@ -189,7 +189,7 @@ def test_ranks_that_loop_or_stay_stopped_are_named_and_the_job_aborted(ranks, pe
         said = rf"rank (\d) of {ranks}: .* has not ended in {{}} s: {missing}\n  the job {{}}"
         waiting = {*range(ranks)} - {1, ranks - 1}
         goes_on = re.findall(said.format(0.7, "goes on, until 2 s have passed"), job.said)
-        assert sorted(map(int, goes_on)) == sorted(waiting), job.said
+        assert len(goes_on) == 1 and int(goes_on[0]) in waiting, job.said
         ends = re.findall(said.format(2, "ends now"), job.said)
         assert ends and {*map(int, ends)} <= waiting, job.said  # the first one ends the others
         assert "in loops_for_ever" in job.said
