@@ -54,10 +54,8 @@ def allreduce(
 
     Raises:
         UnsupportedError: an unknown op or algorithm, or one that cannot do this dtype or world.
-        MismatchError: the ranks called with different sizes, dtypes, ops or algorithms. On every rank alike with
-            ``HPCDP_DEBUG=1``. Without it "shared" and all algorithms that send messages notice it where ranks meet;
-            "native", which "auto" may choose, compares the first blocking call of its kind and leaves later ones to the
-            MPI library, which may fail in its own ways.
+        MismatchError: the ranks called with different shapes, dtypes, ops or algorithms, or called another collective;
+            the same error on every rank.
 
     Source: Chan et al., "Collective communication: theory, practice, and experience", 2007, section 2.
     """

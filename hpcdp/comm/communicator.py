@@ -47,7 +47,7 @@ def disagreement(source: int) -> MismatchError:
         where=f"from rank {source} of this communicator",
         expected="a message of the same collective, size, dtype, op and algorithm",
         got="one that differs in some of them",
-        remedy="call collectives alike, and in the same order, on all ranks; HPCDP_DEBUG=1 compares each call",
+        remedy="call collectives alike, and in the same order, on all ranks",
     )
 
 

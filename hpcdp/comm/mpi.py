@@ -54,7 +54,7 @@ def _in_our_words(operation: str, error: MPI.Exception) -> Exception:
         operation,
         expected="the same sizes and dtypes on all ranks",
         got=f"the MPI library's {error.Get_error_string()}",
-        remedy="HPCDP_DEBUG=1 compares each call",
+        remedy="call it alike, and in the same order, on all ranks",
     )
 
 

@@ -305,7 +305,7 @@ class Watchdog:
         self._reported[self._memory.rank] = self._waits()
         self._say(
             f"{_described(call)} has not ended in {limit_s:g} s: {self._listed(missing)}\n"
-            f"  {next_}; HPCDP_DEBUG=1 compares the calls of all ranks; stacks:"
+            f"  {next_}; stacks:"
         )
         with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor
             faulthandler.dump_traceback(_STDERR if self._stream is None else self._stream)

@@ -219,7 +219,7 @@ def test_names_of_modules_and_what_is_in_them_are_there(page):
     assert [name for name in sorted(names) if not is_there(name)] == []
 
 
-OF_ITS_OWN = {"HPCDP_CONTAINERS", "HPCDP_DOCTOR", "HPCDP_DOCTOR_PATH"}
+OF_ITS_OWN = {"HPCDP_CONTAINERS", "HPCDP_DOCTOR", "HPCDP_DOCTOR_PATH", "HPCDP_STARTED_BY"}
 """Variables by which one process of hpcdp tells another something; nobody sets them."""
 
 
