@@ -303,10 +303,7 @@ class Watchdog:
             seen = self._seen_missing(call)
             missing = Missing(dict(sorted(seen.items())), len(seen))
         self._reported[self._memory.rank] = self._waits()
-        self._say(
-            f"{_described(call)} has not ended in {limit_s:g} s: {self._listed(missing)}\n"
-            f"  {next_}; stacks:"
-        )
+        self._say(f"{_described(call)} has not ended in {limit_s:g} s: {self._listed(missing)}\n  {next_}; stacks:")
         with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor
             faulthandler.dump_traceback(_STDERR if self._stream is None else self._stream)
         self._ask_for_stacks(missing.named)
