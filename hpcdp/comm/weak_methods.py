@@ -9,6 +9,17 @@ from weakref import WeakMethod
 T = TypeVar("T")
 
 
+def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a function that calls a bound method as long as its object lives, and then returns False."""
+    weak = WeakMethod(method)
+
+    def call() -> bool:
+        living = weak()
+        return living is not None and living()
+
+    return call
+
+
 class WeakMethods(list[WeakMethod[Callable[[], T]]]):
     """Bound methods without arguments, which keep no object alive."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..collectives.progress import Machine, Steps, wait_for
 from ..comm import World
+from ..comm.weak_methods import weakly
 from ..engine import Done, Engine, Variable
 from ..trace import Trace
 
@@ -49,6 +50,10 @@ class Turn:
         wait_for(self.test)
 
 
+_busy: set[Lane] = set()
+"""Those with something under way, which goes on when nobody holds their worlds any more: other ranks wait for it."""
+
+
 class Lane:
     """What a rank has under way beside its computation. Use `of`: one for a world."""
 
@@ -59,7 +64,7 @@ class Lane:
         self._machines: list[tuple[Machine, Done]] = []
         self._awaited = 0
         engine.add_lane(UPDATE)
-        engine.add_lane(COMMUNICATION, idle=self._poll)
+        engine.add_lane(COMMUNICATION, idle=weakly(self._poll))  # a thread would keep it, and so the engine, for ever
 
     @classmethod
     def of(cls, world: World) -> Lane:
@@ -88,6 +93,7 @@ class Lane:
             place = bisect.bisect_right(self.turns, -priority, key=lambda each: -each.priority)
             self.turns.insert(place, turn)
             self._machines.insert(place, (Machine(steps(turn)), done))
+            _busy.add(self)
 
         self.engine.push_deferred(start, reads, writes, lane=COMMUNICATION, priority=priority, name=name)
 
@@ -125,6 +131,8 @@ class Lane:
         for place, done, failure in reversed(ended):
             del self._machines[place], self.turns[place]
             done(failure)
+        if not self._machines:
+            _busy.discard(self)
         return bool(ended) or self.engine.has_ready(COMMUNICATION) or not self._awaited
 
 

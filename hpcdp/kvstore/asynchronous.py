@@ -97,7 +97,7 @@ class AsyncStore(WorldStore):
         if len(set(self._table.homes)) > 1:
             self._server = Server.of(group, has_servers)
         if self._server is not None:
-            self._server.stores[number] = Requests(self._table)
+            self._server.serve(number, Requests(self._table))
             self._table.strangers = self._server.comm
         if self._replay is not None:
             self._shared = self._replay.share(world, self._table)

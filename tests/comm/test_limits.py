@@ -24,14 +24,13 @@ def train(world, **options):
     loss.backward()
     trainer.step(3)
 
-def store(kind):
+def store(kind, world=world):
     made = kvstore.create(kind, world)
     made.init("a", x.copy())
     if kind == "dist_async":
         made.set_optimizer(optim.SGD(lr=0.1))
     made.push("a", x)
-    made.pull("a")
-    made.wait()
+    made.pull("a", np.empty_like(x))
 
 def close():
     with world.split(0) as part:
@@ -41,6 +40,7 @@ KINDS = {
     "worlds": lambda: hpcdp.allreduce(x.copy(), world=world.split(world.rank % 2)),
     "closed worlds": close,
     "worlds with trainers": lambda: train(world.split(0)),
+    "worlds with dist_async": lambda: store("dist_async", world.split(0)),
     "agreements": lambda: Agreement(world, 2),
     "trainers": lambda: train(world),
     "trainers with overlap": lambda: train(world, overlap=True),

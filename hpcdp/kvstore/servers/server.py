@@ -22,6 +22,7 @@ from ... import errors
 from ...collectives.progress import wait_for
 from ...comm import Communicator, Request, World
 from ...comm.roles import ENDED, short_name_of
+from ...comm.weak_methods import weakly
 from ...errors import HpcdpError, to_stderr
 from ...gradients.lane import Lane
 from ..updaters import described
@@ -135,6 +136,10 @@ class _Arriving:
         return decode(self._message, self._rest)
 
 
+_busy: set[Server] = set()
+"""Those of whose stores some workers have not left, who may ask when this rank holds neither store nor world."""
+
+
 class Server:
     """A rank's end of the exchange with ranks of other nodes. All ranks make it together; use `of`.
 
@@ -170,8 +175,8 @@ class Server:
         self._counting = threading.RLock()  # a store that is dropped meanwhile tells so within
         self._complained = False
         self._idle_since = time.monotonic()
-        engine = Lane.of(group).engine
-        engine.add_lane(_LANE, idle=self._poll)
+        self._engine = engine = Lane.of(group).engine  # whose threads end with it
+        engine.add_lane(_LANE, idle=weakly(self._poll))  # a thread would keep it, and so the engine, for ever
         engine.push(lambda: None, lane=_LANE, name="start of the server")
         if not has_servers:
             group.endings.add(self.end)  # called after those of the stores, which were made later
@@ -203,6 +208,12 @@ class Server:
         Whoever has left, with all below it in the tree, says so upwards; the root says downwards that all have.
         """
         self._count_left(store, self.comm.rank)
+
+    def serve(self, store: int, answers: Answers) -> None:
+        """Answer what others ask of a store, until all of its workers have left."""
+        with self._counting:
+            self.stores[store] = answers
+            _busy.add(self)
 
     def _count_left(self, store: int, rank: int) -> None:
         """Take note that ``rank`` has left, this one or one that is next to it in the tree."""
@@ -259,6 +270,9 @@ class Server:
             return True
 
     def _poll(self) -> bool:
+        with self._counting:
+            if not (self.stores or self._sending):
+                _busy.discard(self)
         if self._look():
             until = time.monotonic() + _LINGER_S
             while time.monotonic() < until:
