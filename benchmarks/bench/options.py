@@ -42,6 +42,8 @@ class Settings:
         sizes: of messages in bytes, multiples of the dtype's.
         dtype: a name of NumPy's, or bfloat16.
         iterations: None for as many as suit the size.
+        validate: whether results are checked.
+        shows_validation: whether a column says so, as OSU has one where ``-c`` is given.
         full: all of OSU's columns.
         tests: calls of test() while iallreduce is under way.
         csv, json, plot: files to write.
@@ -55,6 +57,7 @@ class Settings:
     iterations: int | None
     warmup: int
     validate: bool
+    shows_validation: bool
     full: bool
     window: int
     tests: int
@@ -81,16 +84,35 @@ def parser() -> Parser:
     )
     add = made.add_argument
     add("benchmark", metavar="BENCHMARK", help="what to measure, one of those below")
-    add("-m", dest="sizes", default="", metavar="[MIN:]MAX", help="message sizes in bytes, e.g. 4:64M")
+    add(
+        "-m", "--message-size", dest="sizes", default="", metavar="[MIN:]MAX", help="message sizes in bytes, e.g. 4:64M"
+    )
     add("--factor", type=int, default=2, metavar="N", help="each size is N times the one before (2)")
-    add("-i", dest="iterations", type=int, metavar="N", help="timed calls (default: by size)")
-    add("-x", dest="warmup", type=int, default=10, metavar="N", help="untimed calls before (10)")
-    add("-f", dest="full", action="store_true", help="all columns, e.g. least and greatest latency")
-    add("-c", dest="validate", type=int, default=1, nargs="?", const=1, metavar="0|1", help="check results (1)")
-    add("-T", dest="dtype", metavar="DTYPE", help="float32, bfloat16, int64 ...; or mpi_char, mpi_int, mpi_float")
-    add("-d", dest="device", default="cpu", metavar="DEVICE", help="where the arrays are: cpu")
-    add("-W", dest="window", type=int, default=64, metavar="N", help="messages under way at once (64)")
-    add("-t", dest="tests", type=int, default=0, metavar="N", help="calls of test() while iallreduce runs (0)")
+    add("-i", "--iterations", dest="iterations", type=int, metavar="N", help="timed calls (default: by size)")
+    add("-x", "--warmup", dest="warmup", type=int, default=10, metavar="N", help="untimed calls before (10)")
+    add("-f", "--full", dest="full", action="store_true", help="all columns, e.g. least and greatest latency")
+    add(
+        "-c", "--validation", dest="validate", type=int, nargs="?", const=1, metavar="0|1",
+        help="check results, with a column for it (default: checked, without a column)",
+    )  # fmt: skip
+    add(
+        "-T",
+        "--type",
+        dest="dtype",
+        metavar="DTYPE",
+        help="float32, bfloat16, int64 ...; or mpi_char, mpi_int, mpi_float",
+    )
+    add("-d", "--accelerator", dest="device", default="cpu", metavar="DEVICE", help="where the arrays are: cpu")
+    add("-W", "--window-size", dest="window", type=int, default=64, metavar="N", help="messages under way at once (64)")
+    add(
+        "-t",
+        "--num-test-calls",
+        dest="tests",
+        type=int,
+        default=0,
+        metavar="N",
+        help="calls of test() while iallreduce runs (0)",
+    )
     add("--algorithm", default="auto", metavar="NAME", help="auto (default), native, ring ...")
     add("--op", default="sum", metavar="NAME", help="sum (default), mean, min, max, prod")
     add("--style", default="osu", metavar="NAME", help="columns of osu (default) or of nccl, for collectives")
@@ -128,7 +150,7 @@ def parse(argv: Sequence[str]) -> Settings:
         value = getattr(given, name)
         if value is not None and not smallest <= value <= 10**9:
             raise ConfigError(f"bench: {name}", expected=f"{smallest} or more, to 10^9", got=value)
-    if given.validate not in (0, 1):
+    if given.validate not in (None, 0, 1):
         raise ConfigError("bench -c", expected="0 or 1", got=given.validate)
     for name, used_by in (("algorithm", COLLECTIVES), ("op", REDUCING)):
         value = getattr(given, name)
@@ -138,7 +160,12 @@ def parse(argv: Sequence[str]) -> Settings:
     dtype = _OSU_DTYPES.get(dtype.lower(), dtype)
     check_name("dtype", dtype, _DTYPES)
     fields = {name: value for name, value in vars(given).items() if name in Settings.__dataclass_fields__}
-    fields |= {"sizes": _sizes(given, dtype), "dtype": dtype, "validate": bool(given.validate)}
+    fields |= {
+        "sizes": _sizes(given, dtype),
+        "dtype": dtype,
+        "validate": given.validate != 0,
+        "shows_validation": given.validate == 1,
+    }
     return Settings(**fields)
 
 

@@ -1,7 +1,7 @@
-"""The two ways of printing: the columns of OSU's Micro-Benchmarks 7 and those of nccl-tests, under hpcdp's own name.
+"""The two ways of printing: as OSU's Micro-Benchmarks 7 do, and as nccl-tests do.
 
-Scripts that read those programs' tables read these: comment lines begin with ``#``, then comes one line a size. Further
-columns (a prediction, the validation) stand after theirs.
+Scripts that read those programs' tables read these: comment lines begin with ``#``, then comes one line a size. A
+prediction that is asked for stands in a column after theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .options import Settings
 
 Row = dict[str, Any]
 COLUMNS = 80
-"""The width of a terminal; where OSU's columns need more, theirs become narrower, in the same order."""
+"""The width of a terminal, in which comments are wrapped."""
 RATES = ("bandwidth", "bibandwidth", "multi_pair")
 """Benchmarks that print MB/s."""
 
@@ -43,7 +43,6 @@ _OVERLAP = (
     ("Pure Comm.(us)", "pure"),
     ("Overlap(%)", "overlap"),
 )
-_ABBREVIATED = {"Overall": "Total", "Compute": "Comp.", "Overlap": "Ovlp.", "Predicted": "Model"}
 _MAIN_OVERLAP = ("overall", "compute", "pure", "overlap")
 _NCCL_TYPES = {"float32": "float", "float64": "double", "float16": "half"}
 
@@ -88,47 +87,28 @@ class OsuStyle(Style):
             rate = name in RATES
             columns.append(("Predicted(MB/s)", "predicted_mb_s") if rate else ("Predicted(us)", "predicted_us"))
         self._columns = columns
-        self._wide = 10 + 18 * len(columns) + 12 * full + 18 * settings.validate <= COLUMNS
-        self._width = 18 if self._wide else min(11, (COLUMNS - 10 - 7 * full - 6 * settings.validate) // len(columns))
 
     def heading(self, facts: Sequence[str]) -> str:
         settings = self._settings
-        lines = ["", f"# hpcdp {TITLES[settings.benchmark]} Test v{self._version}"]
+        lines = [
+            "",
+            f"# OSU MPI {TITLES[settings.benchmark]} Test (columns of v7)",
+            f"# Measured by hpcdp bench v{self._version}, not by OSU's programs.",
+        ]
         if settings.benchmark == "iallreduce":
-            lines.append(
-                f"# {'Overall = Coll. Init + Compute' if self._wide else 'Total = Init + Comp.'} + Test + Wait"
-            )
+            lines.append("# Overall = Coll. Init + Compute + Test + Wait")
         lines += [*_comments(facts), f"# Datatype: {settings.dtype}."]
-        if self._wide:
-            titles = "".join(f"{title:>18}" for title, _ in self._columns)
-            iterations = f"{'Iterations':>12}" if settings.full else ""
-            validation = f"{'Validation':>18}" if settings.validate else ""
-            return "\n".join([*lines, f"{'# Size':<10}{titles}{iterations}{validation}"])
-        short = [_short(title) for title, _ in self._columns]
-        names, units = ("".join(f"{each[line]:>{self._width}}" for each in short) for line in (0, 1))
-        iterations = f"{'Iters':>7}" if settings.full else ""
-        validation = f"{'Valid':>6}" if settings.validate else ""
-        return "\n".join([*lines, f"{'# Size':<10}{names}{iterations}{validation}", f"{'#':<10}{units}"])
+        titles = "".join(f"{title:>18}" for title, _ in self._columns)
+        iterations = f"{'Iterations':>12}" if settings.full else ""
+        validation = f"{'Validation':>18}" if settings.shows_validation else ""
+        return "\n".join([*lines, f"{'# Size':<10}{titles}{iterations}{validation}"])
 
     def line(self, row: Row) -> str:
-        settings, wide = self._settings, self._wide
-        values = "".join(_figure(row[key], self._width) for _, key in self._columns)
-        iterations = f"{row['iterations']:>{12 if wide else 7}}" if settings.full else ""
-        validation = f"{'Fail' if row['wrong'] else 'Pass':>{18 if wide else 6}}" if settings.validate else ""
+        settings = self._settings
+        values = "".join(f"{row[key]:>18.2f}" for _, key in self._columns)
+        iterations = f"{row['iterations']:>12}" if settings.full else ""
+        validation = f"{'Fail' if row['wrong'] else 'Pass':>18}" if settings.shows_validation else ""
         return f"{row['nbytes']:<10}{values}{iterations}{validation}"
-
-
-def _short(title: str) -> tuple[str, str]:
-    """The word that tells a column from the others, and its unit."""
-    name, _, unit = title.partition("(")
-    word = name.removeprefix("Coll. ").split(" ")[0]
-    return _ABBREVIATED.get(word, word), f"({unit}" if unit else ""
-
-
-def _figure(value: float, width: int) -> str:
-    """With two decimals where they fit beside a space, else with as many as do."""
-    texts = [f"{value:.{decimals}f}" for decimals in (2, 1, 0)]
-    return " " + f"{next((text for text in texts if len(text) < width), texts[-1]):>{width - 1}}"
 
 
 def _comments(facts: Sequence[str]) -> list[str]:

@@ -76,7 +76,7 @@ def test_bench_measures_beside_the_library(name: str, run: Run, folder: Path) ->
     assert found["machine"]["processor"]["cores"] >= 1
     assert [row["nbytes"] for row in found["rows"]] == [4 << i for i in range(11)]
     assert all("library" in row for row in found["rows"]) == (name == "allreduce")
-    assert printed.count("# Size") == 1 and printed.count("Pass") == 11
+    assert printed.count("# Size") == 1 and len([line for line in printed.splitlines() if line[:1].isdigit()]) == 11
     if name == "allreduce":
         assert found["limit"][1] > 0
         assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
