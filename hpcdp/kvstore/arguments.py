@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, has_namespace, is_bfloat16, is_host, to_host
+from ..arrays import Array, has_namespace, is_bfloat16, is_float, is_host, to_host
 from ..errors import ConfigError, UnsupportedError, type_named
 from .pulled import array_of, can_wait
 
@@ -175,15 +175,18 @@ def check_storable(values: Mapping[Key, Array]) -> None:
 def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
     """Raises `UnsupportedError` unless ``value`` is an array of that shape and dtype.
 
-    To pull to it must be one that can be written; or a parameter of a network, which can wait for a whole value.
+    To pull to it must be one that can be written, of any float dtype for a float key; or a parameter of a network,
+    which can wait for a whole value.
     """
+    pulls = operation in ("pull", "row_sparse_pull")
     if operation == "pull" and can_wait(value):
         value = array_of(value)
     fits = is_array(value)
-    if not fits or tuple(value.shape) != shape or np.dtype(value.dtype) != dtype:
+    casts = fits and pulls and is_float(np.dtype(value.dtype)) and is_float(dtype)
+    if not fits or tuple(value.shape) != shape or (np.dtype(value.dtype) != dtype and not casts):
         got = f"{tuple(value.shape)} {value.dtype}" if fits else type_named(value)
         raise UnsupportedError(operation, where=f"key {key!r}", expected=f"an array of {shape} {dtype}", got=got)
-    if operation in ("pull", "row_sparse_pull") and is_host(value) and not value.flags.writeable:
+    if pulls and is_host(value) and not value.flags.writeable:
         raise UnsupportedError(operation, where=f"key {key!r}", expected="an array to write to", got="a read-only one")
 
 

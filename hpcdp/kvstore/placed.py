@@ -6,13 +6,14 @@ waits until the array is computed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
 
 from ..arrays import Array, array_namespace, from_host, on_device_of, words
 from ..comm.node_rows import SUMMED_KINDS
-from ..devices import brought
+from ..devices import brought, lie_together
 from ..kernels import kernels_for
 from ..kernels.reference.reduce import SUM
 from .arguments import merged
@@ -27,9 +28,15 @@ def like(x: Array) -> Array:
         return array_namespace(x).empty(x.shape, dtype=x.dtype)
 
 
+def lies_as(value: Array, target: Array) -> bool:
+    """Whether ``value`` is copied to ``target`` as it is: both lie together, and have one dtype."""
+    return value.dtype == target.dtype and lie_together(target, value)
+
+
 def carry(value: Array, target: Array) -> None:
-    """Write ``value`` to ``target``, wherever both are."""
-    with on_device_of(target):
+    """Write ``value`` to ``target``, wherever both are; cast to its dtype, without a word of what becomes infinite."""
+    casts = value.dtype != target.dtype
+    with on_device_of(target), np.errstate(over="ignore") if casts else contextlib.nullcontext():
         target[...] = brought(value, target)
 
 

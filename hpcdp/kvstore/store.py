@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays import Array, is_host, to_host
 from ..compression import Compression, Settings
-from ..devices import brought, lie_together
+from ..devices import brought
 from ..engine import Engine, Variable
 from ..errors import ConfigError, UnsupportedError, is_number, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer
@@ -30,7 +30,7 @@ from .arguments import (
 )
 from .entry import Entry
 from .keeps_state import KeepsState
-from .placed import carry, fill, like
+from .placed import carry, fill, lies_as, like
 from .pulled import OnItsWay, Pulled, can_wait
 from .updaters import ByFunction, ByOptimizer, Function, Replace
 
@@ -147,7 +147,8 @@ class KVStore(KeepsState):
         Args:
             out: where to: arrays, which are filled when this returns, since an array cannot wait when it is read; or
                 parameters of a network, which do, and so are filled later. For one key one of them or a list, for
-                several keys a list of those. None: new arrays.
+                several keys a list of those. The value of a float key is cast to the float dtype of an array.
+                None: new arrays.
 
         Returns:
             Without ``out``, and at once, a `Pulled` for one key, a list of them for several. Else None.
@@ -167,7 +168,7 @@ class KVStore(KeepsState):
         places = self._named("pull", key, value if out is None else out)
         entry, targets = places[0]
         directly = len(pushed) == 1 == len(places) and pushed[0][0] is entry
-        if directly and all(can_wait(each) or lie_together(each, entry.stored) for each in targets):
+        if directly and all(can_wait(each) or lies_as(entry.stored, each) for each in targets):
             self._pushpull(*pushed[0], places[0][1], priority)
         else:  # all are pushed before one is waited for: other ranks may name them in another order
             for entry, arrays in pushed:
@@ -180,8 +181,8 @@ class KVStore(KeepsState):
         self._pull_into([(entry, targets)], priority)
 
     def _pull_to(self, entry: Entry, target: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
-        """`_pull` to an array that may lie elsewhere than the key."""
-        if lie_together(target, entry.stored):
+        """`_pull` to an array that may lie elsewhere than the key, or be of another float dtype."""
+        if lies_as(entry.stored, target):
             return self._pull(entry, target, priority, rows)
         here = self._pull(entry, like(entry.stored), priority, rows)
         return Pulled(lambda: carry(here.wait(), target), target, lambda: here.version)

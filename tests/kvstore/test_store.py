@@ -12,6 +12,7 @@ from small_stores import SHAPE, WORLDS, added, full, on_one_worker
 
 import hpcdp
 from hpcdp import kvstore, nn, optim
+from hpcdp.arrays import dtype_of
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, UnsupportedError
 
@@ -54,6 +55,40 @@ def test_the_numbers_of_the_documents(replacing):
         assert (store.rank, store.num_workers, store.kind) == (0, 1, replacing)
 
     on_one_worker(replacing, numbers)
+
+
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_a_pull_casts_to_another_float_dtype(kind, split, per_node):
+    def rank(world):
+        store = kvstore.create(kind, world)
+        store.init("w", full(1.1))
+        store.set_updater(added)
+        values = np.full(SHAPE, 1.1, "f4")
+        world.barrier()  # dist_async would apply the others' pushes meanwhile
+        for dtype in (np.dtype("f8"), np.dtype("f2"), dtype_of("bfloat16")):
+            out, rows, param = (np.zeros(SHAPE, dtype) for _ in range(3))
+            store.pull("w", out=out)
+            store.pull("w", out=[rows, param])
+            for each in (out, rows, param):
+                assert each.dtype == dtype
+                np.testing.assert_array_equal(each, values.astype(dtype))
+            rows[:] = 5
+            store.row_sparse_pull("w", out=rows, row_ids=[1])
+            np.testing.assert_array_equal(rows, np.where([[False], [True]], values, 0).astype(dtype))
+        world.barrier()
+        out = np.zeros(SHAPE, "f8")
+        store.pushpull("w", full(70_000), out=out)
+        store.barrier()
+        store.pull("w", out=out)
+        assert out[0, 0] == np.float32(values[0, 0] + 2 * 70_000 * (world.size if kind.startswith("dist") else 1))
+        small = np.zeros(SHAPE, "f2")
+        store.pull("w", out=small)
+        assert np.isinf(small).all()
+        with pytest.raises(UnsupportedError, match=r"expected an array of \(2, 3\) float32, got \(2, 3\) int64"):
+            store.pull("w", out=np.zeros(SHAPE, "i8"))
+        store.barrier()
+
+    threads.run(2, rank, per_node)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), WORLDS)

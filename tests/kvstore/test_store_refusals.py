@@ -65,14 +65,14 @@ def test_what_is_no_world_is_refused(name):
         kvstore.create(name, "w")
 
 
-@pytest.mark.parametrize("wrong", [full(1, (3, 2)), full(1, dtype="f8"), 1.0])
+@pytest.mark.parametrize("wrong", [full(1, (3, 2)), full(1, dtype="f8"), full(1, dtype="i4"), 1.0])
 def test_arrays_that_do_not_fit_are_refused_before_anything_is_pushed(kind, wrong):
     def refused(store):
         store.init(["w", "v"], [full(1), full(1)])
         with pytest.raises(UnsupportedError, match=r"push \[key 'v'\]: expected an array of \(2, 3\) float32, got "):
             store.push(["w", "v"], [full(5), [full(1), wrong]])
         assert (store.pull("w")[...] == 1).all()
-        if hasattr(wrong, "dtype"):
+        if hasattr(wrong, "dtype") and wrong.dtype != "f8":  # to which a pull casts
             with pytest.raises(UnsupportedError, match=r"pull \[key 'w'\]: expected an array of \(2, 3\) float32"):
                 store.pull("w", out=wrong)
 
