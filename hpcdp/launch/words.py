@@ -23,42 +23,42 @@ from .watch import Watch, name_of
 # What is looked for ends behind a name or a number: half of it may come before the other half.
 _LOST = re.compile(rb"lost communication with a remote daemon\..{0,400}?Remote daemon: .*? on node (\S+)\s", re.DOTALL)
 _TASK = re.compile(
-    rb"srun: error: (\S+): tasks? ([0-9,\[\]-]+): (?:Exited with exit code ([0-9]+)|(.+?))(?: \(.*\))?\n"
+    rb"srun: error: (\S+): tasks? ([0-9,\[\]-]+): (?:Exited with exit code ([0-9]{1,9})|(.+?))(?: \(.*\))?\n"
 )
 _NODE_FAILED = re.compile(rb"srun: error: Node failure on (\S+)\n")
 _NAMED = (
     re.compile(
-        rb"process rank (?P<rank>[0-9]+) with PID (?P<pid>[0-9]+) on node \S+\s+exited\s+on\s+"
-        rb"signal (?P<signal>[0-9]+)\D"
+        rb"process rank (?P<rank>[0-9]{1,9}) with PID (?P<pid>[0-9]{1,9}) on node \S+\s+exited\s+on\s+"
+        rb"signal (?P<signal>[0-9]{1,9})\D"
     ),
-    re.compile(rb"Process name: \[[^\]\n]*,(?P<rank>[0-9]+)\]\n +Exit code: +(?P<code>[0-9]+)\s"),
-    re.compile(rb"= +PID (?P<pid>[0-9]+) RUNNING AT "),
+    re.compile(rb"Process name: \[[^\]\n]*,(?P<rank>[0-9]{1,9})\]\n +Exit code: +(?P<code>[0-9]{1,9})\s"),
+    re.compile(rb"= +PID (?P<pid>[0-9]{1,9}) RUNNING AT "),
 )
 _ABORTED = re.compile(
-    rb"process rank ([0-9]+) with PID [0-9]+ on node \S+\s+calling\s+\"abort\"|"
-    rb"^Abort\([0-9]+\) on node [0-9]+ \(rank ([0-9]+) in comm 0\): application called MPI_Abort",
+    rb"process rank ([0-9]{1,9}) with PID [0-9]{1,9} on node \S+\s+calling\s+\"abort\"|"
+    rb"^Abort\([0-9]{1,9}\) on node [0-9]{1,9} \(rank ([0-9]{1,9}) in comm 0\): application called MPI_Abort",
     re.MULTILINE,
 )
 _INVOKED = re.compile(
-    rb"MPI_ABORT was invoked on rank ([0-9]+) in communicator MPI_COMM_WORLD\s(?:\s+Proc: .*\n)?\s*"
-    rb"(?:Errorcode: |with errorcode )([0-9]+)\D|"
-    rb"^Abort\([0-9]+\) on node [0-9]+ \(rank ([0-9]+) in comm 0\): application called MPI_Abort\(MPI_COMM_WORLD, "
-    rb"([0-9]+)\)",
+    rb"MPI_ABORT was invoked on rank ([0-9]{1,9}) in communicator MPI_COMM_WORLD\s(?:\s+Proc: .*\n)?\s*"
+    rb"(?:Errorcode: |with errorcode )([0-9]{1,9})\D|"
+    rb"^Abort\(\d{1,9}\) on node \d{1,9} \(rank (\d{1,9}) in comm 0\): application called MPI_Abort\(MPI_COMM_WORLD, "
+    rb"([0-9]{1,9})\)",
     re.MULTILINE,
 )
 _UNREAD = b": SIGPIPE detected - aborting\n"
 _CLOSED = b"*** An error occurred in Socket closed"
 # hpcdp.comm.watchdog, of the ranks that another one has waited for in vain
 _MISSING = re.compile(
-    rb"rank [0-9]+ of [0-9]+: [^\n]* (?:has not ended in [0-9.]+ s: ([^\n]+)\n[^\n]*the job ends now|"
+    rb"rank [0-9]{1,9} of [0-9]{1,9}: [^\n]* (?:has not ended in [0-9.]+ s: ([^\n]+)\n[^\n]*the job ends now|"
     rb"cannot end: ([^\n]+); the job ends now)"
 )
 # Python's, of an import, and of -m: "python: No module named hpcdp"
 _NO_MODULE = re.compile(rb"No module named '?([A-Za-z_]\w*)")
 # hpcdp.launch.ending and hpcdp.comm.failing, where --tag-output may have led the line by its rank
-_TAG = rb"(?:\[[^\]\s]*\](?:<stderr>:)? |[0-9]+: )?"
+_TAG = rb"(?:\[[^\]\s]*\](?:<stderr>:)? |[0-9]{1,9}: )?"
 _REASON = re.compile(_TAG + rb"hpcdp: ")
-_FAILED = re.compile(_TAG + rb"(rank [0-9]+ of [0-9]+|server [0-9]+ \(rank [0-9]+\)) failed:")
+_FAILED = re.compile(_TAG + rb"(rank [0-9]{1,9} of [0-9]{1,9}|server [0-9]{1,9} \(rank [0-9]{1,9}\)) failed:")
 _TRACEBACK = re.compile(_TAG + rb"Traceback \(most recent call last\):")
 _ERROR = re.compile(_TAG + rb"([^\W\d][\w.]*(?::.*)?)")
 _RULE = re.compile(rb"^-{74}\n", re.MULTILINE)
@@ -101,7 +101,7 @@ class Tasks(NamedTuple):
     @property
     def how_many(self) -> int:
         """How many they are."""
-        runs = re.findall(r"([0-9]+)(?:-([0-9]+))?", self.numbers)
+        runs = re.findall(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", self.numbers)
         return sum(int(last or first) - int(first) + 1 for first, last in runs)
 
     def __str__(self) -> str:
