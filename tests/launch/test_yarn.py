@@ -101,8 +101,9 @@ def test_what_is_missing_of_hadoop_is_named(tmp_path: Path, monkeypatch: pytest.
     hadoop = hadoop_in(tmp_path / "hadoop")
     monkeypatch.setenv("HADOOP_HOME", str(hadoop))
     (hadoop / JAR).unlink()
-    with pytest.raises(LaunchError, match=r"got no hadoop-yarn-applications-distributedshell\*\.jar in share"):
+    with pytest.raises(LaunchError) as caught:
         yarn.run(job)
+    assert str(caught.value.got).startswith("no hadoop-yarn-applications-distributedshell*.jar in share")
 
 
 @pytest.fixture
