@@ -29,6 +29,7 @@ class Sweep:
         warmup: untimed calls before.
         validate: whether results are checked.
         out_of_place: whether calls with a separate result are timed too.
+        root: of collectives that have one.
     """
 
     collective: str
@@ -39,6 +40,7 @@ class Sweep:
     warmup: int = 10
     validate: bool = True
     out_of_place: bool = False
+    root: int = 0
 
     def schedule(self, nbytes: int, usual: int, candidates: int = 1) -> Schedule:
         """``iterations`` where they were given, else about ``usual``, and fewer of large messages."""
@@ -81,17 +83,17 @@ CALLS: dict[str, Call] = {
     ),
     "reduce_scatter": lambda x, out, how, world: collectives.reduce_scatter(x, how.op, world, how.algorithm, out),
     "allgather": lambda x, out, how, world: collectives.allgather(x, world, how.algorithm, out),
-    "broadcast": lambda x, out, how, world: collectives.broadcast(x, 0, world, how.algorithm),
+    "broadcast": lambda x, out, how, world: collectives.broadcast(x, how.root, world, how.algorithm),
     "reduce": lambda x, out, how, world: collectives.reduce(
-        x, how.op, 0, world, how.algorithm, None if out is x else out
+        x, how.op, how.root, world, how.algorithm, None if out is x else out
     ),
 }
 LIBRARY: dict[str, Call] = {
     "allreduce": lambda x, out, how, world: world.comm.native_allreduce(x, how.op),
     "reduce_scatter": lambda x, out, how, world: world.comm.native_reduce_scatter(x, out, how.op),
     "allgather": lambda x, out, how, world: world.comm.native_allgather(out),
-    "broadcast": lambda x, out, how, world: world.comm.native_broadcast(x, 0),
-    "reduce": lambda x, out, how, world: world.comm.native_reduce(x, how.op, 0),
+    "broadcast": lambda x, out, how, world: world.comm.native_broadcast(x, how.root),
+    "reduce": lambda x, out, how, world: world.comm.native_reduce(x, how.op, how.root),
 }
 """The MPI library's own, in place."""
 
@@ -102,7 +104,7 @@ def ours(name: str, data: FreshData, x: np.ndarray, world: World, how: dict[str,
 
 
 def exchange(how: Sweep, buffers: Buffers, count: int, *, in_place: bool = True, library: bool = False) -> Exchange:
-    """One collective of ``count`` elements (see `elements`), and what its result must be; root is rank 0."""
+    """One collective of ``count`` elements (see `elements`), and what its result must be."""
     name, world, data = how.collective, buffers.world, buffers.data
     x, out = buffers.x[:count], buffers.out[:count]
     result = x if in_place else out
@@ -119,8 +121,8 @@ def exchange(how: Sweep, buffers: Buffers, count: int, *, in_place: bool = True,
             data.wrong_input(part, iteration, rank) for rank, part in enumerate(split(result, world.size))
         )
     elif name == "broadcast":
-        check = lambda result, iteration: data.wrong_input(result, iteration, 0)  # noqa: E731
-    elif name == "reduce" and world.rank != 0:
+        check = lambda result, iteration: data.wrong_input(result, iteration, how.root)  # noqa: E731
+    elif name == "reduce" and world.rank != how.root:
         result = x
         check = lambda result, iteration: data.wrong_input(result, iteration, world.rank)  # noqa: E731
     do = (LIBRARY if library else CALLS)[name]
@@ -246,9 +248,9 @@ def overlap_sweep(
 
     A row has OSU's columns in microseconds, means over iterations and ranks: ``overall``, ``compute``, ``init``,
     ``test``, ``wait``, ``pure`` (started and waited for at once), and ``overlap`` in percent: how much of the pure time
-    was hidden, ``100 (1 - (overall - compute) / pure)``, at least 0. Also ``nbytes``, ``count``, the ``median`` of the
-    pure time, ``busbw_gb_s`` of its mean, ``iterations`` and ``wrong``. With ``beside_library`` the same of the MPI
-    library's own nonblocking allreduce, which alternates with hpcdp's turn by turn, is in ``library``, unless it does
+    was hidden, ``100 (1 - (overall - compute) / pure)``, at least 0. Also ``nbytes``, ``count``, the ``minimum`` and
+    ``maximum`` over the ranks and the ``median`` of the pure time, ``busbw_gb_s`` of its mean, ``iterations`` and
+    ``wrong``. With ``beside_library`` the same of the MPI library's own nonblocking allreduce, which alternates with hpcdp's turn by turn, is in ``library``, unless it does
     not know the dtype.
     """
     buffers = Buffers(how, sizes[-1] // how.dtype.itemsize, world)
@@ -309,6 +311,8 @@ def _overlap(alone: _Phases, beside: _Phases) -> dict[str, Any]:
         "wait": waiting,
         "pure": pure,
         "overlap": max(0.0, 100 * (1 - (overall - computing) / pure)),
+        "minimum": alone.timing.minimum,
+        "maximum": alone.timing.maximum,
         "median": alone.timing.median,
         "iterations": beside.timing.iterations,
         "wrong": alone.wrong + beside.wrong,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, UnsupportedError, check_name, listed, to_stderr
-from .options import COLLECTIVES, PAIRS, REDUCING, Settings, parse
+from .options import COLLECTIVES, PAIRS, REDUCING, ROOTED, Settings, parse
 
 if TYPE_CHECKING:
     from ...comm import World
@@ -46,6 +46,7 @@ def run(settings: Settings, world: World) -> int:
     """`main` for ranks that know their world; rank 0 prints and writes."""
     from ... import __version__
     from ...comm.agreement import on_rank_0
+    from ..harness.sizes import format_size
     from .style import NcclStyle, OsuStyle
 
     check(settings, world)
@@ -75,10 +76,10 @@ def run(settings: Settings, world: World) -> int:
     if world.rank == 0 and (closing := style.closing(rows)):
         print(closing, flush=True)
     on_rank_0(world.comm, lambda: _write_files(settings, world, rows, limit, facts[0]))
-    wrong = [str(row["nbytes"]) for row in rows if _faulty(row)]
-    if wrong and world.rank == 0:
-        to_stderr(f"hpcdp bench {settings.benchmark}: wrong results at {listed(wrong, 8)} bytes")
-    return 1 if wrong else 0
+    faulty = [format_size(row["nbytes"]) for row in rows if _faulty(row)]
+    if faulty and world.rank == 0:
+        to_stderr(f"hpcdp bench: {settings.benchmark}: wrong results at {listed(faulty, 8)}")
+    return 1 if faulty else 0
 
 
 def _write_files(
@@ -115,10 +116,9 @@ def check(settings: Settings, world: World) -> None:
     Raises:
         ConfigError: on every rank: an algorithm, reduction, file or amount of memory that is not there.
     """
-    from ...arrays import dtype_of
     from ...collectives import ALGORITHMS
     from ...comm.agreement import on_rank_0
-    from ...comm.reductions import OPS, resolve
+    from ...comm.reductions import OPS
     from ..harness.files import check_writable
     from .plot import check_drawable
 
@@ -127,10 +127,8 @@ def check(settings: Settings, world: World) -> None:
         check_name(f"{collective} algorithm", settings.algorithm, ["auto", *ALGORITHMS[collective]])
     if settings.benchmark in REDUCING:
         check_name("op", settings.op, OPS)
-        try:
-            resolve(settings.benchmark, settings.op, dtype_of(settings.dtype))
-        except UnsupportedError as error:
-            raise ConfigError(str(error)) from error
+    if settings.benchmark in ROOTED and not 0 <= settings.root < world.size:
+        raise ConfigError("bench --root-rank", expected=f"a rank, 0 to {world.size - 1}", got=settings.root)
     if settings.plot and world.size < 2:
         raise ConfigError("bench --plot", expected="2 ranks or more, which exchange something", got="1")
     if settings.plot:
@@ -171,9 +169,10 @@ def _rows(settings: Settings, world: World) -> Iterator[Row]:
     if settings.benchmark in PAIRS:
         pairs = point_to_point.Sweep(settings.benchmark, window=settings.window, **timings)
         return point_to_point.sweep(pairs, sizes, world, beside_library=beside)
-    beside = beside and settings.algorithm != "native"
+    library_lacks = settings.op == "mean" and dtype.kind in "iu"
+    beside = beside and settings.algorithm != "native" and not library_lacks
     asked: dict[str, Any] = {"op": settings.op, "algorithm": settings.algorithm, **timings}
-    how = collective.Sweep(settings.benchmark, out_of_place=settings.style == "nccl", **asked)
+    how = collective.Sweep(settings.benchmark, out_of_place=settings.style == "nccl", root=settings.root, **asked)
     if settings.benchmark == "iallreduce":
         return collective.overlap_sweep(how, sizes, world, tests=settings.tests, beside_library=beside)
     return collective.sweep(how, sizes, world, beside_library=beside)
@@ -191,6 +190,7 @@ def _facts(settings: Settings, world: World) -> list[str]:
         facts.append(f"Ranks 0 and {half}{window}.")
     else:
         op = f", op: {settings.op}" if settings.benchmark in REDUCING else ""
+        op += f", root: {settings.root}" if settings.benchmark in ROOTED else ""
         where = "" if settings.style == "nccl" else ", in place"
         facts.append(f"Algorithm: {settings.algorithm}{op}{where}.")
     return facts

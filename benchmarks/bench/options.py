@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ... import __version__
 from ...errors import ConfigError, check_name
 from ...launch.arguments import Parser
 
@@ -16,7 +17,9 @@ BENCHMARKS = (*PAIRS, *COLLECTIVES)
 REDUCING = ("allreduce", "iallreduce", "reduce_scatter", "reduce")
 STYLES = ("osu", "nccl")
 
-_OSU_DTYPES = {"mpi_char": "int8", "mpi_int": "int32", "mpi_float": "float32"}
+ROOTED = ("broadcast", "reduce")
+
+OSU_DTYPES = {"mpi_char": "int8", "mpi_int": "int32", "mpi_float": "float32"}
 _INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 _DTYPES = ("float32", "float64", "float16", "bfloat16", *_INTEGERS)
 _EPILOG = """\
@@ -42,9 +45,9 @@ class Settings:
         sizes: of messages in bytes, multiples of the dtype's.
         dtype: a name of NumPy's, or bfloat16.
         iterations: None for as many as suit the size.
-        validate: whether results are checked.
-        shows_validation: whether a column says so, as OSU has one where ``-c`` is given.
+        shows_validation: a column for it, as OSU's programs have where they validate.
         full: all of OSU's columns.
+        root: the rank that sends, or gets the result.
         tests: calls of test() while iallreduce is under way.
         csv, json, plot: files to write.
     """
@@ -59,6 +62,7 @@ class Settings:
     validate: bool
     shows_validation: bool
     full: bool
+    root: int
     window: int
     tests: int
     algorithm: str
@@ -84,35 +88,31 @@ def parser() -> Parser:
     )
     add = made.add_argument
     add("benchmark", metavar="BENCHMARK", help="what to measure, one of those below")
+    add("-v", "--version", action="version", version=f"hpcdp {__version__}", help="show the version and end")
     add(
         "-m", "--message-size", dest="sizes", default="", metavar="[MIN:]MAX", help="message sizes in bytes, e.g. 4:64M"
     )
     add("--factor", type=int, default=2, metavar="N", help="each size is N times the one before (2)")
-    add("-i", "--iterations", dest="iterations", type=int, metavar="N", help="timed calls (default: by size)")
-    add("-x", "--warmup", dest="warmup", type=int, default=10, metavar="N", help="untimed calls before (10)")
-    add("-f", "--full", dest="full", action="store_true", help="all columns, e.g. least and greatest latency")
+    add("-M", "--mem-limit", dest="most", metavar="SIZE", help="leave out messages above SIZE bytes")
+    add("-i", "--iterations", type=int, metavar="N", help="timed calls (default: by size)")
+    add("-x", "--warmup", type=int, default=10, metavar="N", help="untimed calls before (10)")
+    add("-f", "--full", action="store_true", help="all columns, e.g. least and greatest latency")
     add(
         "-c", "--validation", dest="validate", type=int, nargs="?", const=1, metavar="0|1",
-        help="check results, with a column for it (default: checked, without a column)",
+        help="1: a column for the validation, which is done in any case; 0: do without",
     )  # fmt: skip
     add(
-        "-T",
-        "--type",
-        dest="dtype",
-        metavar="DTYPE",
+        "-T", "--type", dest="dtype", metavar="DTYPE",
         help="float32, bfloat16, int64 ...; or mpi_char, mpi_int, mpi_float",
-    )
+    )  # fmt: skip
     add("-d", "--accelerator", dest="device", default="cpu", metavar="DEVICE", help="where the arrays are: cpu")
+    add("-k", "--root-rank", dest="root", type=int, default=0, metavar="RANK", help="root of broadcast and reduce (0)")
+    add("-l", "--in-place", action="store_true", help="collectives in place, as they are in any case")
     add("-W", "--window-size", dest="window", type=int, default=64, metavar="N", help="messages under way at once (64)")
     add(
-        "-t",
-        "--num-test-calls",
-        dest="tests",
-        type=int,
-        default=0,
-        metavar="N",
+        "-t", "--num-test-calls", dest="tests", type=int, default=0, metavar="N",
         help="calls of test() while iallreduce runs (0)",
-    )
+    )  # fmt: skip
     add("--algorithm", default="auto", metavar="NAME", help="auto (default), native, ring ...")
     add("--op", default="sum", metavar="NAME", help="sum (default), mean, min, max, prod")
     add("--style", default="osu", metavar="NAME", help="columns of osu (default) or of nccl, for collectives")
@@ -152,34 +152,34 @@ def parse(argv: Sequence[str]) -> Settings:
             raise ConfigError(f"bench: {name}", expected=f"{smallest} or more, to 10^9", got=value)
     if given.validate not in (None, 0, 1):
         raise ConfigError("bench -c", expected="0 or 1", got=given.validate)
-    for name, used_by in (("algorithm", COLLECTIVES), ("op", REDUCING)):
+    for name, used_by, usual in (("algorithm", COLLECTIVES, "auto"), ("op", REDUCING, "sum"), ("root", ROOTED, 0)):
         value = getattr(given, name)
-        if value != {"algorithm": "auto", "op": "sum"}[name] and given.benchmark not in used_by:
-            raise ConfigError(f"bench {given.benchmark} --{name}", expected=f"one of {', '.join(used_by)}", got=value)
+        if value != usual and given.benchmark not in used_by:
+            flag = "root-rank" if name == "root" else name
+            raise ConfigError(f"bench {given.benchmark} --{flag}", expected=f"one of {', '.join(used_by)}", got=value)
     dtype = given.dtype or ("float32" if given.benchmark in COLLECTIVES else "int8")
-    dtype = _OSU_DTYPES.get(dtype.lower(), dtype)
+    dtype = OSU_DTYPES.get(dtype.lower(), dtype)
     check_name("dtype", dtype, _DTYPES)
     fields = {name: value for name, value in vars(given).items() if name in Settings.__dataclass_fields__}
-    fields |= {
-        "sizes": _sizes(given, dtype),
-        "dtype": dtype,
-        "validate": given.validate != 0,
-        "shows_validation": given.validate == 1,
-    }
+    fields |= {"sizes": _sizes(given, dtype), "dtype": dtype}
+    fields |= {"validate": given.validate != 0, "shows_validation": given.validate == 1}
     return Settings(**fields)
 
 
 def _sizes(given: argparse.Namespace, dtype: str) -> tuple[int, ...]:
     """As OSU has them: MIN:MAX, MAX alone, or MIN: alone; rounded down to whole elements."""
     from ...arrays import dtype_of
-    from ..harness.sizes import size_range
+    from ..harness.sizes import parse_size, size_range
 
     itemsize = dtype_of(dtype).itemsize
     low, high = given.sizes.split(":", 1) if ":" in given.sizes else ("", given.sizes)
     usual = (f"{itemsize}", "4M") if given.benchmark in PAIRS else (f"{max(4, itemsize)}", "64M")
     text = f"{low or usual[0]}:{high or usual[1]}"
     rounded = dict.fromkeys(size // itemsize * itemsize for size in size_range(text, given.factor))
-    found = tuple(size for size in rounded if size > 0)
+    most = parse_size(given.most) if given.most else None
+    found = tuple(size for size in rounded if size > 0 and (most is None or size <= most))
+    if not found and most is not None:
+        raise ConfigError("bench --mem-limit", expected=f"{min(rounded)} bytes or more", got=given.most)
     if not found:
         raise ConfigError("size range", expected=f"at least {itemsize} bytes, a {dtype}", got=repr(given.sizes))
     return found

@@ -1,7 +1,8 @@
-"""The two ways of printing: as OSU's Micro-Benchmarks 7 do, and as nccl-tests do.
+"""The two ways of printing: the tables of OSU's Micro-Benchmarks 7 and those of nccl-tests.
 
-Scripts that read those programs' tables read these: comment lines begin with ``#``, then comes one line a size. A
-prediction that is asked for stands in a column after theirs.
+Scripts that read those programs' tables read these: comment lines begin with ``#``, then comes one line a size, in the
+columns and widths of those programs. A prediction, where it is asked for, stands after them. Under OSU's title the next
+line says that hpcdp has measured.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from .options import Settings
+from .options import OSU_DTYPES, ROOTED, Settings
 
 Row = dict[str, Any]
 COLUMNS = 80
-"""The width of a terminal, in which comments are wrapped."""
+"""The width of a terminal, for comment lines."""
+OSU_VERSION = "7.4"
+"""Of the programs whose tables these are."""
 RATES = ("bandwidth", "bibandwidth", "multi_pair")
 """Benchmarks that print MB/s."""
 
@@ -38,12 +41,16 @@ _OVERLAP = (
     ("Overall(us)", "overall"),
     ("Compute(us)", "compute"),
     ("Coll. Init(us)", "init"),
-    ("Test(us)", "test"),
-    ("Wait(us)", "wait"),
+    ("MPI_Test(us)", "test"),
+    ("MPI_Wait(us)", "wait"),
     ("Pure Comm.(us)", "pure"),
+    ("Min Comm.(us)", "minimum"),
+    ("Max Comm.(us)", "maximum"),
     ("Overlap(%)", "overlap"),
 )
+_WIDTH, _ITERATIONS_WIDTH = 18, 12
 _MAIN_OVERLAP = ("overall", "compute", "pure", "overlap")
+_OSU_NAMES = {dtype: name.upper() for name, dtype in OSU_DTYPES.items()}
 _NCCL_TYPES = {"float32": "float", "float64": "double", "float16": "half"}
 
 
@@ -83,32 +90,31 @@ class OsuStyle(Style):
             columns = [("MB/s", "mb_s"), ("Messages/s", "messages_s"), *(_BANDWIDTH[1:] if full else ())]
         else:
             columns = [*(_BANDWIDTH if "bandwidth" in name else _LATENCY)][: 3 if full else 1]
-        if settings.predict:
-            rate = name in RATES
-            columns.append(("Predicted(MB/s)", "predicted_mb_s") if rate else ("Predicted(us)", "predicted_us"))
-        self._columns = columns
+        self._columns, self._shows_iterations = columns, full and name != "iallreduce"
+        rate = name in RATES
+        self._predicted = ("Predicted(MB/s)", "predicted_mb_s") if rate else ("Predicted(us)", "predicted_us")
 
     def heading(self, facts: Sequence[str]) -> str:
         settings = self._settings
-        lines = [
-            "",
-            f"# OSU MPI {TITLES[settings.benchmark]} Test (columns of v7)",
-            f"# Measured by hpcdp bench v{self._version}, not by OSU's programs.",
-        ]
+        name = _OSU_NAMES.get(settings.dtype, settings.dtype)
+        by = f"# hpcdp {self._version} has measured, and prints as OSU Micro-Benchmarks {OSU_VERSION} do."
+        title = f"# OSU MPI {TITLES[settings.benchmark]} Test v{OSU_VERSION}"
+        lines = ["", title, by, *_comments(facts), f"# Datatype: {name}."]
         if settings.benchmark == "iallreduce":
-            lines.append("# Overall = Coll. Init + Compute + Test + Wait")
-        lines += [*_comments(facts), f"# Datatype: {settings.dtype}."]
-        titles = "".join(f"{title:>18}" for title, _ in self._columns)
-        iterations = f"{'Iterations':>12}" if settings.full else ""
-        validation = f"{'Validation':>18}" if settings.shows_validation else ""
-        return "\n".join([*lines, f"{'# Size':<10}{titles}{iterations}{validation}"])
+            lines += ["# Overall = Coll. Init + Compute + MPI_Test + MPI_Wait", ""]
+        titles = "".join(f"{title:>{_WIDTH}}" for title, _ in self._columns)
+        iterations = f"{'Iterations':>{_ITERATIONS_WIDTH}}" if self._shows_iterations else ""
+        validation = f"{'Validation':>{_WIDTH}}" if settings.shows_validation else ""
+        predicted = f"{self._predicted[0]:>{_WIDTH}}" if settings.predict else ""
+        return "\n".join([*lines, f"{'# Size':<10}{titles}{iterations}{validation}{predicted}"])
 
     def line(self, row: Row) -> str:
         settings = self._settings
-        values = "".join(f"{row[key]:>18.2f}" for _, key in self._columns)
-        iterations = f"{row['iterations']:>12}" if settings.full else ""
-        validation = f"{'Fail' if row['wrong'] else 'Pass':>18}" if settings.shows_validation else ""
-        return f"{row['nbytes']:<10}{values}{iterations}{validation}"
+        values = "".join(f"{row[key]:>{_WIDTH}.2f}" for _, key in self._columns)
+        iterations = f"{row['iterations']:>{_ITERATIONS_WIDTH}}" if self._shows_iterations else ""
+        validation = f"{'Fail' if row['wrong'] else 'Pass':>{_WIDTH}}" if settings.shows_validation else ""
+        predicted = f"{row[self._predicted[1]]:>{_WIDTH}.2f}" if settings.predict else ""
+        return f"{row['nbytes']:<10}{values}{iterations}{validation}{predicted}"
 
 
 def _comments(facts: Sequence[str]) -> list[str]:
@@ -145,7 +151,7 @@ class NcclStyle(Style):
         settings = self._settings
         kind = _NCCL_TYPES.get(settings.dtype, settings.dtype)
         op = settings.op if "reduce" in settings.benchmark else "none"
-        root = 0 if settings.benchmark in ("broadcast", "reduce") else -1
+        root = settings.root if settings.benchmark in ROOTED else -1
         both = self._figures(row.get("out_of_place")) + self._figures(row)
         predicted = self._predicted(f"{row['predicted_us']:.2f}") if settings.predict else ""
         return f"{row['total_nbytes']:>12}  {row['count']:>12}  {kind:>8}  {op:>6}  {root:>6}{both}{predicted}"

@@ -16,6 +16,7 @@ One algorithm a file:
 - `shared`: the ranks of a node read each other's memory.
 - `ring`, `rings`: around one ring, or several at once.
 - `halving_doubling`: pairs at growing distances exchange halves, quarters, ...
+- `recursive_doubling`: such pairs exchange all of it.
 - `tree`, `double_tree`: up and down a binomial tree, or two binary trees with half of the array each.
 - `compressed`: every part encoded on its way to its owner and back.
 - `fixed_tree`: owners again, who add up in an order that does not depend on the number of ranks.

@@ -43,8 +43,8 @@ def allreduce(
     Args:
         x: any shape, also zero length or not contiguous; a NumPy or CuPy array, or any that has a copy in host memory.
             dtype: float16 or bfloat16 (accumulated in float32), float32, float64, or an integer (sums wrap around).
-        op: ``"sum"``, ``"mean"`` (floats only), ``"min"``, ``"max"``, ``"prod"``, or a `Monoid` of your own. A NaN wins
-            min and max.
+        op: ``"sum"``, ``"mean"`` (of integers rounded towards zero, in their dtype), ``"min"``, ``"max"``, ``"prod"``,
+            or a `Monoid` of your own. A NaN wins min and max.
         world: the ranks; default `hpcdp.init()`.
         algorithm: ``"auto"``, or a name in ``ALGORITHMS["allreduce"]``.
         out: where the result goes, of x's shape and dtype, on the host or on any GPU; default ``x`` itself, in place.

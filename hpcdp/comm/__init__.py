@@ -15,7 +15,8 @@ Who takes part in a job and how they reach each other. The only importer of mpi4
   among the ranks of a machine. `started_by_rank` says what processes are that a rank starts, and `refused` stands where
   a process may not communicate.
 - `backing_files` removes what Open MPI's shared memory leaves in /dev/shm.
-- `agreement` compares what ranks hold and raises the same error on all of them.
+- `agreement` compares what ranks hold and raises the same error on all of them; `calls` compares the collective calls
+  that they make.
 - `watchdog` ends a job whose ranks wait for ever; `roll_call` asks those of other nodes, by a tree, how far they are.
 """
 

@@ -100,7 +100,7 @@ def resolve(operation: str, op: str | Monoid, dtype: np.dtype) -> Reduction:
     """The reduction called ``op`` for arrays of ``dtype``.
 
     Raises:
-        UnsupportedError: an unknown one, or a mean of integers, which would not be an integer; it names what is valid.
+        UnsupportedError: an unknown one, or a mean of integers, for which see `Quotients`; it names what is valid.
     """
     if isinstance(op, Monoid):
         return Reduction(op.name, _by_monoid(op), named=False)

@@ -109,8 +109,10 @@ class HDF5Dataset(Dataset):
             _require_inside(self._file, name, "HDF5Dataset(..., external=True) reads it, if you trust the file")
         found = self._file.get(name)
         if not isinstance(found, h5py.Dataset):
-            names: list[str] = []
-            self._file.visititems(lambda key, item: names.append(key) if isinstance(item, h5py.Dataset) else None)
+            names: list[str] = []  # a damaged name is of type bytes
+            self._file.visititems(
+                lambda key, item: names.append(f"{key!s}") if isinstance(item, h5py.Dataset) else None
+            )
             raise DataError("read HDF5", where=self.path, expected=f"one of {', '.join(names) or 'none'}", got=name)
         if found.dtype.kind not in "biuf" or found.ndim < 1:
             raise DataError(

@@ -51,6 +51,7 @@ OSU_COLUMNS = {
     "bibandwidth": "# Size      Bandwidth (MB/s)",
     "multi_pair": "# Size                  MB/s        Messages/s",
     **dict.fromkeys(BLOCKING, "# Size       Avg Latency(us)"),
+    "iallreduce": "# Size           Overall(us)       Compute(us)    Pure Comm.(us)        Overlap(%)",
 }
 OSU_TITLES = {
     "latency": "Latency",
@@ -66,38 +67,73 @@ OSU_TITLES = {
 }
 
 
+@pytest.mark.parametrize("given", [[], ["-c"]])
 @pytest.mark.parametrize("name", OSU_COLUMNS)
-def test_osu_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(4, name, "-m", "8:80", "--factor", "10") == [0] * 4
+def test_osu_columns(name: str, given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(4, name, "-m", "8:80", "--factor", "10", *given) == [0] * 4
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == ""
-    assert lines[1] == f"# OSU MPI {OSU_TITLES[name]} Test (columns of v7)"
-    assert re.fullmatch(r"# Measured by hpcdp bench v[\d.]+, not by OSU's programs\.", lines[2])
-    assert lines[-3] == OSU_COLUMNS[name]
+    assert lines[1] == f"# OSU MPI {OSU_TITLES[name]} Test v7.4"
+    assert re.fullmatch(r"# hpcdp [\d.]+ has measured, and prints as OSU Micro-Benchmarks 7\.4 do\.", lines[2])
     assert ("# [ pairs: 2 ] [ window size: 64 ]" in lines) == (name == "multi_pair")
-    assert all(line.startswith("#") for line in lines[1:-2])
+    assert f"# Datatype: {'MPI_CHAR' if name in options.PAIRS else 'MPI_FLOAT'}." in lines
+    assert all(line.startswith("#") or not line for line in lines[1:-2])
+    heading = OSU_COLUMNS[name] + ("        Validation" if given else "")
+    assert lines[-3] == heading
     for line, nbytes in zip(lines[-2:], (8, 80), strict=True):
-        assert line.startswith(f"{nbytes:<10}") and len(line) == len(OSU_COLUMNS[name])
         columns = len(OSU_COLUMNS[name][10:]) // 18
-        assert re.fullmatch(r"\d+" + r" +\d+\.\d\d" * columns, line)
+        assert re.fullmatch(rf"{nbytes:<10}" + r"[ \d]{15}\.\d\d" * columns + (" " * 14 + "Pass") * len(given), line)
 
 
 def test_osu_full_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    bench(2, "allreduce", "-m", "64", "--full")
-    heading = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# Size")]
-    assert heading == ["# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"]
-    bench(2, "allreduce", "-m", "64:64", "-c")
-    heading, line = capsys.readouterr().out.splitlines()[-2:]
-    assert heading == "# Size       Avg Latency(us)        Validation" and line.endswith("              Pass")
+    bench(2, "allreduce", "-m", "64", "--full", "-c", "0")
+    heading, *_, last = [line for line in capsys.readouterr().out.splitlines() if not re.match("#[^S]* [^S]", line)][1:]
+    assert heading == "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"
+    nbytes, avg, least, most, iterations = last.split()
+    assert (nbytes, iterations) == ("64", "3") and float(least) <= float(avg) <= float(most)
+    assert len(last) == len(heading)
     bench(2, "iallreduce", "-m", "4:4", "-f", "-t", "5")
-    heading, line = capsys.readouterr().out.splitlines()[-2:]
-    assert heading == (
-        "# Size           Overall(us)       Compute(us)    Coll. Init(us)          Test(us)          Wait(us)"
-        "    Pure Comm.(us)        Overlap(%)  Iterations"
-    )
-    overall, compute, init, test, wait, _, overlap = map(float, line.split()[1:8])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-4:-2] == ["# Overall = Coll. Init + Compute + MPI_Test + MPI_Wait", ""]
+    assert re.split(r"\s{2,}", lines[-2]) == [
+        "# Size", "Overall(us)", "Compute(us)", "Coll. Init(us)", "MPI_Test(us)", "MPI_Wait(us)", "Pure Comm.(us)",
+        "Min Comm.(us)", "Max Comm.(us)", "Overlap(%)",
+    ]  # fmt: skip
+    overall, compute, init, test, wait, pure, least, most, overlap = map(float, lines[-1].split()[1:])
     assert overall == pytest.approx(compute + init + test + wait, rel=0.1)
-    assert test > 0 and 0 <= overlap <= 100
+    assert least <= pure <= most and test > 0 and 0 <= overlap <= 100
+
+
+def test_predictions_stand_behind_osu_s_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prediction.tuning, "crowded", lambda world: "")
+    monkeypatch.setattr(prediction.probe, "probe", lambda world: ETHERNET)
+    bench(2, "allreduce", "-m", "64:64", "-f", "-c", "--predict")
+    *_, heading, line = capsys.readouterr().out.splitlines()
+    assert heading.endswith("  Iterations        Validation     Predicted(us)") and len(line) == len(heading)
+
+
+def test_options_have_osu_s_names() -> None:
+    long = "--message-size 4:64 --iterations 5 --warmup 2 --full --validation --type mpi_int --accelerator cpu"
+    given = f"reduce {long} --window-size 3 --num-test-calls 7 --mem-limit 32 --root-rank 1 --in-place"
+    short = "reduce -m 4:64 -i 5 -x 2 -f -c -T mpi_int -d cpu -W 3 -t 7 -M 32 -k 1 -l"
+    settings = options.parse(given.split())
+    assert settings == options.parse(short.split())
+    assert settings.sizes == (4, 8, 16, 32) and settings.root == 1
+    assert (settings.iterations, settings.warmup, settings.window, settings.tests) == (5, 2, 3, 7)
+
+
+@pytest.mark.parametrize("name", options.ROOTED)
+def test_any_rank_may_be_the_root(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(3, name, "-m", "64:64", "-k", "2") == [0] * 3
+    assert ", root: 2" in capsys.readouterr().out
+
+
+def test_a_mean_of_integers_is_validated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "LIMIT_NBYTES", 1 << 20)
+    plot = ["--plot", str(tmp_path / "curve.png")]
+    assert bench(3, "allreduce", "-m", "64:64", "-T", "int8", "--op", "mean", *plot) == [0] * 3
 
 
 NCCL_HEADING = """\
@@ -160,10 +196,10 @@ def test_a_wrong_algorithm_fails(
 ) -> None:
     monkeypatch.setitem(collectives.ALGORITHMS[name], "reference", _forgetful(name))
     given = (name, "--algorithm", "reference", "--style", style, "-m", "64:64")
-    assert bench(2, *given) == [1, 1]
-    printed = capsys.readouterr()
-    assert ("FAILED" in printed.out) == (style == "nccl")
-    assert printed.err == f"hpcdp bench {name}: wrong results at 64 bytes\n"
+    assert bench(2, *given, *(["-c"] if style == "osu" else [])) == [1, 1]
+    printed, told = capsys.readouterr()
+    assert ("FAILED" if style == "nccl" else "Fail") in printed and "Pass" not in printed
+    assert told == f"hpcdp bench: {name}: wrong results at 64\n"
     assert bench(2, *given, "-c", "0") == [0, 0]
 
 
@@ -393,6 +429,9 @@ def test_dtypes_as_osu_names_them() -> None:
         ),
         (1, ["broadcast", "--algorithm", "ring"], "unknown broadcast algorithm 'ring'; valid: auto, "),
         (1, ["reduce", "--op", "summ"], "unknown op 'summ'; did you mean 'sum'? valid: sum, mean, min, max, prod"),
+        (2, ["broadcast", "-k", "2"], "bench --root-rank: expected a rank, 0 to 1, got 2"),
+        (2, ["allreduce", "-k", "1"], "bench allreduce --root-rank: expected one of broadcast, reduce, got 1"),
+        (2, ["allreduce", "-M", "2"], "bench --mem-limit: expected 4 bytes or more, got 2"),
         (2, ["allreduce", "-m", "1G:512G"], "expected messages that fit in the "),
         (2, ["allreduce", "--csv", "/nowhere/x.csv"], "bench: there is no folder /nowhere"),
         (2, ["allreduce", "--json", "."], "bench: . is a folder"),

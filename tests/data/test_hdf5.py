@@ -245,3 +245,11 @@ def test_any_damage_is_a_data_error(tmp_path: Path, monkeypatch) -> None:
         except (DataError, IndexError):  # a damaged length may be shorter
             faults += 1
     assert faults > 100
+
+
+def test_a_damaged_name_is_one_line(tmp_path):
+    path = tmp_path / "set.h5"
+    with h5py.File(path, "w") as file:
+        file["good"], file[b"y\xff"] = np.ones(3), np.ones(3)
+    with pytest.raises(DataError, match="expected one of good, b'y"):
+        HDF5Dataset(path, "x")
