@@ -249,9 +249,9 @@ def overlap_sweep(
     A row has OSU's columns in microseconds, means over iterations and ranks: ``overall``, ``compute``, ``init``,
     ``test``, ``wait``, ``pure`` (started and waited for at once), and ``overlap`` in percent: how much of the pure time
     was hidden, ``100 (1 - (overall - compute) / pure)``, at least 0. Also ``nbytes``, ``count``, the ``minimum`` and
-    ``maximum`` over the ranks and the ``median`` of the pure time, ``busbw_gb_s`` of its mean, ``iterations`` and ``wrong``. With ``beside_library`` the same of the MPI
-    library's own nonblocking allreduce, which alternates with hpcdp's turn by turn, is in ``library``, unless it does
-    not know the dtype.
+    ``maximum`` over the ranks and the ``median`` of the pure time, ``busbw_gb_s`` of its mean, ``iterations`` and
+    ``wrong``. With ``beside_library`` the same of the MPI library's own nonblocking allreduce, which alternates with
+    hpcdp's turn by turn, is in ``library``, unless it does not know the dtype.
     """
     buffers = Buffers(how, sizes[-1] // how.dtype.itemsize, world)
     compute = Compute()

@@ -89,7 +89,9 @@ def parser() -> Parser:
     add = made.add_argument
     add("benchmark", metavar="BENCHMARK", help="what to measure, one of those below")
     add("-v", "--version", action="version", version=f"hpcdp {__version__}", help="show the version and end")
-    add("-m", "--message-size", dest="sizes", default="", metavar="[MIN:]MAX", help="message sizes in bytes, e.g. 4:64M")
+    add(
+        "-m", "--message-size", dest="sizes", default="", metavar="[MIN:]MAX", help="message sizes in bytes, e.g. 4:64M"
+    )
     add("--factor", type=int, default=2, metavar="N", help="each size is N times the one before (2)")
     add("-M", "--mem-limit", dest="most", metavar="SIZE", help="leave out messages above SIZE bytes")
     add("-i", "--iterations", type=int, metavar="N", help="timed calls (default: by size)")
