@@ -16,6 +16,7 @@ from ..comm.watchdog import Watchdog
 from ..devices import brought as brought_to
 from ..errors import UnsupportedError
 from ..holders import refuse_change
+from . import tuning
 from .algorithms import Algorithm
 from .pinned import bring_back, brought, on_host
 from .progress import Progress, Steps
@@ -260,17 +261,21 @@ def reduce(
     plan = _planned("reduce", x, op, algorithm, world, root)
     if out is None:
         refuse_change(x, "x", "reduce")  # on all ranks, of which one changes it
-    if world.rank != root:
-        host = np.asarray(on_host(x))
-        lies_well = host.flags.c_contiguous and host.flags.aligned
-        target = x
-        staged = host if plan.algorithm.spares_input and lies_well else host.copy(order="C")
-    else:
+    target, is_root = x, world.rank == root
+    if type(x) is np.ndarray and x.flags.carray and (out is None or not is_root):
+        staged = x if is_root or plan.algorithm.spares_input else x.copy()
+    elif is_root:
         target = x if out is None else _receiver("reduce", x, out)
         staged = _staged("reduce", target)
-    if world.size > 1:
+    else:
+        host = np.asarray(on_host(x))
+        lies_well = host.flags.c_contiguous and host.flags.aligned
+        staged = host if plan.algorithm.spares_input and lies_well else host.copy(order="C")
+    if plan.takes_quotients:
         plan.run(world, _flat(staged), root)
-    if world.rank == root and staged is not target:
+    else:
+        plan.algorithm.run(world, plan.call, _flat(staged), plan.reduction, root)
+    if is_root and staged is not target:
         bring_back(staged, target)
     return target
 
@@ -347,8 +352,11 @@ def _planned(operation: str, x: Array, op: str | Monoid, algorithm: str, world: 
         raise UnsupportedError(operation, where="op and algorithm", expected="names", got=got) from None
     if plan is None:
         with world.meeting(), Watchdog.of(world).watching(operation, x):
-            if CHOICES not in world.kept:
-                Progress.of(world).finish()  # others may wait for what is under way before they come to choose, too
+            if algorithm == "auto" and not tuning.is_loaded(world):
+                # To choose, ranks tell each other of their nodes: first all must have made this call.
+                progress = Progress.of(world)
+                progress.finish()
+                progress.calls.agree(_call(operation, x, op, algorithm, root))
             plan = _validated(operation, x, op, algorithm, world, root)
             plans = world.kept.setdefault(CHOICES, {})
             if len(plans) >= _MOST_PLANS:
@@ -376,12 +384,15 @@ def _validated(operation: str, x: Array, op: str | Monoid, algorithm: str, world
     collective = operation.removeprefix("i")
     nbytes = 1 << x.nbytes.bit_length() >> 1  # one choice for all sizes up to twice this one
     chosen = find(collective, algorithm, nbytes, summed, None if moved else reduction, world)
-    name = "" if moved else op.name if isinstance(op, Monoid) else op
-    call = Call(
-        operation, f"{operation} of {tuple(x.shape)} {dtype.name}", f"op {name!r}", f"algorithm {chosen.name!r}",
-        f"root {root}",
-    )  # fmt: skip
-    return _Plan(chosen, reduction, call, takes_quotients)
+    return _Plan(chosen, reduction, _call(operation, x, op, chosen.name, root), takes_quotients)
+
+
+def _call(operation: str, x: Array, op: str | Monoid, algorithm: str, root: int) -> Call:
+    """Return what all ranks must call alike."""
+    name = op.name if isinstance(op, Monoid) else "" if op is _MOVED else op
+    dtype = getattr(x.dtype, "name", x.dtype)
+    of = f"{operation} of {tuple(x.shape)} {dtype}"
+    return Call(operation, of, f"op {name!r}", f"algorithm {algorithm!r}", f"root {root}")
 
 
 def _checked_root(operation: str, root: int, world: World) -> int:

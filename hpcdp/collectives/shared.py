@@ -4,8 +4,8 @@ Every rank stages what others own, reduces its own shard, and writes the result 
 reduce-scatter and allgather of Rabenseifner ("Optimization of Collective Reduction Operations", 2004) with
 ``2 (n - 1) / n`` sizes crossing between cores. Very short arrays are staged whole and reduced by every rank, which
 saves a wait. In a broadcast or an allgather every rank stages its own part and takes those of the others. Beside what
-it stages each rank posts the signature of its call, so ranks that have called different things notice it by the same
-wait. Reductions run in the order of the local ranks, so all ranks get the same bits, run after run.
+it stages each rank posts the signature of its call, so ranks that have called different things notice it by that wait.
+Reductions run in the order of the local ranks, so all ranks get the same bits, run after run.
 """
 
 from __future__ import annotations

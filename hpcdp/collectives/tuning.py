@@ -148,6 +148,11 @@ def choice(world: World, collective: str, nbytes: int) -> str | None:
     return None
 
 
+def is_loaded(world: World) -> bool:
+    """Whether ranks have told each other what `loaded`, `topology` and `machine` say."""
+    return "tuning table" in world.kept and "tuning fingerprint" in world.kept
+
+
 def loaded(world: World) -> Table | None:
     """The table that fits ``world``, or None; read once by rank 0, whose environment counts. Every rank must call."""
     if "tuning table" not in world.kept:

@@ -36,7 +36,7 @@ def require_same(comm: Communicator, operation: str, items: Sequence[str], remed
     Raises:
         MismatchError: on every rank alike; it names the ranks and the first difference.
     """
-    digests = _exchanged(comm, "require_same", _digest(items))
+    digests = _exchanged(comm, f"require_same of {operation}", _digest(items))
     _raise_first_difference(comm, operation, items, remedy, digests)
 
 

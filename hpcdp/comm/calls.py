@@ -22,7 +22,7 @@ import numpy as np
 from .. import kernels
 from ..errors import MismatchError
 from .agreement import first_difference
-from .communicator import OPERATION_BITS, Communicator, make_tag, split
+from .communicator import OPERATION_BITS, Communicator, exchange_of, make_tag, split
 from .reductions import Reduction
 from .shared import NodeMemory
 from .steps import Steps, Until
@@ -386,18 +386,22 @@ class Calls:
         return (self.messages if self.memory is None else self.memory).steps(call)
 
 
-_EXCHANGE = Call("exchange", "exchange of all ranks, as in the making of a Trainer, a store or a checkpoint")
+_NAMELESS = "as in a step of fit or a report"
+_exchanges: dict[str, Call] = {}
 
 
 def compare_exchanges(world: World) -> None:
     """Compare what all ranks of ``world`` tell each other by ``allgather_json`` with collective calls of others."""
-    exchange = type(world.comm).allgather_json.__get__(weakref.proxy(world.comm))
-    ours = weakref.ref(world)  # a communicator that held its world would be given back only by the collector of cycles
+    exchange, ours = exchange_of(world.comm), weakref.ref(world)
 
     def compared(value: Any) -> list[Any]:
         if (alive := ours()) is not None:
             alive.settle()
-            Calls.of(alive).agree(_EXCHANGE)
+            name = str(value.get("call", _NAMELESS)) if type(value) is dict else _NAMELESS
+            call = _exchanges.get(name)
+            if call is None:
+                call = _exchanges[name] = Call("exchange", f"exchange of all ranks ({name})")
+            Calls.of(alive).agree(call)
         return exchange(value)
 
     world.comm.allgather_json = compared  # type: ignore[method-assign]

@@ -27,6 +27,7 @@ import numpy as np
 
 from .. import kernels
 from ..errors import ConfigError, WorldAborted, listed, report_directly
+from .communicator import exchange_of
 from .members import Member, look_at
 from .roll_call import CLOSED, EARLIER, GONE, LATE, LEFT, STOPPED, Missing, Question, RollCall
 from .shared import LINE_NUMBERS, Gate, NodeMemory
@@ -132,7 +133,7 @@ class Watchdog:
         self._asked_for_stacks: int | None = None
         """The number of the call in which this rank has asked its neighbours for theirs."""
         self._strangers = sorted(set(range(world.size)) - set(self._neighbours))
-        exchange, own, comm = type(world.comm).allgather_json, weakref.ref(self), weakref.ref(world.comm)
+        exchange, own = exchange_of(world.comm), weakref.ref(self)
 
         def about(calls: int) -> dict[int, str]:
             watchdog = own()
@@ -143,10 +144,9 @@ class Watchdog:
         self._roll = RollCall(world.comm.duplicate(), self._look_s, about) if asks else None
 
         def watched(value: Any) -> list[Any]:
-            watchdog, communicator = own(), comm()
-            assert communicator is not None
+            watchdog = own()
             with contextlib.nullcontext() if watchdog is None or watchdog.call else watchdog.watching(_EXCHANGE):
-                return exchange(communicator, value)
+                return exchange(value)
 
         # Whatever ranks agree on, they exchange so; it may be far from any other call, as when a Trainer is made.
         world.comm.allgather_json = watched  # type: ignore[method-assign]

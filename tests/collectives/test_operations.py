@@ -9,6 +9,7 @@ from by_numpy import data, part, reduced
 
 from hpcdp.collectives import ALGORITHMS, Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
 from hpcdp.comm import init, threads
+from hpcdp.comm.agreement import require_same
 from hpcdp.errors import HpcdpError, MismatchError, UnsupportedError
 
 COLLECTIVES = {
@@ -430,6 +431,23 @@ def test_every_call_is_told_from_every_other_one(n, warm, nodes):
     first, *others = threads.run(n, rank, nodes)
     assert [first] * (n - 1) == others
     assert all(f"on rank {n - 1}" in text for text in first)
+
+
+@pytest.mark.parametrize("nodes", [None, 1])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_first_call_is_told_from_what_ranks_compare_otherwise(collective, nodes):
+    def rank(world):
+        message = (
+            r"exchange of all ranks \(require_same of Trainer\) as on rank 0, got .* of \(3,.*\) float64 on rank 2"
+        )
+        with pytest.raises(MismatchError, match=message):
+            if world.rank == 2:
+                COLLECTIVES[collective](np.zeros(3), world=world)
+            else:
+                require_same(world.comm, "Trainer", ["a"])
+        assert allreduce(np.ones(3), world=world).tolist() == [3.0] * 3
+
+    threads.run(3, rank, nodes)
 
 
 def test_what_is_under_way_ends_as_it_should_beside_calls_that_differ():

@@ -85,7 +85,9 @@ def test_ranks_that_do_other_things_together_are_told(other, n):
 
     told = threads.run(n, job)
     assert len({*told[:-1]}) == 1
-    assert "expected on_every_rank as on rank 0, got " in told[0] and f"on rank {n - 1}" in told[0]
+    assert (
+        "expected exchange of all ranks (on_every_rank) as on rank 0, got " in told[0] and f"on rank {n - 1}" in told[0]
+    )
 
 
 def test_a_call_of_one_rank_alone_is_told_by_the_next_of_all(tmp_path):
@@ -98,7 +100,7 @@ def test_a_call_of_one_rank_alone_is_told_by_the_next_of_all(tmp_path):
             return str(caught.value)
 
     (told,) = {*threads.run(3, job)}
-    assert "expected on_every_rank as on rank 0, got on_rank_0 of Manager.steps on rank 1" in told
+    assert "(on_every_rank) as on rank 0, got exchange of all ranks (on_rank_0 of Manager.steps) on rank 1" in told
 
 
 def test_another_exception_is_no_agreement():
