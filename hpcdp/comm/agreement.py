@@ -16,6 +16,8 @@ from ..errors import HpcdpError, MismatchError, listed
 from .communicator import Communicator
 
 T = TypeVar("T")
+_LONG = 160
+"""Characters of two texts that differ, above which an error shows the words that differ alone."""
 _PARTS = ("operation", "where", "expected", "got", "remedy")
 
 
@@ -62,15 +64,30 @@ def first_difference(
     """Return the error for ranks of which rank 0 has the items ``first``, and the ranks ``odd`` have ``other``."""
     at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     longer, most = (0, len(first)) if at < len(first) else (odd[0], len(other))
+    wanted, found = _around_difference(_item(first, at), _item(other, at))
     error = MismatchError(
         operation,
         where=f"item {at + 1} of {most} on rank {longer}",
-        expected=f"{_item(first, at)} as on rank 0",
-        got=f"{_item(other, at)} on rank{'s' if len(odd) > 1 else ''} {listed(odd, 8)}",
+        expected=f"{wanted} as on rank 0",
+        got=f"{found} on rank{'s' if len(odd) > 1 else ''} {listed(odd, 8)}",
         remedy=remedy,
     )
     error.is_on_every_rank = True
     return error
+
+
+def _around_difference(first: str, other: str) -> tuple[str, str]:
+    """Return two texts, or of long ones the words that differ: the line of an error is cut in its middle."""
+    if len(first) + len(other) <= _LONG:
+        return first, other
+    words = first.split(" "), other.split(" ")
+    shorter = min(map(len, words))
+    begin = next((i for i in range(shorter) if words[0][i] != words[1][i]), shorter)
+    kept = next((i for i in range(shorter - begin) if words[0][-1 - i] != words[1][-1 - i]), shorter - begin)
+    begin = max(begin - 1, 0)  # a word before, which may be the name of what differs
+    cut = [" ".join(each[begin : len(each) - kept]) for each in words]
+    before, after = "... " if begin else "", " ..." if kept else ""
+    return f"{before}{cut[0]}{after}", f"{before}{cut[1]}{after}"
 
 
 def _item(items: Sequence[str], at: int) -> str:

@@ -2,7 +2,7 @@ import pytest
 
 from hpcdp.checkpoint import Manager
 from hpcdp.comm import threads
-from hpcdp.comm.agreement import on_every_rank, on_rank_0, require_same
+from hpcdp.comm.agreement import first_difference, on_every_rank, on_rank_0, require_same
 from hpcdp.errors import ConfigError, DataError, MismatchError
 
 
@@ -112,3 +112,14 @@ def test_another_exception_is_no_agreement():
             on_every_rank(world.comm, fail)
 
     threads.run(1, job)
+
+
+def test_of_long_texts_the_words_that_differ_are_shown():
+    same = " ".join(f"setting{i}={i}" for i in range(30))
+    error = first_difference("Trainer", [f"{same} scale=1 {same}"], [f"{same} scale=12 {same}"], [1], "alike")
+    assert (error.expected, error.got) == (
+        "... setting29=29 scale=1 ... as on rank 0",
+        "... setting29=29 scale=12 ... on rank 1",
+    )
+    short = first_difference("Trainer", ["a b c"], ["a d c"], [1], "alike")
+    assert (short.expected, short.got) == ("a b c as on rank 0", "a d c on rank 1")
