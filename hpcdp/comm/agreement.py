@@ -84,6 +84,8 @@ def _around_difference(first: str, other: str) -> tuple[str, str]:
     shorter = min(map(len, words))
     begin = next((i for i in range(shorter) if words[0][i] != words[1][i]), shorter)
     kept = next((i for i in range(shorter - begin) if words[0][-1 - i] != words[1][-1 - i]), shorter - begin)
+    if kept and shorter - kept == begin:  # a text has nothing in the place of the other's words: what follows is shown
+        kept -= 1
     begin = max(begin - 1, 0)  # a word before, which may be the name of what differs
     cut = [" ".join(each[begin : len(each) - kept]) for each in words]
     before, after = "... " if begin else "", " ..." if kept else ""

@@ -65,7 +65,9 @@ class Call:
         items = [text.split("\n") for text in everyone]
         odd = [rank for rank, own in enumerate(items) if own != items[0]]
         if not odd:  # cut short, or signatures that are damaged
-            return MismatchError(self.operation, expected="the same call on every rank", got="others", remedy=_ALIKE)
+            error = MismatchError(self.operation, expected="the same call on every rank", got="others", remedy=_ALIKE)
+            error.is_on_every_rank = True
+            return error
         operation = items[0][0].partition(" ")[0]
         alike = [rank for rank in odd if items[rank] == items[odd[0]]]
         return first_difference(operation, items[0], items[odd[0]], alike, _ALIKE)

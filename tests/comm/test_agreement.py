@@ -121,5 +121,7 @@ def test_of_long_texts_the_words_that_differ_are_shown():
         "... setting29=29 scale=1 ... as on rank 0",
         "... setting29=29 scale=12 ... on rank 1",
     )
+    error = first_difference("fit", [f"callbacks Early {same}"], [f"callbacks Adapt, Early {same}"], [1], "alike")
+    assert (error.expected, error.got) == ("callbacks Early ... as on rank 0", "callbacks Adapt, Early ... on rank 1")
     short = first_difference("Trainer", ["a b c"], ["a d c"], [1], "alike")
     assert (short.expected, short.got) == ("a b c as on rank 0", "a d c on rank 1")
