@@ -18,7 +18,7 @@ Row = dict[str, Any]
 COLUMNS = 80
 """The width of a terminal, for comment lines."""
 OSU_VERSION = "7.4"
-"""Of the programs whose tables these are."""
+"""The version of the programs whose tables these are."""
 RATES = ("bandwidth", "bibandwidth", "multi_pair")
 """Benchmarks that print MB/s."""
 

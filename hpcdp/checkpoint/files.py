@@ -32,7 +32,7 @@ Written = tuple[list[Stored], list[File]]
 
 @dataclass(eq=False)
 class Group:
-    """Who writes, with communicators for the saves of one manager alone. Every rank must make it."""
+    """The ranks that write, with communicators for the saves of one manager alone. Every rank must make it."""
 
     world: World
     comm: Communicator

@@ -93,11 +93,11 @@ class Named(NamedTuple):
     """The name of a parameter whose module stands in a state."""
 
     place: str
-    """Of the module in the state."""
+    """The name of the module in the state."""
     name: str
-    """What the module calls it."""
+    """The name that the module gives the parameter."""
     full: str
-    """What checkpoints call it: both together."""
+    """The name in checkpoints: both together."""
 
 
 class Adapter(FitsSaved):
@@ -106,7 +106,7 @@ class Adapter(FitsSaved):
     takes_more = False
     """Whether `load_state_dict` is given what was saved under names that `state_dict` does not have now, too."""
     names: Mapping[int, Named] = {}
-    """Those of the parameters of modules in the same state, by `id`, in the order of their registration."""
+    """The names of the parameters of modules in the same state, by `id`, in the order of their registration."""
 
     def state_dict(self) -> Any:
         """See `Stateful`; every rank calls."""

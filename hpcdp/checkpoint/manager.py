@@ -400,7 +400,7 @@ class Manager:
 
 
 _let_end: WeakMethods[None] = WeakMethods()
-"""Of all managers that have saved behind the program."""
+"""The ends of all managers that have saved behind the program."""
 
 
 def _let_all_end() -> None:
