@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -157,12 +158,12 @@ def test_no_port_is_open_to_others_and_no_value_is_shown() -> None:
     assert (done.stdout, done.returncode) == ("[] []\n", 0), done.stderr
 
 
-def test_another_python_without_the_module_is_named(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    other = tmp_path / "bin" / "python"
-    other.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'hpcdp.train'\" >&2\nexit 1\n")
-    other.chmod(0o755)
-    done = launch(2, "python", "x.py", env={**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
+def test_another_python_without_the_module_is_named() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is so long that the line would be cut
+        other = Path(folder, "python")
+        other.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'hpcdp.train'\" >&2\nexit 1\n")
+        other.chmod(0o755)
+        done = launch(2, "python", "x.py", env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"})
     assert done.returncode == 1
     line = done.stderr.splitlines()[-1]
     assert f"expected {sys.executable}, which has the module hpcdp, got {other}, which has not; " in line
