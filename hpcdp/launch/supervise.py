@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchError, shortened, to_stderr
-from ..launched import PMI_OF_SRUN
+from ..launched import PMI_OF_SRUN, SAVE_AT
 from ..listening import keep_to_interface
 from . import live, machine, segments
 from .cause import BEREFT, TOLD, first_failure
@@ -31,7 +31,7 @@ from .watch import End, Watch, name_of
 from .words import Named, Words
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING = tuple(SAVE_AT)
 _AS_SIGTERM = (signal.SIGQUIT, signal.SIGXCPU)
 """What an mpirun would die of and leave its ranks: it gets SIGTERM instead."""
 _GRACE_S = 10.0
@@ -337,18 +337,18 @@ def _forward_signals(
     """Waits for ``mpirun``; returns the signal that ended the job, None where it ended by itself, and whether all ranks
     had ended by themselves, and mpirun had not.
 
-    Ranks that take SIGUSR1 (``usr1_has_come``) get it at the first ending signal, to save and end. A second ending
-    signal, or the end of the grace time after the first one, after a rank has failed, unless the job ``goes_on`` then,
-    after a host was lost or after the last worker has ended, kills what has not ended by then.
+    Ranks that take SIGUSR1 (``usr1_has_come``) get the one of `SAVE_AT` at the first ending signal, to save and end.
+    A second ending signal, or the end of the grace time after the first one, after a rank has failed, unless the job
+    ``goes_on`` then, after a host was lost or after the last worker has ended, kills what has not ended by then.
     """
     ended_by: int | None = None
     deadline = float("inf")
-    is_held = usr1_has_come is not None and usr1_has_come()
+    is_held, passed_on = usr1_has_come is not None and usr1_has_come(), int(signal.SIGUSR1)
     is_told_to_end, is_killed, was_stuck, told = False, False, False, 0
     saves_since_s: float | None = None
     while mpirun.poll() is None:
         received = watch.wait(min(_HOLD_S if is_held else 1.0, max(0.0, deadline - time.monotonic())))
-        is_held = is_held and not watch.told(signal.SIGUSR1)
+        is_held = is_held and not watch.told(passed_on)
         words.look()
         if started is not None:
             started.look()
@@ -394,6 +394,7 @@ def _forward_signals(
             _stop_beside(mpirun)
         elif received is not None and received.number in ENDING and usr1_has_come is not None and ended_by is None:
             ended_by, is_held, saves_since_s = received.number, True, time.monotonic()
+            passed_on = SAVE_AT[signal.Signals(ended_by)]
             deadline = saves_since_s + _SAVE_S
             say(f"{signal.Signals(ended_by).name}: the run is saved before it ends; a second one ends it at once")
         elif received is not None and received.number in (*FORWARDED, *_AS_SIGTERM):
