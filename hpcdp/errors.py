@@ -238,6 +238,17 @@ def listed(names: Sequence[object], most: int = 3) -> str:
     return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def reason(error: OSError) -> str:
+    """Return why a folder cannot be made or a file not be written, in words.
+
+    "File exists" becomes what is in the place of the folder.
+    """
+    if isinstance(error, FileExistsError):
+        is_link = error.filename is not None and not os.path.exists(error.filename)
+        return "a link that leads nowhere" if is_link else "a file, no folder"
+    return error.strerror or str(error)
+
+
 def shortened(text: str, longest: int) -> str:
     """``text`` in at most so many characters, the last three of which stand for what is cut off."""
     return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -21,7 +21,7 @@ from typing import Any
 from .. import kernels
 from ..comm import World
 from ..comm.agreement import on_rank_0
-from ..errors import ConfigError, HpcdpError, to_stderr
+from ..errors import ConfigError, HpcdpError, reason, to_stderr
 from ..replacing import own_part_of, replaced
 from .algorithms import ALGORITHMS
 from .links import ETHERNET, FABRIC, Link, Machine, Topology, assumed
@@ -299,7 +299,7 @@ def _make_folder(where: Path) -> None:
 
 def _unwritable(where: Path, error: OSError) -> ConfigError:
     expected, remedy = "a folder that can be written", "set HPCDP_TUNING_DIR to one"
-    return ConfigError("tuning table", where=where, expected=expected, got=error.strerror, remedy=remedy)
+    return ConfigError("tuning table", where=where, expected=expected, got=reason(error), remedy=remedy)
 
 
 def _write(table: Table) -> Path:
