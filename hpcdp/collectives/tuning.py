@@ -149,7 +149,7 @@ def choice(world: World, collective: str, nbytes: int) -> str | None:
 
 
 def is_loaded(world: World) -> bool:
-    """Whether ranks have told each other what `loaded`, `topology` and `machine` say."""
+    """Whether ranks have exchanged what `loaded`, `topology` and `machine` say."""
     return "tuning table" in world.kept and "tuning fingerprint" in world.kept
 
 

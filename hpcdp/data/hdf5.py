@@ -46,7 +46,7 @@ def open_hdf5(path: str | Path, names: Sequence[str]) -> Iterator[h5py.File]:
         names: of the data sets that are read in the block, which are in this file alone.
 
     Raises:
-        DataError: HDF5 comes to no end with one of them, or it lies in another file.
+        DataError: HDF5 comes to no end with one of them, or it is in another file.
     """
     with _open(path, names, external=False) as file, _undamaged(path):
         for name in names:
@@ -55,7 +55,7 @@ def open_hdf5(path: str | Path, names: Sequence[str]) -> Iterator[h5py.File]:
 
 
 def _require_inside(file: h5py.File, name: str, remedy: str | None = None) -> None:
-    """Raise `DataError` where a data set lies in another file: whoever has written this one would choose which."""
+    """Raise `DataError` where a data set is in another file: whoever has written this one would choose which."""
     elsewhere = outside(file, name)
     if elsewhere is not None:
         where = f"{file.filename}:{name}"

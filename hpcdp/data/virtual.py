@@ -25,13 +25,13 @@ _MOST_SOFT_LINKS = 16
 
 
 def outside(file: h5py.File, name: str, seen: set[str] | None = None) -> str | None:
-    """Return what of the data set ``name`` lies in another file, in words; None: nothing does.
+    """Return what of the data set ``name`` is in another file, in words; None: nothing does.
 
     No file is opened for it. Numbered sources count as another file, since HDF5 looks for any number of them.
 
     Args:
         file: an open file.
-        name: of the data set; if there is none, nothing lies elsewhere.
+        name: of the data set; if there is none, nothing is elsewhere.
         seen: names that were looked at, as virtual data sets may show each other.
     """
     import h5py

@@ -199,7 +199,7 @@ class Watch:
             return True
         return self._all == self._count and not living(self._mpirun) and living(os.getpid()) <= {self._mpirun}
 
-    def told(self, number: int) -> bool:
+    def notified(self, number: int) -> bool:
         """Whether all ranks have been started, here, and a signal has lost its default effect, to end them, on each.
 
         Then it was sent to each: an mpirun that has just started them now and then loses it.
