@@ -60,9 +60,9 @@ class HpcdpError(Exception):
         parts = {name: _in_one_line(getattr(self, name)) for name in _PARTS if getattr(self, name) is not None}
         line = self._line(parts)
         if len(line) > LONGEST_LINE:
-            room = LONGEST_LINE - (len(line) - sum(map(len, parts.values())))
+            space = LONGEST_LINE - (len(line) - sum(map(len, parts.values())))
             where = {"where": cut_in_middle(parts.pop("where"), _LONGEST_WHERE)} if "where" in parts else {}
-            most = _level([len(text) for text in parts.values()], room - sum(map(len, where.values())))
+            most = _level([len(text) for text in parts.values()], space - sum(map(len, where.values())))
             line = self._line({name: cut_in_middle(text, most) for name, text in parts.items()} | where)
         return line
 
@@ -82,12 +82,12 @@ def _in_one_line(part: object) -> str:
     return printable(" ".join(str(part).split()))
 
 
-def _level(lengths: Sequence[int], room: int) -> int:
-    """Return the length to which the longest texts are cut so that all fit into ``room``."""
+def _level(lengths: Sequence[int], space: int) -> int:
+    """Return the length to which the longest texts are cut so that all fit into ``space``."""
     left = sorted(lengths)
-    while len(left) > 1 and left[0] * len(left) <= room:
-        room -= left.pop(0)
-    return room // len(left)
+    while len(left) > 1 and left[0] * len(left) <= space:
+        space -= left.pop(0)
+    return space // len(left)
 
 
 class ConfigError(HpcdpError):
@@ -236,6 +236,17 @@ def _without_descriptor_2() -> Iterator[None]:
 def listed(names: Sequence[object], most: int = 3) -> str:
     """The first of ``names``, at ``most`` so many, and how many more there are."""
     return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def reason(error: OSError) -> str:
+    """Return why a folder cannot be made or a file not be written, in words.
+
+    "File exists" becomes what is in the place of the folder.
+    """
+    if isinstance(error, FileExistsError):
+        is_link = error.filename is not None and not os.path.exists(error.filename)
+        return "a link that leads nowhere" if is_link else "a file, no folder"
+    return error.strerror or str(error)
 
 
 def shortened(text: str, longest: int) -> str:

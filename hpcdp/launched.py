@@ -7,6 +7,7 @@ Slurm describe its daemons.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -17,6 +18,11 @@ RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 PMI_OF_SRUN = ("PMI_FD", "PMI_JOBID", "PMI_RANK", "PMI_SIZE")
 """What srun --mpi=pmi2 tells a task: one that starts an mpirun keeps it from that."""
+
+SAVE_AT = {
+    sign: signal.SIGRTMIN + number for number, sign in enumerate((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), 1)
+}
+"""What ranks of `hpcdp train` get for a signal that ends its launcher: they save, and say which one it was."""
 
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _ANY = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_ID")

@@ -1,6 +1,6 @@
 """Floor 0: listening, TCP sockets that accept connections through one network interface alone. Imports: nothing.
 
-Open MPI and hydra bind the sockets that they listen on to all addresses, whatever they are told of interfaces. Bound to
+Open MPI and hydra bind the sockets that they listen on to all addresses, whatever interfaces they are given. Bound to
 an interface (socket(7), SO_BINDTODEVICE) such a socket refuses what comes through any other; ss shows it as
 ``0.0.0.0%lo:40123``.
 """

@@ -26,7 +26,7 @@ def who_else_may_write(path: str | Path, *, everybody: bool = False) -> str | No
     The group of a folder may write if it is this user's own group, which bears the user's name and has no other
     members. An access control list shows in the bits of the group; a list of NFSv4 is not read. In a user namespace,
     such as a rootless container, owners that it does not map count as root, except of the last folder: root of the
-    machine cannot be told from others there.
+    machine cannot be distinguished from others there.
 
     Args:
         path: a file or a folder, absolute or relative to the working folder.

@@ -55,7 +55,7 @@ class FitsSaved:
             saved: what the checkpoint has beside.
 
         Raises:
-            ConfigError: it cannot be told what belongs to what.
+            ConfigError: what belongs to what is not known.
         """
         return form
 

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import IO
 
 from ..arrays import Array, is_cupy, is_host
-from ..errors import ConfigError, to_stderr
+from ..errors import ConfigError, reason, to_stderr
 from ..launched import speaks
 from ..permissions import make_private_folder, who_else_may_write
 
@@ -99,7 +99,7 @@ def _problem(folder: Path) -> str | None:
         make_private_folder(folder)
         writer = who_else_may_write(folder)
     except OSError as error:
-        return None if error.errno in _FULL else f"{error.strerror}"
+        return None if error.errno in _FULL else reason(error)
     if writer is not None:
         return writer
     return None if os.access(folder, os.W_OK | os.X_OK) else "no permission to write"

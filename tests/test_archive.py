@@ -5,6 +5,7 @@ import errno
 import gc
 import io
 import os
+import struct
 import threading
 import time
 import zipfile
@@ -100,6 +101,34 @@ def test_what_is_wrong_is_said_without_advice_of_others(tmp_path):
             archive.read("load", path, "header", FIELDS, "save()")
     with pytest.raises(DataError, match=r"got No such file or directory$"):
         archive.read("load", tmp_path / "none", "header", FIELDS, "save()")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=r"got no regular file$"):
+        archive.read("load", tmp_path / "pipe", "header", FIELDS, "save()")
+
+
+@pytest.mark.parametrize(
+    ("descr", "shape", "got"),
+    [
+        ("'<f8'", "(10**12,)", "a damaged NumPy header of 'a.npy'"),
+        ("'<f8'", "(" * 5000 + ")" * 5000, "a damaged NumPy header of 'a.npy'"),
+        ("'<f8'", "(" + "9" * 5000 + ",)", "a damaged NumPy header of 'a.npy'"),
+        ("'<q99'", "(3,)", "a damaged NumPy header of 'a.npy'"),
+        ("'|O'", "(3,)", "'a.npy' of shape (3,) and dtype object"),
+        ("'<f8'", "(-1, -3)", "'a.npy' of shape (-1, -3) and dtype float64"),
+        ("'<f8'", "(10000000,)", "24 bytes for 'a.npy' of shape (10000000,) and dtype float64"),
+        (None, None, "a damaged NumPy header of 'a.npy'"),
+    ],
+)
+def test_a_crafted_array_is_named(descr, shape, got, tmp_path):
+    path = tmp_path / "file.npz"
+    archive.write("save", path, "header", {"steps": 1, "name": "x"}, {})
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    array = b"\x93NUMPY\1\0" + struct.pack("<H", len(text)) + text + bytes(24) if descr else b"anything"
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("a.npy", array)
+    with pytest.raises(DataError) as caught:
+        archive.read("load", path, "header", FIELDS, "save()")
+    assert caught.value.got == got
 
 
 def test_what_the_system_refuses_is_said_as_it_says_it(tmp_path, monkeypatch):

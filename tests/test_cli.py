@@ -277,7 +277,7 @@ def test_servers_that_contradict_mpirun(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to_a_rank", [False, True])
 def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(to_a_rank: bool, tmp_path: Path) -> None:
     arguments = command("train", "mlp", "--ranks", "2", "--epochs", "100000", "--run-dir", "run")
-    job = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    job = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (metrics.exists() and metrics.read_text().count("\n") > 1):
@@ -285,7 +285,7 @@ def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(to_a_rank: boo
         time.sleep(0.05)
     (mpirun,) = map(int, subprocess.check_output(["pgrep", "-P", str(job.pid)]).split())
     os.kill(dict(_ranks_below(mpirun))[1] if to_a_rank else job.pid, signal.SIGTERM)
-    _, said = job.communicate(timeout=60)
+    shown, said = job.communicate(timeout=60)
     assert job.returncode == 128 + signal.SIGTERM
     first, *_, last = said.splitlines()
     assert last.startswith("hpcdp: ended by SIGTERM, all ranks have ended; what it had written is in run"), said
@@ -294,6 +294,7 @@ def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(to_a_rank: boo
     else:
         assert first == "hpcdp launch: SIGTERM: the run is saved before it ends; a second one ends it at once"
         assert last.endswith("; go on with: hpcdp train --resume run")
+        assert "(SIGTERM): a checkpoint is in run/checkpoints\n" in shown
         (saved,) = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")][-1:]
         steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
         assert int(saved.removeprefix("step-")) >= steps[-1]

@@ -136,8 +136,8 @@ class NumberHeads:
     def __init__(self, count: int) -> None:
         self.count = count
         self.reductions: list[tuple[Array, tuple[int, ...]]] = []
-        """Of each such operation the gradient of its result and the shape of its operand, unless that was itself made
-        by an operation over the first axis, of samples."""
+        """The gradient of the result and the shape of the operand of each such operation; without those whose operand
+        was itself made by an operation over the first axis, of samples."""
 
     def note(self, node: Node, gy: Array) -> None:
         """Note an operation, of whose result ``gy`` is the gradient, if it is one of those."""

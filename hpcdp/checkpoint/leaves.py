@@ -124,7 +124,7 @@ def as_stateful(value: Any, world: World) -> Stateful | None:
 
 
 def stateful_of(value: Any, world: World, names: Mapping[int, Named]) -> Stateful | None:
-    """Return `as_stateful`, told the names of parameters in the same state."""
+    """Return `as_stateful`, with the names of parameters in the same state."""
     found = as_stateful(value, world)
     if isinstance(found, Adapter):
         found.names = names

@@ -21,7 +21,7 @@ from typing import Any
 from .. import kernels
 from ..comm import World
 from ..comm.agreement import on_rank_0
-from ..errors import ConfigError, HpcdpError, to_stderr
+from ..errors import ConfigError, HpcdpError, reason, to_stderr
 from ..replacing import own_part_of, replaced
 from .algorithms import ALGORITHMS
 from .links import ETHERNET, FABRIC, Link, Machine, Topology, assumed
@@ -149,7 +149,7 @@ def choice(world: World, collective: str, nbytes: int) -> str | None:
 
 
 def is_loaded(world: World) -> bool:
-    """Whether ranks have told each other what `loaded`, `topology` and `machine` say."""
+    """Whether ranks have exchanged what `loaded`, `topology` and `machine` say."""
     return "tuning table" in world.kept and "tuning fingerprint" in world.kept
 
 
@@ -299,7 +299,7 @@ def _make_folder(where: Path) -> None:
 
 def _unwritable(where: Path, error: OSError) -> ConfigError:
     expected, remedy = "a folder that can be written", "set HPCDP_TUNING_DIR to one"
-    return ConfigError("tuning table", where=where, expected=expected, got=error.strerror, remedy=remedy)
+    return ConfigError("tuning table", where=where, expected=expected, got=reason(error), remedy=remedy)
 
 
 def _write(table: Table) -> Path:

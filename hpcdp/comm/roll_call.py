@@ -101,7 +101,7 @@ class RollCall:
 
     def __init__(self, comm: Communicator, look_s: float, about: Callable[[int], dict[int, str]]) -> None:
         self.left: dict[int, int] = {}
-        """Of each rank that has left, and has told this one: how many calls it has begun."""
+        """Of each rank that has left, and has notified this one: how many calls it has begun."""
         self._comm, self._about = comm, about
         self._step_s = look_s + _ANSWER_S
         self._rolls: dict[tuple[int, int], _Roll] = {}
@@ -185,7 +185,7 @@ class RollCall:
     def leave(self, calls: int, strangers: Sequence[int]) -> None:
         """Tell that this rank has begun so many calls and begins no more: the next of ``strangers`` alone.
 
-        That one has left, too, and told one in turn, or may have to end the job.
+        That one has left, too, and notified one in turn, or may have to end the job.
         """
         rank = min(strangers, key=lambda other: (other - self._comm.rank) % self._comm.size, default=None)
         if rank is not None:
@@ -195,7 +195,7 @@ class RollCall:
 
     @property
     def lost(self) -> set[int]:
-        """Those of which the library has told that they have died."""
+        """Those that the library has reported dead."""
         return self._comm.lost
 
     def _take(self, source: int, said: Any, waits: int | None) -> Iterator[Question]:
@@ -257,7 +257,7 @@ class RollCall:
             )  # fmt: skip
 
     def _give_up(self, roll: _Roll) -> None:
-        """Another rank reports the call; who has asked is told so."""
+        """Another rank reports the call; notify the rank that has asked."""
         del self._rolls[roll.first, roll.number]
         assert self._reporter is not None
         if roll is self._own:

@@ -29,7 +29,7 @@ _SLEEP_NS = 50_000_000
 _TOKEN_BYTES = 16
 
 LINE_NUMBERS = 8
-"""So many float64 fill a cache line: a `Gate` has room for no fewer."""
+"""So many float64 fill a cache line: a `Gate` holds no fewer."""
 
 
 class NodeMemory(Protocol):
@@ -73,9 +73,9 @@ class Gate:
         self._memory = memory
         self._exchange = exchange = kernels.load("exchange")
         self._counters = memory.alloc((memory.size * exchange.STRIDE,), np.int32)
-        room = -(-most_numbers // LINE_NUMBERS) * LINE_NUMBERS  # no two ranks write to one line
-        self._board = memory.alloc((2, memory.size, room), np.float64)
-        self._numbers = np.zeros(room, np.float64)
+        capacity = -(-most_numbers // LINE_NUMBERS) * LINE_NUMBERS  # no two ranks write to one line
+        self._board = memory.alloc((2, memory.size, capacity), np.float64)
+        self._numbers = np.zeros(capacity, np.float64)
         self._state = exchange.state_of(memory.rank, memory.patience)
         self._meet, self._sum_by_all, self._done = exchange.meet, exchange.sum_by_all, exchange.DONE
         self._load()
@@ -151,7 +151,7 @@ class Milestones:
             self._memory.check()
 
     def counters(self, thing: int = 0) -> np.ndarray:
-        """As the kernels take them (see `kernels.sync`); behind each is room for 30 more words of its rank."""
+        """As the kernels take them (see `kernels.sync`); behind each is space for 30 more words of its rank."""
         return self._counters[thing]
 
     def behind(self, number: int, thing: int = 0) -> list[int]:

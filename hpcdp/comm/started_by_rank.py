@@ -49,7 +49,7 @@ def note(world: World) -> None:
 
 
 def forget_launcher(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Remove what the launcher has told a rank, where this is a program that the rank has started."""
+    """Remove the variables that the launcher sets for a rank, where this is a program that the rank has started."""
     noted = _noted(environ)
     if noted is None or noted["pid"] == os.getpid():
         return

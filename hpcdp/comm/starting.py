@@ -313,7 +313,7 @@ def _init_mpi_with_all_ranks(MPI: Any) -> None:
 
 
 def _listening() -> contextlib.AbstractContextManager[None]:
-    """Keep Open MPI's TCP to the one interface that it is told; it listens on all addresses. Not where ranks of a host
+    """Keep Open MPI's TCP to the one interface that is chosen; it listens on all addresses. Not where ranks of a host
     may reach each other by TCP, through the loopback."""
     interface, transports = (os.environ.get(f"OMPI_MCA_{name}", "") for name in ("btl_tcp_if_include", "btl"))
     has_memory = not transports or not {"sm", "vader"}.isdisjoint(transports.split(","))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import ConfigError, printable
+from ..errors import ConfigError, printable, reason
 from ..launch.arguments import Parser
 from ..train.metrics import replace_file
 
@@ -69,4 +69,4 @@ def _write(path: Path, content: str | bytes) -> None:
         path.parent.mkdir(exist_ok=True)  # the folder of the pictures
         replace_file(path, content)
     except OSError as error:
-        raise ConfigError("report", where=path, expected="a place for it", got=error.strerror or str(error)) from error
+        raise ConfigError("report", where=path, expected="a place for it", got=reason(error)) from error

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import DataError
+from ..errors import DataError, reason
 from ..replacing import replaced
 
 _MAX_NBYTES = 1 << 30
@@ -32,8 +32,8 @@ def folder_lock(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             raise DataError(
-                "data folder", where=folder, expected="a writeable folder, of a file system that has locks", got=error,
-                remedy="set HPCDP_DATA_DIR to one",
+                "data folder", where=folder, expected="a writeable folder, of a file system that has locks",
+                got=reason(error), remedy="set HPCDP_DATA_DIR to one",
             ) from error  # fmt: skip
         yield
 

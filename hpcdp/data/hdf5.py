@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import DataError
 from .datasets import Batch, Dataset, Index
 from .files import require_file
-from .virtual import missing_source, outside
+from .virtual import missing_source, outside, special_file
 from .visiting import require_visited
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def open_hdf5(path: str | Path, names: Sequence[str]) -> Iterator[h5py.File]:
         names: of the data sets that are read in the block, which are in this file alone.
 
     Raises:
-        DataError: HDF5 comes to no end with one of them, or it lies in another file.
+        DataError: HDF5 comes to no end with one of them, or it is in another file.
     """
     with _open(path, names, external=False) as file, _undamaged(path):
         for name in names:
@@ -55,7 +55,7 @@ def open_hdf5(path: str | Path, names: Sequence[str]) -> Iterator[h5py.File]:
 
 
 def _require_inside(file: h5py.File, name: str, remedy: str | None = None) -> None:
-    """Raise `DataError` where a data set lies in another file: whoever has written this one would choose which."""
+    """Raise `DataError` where a data set is in another file: whoever has written this one would choose which."""
     elsewhere = outside(file, name)
     if elsewhere is not None:
         where = f"{file.filename}:{name}"
@@ -78,13 +78,13 @@ class HDF5Dataset(Dataset):
         x: name of the data set of samples, shape ``(n, ...)``.
         y: name of the data set of labels, shape ``(n, ...)``.
         external: read other files, too, where the file says so: by external links, external storage, or virtual data
-            sets. Whoever has written the file chooses them.
+            sets. Whoever has written the file chooses them; they must be regular files, no FIFOs or devices.
 
     Raises:
         DataError: no such file, no HDF5 file, a name that it lacks (those it has are listed), lengths that differ,
             values that are no numbers, a file that HDF5 would follow for ever; without ``external`` values in another
-            file; a virtual data set of which a source, or its file, is missing, also of one that it shows (HDF5 gives
-            fill values).
+            file, with it values in one that is no regular file; a virtual data set of which a source, or its file, is
+            missing, also of one that it shows (HDF5 gives fill values).
     """
 
     def __init__(self, path: str | Path, x: str = "x", y: str = "y", external: bool = False) -> None:
@@ -107,6 +107,11 @@ class HDF5Dataset(Dataset):
 
         if not self._external:
             _require_inside(self._file, name, "HDF5Dataset(..., external=True) reads it, if you trust the file")
+        elif (special := special_file(self._file, name)) is not None:
+            where = f"{self.path}:{name}"
+            raise DataError(
+                "read HDF5", where=where, expected="elements in regular files", got=f"some in {special}, which is none"
+            )
         found = self._file.get(name)
         if not isinstance(found, h5py.Dataset):
             names: list[str] = []  # a damaged name is of type bytes

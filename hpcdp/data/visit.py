@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import h5py  # type: ignore[import-untyped]
 
-from .virtual import outside
+from .virtual import outside, special_file
 
 _MOST_CHUNKS = 100_000
 _WHOLE_NBYTES = 4 << 20
@@ -27,7 +27,8 @@ _WHOLE_NBYTES = 4 << 20
 def visit(path: str, names: Sequence[str], external: bool) -> None:
     """Do with a file what its readers will."""
     with h5py.File(path, "r", locking=False) as file:
-        found = [file.get(name) for name in names if external or outside(file, name) is None]
+        look = special_file if external else outside
+        found = [file.get(name) for name in names if look(file, name) is None]
         if not all(isinstance(each, h5py.Dataset) for each in found):
             file.visititems(lambda _name, _object: None)
         for each in found:

@@ -102,7 +102,7 @@ def _python_of(job: Job) -> Path | None:
 
 
 def _is_this_python(other: Path) -> bool:
-    """Whether it has the modules of this one: by the folder that it lies in, as that of an environment is a link."""
+    """Whether it has the modules of this one: by the folder that it is in, as that of an environment is a link."""
     own = Path(sys.executable)
     return other.parent.resolve() == own.parent.resolve() and other.resolve() == own.resolve()
 

@@ -1,6 +1,6 @@
 """Folders of a job's own, removed with it: by the next job where the process that made one was killed.
 
-What lies there is executed, or says what is, so a folder that other users could change or exchange is refused.
+What is in it is executed, or says what is, so a folder that other users could change or exchange is refused.
 
 A folder is locked as long as a process lives that needs it (flock(2)), so one that nobody has locked was left behind.
 Where a file system of the network knows no such locks, what was left behind stays.

@@ -1,7 +1,7 @@
 """What ranks write, shown as it comes: whole lines of one rank each, and one line that has not ended yet.
 
 Open MPI 5 keeps a line back until it ends, so a progress bar, which draws itself anew behind a carriage return, would
-come in one piece at the end; MPICH mixes what ranks write. So mpirun is told to hand on everything at once and to mark
+come in one piece at the end; MPICH mixes what ranks write. So mpirun is set to hand on everything at once and to mark
 each piece by its rank. The lines of each rank are put together here. The last line of a screen may be one that has not
 ended: that of the rank that began one first. Lines of others go above it.
 """
@@ -32,7 +32,7 @@ _OF_THE_USER = re.compile(
 """Arguments of mpirun that say themselves how output is shown."""
 
 _ALL = "tag-fullname:raw"
-"""What Open MPI 5 is told: everything at once, behind the whole name of its rank."""
+"""The options for Open MPI 5: everything at once, behind the whole name of its rank."""
 
 _READ, _PIPE, _ATOMIC = 1 << 16, 1 << 20, 4096
 _MOST_QUEUED = 1 << 20
@@ -142,7 +142,7 @@ class Line:
     shown: int = 0
     """So much of the text is on the screen."""
     hidden: int = 0
-    """So much of it was there, and had to make room."""
+    """So much of it was there, and was erased for other lines."""
 
 
 class Screen:
@@ -213,7 +213,7 @@ class Screen:
             self.show(text, descriptor)
 
     def next_line(self) -> None:
-        """Show another line that has not ended, once none is shown; one that had to make room comes with its next
+        """Show another line that has not ended, once none is shown; one that was erased comes with its next
         piece."""
         for line, descriptor in [*self._lines.values()]:
             if self._open is None and not line.hidden:
@@ -285,7 +285,7 @@ class Screen:
         return self._is_terminal or self._is_alone or 0 <= line.text.find(b"\r") < len(line.text) - 1
 
     def _hide(self) -> bool:
-        """Make room for another line; whether the one that was shown can be shown again below that."""
+        """Erase the line for another one; whether the one that was shown can be shown again below that."""
         line = self._open
         if line is None:
             return False
@@ -458,7 +458,7 @@ class Shown:
                 self._outputs[descriptor].leave(line)
 
     def _copy(self) -> bool:
-        """Whether something has come. Where the reader has gone mpirun is told, as it would be without this process."""
+        """Whether something has come. Where the reader has gone mpirun notices, as it would without this process."""
         if 1 in self._screens[1].closed:
             self._close()
         if self._read < 0 or not self.has_room(self._read, self._copy):
@@ -487,10 +487,10 @@ class Shown:
 
 def shown(command: Sequence[str], family: str, asked: str, *, is_alone: bool) -> tuple[list[str], Shown | None]:
     """Return what `marked` does, and what shows the output; None where it is shown as mpirun does it."""
-    told, marks = marked(command, family, asked)
+    argv, marks = marked(command, family, asked)
     if marks is not None:
         with contextlib.suppress(OSError):  # one of the outputs is closed
-            return told, Shown(marks, is_alone)
+            return argv, Shown(marks, is_alone)
     return [*command], None
 
 

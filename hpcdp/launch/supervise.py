@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchError, shortened, to_stderr
-from ..launched import PMI_OF_SRUN
+from ..launched import PMI_OF_SRUN, SAVE_AT
 from ..listening import keep_to_interface
 from . import live, machine, segments
 from .cause import BEREFT, TOLD, first_failure
@@ -31,7 +31,7 @@ from .watch import End, Watch, name_of
 from .words import Named, Words
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING = tuple(SAVE_AT)
 _AS_SIGTERM = (signal.SIGQUIT, signal.SIGXCPU)
 """What an mpirun would die of and leave its ranks: it gets SIGTERM instead."""
 _GRACE_S = 10.0
@@ -173,20 +173,20 @@ def supervise(
     if elsewhere:
         ends = [end._replace(host=end.host or socket.gethostname()) for end in ends]
     is_blind = elsewhere > 0 and guards is None
-    status, told = _explained(ends, mpirun.returncode, family, words, is_blind)
-    told = _with_reason(told, status, words)
-    if told is None and words.are_unread:
+    status, line = _explained(ends, mpirun.returncode, family, words, is_blind)
+    line = _with_reason(line, status, words)
+    if line is None and words.are_unread:
         return 128 + signal.SIGPIPE
-    if told is None or status == BEREFT:  # who has left that one is not known
+    if line is None or status == BEREFT:  # who has left that one is not known
         words.show_banners()
         if guards is not None:
             guards.show_banners()
-    if told:
-        say(told)
-    elif told is None and status and is_blind:
+    if line:
+        say(line)
+    elif line is None and status and is_blind:
         why = "those of other hosts are not watched inside a batch job"
         say(f"mpirun has ended with status {status}; which rank failed first is not known: {why}")
-    elif told is None and status and not words.has_spoken:
+    elif line is None and status and not words.has_spoken:
         say(f"mpirun has ended with status {status}, and has not said why")
     if other_python is not None:
         say(other_python)
@@ -239,7 +239,7 @@ def _explained(
     if family == "mpich" and len(ends) > 1 and {end.exit_status for end in ends} == {128 + signal.SIGTERM}:
         return ends[0].exit_status, "all ranks were ended by SIGTERM"  # by which MPICH's mpirun ends none
     is_known = named is not None or words.aborted is not None or words.are_unread
-    if family == "openmpi" and code == 1 and not is_known and _are_all_told(ends):
+    if family == "openmpi" and code == 1 and not is_known and _have_all_heard(ends):
         return code, "mpirun has ended all ranks: it was told to by a signal, which it does not name"
     if is_blind and named is None and (first is None or code in (0, BEREFT) or first.exit_status != code):
         return code, None
@@ -261,23 +261,23 @@ def _explained(
     return first.exit_status or 1, str(first).removesuffix(" before the others") if ended_well or alike else str(first)
 
 
-def _are_all_told(ends: Sequence[End]) -> bool:
+def _have_all_heard(ends: Sequence[End]) -> bool:
     """Whether every rank has ended in a way in which mpirun ends them, by SIGTERM and then SIGKILL."""
     return bool(ends) and all(end.exit_status in (*TOLD, 128 + signal.SIGKILL) for end in ends)
 
 
-def _with_reason(told: str | None, status: int, words: Words) -> str | None:
+def _with_reason(line: str | None, status: int, words: Words) -> str | None:
     """Return the launcher's last line with the cause: the error of the rank that has reported one, where the status is
     that of an error; nothing where the line above is that report."""
-    if words.missing is not None or status not in _OF_ERRORS or told == "":
-        return told
+    if words.missing is not None or status not in _OF_ERRORS or line == "":
+        return line
     if words.reasons.stands_last:
         return ""
     for speaker, error in words.reasons.errors.items() if status == 1 else ():
         number = re.findall("rank ([0-9]+)", speaker)[0]
-        who = told.removesuffix(" before the others") if told and f"rank {number} " in told else f"{speaker} failed"
+        who = line.removesuffix(" before the others") if line and f"rank {number} " in line else f"{speaker} failed"
         return f"{who}: {shortened(error, _LONGEST_ERROR)}"
-    return told
+    return line
 
 
 def _told_by_srun(words: Words, ranks: int, code: int) -> int | None:
@@ -295,9 +295,9 @@ def _told_by_srun(words: Words, ranks: int, code: int) -> int | None:
     if failed is not None and words.may_have_ended(failed):
         say("a rank was killed, and srun has ended others so, too: which one failed first is not known")
     elif failed is not None and failed.status != _STOPPED and ranks > 1 and not words.have_ended_alike():
-        told = _with_reason(str(failed), failed.status, words)
-        if told:
-            say(told)
+        line = _with_reason(str(failed), failed.status, words)
+        if line:
+            say(line)
     return failed and failed.status
 
 
@@ -337,18 +337,18 @@ def _forward_signals(
     """Waits for ``mpirun``; returns the signal that ended the job, None where it ended by itself, and whether all ranks
     had ended by themselves, and mpirun had not.
 
-    Ranks that take SIGUSR1 (``usr1_has_come``) get it at the first ending signal, to save and end. A second ending
-    signal, or the end of the grace time after the first one, after a rank has failed, unless the job ``goes_on`` then,
-    after a host was lost or after the last worker has ended, kills what has not ended by then.
+    Ranks that take SIGUSR1 (``usr1_has_come``) get the one of `SAVE_AT` at the first ending signal, to save and end.
+    A second ending signal, or the end of the grace time after the first one, after a rank has failed, unless the job
+    ``goes_on`` then, after a host was lost or after the last worker has ended, kills what has not ended by then.
     """
     ended_by: int | None = None
     deadline = float("inf")
-    is_held = usr1_has_come is not None and usr1_has_come()
-    is_told_to_end, is_killed, was_stuck, told = False, False, False, 0
+    is_held, passed_on = usr1_has_come is not None and usr1_has_come(), int(signal.SIGUSR1)
+    is_told_to_end, is_killed, was_stuck, num_said = False, False, False, 0
     saves_since_s: float | None = None
     while mpirun.poll() is None:
         received = watch.wait(min(_HOLD_S if is_held else 1.0, max(0.0, deadline - time.monotonic())))
-        is_held = is_held and not watch.told(signal.SIGUSR1)
+        is_held = is_held and not watch.notified(passed_on)
         words.look()
         if started is not None:
             started.look()
@@ -356,7 +356,7 @@ def _forward_signals(
             keep_to_interface(interface, mpirun.pid)
             interface = None
         if verbose:
-            told = _tell_of_starts(watch, told)
+            num_said = _tell_of_starts(watch, num_said)
         if guards is not None:
             guards.beat()
             if guards.lost and not is_told_to_end:
@@ -394,6 +394,7 @@ def _forward_signals(
             _stop_beside(mpirun)
         elif received is not None and received.number in ENDING and usr1_has_come is not None and ended_by is None:
             ended_by, is_held, saves_since_s = received.number, True, time.monotonic()
+            passed_on = SAVE_AT[signal.Signals(ended_by)]
             deadline = saves_since_s + _SAVE_S
             say(f"{signal.Signals(ended_by).name}: the run is saved before it ends; a second one ends it at once")
         elif received is not None and received.number in (*FORWARDED, *_AS_SIGTERM):
@@ -432,8 +433,8 @@ def _output_is_read() -> bool:
     return bool(poll.poll(0))
 
 
-def _tell_of_starts(watch: Watch, told: int) -> int:
-    for start in watch.starts[told:]:
+def _tell_of_starts(watch: Watch, num_said: int) -> int:
+    for start in watch.starts[num_said:]:
         if start.host is None:
             cores = machine.cores_of(start.pid) or "unknown: it has ended"
             say(f"{watch.name(start.rank)} is pid {start.pid} on {socket.gethostname()}, cores {cores}")

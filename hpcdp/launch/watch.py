@@ -199,7 +199,7 @@ class Watch:
             return True
         return self._all == self._count and not living(self._mpirun) and living(os.getpid()) <= {self._mpirun}
 
-    def told(self, number: signal.Signals) -> bool:
+    def notified(self, number: int) -> bool:
         """Whether all ranks have been started, here, and a signal has lost its default effect, to end them, on each.
 
         Then it was sent to each: an mpirun that has just started them now and then loses it.
@@ -267,7 +267,7 @@ def _rank(pid: int) -> int | None:
     return None
 
 
-def _takes(pid: int, number: signal.Signals) -> bool:
+def _takes(pid: int, number: int) -> bool:
     """Whether a process catches or ignores a signal (proc(5), SigCgt and SigIgn)."""
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_bytes()

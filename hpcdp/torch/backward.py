@@ -206,8 +206,8 @@ class Backward:
                 self._launch_missing(missing)
             return set()
         older = [name for name in unused if self.params[name].tensor.grad is not None]  # which others add up
-        told = self._world.comm.allgather_json(None if following else [unused, older])
-        by_rank = [None if names is None else names[0] for names in told]
+        exchanged = self._world.comm.allgather_json(None if following else [unused, older])
+        by_rank = [None if names is None else names[0] for names in exchanged]
         if not self.find_unused:
             self._end_reductions()
             rank, names = next((rank, names) for rank, names in enumerate(by_rank) if names)
@@ -222,7 +222,7 @@ class Backward:
             )  # fmt: skip
         left_alone = set.intersection(*(set(names) for names in by_rank if names is not None))
         if waits:
-            reducer.keep_unsent(left_alone.difference(*(names[1] for names in told if names is not None)))
+            reducer.keep_unsent(left_alone.difference(*(names[1] for names in exchanged if names is not None)))
             self._launch_missing(missing)
         return left_alone
 

@@ -21,7 +21,7 @@ from ..comm import World
 from ..comm.communicator import Request
 from ..comm.watchdog import Watchdog
 from ..errors import ConfigError, is_number
-from ..launched import speaks, started_by_srun
+from ..launched import SAVE_AT, speaks, started_by_srun
 from . import stop_signal
 
 STOPPED = os.EX_TEMPFAIL
@@ -44,14 +44,18 @@ class Reason(enum.IntEnum):
     """A batch job has little time left."""
     SIGTERM = 4
     SIGUSR1 = 5
+    SIGHUP = 6
+    SIGINT = 7
 
     def __str__(self) -> str:
         words = {Reason.PROGRAM: "the program asked", Reason.TIME_LIMIT: "time_limit_s", Reason.JOB_END: "the job ends"}
-        return words.get(self, self.name)
+        return (words | {Reason.SIGINT: "SIGINT, Ctrl-C"}).get(self, self.name)
 
 
 class StopRequests:
     """Whether this rank is asked to stop: by SIGUSR1, by SIGTERM under srun, or because its time is up.
+
+    Signals that end the launcher of `hpcdp train` come as those of `hpcdp.launched.SAVE_AT`.
 
     As a context manager it takes the signals, in the main thread; a handler notes them and does nothing else, so they
     tear nothing. Under Open MPI's mpirun SIGTERM leaves ranks a quarter of a second, and so stays what it is.
@@ -67,10 +71,11 @@ class StopRequests:
 
     def __init__(self, time_limit_s: float | None = None, environ: Mapping[str, str] = os.environ) -> None:
         self._noted = Reason.NONE
-        self._signals = {signal.SIGUSR1: Reason.SIGUSR1}
+        self._signals: dict[int, Reason] = {signal.SIGUSR1: Reason.SIGUSR1}
+        self._signals |= {number: Reason[sign.name] for sign, number in SAVE_AT.items()}
         if started_by_srun(environ):
             self._signals[signal.SIGTERM] = Reason.SIGTERM
-        self._handlers: dict[signal.Signals, Any] = {}
+        self._handlers: dict[int, Any] = {}
         self._limits = {Reason.JOB_END: _end_of_job(environ)}
         self.limit(time_limit_s)
 
@@ -100,7 +105,7 @@ class StopRequests:
         return max(self._noted, *(why for why, at_s in self._limits.items() if now >= at_s), Reason.NONE)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted = max(self._noted, self._signals[signal.Signals(number)])
+        self._noted = max(self._noted, self._signals[number])
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
@@ -112,11 +117,12 @@ class StopRequests:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        is_command = stop_signal.takes(self._handlers.get(signal.SIGUSR1))
         for each, before in self._handlers.items():
-            # A further SIGUSR1 must not kill a rank that has stopped and waits for others to end, nor a command that
-            # is at its end: when Python itself ends, it gives up every handler, but not that a signal is ignored.
-            at_its_end = stop_signal.takes(before) or (self._noted and before == signal.SIG_DFL)
-            ignore = each == signal.SIGUSR1 and at_its_end
+            # A further one must not kill a rank that has stopped and waits for others to end, nor a command that is at
+            # its end: when Python itself ends, it gives up every handler, but not that a signal is ignored.
+            has_stopped = each == signal.SIGUSR1 and self._noted and before == signal.SIG_DFL
+            ignore = has_stopped or (is_command and each != signal.SIGTERM)
             signal.signal(each, signal.SIG_IGN if ignore else before)
         self._handlers = {}
 

@@ -6,14 +6,21 @@ import signal
 import threading
 from types import FrameType
 
+from ..launched import SAVE_AT
+
 _has_come = False
 
 
 def note() -> None:
-    """Note SIGUSR1 from now on, until `StopRequests` takes it; in the main thread, else nothing."""
+    """Note SIGUSR1 from now on, until `StopRequests` takes it; in the main thread, else nothing.
+
+    Those of the launcher that were ignored get their default effect: it sends them when ranks take or ignore them.
+    """
     take()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, _note)
+        for number in SAVE_AT.values():
+            signal.signal(number, signal.SIG_DFL)
 
 
 def takes(handler: object) -> bool:

@@ -26,7 +26,7 @@ from ..comm import Communicator, World, init
 from ..comm.agreement import on_rank_0
 from ..comm.world import require_world
 from ..engine import Engine, default_engine
-from ..errors import ConfigError, to_stderr
+from ..errors import ConfigError, reason, to_stderr
 from ..replacing import own_part_of
 from ..trace import MAIN, Slice, Trace
 
@@ -93,7 +93,8 @@ def check_path(path: str | Path) -> None:
             )
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise ConfigError("write the trace", where=path, got=error.strerror, remedy="choose another name") from error
+        got = reason(error) + (f": {path.parent}" if isinstance(error, FileExistsError) else "")
+        raise ConfigError("write the trace", where=path, got=got, remedy="choose another name") from error
 
 
 def _is_trace(path: Path) -> bool:

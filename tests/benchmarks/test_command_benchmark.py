@@ -197,9 +197,9 @@ def test_a_wrong_algorithm_fails(
     monkeypatch.setitem(collectives.ALGORITHMS[name], "reference", _forgetful(name))
     given = (name, "--algorithm", "reference", "--style", style, "-m", "64:64")
     assert bench(2, *given, *(["-c"] if style == "osu" else [])) == [1, 1]
-    printed, told = capsys.readouterr()
+    printed, errors = capsys.readouterr()
     assert ("FAILED" if style == "nccl" else "Fail") in printed and "Pass" not in printed
-    assert told == f"hpcdp bench: {name}: wrong results at 64\n"
+    assert errors == f"hpcdp bench: {name}: wrong results at 64\n"
     assert bench(2, *given, "-c", "0") == [0, 0]
 
 

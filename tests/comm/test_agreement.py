@@ -72,7 +72,7 @@ def test_an_error_of_rank_0_reaches_ranks_that_did_not_call():
         lambda comm: comm.allgather_json("of nobody"),
     ],
 )
-def test_ranks_that_do_other_things_together_are_told(other, n):
+def test_ranks_that_do_other_things_together_are_named(other, n):
     def job(world):
         if world.rank == n - 1:
             try:
@@ -83,14 +83,15 @@ def test_ranks_that_do_other_things_together_are_told(other, n):
             on_every_rank(world.comm, lambda: world.rank)
         return str(caught.value)
 
-    told = threads.run(n, job)
-    assert len({*told[:-1]}) == 1
+    messages = threads.run(n, job)
+    assert len({*messages[:-1]}) == 1
     assert (
-        "expected exchange of all ranks (on_every_rank) as on rank 0, got " in told[0] and f"on rank {n - 1}" in told[0]
+        "expected exchange of all ranks (on_every_rank) as on rank 0, got " in messages[0]
+        and f"on rank {n - 1}" in messages[0]
     )
 
 
-def test_a_call_of_one_rank_alone_is_told_by_the_next_of_all(tmp_path):
+def test_a_call_of_one_rank_alone_is_named_by_the_next_of_all(tmp_path):
     def job(world):
         with Manager(tmp_path, world) as manager:
             with pytest.raises(MismatchError) as caught:
@@ -99,8 +100,8 @@ def test_a_call_of_one_rank_alone_is_told_by_the_next_of_all(tmp_path):
                 manager.save(1, {})
             return str(caught.value)
 
-    (told,) = {*threads.run(3, job)}
-    assert "(on_every_rank) as on rank 0, got exchange of all ranks (on_rank_0 of Manager.steps) on rank 1" in told
+    (messages,) = {*threads.run(3, job)}
+    assert "(on_every_rank) as on rank 0, got exchange of all ranks (on_rank_0 of Manager.steps) on rank 1" in messages
 
 
 def test_another_exception_is_no_agreement():

@@ -180,3 +180,37 @@ def test_views_of_the_file_itself_are_no_other_files(tmp_path: Path) -> None:
         file.create_virtual_dataset("x", layout)
     with contextlib.closing(HDF5Dataset(tmp_path / "in.h5")) as dataset:
         np.testing.assert_array_equal(dataset[:][0], [0, 0, 1, 1])
+
+
+def leading_to(pipe: Path, folder: Path) -> list[str]:
+    """Names of data sets of ``folder/in.h5`` for which HDF5 would open ``pipe``."""
+    view, view_of_storage = (h5py.VirtualLayout((3,), "f8") for _ in range(2))
+    view[:] = h5py.VirtualSource(str(pipe), "x", (3,))
+    view_of_storage[:] = h5py.VirtualSource("between.h5", "storage", (3,))
+    rows = h5py.h5s.create_simple((0,), (h5py.h5s.UNLIMITED,))
+    rows.select_hyperslab((0,), (h5py.h5s.UNLIMITED,), (3,), (3,))
+    numbered = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    numbered.set_virtual(rows, b"numbered-%b.h5", b"x", h5py.h5s.create_simple((3,)))
+    with h5py.File(folder / "between.h5", "w") as file:
+        file.create_dataset("storage", (3,), "f8", external=[(str(pipe), 0, 24)])
+        file["link"] = h5py.ExternalLink(str(pipe), "x")
+    with h5py.File(folder / "numbered-0.h5", "w") as file:
+        file["x"] = np.arange(3.0)
+    (folder / "numbered-1.h5").symlink_to(pipe)
+    with h5py.File(folder / "in.h5", "w") as file:
+        file["y"] = np.arange(3)
+        file.create_dataset("storage", (3,), "f8", external=[(str(pipe), 0, 24)])
+        file["link"] = h5py.ExternalLink(str(pipe), "x")
+        file["link to a link"] = h5py.ExternalLink("between.h5", "link")
+        file["link to storage"] = h5py.ExternalLink("between.h5", "storage")
+        file.create_virtual_dataset("view", view)
+        file.create_virtual_dataset("view of storage", view_of_storage)
+        h5py.h5d.create(file.id, b"numbered view", h5py.h5t.NATIVE_DOUBLE, rows, numbered)
+        return [name for name in file if name != "y"]
+
+
+def test_other_files_are_opened_only_if_they_are_regular(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.h5")  # whoever opens it waits for ever
+    for name in leading_to(tmp_path / "pipe.h5", tmp_path):
+        with pytest.raises(DataError, match=r"expected elements in regular files, got some in .*\.h5, which is none"):
+            HDF5Dataset(tmp_path / "in.h5", name, "y", external=True)

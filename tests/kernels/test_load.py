@@ -147,10 +147,13 @@ def test_only_rank_0_warns(tmp_path, monkeypatch, variable, rank, recwarn):
 
 
 @pytest.mark.usefixtures("unwarned")
-@pytest.mark.parametrize("problem", ["below a file", "not writable"])
+@pytest.mark.parametrize("problem", ["a file", "below a file", "not writable"])
 def test_a_folder_that_the_user_names_must_be_usable(tmp_path, monkeypatch, problem):
     named = tmp_path / "named"
-    if problem == "below a file":
+    if problem == "a file":
+        named.write_text("")
+        why = "got a file, no folder; unset it"
+    elif problem == "below a file":
         named.write_text("")
         named, why = named / "below", "Not a directory"
     else:

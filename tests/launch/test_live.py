@@ -199,17 +199,17 @@ def test_the_words_of_mpirun(asked: str, is_marked: bool, tmp_path: Path) -> Non
     hydra = tmp_path / "mpiexec.hydra"
     hydra.write_bytes(b"\x7fELF hydra\0prepend-pattern\0")
     command = [str(hydra), "-bind-to", "core", "-prepend-rank", "-n", "2", "x", "-prepend-rank"]
-    told, marks = live.marked(command, "mpich", asked)
+    argv, marks = live.marked(command, "mpich", asked)
     if not is_marked:
-        assert (told, marks) == (command, None)
+        assert (argv, marks) == (command, None)
         return
     assert marks is not None
-    assert told[1] == "-prepend-pattern" and told[3:] == ["-bind-to", "core", "-n", "2", "x", "-prepend-rank"]
+    assert argv[1] == "-prepend-pattern" and argv[3:] == ["-bind-to", "core", "-n", "2", "x", "-prepend-rank"]
     ((found, text),), tail, own = marks.split(
-        told[2].replace("%r", "12").encode() + b"text" + told[2][:5].encode(), b""
+        argv[2].replace("%r", "12").encode() + b"text" + argv[2][:5].encode(), b""
     )
-    assert found is not None and (found.expand(marks.label), text, tail) == (b"[12] ", b"text", told[2][:5].encode())
-    assert own == told[2][: -len("%r]")].encode()
+    assert found is not None and (found.expand(marks.label), text, tail) == (b"[12] ", b"text", argv[2][:5].encode())
+    assert own == argv[2][: -len("%r]")].encode()
     assert live.marked(["sh", "-c", "x"], "mpich", asked) == (["sh", "-c", "x"], None)
     assert live.marked(["srun", "x"], "srun", asked) == (["srun", "x"], None)
 

@@ -23,6 +23,7 @@ import pytest
 from hpcdp.launch import machine, mpi_library, segments, supervise
 from hpcdp.launch.diagnosis import info
 from hpcdp.launch.environment import environment
+from hpcdp.launched import SAVE_AT
 
 CORES = len(os.sched_getaffinity(0))
 SLEEPER = """
@@ -456,21 +457,22 @@ def test_an_mpirun_that_waits_for_what_ranks_have_left_behind_is_not_killed() ->
 SAVES = """
 import os, sys
 from hpcdp.launch import supervise
-rank = f'trap "{sys.argv[1]}" USR1; echo up; while :; do sleep 0.05; done'
+rank = f'trap "{sys.argv[1]}" {sys.argv[2]}; echo up; while :; do sleep 0.05; done'
 ranks = f"for n in 0 1; do PMI_RANK=$n sh -c '{rank}' & done; trap : USR1; wait; wait"
 sys.exit(supervise.supervise(["sh", "-c", ranks], os.environ, 2, "mpich", usr1_has_come=lambda: False))
 """
 
 
 @pytest.mark.parametrize(
-    ("at_usr1", "signals", "status", "saved"),
+    ("at_signal", "signals", "status", "saved"),
     [("echo saved; exit 75", ["SIGINT"], 130, 2), ("echo saved; exit 75", ["SIGTERM", "SIGTERM"], 143, 2),
      pytest.param("echo never", ["SIGTERM", "late SIGINT"], 143, 0, marks=pytest.mark.thorough)],
 )  # fmt: skip
-def test_ranks_that_save_at_usr1_do_so_before_a_signal_ends_them(
-    at_usr1: str, signals: list[str], status: int, saved: int
+def test_ranks_that_save_at_a_signal_do_so_before_a_signal_ends_them(
+    at_signal: str, signals: list[str], status: int, saved: int
 ) -> None:
-    command = [sys.executable, "-c", SAVES, at_usr1]
+    saves_at = SAVE_AT[signal.Signals[signals[0]]]
+    command = [sys.executable, "-c", SAVES, at_signal, str(saves_at)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None and job.stderr is not None
         assert [job.stdout.readline() for _ in range(2)] == ["up\n"] * 2

@@ -124,12 +124,12 @@ ENDED = [End(1, 7, 1 << 8, 0.0), End(2, 8, 15, 0.1)]
 @pytest.mark.parametrize("family", ["openmpi", "mpich"])
 def test_the_cause_stands_last(text: str, code: int, last: str, family: str) -> None:
     ends = [ENDED[0]._replace(status=code << 8), ENDED[1]]
-    status, told = supervise._explained(ends, code, family, words := heard(text))
-    assert (status, supervise._with_reason(told, status, words)) == (code, last)
+    status, line = supervise._explained(ends, code, family, words := heard(text))
+    assert (status, supervise._with_reason(line, status, words)) == (code, last)
 
 
 @pytest.mark.parametrize(
-    ("family", "code", "statuses", "text", "told"),
+    ("family", "code", "statuses", "text", "expected"),
     [
         ("openmpi", 1, [15, 15, 9], "", (1, "mpirun has ended all ranks: it was told to by a signal, which it does")),
         ("openmpi", 1, [143 << 8, 15, 143 << 8], "", (1, "mpirun has ended all ranks: it was told to by a signal,")),
@@ -143,11 +143,11 @@ def test_the_cause_stands_last(text: str, code: int, last: str, family: str) -> 
     ],
 )  # fmt: skip
 def test_a_signal_is_named_with_whom_it_has_ended(
-    family: str, code: int, statuses: list[int], text: str, told: tuple[int, str]
+    family: str, code: int, statuses: list[int], text: str, expected: tuple[int, str]
 ) -> None:
     ends = [End(rank, 100 + rank, status, 1 + rank / 100) for rank, status in enumerate(statuses)]
     status, said = supervise._explained(ends, code, family, heard(text))
-    assert status == told[0] and (said or "").startswith(told[1])
+    assert status == expected[0] and (said or "").startswith(expected[1])
 
 
 @pytest.mark.parametrize(

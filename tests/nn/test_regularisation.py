@@ -159,7 +159,7 @@ def test_ranks_drop_different_elements_and_the_same_in_every_run(n):
 
 def test_a_seed_waits_for_the_replica_and_a_generator_under_way_does_not(monkeypatch):
     x = np.ones(64, "f4")
-    early, begun, copied = (nn.Dropout(0.5, seed=1) for _ in range(3))  # before hpcdp.init() has told the rank
+    early, begun, copied = (nn.Dropout(0.5, seed=1) for _ in range(3))  # before hpcdp.init() has set the rank
     alone = nn.Dropout(0.5, seed=1)
     with autograd.train_mode():
         begun(x)

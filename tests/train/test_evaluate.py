@@ -89,12 +89,12 @@ def test_a_loss_has_all_outputs_and_softmax_the_first():
 
 
 @pytest.mark.parametrize(
-    ("loss", "told"),
+    ("loss", "message"),
     [("l2", "expected a function of output and labels, got a str"),
      (lambda output, y: output.mean(), r"evaluate \[loss\]: expected one a sample, shape \(4,\), got shape \(\)")],
 )  # fmt: skip
-def test_what_is_no_loss_per_sample_is_refused(loss, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_is_no_loss_per_sample_is_refused(loss, message):
+    with pytest.raises(ConfigError, match=message):
         threads.run(1, lambda world: evaluate(first_four(), dataset(4), world, loss=loss))
 
 

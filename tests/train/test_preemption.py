@@ -10,7 +10,7 @@ import pytest
 
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
-from hpcdp.launched import started_by_srun
+from hpcdp.launched import SAVE_AT, started_by_srun
 from hpcdp.train import preemption, stop_signal
 from hpcdp.train.preemption import Agreement, Reason, StopRequests
 
@@ -25,12 +25,21 @@ def test_a_signal_is_noted_and_does_nothing_else():
             os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.reason is Reason.SIGUSR1
         assert str(stop.reason) == "SIGUSR1"
+        for sign, says in ((signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP"), (signal.SIGINT, "SIGINT, Ctrl-C")):
+            stop = StopRequests(environ={})
+            with stop:
+                os.kill(os.getpid(), SAVE_AT[sign])  # the launcher was sent it
+            assert str(stop.reason) == says
     os.kill(os.getpid(), signal.SIGUSR1)  # one that comes late ends nobody
     signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.parametrize("run", ["with StopRequests(environ={}): pass", "stop_signal.ignore()"])  # a rank, a launcher
-def test_a_command_that_is_at_its_end_dies_of_none(run):
+@pytest.mark.parametrize(
+    ("run", "numbers"),  # of a rank, of a launcher
+    [("with StopRequests(environ={}): pass", [signal.SIGUSR1, *SAVE_AT.values()]),
+     ("stop_signal.ignore()", [signal.SIGUSR1])],
+)  # fmt: skip
+def test_a_command_that_is_at_its_end_dies_of_none(run, numbers):
     """Python gives its handlers up before it has ended."""
     command = (
         "import atexit, os, signal\n"
@@ -39,7 +48,7 @@ def test_a_command_that_is_at_its_end_dies_of_none(run):
         "stop_signal.note()\n"
         f"{run}\n"
         "class Late:\n"
-        "    def __del__(self): os.kill(os.getpid(), signal.SIGUSR1)\n"
+        f"    def __del__(self): [os.kill(os.getpid(), number) for number in {[*map(int, numbers)]}]\n"
         "stop_signal.late = Late()\n"
     )
     assert subprocess.run([sys.executable, "-c", command]).returncode == 0

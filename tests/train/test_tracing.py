@@ -267,7 +267,10 @@ def refused(path, ranks: int = 2) -> str:
 def test_a_name_that_cannot_be_written_is_one_line_on_every_rank_before_anything_runs(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
-    for name, reason in (("file/out.json", "File exists"), ("folder", "Is a directory")):
+    for name, reason in (
+        ("file/out.json", f"got a file, no folder: {tmp_path / 'file'};"),
+        ("folder", "Is a directory"),
+    ):
         line = refused(tmp_path / name)
         assert f"[{tmp_path / name}]" in line
         assert reason in line

@@ -23,7 +23,8 @@ def run(job: Job, usr1_has_come: Callable[[], bool] | None = None) -> int:
     through mpirun. Ended by a signal to the launcher the status is 128 + its number, as in a shell; else it is that of
     the rank that failed first, which is named on stderr where mpirun does not. Of a program whose ranks all take
     SIGUSR1 at some time, and then save and end, ``usr1_has_come`` says whether it has come before: it is held back
-    until they do, and ends nobody that starts; SIGINT, SIGTERM and SIGHUP become SIGUSR1, so that they save, too.
+    until they do, and ends nobody that starts; for SIGINT, SIGTERM and SIGHUP they get the signals of
+    `hpcdp.launched.SAVE_AT`, at which they save, too.
     Raises `LaunchError` for a missing program, mpirun or MPI library, and `ConfigError` for a limit of the watchdog
     that every rank would refuse.
     """

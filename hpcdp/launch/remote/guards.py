@@ -98,8 +98,8 @@ class Guards:
             place = self._places[name]
             counts = {"ranks": place.processes, "elsewhere": ranks - place.processes, "servers": servers}
             counts["workers"] = place.ranks
-            told = {"environ": dict(environ), "folder": folder, "interface": interface}
-            channel.send({"begin": {**counts, **told}})
+            settings = {"environ": dict(environ), "folder": folder, "interface": interface}
+            channel.send({"begin": {**counts, **settings}})
 
     def know_of(self, ranks: Mapping[str, Sequence[tuple[int, int]]]) -> None:
         """Tells the guard of each host which ranks, with their processes, mpirun says it has started there."""

@@ -11,7 +11,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from ...errors import ConfigError, DataError
+from ...errors import ConfigError, DataError, reason
 from .config import TrainConfig
 
 RUN_FILES = (
@@ -92,12 +92,10 @@ def _new_run_dir(stem: str) -> Path:
 
 def _cannot_make(folder: Path, error: OSError) -> ConfigError:
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    leads_nowhere = isinstance(error, FileExistsError) and not os.path.exists(there)
-    why = "a link that leads nowhere" if leads_nowhere else error.strerror
     return ConfigError(
         "make the run folder",
         where=folder,
-        got=f"{why}: {os.path.abspath(there)}",
+        got=f"{reason(error)}: {os.path.abspath(there)}",
         remedy="choose another with --run-dir",
     )
 

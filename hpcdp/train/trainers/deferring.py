@@ -96,18 +96,18 @@ def settle_together(late: Sequence[Deferred], comm: Communicator | None, has_gra
     if comm is None or comm.size == 1:
         return
     own = [None if None in deferred.shape_of(param) else [list(param.shape), _digest(param.data)] for param in late]
-    told = comm.allgather_json([own, has_gradients])
+    exchanged = comm.allgather_json([own, has_gradients])
     for number, param in enumerate(late):
-        known = [rank for rank, (each, _) in enumerate(told) if each[number] is not None]
+        known = [rank for rank, (each, _) in enumerate(exchanged) if each[number] is not None]
         if not known:
             continue
-        shape, digest = told[known[0]][0][number]
-        odd = [rank for rank in known if told[rank][0][number] != [shape, digest]]
-        is_used = any(told[rank][1] for rank in odd) or (bool(odd) and told[known[0]][1])
-        if is_used or any(told[rank][0][number][0] != shape for rank in odd):
+        shape, digest = exchanged[known[0]][0][number]
+        odd = [rank for rank in known if exchanged[rank][0][number] != [shape, digest]]
+        is_used = any(exchanged[rank][1] for rank in odd) or (bool(odd) and exchanged[known[0]][1])
+        if is_used or any(exchanged[rank][0][number][0] != shape for rank in odd):
             raise MismatchError(
                 "Trainer", where=param.name, expected=f"the values that rank {known[0]} has drawn, of shape {shape}",
-                got=f"others on rank {odd[0]}, of shape {told[odd[0]][0][number][0]}", remedy=_REMEDY,
+                got=f"others on rank {odd[0]}, of shape {exchanged[odd[0]][0][number][0]}", remedy=_REMEDY,
             )  # fmt: skip
         if len(known) < comm.size or odd:
             if own[number] is None:

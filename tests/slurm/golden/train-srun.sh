@@ -73,13 +73,22 @@ blame() {
     how=${BASH_REMATCH[3]} of_line=1
     case $how in
       'Exited with exit code '[0-9]*) code=${how//[^0-9]/} ;;
+      Hangup*) code=129 ;;
       'Illegal instruction'*) code=132 ;;
+      'Trace/breakpoint trap'*) code=133 ;;
       Aborted*) code=134 ;;
       'Bus error'*) code=135 ;;
       'Floating point exception'*) code=136 ;;
       Killed* | 'Out Of Memory'*) code=137 of_line=2 ;;
+      'User defined signal 1'*) code=138 ;;
       'Segmentation fault'*) code=139 ;;
+      'User defined signal 2'*) code=140 ;;
+      'Broken pipe'*) code=141 ;;
+      'Alarm clock'*) code=142 ;;
       Terminated*) code=143 of_line=2 ;;
+      'CPU time limit exceeded'*) code=152 ;;
+      'File size limit exceeded'*) code=153 ;;
+      'Bad system call'*) code=159 ;;
       *) continue ;;
     esac
     if ((code == 14)); then of_line=3; fi

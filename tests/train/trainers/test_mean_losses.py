@@ -1,4 +1,4 @@
-"""A loop of one's own whose loss is a mean already is told so, once; others are not."""
+"""A loop of one's own whose loss is a mean already is warned of, once; others are not."""
 
 import warnings
 
@@ -28,10 +28,10 @@ def warned(backward, ranks=2, steps=3, **options):
         for _ in range(steps):
             trainer.step(backward(net, *batch(world.rank), trainer))
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         threads.run(ranks, rank)
-    return [each for each in told if "single number" in str(each.message)]
+    return [each for each in caught if "single number" in str(each.message)]
 
 
 def begun_with(head, *head_grad, count=lambda y: len(y)):
@@ -57,18 +57,20 @@ MEANS = {
 @pytest.mark.parametrize("way", [{}, {"kvstore": "dist_sync"}, {"reproducible": True, "virtual_shards": 2}])
 @pytest.mark.parametrize("means", MEANS)
 def test_a_mean_over_samples_is_told_once_with_what_to_do(means, way):
-    (told,) = warned(MEANS[means], **way)
-    assert str(told.message).endswith(
+    (warning,) = warned(MEANS[means], **way)
+    assert str(warning.message).endswith(
         f"the mean over {N} losses, and step() divides by the number of samples again, so the update is {N} times too "
         "small; call backward() on the losses, one a sample, or loss.backward(len(y)), which is exact for uneven "
         "batches, too"
     )
-    assert told.filename == __file__
+    assert warning.filename == __file__
 
 
 def test_a_mean_with_a_loss_scale_is_told_with_it():
-    (told,) = warned(begun_with(lambda losses, net: losses.mean(), lambda y, trainer: trainer.loss_scale), loss_scale=4)
-    assert "loss.backward(len(y) * trainer.loss_scale)" in str(told.message)
+    (warning,) = warned(
+        begun_with(lambda losses, net: losses.mean(), lambda y, trainer: trainer.loss_scale), loss_scale=4
+    )
+    assert "loss.backward(len(y) * trainer.loss_scale)" in str(warning.message)
 
 
 def test_a_mean_before_update_is_told():
@@ -78,8 +80,8 @@ def test_a_mean_before_update_is_told():
         trainer.update(len(y))
         return 0
 
-    (told,) = warned(backward)
-    assert "update(8)" in str(told.message) and told.filename == __file__
+    (warning,) = warned(backward)
+    assert "update(8)" in str(warning.message) and warning.filename == __file__
 
 
 def each_alone(net, x, y, trainer):

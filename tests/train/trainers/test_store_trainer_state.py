@@ -67,9 +67,9 @@ def run(n, per_node, options, steps, state=None, restored_first="net"):
 )
 def test_the_same_ranks_go_on_with_the_same_bits(layout, options, first):
     n, per_node = layout
-    state, _ = run(n, per_node, options, 3)
-    after, values = run(n, per_node, options, 3, state, first)
-    straight, wanted = run(n, per_node, options, 6)
+    state, _ = run(n, per_node, options, 2)
+    after, values = run(n, per_node, options, 2, state, first)
+    straight, wanted = run(n, per_node, options, 4)
     np.testing.assert_array_equal(values, wanted)
     assert repr(after) == repr(straight)
 
