@@ -1,12 +1,9 @@
-"""Floor 7: benchmarks. Imports: launch, comm, collectives, compression, gradients, kvstore, checkpoint, parallel,
-train, nn, optim, autograd, kernels, engine, streams, devices, replacing, arrays, launched,
-errors.
+"""Floor 7: benchmarks. Imports: bench, launch, comm, collectives, compression, gradients, kvstore, checkpoint,
+parallel, train, nn, optim, autograd, kernels, engine, streams, devices, replacing, arrays, launched, errors.
 
 How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that is measured in the same run.
 
 - `floor` measures the machine: bare exchanges over shared memory, the copy rate, the latency between two cores.
-- `bench` is ``hpcdp bench``, which prints `point_to_point` messages and every `collective` as OSU's benchmarks or
-  nccl-tests do, and ``hpcdp tune``.
 - `compare` alternates allreduce with the floor and other libraries.
 - `cluster` makes hosts with slow links out of namespaces; `fabric` measures allreduce across them.
 - `gradients` does so for gradients through a Trainer: reduce and update.
@@ -18,8 +15,8 @@ How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that
   is what networks learn; `startup` times the import and the launch.
 - `gpu` is a script for a machine that has one; `on_gpu` is what it runs there: jobs of ranks, kernels, networks.
 - `run` is the suite; `reporting` holds what it measured against the targets, and writes ``benchmarks/RESULTS.md``.
-- `harness` is what they share: timings that alternate, facts about the machine, other libraries, jobs, files of
-  figures.
+- `harness` is what they share: other libraries, jobs, how programs begin and end. Timings that alternate, facts about
+  the machine and files of figures are those of `hpcdp.bench`.
 
 No benchmark fails because of time; a wrong result does fail it.
 """

@@ -12,11 +12,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..errors import check_name
-from ..launch.arguments import Parser
-from ..nn.models import MODELS
-from ..train.metrics import Record, read_metrics
-from ..train.runs.usual import SEQUENCE_MODELS
+from hpcdp.errors import check_name
+from hpcdp.launch.arguments import Parser
+from hpcdp.nn.models import MODELS
+from hpcdp.train.metrics import Record, read_metrics
+from hpcdp.train.runs.usual import SEQUENCE_MODELS
+
 from .harness import jobs, program
 
 ROWS = (

@@ -25,16 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from .. import checkpoint, comm
-from ..comm.agreement import on_rank_0
-from ..errors import ConfigError
-from ..launch.arguments import Parser, at_least
+from hpcdp import checkpoint, comm
+from hpcdp.bench.measure import format_size, median_ratio, parse_size
+from hpcdp.bench.results import check_writable, describe, write_json
+from hpcdp.comm.agreement import on_rank_0
+from hpcdp.errors import ConfigError
+from hpcdp.launch.arguments import Parser, at_least
+
 from .harness import program
-from .harness.files import check_writable, write_json
-from .harness.machine import describe
-from .harness.measure import median_ratio
 from .harness.peers import Gloo, gloo_or_reason
-from .harness.sizes import format_size, parse_size
 
 RAW, OURS, TORCH, DCP = "raw", "hpcdp", "torch.save", "torch DCP"
 COPY, SHARE = "one copy of the state", "one copy of this rank's part"

@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from .. import errors
-from ..errors import HpcdpError
-from ..kernels import cache_dir
+from hpcdp import errors
+from hpcdp.errors import HpcdpError
+from hpcdp.kernels import cache_dir
 
 SCRIPT = Path(__file__).resolve().with_name("cluster.sh")
 

@@ -20,27 +20,28 @@ from typing import Any
 
 import numpy as np
 
-from .. import comm
-from ..launch.arguments import at_least
-from .collective import ours
-from .floor import STAGED, Floor, limits_of, print_line_of
-from .gradients import GradientAllreduce
-from .harness import program
-from .harness.files import as_json, check_writable, write, write_json
-from .harness.machine import describe, pin_to_own_core
-from .harness.measure import (
+from hpcdp import comm
+from hpcdp.bench.collective import ours
+from hpcdp.bench.measure import (
     Candidate,
     FreshData,
     Schedule,
     alternate,
+    format_size,
     gather,
     median_ratio,
-    sweep_parser,
+    size_range,
     turn_medians,
     wrong,
 )
+from hpcdp.bench.results import as_json, check_writable, describe, pin_to_own_core, write, write_json
+from hpcdp.launch.arguments import at_least
+
+from .floor import STAGED, Floor, limits_of, print_line_of
+from .gradients import GradientAllreduce
+from .harness import program
 from .harness.peers import Gloo, check_python, gloo_or_reason, mpi_exchanges
-from .harness.sizes import format_size, size_range
+from .harness.program import sweep_parser
 from .reporting.verdicts import allreduce_rounds, best_peer_ratio, median_by_size
 from .run import Suite
 

@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from .. import comm
-from ..compression import CODECS, Compression, pays_below
-from ..errors import ConfigError, check_name
-from ..gradients.rail import node_nbytes
-from ..launch.arguments import Parser, at_least
-from ..launched import launched_ranks
+from hpcdp import comm
+from hpcdp.bench.measure import bus_factor, median_ratio
+from hpcdp.bench.results import as_json, check_writable, describe, write
+from hpcdp.compression import CODECS, Compression, pays_below
+from hpcdp.errors import ConfigError, check_name
+from hpcdp.gradients.rail import node_nbytes
+from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.launched import launched_ranks
+
 from .harness import program
-from .harness.files import as_json, check_writable, write
-from .harness.machine import describe
-from .harness.measure import bus_factor, median_ratio
 from .places import add_options, measure_models, measure_places, where
 from .steps import MODELS, Found, Model, Training
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from ..compression import CODECS, Compression
-from ..errors import ConfigError
-from ..launch.arguments import Parser, at_least
-from ..train.metrics import read_metrics
+from hpcdp.bench.results import as_json, check_writable, describe, write
+from hpcdp.compression import CODECS, Compression
+from hpcdp.errors import ConfigError
+from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.train.metrics import read_metrics
+
 from .harness import jobs, program
-from .harness.files import as_json, check_writable, write
-from .harness.machine import describe
 
 NONE = "none"
 _FORGETFUL = "feedback=0"

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from .. import comm, kernels
-from ..kernels import buffers
-from ..kernels.reference import conv as reference
-from ..kernels.reference.windows import output_size
-from ..launch.arguments import Parser, at_least
+from hpcdp import comm, kernels
+from hpcdp.bench.measure import Schedule, alternate, median_ratio, turn_medians
+from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.kernels import buffers
+from hpcdp.kernels.reference import conv as reference
+from hpcdp.kernels.reference.windows import output_size
+from hpcdp.launch.arguments import Parser, at_least
+
 from .harness import program
-from .harness.files import check_writable, write_json
-from .harness.machine import describe, pin_to_own_core
-from .harness.measure import Schedule, alternate, median_ratio, turn_medians
 from .kernels import Repeated, torch_or_reason
 
 _TOLERANCE = 2e-4

@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..engine import Engine
-from ..errors import HpcdpError
-from ..launch.arguments import Parser, at_least
+from hpcdp.bench.measure import median_ratio
+from hpcdp.bench.results import as_json, check_writable, describe, write
+from hpcdp.engine import Engine
+from hpcdp.errors import HpcdpError
+from hpcdp.launch.arguments import Parser, at_least
+
 from .harness import program
-from .harness.files import as_json, check_writable, write
-from .harness.machine import describe
-from .harness.measure import median_ratio
 
 TARGET_US = 10.0
 """What a push may cost, median."""

@@ -18,7 +18,6 @@ import re
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -26,94 +25,41 @@ from typing import Any
 
 import numpy as np
 
-from .. import comm
-from ..collectives import ALGORITHMS, allreduce
-from ..collectives.select import choose
-from ..comm.reductions import resolve
-from ..errors import ConfigError, UnsupportedError, check_name
-from ..launch.arguments import Parser, at_least
-from .cluster import Cluster, ClusterError, obstacle
-from .collective import ours
-from .harness import jobs, program
-from .harness.files import as_json, check_writable, write, write_json
-from .harness.machine import describe
-from .harness.measure import (
+from hpcdp import comm
+from hpcdp.bench.collective import ours
+from hpcdp.bench.measure import (
     Candidate,
     Exchange,
     FreshData,
     Schedule,
     alternate,
     bus_factor,
+    format_size,
     gather,
     median_ratio,
+    parse_size,
     turn_medians,
     wrong,
 )
+from hpcdp.bench.probe import link_rates, sleeping_barrier
+from hpcdp.bench.results import as_json, check_writable, describe, write, write_json
+from hpcdp.collectives import ALGORITHMS, allreduce
+from hpcdp.collectives.select import choose
+from hpcdp.comm.reductions import resolve
+from hpcdp.errors import ConfigError, UnsupportedError, check_name
+from hpcdp.launch.arguments import Parser, at_least
+
+from .cluster import Cluster, ClusterError, obstacle
+from .harness import jobs, program
 from .harness.peers import check_python, gloo_or_reason
-from .harness.sizes import format_size, parse_size
 
 PEER = "MPI"
 _SIZES = "4,64K,1M,4M,16M,64M"
 _ALGORITHMS = ",".join(["auto", *(name for name in ALGORITHMS["allreduce"] if name != "reference")])
-_LINK_NBYTES = 8 << 20
-_LINK_REPEATS = 5
 _TUNED_TO = 16 << 20
 _JOB_TIMEOUT_S = 600
 _MOST_HOSTS = 99
 _RATE = r"[0-9]+(\.[0-9]+)?[kmg]?(bit|bps)"  # of those that tc(8) knows, what cluster.sh takes
-_NAP_S = 0.0002
-
-
-def link_rates(world: comm.World, nbytes: int = _LINK_NBYTES) -> dict[str, float]:
-    """The rate of a link in MB/s, ``one_way`` and ``both_ways`` at once (each direction); every rank must call.
-
-    Medians over messages of ``nbytes`` between the first ranks of the first two nodes. The other ranks nap.
-    """
-    nodes = world.comm.allgather_json(world.node)
-    ends = [nodes.index(0), nodes.index(1)]
-    block, other = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
-    token = np.zeros(1, np.uint8)
-    rates = {}
-    for name, directions in (("one_way", (0,)), ("both_ways", (0, 1))):
-        taken_s = []
-        world.barrier()
-        if world.rank in ends:
-            me = ends.index(world.rank)
-            peer = ends[1 - me]
-            for _ in range(1 + _LINK_REPEATS):
-                _swap(world, token, peer)
-                begin = time.perf_counter()
-                requests = [world.comm.isend(block, peer)] if me in directions else []
-                requests += [world.comm.irecv(other, peer)] if 1 - me in directions else []
-                for request in requests:
-                    request.wait()
-                _swap(world, token, peer)
-                taken_s.append(time.perf_counter() - begin)
-        _nap_until_all_are_here(world)
-        rates[name] = world.comm.allgather_json(nbytes / float(np.median(taken_s[1:])) / 1e6 if taken_s else 0)[ends[0]]
-    return rates
-
-
-def _swap(world: comm.World, token: np.ndarray, peer: int) -> None:
-    sent = world.comm.isend(token, peer)
-    world.comm.irecv(np.empty_like(token), peer).wait()
-    sent.wait()
-
-
-def _nap_until_all_are_here(world: comm.World) -> None:
-    """A barrier whose waiting ranks leave the cores to those that are still at work."""
-    token = np.zeros(1, np.uint8)
-    if world.rank:
-        world.comm.isend(token, 0).wait()
-        answer = world.comm.irecv(token, 0)
-        while not answer.test():
-            time.sleep(_NAP_S)
-        return
-    for arrived in [world.comm.irecv(np.empty_like(token), rank) for rank in range(1, world.size)]:
-        while not arrived.test():
-            time.sleep(_NAP_S)
-    for rank in range(1, world.size):
-        world.comm.isend(token, rank).wait()
 
 
 def usable(world: comm.World, names: Sequence[str]) -> list[str]:
@@ -143,7 +89,7 @@ def measure(
     candidates: list[Candidate] = [Exchange(PEER, data, x, x, lambda: world.comm.native_allreduce(x, "sum"))]
     candidates += [ours(name, data, x, world, {"algorithm": name, "op": "sum"}) for name in names]
     candidates += [peer.exchange(data, x) for peer in peers]
-    found = gather(world, alternate(candidates, lambda: _nap_until_all_are_here(world), schedule))
+    found = gather(world, alternate(candidates, lambda: sleeping_barrier(world), schedule))
     taken = {name: turn_medians(ranks) for name, ranks in found.items()}
     auto = choose("allreduce", count * 4, x.dtype, resolve("allreduce", "sum", x.dtype), world)
     row: dict[str, Any] = {

@@ -8,26 +8,25 @@ is the floor that hpcdp's allreduce is compared with; a fifth one is for arrays 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .. import comm, kernels
-from ..errors import UnsupportedError
-from ..launch.arguments import Parser, at_least
+from hpcdp import comm, kernels
+from hpcdp.bench.measure import FreshData, Schedule, alternate, format_size, gather, size_range, timing, wrong
+from hpcdp.bench.probe import copy_rates
+from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.errors import UnsupportedError
+from hpcdp.launch.arguments import Parser, at_least
+
 from .harness import program
-from .harness.files import check_writable, write_json
-from .harness.machine import describe, pin_to_own_core
-from .harness.measure import FreshData, Schedule, alternate, gather, timing, wrong
-from .harness.sizes import format_size, size_range
 
 STAGED = 4
 """The pattern for arrays that are not in shared memory; the floor is the best of those before it."""
 
-_COPY_BYTES, _SHORT_ROUNDS = 256 << 20, 2000
+_SHORT_ROUNDS = 2000
 
 
 class Floor:
@@ -137,32 +136,10 @@ class BareExchange:
         return self.data.wrong(self.floor.result(self.pattern, self.count), iteration)
 
 
-def copy_rates(floor: Floor, nbytes: int = _COPY_BYTES, repeats: int = 5) -> dict[str, float]:
-    """GB/s copied (each byte counted once) from one private array to another: rank 0 alone, and all ranks at once.
-
-    Every rank must call.
-    """
-    source, target = np.ones(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
-    seconds: dict[str, list[float]] = {"one_core": [], "all_cores": []}
-    for _ in range(repeats):
-        for how, taking_part in (("one_core", floor.world.rank == 0), ("all_cores", True)):
-            floor.barrier()
-            begin = time.perf_counter()
-            if taking_part:
-                np.copyto(target, source)
-            seconds[how].append(time.perf_counter() - begin)
-            floor.barrier()
-    medians = floor.world.comm.allgather_json({how: float(np.median(taken)) for how, taken in seconds.items()})
-    return {
-        "one_core_gb_s": nbytes / medians[0]["one_core"] / 1e9,
-        "all_cores_gb_s": floor.world.size * nbytes / max(each["all_cores"] for each in medians) / 1e9,
-    }
-
-
 def limits_of(floor: Floor) -> dict[str, float]:
     """What bounds every exchange: `Floor.line_round_trip_ns` where there are two ranks, and `copy_rates`."""
     line = {"line_round_trip_ns": floor.line_round_trip_ns()} if floor.world.size > 1 else {}
-    return line | copy_rates(floor)
+    return line | copy_rates(floor.world)
 
 
 def sweep(world: comm.World, sizes: list[int], iterations: int, warmup: int) -> list[dict[str, Any]]:

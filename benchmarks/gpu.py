@@ -18,14 +18,15 @@ import importlib
 import time
 from typing import Any
 
-from ..comm import gpus
-from ..devices import gpu
-from ..errors import ConfigError
-from ..launch.arguments import Parser, at_least
-from ..launched import launched_ranks
+from hpcdp.bench.measure import parse_size
+from hpcdp.bench.results import as_json, check_writable, write
+from hpcdp.comm import gpus
+from hpcdp.devices import gpu
+from hpcdp.errors import ConfigError
+from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.launched import launched_ranks
+
 from .harness import program
-from .harness.files import as_json, check_writable, write
-from .harness.sizes import parse_size
 from .on_gpu import jobs as gpu_jobs
 from .on_gpu import report as gpu_report
 from .reporting.markdown import of_targets

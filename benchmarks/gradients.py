@@ -17,26 +17,27 @@ from typing import Any
 
 import numpy as np
 
-from .. import comm, optim
-from ..train.trainers.bucket_trainer import BucketTrainer
-from .floor import Floor, print_line_of
-from .harness import program
-from .harness.files import check_writable, write_json
-from .harness.machine import describe, pin_to_own_core
-from .harness.measure import (
+from hpcdp import comm, optim
+from hpcdp.bench.measure import (
     Candidate,
     FreshData,
     Schedule,
     alternate,
     count_wrong,
+    format_size,
     gather,
     median_ratio,
-    sweep_parser,
+    size_range,
     turn_medians,
     wrong,
 )
+from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.train.trainers.bucket_trainer import BucketTrainer
+
+from .floor import Floor, print_line_of
+from .harness import program
 from .harness.peers import Gloo, gloo_or_reason
-from .harness.sizes import format_size, size_range
+from .harness.program import sweep_parser
 
 OURS = "Trainer"
 _LR, _MOMENTUM = 0.01, 0.9

@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from .. import autograd, comm, nn
-from ..launch.arguments import Parser, at_least
-from ..nn.tokens import gelu
+from hpcdp import autograd, comm, nn
+from hpcdp.bench.measure import median_ratio
+from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.nn.tokens import gelu
+
 from . import whole_steps
 from .harness import program
 from .harness.calls import turn_by_turn
-from .harness.files import check_writable, write_json
-from .harness.machine import describe, pin_to_own_core
-from .harness.measure import median_ratio
 from .kernels import torch_or_reason
 
 _WIDTHS = (512, 256, 128, 2)

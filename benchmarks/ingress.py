@@ -18,18 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from .. import comm
-from ..errors import ConfigError
-from ..kvstore import serve
-from ..launch.arguments import Parser, at_least
-from ..launched import launched_rank
+from hpcdp import comm
+from hpcdp.bench.measure import format_size, parse_size
+from hpcdp.bench.output import check_drawable
+from hpcdp.bench.results import as_json, check_writable, describe, write, write_json
+from hpcdp.errors import ConfigError
+from hpcdp.kvstore import serve
+from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.launched import launched_rank
+
 from . import traffic
-from .bench.plot import check_drawable
 from .cluster import Cluster, ClusterError, obstacle
 from .harness import jobs, program
-from .harness.files import as_json, check_writable, write, write_json
-from .harness.machine import describe
-from .harness.sizes import format_size, parse_size
 
 _JOB_TIMEOUT_S = 300
 _MOST_HOSTS = 99

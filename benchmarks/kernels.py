@@ -19,17 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from .. import comm, kernels
-from ..kernels import buffers
-from ..kernels.reference import cast as reference_cast
-from ..kernels.reference import norms as reference_norms
-from ..kernels.reference import quantise as reference_quantise
-from ..kernels.reference import update as reference_update
+from hpcdp import comm, kernels
+from hpcdp.bench.measure import Schedule, alternate, format_size, median_ratio, size_range, turn_medians
+from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.kernels import buffers
+from hpcdp.kernels.reference import cast as reference_cast
+from hpcdp.kernels.reference import norms as reference_norms
+from hpcdp.kernels.reference import quantise as reference_quantise
+from hpcdp.kernels.reference import update as reference_update
+
 from .harness import program
-from .harness.files import check_writable, write_json
-from .harness.machine import describe, pin_to_own_core
-from .harness.measure import Schedule, alternate, median_ratio, sweep_parser, turn_medians
-from .harness.sizes import format_size, size_range
+from .harness.program import sweep_parser
 
 _THRESHOLD = 0.5
 _LAYERS = 50  # as ResNet-50's

@@ -27,26 +27,27 @@ from typing import Any
 
 import numpy as np
 
-from .. import collectives, comm, kvstore, optim
-from ..comm.communicator import bounds
-from .collective import ours
-from .floor import Floor, limits_of, print_line_of
-from .harness import program
-from .harness.files import check_writable, write_json
-from .harness.machine import describe, pin_to_own_core
-from .harness.measure import (
+from hpcdp import collectives, comm, kvstore, optim
+from hpcdp.bench.collective import ours
+from hpcdp.bench.measure import (
     Exchange,
     FreshData,
     Schedule,
     alternate,
     count_wrong,
+    format_size,
     gather,
     median_ratio,
-    sweep_parser,
+    size_range,
     turn_medians,
     wrong,
 )
-from .harness.sizes import format_size, size_range
+from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.comm.communicator import bounds
+
+from .floor import Floor, limits_of, print_line_of
+from .harness import program
+from .harness.program import sweep_parser
 
 IN_PLACE, APART = "in place", "to another array"
 RING, KEPT = "allreduce, ring", "allreduce, sum kept"

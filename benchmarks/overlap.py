@@ -20,10 +20,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..comm import World
-from ..errors import ConfigError, check_name
-from ..launch.arguments import Parser, at_least
-from ..launched import launched_ranks
+from hpcdp.comm import World
+from hpcdp.errors import ConfigError, check_name
+from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.launched import launched_ranks
+
 from .harness import program
 from .places import add_options, measure_models, measure_places, where
 from .steps import MODELS, measure

@@ -16,16 +16,16 @@ from functools import partial
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from .. import comm, nn, optim
-from ..comm import threads
-from ..errors import ConfigError
-from ..launch.arguments import Parser, at_least
-from ..parallel import SCHEDULES, Pipeline
-from ..train.trainers.trainer import Trainer
+from hpcdp import comm, nn, optim
+from hpcdp.bench.measure import largest_difference, median_ratio
+from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError
+from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.parallel import SCHEDULES, Pipeline
+from hpcdp.train.trainers.trainer import Trainer
+
 from .harness import program
-from .harness.files import check_writable, write_json
-from .harness.machine import describe, pin_to_own_core
-from .harness.measure import largest_difference, median_ratio
 
 _LAYERS_A_STAGE, _CLASSES, _NAP_S = 4, 10, 0.0005
 _LOSS_TOLERANCE = 1e-5

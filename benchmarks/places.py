@@ -13,14 +13,14 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
-from ..comm import World, init
-from ..errors import ConfigError
-from ..launch.arguments import at_least
+from hpcdp.bench.probe import link_rates
+from hpcdp.bench.results import as_json, check_writable, describe, write, write_json
+from hpcdp.comm import World, init
+from hpcdp.errors import ConfigError
+from hpcdp.launch.arguments import at_least
+
 from .cluster import Cluster, ClusterError, obstacle
-from .fabric import link_rates
 from .harness import jobs
-from .harness.files import as_json, check_writable, write, write_json
-from .harness.machine import describe
 
 _MOST_HOSTS = 99
 

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from ..launch.arguments import Parser, at_least
-from ..train.metrics import Record, read_metrics
-from ..train.runs.config import VIRTUAL_SHARDS
+from hpcdp.bench.results import as_json, check_writable, describe, write
+from hpcdp.errors import ConfigError
+from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.train.metrics import Record, read_metrics
+from hpcdp.train.runs.config import VIRTUAL_SHARDS
+
 from .harness import jobs, program
-from .harness.files import as_json, check_writable, write
-from .harness.machine import describe
 
 _JOB_TIMEOUT_S = 600
 _MEASURED = ("loss", "accuracy", "test_loss", "test_accuracy")

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from ..launch.arguments import Parser, at_least
+from hpcdp.bench.measure import format_size, parse_size
+from hpcdp.bench.results import as_json, check_writable, describe, write
+from hpcdp.errors import ConfigError
+from hpcdp.launch.arguments import Parser, at_least
+
 from .cluster import obstacle
 from .harness import jobs, program
-from .harness.files import as_json, check_writable, write
-from .harness.machine import describe
 from .harness.peers import check_python
-from .harness.sizes import format_size, parse_size
 from .on_gpu import report as gpu_report
 from .reporting.report import render
 

@@ -15,16 +15,16 @@ from collections.abc import Callable
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from .. import autograd, comm, nn, optim
-from ..collectives import allreduce
-from ..comm import threads
-from ..launch.arguments import Parser, at_least
-from ..parallel import ColumnDense, RowDense, split_world
-from ..train.trainers.trainer import Trainer
+from hpcdp import autograd, comm, nn, optim
+from hpcdp.bench.measure import largest_difference, median_ratio
+from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.collectives import allreduce
+from hpcdp.comm import threads
+from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.parallel import ColumnDense, RowDense, split_world
+from hpcdp.train.trainers.trainer import Trainer
+
 from .harness import program
-from .harness.files import check_writable, write_json
-from .harness.machine import describe, pin_to_own_core
-from .harness.measure import largest_difference, median_ratio
 from .pipeline import sleep_until_all_have_come
 
 _FEATURES, _CLASSES = 784, 10

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import LaunchError
-from ..launch.arguments import Parser, at_least
+from hpcdp.bench.results import as_json, check_writable, describe, write
+from hpcdp.errors import LaunchError
+from hpcdp.launch.arguments import Parser, at_least
+
 from .harness import program
-from .harness.files import as_json, check_writable, write
-from .harness.machine import describe
 
 _IMPORT = "import time; begin = time.perf_counter(); import hpcdp; print(time.perf_counter() - begin)"
 # The clock is the machine's, the same for all processes: a rank says when it knew the world.

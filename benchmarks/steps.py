@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import autograd, comm, nn, optim
-from ..gradients import EveryRank, Reducer, ShardOwner
-from ..gradients.buckets import MIB, Layout, Slot
-from ..gradients.critical_path import BucketCost, CriticalPath, critical_path
-from ..train.trainers.bucket_trainer import BucketTrainer
+from hpcdp import autograd, comm, nn, optim
+from hpcdp.gradients import EveryRank, Reducer, ShardOwner
+from hpcdp.gradients.buckets import MIB, Layout, Slot
+from hpcdp.gradients.critical_path import BucketCost, CriticalPath, critical_path
+from hpcdp.train.trainers.bucket_trainer import BucketTrainer
 
 OFF, ON, ALONE = "after backward", "overlapped", "alone"
 """The candidates."""

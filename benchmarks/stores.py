@@ -25,21 +25,21 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from .. import comm
-from ..autograd import Tensor
-from ..errors import ConfigError, check_name
-from ..launch.arguments import Parser, at_least
-from ..launched import launched_ranks
-from ..nn.functional import softmax_cross_entropy
-from ..train.evaluate import evaluate
-from ..train.fit import fit
-from ..train.runs import inputs
-from ..train.runs.config import TrainConfig
-from ..train.runs.run import make_loader, make_trainer
+from hpcdp import comm
+from hpcdp.autograd import Tensor
+from hpcdp.bench.measure import bus_factor
+from hpcdp.bench.results import as_json, check_writable, describe, write, write_json
+from hpcdp.errors import ConfigError, check_name
+from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.launched import launched_ranks
+from hpcdp.nn.functional import softmax_cross_entropy
+from hpcdp.train.evaluate import evaluate
+from hpcdp.train.fit import fit
+from hpcdp.train.runs import inputs
+from hpcdp.train.runs.config import TrainConfig
+from hpcdp.train.runs.run import make_loader, make_trainer
+
 from .harness import jobs, program
-from .harness.files import as_json, check_writable, write, write_json
-from .harness.machine import describe
-from .harness.measure import bus_factor
 
 _ASYNC = {"kv_store": "dist_async", "lr": 0.03}
 """At the 0.05 of the others a run has diverged: late gradients bear less."""

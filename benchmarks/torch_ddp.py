@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import comm
-from ..errors import check_name
-from ..launch.arguments import Parser, at_least
-from ..launched import launched_ranks
+from hpcdp import comm
+from hpcdp.bench.measure import largest_difference, median_ratio
+from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.errors import check_name
+from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.launched import launched_ranks
+
 from .harness import program
-from .harness.files import check_writable, write_json
-from .harness.machine import describe, pin_to_own_core
-from .harness.measure import largest_difference, median_ratio
 from .harness.peers import Gloo, require_torch
 from .harness.torch_models import CLASSES, CONTEXT, MODELS, VOCABULARY, Model, training_step
 from .places import add_options, measure_places, where

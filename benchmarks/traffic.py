@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import comm, kvstore, optim
-from ..kvstore.arguments import Key
-from .fabric import link_rates
-from .harness.measure import FreshData, count_wrong, median_ratio
+from hpcdp import comm, kvstore, optim
+from hpcdp.bench.measure import FreshData, count_wrong, median_ratio
+from hpcdp.bench.probe import link_rates
+from hpcdp.kvstore.arguments import Key
 
 KEY_NBYTES = 1 << 20
 BOTH_WAYS = "push all, then pull all"

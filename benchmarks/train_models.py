@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from .. import comm, nn, optim
-from ..errors import ConfigError
-from ..launch.arguments import Parser, at_least
-from ..train.trainers.trainer import Trainer
+from hpcdp import comm, nn, optim
+from hpcdp.bench.measure import median_ratio
+from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.errors import ConfigError
+from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.train.trainers.trainer import Trainer
+
 from .harness import program
-from .harness.files import check_writable, write_json
-from .harness.machine import describe, pin_to_own_core
-from .harness.measure import median_ratio
 from .harness.torch_models import MODELS as TORCH_MODELS
 from .harness.torch_models import training_step
 from .train_lenet import step_of, turns_of

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import comm, kernels, nn, optim
-from ..train import TrainStep
-from ..train.trainers.trainer import Trainer
+from hpcdp import comm, kernels, nn, optim
+from hpcdp.bench.measure import median_ratio
+from hpcdp.train import TrainStep
+from hpcdp.train.trainers.trainer import Trainer
+
 from .harness.calls import turn_by_turn
-from .harness.measure import median_ratio
 from .harness.torch_models import MODELS, training_step
 
 BARE, PYTHON, PLAN, TORCH = "bare", "as written", "plan", "PyTorch"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .measure import Schedule, alternate, turn_medians
+from hpcdp.bench.measure import Schedule, alternate, turn_medians
 
 _TURN_S = 2e-3
 

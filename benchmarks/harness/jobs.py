@@ -8,8 +8,8 @@ import re
 import subprocess
 from collections.abc import Sequence
 
-from ...errors import LaunchError
-from ...launch.orphans import bound
+from hpcdp.errors import LaunchError
+from hpcdp.launch.orphans import bound
 
 ENDED = 124
 """The status of a job that has taken too long, as of timeout(1)."""

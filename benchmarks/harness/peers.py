@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ... import comm
-from ...errors import ConfigError
-from .measure import Exchange, FreshData
+from hpcdp import comm
+from hpcdp.bench.measure import Exchange, FreshData
+from hpcdp.errors import ConfigError
 
 
 class Gloo:

@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from ... import comm, nn, optim
-from ...arrays import Array, to_host
-from ...comm import gpus
-from ...kernels.cuda import cudnn_conv
-from ...launch.arguments import Parser, at_least
-from ...train import TrainStep
-from ...train.trainers.trainer import Trainer
+from hpcdp import comm, nn, optim
+from hpcdp.arrays import Array, to_host
+from hpcdp.bench.measure import parse_size
+from hpcdp.bench.results import check_writable, describe, write_json
+from hpcdp.comm import gpus
+from hpcdp.kernels.cuda import cudnn_conv
+from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.train import TrainStep
+from hpcdp.train.trainers.trainer import Trainer
+
 from ..harness import program
-from ..harness.files import check_writable, write_json
-from ..harness.machine import describe
-from ..harness.sizes import parse_size
 from ..train_lenet import step_of
 from . import torch as gpu_torch
 from .kernels import Case, cases

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...launch.orphans import adopt, bound, end_orphans
+from hpcdp.launch.orphans import adopt, bound, end_orphans
 
 _JOB_S, _ENDING_S = 90.0, 10.0
 """How long a job may take, and how long its end when it is told to."""

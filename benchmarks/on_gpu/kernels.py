@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ... import kernels
-from ...arrays import Array, to_host
-from ...kernels.reference.compress import num_blocks
-from ...kernels.reference.reduce import SUM
+from hpcdp import kernels
+from hpcdp.arrays import Array, to_host
+from hpcdp.kernels.reference.compress import num_blocks
+from hpcdp.kernels.reference.reduce import SUM
+
 from ..kernels import UPDATES
 
 _CHANNELS, _SIDE, _CLASSES, _FEATURES = 64, 32, 1000, 256

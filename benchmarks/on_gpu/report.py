@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...devices import cuda_release
-from ..harness.machine import software
+from hpcdp.bench.results import software
+from hpcdp.devices import cuda_release
+
 from ..reporting.markdown import table
 from ..reporting.verdicts import Verdict
 from . import jobs as gpu_jobs

@@ -16,25 +16,24 @@ from typing import Any
 
 import numpy as np
 
-from ... import comm, nn, optim
-from ...arrays import Array, to_host
-from ...collectives.progress import Steps, drive
-from ...comm import World, node_groups
-from ...comm.cuda_ipc import CudaIpc
-from ...comm.nccl import Nccl
-from ...comm.node_rows import NodeRows, RowSize, lone_rows
-from ...comm.ways import offers, own_offer
-from ...errors import DeviceError
-from ...gradients.staging import Staging
-from ...launch.arguments import Parser
-from ...streams import Streams
-from ...train import TrainStep
-from ...train.trainers.trainer import Trainer
+from hpcdp import comm, nn, optim
+from hpcdp.arrays import Array, to_host
+from hpcdp.bench.measure import FreshData, parse_size
+from hpcdp.bench.results import check_writable, describe, write_json
+from hpcdp.collectives.progress import Steps, drive
+from hpcdp.comm import World, node_groups
+from hpcdp.comm.cuda_ipc import CudaIpc
+from hpcdp.comm.nccl import Nccl
+from hpcdp.comm.node_rows import NodeRows, RowSize, lone_rows
+from hpcdp.comm.ways import offers, own_offer
+from hpcdp.errors import DeviceError
+from hpcdp.gradients.staging import Staging
+from hpcdp.launch.arguments import Parser
+from hpcdp.streams import Streams
+from hpcdp.train import TrainStep
+from hpcdp.train.trainers.trainer import Trainer
+
 from ..harness import program
-from ..harness.files import check_writable, write_json
-from ..harness.machine import describe
-from ..harness.measure import FreshData
-from ..harness.sizes import parse_size
 
 _TURNS, _BATCH, _WIDTH = 7, 256, 2048
 _ROUNDS, _STEPS = 6, 3

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..harness.machine import software
-from ..harness.sizes import format_size
+from hpcdp.bench.measure import format_size
+from hpcdp.bench.results import software
+
 from ..on_gpu import report as gpu_report
 from .markdown import of_targets, table
 from .verdicts import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..harness.sizes import format_size
+from hpcdp.bench.measure import format_size
 
 _KB, _MB = 1 << 10, 1 << 20
 _OURS = ("hpcdp buckets", "hpcdp any array")

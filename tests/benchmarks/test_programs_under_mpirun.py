@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import hpcdp
-from hpcdp.benchmarks import floor
-from hpcdp.benchmarks.bench import command
+from hpcdp.bench import command, probe
 from hpcdp.launched import launched_ranks
 
 pytestmark = pytest.mark.mpi
@@ -24,8 +23,8 @@ SIZES = ("-m", "4:4K", "--factor", "32", *QUICK)
 LENET = ("--batch", "4", "--turns", "2", "--seconds", "0.02")
 FRAMEWORKS = ["hpcdp", *(["torch"] if importlib.util.find_spec("torch") else [])]
 PROGRAMS: dict[str, tuple[str, ...]] = {
-    "allreduce": ("bench.command", "allreduce", "-m", "4:4K", *QUICK, "--plot", "curve.png"),
-    "bandwidth": ("bench.command", "bandwidth", "-m", "4:4K", *QUICK),
+    "allreduce": ("hpcdp.bench.command", "allreduce", "-m", "4:4K", *QUICK, "--plot", "curve.png"),
+    "bandwidth": ("hpcdp.bench.command", "bandwidth", "-m", "4:4K", *QUICK),
     "compare": ("compare", *SIZES),
     "floor": ("floor", "-m", "4:4K", *QUICK),
     "kvstore": ("kvstore", *SIZES),
@@ -40,7 +39,7 @@ Run = Callable[[str], Found]
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The machine's limits need not be exact, and the tests that follow have all cores."""
     monkeypatch.setattr(command, "LIMIT_NBYTES", 1 << 16)
-    monkeypatch.setattr(floor.copy_rates, "__defaults__", (1 << 16, 1))
+    monkeypatch.setattr(probe.copy_rates, "__defaults__", (1 << 16, 1))
     cores = os.sched_getaffinity(0)
     yield
     os.sched_setaffinity(0, cores)
@@ -61,7 +60,12 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 
     def run(name: str) -> Found:
         module, *given = PROGRAMS[name]
-        assert importlib.import_module(f"hpcdp.benchmarks.{module}").main([*given, "--json", "report.json"]) == 0
+        assert (
+            importlib.import_module(module if "." in module else f"hpcdp.benchmarks.{module}").main(
+                [*given, "--json", "report.json"]
+            )
+            == 0
+        )
         printed = world.comm.allgather_json(capsys.readouterr().out)
         assert printed[1] == ""
         return json.loads((folder / "report.json").read_text()), printed[0]

@@ -6,29 +6,29 @@ import numpy as np
 import pytest
 
 from hpcdp.arrays import dtype_of
-from hpcdp.benchmarks.harness import measure, sizes
-from hpcdp.benchmarks.harness.measure import FreshData, Schedule, Series
+from hpcdp.bench import measure
+from hpcdp.bench.measure import FreshData, Schedule, Series
 from hpcdp.errors import ConfigError
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [("4", 4), ("64K", 65536), ("16m", 16 << 20), ("1G", 1 << 30)])
 def test_sizes_are_binary(text: str, nbytes: int) -> None:
-    assert sizes.parse_size(text) == nbytes
-    assert sizes.parse_size(sizes.format_size(nbytes)) == nbytes
+    assert measure.parse_size(text) == nbytes
+    assert measure.parse_size(measure.format_size(nbytes)) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "K", "4X", "-4", "1.5M", "4²"])
 def test_a_wrong_size_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="64K"):
-        sizes.parse_size(text)
+        measure.parse_size(text)
 
 
 def test_size_range_ends_at_its_maximum() -> None:
-    assert sizes.size_range("4:64") == [4, 8, 16, 32, 64]
-    assert sizes.size_range("1K:1M", 32) == [1 << 10, 1 << 15, 1 << 20]
+    assert measure.size_range("4:64") == [4, 8, 16, 32, 64]
+    assert measure.size_range("1K:1M", 32) == [1 << 10, 1 << 15, 1 << 20]
     for text, says in {"64": "MIN:MAX", "0:4": "1 byte or more, got '0'", "8:4": "MIN:MAX"}.items():
         with pytest.raises(ConfigError, match=says):
-            sizes.size_range(text)
+            measure.size_range(text)
 
 
 def test_bus_factor_is_that_of_nccl_tests() -> None:

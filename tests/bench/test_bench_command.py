@@ -14,10 +14,8 @@ import pytest
 
 from hpcdp import collectives
 from hpcdp.arrays import dtype_of
-from hpcdp.benchmarks import collective, fabric, point_to_point
-from hpcdp.benchmarks.bench import command, options, prediction
-from hpcdp.benchmarks.harness import measure
-from hpcdp.benchmarks.harness.measure import Series
+from hpcdp.bench import collective, command, measure, point_to_point, probe
+from hpcdp.bench.measure import Series
 from hpcdp.collectives import cost
 from hpcdp.collectives.algorithms import Algorithm
 from hpcdp.collectives.links import ETHERNET, FABRIC, Link, Topology
@@ -26,12 +24,12 @@ from hpcdp.comm import World, threads
 from hpcdp.errors import ConfigError
 
 QUICK = ("-i", "3", "-x", "1")
-BLOCKING = [name for name in options.COLLECTIVES if name != "iallreduce"]
+BLOCKING = [name for name in command.COLLECTIVES if name != "iallreduce"]
 
 
 @pytest.fixture(autouse=True)
 def _short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prediction.probe, "_SIZES", (4 << 10, 1 << 20))
+    monkeypatch.setattr(probe, "_SIZES", (4 << 10, 1 << 20))
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +39,7 @@ def _no_tuning_table(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
 
 def bench(ranks: int, *arguments: str) -> list[int]:
     """The exit status of every rank."""
-    settings = options.parse([*arguments, *QUICK])
+    settings = command.parse([*arguments, *QUICK])
     return threads.run(ranks, lambda world: command.run(settings, world))
 
 
@@ -76,7 +74,7 @@ def test_osu_columns(name: str, given: list[str], capsys: pytest.CaptureFixture[
     assert lines[1] == f"# OSU MPI {OSU_TITLES[name]} Test v7.4"
     assert re.fullmatch(r"# hpcdp [\d.]+ has measured, and prints as OSU Micro-Benchmarks 7\.4 do\.", lines[2])
     assert ("# [ pairs: 2 ] [ window size: 64 ]" in lines) == (name == "multi_pair")
-    assert f"# Datatype: {'MPI_CHAR' if name in options.PAIRS else 'MPI_FLOAT'}." in lines
+    assert f"# Datatype: {'MPI_CHAR' if name in command.PAIRS else 'MPI_FLOAT'}." in lines
     assert all(line.startswith("#") or not line for line in lines[1:-2])
     heading = OSU_COLUMNS[name] + ("        Validation" if given else "")
     assert lines[-3] == heading
@@ -107,8 +105,8 @@ def test_osu_full_columns(capsys: pytest.CaptureFixture[str]) -> None:
 def test_predictions_stand_behind_osu_s_columns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prediction.tuning, "crowded", lambda world: "")
-    monkeypatch.setattr(prediction.probe, "probe", lambda world: ETHERNET)
+    monkeypatch.setattr(probe.tuning, "crowded", lambda world: "")
+    monkeypatch.setattr(probe, "probe", lambda world: ETHERNET)
     bench(2, "allreduce", "-m", "64:64", "-f", "-c", "--predict")
     *_, heading, line = capsys.readouterr().out.splitlines()
     assert heading.endswith("  Iterations        Validation     Predicted(us)") and len(line) == len(heading)
@@ -118,13 +116,13 @@ def test_options_have_osu_s_names() -> None:
     long = "--message-size 4:64 --iterations 5 --warmup 2 --full --validation --type mpi_int --accelerator cpu"
     given = f"reduce {long} --window-size 3 --num-test-calls 7 --mem-limit 32 --root-rank 1 --in-place"
     short = "reduce -m 4:64 -i 5 -x 2 -f -c -T mpi_int -d cpu -W 3 -t 7 -M 32 -k 1 -l"
-    settings = options.parse(given.split())
-    assert settings == options.parse(short.split())
+    settings = command.parse(given.split())
+    assert settings == command.parse(short.split())
     assert settings.sizes == (4, 8, 16, 32) and settings.root == 1
     assert (settings.iterations, settings.warmup, settings.window, settings.tests) == (5, 2, 3, 7)
 
 
-@pytest.mark.parametrize("name", options.ROOTED)
+@pytest.mark.parametrize("name", command.ROOTED)
 def test_any_rank_may_be_the_root(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(3, name, "-m", "64:64", "-k", "2") == [0] * 3
     assert ", root: 2" in capsys.readouterr().out
@@ -189,7 +187,7 @@ def _forgetful(name: str) -> Algorithm:
     return replace(right, blocking=blocking)
 
 
-@pytest.mark.parametrize("style", options.STYLES)
+@pytest.mark.parametrize("style", command.STYLES)
 @pytest.mark.parametrize("name", BLOCKING)
 def test_a_wrong_algorithm_fails(
     name: str, style: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -211,7 +209,7 @@ def test_a_nonblocking_one_that_is_not_waited_for_fails(monkeypatch: pytest.Monk
     assert bench(2, "iallreduce", "-m", "64:64") == [1, 1]
 
 
-@pytest.mark.parametrize("name", options.PAIRS)
+@pytest.mark.parametrize("name", command.PAIRS)
 def test_lost_messages_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = point_to_point.own_messages
 
@@ -239,8 +237,8 @@ def test_bandwidth_of_both_ways_is_that_of_the_slower_end(monkeypatch: pytest.Mo
 
 
 def test_the_limit_of_a_plot_is_a_link_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = options.parse(["allreduce", "--plot", "curve.png"])
-    monkeypatch.setattr(fabric, "_LINK_REPEATS", 1)
+    settings = command.parse(["allreduce", "--plot", "curve.png"])
+    monkeypatch.setattr(probe, "_LINK_REPEATS", 1)
 
     def rank(world: World) -> bool:
         name, rate = command._limit(settings, world)
@@ -259,7 +257,7 @@ def test_ranks_without_a_partner_wait(ranks: int, capsys: pytest.CaptureFixture[
 def test_a_file_that_fails_is_told_and_the_others_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "LIMIT_NBYTES", 1 << 20)
     report, plot = tmp_path / "result.json", tmp_path / "curve.png"
-    settings = options.parse(
+    settings = command.parse(
         ["allreduce", "-m", "4:16", *QUICK, "--csv", "/dev/full", "--json", str(report), "--plot", str(plot)]
     )
 
@@ -315,7 +313,7 @@ def test_a_plot_compares_turn_by_turn(name: str, turns: int, tmp_path: Path, mon
     monkeypatch.setattr(point_to_point, "alternate", seen)
     report = tmp_path / "report.json"
     given = [name, "-m", "4K:16K", "--factor", "4", "-i", str(turns), "-x", "1", "--json", str(report)]
-    settings = options.parse([*given, "--plot", str(tmp_path / "curve.png")])
+    settings = command.parse([*given, "--plot", str(tmp_path / "curve.png")])
     assert threads.run(2, lambda world: command.run(settings, world)) == [0, 0]
     assert together == [2] * (8 if name == "iallreduce" else 4)  # alone, and beside computing
     for row in json.loads(report.read_text())["rows"]:
@@ -323,13 +321,13 @@ def test_a_plot_compares_turn_by_turn(name: str, turns: int, tmp_path: Path, mon
         assert row["wrong"] == row["library"]["wrong"] == 0
 
 
-@pytest.mark.parametrize("name", options.BENCHMARKS)
+@pytest.mark.parametrize("name", command.BENCHMARKS)
 def test_predictions_stand_beside(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prediction.tuning, "crowded", lambda world: "")
+    monkeypatch.setattr(probe.tuning, "crowded", lambda world: "")
     if name not in ("latency", "allreduce"):  # one of messages and one collective measure links, as all would
-        monkeypatch.setattr(prediction.probe, "probe", lambda world: ETHERNET)
+        monkeypatch.setattr(probe, "probe", lambda world: ETHERNET)
     report = tmp_path / "report.json"
     assert bench(2, name, "-m", "4K:1M", "--factor", "256", "--predict", "--json", str(report)) == [0] * 2
     lines = capsys.readouterr().out.splitlines()
@@ -362,14 +360,14 @@ def test_ranks_that_share_cores_get_no_prediction(
 
 
 def test_predictions_are_those_of_the_model_and_the_chosen_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prediction.tuning, "crowded", lambda world: "")
-    monkeypatch.setattr(prediction.probe, "probe", lambda world: FABRIC)
+    monkeypatch.setattr(probe.tuning, "crowded", lambda world: "")
+    monkeypatch.setattr(probe, "probe", lambda world: FABRIC)
 
     def rank(world: World) -> dict[str, float]:
         found = {}
         for algorithm in ("auto", "shared", "ring"):
-            settings = options.parse(["allreduce", "-m", "1M:1M", "--algorithm", algorithm])
-            predicted, _ = prediction.predictor(settings, world)
+            settings = command.parse(["allreduce", "-m", "1M:1M", "--algorithm", algorithm])
+            predicted, _ = probe.predictor(settings, world)
             assert predicted is not None
             found |= {algorithm: predicted({"nbytes": 1 << 20, "total_nbytes": 1 << 20})["predicted_us"]}
         return found
@@ -382,13 +380,13 @@ def test_predictions_are_those_of_the_model_and_the_chosen_algorithm(monkeypatch
 
 def test_predictions_of_messages_are_those_of_the_link_between_the_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     links = {"inside": Link(1e-6, 2e-10, 1e-10), "across": Link(20e-6, 1e-9, 1e-9)}
-    monkeypatch.setattr(prediction.tuning, "crowded", lambda world: "")
-    monkeypatch.setattr(prediction.probe, "probe", lambda world: replace(ETHERNET, call_s=4e-6, **links))
+    monkeypatch.setattr(probe.tuning, "crowded", lambda world: "")
+    monkeypatch.setattr(probe, "probe", lambda world: replace(ETHERNET, call_s=4e-6, **links))
 
     def rank(world: World) -> list[float]:
         found = []
         for name in ("latency", "bandwidth", "bibandwidth", "multi_pair"):
-            predicted, _ = prediction.predictor(options.parse([name, "-W", "1000000"]), world)
+            predicted, _ = probe.predictor(command.parse([name, "-W", "1000000"]), world)
             assert predicted is not None
             found += predicted({"nbytes": 10**6}).values()
         return found
@@ -407,13 +405,13 @@ def test_predictions_of_messages_are_those_of_the_link_between_the_pairs(monkeyp
     ],
 )
 def test_sizes_as_osu_takes_them(given: str, sizes: list[int]) -> None:
-    assert list(options.parse(["allreduce", "-m", given]).sizes) == sizes
+    assert list(command.parse(["allreduce", "-m", given]).sizes) == sizes
 
 
 def test_dtypes_as_osu_names_them() -> None:
-    assert options.parse(["latency"]).dtype == "int8"
-    assert options.parse(["allreduce"]).dtype == "float32"
-    assert options.parse(["allreduce", "-T", "mpi_int"]).dtype == "int32"
+    assert command.parse(["latency"]).dtype == "int8"
+    assert command.parse(["allreduce"]).dtype == "float32"
+    assert command.parse(["allreduce", "-T", "mpi_int"]).dtype == "int32"
 
 
 @pytest.mark.parametrize(
@@ -458,7 +456,7 @@ def test_dtypes_as_osu_names_them() -> None:
 def test_misuse_is_told_on_every_rank(ranks: int, given: list[str], says: str) -> None:
     def rank(world: World) -> str:
         with pytest.raises(ConfigError) as caught:
-            command.run(options.parse(given), world)
+            command.run(command.parse(given), world)
         return str(caught.value)
 
     for said in threads.run(ranks, rank):
@@ -469,7 +467,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backends", None)
-    settings = options.parse(["allreduce", "-m", "4:4", "--plot", str(tmp_path / "curve.png")])
+    settings = command.parse(["allreduce", "-m", "4:4", "--plot", str(tmp_path / "curve.png")])
 
     def rank(world: World) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -484,13 +482,13 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
 def test_each_file_is_one_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
     with pytest.raises(ConfigError, match="a file of its own for each of --csv, --json and --plot, got the same one"):
-        options.parse(["allreduce", "--csv", str(tmp_path / "file"), "--json", str(tmp_path / "link")])
-    assert options.parse(["allreduce", "--csv", "/dev/null", "--json", "/dev/null"]).files == ["/dev/null"] * 2
+        command.parse(["allreduce", "--csv", str(tmp_path / "file"), "--json", str(tmp_path / "link")])
+    assert command.parse(["allreduce", "--csv", "/dev/null", "--json", "/dev/null"]).files == ["/dev/null"] * 2
 
 
 @pytest.mark.parametrize("given", [["--op", "mean"], ["-T", "bfloat16"]])
 def test_a_nonblocking_peer_that_reduces_in_its_own_way(given: list[str], tmp_path: Path) -> None:
-    settings = options.parse(["iallreduce", "-m", "64:64", *given, *QUICK])
+    settings = command.parse(["iallreduce", "-m", "64:64", *given, *QUICK])
 
     def rank(world: World) -> dict[str, Any]:
         how = collective.Sweep("iallreduce", dtype_of(settings.dtype), settings.op, iterations=3, warmup=1)

@@ -1,8 +1,7 @@
-"""Fresh data, alternating timings and what is computed from them."""
+"""Fresh data, alternating timings, what is computed from them, and sizes in bytes as text."""
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,10 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...arrays import BFLOAT16, is_float, is_half
-from ...comm import World
-from ...launch.arguments import Parser, at_least
+from ..arrays import BFLOAT16, is_float, is_half
+from ..comm import World
+from ..errors import ConfigError
 
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # A prime, so that a segment that ends at the wrong place never looks right.
 _PERIOD = 8191
 _BFLOAT16_EPS = 2.0**-7
@@ -255,18 +255,42 @@ def wrong(ranks: Sequence[Series]) -> int:
     return sum(each.wrong for each in ranks)
 
 
-def sweep_parser(
-    name: str, description: str | None, sizes: str, size_help: str, warmup: int, factor: int = 4
-) -> argparse.ArgumentParser:
-    """The flags of a comparison over sizes: OSU's -m, -i and -x, the factor between sizes, a file for the figures."""
-    parser = Parser(prog=f"python -m hpcdp.benchmarks.{name}", description=description)
-    parser.add_argument("-m", dest="sizes", default=sizes, metavar="MIN:MAX", help=f"{size_help} ({sizes})")
-    parser.add_argument(
-        "--factor", type=int, default=factor, metavar="N", help=f"each size is N times the one before ({factor})"
-    )
-    parser.add_argument("-i", dest="iterations", type=at_least(1), default=100, metavar="N", help="timings (100)")
-    parser.add_argument(
-        "-x", dest="warmup", type=at_least(0), default=warmup, metavar="N", help=f"untimed calls before ({warmup})"
-    )
-    parser.add_argument("--json", metavar="FILE", help="the figures, and the machine they were measured on")
-    return parser
+def parse_size(text: str) -> int:
+    """Bytes of ``"4"``, ``"64K"``, ``"16M"`` or ``"1G"`` (binary units, as OSU's and nccl-tests' flags have them).
+
+    Raises:
+        ConfigError: the text is none of these, or 0.
+    """
+    digits, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    if not digits.isdecimal() or unit not in _UNITS:
+        raise ConfigError("size", expected="a number with K, M or G, e.g. 64K", got=repr(text))
+    if int(digits) == 0:
+        raise ConfigError("size", expected="1 byte or more", got=repr(text))
+    return int(digits) * _UNITS[unit]
+
+
+def format_size(nbytes: int) -> str:
+    """The shortest of ``4``, ``64K``, ``16M``, ``1G``."""
+    for unit in ("G", "M", "K"):
+        if nbytes >= _UNITS[unit] and nbytes % _UNITS[unit] == 0:
+            return f"{nbytes // _UNITS[unit]}{unit}"
+    return str(nbytes)
+
+
+def size_range(text: str, factor: int = 2) -> list[int]:
+    """The sizes in bytes of ``"min:max"``, each ``factor`` times the one before.
+
+    Raises:
+        ConfigError: not ``min:max``, the minimum is zero or above the maximum, or the factor is below 2.
+    """
+    if factor < 2:
+        raise ConfigError("size factor", expected="2 or more", got=factor)
+    low, separator, high = text.partition(":")
+    sizes = []
+    size, last = (parse_size(low), parse_size(high)) if separator else (0, 0)
+    while 0 < size <= last:
+        sizes.append(size)
+        size *= factor
+    if not sizes:
+        raise ConfigError("size range", expected="MIN:MAX with 0 < MIN <= MAX, e.g. 4:64M", got=repr(text))
+    return sizes

@@ -1,4 +1,4 @@
-"""What the cost model needs to know of a machine: latency and rates of its links and cores, measured between ranks.
+"""Measurements of links and cores for the cost model, and what the model predicts from them for a benchmark.
 
 Rates in a node are measured at some sizes, since MPI libraries send long messages in another way and caches are small.
 """
@@ -6,19 +6,21 @@ Rates in a node are measured at some sizes, since MPI libraries send long messag
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ...collectives import allreduce
-from ...collectives.links import ETHERNET, Link, Machine, Rates
-from ...collectives.progress import LANES, Steps, Together
-from ...comm import World
-from ...comm.shared import Gate
-from ...errors import HpcdpError
-from ..harness.measure import FreshData
+from ..collectives import allreduce, cost, select, tuning
+from ..collectives.links import ETHERNET, Link, Machine, Rates
+from ..collectives.progress import LANES, Steps, Together
+from ..comm import World
+from ..comm.reductions import resolve
+from ..comm.shared import Gate
+from ..errors import HpcdpError
+from .command import PAIRS, REDUCING, Settings
+from .measure import FreshData
 
 _TRIES = 5
 _SHORT_NBYTES, _LONG_NBYTES, _STAGED_NBYTES = 4, 1 << 20, 256 << 10
@@ -26,6 +28,10 @@ _FAR_NBYTES = 4 << 20  # networks let short bursts pass faster than their rate
 _SIZES = (4 << 10, 64 << 10, _LONG_NBYTES, 4 << 20, 16 << 20, 64 << 20)
 _NODE_NBYTES = 512 << 20  # of all arrays of a size in a node: many ranks have smaller ones
 _TOKEN, _DATA = 1, 2  # tags
+_LINK_NBYTES, _LINK_REPEATS, _NAP_S = 8 << 20, 5, 0.0002
+_COPIED_NBYTES = 256 << 20  # more than caches hold
+
+Row = dict[str, Any]
 
 
 def probe(world: World) -> Machine:
@@ -252,3 +258,152 @@ def _machines_s(world: World, peer: int) -> float:
 
 def _slowest(world: World, seconds: float) -> float:
     return float(max(world.comm.allgather_json(seconds)))
+
+
+def copy_rates(world: World, nbytes: int = _COPIED_NBYTES, repeats: int = 5) -> dict[str, float]:
+    """GB/s copied (each byte counted once) from one private array to another: rank 0 alone, and all ranks at once.
+
+    Every rank must call.
+    """
+    source, target = np.ones(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
+    seconds: dict[str, list[float]] = {"one_core": [], "all_cores": []}
+    for _ in range(repeats):
+        for how, taking_part in (("one_core", world.rank == 0), ("all_cores", True)):
+            world.comm.barrier()
+            begin = time.perf_counter()
+            if taking_part:
+                np.copyto(target, source)
+            seconds[how].append(time.perf_counter() - begin)
+            world.comm.barrier()
+    medians = world.comm.allgather_json({how: float(np.median(taken)) for how, taken in seconds.items()})
+    return {
+        "one_core_gb_s": nbytes / medians[0]["one_core"] / 1e9,
+        "all_cores_gb_s": world.size * nbytes / max(each["all_cores"] for each in medians) / 1e9,
+    }
+
+
+def link_rates(world: World, nbytes: int = _LINK_NBYTES) -> dict[str, float]:
+    """The rate of a link in MB/s, ``one_way`` and ``both_ways`` at once (each direction); every rank must call.
+
+    Medians over messages of ``nbytes`` between the first ranks of the first two nodes. The other ranks nap.
+    """
+    nodes = world.comm.allgather_json(world.node)
+    ends = [nodes.index(0), nodes.index(1)]
+    block, other = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+    token = np.zeros(1, np.uint8)
+    rates = {}
+    for name, directions in (("one_way", (0,)), ("both_ways", (0, 1))):
+        taken_s = []
+        world.barrier()
+        if world.rank in ends:
+            me = ends.index(world.rank)
+            peer = ends[1 - me]
+            for _ in range(1 + _LINK_REPEATS):
+                _swap(world, token, peer)
+                begin = time.perf_counter()
+                requests = [world.comm.isend(block, peer)] if me in directions else []
+                requests += [world.comm.irecv(other, peer)] if 1 - me in directions else []
+                for request in requests:
+                    request.wait()
+                _swap(world, token, peer)
+                taken_s.append(time.perf_counter() - begin)
+        sleeping_barrier(world)
+        rates[name] = world.comm.allgather_json(nbytes / float(np.median(taken_s[1:])) / 1e6 if taken_s else 0)[ends[0]]
+    return rates
+
+
+def _swap(world: World, token: np.ndarray, peer: int) -> None:
+    sent = world.comm.isend(token, peer)
+    world.comm.irecv(np.empty_like(token), peer).wait()
+    sent.wait()
+
+
+def sleeping_barrier(world: World) -> None:
+    """A barrier whose waiting ranks leave the cores to those that are still at work."""
+    token = np.zeros(1, np.uint8)
+    if world.rank:
+        world.comm.isend(token, 0).wait()
+        answer = world.comm.irecv(token, 0)
+        while not answer.test():
+            time.sleep(_NAP_S)
+        return
+    for arrived in [world.comm.irecv(np.empty_like(token), rank) for rank in range(1, world.size)]:
+        while not arrived.test():
+            time.sleep(_NAP_S)
+    for rank in range(1, world.size):
+        world.comm.isend(token, rank).wait()
+
+
+Predictor = Callable[[Row], dict[str, float]]
+"""What is predicted of a row's benchmark, from its sizes: ``predicted_us`` or ``predicted_mb_s``."""
+
+
+def predictor(settings: Settings, world: World) -> tuple[Predictor | None, str]:
+    """How to predict, and a line that says what from; every rank must call, and must call what it returns.
+
+    Links and cores are those that `hpcdp tune` has measured, else they are measured now. None for a rank alone, and
+    where ranks share cores: the model takes a core for each, and how they are scheduled decides then.
+
+    Raises:
+        UnsupportedError: when it is called, for an algorithm that the model does not know; it lists those it does.
+    """
+    if world.size == 1:
+        return None, "No predictions: a rank alone exchanges nothing."
+    if reason := tuning.crowded(world):
+        return None, f"No predictions: {reason}, and the model takes a core for each."
+    if tuning.loaded(world) is not None:
+        machine, basis = tuning.machine(world), "that hpcdp tune has measured"
+    else:
+        machine, basis = probe(world), "measured just now; hpcdp tune keeps them"
+    made = _of_messages if settings.benchmark in PAIRS else _of_collective
+    return made(settings, world, machine), f"Predicted for links and cores {basis}."
+
+
+def _of_messages(settings: Settings, world: World, machine: Machine) -> Predictor:
+    """Half a round trip takes ``alpha + nbytes beta``, and half of what a call does.
+
+    In a window the links carry one message while cores do what the next one needs: in a node these are the same cores,
+    and take alpha for it; across nodes the slower of both sets the time, and each direction has a link of its own.
+    """
+    half, name = world.size // 2, settings.benchmark
+    nodes = world.comm.allgather_json(world.node)
+    inside = nodes[0] == nodes[half]
+    link = machine.inside if inside else machine.across
+    pairs = half if name == "multi_pair" else 1
+    ways = 2 if name == "bibandwidth" else 1
+
+    def latency_us(row: Row) -> dict[str, float]:
+        nbytes: int = row["nbytes"]
+        seconds = link.alpha_s + nbytes * link.at(nbytes).beta_s_per_byte + machine.call_s / 2
+        return {"predicted_us": 1e6 * seconds}
+
+    def bandwidth_mb_s(row: Row) -> dict[str, float]:
+        nbytes: int = row["nbytes"]
+        core_s, carried_s = ways * machine.inside.alpha_s, nbytes * link.at(nbytes).shared_s_per_byte * pairs
+        message_s = core_s + ways * carried_s if inside else max(core_s, carried_s)
+        seconds = settings.window * message_s + 2 * link.alpha_s
+        return {"predicted_mb_s": 1e-6 * settings.window * ways * pairs * nbytes / seconds}
+
+    return latency_us if name == "latency" else bandwidth_mb_s
+
+
+def _of_collective(settings: Settings, world: World, machine: Machine) -> Predictor:
+    """See `cost.predicted_s`; of "auto", the algorithm that it chooses."""
+    collective, dtype = settings.benchmark.removeprefix("i"), np.dtype(settings.dtype)
+    op = resolve(collective, settings.op, dtype) if settings.benchmark in REDUCING else None
+    topology = tuning.topology(world)
+
+    def predicted_us(row: Row) -> dict[str, float]:
+        nbytes: int = row["total_nbytes"] if "total_nbytes" in row else row["nbytes"]
+        algorithm = settings.algorithm
+        if algorithm == "auto":
+            algorithm = select.choose(collective, nbytes, dtype, op, world)
+        return {"predicted_us": 1e6 * cost.predicted_s(collective, algorithm, nbytes, topology, machine)}
+
+    return predicted_us
+
+
+def with_predictions(rows: Iterable[Row], predicted: Predictor) -> Iterator[Row]:
+    """The rows, each with what is predicted of it."""
+    for row in rows:
+        yield row | predicted(row)

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ConfigError, listed
-from ...launch.arguments import Parser
+from ..errors import ConfigError, listed
+from ..launch.arguments import Parser
 
 if TYPE_CHECKING:
-    from ...collectives.links import Machine
-    from ...collectives.tuning import Table
-    from ...comm import World
+    from ..collectives.links import Machine
+    from ..collectives.tuning import Table
+    from ..comm import World
 
 LIBRARY = "native"
 GAIN = 1.08
@@ -66,8 +66,8 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: on every rank, for what cannot be done.
     """
     given = parser().parse_args(argv)
-    from ...collectives import ALGORITHMS
-    from ..harness.sizes import size_range
+    from ..collectives import ALGORITHMS
+    from .measure import size_range
 
     for name in given.collectives:
         if name not in ALGORITHMS:
@@ -76,15 +76,15 @@ def main(argv: Sequence[str]) -> int:
     if sizes[0] < 4:
         raise ConfigError("tune -m", expected="4 bytes or more, a float32", got=given.sizes)
 
-    from ... import comm
-    from ..harness.machine import pin_to_own_core
+    from .. import comm
+    from .results import pin_to_own_core
 
     world = comm.init()
     if given.show:
         show(world)
         return 0
     if world.size > 1:
-        from ...collectives import tuning
+        from ..collectives import tuning
 
         tuning.fingerprint(world)
         pin_to_own_core(world)
@@ -114,8 +114,8 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
     Raises:
         ConfigError: on every rank: a world of one, too little memory, or a folder that cannot be written.
     """
-    from ... import __version__
-    from ...collectives import ALGORITHMS, tuning
+    from .. import __version__
+    from ..collectives import ALGORITHMS, tuning
     from . import probe
 
     if world.size < 2:
@@ -171,7 +171,7 @@ def _say(world: World, lines: Iterable[str]) -> None:
 
 
 def _check_memory(world: World, nbytes: int) -> None:
-    from ...launch.machine import memory_mib
+    from ..launch.machine import memory_mib
 
     needed = 4 * nbytes * world.local_size >> 20
     available, needed = min(world.comm.allgather_json([memory_mib()[1], needed]), key=lambda pair: pair[0] - pair[1])
@@ -187,9 +187,9 @@ def usable(world: World, collective: str) -> list[str]:
     """The algorithms of ``collective`` that can run in ``world``; every rank must call."""
     import numpy as np
 
-    from ...collectives import ALGORITHMS
-    from ...errors import UnsupportedError
-    from ..collective import CALLS, Sweep
+    from ..collectives import ALGORITHMS
+    from ..errors import UnsupportedError
+    from .collective import CALLS, Sweep
 
     found = []
     for name in ALGORITHMS[collective]:
@@ -216,8 +216,8 @@ def measure(world: World, collective: str, names: Sequence[str], nbytes: int, ef
     """
     import numpy as np
 
-    from ..collective import Buffers, Sweep, exchange
-    from ..harness.measure import Schedule, alternate, gather, median_ratio, turn_medians, wrong
+    from .collective import Buffers, Sweep, exchange
+    from .measure import Schedule, alternate, gather, median_ratio, turn_medians, wrong
 
     how = Sweep(collective, np.dtype(np.float32))
     count = nbytes // 4 // (world.size if collective == "allgather" else 1)
@@ -255,7 +255,7 @@ def _named(made: Any, name: str) -> Any:
 
 
 def _finals(nbytes: int, once_us: float, effort: Effort) -> Any:
-    from ..harness.measure import Schedule
+    from .measure import Schedule
 
     schedule = Schedule.for_size(nbytes, effort.iterations, 1)
     affordable = int(effort.seconds * 1e6 / max(once_us * schedule.repeats, 1.0))
@@ -307,8 +307,8 @@ def predictions(
     world: World, machine: Machine, collective: str, nbytes: int, algorithms: Iterable[str]
 ) -> dict[str, float]:
     """Microseconds that the model expects, by algorithm; every rank must call."""
-    from ...collectives.cost import predicted_s
-    from ...collectives.tuning import topology
+    from ..collectives.cost import predicted_s
+    from ..collectives.tuning import topology
 
     nodes = topology(world)
     return {name: 1e6 * predicted_s(collective, name, nbytes, nodes, machine) for name in algorithms}
@@ -320,7 +320,7 @@ HEADING = f"{'# size':<8}{'chosen':<18}{'us':>10}{'predicted':>11}{'native us':>
 
 def line(row: dict[str, Any]) -> str:
     """One size of `tune`, at most 80 columns wide unless a result was wrong."""
-    from ..harness.sizes import format_size
+    from .measure import format_size
 
     name, us, predicted = row["chosen"], row["median_us"], row["predicted_us"]
     expected = {each: f"{predicted[each]:.1f}" if each in predicted else "-" for each in (name, LIBRARY)}
@@ -336,8 +336,8 @@ def show(world: World) -> None:
     Raises:
         ConfigError: on every rank: there is none.
     """
-    from ...collectives import tuning
-    from ...comm.agreement import on_rank_0
+    from ..collectives import tuning
+    from ..comm.agreement import on_rank_0
     from . import probe
 
     table = tuning.loaded(world)
@@ -361,7 +361,7 @@ def _short(value: Any) -> str:
 
 
 def _as_ranges(found: Sequence[Sequence[Any]]) -> str:
-    from ..harness.sizes import format_size
+    from .measure import format_size
 
     parts = [f"{name} to {format_size(most)}" for most, name in found if most is not None]
     above = found[-1][1] if found and found[-1][0] is None else "the model's choice"

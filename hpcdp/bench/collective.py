@@ -13,7 +13,7 @@ from .. import collectives
 from ..comm import World
 from ..comm.communicator import bounds, split
 from ..comm.reductions import reducible
-from .harness.measure import Exchange, FreshData, Schedule, Series, Timing, alternate, bus_factor, gather, timing, wrong
+from .measure import Exchange, FreshData, Schedule, Series, Timing, alternate, bus_factor, gather, timing, wrong
 
 
 @dataclass(frozen=True)

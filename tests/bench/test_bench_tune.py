@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from hpcdp.benchmarks.bench import probe, tune
-from hpcdp.benchmarks.bench.tune import Effort
+from hpcdp.bench import probe, tune
+from hpcdp.bench.tune import Effort
 from hpcdp.collectives import ALGORITHMS, tuning
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError

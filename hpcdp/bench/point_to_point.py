@@ -16,7 +16,7 @@ import numpy as np
 
 from ..comm import World
 from ..errors import ConfigError
-from .harness.measure import FreshData, Schedule, Series, alternate, gather, wrong
+from .measure import FreshData, Schedule, Series, alternate, gather, wrong
 
 PATTERNS = ("latency", "bandwidth", "bibandwidth", "multi_pair")
 
