@@ -124,7 +124,9 @@ def pin_to_own_core(world: World) -> int:
 
 
 def commit() -> str:
-    """The commit of the source tree, with ``+`` when files differ from it; ``unknown`` outside a repository."""
+    """The commit of the source tree, with ``+`` when files differ from it; ``unknown`` outside a clone."""
+    if not (_REPOSITORY / ".git").exists():  # an installation may lie in a repository of something else
+        return "unknown"
     try:
         name = _git("rev-parse", "--short", "HEAD")
         return name + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+import bench_fabric as fabric
+from bench_harness import verdicts
 from hpcdp.bench import probe
 from hpcdp.bench.measure import Schedule
-from hpcdp.benchmarks import fabric
-from hpcdp.benchmarks.reporting import verdicts
 from hpcdp.collectives import ALGORITHMS
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+import bench_floor as floor
+from bench_floor import Floor
 from hpcdp.bench import probe
 from hpcdp.bench.measure import Schedule, alternate
-from hpcdp.benchmarks import floor
-from hpcdp.benchmarks.floor import Floor
 from hpcdp.comm import World, threads
 from hpcdp.errors import UnsupportedError
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+import bench_gradients as gradients
+from bench_floor import Floor
 from hpcdp.bench.measure import FreshData, Schedule, alternate
-from hpcdp.benchmarks import gradients
-from hpcdp.benchmarks.floor import Floor
 from hpcdp.comm import World, threads
 
 
