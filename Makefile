@@ -72,7 +72,7 @@ test-cupy:  ## run CuPy itself without a GPU, for its calls and waits, not for v
 		tests/kernels/test_cupy_names.py tests/fake_gpu $(ARGS)
 
 bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (ten to twenty quiet minutes)
-	@$(BIN)/python -m hpcdp.benchmarks.run $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)
+	@$(BIN)/python benchmarks/bench_suite.py $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)
 
 check: $(VENV)/installed-dev  ## lint, formatting, types, floors
 	$(BIN)/ruff check .

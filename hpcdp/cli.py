@@ -1,4 +1,4 @@
-"""Floor 8: the command line. Imports: launch, benchmarks, train, checkpoint, comm, commands, interpreter, launched,
+"""Floor 8: the command line. Imports: launch, bench, train, checkpoint, comm, commands, interpreter, launched,
 errors.
 
 Parses, calls the room that does the work, and turns an error into one line and an exit status: 2 for what was asked
@@ -350,7 +350,7 @@ def _as_arguments(config: TrainConfig) -> list[str]:
 def _forward(arguments: argparse.Namespace) -> int:
     """Every rank of a job calls, and what is wrong is so for all."""
     try:
-        room = {"bench": "hpcdp.benchmarks.bench.command", "tune": "hpcdp.benchmarks.bench.tune"}.get(
+        room = {"bench": "hpcdp.bench.command", "tune": "hpcdp.bench.tune"}.get(
             arguments.name, f"hpcdp.commands.{arguments.name}"
         )
         main: Callable[[Sequence[str]], int] = importlib.import_module(room).main

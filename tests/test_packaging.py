@@ -1,6 +1,7 @@
 """The wheel and the sdist: complete, and sufficient without the source tree."""
 
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 SMOKE = """
-import sys, hpcdp, hpcdp.benchmarks
+import sys, hpcdp, hpcdp.bench.tune
 from hpcdp.slurm import profile, script
 assert sys.prefix in hpcdp.__file__, hpcdp.__file__
 hpcdp.kernels.load("update")
@@ -95,12 +96,13 @@ def test_both_hold_every_module_and_data_file(built: Path) -> None:
         in_wheel = set(wheel.namelist())
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         in_sdist = {name.partition("/")[2] for name in sdist.getnames()}
-    tracked = subprocess.run(
-        ["git", "ls-files", "hpcdp", "kernels", "benchmarks", "slurm"], cwd=ROOT, capture_output=True, text=True
-    )
+    tracked = subprocess.run(["git", "ls-files", "hpcdp", "kernels", "slurm"], cwd=ROOT, capture_output=True, text=True)
     known = {name if name.startswith("hpcdp/") else f"hpcdp/{name}" for name in tracked.stdout.split()}
     assert wanted & known <= in_wheel
-    assert wanted & known | {"LICENSE", "README.md", "pyproject.toml", "Makefile", "tests/conftest.py"} <= in_sdist
+    assert [name for name in in_wheel if not name.startswith(("hpcdp/", "hpcdp-"))] == []
+    assert [name for name in in_wheel if "/bench_" in name or "benchmarks/" in name] == []
+    others = {"LICENSE", "README.md", "pyproject.toml", "Makefile", "tests/conftest.py", "benchmarks/bench_suite.py"}
+    assert wanted & known | others <= in_sdist
 
 
 @pytest.mark.slow
@@ -117,3 +119,9 @@ def test_the_wheel_works_without_the_source(built: Path, tmp_path: Path) -> None
     done = subprocess.run(train, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "test accuracy" in done.stdout
+    measure = [train[0], "bench", "allreduce", "-m", "4:64", "-i", "1", "--json", "figures.json"]
+    done = subprocess.run(measure, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "# Size" in done.stdout, done.stderr
+    assert json.loads((tmp_path / "figures.json").read_text())["machine"]["commit"] == "unknown"
+    done = subprocess.run([train[0], "tune"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "tune: expected 2 ranks or more, got 1" in done.stderr

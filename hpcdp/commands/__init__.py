@@ -1,4 +1,4 @@
-"""Floor 8: commands of the command line that are rooms of their own. Imports: benchmarks, checkpoint,
+"""Floor 8: commands of the command line that are rooms of their own. Imports: checkpoint,
 errors, launch, slurm, torch, train.
 
 - `checkpoint`: what `hpcdp checkpoint` takes, and does.

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpcdp.benchmarks import checkpoint
-from hpcdp.benchmarks.checkpoint import Disk, main, make_state, measure
+import bench_checkpoint as checkpoint
+from bench_checkpoint import Disk, main, make_state, measure
 from hpcdp.comm import World, threads
 
 

@@ -1,19 +1,19 @@
-"""Steps with every codec, turn by turn; what codecs do to training."""
+"""Steps with every codec, turn by turn."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import bench_compression as compression
+import bench_overlap as overlap
 from hpcdp import nn
-from hpcdp.benchmarks import compression, convergence, steps
 from hpcdp.comm import threads
 from hpcdp.compression import OneBit, TwoBit, pays_below
-from hpcdp.errors import ConfigError, LaunchError
+from hpcdp.errors import ConfigError
 
-TINY = steps.Model("a model", lambda: nn.models.mlp(6, 10, (40, 50), seed=0), (6,), 4)
+TINY = overlap.Model("a model", lambda: nn.models.mlp(6, 10, (40, 50), seed=0), (6,), 4)
 
 
 @pytest.mark.parametrize(("n", "ranks_per_node"), [(2, 1), (4, 2), (5, 2)])
@@ -51,47 +51,6 @@ def test_slower_codecs_pay_on_slower_links(monkeypatch: pytest.MonkeyPatch) -> N
     assert pays_below(TwoBit(), 4) == pytest.approx(1.5 * left / (1e-3 + 1.75 * 0.5e-3))
 
 
-@pytest.mark.thorough  # the next one has all of it but the training, which tests/train/trainers/test_compression.py has
-def test_a_run_with_a_codec() -> None:
-    run = convergence.train_lenet("2bit", 0, 1, 1)
-    assert len(run["test_accuracy"]) == len(run["test_loss"]) == 1 and run["at"] == [1]
-    assert 0.3 < run["test_accuracy"][0] <= 1
-
-
-def test_runs_and_the_picture(tmp_path: Path, trains: Any) -> None:
-    epoch = {"kind": "epoch", "epoch": 1, "test_loss": 0.5, "test_accuracy": 0.75}
-    programs = trains(convergence, [{"kind": "step", "loss": 1.5}, epoch])
-    run = convergence.train_lenet("2bit", 3, 1, 1)
-    assert run == {"at": [1], "test_loss": [0.5], "test_accuracy": [0.75]}
-    assert {"lenet", "--data=digits", "--seed=3", "--epochs=1", "--compression=2bit"} < set(programs[0])
-    assert convergence.train_lenet("none", 0, 2, 1) == run
-    assert not any("compression" in each for each in programs[1])
-    found = {"none": [run], "2bit": [run], "2bit:feedback=0": [run]}
-    lines = convergence.table(found).splitlines()
-    assert [line.split()[-2] for line in lines[1:]] == ["+0.00"] * 3
-    assert len({line.split()[-1] for line in lines[1:]}) == 1
-    convergence.draw(found, "epoch", str(tmp_path / "picture.png"))
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_that_fails_says_why() -> None:
-    with pytest.raises(LaunchError, match=r"--compression 3bit.*expected one of fp16"):
-        convergence.train_lenet("3bit", 0, 2, 1)
-
-
-@pytest.mark.thorough
-def test_a_run_of_the_gpt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    monkeypatch.setattr(convergence, "_TESTS", 2)
-    run = convergence.train_gpt("2bit", 0, 2, 8)
-    assert run["at"] == [4, 8]
-    assert run["test_loss"][1] < run["test_loss"][0] < 7
-    assert 0 <= run["test_accuracy"][1] < 0.5
-    monkeypatch.setattr(convergence, "_GPT", tmp_path / "torch_gpt.py")
-    with pytest.raises(ConfigError, match=r"expected the example .*, got none; use a clone"):
-        convergence.train_gpt("2bit", 0, 2, 8)
-
-
 def test_ranks_that_send_no_messages_are_refused() -> None:
     args = argparse.Namespace(models="lenet", codecs=["2bit"], turns=1, steps=1, json=None)
     with pytest.raises(ConfigError, match=r"expected several nodes, got one.*HPCDP_RANKS_PER_NODE=1"):
@@ -103,8 +62,6 @@ def test_ranks_that_send_no_messages_are_refused() -> None:
     [
         (compression.main, ["--codecs", "3bit"], "expected one of fp16"),
         (compression.main, ["--models", "huge"], "unknown model"),
-        (convergence.main, ["--codecs", "3bit"], "expected one of fp16"),
-        (convergence.main, ["--seeds", "0,x"], "numbers between commas"),
     ],
 )
 def test_what_is_refused(main: Any, given: list[str], says: str) -> None:

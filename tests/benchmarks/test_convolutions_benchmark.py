@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcdp.benchmarks import convolutions
-from hpcdp.benchmarks.convolutions import PASSES, Arrays, Layer
-from hpcdp.benchmarks.kernels import torch_or_reason
-from hpcdp.benchmarks.reporting import report, verdicts
+import bench_convolutions as convolutions
+from bench_convolutions import PASSES, Arrays, Layer
+from bench_harness import report, verdicts
+from bench_kernels import torch_or_reason
 
 LAYER = Layer((3, 5), 7, 3, 2, 1, 2)
 

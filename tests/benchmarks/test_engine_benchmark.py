@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.benchmarks import engine
+import bench_engine as engine
 
 
 def test_the_table_and_the_file_have_every_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from hpcdp.benchmarks import fabric
-from hpcdp.benchmarks.harness.measure import Schedule
-from hpcdp.benchmarks.reporting import verdicts
+import bench_fabric as fabric
+from bench_harness import verdicts
+from hpcdp.bench import probe
+from hpcdp.bench.measure import Schedule
 from hpcdp.collectives import ALGORITHMS
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
@@ -68,7 +69,7 @@ def test_candidates_are_validated_and_those_that_do_not_fit_are_left_out() -> No
     def measured(world: Any) -> tuple[list[str], dict[str, Any], dict[str, float]]:
         names = fabric.usable(world, ["auto", "ring", "shared", "hierarchical"])
         row = fabric.measure(world, names, [], 4096, Schedule(turns=2, repeats=1, warmup=1))
-        return names, row, fabric.link_rates(world, 1 << 16)
+        return names, row, probe.link_rates(world, 1 << 16)
 
     answers = threads.run(4, measured, ranks_per_node=2)
     names, row, rates = answers[0]

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from hpcdp.benchmarks import floor
-from hpcdp.benchmarks.floor import Floor
-from hpcdp.benchmarks.harness.measure import Schedule, alternate
+import bench_floor as floor
+from bench_floor import Floor
+from hpcdp.bench import probe
+from hpcdp.bench.measure import Schedule, alternate
 from hpcdp.comm import World, threads
 from hpcdp.errors import UnsupportedError
 
@@ -46,7 +47,7 @@ def test_a_missing_contribution_is_wrong() -> None:
 def test_limits_of_the_machine_are_positive() -> None:
     def each(world: World) -> tuple[float, dict[str, float]]:
         limits = Floor(world, 4)
-        return limits.line_round_trip_ns(10), floor.copy_rates(limits, 1 << 16, 1)
+        return limits.line_round_trip_ns(10), probe.copy_rates(world, 1 << 16, 1)
 
     for round_trip, rates in threads.run(2, each):
         assert round_trip > 0

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from gpu_on_host import graphs
 
-from hpcdp.benchmarks import gpu, run
-from hpcdp.benchmarks.on_gpu import alone as gpu_alone
-from hpcdp.benchmarks.on_gpu import jobs as gpu_jobs
-from hpcdp.benchmarks.on_gpu import kernels as gpu_kernels
-from hpcdp.benchmarks.on_gpu import report as gpu_report
-from hpcdp.benchmarks.on_gpu.kernels import Case, cases
+import bench_gpu as gpu
+import bench_gpu as gpu_jobs
+import bench_gpu_alone as gpu_alone
+import bench_gpu_alone as gpu_kernels
+import bench_suite as suite
+from bench_gpu_alone import Case, cases
+from bench_harness import report as gpu_report
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
 from hpcdp.errors import ConfigError, DeviceError
@@ -80,7 +81,7 @@ def test_every_kernel_is_right_and_rated(
     monkeypatch.setattr(gpu_alone.comm, "init", lambda: threads.run(1, lambda world: world)[0])
 
     def run_here(command: Sequence[str], more: object, report: Path, limit_s: float) -> object:
-        assert gpu_alone.main(list(command)[command.index("hpcdp.benchmarks.on_gpu.alone") + 1 :]) == 0
+        assert gpu_alone.main(list(command)[command.index(gpu_alone.__file__) + 1 :]) == 0
         return json.loads(report.read_text())
 
     monkeypatch.setattr(gpu_jobs, "_run", run_here)
@@ -196,17 +197,17 @@ def a_report() -> dict[str, object]:
 def test_a_rank_that_shares_its_gpu_with_nobody_sums_nothing_and_counts_for_no_target() -> None:
     shared = [{"name": f"shared, {ranks}", "case": "shared", "ranks": ranks, "share": share}
               for ranks, share in ((1, 0.24), (2, 0.58), (4, 0.61))]  # fmt: skip
-    verdict = next(each for each in gpu_report.verdicts({"sums": shared}) if "share a GPU" in each.what)
+    verdict = next(each for each in gpu_report.gpu_verdicts({"sums": shared}) if "share a GPU" in each.what)
     assert verdict.measured == "58% at worst (shared, 2); holds at 2 of 2" and verdict.met
 
 
 def test_figures_of_another_machine_are_taken_into_the_results(tmp_path: Path) -> None:
     file, folder = tmp_path / "gpu.json", tmp_path / "results"
     folder.mkdir()
-    shutil.copy(Path(run.__file__).parent / "results.json", folder)
+    shutil.copy(Path(suite.__file__).parent / "results.json", folder)
     before = json.loads((folder / "results.json").read_text())
     file.write_text(json.dumps(a_report()))
-    assert run.main(["--gpu", str(file), "--into", str(folder)]) == 0
+    assert suite.main(["--gpu", str(file), "--into", str(folder)]) == 0
     after = json.loads((folder / "results.json").read_text())
     assert after == {**before, "gpu": [a_report()]}
     text = (folder / "RESULTS.md").read_text()
@@ -215,7 +216,7 @@ def test_figures_of_another_machine_are_taken_into_the_results(tmp_path: Path) -
     assert "| 1.20x at worst (training, 2 ranks) | **missed** |" in text and "| failed: staging | **missed** |" in text
     for each in folder.iterdir():
         each.unlink()
-    assert run.main(["--gpu", str(file), "--into", str(folder)]) == 0  # where nothing else has been measured yet
+    assert suite.main(["--gpu", str(file), "--into", str(folder)]) == 0  # where nothing else has been measured yet
     assert set(json.loads((folder / "results.json").read_text())) == {"gpu", "machine"}
     assert "| staging |  | 10 ms |" in text and "| lenet, float32, batch 256 | 5,000 | 6,000 | - | - |" in text
 
@@ -224,8 +225,8 @@ def test_figures_of_another_machine_are_taken_into_the_results(tmp_path: Path) -
 def test_a_file_that_has_no_figures_of_a_gpu_is_refused(tmp_path: Path, wrong: str) -> None:
     file = tmp_path / "gpu.json"
     file.write_text(wrong)
-    with pytest.raises(ConfigError, match=r"run --gpu \[.*gpu.json\]: expected a file of python -m hpcdp.benchmarks.g"):
-        run.main(["--gpu", str(file), "--into", str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"suite --gpu \[.*gpu.json\]: expected a file of .*bench_gpu.py"):
+        suite.main(["--gpu", str(file), "--into", str(tmp_path)])
     assert not (tmp_path / "results.json").exists()
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from pairs import in_turn
 
-from hpcdp.benchmarks.on_gpu import jobs as gpu_jobs
-from hpcdp.benchmarks.on_gpu import sums as gpu_sums
-from hpcdp.benchmarks.on_gpu.jobs import JOBS, Job, line, run_all
+import bench_gpu as gpu_jobs
+import bench_gpu_sums as gpu_sums
+from bench_gpu import JOBS, Job, failed, line, run_all
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
 
@@ -131,13 +131,14 @@ json.dump(found, open(sys.argv[1], "w"))
 def test_a_job_that_fails_is_told_and_the_next_one_runs(monkeypatch, text, why):
     program(monkeypatch, text)
     rows = list(run_all([Job("shared", 1), Job("shared", 2)], "4K", time.monotonic() + 20))
-    assert [row["failed"] for row in rows] == [why] * 2 and gpu_jobs.failed(rows[0])
+    assert [row["failed"] for row in rows] == [why] * 2 and failed(rows[0])
     assert line(rows[1]) == f"shared, 2 ranks               FAILED: {why}"
 
 
-ENDS = """
+ENDS = f"""
 import sys, time
-from hpcdp.benchmarks.on_gpu import jobs as gpu_jobs
+sys.path.insert(0, {str(Path(gpu_jobs.__file__).parent)!r})
+import bench_gpu as gpu_jobs
 gpu_jobs._JOB_S, gpu_jobs._ENDING_S = 1.0, 0.1
 gpu_jobs.Job.command = lambda self, size, report: sys.argv[1:]
 (row,) = gpu_jobs.run_all([gpu_jobs.Job("shared", 4)], "4K", time.monotonic() + 20)

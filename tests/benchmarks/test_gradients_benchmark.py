@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from hpcdp.benchmarks import gradients
-from hpcdp.benchmarks.floor import Floor
-from hpcdp.benchmarks.harness.measure import FreshData, Schedule, alternate
+import bench_gradients as gradients
+from bench_floor import Floor
+from hpcdp.bench.measure import FreshData, Schedule, alternate
 from hpcdp.comm import World, threads
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import bench_hybrid as hybrid
+from bench_harness import report, verdicts
 from hpcdp import nn
-from hpcdp.benchmarks import hybrid
-from hpcdp.benchmarks.reporting import report, verdicts
 
 
 def test_every_candidate_computes_the_documents_network() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcdp.benchmarks import ingress, traffic
-from hpcdp.benchmarks.cluster import obstacle
+import bench_ingress as ingress
+from bench_harness import traffic
+from bench_harness.cluster import obstacle
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore.servers.together import serve
@@ -82,7 +83,7 @@ def test_the_picture(tmp_path: Path) -> None:
 def test_on_hosts(tmp_path: Path) -> None:
     found = tmp_path / "report.json"
     options = ["--workers", "1", "--servers", "2", "--size", "8M", "--keys", "1", "--turns", "1", "--json", str(found)]
-    command = [sys.executable, "-m", "hpcdp.benchmarks.ingress", *options]
+    command = [sys.executable, ingress.__file__, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(found.read_text())["rows"]

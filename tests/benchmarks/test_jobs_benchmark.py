@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.benchmarks.harness import jobs
+from bench_harness import programs
 from hpcdp.errors import LaunchError
 
 # A job whose launcher starts another process, which runs on unless somebody ends it.
@@ -18,12 +18,12 @@ below = subprocess.Popen(["sleep", "60"], preexec_fn=bound())
 pathlib.Path(sys.argv[1]).write_text(str(below.pid))
 below.wait()
 """
-STARTS = "import sys; from hpcdp.benchmarks.harness import jobs; jobs.run([sys.executable, '-c', *sys.argv[1:]], 60)"
-STARTS_ON_GPU = """
-import sys
+PATH = f"import sys; sys.path.insert(0, {str(programs.PROGRAMS)!r})\n"
+STARTS = f"{PATH}from bench_harness import programs; programs.run_job([sys.executable, '-c', *sys.argv[1:]], 60)"
+STARTS_ON_GPU = f"""{PATH}
 from pathlib import Path
-from hpcdp.benchmarks.on_gpu import jobs
-jobs._run([sys.executable, '-c', *sys.argv[1:]], {}, Path("none"), 60)
+import bench_gpu
+bench_gpu._run([sys.executable, '-c', *sys.argv[1:]], {{}}, Path("none"), 60)
 """
 
 
@@ -47,8 +47,8 @@ def written(path: Path) -> int:
 
 
 def test_a_job_that_takes_too_long_is_ended_with_all_below_it(tmp_path: Path) -> None:
-    done = jobs.run([sys.executable, "-c", JOB, str(tmp_path / "pid")], 4)
-    assert (done.returncode, jobs.reason(done)) == (jobs.ENDED, "ended after 4 s")
+    done = programs.run_job([sys.executable, "-c", JOB, str(tmp_path / "pid")], 4)
+    assert (done.returncode, programs.reason(done)) == (programs.ENDED, "ended after 4 s")
     assert ends(written(tmp_path / "pid"))
 
 
@@ -67,8 +67,8 @@ def test_a_job_ends_with_the_benchmark_that_has_started_it(tmp_path: Path, sign:
 def test_what_has_failed_says_why() -> None:
     program = [sys.executable, "-c", "import sys; print('figures'); print('hpcdp: no', file=sys.stderr); sys.exit(3)"]
     with pytest.raises(LaunchError, match=r"^stores \[dist_sync\]: expected status 0, got 3: hpcdp: no$"):
-        jobs.finished("stores", "dist_sync", program, 60)
-    assert jobs.reason(jobs.run([sys.executable, "-c", "raise SystemExit(1)"], 60)) == "it said nothing"
+        programs.finished("stores", "dist_sync", program, 60)
+    assert programs.reason(programs.run_job([sys.executable, "-c", "raise SystemExit(1)"], 60)) == "it said nothing"
     silent = [sys.executable, "-c", "raise SystemExit(1)"]
-    assert jobs.reason(jobs.run(silent, 60), "a result was wrong") == "a result was wrong"
-    assert jobs.finished("x", "y", [sys.executable, "-c", "import os; print(os.environ['A'])"], 60, A="b") == "b\n"
+    assert programs.reason(programs.run_job(silent, 60), "a result was wrong") == "a result was wrong"
+    assert programs.finished("x", "y", [sys.executable, "-c", "import os; print(os.environ['A'])"], 60, A="b") == "b\n"

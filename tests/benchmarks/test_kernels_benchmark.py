@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcdp.benchmarks import kernels as benchmark
-from hpcdp.benchmarks.reporting import verdicts
+import bench_kernels as benchmark
+from bench_harness import verdicts
 
 
 @pytest.mark.parametrize("count", [1, 1000, 40_003])

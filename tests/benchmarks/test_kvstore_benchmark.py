@@ -2,8 +2,8 @@
 
 import pytest
 
+import bench_kvstore as kvstore
 from hpcdp import kvstore as stores
-from hpcdp.benchmarks import kvstore
 from hpcdp.comm import World, threads
 
 

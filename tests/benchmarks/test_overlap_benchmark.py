@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+import bench_overlap as overlap
+from bench_harness import cluster as places
+from bench_harness import programs, verdicts
 from hpcdp import nn
-from hpcdp.benchmarks import overlap, places, steps
-from hpcdp.benchmarks.harness import jobs
-from hpcdp.benchmarks.reporting import verdicts
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 
-TINY = steps.Model("tiny", lambda: nn.models.mlp(8, 10, (600, 600), seed=0), (8,), 4)
+TINY = overlap.Model("tiny", lambda: nn.models.mlp(8, 10, (600, 600), seed=0), (8,), 4)
 
 
 def turns(step_s: float, exposed_s: float) -> dict[str, list[float]]:
@@ -36,7 +36,7 @@ def found(step_s: float = 0.5, exposed_s: float = 0.1, spare: bool = True) -> di
     # forward and backward, then of both buckets: ready, needed, updated
     alone = [[0.1, 0.2, 0.1, 0.2, 0.05, 0.0, 0.01, 0.02]] * 3
     faster = [[0.05, 0.1, 0.05, 0.1, 0.02, 0.0, 0.0, 0.0]] * 3
-    return steps.row(ranks, [alone, faster], [0.2, 0.2], spare)
+    return overlap.row(ranks, [alone, faster], [0.2, 0.2], spare)
 
 
 def place(ratio_of_step: float) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def test_the_verdict_is_by_what_a_trainer_chooses() -> None:
 
 @pytest.mark.parametrize(("n", "ranks_per_node"), [(2, None), (4, 2)])
 def test_steps_end_with_the_same_bits(n: int, ranks_per_node: int | None) -> None:
-    rows = threads.run(n, lambda world: steps.measure(world, TINY, 0.1, 2, 2), ranks_per_node)
+    rows = threads.run(n, lambda world: overlap.measure(world, TINY, 0.1, 2, 2), ranks_per_node)
     assert all(row["same_bits"] for row in rows)
     assert rows[0]["default"] == ("after backward" if ranks_per_node is None else "overlapped")
     assert set(rows[0]["step_ms"]) == {"after backward", "overlapped", "alone"}
@@ -108,15 +108,15 @@ def test_steps_end_with_the_same_bits(n: int, ranks_per_node: int | None) -> Non
 
 
 def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = steps.Training.update
+    step = overlap.Training.update
 
-    def wrong(self: steps.Training, count: int) -> None:
+    def wrong(self: overlap.Training, count: int) -> None:
         step(self, count)
         if self.trainer.reducer.overlap and self.trainer.world.rank == 0:
             self.net.parameters()[0].data[0, 0] += 1
 
-    monkeypatch.setattr(steps.Training, "update", wrong)
-    rows = threads.run(2, lambda world: steps.measure(world, TINY, 0.1, 1, 1), 1)
+    monkeypatch.setattr(overlap.Training, "update", wrong)
+    rows = threads.run(2, lambda world: overlap.measure(world, TINY, 0.1, 1, 1), 1)
     assert not any(row["same_bits"] for row in rows)
 
 
@@ -130,11 +130,11 @@ def test_a_job_of_two_ranks(
     def launched(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
         *start, report = command
         launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable]
-        assert start == [*launch, "-m", "hpcdp.benchmarks.overlap", *options, "--json"]
+        assert start == [*launch, overlap.__file__, *options, "--json"]
         Path(report).write_text(json.dumps({"library": "A library", "machine": machine, "rows": place(1.0)["rows"]}))
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(jobs, "run", launched)
+    monkeypatch.setattr(programs, "run_job", launched)
     assert overlap.main([*options, "--hosts", "1", "--json", str(tmp_path / "report.json")]) == 0
     (measured,) = json.loads((tmp_path / "report.json").read_text())["places"]
     assert (measured["hosts"], measured["machine"]["ranks"], measured["rate"]) == (1, 2, None)

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from hpcdp.benchmarks import pipeline, split
+import bench_pipeline as pipeline
+import bench_tensor_parallel as tensor_parallel
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 
@@ -23,7 +24,7 @@ def test_micro_batches_are_at_most_as_many_as_samples():
     assert found[100]["limit"] == 2 * 3 / (3 + 1)
 
 
-@pytest.mark.parametrize("benchmark", [pipeline, split])
+@pytest.mark.parametrize("benchmark", [pipeline, tensor_parallel])
 def test_losses_that_are_not_numbers_are_wrong(benchmark, monkeypatch):
     monkeypatch.setattr(benchmark, "pin_to_own_core", lambda world: 0)
     losses = iter([1.0, 1.0, np.nan, 1.0] + [1.0] * 99)

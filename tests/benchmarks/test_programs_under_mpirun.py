@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import hpcdp
-from hpcdp.benchmarks import floor
-from hpcdp.benchmarks.bench import command
+from hpcdp.bench import command, probe
 from hpcdp.launched import launched_ranks
 
 pytestmark = pytest.mark.mpi
@@ -24,13 +23,13 @@ SIZES = ("-m", "4:4K", "--factor", "32", *QUICK)
 LENET = ("--batch", "4", "--turns", "2", "--seconds", "0.02")
 FRAMEWORKS = ["hpcdp", *(["torch"] if importlib.util.find_spec("torch") else [])]
 PROGRAMS: dict[str, tuple[str, ...]] = {
-    "allreduce": ("bench.command", "allreduce", "-m", "4:4K", *QUICK, "--plot", "curve.png"),
-    "bandwidth": ("bench.command", "bandwidth", "-m", "4:4K", *QUICK),
-    "compare": ("compare", *SIZES),
-    "floor": ("floor", "-m", "4:4K", *QUICK),
-    "kvstore": ("kvstore", *SIZES),
-    "overlap": ("overlap", "--models", "lenet", "--turns", "1", "--steps", "1"),
-    **{f"lenet {name}": ("train_lenet", "--framework", name, *LENET) for name in FRAMEWORKS},
+    "allreduce": ("hpcdp.bench.command", "allreduce", "-m", "4:4K", *QUICK, "--plot", "curve.png"),
+    "bandwidth": ("hpcdp.bench.command", "bandwidth", "-m", "4:4K", *QUICK),
+    "allreduce beside its floor": ("bench_allreduce", *SIZES),
+    "floor": ("bench_floor", "-m", "4:4K", *QUICK),
+    "kvstore": ("bench_kvstore", *SIZES),
+    "overlap": ("bench_overlap", "--models", "lenet", "--turns", "1", "--steps", "1"),
+    **{f"lenet {name}": ("bench_train_lenet", "--framework", name, *LENET) for name in FRAMEWORKS},
 }
 Found = tuple[dict[str, Any], str]
 Run = Callable[[str], Found]
@@ -40,7 +39,7 @@ Run = Callable[[str], Found]
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The machine's limits need not be exact, and the tests that follow have all cores."""
     monkeypatch.setattr(command, "LIMIT_NBYTES", 1 << 16)
-    monkeypatch.setattr(floor.copy_rates, "__defaults__", (1 << 16, 1))
+    monkeypatch.setattr(probe.copy_rates, "__defaults__", (1 << 16, 1))
     cores = os.sched_getaffinity(0)
     yield
     os.sched_setaffinity(0, cores)
@@ -61,7 +60,7 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 
     def run(name: str) -> Found:
         module, *given = PROGRAMS[name]
-        assert importlib.import_module(f"hpcdp.benchmarks.{module}").main([*given, "--json", "report.json"]) == 0
+        assert importlib.import_module(module).main([*given, "--json", "report.json"]) == 0
         printed = world.comm.allgather_json(capsys.readouterr().out)
         assert printed[1] == ""
         return json.loads((folder / "report.json").read_text()), printed[0]
@@ -82,15 +81,15 @@ def test_bench_measures_beside_the_library(name: str, run: Run, folder: Path) ->
         assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["compare", "floor"])
-def test_exchanges_beside_the_floor(name: str, run: Run) -> None:
+@pytest.mark.parametrize(("name", "benchmark"), [("allreduce beside its floor", "allreduce"), ("floor", "floor")])
+def test_exchanges_beside_the_floor(name: str, benchmark: str, run: Run) -> None:
     found, printed = run(name)
-    assert found["benchmark"] == name
+    assert found["benchmark"] == benchmark
     assert found["machine"]["ranks_per_node"] == 2
     assert {"commit", "date", "versions"} <= set(found["machine"])
     assert (found["rows"][0]["nbytes"], found["rows"][-1]["nbytes"]) == (4, 4096)
     assert "Size" in printed
-    if name == "compare":
+    if benchmark == "allreduce":
         assert max(map(len, printed.splitlines())) <= 80
         assert printed.count(" floor\n") == printed.count(" best peer\n") == len(found["rows"])
         assert found["rows"][0]["peer"] in ("MPI", "MPI in place", "gloo")

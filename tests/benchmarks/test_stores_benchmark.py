@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpcdp.benchmarks import stores
-from hpcdp.benchmarks.harness import jobs
+import bench_stores as stores
+from bench_harness import programs
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 from hpcdp.train.runs.config import TrainConfig
@@ -62,16 +62,16 @@ def test_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     def launched(command: list[str], timeout_s: float, **variables: str) -> subprocess.CompletedProcess[str]:
         parts = " ".join(command[1:]).split(f" -- {command[0]} ")
         assert parts[0] == "-m hpcdp.cli launch -n 2 -s 0"
-        assert command[9:12] == [command[0], "-m", "hpcdp.benchmarks.stores"]
+        assert command[9:11] == [command[0], stores.__file__]
 
         def each(world: Any) -> int:
             mine.world = world
-            return stores.main(command[12:])
+            return stores.main(command[11:])
 
         assert threads.run(2, each, int(variables["HPCDP_RANKS_PER_NODE"])) == [0, 0]
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(jobs, "run", launched)
+    monkeypatch.setattr(programs, "run_job", launched)
     path = str(tmp_path / "found.json")
     options = ["--ranks", "2", "--epochs", "1", "--pace-ms", "5", "--slow", "10", "--json", path]
     assert stores.main([*options, "--stores", "dist_async 2bit"]) == 0

@@ -4,7 +4,7 @@ import importlib.util
 
 import numpy as np
 
-from hpcdp.benchmarks import train_lenet
+import bench_train_lenet as train_lenet
 from hpcdp.comm import World, threads
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None

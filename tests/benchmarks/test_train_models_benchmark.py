@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from hpcdp.benchmarks import train_models
+import bench_train_models as train_models
 from hpcdp.comm import threads
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpcdp.benchmarks.cluster import Cluster, obstacle
+from bench_harness.cluster import Cluster, obstacle
 
 Run = Callable[[Cluster, int | list[int], str], list[dict[str, Any]]]
 

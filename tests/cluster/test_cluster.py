@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.benchmarks.cluster import SCRIPT, Cluster, ClusterError, obstacle
+from bench_harness.cluster import SCRIPT, Cluster, ClusterError, obstacle
 
 pytestmark = pytest.mark.cluster
 
 KEEPS_HOSTS = """
 import shutil, sys, time
-from hpcdp.benchmarks.cluster import Cluster
+from bench_harness.cluster import Cluster
 with Cluster(2, networks=2) as cluster:
     (cluster.folder / "a-file").write_text("of a test")
     if shutil.which("slurmctld"):
@@ -94,7 +94,10 @@ def test_nothing_is_left_after_an_error(hosts_possible: None) -> None:
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda sign: sign.name)
 def test_nothing_is_left_of_a_process_that_is_ended(hosts_possible: None, sign: signal.Signals) -> None:
     before = links_and_mounts()
-    keeper = subprocess.Popen([sys.executable, "-c", KEEPS_HOSTS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent)}
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", KEEPS_HOSTS], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     assert keeper.stdout is not None
     folder = Path(keeper.stdout.readline().decode().strip())
     time.sleep(0.5)
@@ -108,10 +111,10 @@ def test_nothing_is_left_of_a_process_that_is_ended(hosts_possible: None, sign: 
 
 def test_nothing_is_left_after_a_test_that_fails(hosts_possible: None, tmp_path: Path) -> None:
     (tmp_path / "test_fails.py").write_text(FAILS)
-    fixtures = str(Path(__file__).parent)
+    path = f"{Path(__file__).parent}:{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "conftest", "test_fails.py"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{fixtures}:{os.environ.get('PYTHONPATH', '')}"},
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path},
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 1

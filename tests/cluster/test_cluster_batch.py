@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from runs_on_hosts import hpcdp, numbers, wait_for
 
-from hpcdp.benchmarks.cluster import Cluster
+from bench_harness.cluster import Cluster
 from hpcdp.train.metrics import read_metrics
 
 pytestmark = pytest.mark.cluster

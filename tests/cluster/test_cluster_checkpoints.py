@@ -3,7 +3,7 @@
 import pytest
 from runs_on_hosts import checkpoints_of, hpcdp, numbers
 
-from hpcdp.benchmarks.cluster import Cluster
+from bench_harness.cluster import Cluster
 
 pytestmark = pytest.mark.cluster
 

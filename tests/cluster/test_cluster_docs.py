@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transcript
 
-from hpcdp.benchmarks.cluster import SCRIPT
+from bench_harness.cluster import SCRIPT
 
 pytestmark = pytest.mark.cluster
 
@@ -68,5 +68,8 @@ def test_the_example_in_python(hosts_possible: None, tmp_path: Path) -> None:
         "def test_it(two_hosts):\n    assert two_hosts.on(2, ['true']).returncode == 0\n"
     )
     for command in (["example.py"], ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"]):
-        done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(SCRIPT.parent)},
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.benchmarks import fabric
+import bench_fabric as fabric
 
 pytestmark = pytest.mark.cluster
 

@@ -21,7 +21,7 @@ from runs_on_hosts import (
     wait_for_checkpoints,
 )
 
-from hpcdp.benchmarks.cluster import Cluster
+from bench_harness.cluster import Cluster
 from hpcdp.launch import mpi_library
 
 pytestmark = [

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from runs_on_hosts import launch
 
-from hpcdp.benchmarks.cluster import Cluster
+from bench_harness.cluster import Cluster
 from hpcdp.launch import mpi_library
 
 pytestmark = [

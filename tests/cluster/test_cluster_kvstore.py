@@ -6,7 +6,7 @@ import time
 import pytest
 from runs_on_hosts import wait_for
 
-from hpcdp.benchmarks.cluster import Cluster
+from bench_harness.cluster import Cluster
 
 pytestmark = pytest.mark.cluster
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.benchmarks.cluster import SCRIPT, Cluster
+from bench_harness.cluster import SCRIPT, Cluster
 from hpcdp.launch import mpi_library
 
 pytestmark = pytest.mark.cluster

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from runs_on_hosts import left_on, pids_of, running, wait_for
 
-from hpcdp.benchmarks.cluster import Cluster
+from bench_harness.cluster import Cluster
 from hpcdp.launch import mpi_library
 
 pytestmark = [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.benchmarks.cluster import Cluster
+from bench_harness.cluster import Cluster
 
 pytestmark = pytest.mark.cluster
 

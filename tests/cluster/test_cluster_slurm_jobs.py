@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.benchmarks.cluster import Cluster
+from bench_harness.cluster import Cluster
 from hpcdp.train.metrics import read_metrics
 
 pytestmark = pytest.mark.cluster

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from runs_on_hosts import SAME, hpcdp, numbers
 
-from hpcdp.benchmarks.cluster import Cluster
+from bench_harness.cluster import Cluster
 from hpcdp.nn.models import MODELS
 from hpcdp.train.metrics import read_metrics
 

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from hpcdp.benchmarks.cluster import Cluster
+from bench_harness.cluster import Cluster
 from hpcdp.collectives import ALGORITHMS
 
 pytestmark = pytest.mark.cluster

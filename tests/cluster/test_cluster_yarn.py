@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.benchmarks.cluster import SCRIPT, Cluster
+from bench_harness.cluster import SCRIPT, Cluster
 
 pytestmark = pytest.mark.cluster
 

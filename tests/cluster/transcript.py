@@ -1,6 +1,6 @@
 """A user's first cluster job, typed on a cluster of this machine: makes docs/transcripts/first-cluster-job.txt.
 
-    python tests/cluster/transcript.py
+    PYTHONPATH=benchmarks python tests/cluster/transcript.py
 
 needs root, and what `make test-cluster` does. The user has what many have: a login node, a site's MPI in a module,
 Slurm, and a home folder that all nodes see. Folders, and numbers that depend on the machine, are put as words.
@@ -17,7 +17,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from hpcdp.benchmarks.cluster import Cluster
+from bench_harness.cluster import Cluster
 
 TRANSCRIPT = Path(__file__).resolve().parents[2] / "docs" / "transcripts" / "first-cluster-job.txt"
 

@@ -26,13 +26,6 @@ def one_rank_a_node(n):
     return Topology((1,) * n)
 
 
-@pytest.mark.parametrize(("ranks", "bytes_per_s", "ms"), [(8, 3 * 18e9, 5.19), (4, 16e9, 15.0)])
-def test_the_ring_gives_them_too(ranks, bytes_per_s, ms):
-    link = Link(0.0, 1 / bytes_per_s, 1 / bytes_per_s)
-    free = Machine(NOTHING, link, 0.0, 0.0, 0.0, 0.0, 0.0)
-    assert 1e3 * predicted_s("allreduce", "ring", 160 * MB, one_rank_a_node(ranks), free) == pytest.approx(ms, abs=5e-3)
-
-
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
 def test_textbook_formulas_of_one_segment(n):
     nbytes, log = 9600, n.bit_length() - 1

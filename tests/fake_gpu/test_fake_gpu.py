@@ -286,7 +286,15 @@ def test_a_network_that_is_hybridized_before_any_product(on_fake_gpu: Run) -> No
 def test_the_benchmark_ends(on_fake_gpu: Run, tmp_path: Path) -> None:
     """With 1, which is for wrong values: all are."""
     path = tmp_path / "gpu.json"
-    arguments = ("-m", "hpcdp.benchmarks.gpu", "-m", "256K", "--batch", "2", "--json", path)
+    arguments = (
+        Path(__file__).parents[2] / "benchmarks" / "bench_gpu.py",
+        "-m",
+        "256K",
+        "--batch",
+        "2",
+        "--json",
+        path,
+    )
     done = on_fake_gpu(*arguments, limit_s=280, FAKE_GPUS="1")
     assert done.returncode == 1 and "| what | target | measured |" in done.stdout, done.stderr
     assert "FAILED" not in done.stdout and "skipped" not in done.stdout

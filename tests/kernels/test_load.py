@@ -62,7 +62,7 @@ def test_one_process_compiles_and_the_others_and_another_clone_read_its_cache(tm
     assert sorted(map(hits_and_misses, started)) == [[0, 1], [1, 0]]
     assert list((tmp_path / "cache").rglob("*.nbc"))
     clone = tmp_path / "clone"
-    shutil.copytree(package, clone / "hpcdp", ignore=shutil.ignore_patterns("__pycache__", "benchmarks", "sets"))
+    shutil.copytree(package, clone / "hpcdp", ignore=shutil.ignore_patterns("__pycache__", "sets"))
     assert hits_and_misses(start(clone)) == [1, 0]
 
 

@@ -11,9 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from hpcdp.benchmarks import torch_ddp
-from hpcdp.benchmarks.harness import torch_models
-from hpcdp.benchmarks.reporting import report
+import bench_torch_ddp as torch_ddp
+from bench_harness import peers, report
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 
@@ -53,9 +52,9 @@ def test_losses_that_are_not_numbers_of_one_candidate_are_seen(monkeypatch: pyte
     assert math.isnan(found["loss_difference"]) and found["apart"] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("name", list(torch_models.MODELS))
+@pytest.mark.parametrize("name", list(peers.MODELS))
 def test_models_are_of_the_size_that_they_say(name: str) -> None:
-    model = torch_models.MODELS[name]
+    model = peers.MODELS[name]
     net = model.net(torch.nn)
     millions = sum(param.numel() for param in net.parameters()) / 1e6
     said = float(model.title.split(" M parameters")[0].split()[-1])
@@ -68,7 +67,7 @@ def test_models_are_of_the_size_that_they_say(name: str) -> None:
 def test_a_job_of_two_ranks(tmp_path: Path) -> None:
     found = tmp_path / "report.json"
     options = ["--hosts", "1", "--models", "lenet", "--turns", "1", "--seconds", "0.02", "--json", str(found)]
-    command = [sys.executable, "-m", "hpcdp.benchmarks.torch_ddp", *options]
+    command = [sys.executable, torch_ddp.__file__, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(found.read_text())["places"][0]["rows"]

@@ -21,10 +21,10 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch import nn
 
+import bench_torch_ddp as torch_ddp
 import hpcdp
 import hpcdp.torch
-from hpcdp.benchmarks import torch_ddp
-from hpcdp.benchmarks.harness import torch_models
+from bench_harness import peers
 
 STEPS = 5
 
@@ -164,7 +164,7 @@ def test_losses_and_parameters_are_those_of_torchs_ddp(world, by_torch, scenario
 def test_candidates_of_the_benchmark_learn_alike(world):
     if world.size != 2:
         pytest.skip("two ranks are enough: tests/torch/test_torch_ddp_benchmark.py has what the program says")
-    row = torch_ddp.measure(world, "lenet", torch_models.MODELS["lenet"].batches[0], turns=1, seconds=0.02)
+    row = torch_ddp.measure(world, "lenet", peers.MODELS["lenet"].batches[0], turns=1, seconds=0.02)
     assert row["loss_difference"] < 0.02 * row["apart"]
     assert set(row["step_ms"]) == {torch_ddp.DDP, torch_ddp.RANK, torch_ddp.SHARD, torch_ddp.ALONE}
 

@@ -131,7 +131,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def test_an_earlier_run_is_not_overwritten_unless_asked_which_repeats_it_on_three_ranks(tmp_path, monkeypatch):
     """By the settings in its folder, and to the bit, for it was reproducible: on one rank; the others have two nodes.
 
-    LeNet's on up to 8 ranks: ``python -m hpcdp.benchmarks.reproducible``.
+    LeNet's on up to 8 ranks: test_what_networks_learn.py.
     """
     earlier = ("mlp", "--data", "digits", "--epochs", "1", "--batch-size", "128", "--clip-norm", "5", "--reproducible")
     assert train_on_threads(monkeypatch, tmp_path, 1, *earlier, "--run-dir", "a") == [0]

@@ -1,0 +1,411 @@
+"""What one process measures on a GPU alone: LeNet and ResNet-18 in samples per second, and each kernel against the rate
+of the device's own copy. `bench_gpu` starts it as a job, since what hangs on a GPU can only be ended with its process.
+
+The file with the figures is written anew after each of them, so that those of one that is ended are there. What
+fails is named there, and ends no other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from bench_harness import programs
+from bench_harness.peers import MODELS, training_step
+from bench_kernels import UPDATES
+from bench_train_lenet import step_of
+from hpcdp import comm, kernels, nn, optim
+from hpcdp.arrays import Array, to_host
+from hpcdp.bench.measure import parse_size
+from hpcdp.bench.results import check_writable, describe, write_json
+from hpcdp.comm import gpus
+from hpcdp.kernels.cuda import cudnn_conv
+from hpcdp.kernels.reference.compress import num_blocks
+from hpcdp.kernels.reference.reduce import SUM
+from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.train import TrainStep
+from hpcdp.train.trainers.trainer import Trainer
+
+_CHANNELS, _SIDE, _CLASSES, _FEATURES = 64, 32, 1000, 256
+_LAYERS, _PER_ROW = 16, 8
+"""That LARS has norms of, and values that are added to each row of a table."""
+_DRAWN = 1 << 22
+"""So many numbers are drawn; more are those again, since a GPU would wait a minute for all of them."""
+_ROUNDED = 1e-5
+"""Of the largest element: sums in another order, and exp and log."""
+
+
+@dataclass
+class Case:
+    """One kernel.
+
+    Args:
+        name: as printed.
+        room: as `kernels.kernels_for` takes it.
+        call: takes the module and the arrays, of which it changes some; returns None or a number, perhaps on a GPU.
+        arrays: NumPy's.
+        moved: bytes that must be read or written.
+        error: how far from the specification's they may be, of the largest element; 0: not at all.
+    """
+
+    name: str
+    room: str
+    call: Callable[..., Any]
+    arrays: tuple[np.ndarray, ...]
+    moved: int
+    error: float = 0.0
+
+    def on(self, asarray: Callable[[np.ndarray], Array]) -> tuple[Callable[[], Any], tuple[Array, ...]]:
+        """The call on copies of its arrays that ``asarray`` makes, and those."""
+        found = tuple(map(asarray, self.arrays))
+        return partial(self.call, kernels.kernels_for(self.room, found[0]), *found), found
+
+    def wrong(self, asarray: Callable[[np.ndarray], Array]) -> int:
+        """How many elements of one call's arrays are not the specification's."""
+        call, ours = self.on(asarray)
+        theirs = tuple(x.copy() for x in self.arrays)
+        answer, expected = call(), self.call(kernels.specification(self.room), *theirs)
+        differ = 0 if expected is None else int(abs(float(answer) - expected) > 1e-12 * abs(expected))
+        for x, y in zip(map(to_host, ours), theirs, strict=True):
+            apart = abs(x.astype(np.float64) - y)  # unsigned integers would wrap around
+            differ += int(np.count_nonzero(~(apart <= self.error * abs(y).max(initial=0))))
+        return differ
+
+
+def _random(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Of a normal distribution, float32."""
+    return np.resize(rng.standard_normal(min(_DRAWN, math.prod(shape)), np.float32), shape)
+
+
+def _named(name: str, *numbers: Any, behind: int | None = None) -> Callable[..., Any]:
+    """The call of the function ``name`` of a module with arrays, and ``numbers`` behind so many of them, or all."""
+
+    def call(module: ModuleType, *arrays: Array) -> Any:
+        first = len(arrays) if behind is None else behind
+        return getattr(module, name)(*arrays[:first], *numbers, *arrays[first:])
+
+    return call
+
+
+def cases(count: int) -> Iterator[Case]:
+    """Each kernel on arrays of about ``count`` elements, made when it is asked for."""
+    yield from _flat(count)
+    yield from _of_layers(count)
+    yield from _codecs(count)
+    yield from _bits(count)
+    yield from _rows(max(1, count // _FEATURES))
+    yield from _layers(max(1, count // (_CHANNELS * _SIDE * _SIDE)))
+
+
+def _flat(count: int) -> Iterator[Case]:
+    rng = np.random.default_rng(1)
+    nbytes = 4 * count
+    for name, rule, number, coefficients in UPDATES:
+        arrays = tuple(abs(_random(rng, count)) for _ in range(number))
+        call = _named(rule, coefficients)
+        yield Case(name, "update", call, arrays, (2 * number - 1) * nbytes)
+    x, wide, half = _random(rng, count), np.zeros(count, np.float32), np.zeros(count, np.uint16)
+    for word in ("float16", "bfloat16"):
+        for name, both in ((f"to_{word}", (x, half)), (f"from_{word}", (half, wide))):
+            yield Case(name.replace("_", " "), "cast", _named(name), both, nbytes * 3 // 2)
+    scaled = _named("scale", -1.0)
+    yield Case("scale", "cast", scaled, (x,), 2 * nbytes)
+    yield Case("sum of squares", "norms", _sum_of_squares, (x,), nbytes)
+    yield Case("all finite", "norms", _named("all_finite"), (x,), nbytes)
+    yield Case("add", "elementwise", _named("add"), (x, x[::-1].copy(), wide), 3 * nbytes)
+    yield Case("ReLU", "elementwise", _named("relu"), (x, wide), 2 * nbytes)
+    for n in (2, 4, 8):
+        rows = _random(rng, n, count)
+        call = partial(_sum_rows, count)
+        yield Case(f"sum of {n} rows", "reduce", call, (rows, wide), (n + 1) * nbytes)
+
+
+def _sum_of_squares(module: ModuleType, x: Array) -> Any:
+    """Left on the GPU, as for a trainer's clipping."""
+    return module.sum_of_squares(x) if module is kernels.specification("norms") else module.all_squares([x])[0]
+
+
+def _sum_rows(count: int, module: ModuleType, rows: Array, out: Array) -> None:
+    module.combine(rows, 0, count, out, SUM)
+
+
+def _of_layers(count: int) -> Iterator[Case]:
+    """What LARS does with its layers."""
+    params, grads, velocity = _random(np.random.default_rng(4), 3, count)
+    bounds, squares = np.arange(_LAYERS + 1) * count // _LAYERS, np.zeros((_LAYERS, 2))
+    of_norms = (params, grads, bounds, squares)
+    yield Case("LARS norms", "norms", _named("segment_squares"), of_norms, 2 * params.nbytes, _ROUNDED)
+    into = (params, grads, velocity, np.array([4.0, 9.0]))
+    update = _named("sgd_momentum", (0.1, 1e-4, 0.5, 0.9, 1e-3))
+    yield Case("LARS", "lars", update, into, 5 * params.nbytes)
+
+
+def _codecs(count: int) -> Iterator[Case]:
+    grad, residual = _random(np.random.default_rng(2), 2, count)
+    nbytes, scales = 4 * count, np.zeros(num_blocks(count), np.float32)
+    for name, width, numbers in (("two_bit", 16, (0.5,)), ("one_bit", 32, (0.1, 0.5))):
+        words = np.zeros(-(-count // width), np.uint32)
+        codes = scales.nbytes + words.nbytes
+        call = _named(f"encode_{name}", *numbers, behind=2)
+        arrays = (grad, residual, scales, words)
+        yield Case(f"encode {name.replace('_', ' ')}", "compress", call, arrays, 3 * nbytes + codes)
+        decode = _named(f"decode_{name}")
+        full = (abs(scales) + 0.5, words, np.zeros_like(grad))
+        yield Case(f"decode {name.replace('_', ' ')}", "compress", decode, full, nbytes + codes)
+    halves = np.zeros(count, np.uint16)
+    for name in ("encode_float16", "encode_bfloat16"):
+        moved = 3 * nbytes + halves.nbytes
+        into = (grad, residual, halves)
+        yield Case(name.replace("_", " "), "compress", _named(name), into, moved)
+    k = max(1, count // 100)
+    chosen = (grad, residual, np.zeros(k, np.uint32), np.zeros(k, np.float32))
+    moved = 3 * nbytes + 8 * k  # of which the sum alone is most
+    yield Case("top 1%", "compress", _named("encode_top_k"), chosen, moved)
+
+
+def _bits(count: int) -> Iterator[Case]:
+    """MXNet's codecs, of one threshold for all elements."""
+    grad, residual = _random(np.random.default_rng(5), 2, count)
+    for name, width in (("two bit", 16), ("one bit", 32)):
+        words, of_name = np.zeros(-(-count // width), np.uint32), name.replace(" ", "_")
+        pack = _named(f"pack_{of_name}", 0.5, 0.5, behind=2)
+        unpack = _named(f"unpack_{of_name}", 0.5, behind=1)
+        yield Case(f"pack {name}", "quantise", pack, (grad, residual, words), 3 * grad.nbytes + words.nbytes)
+        yield Case(f"unpack {name}", "quantise", unpack, (words + 7, grad), grad.nbytes + words.nbytes)
+
+
+def _rows(count: int) -> Iterator[Case]:
+    """The gradient of an embedding."""
+    rng = np.random.default_rng(6)
+    values, table = _random(rng, count, _FEATURES), np.zeros((-(-count // _PER_ROW), _FEATURES), np.float32)
+    rows = rng.integers(0, len(table), count)
+    moved = values.nbytes + rows.nbytes + 2 * table.nbytes
+    yield Case("add to rows", "rows", _named("add_rows"), (table, rows, values), moved)
+
+
+def _layers(batch: int) -> Iterator[Case]:
+    rng = np.random.default_rng(3)
+    x, gy = _random(rng, 2, batch, _CHANNELS, _SIDE, _SIDE)
+    half = (batch, _CHANNELS, _SIDE // 2, _SIDE // 2)
+    small, chosen, twice = np.zeros(half, np.float32), np.zeros(half, np.int32), ((2, 2), (2, 2), (0, 0))
+    for name, pooled in (
+        ("average_pool", (x, small)), ("average_pool_gradient", (gy[:, :, ::2, ::2].copy(), np.zeros_like(x))),
+        ("max_pool", (x, small, chosen)), ("max_pool_gradient", (gy[:, :, ::2, ::2].copy(), chosen, np.zeros_like(x))),
+    ):  # fmt: skip
+        moved = sum(each.nbytes for each in pooled)
+        yield Case(name.replace("_", " "), "pool", _named(name, *twice), pooled, moved)
+    planes = x.reshape(batch, _CHANNELS, -1)
+    scale, shift, *saved = abs(rng.standard_normal((4, _CHANNELS), np.float32))
+    for name, dtype, error in (("batch norm", np.float32, _ROUNDED), ("batch norm, float16", np.float16, 2.0**-10)):
+        own = planes.astype(dtype)
+        into = (own, scale, shift, np.zeros_like(own), *saved)
+        yield Case(name, "batch_norm", _batch_norm, into, 3 * own.nbytes, error)
+    grads, dx, of_channels = gy.reshape(planes.shape), np.zeros_like(planes), np.zeros((2, _CHANNELS), np.float32)
+    into = (grads, planes, scale, planes.mean(axis=(0, 2)), planes.var(axis=(0, 2)), dx, *of_channels)
+    yield Case("batch norm gradient", "batch_norm", _batch_norm_gradients, into, 5 * x.nbytes, _ROUNDED)
+    into, of_bias = (grads, np.maximum(planes, 0), dx, of_channels[0]), _named("bias_gradient")
+    yield Case("bias gradient, ReLU", "epilogue", of_bias, into, 3 * x.nbytes, _ROUNDED)
+    rows = x.reshape(-1, _CHANNELS * _SIDE)
+    yield Case("bias, ReLU", "epilogue", _named("add_bias", True), (rows, rows[0].copy()), 2 * x.nbytes)
+    logits = x.reshape(-1)[: x.size // _CLASSES * _CLASSES].reshape(-1, _CLASSES)
+    labels = rng.integers(0, _CLASSES, len(logits))
+    losses = np.zeros(len(logits), np.float32)
+    call, of_rows = _named("softmax_cross_entropy"), (logits, labels, np.zeros_like(logits), losses)
+    yield Case("softmax, loss", "cross_entropy", call, of_rows, 2 * logits.nbytes, _ROUNDED)
+
+
+def _batch_norm(module: ModuleType, *arrays: Array) -> None:
+    x, scale, shift, out, mean, variance = arrays
+    if module is kernels.specification("batch_norm"):
+        x = x.astype(np.float32)  # in which the kernels compute with 16 bits
+    module.batch_norm(x, scale, shift, out, (mean, variance), 1e-5)
+
+
+def _batch_norm_gradients(module: ModuleType, *arrays: Array) -> None:
+    gy, x, scale, mean, variance, dx, dscale, dshift = arrays
+    module.batch_norm_gradients(gy, x, scale, (mean, variance), (dx, dscale, dshift), 1e-5)
+
+
+_TORCH_NAMES = {"lenet": "lenet", "resnet18_cifar": "resnet18"}
+"""PyTorch's network by the name of ours."""
+_WARM_UP = 11
+"""Steps before a capture: cuDNN's choice, memory, and the state of the rule are there then."""
+
+
+def sees_a_gpu() -> bool:
+    """Whether PyTorch is installed and sees a GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    torch: Any = importlib.import_module("torch")
+    return bool(torch.cuda.is_available())
+
+
+def torch_steps(name: str, dtype: str, x: Any, labels: Any) -> dict[str, Callable[[], Any]]:
+    """What trains on one batch, ``x`` of shape ``(batch, *image)`` and ``labels`` as NumPy arrays, on PyTorch's current
+    GPU, its default stream; by key: ``torch``, and ``torch_graphs``, which replays a graph of that."""
+    torch: Any = importlib.import_module("torch")
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    net = MODELS[_TORCH_NAMES[name]].net(torch.nn).to("cuda", getattr(torch, dtype))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=True)
+    images, classes = torch.from_numpy(x).to("cuda", getattr(torch, dtype)), torch.from_numpy(labels).cuda()
+    step = partial(training_step(net, optimizer, [(images, classes)]), 0)
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(_WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return {"torch": step, "torch_graphs": graph.replay}
+
+
+_CHECKED = 1 << 16
+"""Elements of what is compared with the reference, some of which takes seconds for more."""
+_TURNS, _TURN_S = 5, 0.02
+_MODELS = {"lenet": (1, 28, 28), "resnet18_cifar": (3, 32, 32)}
+"""By name, and the images they take."""
+_DTYPES = ("float32", "bfloat16")
+"""Of weights, activations and gradients."""
+
+
+def facts(cupy: Any) -> dict[str, Any]:
+    """The device, its driver, CUDA as CuPy has it, CuPy, and cuDNN, None where convolutions go without it."""
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    return {
+        "gpu": properties["name"].decode(), "memory_bytes": int(properties["totalGlobalMem"]),
+        "driver": gpus.driver_release(), "cuda": runtime.runtimeGetVersion(), "cupy": cupy.__version__,
+        "cudnn": importlib.import_module("cudnn").backend_version_string() if cudnn_conv.is_there() else None,
+    }  # fmt: skip
+
+
+def seconds(call: Callable[[], Any], marker: Array) -> float:
+    """Of one ``call``, the median over turns of as many in a row as take `_TURN_S`, without waits between them.
+
+    Args:
+        marker: an array of one element; its copy to the host waits for all that was launched before.
+    """
+
+    def turn(number: int) -> float:
+        to_host(marker)
+        begin = time.perf_counter()
+        for _ in range(number):
+            call()
+        to_host(marker)
+        return time.perf_counter() - begin
+
+    turn(1)
+    number = 1
+    while turn(number) < _TURN_S:
+        number *= 2
+    return float(np.median([turn(number) / number for _ in range(_TURNS)]))
+
+
+def measure_kernel(case: Case, asarray: Callable[[np.ndarray], Array], wrong: int) -> dict[str, Any]:
+    """One row of the table: ``name``, ``us``, ``gb_s``, ``copy_gb_s``, ``share``, ``wrong``."""
+    marker = asarray(np.zeros(1, np.float32))
+    source, target = (asarray(np.zeros(case.moved // 2, np.uint8)) for _ in range(2))
+    ours = seconds(case.on(asarray)[0], marker)
+    copy = seconds(lambda: target.__setitem__(..., source), marker)
+    return {
+        "name": case.name, "us": 1e6 * ours, "gb_s": 1e-9 * case.moved / ours, "copy_gb_s": 1e-9 * case.moved / copy,
+        "share": copy / ours, "wrong": wrong,
+    }  # fmt: skip
+
+
+def _graphs_step_of(net: nn.Module, trainer: Trainer, x: Array, labels: Array) -> Callable[[int], Array]:
+    """A step by one CUDA graph, which returns each image's loss."""
+    whole = TrainStep(net, trainer)
+    whole.hybridize()
+    return lambda _: whole(x, labels)[0].data
+
+
+def measure_model(
+    name: str, dtype: str, batch: int, asarray: Callable[[np.ndarray], Array], world: comm.World
+) -> dict[str, Any]:
+    """Forward, backward and update on one batch: ``name``, ``dtype``, ``batch``, ``samples_s``, ``loss`` of the last
+    step, and ``graphs_samples_s``, where each step is one CUDA graph. Where PyTorch is, ``torch_samples_s`` and
+    ``torch_graphs_samples_s``, the same of its steps."""
+    rng = np.random.default_rng(0)
+    shape = _MODELS[name]
+    given = rng.standard_normal((batch, *shape), np.float32), rng.integers(0, 10, batch)
+    x, labels, marker = asarray(given[0]), asarray(given[1]), asarray(np.zeros(1, np.float32))
+    found: dict[str, Any] = {"name": name, "dtype": dtype, "batch": batch}
+    for key in ("samples_s", "graphs_samples_s"):
+        net = nn.models.create(name, input_shape=shape, num_classes=10, seed=0).to(like=x).to(dtype)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.01, momentum=0.9), world=world)
+        by_graphs = key == "graphs_samples_s"
+        step = _graphs_step_of(net, trainer, x, labels) if by_graphs else step_of(net, trainer, [(x, labels)])
+        found[key] = batch / seconds(partial(step, 0), marker)
+        found["loss"] = float(step(0).mean())
+    if sees_a_gpu():
+        for key, peer in torch_steps(name, dtype, *given).items():
+            found[f"{key}_samples_s"] = batch / seconds(peer, marker)
+    return found
+
+
+def all_kernels(
+    count: int, asarray: Callable[[np.ndarray], Array], ends: float
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """All kernels by name, and what gives their rows; none more once ``ends``, in `time.monotonic`, is over."""
+
+    def row(small: Case, large: Case) -> dict[str, Any]:
+        return measure_kernel(large, asarray, small.wrong(asarray))
+
+    for small, large in zip(cases(min(count, _CHECKED)), cases(count), strict=True):
+        if time.monotonic() > ends:
+            return
+        yield large.name, partial(row, small, large)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="python benchmarks/bench_gpu_alone.py", description=__doc__)
+    parser.add_argument("-m", dest="size", default="256M", help="bytes of one float32 array (256M)")
+    parser.add_argument("--batch", type=at_least(1), default=256, help="of images (256)")
+    parser.add_argument("--limit-s", type=at_least(1), default=200, help="no kernel begins after so many seconds (200)")
+    parser.add_argument("--json", metavar="FILE", required=True, help="for the figures")
+    args = parser.parse_args(argv)
+    ends = time.monotonic() + args.limit_s
+    world = comm.init()
+    check_writable("gpu_alone", [args.json], world)
+    cupy = importlib.import_module("cupy")
+    found: dict[str, Any] = {"machine": describe(world), "device": facts(cupy), "models": [], "kernels": []}
+    failed: dict[str, list[str]] = {}
+    """Names by reason: after some errors CUDA refuses everything."""
+
+    def write(*more: str) -> None:
+        told = [*(f"{', '.join(names)}: {reason}" for reason, names in failed.items()), *more]
+        write_json(args.json, world, {**found, **({"failed": "; ".join(told)} if told else {})})
+
+    def measure(kind: str, name: str, row: Callable[[], dict[str, Any]]) -> None:
+        try:
+            found[kind].append(row())
+        except Exception as error:
+            failed.setdefault(f"{type(error).__name__}: {error}", []).append(name)
+        write(f"it ended after {name}")
+
+    write("nothing is measured")
+    for name, dtype in itertools.product(_MODELS, _DTYPES):
+        measure("models", f"{name} of {dtype}", partial(measure_model, name, dtype, args.batch, cupy.asarray, world))
+    for name, row in all_kernels(max(1, parse_size(args.size) // 4), cupy.asarray, ends):
+        measure("kernels", name, row)
+    write()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    programs.run(main)

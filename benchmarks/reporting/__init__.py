@@ -1,1 +1,0 @@
-"""What the suite has measured against the targets, and RESULTS.md."""

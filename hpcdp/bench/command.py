@@ -1,0 +1,418 @@
+"""`hpcdp bench`: one benchmark on the ranks that a launcher started, or on this process alone.
+
+Takes OSU's and nccl-tests' flags, prints a line for each size as it is measured, writes CSV, JSON and a plot where they
+are asked for, and is unsuccessful when a result was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..errors import ConfigError, UnsupportedError, check_name, listed, to_stderr
+from ..launch.arguments import Parser
+
+if TYPE_CHECKING:
+    from ..comm import World
+    from .output import Row, Style
+
+COLLECTIVES = ("allreduce", "iallreduce", "reduce_scatter", "allgather", "broadcast", "reduce")
+PAIRS = ("latency", "bandwidth", "bibandwidth", "multi_pair")
+BENCHMARKS = (*PAIRS, *COLLECTIVES)
+REDUCING = ("allreduce", "iallreduce", "reduce_scatter", "reduce")
+STYLES = ("osu", "nccl")
+
+ROOTED = ("broadcast", "reduce")
+
+OSU_DTYPES = {"mpi_char": "int8", "mpi_int": "int32", "mpi_float": "float32"}
+_INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+_DTYPES = ("float32", "float64", "float16", "bfloat16", *_INTEGERS)
+_EPILOG = """\
+benchmarks:
+  between two ranks       latency, bandwidth, bibandwidth
+  pairs (i, i + n/2)      multi_pair
+  collectives             allreduce, iallreduce, reduce_scatter, allgather,
+                          broadcast, reduce
+
+examples:
+  hpcdp launch -n 2 -- hpcdp bench allreduce -m 4:64M
+  mpirun -n 4 hpcdp bench allgather --style nccl --csv allgather.csv
+  srun hpcdp bench bandwidth -m 1M -W 16 --plot bandwidth.png
+"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for.
+
+    Args:
+        benchmark: one of `BENCHMARKS`.
+        sizes: of messages in bytes, multiples of the dtype's.
+        dtype: a name of NumPy's, or bfloat16.
+        iterations: None for as many as suit the size.
+        shows_validation: a column for it, as OSU's programs have where they validate.
+        full: all of OSU's columns.
+        root: the rank that sends, or gets the result.
+        tests: calls of test() while iallreduce is under way.
+        csv, json, plot: files to write.
+    """
+
+    benchmark: str
+    style: str
+    sizes: tuple[int, ...]
+    factor: int
+    dtype: str
+    iterations: int | None
+    warmup: int
+    validate: bool
+    shows_validation: bool
+    full: bool
+    root: int
+    window: int
+    tests: int
+    algorithm: str
+    op: str
+    predict: bool
+    csv: str | None
+    json: str | None
+    plot: str | None
+
+    @property
+    def files(self) -> list[str]:
+        """All that will be written."""
+        return [path for path in (self.csv, self.json, self.plot) if path]
+
+
+def parser() -> Parser:
+    """The options, for ``-h`` and for `parse`."""
+    made = Parser(
+        prog="hpcdp bench",
+        usage="hpcdp bench BENCHMARK [-m MIN:MAX] [--style osu|nccl] [options]",
+        description="Measure messages and collectives on the ranks that a launcher started.",
+        epilog=_EPILOG,
+    )
+    add = made.add_argument
+    add("benchmark", metavar="BENCHMARK", help="what to measure, one of those below")
+    add("-v", "--version", action="version", version=f"hpcdp {__version__}", help="show the version and end")
+    add(
+        "-m", "--message-size", dest="sizes", default="", metavar="[MIN:]MAX", help="message sizes in bytes, e.g. 4:64M"
+    )
+    add("--factor", type=int, default=2, metavar="N", help="each size is N times the one before (2)")
+    add("-M", "--mem-limit", dest="most", metavar="SIZE", help="leave out messages above SIZE bytes")
+    add("-i", "--iterations", type=int, metavar="N", help="timed calls (default: by size)")
+    add("-x", "--warmup", type=int, default=10, metavar="N", help="untimed calls before (10)")
+    add("-f", "--full", action="store_true", help="all columns, e.g. least and greatest latency")
+    add(
+        "-c", "--validation", dest="validate", type=int, nargs="?", const=1, metavar="0|1",
+        help="1: a column for the validation, which is done in any case; 0: do without",
+    )  # fmt: skip
+    add(
+        "-T", "--type", dest="dtype", metavar="DTYPE",
+        help="float32, bfloat16, int64 ...; or mpi_char, mpi_int, mpi_float",
+    )  # fmt: skip
+    add("-d", "--accelerator", dest="device", default="cpu", metavar="DEVICE", help="where the arrays are: cpu")
+    add("-k", "--root-rank", dest="root", type=int, default=0, metavar="RANK", help="root of broadcast and reduce (0)")
+    add("-l", "--in-place", action="store_true", help="collectives in place, as they are in any case")
+    add("-W", "--window-size", dest="window", type=int, default=64, metavar="N", help="messages under way at once (64)")
+    add(
+        "-t", "--num-test-calls", dest="tests", type=int, default=0, metavar="N",
+        help="calls of test() while iallreduce runs (0)",
+    )  # fmt: skip
+    add("--algorithm", default="auto", metavar="NAME", help="auto (default), native, ring ...")
+    add("--op", default="sum", metavar="NAME", help="sum (default), mean, min, max, prod")
+    add("--style", default="osu", metavar="NAME", help="columns of osu (default) or of nccl, for collectives")
+    add("--predict", action="store_true", help="what the cost model expects, beside what was measured")
+    add("--csv", metavar="FILE", help="a line for each size")
+    add("--json", metavar="FILE", help="the figures, and the machine they were measured on")
+    add("--plot", metavar="FILE", help="PNG: bandwidth over size, the MPI library's own, the machine's limit")
+    return made
+
+
+def parse(argv: Sequence[str]) -> Settings:
+    """What ``argv`` asks for; names that need the ranks' world, such as algorithms, are checked later.
+
+    Raises:
+        ConfigError: it cannot be done.
+    """
+    given = parser().parse_args(argv)
+    check_name("benchmark", given.benchmark, BENCHMARKS)
+    check_name("style", given.style, STYLES)
+    check_name("device", given.device, ("cpu",))
+    reported = given.benchmark in COLLECTIVES and given.benchmark != "iallreduce"
+    if given.style == "nccl" and not reported:
+        valid = ", ".join(name for name in COLLECTIVES if name != "iallreduce")
+        raise ConfigError("bench --style nccl", expected=valid, got=given.benchmark)
+    if given.plot and not given.plot.endswith(".png"):
+        raise ConfigError("bench --plot", expected="a file name ending in .png", got=repr(given.plot))
+    files = [os.path.realpath(path) for path in (given.csv, given.json, given.plot) if path]
+    files = [path for path in files if os.path.isfile(path) or not os.path.exists(path)]  # devices take several
+    if len(set(files)) < len(files):
+        raise ConfigError(
+            "bench", expected="a file of its own for each of --csv, --json and --plot", got="the same one"
+        )
+    least = {"iterations": 1, "warmup": 0, "window": 1, "tests": 0, "factor": 2}
+    for name, smallest in least.items():
+        value = getattr(given, name)
+        if value is not None and not smallest <= value <= 10**9:
+            raise ConfigError(f"bench: {name}", expected=f"{smallest} or more, to 10^9", got=value)
+    if given.validate not in (None, 0, 1):
+        raise ConfigError("bench -c", expected="0 or 1", got=given.validate)
+    for name, used_by, usual in (("algorithm", COLLECTIVES, "auto"), ("op", REDUCING, "sum"), ("root", ROOTED, 0)):
+        value = getattr(given, name)
+        if value != usual and given.benchmark not in used_by:
+            flag = "root-rank" if name == "root" else name
+            raise ConfigError(f"bench {given.benchmark} --{flag}", expected=f"one of {', '.join(used_by)}", got=value)
+    dtype = given.dtype or ("float32" if given.benchmark in COLLECTIVES else "int8")
+    dtype = OSU_DTYPES.get(dtype.lower(), dtype)
+    check_name("dtype", dtype, _DTYPES)
+    fields = {name: value for name, value in vars(given).items() if name in Settings.__dataclass_fields__}
+    fields |= {"sizes": _sizes(given, dtype), "dtype": dtype}
+    fields |= {"validate": given.validate != 0, "shows_validation": given.validate == 1}
+    return Settings(**fields)
+
+
+def _sizes(given: argparse.Namespace, dtype: str) -> tuple[int, ...]:
+    """As OSU has them: MIN:MAX, MAX alone, or MIN: alone; rounded down to whole elements."""
+    from ..arrays import dtype_of
+    from .measure import parse_size, size_range
+
+    itemsize = dtype_of(dtype).itemsize
+    low, high = given.sizes.split(":", 1) if ":" in given.sizes else ("", given.sizes)
+    usual = (f"{itemsize}", "4M") if given.benchmark in PAIRS else (f"{max(4, itemsize)}", "64M")
+    text = f"{low or usual[0]}:{high or usual[1]}"
+    rounded = dict.fromkeys(size // itemsize * itemsize for size in size_range(text, given.factor))
+    most = parse_size(given.most) if given.most else None
+    found = tuple(size for size in rounded if size > 0 and (most is None or size <= most))
+    if not found and most is not None:
+        raise ConfigError("bench --mem-limit", expected=f"{min(rounded)} bytes or more", got=given.most)
+    if not found:
+        raise ConfigError("size range", expected=f"at least {itemsize} bytes, a {dtype}", got=repr(given.sizes))
+    return found
+
+
+LIMIT_NBYTES = 64 << 20
+"""What is copied to measure the machine's limit: more than its caches hold."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure what ``argv`` asks for and return the exit status: 1 when a result was wrong.
+
+    Every rank of a job must call.
+
+    Raises:
+        ConfigError: on every rank, for what cannot be done.
+    """
+    settings = parse(argv)
+
+    from .. import comm
+    from .results import pin_to_own_core
+
+    world = comm.init()
+    pin_to_own_core(world)
+    return run(settings, world)
+
+
+def run(settings: Settings, world: World) -> int:
+    """`main` for ranks that know their world; rank 0 prints and writes."""
+    from .. import __version__
+    from ..comm.agreement import on_rank_0
+    from .measure import format_size
+    from .output import NcclStyle, OsuStyle
+
+    check(settings, world)
+    facts = _facts(settings, world)
+    measured = _rows(settings, world)
+    if settings.predict:
+        from . import probe
+
+        predicted, basis = probe.predictor(settings, world)
+        facts.append(basis)
+        if predicted is None:
+            settings = replace(settings, predict=False)
+        else:
+            measured = probe.with_predictions(measured, predicted)
+    style: Style = (OsuStyle if settings.style == "osu" else NcclStyle)(settings, __version__)
+    rows: list[Row] = []
+    try:
+        for row in measured:
+            if world.rank == 0:
+                if not rows:
+                    print(style.heading(facts))
+                print(style.line(row), flush=True)
+            rows.append(row)
+    except UnsupportedError as error:
+        raise ConfigError(str(error)) from error
+    limit = _limit(settings, world) if settings.plot else None
+    if world.rank == 0 and (closing := style.closing(rows)):
+        print(closing, flush=True)
+    on_rank_0(world.comm, lambda: _write_files(settings, world, rows, limit, facts[0]))
+    faulty = [format_size(row["nbytes"]) for row in rows if _faulty(row)]
+    if faulty and world.rank == 0:
+        to_stderr(f"hpcdp bench: {settings.benchmark}: wrong results at {listed(faulty, 8)}")
+    return 1 if faulty else 0
+
+
+def _write_files(
+    settings: Settings, world: World, rows: Sequence[Row], limit: tuple[str, float] | None, where: str
+) -> None:
+    from .output import draw
+    from .results import as_json, describe, write
+
+    def report() -> str:
+        asked = {name: value for name, value in vars(settings).items() if name not in ("csv", "json", "plot")}
+        about = {"library": world.library, "machine": describe(world), "limit": limit}
+        return as_json({**asked, **about, "rows": rows})
+
+    contents: list[tuple[str | None, Callable[[], bytes | str]]] = [
+        (settings.csv, lambda: as_csv(rows)),
+        (settings.plot, lambda: draw(rows, settings, limit, _heading(settings), where)),
+        (settings.json, report),
+    ]
+    reasons = []
+    for path, content in contents:
+        try:
+            if path:
+                write(path, content())
+        except ConfigError as error:
+            reasons.append(str(error))
+    if reasons:
+        raise ConfigError(f"bench: {'; '.join(reasons)}")
+
+
+def check(settings: Settings, world: World) -> None:
+    """What only the ranks' world can tell.
+
+    Raises:
+        ConfigError: on every rank: an algorithm, reduction, file or amount of memory that is not there.
+    """
+    from ..collectives import ALGORITHMS
+    from ..comm.agreement import on_rank_0
+    from ..comm.reductions import OPS
+    from .output import check_drawable
+    from .results import check_writable
+
+    if settings.benchmark in COLLECTIVES:
+        collective = settings.benchmark.removeprefix("i")
+        check_name(f"{collective} algorithm", settings.algorithm, ["auto", *ALGORITHMS[collective]])
+    if settings.benchmark in REDUCING:
+        check_name("op", settings.op, OPS)
+    if settings.benchmark in ROOTED and not 0 <= settings.root < world.size:
+        raise ConfigError("bench --root-rank", expected=f"a rank, 0 to {world.size - 1}", got=settings.root)
+    if settings.plot and world.size < 2:
+        raise ConfigError("bench --plot", expected="2 ranks or more, which exchange something", got="1")
+    if settings.plot:
+        on_rank_0(world.comm, check_drawable)
+    check_writable("bench", settings.files, world)
+    _check_memory(settings, world)
+
+
+def _check_memory(settings: Settings, world: World) -> None:
+    from ..launch.machine import memory_mib
+    from .measure import format_size
+
+    arrays = 2 if settings.benchmark in PAIRS or settings.style == "nccl" else 1
+    if settings.benchmark == "allgather":
+        arrays += world.size - 1
+    needed = arrays * settings.sizes[-1] * world.local_size >> 20
+    available = min(world.comm.allgather_json(memory_mib()[1]))
+    if needed > available:
+        raise ConfigError(
+            f"bench {settings.benchmark} -m",
+            expected=f"messages that fit in the {available} MiB of memory that are free",
+            got=f"{format_size(settings.sizes[-1])}, for which a node's ranks need {needed} MiB",
+        )
+
+
+def _rows(settings: Settings, world: World) -> Iterator[Row]:
+    from ..arrays import dtype_of
+    from . import collective, point_to_point
+
+    dtype, sizes = dtype_of(settings.dtype), list(settings.sizes)
+    timings: dict[str, Any] = {
+        "dtype": dtype,
+        "iterations": settings.iterations,
+        "warmup": settings.warmup,
+        "validate": settings.validate,
+    }
+    beside = bool(settings.plot)
+    if settings.benchmark in PAIRS:
+        pairs = point_to_point.Sweep(settings.benchmark, window=settings.window, **timings)
+        return point_to_point.sweep(pairs, sizes, world, beside_library=beside)
+    library_lacks = settings.op == "mean" and dtype.kind in "iu"
+    beside = beside and settings.algorithm != "native" and not library_lacks
+    asked: dict[str, Any] = {"op": settings.op, "algorithm": settings.algorithm, **timings}
+    how = collective.Sweep(settings.benchmark, out_of_place=settings.style == "nccl", root=settings.root, **asked)
+    if settings.benchmark == "iallreduce":
+        return collective.overlap_sweep(how, sizes, world, tests=settings.tests, beside_library=beside)
+    return collective.sweep(how, sizes, world, beside_library=beside)
+
+
+def _facts(settings: Settings, world: World) -> list[str]:
+    """The comment lines above a table."""
+    library = " ".join(world.library.split()) or "threads of one process"
+    facts = [f"{_place(world)} ({socket.gethostname()}), {library}"]
+    half = world.size // 2
+    if settings.benchmark == "multi_pair":
+        facts.append(f"[ pairs: {half} ] [ window size: {settings.window} ]")
+    elif settings.benchmark in PAIRS:
+        window = "" if settings.benchmark == "latency" else f", window size: {settings.window}"
+        facts.append(f"Ranks 0 and {half}{window}.")
+    else:
+        op = f", op: {settings.op}" if settings.benchmark in REDUCING else ""
+        op += f", root: {settings.root}" if settings.benchmark in ROOTED else ""
+        where = "" if settings.style == "nccl" else ", in place"
+        facts.append(f"Algorithm: {settings.algorithm}{op}{where}.")
+    return facts
+
+
+def _heading(settings: Settings) -> str:
+    """The title of a plot."""
+    name = settings.benchmark.replace("_", " ")
+    op = f", {settings.op}" if settings.benchmark in REDUCING else ""
+    return f"{name[0].upper()}{name[1:]}{op} of {settings.dtype}"
+
+
+def _place(world: World) -> str:
+    numbers = ((world.size, "rank"), (world.num_nodes, "node"))
+    return " on ".join(f"{number} {what}{'s' if number > 1 else ''}" for number, what in numbers)
+
+
+def _limit(settings: Settings, world: World) -> tuple[str, float]:
+    """The machine's own limit and its GB/s: memory copies in a node, else messages between two nodes; all must call."""
+    from .measure import format_size
+    from .probe import copy_rates, link_rates
+
+    if world.num_nodes > 1:
+        return "point to point between nodes", link_rates(world, 16 << 20)["one_way"] / 1e3
+    size = format_size(LIMIT_NBYTES)
+    rates = copy_rates(world, LIMIT_NBYTES)
+    if settings.benchmark in ("latency", "bandwidth"):
+        return f"memory copy of {size}, one core", rates["one_core_gb_s"]
+    return f"memory copy of {size}, all cores", rates["all_cores_gb_s"]
+
+
+def _faulty(row: Row) -> bool:
+    return any(each["wrong"] for each in (row, row.get("out_of_place"), row.get("library")) if each)
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """A line a size; the figures of a nested row are in columns ``out_of_place_avg`` and so on."""
+    flat = []
+    for row in rows:
+        nested = {key: value for key, value in row.items() if isinstance(value, dict)}
+        line = {key: value for key, value in row.items() if key not in nested}
+        for prefix, values in nested.items():
+            line |= {f"{prefix}_{key}": value for key, value in values.items()}
+        flat.append(line)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(flat[0]))
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
