@@ -1,5 +1,6 @@
 """The wheel and the sdist: complete, and sufficient without the source tree."""
 
+import importlib.machinery
 import importlib.metadata
 import json
 import os
@@ -18,11 +19,14 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 SMOKE = """
-import sys, hpcdp, hpcdp.bench.tune
-from hpcdp.slurm import profile, script
+import sys, hpcdp, hpcdp.bench.tune, hpcdp.kernels.cuda
+from hpcdp.data_files import data_folder
+from hpcdp.launch.slurm import profile, script
 assert sys.prefix in hpcdp.__file__, hpcdp.__file__
 hpcdp.kernels.load("update")
 assert len(hpcdp.data.load("digits", "test")) > 100
+assert sys.prefix in str(data_folder("slurm")) and (data_folder("slurm") / "ranks.sh").is_file()
+assert "this_thread" in hpcdp.kernels.cuda.source("cast")
 assert script.render(script.Request(template="train"), profile.Profile(mpi_type="pmix", time="1")).text
 """
 
@@ -80,24 +84,33 @@ def build(folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def tracked(*folders: str) -> list[str]:
+    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    return listed.stdout.split()
+
+
+@pytest.mark.parametrize("name", ["kernels", "slurm"])
+def test_a_program_in_the_clone_imports_no_data_folder(name: str) -> None:
+    """Hugging Face's transformers, for one, looks for a package ``kernels``."""
+    spec = importlib.machinery.PathFinder.find_spec(name, [str(ROOT)])
+    assert spec is None or spec.loader is None, spec
+
+
 @pytest.mark.slow
 def test_both_hold_every_module_and_data_file(built: Path) -> None:
     packages = [path for path in (ROOT / "hpcdp").iterdir() if (path / "__init__.py").exists()]
     wanted = {str(file.relative_to(ROOT)) for package in packages for file in package.rglob("*.py")}
     wanted |= {"hpcdp/cli.py", "hpcdp/py.typed", "hpcdp/data/sets/digits.h5", "hpcdp/data/sets/LICENSE-digits.txt"}
     wanted |= {"hpcdp/data/sets/shakespeare.txt.gz", "hpcdp/data/sets/LICENSE-shakespeare.txt"}
-    wanted |= {
-        "hpcdp/slurm/train.sbatch",
-        "hpcdp/slurm/ranks.sh",
-        "hpcdp/kernels/cuda/cast.cu",
-        "hpcdp/kernels/cuda/common.cuh",
-    }
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         in_wheel = set(wheel.namelist())
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         in_sdist = {name.partition("/")[2] for name in sdist.getnames()}
-    tracked = subprocess.run(["git", "ls-files", "hpcdp", "kernels", "slurm"], cwd=ROOT, capture_output=True, text=True)
-    known = {name if name.startswith("hpcdp/") else f"hpcdp/{name}" for name in tracked.stdout.split()}
+    data = {name for name in tracked("kernels", "slurm") if not name.endswith(".py")}
+    assert {"kernels/cast.cu", "kernels/common.cuh", "slurm/train.sbatch", "slurm/ranks.sh"} <= data
+    assert {f"hpcdp/_data/{name}" for name in data} <= in_wheel
+    assert data <= in_sdist
+    known = set(tracked("hpcdp"))
     assert wanted & known <= in_wheel
     assert [name for name in in_wheel if not name.startswith(("hpcdp/", "hpcdp-"))] == []
     assert [name for name in in_wheel if "/bench_" in name or "benchmarks/" in name] == []

@@ -25,7 +25,7 @@ OwnedPart = tuple[int, Part]
 """The rank in whose row the part is summed, and the part."""
 
 SUMMED_KINDS = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
-"""What both `kernels/cuda/reduce.cu` and the host, for other nodes, add up."""
+"""What both `kernels/reduce.cu` and the host, for other nodes, add up."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Floor 8: commands of the command line that are rooms of their own. Imports: checkpoint,
-errors, launch, slurm, torch, train.
+errors, launch, torch, train.
 
 - `checkpoint`: what `hpcdp checkpoint` takes, and does.
 - `listing`, `showing`: what its `ls` and `show` print. `texts`: lines that fit a terminal.

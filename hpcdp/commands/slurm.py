@@ -11,7 +11,7 @@ from ..errors import ConfigError, check_name
 from ..launch.arguments import Parser, at_least
 
 if TYPE_CHECKING:
-    from ..slurm.script import Script
+    from ..launch.slurm.script import Script
 
 _EPILOG = """\
 templates: train, train-gpu, sweep, benchmark, interactive
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _script(given: argparse.Namespace) -> Script:
-    from ..slurm import profile, script
+    from ..launch.slurm import profile, script
 
     check_name("template", given.template, script.TEMPLATES)
     if given.template == "sweep" and given.settings is None:
@@ -132,7 +132,7 @@ def _render(given: argparse.Namespace) -> int:
 
 
 def _submit(given: argparse.Namespace) -> int:
-    from ..slurm import queue
+    from ..launch.slurm import queue
 
     if given.template == "interactive":
         raise ConfigError(
@@ -155,7 +155,7 @@ def _submit(given: argparse.Namespace) -> int:
 
 
 def _status(given: argparse.Namespace) -> int:
-    from ..slurm import queue
+    from ..launch.slurm import queue
 
     found, unknown = queue.jobs(given.jobs) if given.jobs else (queue.own_jobs(), [])
     rows = [("JOB", "STATE", "TIME", "WHERE", "NAME")]
@@ -170,7 +170,7 @@ def _status(given: argparse.Namespace) -> int:
 
 
 def _cancel(given: argparse.Namespace) -> int:
-    from ..slurm import queue
+    from ..launch.slurm import queue
 
     for line in queue.cancel(given.jobs, given.save):
         print(line)

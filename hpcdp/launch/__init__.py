@@ -1,6 +1,8 @@
-"""Floor 7: launch. Imports: comm, errors, kernels, arrays, interpreter, launched, listening, permissions.
+"""Floor 7: launch. Imports: comm, errors, kernels, arrays, data_files, interpreter, launched, listening,
+permissions, toml.
 
-Starts ranks, by one of the `launchers`, on other hosts through `remote`, in jobs of `batch_systems`; examines the
+Starts ranks, by one of the `launchers`, on other hosts through `remote`, in jobs of `batch_systems`; writes and
+submits batch scripts (`slurm`); examines the
 machine and its MPI library (`diagnosis`). MPI is never started in the launcher itself.
 """
 

@@ -13,6 +13,7 @@ import pytest
 import standin
 
 from hpcdp import kernels, optim
+from hpcdp.data_files import data_folder
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels import cuda
 from hpcdp.kernels.cuda import cast as cuda_cast
@@ -28,6 +29,7 @@ from hpcdp.kernels.reference import reduce as reference_reduce
 from hpcdp.kernels.reference import update as reference_update
 
 FOLDER = Path(cuda.__file__).parent
+SOURCES = data_folder("kernels")
 NAMES = sorted(kernels._ON_CUDA)
 ON_GPUS_ALONE = {"norms": "all_squares", "update": "scale"}
 """Functions, and arguments of them, by which nothing waits, which others need not have."""
@@ -66,7 +68,8 @@ def test_the_functions_are_those_of_the_specification(name: str) -> None:
 
 
 def test_every_cuda_file_has_its_module_and_its_specification() -> None:
-    names, headers, modules = ({path.stem for path in FOLDER.glob(f"*.{end}")} for end in ("cu", "cuh", "py"))
+    names, headers = ({path.stem for path in SOURCES.glob(f"*.{end}")} for end in ("cu", "cuh"))
+    modules = {path.stem for path in FOLDER.glob("*.py")}
     of_cupy = {"__init__", "capture", "cublas", "cudnn_conv"}
     assert names | headers == modules - of_cupy | {"codes", "common", "sgd", "top_k"}
     assert names - {"times"} == set(NAMES), "what kernels_for chooses exists"
@@ -104,7 +107,7 @@ def test_arrays_that_kernels_cannot_read_are_refused(cupy: ModuleType) -> None:
 
 
 def test_a_source_is_complete_and_asks_for_no_header() -> None:
-    for path in FOLDER.glob("*.cu"):
+    for path in SOURCES.glob("*.cu"):
         text = cuda.source(path.stem)
         assert "this_thread()" in text
         assert "#include" not in text, "CuPy would not see that a file has changed"
@@ -189,6 +192,6 @@ def test_the_host_refuses_what_a_gpu_would_misread(on_host: ModuleType) -> None:
 
 def test_kernels_use_no_float_atomics_and_no_wait() -> None:
     """Those of top-k and of rows count: `cuda_on_host.h` has none but of integers. Who measures waits."""
-    for path in filter(Path.is_file, FOLDER.iterdir()):
+    for path in [*SOURCES.iterdir(), *FOLDER.glob("*.py")]:
         assert path.name == "times.py" or "synchronize" not in path.read_text(), path
         assert path.name in ("top_k.cuh", "rows.cu") or "atomicAdd" not in path.read_text(), path

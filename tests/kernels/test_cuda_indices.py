@@ -1,12 +1,12 @@
 """CUDA's loops over more than 2^31 elements: single threads of such grids, on this processor, without the elements."""
 
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hpcdp.data_files import data_folder
 from hpcdp.kernels import cuda
 
 ROOM, BLOCK, PACK = 16, 4, 8
@@ -45,7 +45,7 @@ GRIDS = [(1 << 28) + 1, 5 << 28]
 
 def noted(on_host: ModuleType, name: str, block: int, blocks: int, *args: np.generic) -> list[list[int]]:
     """What each thread of a block has noted."""
-    folder = Path(cuda.__file__).parent
+    folder = data_folder("kernels")
     code = "".join((folder / each).read_text() for each in ("common.cuh", "windows.cuh")) + KERNELS
     found = on_host.asarray(np.full((BLOCK, ROOM), -1))
     kernel = on_host.RawModule(code=code, options=cuda.OPTIONS).get_function(name)

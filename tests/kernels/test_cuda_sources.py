@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcdp.data_files import data_folder
 from hpcdp.kernels import cuda
 
 ARCHITECTURES = (80, 90, 100)
@@ -23,7 +24,7 @@ OPTIMISED = bool(os.environ.get("HPCDP_TEST_THOROUGH"))
 
 _NAME = r"__global__ void (?:__launch_bounds__\(.*?\) )?(\w+)"
 
-FILES = sorted(path.stem for path in Path(cuda.__file__).parent.glob("*.cu"))
+FILES = sorted(path.stem for path in data_folder("kernels").glob("*.cu"))
 
 
 def _alone(file: str) -> str:

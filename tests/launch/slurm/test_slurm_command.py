@@ -8,8 +8,8 @@ import pytest
 
 from hpcdp import cli
 from hpcdp.errors import LaunchError
-from hpcdp.slurm import queue
-from hpcdp.slurm.script import Script
+from hpcdp.launch.slurm import queue
+from hpcdp.launch.slurm.script import Script
 
 TRAIN = ("--", "hpcdp", "train", "lenet", "--run-dir", "out/a")
 

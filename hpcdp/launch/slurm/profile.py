@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import toml
-from ..errors import ConfigError, check_name
-from ..launch.batch_systems.batch_values import SLURM
-from ..permissions import who_else_may_write
+from ... import toml
+from ...errors import ConfigError, check_name
+from ...permissions import who_else_may_write
+from ..batch_systems.batch_values import SLURM
 
 LAUNCHERS = ("srun", "mpirun")
 FILE = "hpcdp-site.toml"

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcdp.errors import ConfigError
-from hpcdp.slurm import profile
-from hpcdp.slurm.profile import Profile, load, places
+from hpcdp.launch.slurm import profile
+from hpcdp.launch.slurm.profile import Profile, load, places
 
 WHOLE = """
 launcher = "mpirun"

@@ -1,4 +1,4 @@
-"""CUDA kernels for CuPy arrays: how they are compiled, and how one is launched. Imports: arrays, errors.
+"""CUDA kernels for CuPy arrays: how they are compiled, and how one is launched. Imports: arrays, errors, data_files.
 
 ``X.cu`` has the kernels and ``X.py`` the functions that launch them, with the names and arguments of the specification
 ``reference/X.py``. Beside them are `capture`, for CUDA graphs, `cublas` and `cudnn_conv`. CuPy is imported when the
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import re
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...arrays import Array, dtype_name
+from ...data_files import data_folder
 from ...errors import UnsupportedError
 
 OPTIONS = ("-std=c++17", "--fmad=false")
@@ -37,7 +37,6 @@ since the order of additions must not depend on it."""
 NOWHERE = np.uintp(0)
 """The address that a kernel is given for an array that there is not."""
 
-_FOLDER = Path(__file__).parent
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """What kernels of networks take."""
 
@@ -50,8 +49,9 @@ _TYPES = {
 
 def source(file: str) -> str:
     """``kernels/<file>.cu`` with its headers in it: CuPy knows by the text alone whether it has compiled a source."""
-    text = (_FOLDER / f"{file}.cu").read_text()
-    return re.sub(r'#include "(\w+\.cuh)"', lambda header: (_FOLDER / header[1]).read_text(), text)
+    folder = data_folder("kernels")
+    text = (folder / f"{file}.cu").read_text()
+    return re.sub(r'#include "(\w+\.cuh)"', lambda header: (folder / header[1]).read_text(), text)
 
 
 @cache

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError, check_name
-from ..permissions import who_else_may_write
+from ...data_files import data_folder
+from ...errors import ConfigError, check_name
+from ...permissions import who_else_may_write
 from .profile import Profile
 
 TEMPLATES = {
@@ -24,7 +25,6 @@ TEMPLATES = {
 PROGRAMS = {"benchmark": ("hpcdp", "bench", "allreduce"), "interactive": ("bash",)}
 """What runs where nothing was said; elsewhere `hpcdp train`."""
 
-_FOLDER = Path(__file__).resolve().parent
 REQUEUES = 3
 """So many times a job comes back after faults, if nothing else was asked for."""
 _TRAINING = ("train", "train-gpu", "sweep")
@@ -160,7 +160,7 @@ def read_settings(path: str | Path) -> tuple[tuple[str, ...], ...]:
 
 
 def _filled(file: str, parts: dict[str, str]) -> str:
-    text = (_FOLDER / file).read_text(encoding="utf-8")
+    text = (data_folder("slurm") / file).read_text(encoding="utf-8")
     return re.sub("\n{3,}", "\n\n", _Template(text).substitute(parts))
 
 

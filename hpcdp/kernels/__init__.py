@@ -1,9 +1,9 @@
-"""Floor 0: compute kernels. Imports: arrays, errors, launched, permissions.
+"""Floor 0: compute kernels. Imports: arrays, data_files, errors, launched, permissions.
 
-``reference/X.py`` is the specification, in the functions that NumPy and CuPy share; ``cuda/X.py`` and ``cuda/X.cu`` are
-for CuPy arrays. The files here are Numba versions for NumPy arrays, reached through `load`. Those are compiled for the
-types of their arguments when they are first called with them, by one process of a node while the others wait and then
-read the cache (`machine_code`). `kernels_for` chooses by the array.
+``reference/X.py`` is the specification, in the functions that NumPy and CuPy share; ``cuda/X.py`` is for CuPy arrays,
+with the CUDA sources ``kernels/X.cu`` beside the package. The files here are Numba versions for NumPy arrays, reached
+through `load`. Those are compiled for the types of their arguments when they are first called with them, by one process
+of a node while the others wait and then read the cache (`machine_code`). `kernels_for` chooses by the array.
 """
 
 from __future__ import annotations

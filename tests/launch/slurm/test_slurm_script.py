@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from hpcdp.data_files import data_folder
 from hpcdp.errors import ConfigError
-from hpcdp.slurm import script
-from hpcdp.slurm.profile import Profile
-from hpcdp.slurm.script import Request, render
+from hpcdp.launch.slurm import script
+from hpcdp.launch.slurm.profile import Profile
+from hpcdp.launch.slurm.script import Request, render
 
 GOLDEN = Path(__file__).with_name("golden")
 SRUN = Profile(
@@ -372,7 +373,7 @@ def test_after_the_loss_of_a_node_slurm_says_so_before_the_job_comes_back(tmp_pa
     ],
 )  # fmt: skip
 def test_the_status_is_that_of_the_rank_that_failed_first(tmp_path: Path, said: str, found: str) -> None:
-    text = (Path(script.__file__).parent / "ranks.sh").read_text()
+    text = (data_folder("slurm") / "ranks.sh").read_text()
     function = re.search(r"^blame\(\) \{.*?^\}", text, re.MULTILINE | re.DOTALL)
     assert function is not None
     (tmp_path / "words").write_text("".join(f"srun: error: {line}\n" for line in said.splitlines()) + "epoch 1\n")
