@@ -7,6 +7,7 @@ so that nothing needs to be asked where communication is possible.
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -43,6 +44,9 @@ class Refused:
     def __contains__(self, _: object) -> NoReturn:
         self._refuse()
 
+    def __len__(self) -> NoReturn:
+        self._refuse()
+
     def __getitem__(self, _: object) -> NoReturn:
         self._refuse()
 
@@ -50,23 +54,53 @@ class Refused:
         return "refused"
 
     def _refuse(self) -> NoReturn:
-        raise self._kind(_called(), **self._why)
+        raise self._kind(called(sys._getframe(2))[1], **self._why)
 
 
-def _called() -> str:
-    """Return the name of the outermost function of hpcdp on this thread's stack, below what the program has called."""
-    frame: FrameType | None = sys._getframe(2)
-    name = "communicate"
+def called(frame: FrameType | None) -> tuple[str, str]:
+    """Return what a program has called: the outermost function of hpcdp below it on a stack.
+
+    Args:
+        frame: the innermost of the stack.
+
+    Returns:
+        The public name of its class, which may be empty, and its own: of what makes or calls an object the class's
+        again, of a context ``with``, of an attribute that is made on demand the attribute's.
+    """
+    package = __package__.partition(".")[0]
+    owner, name = "", "communicate"
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(f"{__package__.partition('.')[0]}."):
-            if "<locals>" not in frame.f_code.co_qualname:  # a decorator's own
-                name = frame.f_code.co_qualname
+        if module.startswith(f"{package}."):
+            if found := _public_name(frame, sys.modules[package].__all__):
+                owner, name = found
         elif module != "contextlib":
             break
         frame = frame.f_back
-    owner, _, name = name.rpartition(".")
-    return owner.rpartition(".")[2] if name == "__init__" else name
+    return owner, name
+
+
+def _public_name(frame: FrameType, public: Collection[str]) -> tuple[str, str] | None:
+    code, seen = frame.f_code, frame.f_locals
+    path = code.co_qualname
+    if "<locals>" in path:  # of a decorator: what it decorates
+        path = next((seen[each].__qualname__ for each in code.co_freevars if hasattr(seen.get(each), "__code__")), "")
+        if not path or "<locals>" in path:
+            return None
+    owner, _, name = path.rpartition(".")
+    owner = owner.rpartition(".")[2]
+    if owner and code.co_argcount:
+        this = seen.get(code.co_varnames[0])
+        classes = [each.__name__ for each in (this if isinstance(this, type) else type(this)).__mro__]
+        if owner in classes:
+            owner = next((each for each in classes if each in public), classes[0])
+    if name == "__getattr__":
+        name = str(seen.get(code.co_varnames[1]))
+    elif name in ("__enter__", "__exit__"):
+        name = "with"
+    elif name.startswith("__"):
+        name = owner
+    return owner, name
 
 
 def refuse(world: World, kind: type[HpcdpError], kept: Any, **why: Any) -> None:

@@ -81,6 +81,8 @@ class World:
     """What this world has in common with all that `split` makes of it, on this rank."""
     endings: WeakMethods[None] = field(default_factory=WeakMethods, repr=False, compare=False)
     """Called by `finish`, the last first."""
+    closings: WeakMethods[None] = field(default_factory=WeakMethods, repr=False, compare=False)
+    """Called when the world is closed: of what has communicators or memory of it, in whose place `comm` refuses."""
     meetings: WeakMethods[AbstractContextManager[None]] = field(default_factory=WeakMethods, repr=False, compare=False)
     """What makes the contexts of `meeting`; added, and dropped when nothing lives on any rank, by all ranks alike."""
     under_way: WeakMethods[None] = field(default_factory=WeakMethods, repr=False, compare=False)
@@ -176,6 +178,7 @@ class World:
     def __enter__(self) -> World:
         """See `close`."""
         self._require_part("with")
+        _ = self.comm.signatures  # refused where it is closed
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -206,9 +209,11 @@ class World:
         assert self.parent is not None
         self.parent._parts[:] = [each for each in self.parent._parts if each() not in (None, self)]
         refuse(
-            self, ConfigError, None, expected="an open world", got="one after close()",
+            self, ConfigError, None, expected="an open world", got=f"the one of {self.size} ranks after close()",
             remedy="make another one: world.split(color)",
         )  # fmt: skip
+        for let_go in self.closings.living():
+            let_go()
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:

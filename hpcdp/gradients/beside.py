@@ -140,6 +140,12 @@ class Beside:
         for bucket in reversed(self._buckets):
             self.settle(bucket)
 
+    def let_go(self) -> None:
+        """Wait for no update any more: those under way may never end."""
+        for bucket in self._buckets:
+            if (updated := self._updating.get(bucket.number)) is not None:
+                self._end_update(bucket, updated)
+
     def _behind(self, bucket: Bucket, *milestones: int) -> list[int]:
         """The local ranks that have not reached the first of ``milestones`` that is not reached by all."""
         found = (self._milestones.behind(number, bucket.number) for number in milestones if self._memory.size > 1)

@@ -213,6 +213,14 @@ class Reducer:
         """Whether it alone is told when the gradient of ``param`` is written."""
         return param.grad_hook is not None and param.grad_hook is self._hooks.get(id(param))
 
+    def let_go(self) -> None:
+        """Leave the parameters: from now on backward writes their gradients for this rank alone."""
+        for param in self.params.values():
+            if self.takes(param):
+                param.grad_hook = None
+        if self.beside is not None:
+            self.beside.let_go()
+
     def launching(self, leaves: Sequence[Parameter]) -> list[Parameter]:
         """Of ``leaves``, whose gradients are written in this order, those with which buckets are launched."""
         numbers = {id(param): slot.bucket for param, slot in zip(self.params.values(), self.layout.slots, strict=True)}

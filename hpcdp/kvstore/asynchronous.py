@@ -84,6 +84,10 @@ class AsyncStore(WorldStore):
         if staleness is not None or self._replay is not None:
             world.meetings.add(self._aside)
 
+    def _let_go(self) -> None:
+        super()._let_go()
+        vars(self).update(_transfer=self._world.comm)
+
     def _begin(self, group: World, staleness: int | None, replay: int | None) -> None:
         """What all do together."""
         world, has_servers = self._world, group.size > self._world.size

@@ -98,6 +98,10 @@ class SyncStore(WorldStore):
         self._members = [self._neighbours] if self._rail is None else self._rail.comm.allgather_json(self._neighbours)
         world.endings.add(self._settle)  # a rank that left earlier would leave others waiting
 
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._exchanges = {}
+
     def _make(self, values: dict[Key, Array]) -> None:
         self._check_new(values)
         for key, value in values.items():

@@ -27,6 +27,11 @@ class WorldStore(KVStore):
         super().__init__(kind, engine, lane)
         self._world = world
         self._compression: Compression | None = None
+        world.closings.add(self._let_go)
+
+    def _let_go(self) -> None:
+        """The world is closed: whatever is called next fails at its first look at a key."""
+        vars(self).update(_entries=self._world.comm, _engine=self._world.comm)
 
     @property
     def rank(self) -> int:

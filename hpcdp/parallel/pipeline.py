@@ -142,6 +142,12 @@ class Pipeline(Module):
             setattr(self, str(stage), module)
         self.parameters()  # named here
         self._look = Look()
+        self.replicas.closings.add(self._let_go)
+
+    def _let_go(self) -> None:
+        """The ranks' world is closed: whatever is computed next fails at its first stage."""
+        if self._comm is not None:  # else all stages are in this process
+            vars(self).update(_parts=self.replicas.comm)
 
     def __reduce__(self) -> Any:
         raise UnsupportedError(

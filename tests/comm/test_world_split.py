@@ -134,7 +134,8 @@ def uses(part):
         "split": lambda: part.split(0),
         "create": lambda: kvstore.create("dist_sync", part),
         "Manager": lambda: checkpoint.Manager("nowhere", part),
-        "BucketTrainer": lambda: hpcdp.Trainer(nn.Dense(2, 3).parameters(), optim.SGD(0.1), part),
+        "with": part.__enter__,
+        "Trainer": lambda: hpcdp.Trainer(nn.Dense(2, 3).parameters(), optim.SGD(0.1), part),
         "keep": lambda: part.keep("something", list),
     }
 
@@ -151,9 +152,8 @@ def test_a_closed_world_is_refused_by_name(n):
         assert (part.rank, part.size) == (world.rank // 2, (n + 1 - world.rank % 2) // 2)
         for each in (part, inner):
             for name, use in uses(each).items():
-                with pytest.raises(
-                    ConfigError, match=rf"^{name}: expected an open world, got one after close\(\); make "
-                ):
+                got = rf"the one of {part.size} ranks after close\(\); make "
+                with pytest.raises(ConfigError, match=f"^{name}: expected an open world, got {got}"):
                     use()
         for name, use in (("close", world.close), ("with", world.__enter__)):
             with pytest.raises(ConfigError, match=rf"^{name}: expected a world that split\(\) has made"):

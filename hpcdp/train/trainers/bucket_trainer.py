@@ -114,6 +114,11 @@ class BucketTrainer(Trainer):
         enter_shard(None)  # that of an earlier trainer
         shards = self.reducer.virtual_shards
         self._reproducible = None if shards is None else ReproducibleSteps(shards, params, self.world)
+        self.world.closings.add(self._let_go)
+
+    def _let_go(self) -> None:
+        self.reducer.let_go()
+        vars(self).update(reducer=self.world.comm, owner=self.world.comm)
 
     @staticmethod
     def check_options(options: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,22 @@ class StoreTrainer(Trainer, FitsSaved):
             self.states = [optimizer.init_state(param.data.reshape(-1)) for param in self._params]
         self._pull_first()
         self._places = places_of(self._params)
+        if self.world is not None:
+            self.world.endings.add(self._take_last_values)
+            self.world.closings.add(self._let_go)
+
+    def _take_last_values(self) -> None:
+        with suppress(Exception):  # whoever reads the parameter gets it
+            self._await_values()
+
+    def _let_go(self) -> None:
+        for hooked in self._params:
+            param: Any = hooked
+            param.grad_hook = None
+            if isinstance(getattr(param, "data_hook", None), OnItsWay):
+                param.data_hook = None
+        assert self.world is not None
+        vars(self).update(store=self.world.comm, _closing=self.world.comm)
 
     @staticmethod
     def check_options(options: dict[str, Any]) -> None:
