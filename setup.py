@@ -10,7 +10,7 @@ DATA_FOLDERS = ("kernels", "slurm")
 
 
 class BuildWithData(build_py):
-    """Build the package, with the data folders in ``hpcdp/_data``, where `hpcdp.data_files` finds them."""
+    """Build the package, with the data folders in ``hpcdp/_data``, where `hpcdp.core.files` finds them."""
 
     def run(self) -> None:
         """Copy modules, then data; an editable install reads the clone's own folders."""

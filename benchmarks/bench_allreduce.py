@@ -42,7 +42,7 @@ from hpcdp.bench.measure import (
     wrong,
 )
 from hpcdp.bench.results import as_json, check_writable, describe, pin_to_own_core, write, write_json
-from hpcdp.launch.arguments import at_least
+from hpcdp.launch.checks import at_least
 
 OURS = ("hpcdp buckets", "hpcdp any array")
 

@@ -30,9 +30,9 @@ from bench_harness.peers import Gloo, gloo_or_reason
 from hpcdp import checkpoint, comm
 from hpcdp.bench.measure import format_size, median_ratio, parse_size
 from hpcdp.bench.results import check_writable, describe, write_json
-from hpcdp.comm.agreement import on_rank_0
+from hpcdp.comm.consistency import on_rank_0
 from hpcdp.errors import ConfigError
-from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.launch.checks import Parser, at_least
 
 RAW, OURS, TORCH, DCP = "raw", "hpcdp", "torch.save", "torch DCP"
 COPY, SHARE = "one copy of the state", "one copy of this rank's part"

@@ -23,9 +23,9 @@ from hpcdp import comm, kernels
 from hpcdp.bench.measure import Schedule, alternate, median_ratio, turn_medians
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
 from hpcdp.kernels import buffers
-from hpcdp.kernels.reference import conv as reference
+from hpcdp.kernels.reference import conv
 from hpcdp.kernels.reference.windows import output_size
-from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.launch.checks import Parser, at_least
 
 _TOLERANCE = 2e-4
 """Of the largest element: sums of up to 16384 products, in another order than the reference's."""
@@ -128,7 +128,7 @@ class Arrays:
     def wrong(self) -> dict[str, int]:
         """How many elements of each pass are not the reference's."""
         expected = {name: np.empty_like(x) for name, x in self.results.items()}
-        for module, into in ((kernels.load("conv"), self.results), (reference, expected)):
+        for module, into in ((kernels.load("conv"), self.results), (conv, expected)):
             for call in self.ours(module, into).values():
                 call()
         return {

@@ -21,7 +21,7 @@ from hpcdp.bench.measure import median_ratio
 from hpcdp.bench.results import as_json, check_writable, describe, write
 from hpcdp.engine import Engine
 from hpcdp.errors import HpcdpError
-from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.launch.checks import Parser, at_least
 
 TARGET_US = 10.0
 """What a push may cost, median."""

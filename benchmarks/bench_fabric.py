@@ -47,10 +47,10 @@ from hpcdp.bench.measure import (
 from hpcdp.bench.probe import link_rates, sleeping_barrier
 from hpcdp.bench.results import as_json, check_writable, describe, write, write_json
 from hpcdp.collectives import ALGORITHMS, allreduce
-from hpcdp.collectives.select import choose
-from hpcdp.comm.reductions import resolve
+from hpcdp.collectives.registry import choose
+from hpcdp.comm.communicator import resolve
 from hpcdp.errors import ConfigError, UnsupportedError, check_name
-from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.launch.checks import Parser, at_least
 
 PEER = "MPI"
 _SIZES = "4,64K,1M,4M,16M,64M"

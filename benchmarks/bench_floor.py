@@ -20,7 +20,7 @@ from hpcdp.bench.measure import FreshData, Schedule, alternate, format_size, gat
 from hpcdp.bench.probe import copy_rates
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
 from hpcdp.errors import UnsupportedError
-from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.launch.checks import Parser, at_least
 
 STAGED = 4
 """The pattern for arrays that are not in shared memory; the floor is the best of those before it."""

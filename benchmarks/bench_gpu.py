@@ -32,12 +32,12 @@ from bench_harness import programs
 from bench_harness.report import failed, gpu_verdicts, line_of_model, of_targets
 from hpcdp.bench.measure import parse_size
 from hpcdp.bench.results import as_json, check_writable, write
-from hpcdp.comm import gpus
-from hpcdp.devices import gpu
+from hpcdp.comm import world
+from hpcdp.core.devices import gpu
+from hpcdp.core.environment import launched_ranks
 from hpcdp.errors import ConfigError
-from hpcdp.launch.arguments import Parser, at_least
-from hpcdp.launch.orphans import adopt, bound, end_orphans
-from hpcdp.launched import launched_ranks
+from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.cleanup import adopt, bound, end_orphans
 
 _JOB_S, _ENDING_S = 90.0, 10.0
 """How long a job may take, and how long its end when it is told to."""
@@ -174,7 +174,7 @@ def gpu_or_reason() -> tuple[Any, str]:
         cupy = importlib.import_module("cupy")
     if cupy is not None and cupy.cuda.is_available():
         return cupy, ""
-    if not gpus.visible():
+    if not world.visible():
         return None, "no NVIDIA GPU, or no driver"
     if cupy is None:
         return None, "CuPy is not installed (pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]')"

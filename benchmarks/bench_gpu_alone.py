@@ -25,16 +25,16 @@ from bench_harness.peers import MODELS, training_step
 from bench_kernels import UPDATES
 from bench_train_lenet import step_of
 from hpcdp import comm, kernels, nn, optim
-from hpcdp.arrays import Array, to_host
 from hpcdp.bench.measure import parse_size
 from hpcdp.bench.results import check_writable, describe, write_json
-from hpcdp.comm import gpus
+from hpcdp.comm import world as comm_world
+from hpcdp.core.arrays import Array, to_host
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.kernels.cuda import cudnn_conv
 from hpcdp.kernels.reference.compress import num_blocks
 from hpcdp.kernels.reference.reduce import SUM
-from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.launch.checks import Parser, at_least
 from hpcdp.train import TrainStep
-from hpcdp.train.trainers.trainer import Trainer
 
 _CHANNELS, _SIDE, _CLASSES, _FEATURES = 64, 32, 1000, 256
 _LAYERS, _PER_ROW = 16, 8
@@ -288,7 +288,7 @@ def facts(cupy: Any) -> dict[str, Any]:
     properties = runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     return {
         "gpu": properties["name"].decode(), "memory_bytes": int(properties["totalGlobalMem"]),
-        "driver": gpus.driver_release(), "cuda": runtime.runtimeGetVersion(), "cupy": cupy.__version__,
+        "driver": comm_world.driver_release(), "cuda": runtime.runtimeGetVersion(), "cupy": cupy.__version__,
         "cudnn": importlib.import_module("cudnn").backend_version_string() if cudnn_conv.is_there() else None,
     }  # fmt: skip
 

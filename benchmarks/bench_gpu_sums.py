@@ -17,22 +17,23 @@ from typing import Any
 import numpy as np
 
 from bench_harness import programs
-from hpcdp import comm, nn, optim
-from hpcdp.arrays import Array, to_host
+from hpcdp import comm as comm_module
+from hpcdp import nn, optim
 from hpcdp.bench.measure import FreshData, parse_size
 from hpcdp.bench.results import check_writable, describe, write_json
-from hpcdp.collectives.progress import Steps, drive
-from hpcdp.comm import World, node_groups
-from hpcdp.comm.cuda_ipc import CudaIpc
+from hpcdp.comm import World, gpu_groups
+from hpcdp.comm.communicator import Steps
+from hpcdp.comm.cuda_memory import CudaIpc
+from hpcdp.comm.gpu_transports import NodeRows, RowSize, lone_rows, offers, own_offer
 from hpcdp.comm.nccl import Nccl
-from hpcdp.comm.node_rows import NodeRows, RowSize, lone_rows
-from hpcdp.comm.ways import offers, own_offer
+from hpcdp.comm.tasks import drive
+from hpcdp.core.arrays import Array, to_host
+from hpcdp.core.devices import Streams
+from hpcdp.data_parallel.gpu import Staging
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import DeviceError
-from hpcdp.gradients.staging import Staging
-from hpcdp.launch.arguments import Parser
-from hpcdp.streams import Streams
+from hpcdp.launch.checks import Parser
 from hpcdp.train import TrainStep
-from hpcdp.train.trainers.trainer import Trainer
 
 _TURNS, _BATCH, _WIDTH = 7, 256, 2048
 _ROUNDS, _STEPS = 6, 3
@@ -251,7 +252,7 @@ def refused(world: World, count: int) -> Found:
         Nccl(world.node_comm, world.node_memory, streams, offered, world.rank)
     except DeviceError as error:
         told, wrong = str(error), 0
-    _, way = node_groups.make(world, streams, [RowSize(8, _FLOAT)])
+    _, way = gpu_groups.make(world, streams, [RowSize(8, _FLOAT)])
     wrong = sum(world.comm.allgather_json(wrong + (way.name != "CUDA_IPC")))
     return {"told": f"NCCL refuses, {way.name} is taken", "share": None, "wrong": wrong, "errors": [told]}
 
@@ -266,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-m", dest="size", default="256M", help="bytes of float32 (256M)")
     parser.add_argument("--json", metavar="FILE", help="for the figures")
     args = parser.parse_args(argv)
-    world = comm.init()
+    world = comm_module.init()
     check_writable("gpu_sums", [args.json], world)
     if world.device.kind == "cpu":
         if world.rank == 0:

@@ -36,7 +36,7 @@ from hpcdp.bench.measure import (
     wrong,
 )
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
-from hpcdp.train.trainers.bucket_trainer import BucketTrainer
+from hpcdp.data_parallel.bucket_trainer import BucketTrainer
 
 OURS = "Trainer"
 _LR, _MOMENTUM = 0.01, 0.9

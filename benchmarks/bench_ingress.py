@@ -24,10 +24,10 @@ from hpcdp import comm
 from hpcdp.bench.measure import format_size, parse_size
 from hpcdp.bench.output import check_drawable
 from hpcdp.bench.results import as_json, check_writable, describe, write, write_json
+from hpcdp.core.environment import launched_rank
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import serve
-from hpcdp.launch.arguments import Parser, at_least
-from hpcdp.launched import launched_rank
+from hpcdp.launch.checks import Parser, at_least
 
 _JOB_TIMEOUT_S = 300
 _MOST_HOSTS = 99

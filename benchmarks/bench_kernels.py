@@ -27,8 +27,7 @@ from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write
 from hpcdp.kernels import buffers
 from hpcdp.kernels.reference import cast as reference_cast
 from hpcdp.kernels.reference import norms as reference_norms
-from hpcdp.kernels.reference import quantise as reference_quantise
-from hpcdp.kernels.reference import update as reference_update
+from hpcdp.kernels.reference import quantise, update
 
 _THRESHOLD = 0.5
 _LAYERS = 50  # as ResNet-50's
@@ -156,9 +155,7 @@ def updates(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
         xs = tuple(arrays.normal() for _ in range(number))
         for state in xs[2:]:
             np.abs(state, out=state)
-        call, reference = (
-            partial(step, each, rule, coefficients) for each in (kernels.load("update"), reference_update)
-        )
+        call, reference = (partial(step, each, rule, coefficients) for each in (kernels.load("update"), update))
         peer = _torch_update(torch, name, arrays) if torch else None
         yield Kernel(name, xs, call, reference, (2 * number - 1) * arrays.nbytes, peer)
 
@@ -200,7 +197,7 @@ def packing(arrays: Arrays) -> Iterator[Kernel]:
         else:
             module.unpack_two_bit(words, _THRESHOLD, out)
 
-    modules = (kernels.load("quantise"), reference_quantise)
+    modules = (kernels.load("quantise"), quantise)
     for bits, in_a_word in (("two", 16), ("one", 32)):
         words, out = arrays.zeros(np.uint32, in_a_word), arrays.zeros()
         call, reference = (partial(pack, module, bits) for module in modules)

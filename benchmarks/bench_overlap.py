@@ -9,7 +9,7 @@ when backward is over (``overlap=False``) or beside it (``overlap=True``), and w
 computing at the same time but without a word to each other. A turn is some steps in a row, and each counts by the
 slowest rank.
 
-Beside the steps stands their critical path (`hpcdp.gradients.critical_path`): forward, backward, when each bucket is
+Beside the steps stands their critical path (`hpcdp.data_parallel.profiling`): forward, backward, when each bucket is
 ready and when the next forward needs it are measured in the steps without communication, and the reduction of each
 bucket by itself, nothing else going on. Where ranks have no core to spare, updates count as computation, too. A path
 takes what is measured alone for granted: processor time that messages and sums take from computation is not on it.
@@ -31,13 +31,13 @@ from bench_harness import programs
 from bench_harness.cluster import add_options, measure_models, measure_places, where
 from hpcdp import autograd, comm, nn, optim
 from hpcdp.comm import World
+from hpcdp.core.environment import launched_ranks
+from hpcdp.data_parallel import Reducer, Replicated, ShardedUpdate
+from hpcdp.data_parallel.bucket_trainer import BucketTrainer
+from hpcdp.data_parallel.buckets import MIB, Layout, Slot
+from hpcdp.data_parallel.profiling import BucketCost, CriticalPath, critical_path
 from hpcdp.errors import ConfigError, check_name
-from hpcdp.gradients import EveryRank, Reducer, ShardOwner
-from hpcdp.gradients.buckets import MIB, Layout, Slot
-from hpcdp.gradients.critical_path import BucketCost, CriticalPath, critical_path
-from hpcdp.launch.arguments import Parser, at_least
-from hpcdp.launched import launched_ranks
-from hpcdp.train.trainers.bucket_trainer import BucketTrainer
+from hpcdp.launch.checks import Parser, at_least
 
 OFF, ON, ALONE = "after backward", "overlapped", "alone"
 """The candidates."""
@@ -178,7 +178,7 @@ class Alone(Training):
 
     def update(self, count: int) -> None:
         reducer, owner = self.trainer.reducer, self.trainer.owner
-        assert isinstance(owner, EveryRank | ShardOwner)
+        assert isinstance(owner, Replicated | ShardedUpdate)
         begin, backward, end = self.marks_ns
         ready = [(ns - backward) / 1e9 for ns in self._ready_ns]
         needed = [(ns - begin) / 1e9 for ns in self._needed_ns]

@@ -20,11 +20,11 @@ from bench_harness import programs
 from hpcdp import comm, nn, optim
 from hpcdp.bench.measure import largest_difference, median_ratio
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError
-from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.launch.checks import Parser, at_least
 from hpcdp.parallel import SCHEDULES, Pipeline
-from hpcdp.train.trainers.trainer import Trainer
 
 _LAYERS_A_STAGE, _CLASSES, _NAP_S = 4, 10, 0.0005
 _LOSS_TOLERANCE = 1e-5
@@ -57,7 +57,7 @@ def measure(
     """
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((batch, width), np.float32), rng.integers(0, _CLASSES, batch)
-    lonely = threads.run(1, lambda single: single)[0]
+    lonely = thread_comm.run(1, lambda single: single)[0]
     found = {}
     for number in micro_batches:
         together = trainer_of(world, world.size, width, number, schedule)

@@ -30,13 +30,13 @@ from hpcdp import comm
 from hpcdp.autograd import Tensor
 from hpcdp.bench.measure import bus_factor
 from hpcdp.bench.results import as_json, check_writable, describe, write, write_json
+from hpcdp.core.environment import launched_ranks
 from hpcdp.errors import ConfigError, check_name
-from hpcdp.launch.arguments import Parser, at_least
-from hpcdp.launched import launched_ranks
+from hpcdp.launch.checks import Parser, at_least
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.runs import inputs
+from hpcdp.train.runs import run as runs_run
 from hpcdp.train.runs.config import TrainConfig
 from hpcdp.train.runs.run import make_loader, make_trainer
 
@@ -66,8 +66,8 @@ def slowed(seconds: float) -> Callable[[Tensor, Any], Tensor]:
 
 def measure(world: comm.World, name: str, config: TrainConfig, pace_s: float, slow: float) -> dict[str, Any]:
     """One training; every rank must call. Each step sleeps for ``pace_s``, on the last rank ``slow`` times that."""
-    train_set, test_set = inputs.datasets(config)
-    net = inputs.network(config, train_set)
+    train_set, test_set = runs_run.datasets(config)
+    net = runs_run.network(config, train_set)
     trainer = make_trainer(config, net, train_set, world)
     loader = make_loader(config, train_set, world, trainer.steps_together)
     is_slow = world.rank == world.size - 1

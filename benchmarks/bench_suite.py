@@ -27,7 +27,7 @@ from bench_harness.report import GPU_PARTS, render
 from hpcdp.bench.measure import format_size, parse_size
 from hpcdp.bench.results import as_json, check_writable, describe, write
 from hpcdp.errors import ConfigError
-from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.launch.checks import Parser, at_least
 
 _HERE = Path(__file__).resolve().parent
 _JOB_TIMEOUT_S = 600

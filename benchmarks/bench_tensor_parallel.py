@@ -21,10 +21,10 @@ from hpcdp import autograd, comm, nn, optim
 from hpcdp.bench.measure import largest_difference, median_ratio
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
 from hpcdp.collectives import allreduce
-from hpcdp.comm import threads
-from hpcdp.launch.arguments import Parser, at_least
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
+from hpcdp.launch.checks import Parser, at_least
 from hpcdp.parallel import ColumnDense, RowDense, split_world
-from hpcdp.train.trainers.trainer import Trainer
 
 _FEATURES, _CLASSES = 784, 10
 _LOSS_TOLERANCE = 1e-4
@@ -60,7 +60,7 @@ def measure(world: comm.World, batch: int, width: int, turns: int) -> dict[str, 
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((batch, _FEATURES), np.float32), rng.integers(0, _CLASSES, batch)
     exchanged = rng.standard_normal((batch, width), np.float32)
-    lonely = threads.run(1, lambda single: single)[0]
+    lonely = thread_comm.run(1, lambda single: single)[0]
     together, alone = trainer_of(world, width), trainer_of(lonely, width) if world.rank == 0 else None
     losses = [[together(x, y), np.nan if alone is None else alone(x, y)] for _ in range(3)]
     taken: dict[str, list[float]] = {"split": [], "allreduce": [], "alone": []}

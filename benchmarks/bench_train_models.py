@@ -25,9 +25,9 @@ from bench_train_lenet import step_of, turns_of
 from hpcdp import comm, nn, optim
 from hpcdp.bench.measure import median_ratio
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError
-from hpcdp.launch.arguments import Parser, at_least
-from hpcdp.train.trainers.trainer import Trainer
+from hpcdp.launch.checks import Parser, at_least
 
 _LR, _MOMENTUM = 0.01, 0.9
 _CONTEXT, _CHARACTERS, _WIDTH, _SIZE = 64, 62, 64, 256
@@ -53,7 +53,7 @@ def _vectors(batch: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _torch_lstm(torch_nn: Any) -> Any:
     class CharLSTM(torch_nn.Module):  # type: ignore[misc, name-defined]
-        """The layers of `nn.models.char_lstm`, with one bias for the gates as there."""
+        """The layers of `nn.models`, with one bias for the gates as there."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -15,8 +15,8 @@ import numpy as np
 import hpcdp
 from hpcdp import autograd, data
 from hpcdp.autograd import Tensor
-from hpcdp.launch.arguments import Program, at_least
-from hpcdp.nn import functional as F
+from hpcdp.launch.checks import Program, at_least
+from hpcdp.nn import functional
 
 SHAPES = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,)]
 
@@ -35,10 +35,10 @@ def initial_params(seed):
 def lenet(x, params):
     """Images of shape ``(batch, 1, 28, 28)`` to scores of shape ``(batch, 10)``."""
     w1, b1, w2, b2, w3, b3, w4, b4 = params
-    h1 = F.avg_pool2d(F.relu(F.conv2d(x, w1, b1)), 2)
-    h2 = F.avg_pool2d(F.relu(F.conv2d(h1, w2, b2)), 2)
-    h3 = F.relu(F.dense(h2.reshape(len(x), -1), w3, b3))
-    return F.dense(h3, w4, b4)
+    h1 = functional.avg_pool2d(functional.relu(functional.conv2d(x, w1, b1)), 2)
+    h2 = functional.avg_pool2d(functional.relu(functional.conv2d(h1, w2, b2)), 2)
+    h3 = functional.relu(functional.dense(h2.reshape(len(x), -1), w3, b3))
+    return functional.dense(h3, w4, b4)
 
 
 def get_params(params, device):
@@ -77,7 +77,7 @@ def train_batch(x, y, params, lr, devices, world):
     for x_piece, y_piece, own in zip(*split_batch(x, y, devices, world), params, strict=True):
         if len(y_piece):
             with autograd.record():
-                losses = F.softmax_cross_entropy(lenet(Tensor(x_piece), own), y_piece)
+                losses = functional.softmax_cross_entropy(lenet(Tensor(x_piece), own), y_piece)
             losses.backward()
             loss_sum += float(losses.data.sum())
         else:

@@ -13,9 +13,9 @@ import time
 
 import hpcdp
 from hpcdp import autograd, data, kvstore, nn, optim
-from hpcdp.launch.arguments import Program, at_least
+from hpcdp.launch.checks import Program, at_least
 from hpcdp.train.evaluate import evaluate
-from hpcdp.train.runs.shared_count import SharedCount
+from hpcdp.train.load_balance import SharedCount
 
 
 def train(world, store, epochs, batch_size, lr, sleep_s):

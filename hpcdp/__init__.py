@@ -1,39 +1,42 @@
-"""Floor 8: the public face. Imports: every room, each only when it is first used."""
+"""MPI-native data-parallel training for HPC clusters, on NumPy, CuPy and PyTorch.
+
+Each part is imported when it is first used.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import exits
-from .launched import is_launched
+from .comm import abort
+from .core.environment import is_launched
 
 if TYPE_CHECKING:
-    from hpcdp import (
+    from . import (
         autograd,
         checkpoint,
         collectives,
         comm,
         compression,
         data,
-        devices,
+        data_parallel,
         engine,
         errors,
-        gradients,
         kernels,
         kvstore,
         nn,
         optim,
         train,
     )
-    from hpcdp.collectives import Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
-    from hpcdp.comm.starting import init
-    from hpcdp.comm.world import World
-    from hpcdp.compression import Compression
-    from hpcdp.devices import Device, cpu, gpu
-    from hpcdp.errors import HpcdpError
-    from hpcdp.train.trainers.policy import Policy
-    from hpcdp.train.trainers.trainer import Trainer
+    from .collectives import Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
+    from .comm.init import init
+    from .comm.world import World
+    from .compression import Compression
+    from .core import devices
+    from .core.devices import Device, cpu, gpu
+    from .data_parallel.policy import Policy
+    from .data_parallel.trainer import Trainer
+    from .errors import HpcdpError
 
 __version__ = "0.1.0"
 
@@ -55,11 +58,11 @@ __all__ = [
     "compression",
     "cpu",
     "data",
+    "data_parallel",
     "devices",
     "engine",
     "errors",
     "gpu",
-    "gradients",
     "iallreduce",
     "init",
     "kernels",
@@ -73,19 +76,19 @@ __all__ = [
 
 _HOMES = {
     "Compression": "hpcdp.compression",
-    "Device": "hpcdp.devices",
+    "Device": "hpcdp.core.devices",
     "HpcdpError": "hpcdp.errors",
-    "Trainer": "hpcdp.train.trainers.trainer",
+    "Trainer": "hpcdp.data_parallel.trainer",
     "Monoid": "hpcdp.collectives",
-    "Policy": "hpcdp.train.trainers.policy",
+    "Policy": "hpcdp.data_parallel.policy",
     "World": "hpcdp.comm.world",
     "allgather": "hpcdp.collectives",
     "allreduce": "hpcdp.collectives",
     "broadcast": "hpcdp.collectives",
-    "cpu": "hpcdp.devices",
-    "gpu": "hpcdp.devices",
+    "cpu": "hpcdp.core.devices",
+    "gpu": "hpcdp.core.devices",
     "iallreduce": "hpcdp.collectives",
-    "init": "hpcdp.comm.starting",
+    "init": "hpcdp.comm.init",
     "reduce": "hpcdp.collectives",
     "reduce_scatter": "hpcdp.collectives",
 }
@@ -93,7 +96,7 @@ _HOMES = {
 
 
 if is_launched():
-    exits.note()
+    abort.note()
 
 
 def __getattr__(name: str) -> Any:

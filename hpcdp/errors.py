@@ -1,4 +1,4 @@
-"""Floor 0: exceptions, and lines on stderr. Imports: nothing.
+"""Exceptions, and lines on standard error.
 
 Every error says, on one line, which operation failed, where, what was expected, what was got and what to do.
 """
@@ -53,7 +53,7 @@ class HpcdpError(Exception):
         self.remedy = remedy
         self.rank = rank
         self.is_on_every_rank = False
-        """Whether every rank of a world raises this error (`hpcdp.comm.agreement`), so that one can report it."""
+        """Whether every rank of a world raises this error (`hpcdp.comm.consistency`), so that one can report it."""
         super().__init__(operation)
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import hypothesis
 import pytest
 
-from hpcdp.launched import launched_rank, launched_ranks
+from hpcdp.core.environment import launched_rank, launched_ranks
 
 RANK, SIZE = launched_rank() or 0, launched_ranks() or 1
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")

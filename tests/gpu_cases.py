@@ -15,20 +15,18 @@ from parameters_on_gpus import SHAPES, Parameter, check_steps
 
 import hpcdp
 from hpcdp import autograd, data, kvstore, nn, optim
-from hpcdp.arrays import from_host, to_host
-from hpcdp.collectives.progress import drive
-from hpcdp.comm.cuda_ipc import CudaIpc
+from hpcdp.comm.cuda_memory import CudaIpc
+from hpcdp.comm.gpu_transports import RowSize, offers, own_offer, parts_of
 from hpcdp.comm.nccl import Nccl
-from hpcdp.comm.node_rows import RowSize, parts_of
-from hpcdp.comm.ways import offers, own_offer
-from hpcdp.devices import Device, cpu
+from hpcdp.comm.tasks import drive
+from hpcdp.core.arrays import from_host, to_host
+from hpcdp.core.devices import Device, Streams, cpu
+from hpcdp.data_parallel import Reducer, buckets
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import DeviceError
-from hpcdp.gradients import Reducer, buckets
 from hpcdp.kernels.cuda import cudnn_conv
 from hpcdp.nn.functional import conv2d
-from hpcdp.streams import Streams
 from hpcdp.train import TrainStep
-from hpcdp.train.trainers.trainer import Trainer
 
 COUNT, KINDS = 100_003, ("float32", "float16", "float64", "int32", "int64")
 RULES = {"momentum": optim.SGD(0.05, momentum=0.9), "adamw": optim.AdamW(0.01), "lars": optim.LARS(0.05)}

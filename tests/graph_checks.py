@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from hpcdp.arrays import to_host
+from hpcdp.core.arrays import to_host
 
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
 needs_compiler = pytest.mark.skipif(

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from hpcdp.comm import gpus
-from hpcdp.comm.gpus import Gpu
-from hpcdp.comm.ways import Way
-from hpcdp.devices import gpu
+from hpcdp.comm import world as comm_world
+from hpcdp.comm.gpu_transports import Way
+from hpcdp.comm.world import Gpu
+from hpcdp.core.devices import gpu
 
 SHAPES = [(7, 3), (5,), (40, 30), (1,), (3000,)]
 
@@ -29,7 +29,7 @@ class Parameter:
 def show_gpus(monkeypatch, count):
     """Have the driver show so many GPUs."""
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(count))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
 
 
 def use_gpu(world, way):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hpcdp.arrays import array_namespace
+from hpcdp.core.arrays import array_namespace
 
 
 def beginning_at(offset: int, x: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hpcdp.collectives.progress import drive
+from hpcdp.comm.tasks import drive
 
 
 def to_gpu(x):

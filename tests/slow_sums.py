@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from hpcdp.gradients import Reducer
+from hpcdp.data_parallel import Reducer
 
 
 def slow_sums(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[bool]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import standin
 
-from hpcdp.arrays import array_namespace, dtype_of, from_host, is_float, is_half, is_host, to_host, words
+from hpcdp.core.arrays import array_namespace, dtype_of, from_host, is_float, is_half, is_host, to_host, words
 from hpcdp.errors import ArrayMixError
 
 
@@ -67,9 +67,9 @@ def test_floats_of_16_bits_are_told_from_others_and_become_integers_without_a_co
 def test_who_does_not_name_bfloat16_does_not_import_it():
     program = """
 import sys
-from hpcdp import arrays, nn
+from hpcdp.core import arrays; from hpcdp import nn
 from hpcdp.train import fit
-from hpcdp.train.trainers import trainer
+from hpcdp.data_parallel import trainer
 nn.Dense(2, 3).to("float16")
 assert "ml_dtypes" not in sys.modules
 nn.Dense(2, 3).to("bfloat16")

@@ -14,7 +14,7 @@ import pytest
 
 from hpcdp import cli
 from hpcdp.errors import SaveError
-from hpcdp.launch.watch import _ranks_below
+from hpcdp.launch.process_monitor import _ranks_below
 
 COMMANDS = ("", "train", "launch", "info", "doctor", "bench", "checkpoint", "slurm")
 QUICK = ("--epochs", "1", "--warmup-epochs", "0", "--shift", "0", "--seed", "3")
@@ -33,7 +33,7 @@ def hpcdp(*arguments: str, cwd: Path | None = None, **environ: str) -> subproces
 FORKS = """
 import json, os, sys
 import numpy
-import hpcdp.commands.launch, hpcdp.launch.launchers.local, hpcdp.train.runs.config, hpcdp.train.runs.inputs
+import hpcdp.cli.launch, hpcdp.launch.launchers.local, hpcdp.train.runs.config, hpcdp.train.runs.run
 from hpcdp import cli
 
 for line in sys.stdin:

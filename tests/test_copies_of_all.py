@@ -10,7 +10,7 @@ import pytest
 
 import hpcdp
 from hpcdp import autograd, checkpoint, compression, data, engine, kvstore, nn, optim, parallel, train
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, UnsupportedError
 from hpcdp.train.callbacks import Callback, EarlyStopping
 
@@ -179,4 +179,4 @@ def test_a_copy_of_a_layer_of_all_ranks_is_one_of_the_same_ranks(n):
         with autograd.record():
             assert not np.array_equal(alone(net[0](x)).asnumpy(), outputs[1])
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)

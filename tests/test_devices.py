@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from gpu_on_host import on_new_stream
 
-from hpcdp.arrays import from_host
-from hpcdp.devices import Device, brought, cpu, gpu, lie_together
+from hpcdp.core.arrays import from_host
+from hpcdp.core.devices import Device, Streams, brought, cpu, gpu, lie_together
 from hpcdp.errors import DeviceError
-from hpcdp.streams import Streams
 
 
 def of(values):

@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
-from hpcdp import exits
+from hpcdp.comm import abort
 
-TELLS = "import atexit, sys, hpcdp; from hpcdp import exits; atexit.register(lambda: print(exits.status())); "
+TELLS = (
+    "import atexit, sys, hpcdp; from hpcdp.comm import abort as exits; atexit.register(lambda: print(exits.status())); "
+)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_without_a_launcher_nothing_is_replaced():
 
 def test_what_is_raised_is_taken_for_its_like(monkeypatch):
     monkeypatch.setattr(sys, "exit", sys.exit)
-    exits.note()
+    abort.note()
     with pytest.raises(SystemExit) as caught:
         sys.exit(5)
     sent = pickle.loads(pickle.dumps(caught.value))
@@ -50,4 +52,4 @@ def test_what_is_raised_is_taken_for_its_like(monkeypatch):
     assert repr(caught.value) == "SystemExit(5)"
     with pytest.raises(SystemExit, match="2"):
         argparse.ArgumentParser().parse_args(["--what"])
-    assert exits.status() == 0
+    assert abort.status() == 0

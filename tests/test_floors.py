@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1] / "hpcdp"
 ONLY_IMPORTERS = {"mpi4py": {"comm"}, "h5py": {"data", "checkpoint"}, "torch": {"torch"}}
 THREADS = r"(.*\.)?(Thread|ThreadPool|ThreadPoolExecutor|start_new_thread)|threading\.Timer"
 THREAD_STARTERS = {
-    "engine/workers.py", "comm/threads.py", "comm/watchdog.py", "launch/hosts.py",
+    "engine/engine.py", "comm/thread_comm.py", "comm/watchdog.py", "launch/hosts.py",
 }  # fmt: skip
 FILES = [Path(d, f) for d, _, files in os.walk(ROOT, followlinks=True) for f in sorted(files) if f.endswith(".py")]
 

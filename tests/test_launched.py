@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcdp.launched import RANKS, is_launched, launched_rank, launched_ranks, speaks
+from hpcdp.core.environment import RANKS, is_launched, launched_rank, launched_ranks, speaks
 
 
 @pytest.mark.mpi

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 SMOKE = """
 import sys, hpcdp, hpcdp.bench.tune, hpcdp.kernels.cuda
-from hpcdp.data_files import data_folder
+from hpcdp.core.files import data_folder
 from hpcdp.launch.slurm import profile, script
 assert sys.prefix in hpcdp.__file__, hpcdp.__file__
 hpcdp.kernels.load("update")
@@ -100,7 +100,12 @@ def test_a_program_in_the_clone_imports_no_data_folder(name: str) -> None:
 def test_both_hold_every_module_and_data_file(built: Path) -> None:
     packages = [path for path in (ROOT / "hpcdp").iterdir() if (path / "__init__.py").exists()]
     wanted = {str(file.relative_to(ROOT)) for package in packages for file in package.rglob("*.py")}
-    wanted |= {"hpcdp/cli.py", "hpcdp/py.typed", "hpcdp/data/sets/digits.h5", "hpcdp/data/sets/LICENSE-digits.txt"}
+    wanted |= {
+        "hpcdp/cli/__init__.py",
+        "hpcdp/py.typed",
+        "hpcdp/data/sets/digits.h5",
+        "hpcdp/data/sets/LICENSE-digits.txt",
+    }
     wanted |= {"hpcdp/data/sets/shakespeare.txt.gz", "hpcdp/data/sets/LICENSE-shakespeare.txt"}
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         in_wheel = set(wheel.namelist())

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcdp import permissions
-from hpcdp.permissions import make_private_folder, who_else_may_write
+from hpcdp.core import files
+from hpcdp.core.files import make_private_folder, who_else_may_write
 
 OTHER = 4711
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, which only root may")
@@ -125,18 +125,18 @@ def test_the_group_of_one_user_alone_may_write(
     monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_name="ann", pw_gid=7))
     monkeypatch.setattr("grp.getgrgid", lambda gid: SimpleNamespace(gr_name=group, gr_mem=members))
     found = SimpleNamespace(st_uid=OTHER, st_gid=7, st_mode=stat.S_IFDIR | 0o775)
-    said = permissions._writer("/x", found, is_last=True)  # type: ignore[arg-type]
+    said = files._writer("/x", found, is_last=True)  # type: ignore[arg-type]
     assert said == (None if good else f"/x, which the group {group} may write")
-    assert permissions._writer("/x", found, is_last=True, any_group=True) is None  # type: ignore[arg-type]
+    assert files._writer("/x", found, is_last=True, any_group=True) is None  # type: ignore[arg-type]
 
 
 def test_in_a_rootless_container_owners_that_are_not_mapped_own_parents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     unmapped = int(Path("/proc/sys/kernel/overflowuid").read_text())
     monkeypatch.setattr(os, "geteuid", lambda: OTHER)
     found = SimpleNamespace(st_uid=unmapped, st_gid=unmapped, st_mode=stat.S_IFDIR | 0o1777)
-    monkeypatch.setattr(permissions, "_stands_for_root", lambda uid: uid == unmapped)
-    assert permissions._writer("/tmp", found, is_last=False) is None  # type: ignore[arg-type]
-    assert permissions._writer("/tmp", found, is_last=True) is not None  # type: ignore[arg-type]
+    monkeypatch.setattr(files, "_stands_for_root", lambda uid: uid == unmapped)
+    assert files._writer("/tmp", found, is_last=False) is None  # type: ignore[arg-type]
+    assert files._writer("/tmp", found, is_last=True) is not None  # type: ignore[arg-type]
 
 
 def test_folders_are_made_for_this_user_alone_whatever_the_umask(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hpcdp.replacing import own_part_of, part_of, replaced
+from hpcdp.core.files import own_part_of, part_of, replaced
 
 
 def test_a_file_takes_its_place_when_it_is_written(tmp_path):

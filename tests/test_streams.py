@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hpcdp.devices import gpu
+from hpcdp.core.devices import Streams, gpu
 from hpcdp.errors import DeviceError, UnsupportedError
-from hpcdp.streams import Streams
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import types
 import pytest
 
 from hpcdp.engine import Engine
+from hpcdp.engine.trace import Trace, nvtx
 from hpcdp.errors import ConfigError
-from hpcdp.trace import Trace, nvtx
 
 
 def ticking(*times: int):

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcdp.arrays import to_host
-from hpcdp.state import Part, PerRank, Sharded
+from hpcdp.core.arrays import to_host
+from hpcdp.core.state import Part, PerRank, Sharded
 
 
 def held(value: Any) -> Any:

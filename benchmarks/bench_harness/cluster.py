@@ -28,7 +28,7 @@ from hpcdp.bench.results import as_json, check_writable, describe, write, write_
 from hpcdp.comm import World, init
 from hpcdp.errors import ConfigError, HpcdpError
 from hpcdp.kernels import cache_dir
-from hpcdp.launch.arguments import at_least
+from hpcdp.launch.checks import at_least
 
 SCRIPT = programs.PROGRAMS / "cluster.sh"
 

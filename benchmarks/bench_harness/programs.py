@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpcdp.errors import ConfigError, HpcdpError, LaunchError
-from hpcdp.launch.arguments import Parser, at_least
-from hpcdp.launch.ending import end_early, fail
-from hpcdp.launch.orphans import bound
+from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.cleanup import bound
+from hpcdp.launch.exit_analysis import end_early, fail
 
 PROGRAMS = Path(__file__).resolve().parents[1]
 """The folder of the programs."""

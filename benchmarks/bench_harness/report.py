@@ -25,7 +25,7 @@ from bench_harness.verdicts import (
 )
 from hpcdp.bench.measure import format_size
 from hpcdp.bench.results import software
-from hpcdp.devices import cuda_release
+from hpcdp.core.devices import cuda_release
 
 
 def table(heading: list[str], rows: Iterable[list[str]]) -> str:

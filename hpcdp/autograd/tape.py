@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, is_cupy, on_device_of
-from ..devices import brought
+from ..core.arrays import Array, array_namespace, is_cupy, on_device_of
+from ..core.devices import brought
 from ..errors import HpcdpError, type_named
 from ..kernels import kernels_for
 from ..kernels.buffers import empty
-from .modes import modes
-from .registry import catch_up
+from .dispatch import catch_up, modes
 
 if TYPE_CHECKING:
     from .tensor import Tensor

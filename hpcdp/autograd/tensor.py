@@ -1,20 +1,44 @@
-"""Tensors: arrays that operations on the tape are made of."""
+"""Tensors.
+
+Tensors: arrays that operations on the tape are made of.
+
+Arrays made of what is given to a tensor.
+
+Backward through a tape that is kept, again and again: the way is looked for once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, on_device_of, to_host
-from ..devices import brought_values
-from ..errors import HpcdpError, UnsupportedError
-from ..holders import refuse_change
-from . import given
-from .modes import modes
-from .registry import Again, catch_up
-from .tape import Node, Pullback, backward
+from ..core.arrays import Array, array_namespace, on_device_of, to_host
+from ..core.devices import brought_values
+from ..core.state import refuse_change
+from ..errors import HpcdpError, UnsupportedError, shortened
+from . import operators
+from .dispatch import Again, catch_up, modes
+from .tape import Gradient, Node, Pullback, Way, backward, pairs_of
+
+
+def array_of(data: Any) -> np.ndarray:
+    """Numbers, or nested sequences of them, as float32; an array of another library in its own dtype."""
+    remedy = None
+    try:
+        numbers = np.asarray(data, None if hasattr(data, "dtype") else np.float32)
+    except (RuntimeError, TypeError, ValueError) as error:
+        remedy = str(error) if hasattr(data, "dtype") else None  # as PyTorch says what is to be done
+    else:
+        if numbers.dtype.kind in "OSU":  # NumPy takes any object for an array
+            pass
+        elif not np.isnan(numbers).any() or not any(each is None for each in np.asarray(data, object).flat):
+            return numbers
+        else:
+            remedy = "leave out an input that is optional"  # NumPy makes NaN of it
+    raise HpcdpError("Tensor", expected="an array, or numbers", got=shortened(repr(data), 40), remedy=remedy)
+
 
 GRAD_REQS = ("write", "add", "null")
 
@@ -50,7 +74,7 @@ class Tensor:
             if isinstance(data, Tensor):
                 data = data.data
             elif not (hasattr(data, "__array_namespace__") or (hasattr(data, "strides") and hasattr(data, "dtype"))):
-                data = given.array_of(data)
+                data = array_of(data)
         self.data: Array = data
         self.grad: Array | None = None
         self.grad_req = "null"
@@ -80,7 +104,7 @@ class Tensor:
     @property
     def T(self) -> Tensor:
         """A view with the axes reversed."""
-        return arrangement.transpose(self)
+        return operators.transpose(self)
 
     def attach_grad(self, grad_req: str = "write") -> None:
         """Make this a leaf of the tape with a gradient: zeros of its shape in ``grad``, in its namespace.
@@ -181,7 +205,7 @@ class Tensor:
         self._refuse_recorded()
         with on_device_of(self.data):
             place = self.changeable()
-            place[arrangement.index(key)] = brought_values(value_of(value), place)
+            place[operators.index(key)] = brought_values(value_of(value), place)
 
     def _refuse_recorded(self) -> None:
         """The operation that made a tensor may need its elements until backward has freed the tape, and others until
@@ -226,7 +250,7 @@ class Tensor:
         return self
 
     def __getitem__(self, key: Any) -> Tensor:
-        return arrangement.getitem(self, key)
+        return operators.getitem(self, key)
 
     def __neg__(self) -> Tensor:
         return operators.negative(self)
@@ -311,11 +335,11 @@ class Tensor:
 
     def reshape(self, *shape: Any) -> Tensor:
         """The same elements in another shape, given as numbers or one tuple; one may be -1. A view if possible."""
-        return arrangement.reshape(self, *shape)
+        return operators.reshape(self, *shape)
 
     def transpose(self, *axes: Any) -> Tensor:
         """A view with the axes in another order, given as numbers or one tuple; reversed if none are given."""
-        return arrangement.transpose(self, *axes)
+        return operators.transpose(self, *axes)
 
     def sum(self, axis: Any = None, keepdims: bool = False) -> Tensor:
         """The sum over ``axis``: a number, a tuple of them, or None, which is all of them.
@@ -323,23 +347,23 @@ class Tensor:
         The axes that are summed over are gone, or with ``keepdims`` of length 1. The dtype is the one that NumPy gives:
         that of floats stays, integers become int64.
         """
-        return arrangement.sum(self, axis, keepdims)
+        return operators.sum(self, axis, keepdims)
 
     def mean(self, axis: Any = None, keepdims: bool = False) -> Tensor:
         """The mean over ``axis``, see `sum`; of integers in floating point."""
-        return arrangement.mean(self, axis, keepdims)
+        return operators.mean(self, axis, keepdims)
 
     def max(self, axis: Any = None, keepdims: bool = False) -> Tensor:
         """The largest element over ``axis``, see `sum`; equal ones share the gradient."""
-        return arrangement.max(self, axis, keepdims)
+        return operators.max(self, axis, keepdims)
 
     def min(self, axis: Any = None, keepdims: bool = False) -> Tensor:
         """The smallest element over ``axis``, see `sum`; equal ones share the gradient."""
-        return arrangement.min(self, axis, keepdims)
+        return operators.min(self, axis, keepdims)
 
     def argmax(self, axis: Any = None) -> Tensor:
         """Where the largest element is along ``axis``, a number, or if it is None among all: int64, no gradient."""
-        return arrangement.argmax(self, axis)
+        return operators.argmax(self, axis)
 
     def exp(self) -> Tensor:
         """e to the power of each element."""
@@ -407,4 +431,58 @@ def on_tape(value: Array, inputs: tuple[Any, ...], pullback: Pullback | None, ag
     return result
 
 
-from . import arrangement, operators  # noqa: E402  tensors and operators need each other
+class _Turn(NamedTuple):
+    """One operation of the way."""
+
+    pullback: Pullback
+    own: Gradient
+    of_inputs: tuple[Gradient | None, ...]
+    completed: tuple[tuple[Tensor, Gradient], ...]
+    """Leaves of which this was the last use."""
+
+
+class RepeatedBackward:
+    """What ``backward(head, head_grad, retain_graph=True)`` does, to the same bits, with hooks at the same places.
+
+    Args:
+        head: computed on the host by recorded operations, whose pullbacks may be called again when their operands have
+            other values. Leaves with ``grad_req="null"`` get no gradient, also if they would later.
+
+    Raises:
+        HpcdpError: as `backward`.
+    """
+
+    def __init__(self, head: Tensor) -> None:
+        way = Way(pairs_of(head, None))
+        gradients = {node: Gradient(node, np) for node in way.nodes}
+        self._leaves = {leaf: Gradient(leaf, np) for leaf in way.uses if leaf.grad_req != "null"}
+        wanted = gradients | self._leaves
+        assert head.node is not None
+        self._head = gradients[head.node]
+        self._turns: list[_Turn] = []
+        for node, completed in way.turns():
+            assert node.pullback is not None
+            inputs = tuple(wanted.get(source) for source in node.inputs)
+            done = tuple((leaf, self._leaves[leaf]) for leaf in completed if leaf in self._leaves)
+            self._turns.append(_Turn(node.pullback, gradients[node], inputs, done))
+
+    def run(self, head_grad: np.ndarray) -> None:
+        """Compute the gradients of all leaves anew; ``head_grad`` is of the head's shape and dtype."""
+        for leaf, gradient in self._leaves.items():
+            home = leaf.grad
+            if home is None:
+                home = leaf.grad = np.zeros(leaf.shape, leaf.dtype)
+            gradient.begin(home, leaf.grad_req == "add")
+        self._head.add(head_grad)
+        try:
+            for pullback, own, of_inputs, completed in self._turns:
+                gy = own.finish()
+                own.begin()
+                pullback(gy, *of_inputs)
+                for leaf, gradient in completed:
+                    gradient.finish()
+                    if leaf.grad_hook is not None:
+                        leaf.grad_hook(leaf)
+        finally:  # also where a hook has raised
+            for _, own, _, _ in self._turns:
+                own.begin()

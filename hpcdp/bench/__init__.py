@@ -1,4 +1,4 @@
-"""Floor 7: `hpcdp bench` and `hpcdp tune`. Imports: launch, comm, collectives, replacing, arrays, errors.
+"""`hpcdp bench` and `hpcdp tune`.
 
 - `command` is ``hpcdp bench``: its options and what it does; `output` its tables, in the columns of OSU's benchmarks or
   nccl-tests, and its plot.

@@ -11,8 +11,7 @@ import numpy as np
 
 from .. import collectives
 from ..comm import World
-from ..comm.communicator import bounds, split
-from ..comm.reductions import reducible
+from ..comm.communicator import bounds, reducible, split
 from .measure import Exchange, FreshData, Schedule, Series, Timing, alternate, bus_factor, gather, timing, wrong
 
 

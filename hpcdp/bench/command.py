@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..errors import ConfigError, UnsupportedError, check_name, listed, to_stderr
-from ..launch.arguments import Parser
+from ..launch.checks import Parser
 
 if TYPE_CHECKING:
     from ..comm import World
@@ -180,7 +180,7 @@ def parse(argv: Sequence[str]) -> Settings:
 
 def _sizes(given: argparse.Namespace, dtype: str) -> tuple[int, ...]:
     """As OSU has them: MIN:MAX, MAX alone, or MIN: alone; rounded down to whole elements."""
-    from ..arrays import dtype_of
+    from ..core.arrays import dtype_of
     from .measure import parse_size, size_range
 
     itemsize = dtype_of(dtype).itemsize
@@ -222,7 +222,7 @@ def main(argv: Sequence[str]) -> int:
 def run(settings: Settings, world: World) -> int:
     """`main` for ranks that know their world; rank 0 prints and writes."""
     from .. import __version__
-    from ..comm.agreement import on_rank_0
+    from ..comm.consistency import on_rank_0
     from .measure import format_size
     from .output import NcclStyle, OsuStyle
 
@@ -293,8 +293,8 @@ def check(settings: Settings, world: World) -> None:
         ConfigError: on every rank: an algorithm, reduction, file or amount of memory that is not there.
     """
     from ..collectives import ALGORITHMS
-    from ..comm.agreement import on_rank_0
-    from ..comm.reductions import OPS
+    from ..comm.communicator import OPS
+    from ..comm.consistency import on_rank_0
     from .output import check_drawable
     from .results import check_writable
 
@@ -314,7 +314,7 @@ def check(settings: Settings, world: World) -> None:
 
 
 def _check_memory(settings: Settings, world: World) -> None:
-    from ..launch.machine import memory_mib
+    from ..launch.hosts import memory_mib
     from .measure import format_size
 
     arrays = 2 if settings.benchmark in PAIRS or settings.style == "nccl" else 1
@@ -331,8 +331,9 @@ def _check_memory(settings: Settings, world: World) -> None:
 
 
 def _rows(settings: Settings, world: World) -> Iterator[Row]:
-    from ..arrays import dtype_of
-    from . import collective, point_to_point
+    from ..core.arrays import dtype_of
+    from . import collective as bench_collective
+    from . import point_to_point
 
     dtype, sizes = dtype_of(settings.dtype), list(settings.sizes)
     timings: dict[str, Any] = {
@@ -348,10 +349,10 @@ def _rows(settings: Settings, world: World) -> Iterator[Row]:
     library_lacks = settings.op == "mean" and dtype.kind in "iu"
     beside = beside and settings.algorithm != "native" and not library_lacks
     asked: dict[str, Any] = {"op": settings.op, "algorithm": settings.algorithm, **timings}
-    how = collective.Sweep(settings.benchmark, out_of_place=settings.style == "nccl", root=settings.root, **asked)
+    how = bench_collective.Sweep(settings.benchmark, out_of_place=settings.style == "nccl", root=settings.root, **asked)
     if settings.benchmark == "iallreduce":
-        return collective.overlap_sweep(how, sizes, world, tests=settings.tests, beside_library=beside)
-    return collective.sweep(how, sizes, world, beside_library=beside)
+        return bench_collective.overlap_sweep(how, sizes, world, tests=settings.tests, beside_library=beside)
+    return bench_collective.sweep(how, sizes, world, beside_library=beside)
 
 
 def _facts(settings: Settings, world: World) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import BFLOAT16, is_float, is_half
 from ..comm import World
+from ..core.arrays import BFLOAT16, is_float, is_half
 from ..errors import ConfigError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from ..collectives import allreduce, cost, select, tuning
-from ..collectives.links import ETHERNET, Link, Machine, Rates
-from ..collectives.progress import LANES, Steps, Together
+from ..collectives import allreduce, cost_model, registry
+from ..collectives.cost_model import ETHERNET, Link, Machine, Rates
 from ..comm import World
-from ..comm.reductions import resolve
-from ..comm.shared import Gate
+from ..comm.communicator import Steps, resolve
+from ..comm.shared_memory import Gate
+from ..comm.tasks import LANES, Together
 from ..errors import HpcdpError
 from .command import PAIRS, REDUCING, Settings
 from .measure import FreshData
@@ -349,10 +349,10 @@ def predictor(settings: Settings, world: World) -> tuple[Predictor | None, str]:
     """
     if world.size == 1:
         return None, "No predictions: a rank alone exchanges nothing."
-    if reason := tuning.crowded(world):
+    if reason := registry.crowded(world):
         return None, f"No predictions: {reason}, and the model takes a core for each."
-    if tuning.loaded(world) is not None:
-        machine, basis = tuning.machine(world), "that hpcdp tune has measured"
+    if registry.loaded(world) is not None:
+        machine, basis = registry.machine(world), "that hpcdp tune has measured"
     else:
         machine, basis = probe(world), "measured just now; hpcdp tune keeps them"
     made = _of_messages if settings.benchmark in PAIRS else _of_collective
@@ -391,14 +391,14 @@ def _of_collective(settings: Settings, world: World, machine: Machine) -> Predic
     """See `cost.predicted_s`; of "auto", the algorithm that it chooses."""
     collective, dtype = settings.benchmark.removeprefix("i"), np.dtype(settings.dtype)
     op = resolve(collective, settings.op, dtype) if settings.benchmark in REDUCING else None
-    topology = tuning.topology(world)
+    topology = registry.topology(world)
 
     def predicted_us(row: Row) -> dict[str, float]:
         nbytes: int = row["total_nbytes"] if "total_nbytes" in row else row["nbytes"]
         algorithm = settings.algorithm
         if algorithm == "auto":
-            algorithm = select.choose(collective, nbytes, dtype, op, world)
-        return {"predicted_us": 1e6 * cost.predicted_s(collective, algorithm, nbytes, topology, machine)}
+            algorithm = registry.choose(collective, nbytes, dtype, op, world)
+        return {"predicted_us": 1e6 * cost_model.predicted_s(collective, algorithm, nbytes, topology, machine)}
 
     return predicted_us
 

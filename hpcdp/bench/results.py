@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..comm import World
-from ..comm.agreement import on_rank_0
+from ..comm.consistency import on_rank_0
+from ..core.files import part_of, replaced
 from ..errors import ConfigError
-from ..replacing import part_of, replaced
 
 
 def check_writable(what: str, paths: Iterable[str | None], world: World | None = None) -> None:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, listed
-from ..launch.arguments import Parser
+from ..launch.checks import Parser
 
 if TYPE_CHECKING:
-    from ..collectives.links import Machine
-    from ..collectives.tuning import Table
+    from ..collectives.cost_model import Machine
+    from ..collectives.registry import Table
     from ..comm import World
 
 LIBRARY = "native"
@@ -84,9 +84,9 @@ def main(argv: Sequence[str]) -> int:
         show(world)
         return 0
     if world.size > 1:
-        from ..collectives import tuning
+        from ..collectives import registry
 
-        tuning.fingerprint(world)
+        registry.fingerprint(world)
         pin_to_own_core(world)
     effort = Effort.quick(sizes) if given.quick else Effort(sizes)
     return tune(world, effort, given.dry_run, given.collectives)
@@ -115,22 +115,22 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
         ConfigError: on every rank: a world of one, too little memory, or a folder that cannot be written.
     """
     from .. import __version__
-    from ..collectives import ALGORITHMS, tuning
+    from ..collectives import ALGORITHMS, registry
     from . import probe
 
     if world.size < 2:
         raise ConfigError("tune", expected="2 ranks or more", got="1", remedy="hpcdp launch -n 2 -- hpcdp tune")
     _check_memory(world, effort.sizes[-1])
     if not dry_run:
-        tuning.check_folder(world)
+        registry.check_folder(world)
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
     facts = [f"hpcdp tune v{__version__}, {world.size} ranks on {nodes}, {world.library}"]
     machine = probe.probe(world)
-    crowded = tuning.crowded(world)
+    crowded = registry.crowded(world)
     facts += probe.describe(machine, world.num_nodes > 1)
     facts += [f"no predictions: {crowded}, and the model takes a core for each"] if crowded else []
     _say(world, _comments([*facts, _GAIN_IS]))
-    before = tuning.loaded(world) or {}
+    before = registry.loaded(world) or {}
     choices, measured, faulty = dict(before.get("choices", {})), dict(before.get("measured", {})), 0
     for collective in collectives or ALGORITHMS:
         rows = []
@@ -150,14 +150,14 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
         choices[collective] = entries(
             *zip(*((row["nbytes"], row["chosen"]) for row in measured[collective]), strict=True)
         )
-    table = tuning.make(world, machine, choices, measured)
+    table = registry.make(world, machine, choices, measured)
     if faulty:
         _say(world, ["", f"# {faulty} elements were WRONG: nothing is saved"])
         return 1
     if dry_run:
         _say(world, ["", "# nothing is saved"])
     else:
-        _say(world, ["", f"# saved in {tuning.save(world, table)}"])
+        _say(world, ["", f"# saved in {registry.save(world, table)}"])
     return 0
 
 
@@ -171,7 +171,7 @@ def _say(world: World, lines: Iterable[str]) -> None:
 
 
 def _check_memory(world: World, nbytes: int) -> None:
-    from ..launch.machine import memory_mib
+    from ..launch.hosts import memory_mib
 
     needed = 4 * nbytes * world.local_size >> 20
     available, needed = min(world.comm.allgather_json([memory_mib()[1], needed]), key=lambda pair: pair[0] - pair[1])
@@ -307,8 +307,8 @@ def predictions(
     world: World, machine: Machine, collective: str, nbytes: int, algorithms: Iterable[str]
 ) -> dict[str, float]:
     """Microseconds that the model expects, by algorithm; every rank must call."""
-    from ..collectives.cost import predicted_s
-    from ..collectives.tuning import topology
+    from ..collectives.cost_model import predicted_s
+    from ..collectives.registry import topology
 
     nodes = topology(world)
     return {name: 1e6 * predicted_s(collective, name, nbytes, nodes, machine) for name in algorithms}
@@ -336,17 +336,17 @@ def show(world: World) -> None:
     Raises:
         ConfigError: on every rank: there is none.
     """
-    from ..collectives import tuning
-    from ..comm.agreement import on_rank_0
+    from ..collectives import registry
+    from ..comm.consistency import on_rank_0
     from . import probe
 
-    table = tuning.loaded(world)
-    where = on_rank_0(world.comm, lambda: str(tuning.path(tuning.fingerprint(world))))
+    table = registry.loaded(world)
+    where = on_rank_0(world.comm, lambda: str(registry.path(registry.fingerprint(world))))
     if table is None:
         raise ConfigError("tune --show", where=where, expected="a table for these ranks", remedy="hpcdp tune makes it")
     several = len(table["fingerprint"]["ranks_per_node"]) > 1
     _say(world, [f"# {where}", *_fingerprint_lines(table)])
-    _say(world, _comments([*probe.describe(tuning.machine(world), several), _GAIN_IS]))
+    _say(world, _comments([*probe.describe(registry.machine(world), several), _GAIN_IS]))
     for collective, found in table["choices"].items():
         _say(world, ["", f"# {collective}", HEADING, *map(line, table["measured"].get(collective, []))])
         _say(world, _comments([f"auto: {_as_ranges(found)}"]))

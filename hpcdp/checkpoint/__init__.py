@@ -1,24 +1,17 @@
-"""Floor 5: checkpoint, the state of a run on disk. Imports: arrays, autograd, collectives, comm, engine,
-errors, nn, state.
+"""The state of a run on disk.
 
-- `manager`: what programs call: save, restore, how many are kept.
-- `arguments`: what they may give.
-- `saving`: one save, by all ranks.
-- `choosing`: which checkpoint is restored. `restoring`: back into arrays and objects.
-- `tree`: a nested state as JSON and named tensors. `leaves`: what may stand in it, `sharded`: in parts.
-- `plan`: which rank writes what. `staging`: a copy of it, written behind training.
-- `files`: whose elements lie in one file. `shard`: such an HDF5 file. `index`: one that shows all of them.
-- `manifest`: what says where everything is.
-- `folder`: names, what is complete, what is left over. `lock`: one writer a folder.
-- `notice`: warnings.
-- `overview`, `verify`, `difference`, `statistics`, `export`, `pruning`: what `hpcdp checkpoint` does, by one process.
-  `reading`: whole tensors, piece by piece.
+- `manager`: what programs call: save, restore, how many checkpoints are kept.
+- `save`, `load`: one save or restore by all ranks.
+- `flatten`: a nested state as JSON and named tensors, and back.
+- `hdf5_file`: the HDF5 file of a shard. `manifest`: the list of all tensors and files.
+- `directory`: names and locks of checkpoints in a folder.
+- `inspect`, `verify`, `export`: what ``hpcdp checkpoint`` does, in one process.
 
 docs/checkpoint-format.md describes the files.
 """
 
-from ..state import Part, PerRank, Sharded
+from ..core.state import Part, PerRank, Sharded
+from .load import Restored
 from .manager import Manager
-from .restoring import Restored
 
 __all__ = ["Manager", "Part", "PerRank", "Restored", "Sharded"]

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint as files of other programs: NumPy's .npz, and safetensors.
 
-PyTorch's own is `hpcdp.torch.export`. What each rank has for itself, such as random generators, is left out.
+PyTorch's own is `hpcdp.torch.state`. What each rank has for itself, such as random generators, is left out.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError, DataError, HpcdpError, listed
-from . import lock, manifest, names, overview, tree
-from .lock import WriterLock
-from .manifest import Tensor
-from .reading import pieces, read_whole, widened
-from .shard_reader import ShardReader
+from . import directory, flatten, inspect, manifest
+from .directory import WriterLock
+from .hdf5_file import ShardReader
+from .inspect import pieces, read_whole, widened
+from .manifest import Manifest, Tensor
 
 Tell = Callable[[int], object]
 """Is told of so many bytes more that have been read."""
@@ -35,11 +35,11 @@ class Chosen:
 
     folder: Path
     step: int
-    form: tree.Form
+    form: flatten.Form
     """The state, without what is per rank."""
     tensors: dict[str, Tensor]
     """By their new names."""
-    manifest: manifest.Manifest
+    manifest: Manifest
     others: list[str]
     """Names of what is no tensor."""
     per_rank: list[str]
@@ -63,18 +63,18 @@ def choose(folder: Path, prefix: str = "") -> Chosen:
     """
     found = manifest.read(folder)
     prefix = prefix.strip("/")
-    form = found.state if not prefix else tree.below(found.state, prefix)
+    form = found.state if not prefix else flatten.below(found.state, prefix)
     if form is None:
-        tops = sorted({name.partition("/")[0] for name, _ in tree.entries(found.state)})
+        tops = sorted({name.partition("/")[0] for name, _ in flatten.entries(found.state)})
         raise ConfigError("export", where="--name", expected=f"a name of the state, which has {listed(tops)}",
-                          got=repr(prefix), remedy=names.remedy(found.state, prefix))  # fmt: skip
-    per_rank = [name for name, node in tree.leaves(form, prefix) if isinstance(node, dict) and "ranks" in node]
-    form = tree.without_ranks(form)
+                          got=repr(prefix), remedy=inspect.remedy(found.state, prefix))  # fmt: skip
+    per_rank = [name for name, node in flatten.leaves(form, prefix) if isinstance(node, dict) and "ranks" in node]
+    form = flatten.without_ranks(form)
     tensors: dict[str, Tensor] = {}
     others = []
-    for name, node in tree.leaves(form):
+    for name, node in flatten.leaves(form):
         if isinstance(node, dict) and "tensor" in node:
-            new = names.unquoted(name or prefix.rpartition("/")[2] or "state")
+            new = inspect.unquoted(name or prefix.rpartition("/")[2] or "state")
             if new in tensors:
                 raise ConfigError("export", expected="names that differ", got=f"{new!r} twice")
             tensors[new] = found.tensors[node["tensor"]]
@@ -100,7 +100,7 @@ def write(chosen: Chosen, path: Path, writer: Writer, overwrite: bool = False, t
         raise ConfigError("export", where=path, expected="a new file", got=got)
     if path.exists() and not overwrite:
         raise _there(path)
-    if overview.is_checkpoint(path.absolute().parent):
+    if inspect.is_checkpoint(path.absolute().parent):
         raise ConfigError("export", where=path, expected="a place outside of checkpoints", got="one within")
     try:
         with _folder_beside(path) as own:
@@ -143,7 +143,7 @@ def _folder_beside(path: Path) -> Iterator[Path]:
     own = WriterLock(folder, "export")
     try:
         for left in folder.iterdir():
-            if left.name != lock.NAME:
+            if left.name != directory.NAME:
                 left.unlink()
         own.require_held()
         yield folder

@@ -1,9 +1,16 @@
-"""The checkpoints of a run: saved, kept as long as asked, restored."""
+"""The checkpoint manager.
+
+The checkpoints of a run: saved, kept as long as asked, restored.
+
+What programs may give a `Manager`, checked before ranks do anything together.
+"""
 
 from __future__ import annotations
 
 import atexit
+import json
 import math
+import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,19 +22,145 @@ from typing import Any
 import numpy as np
 
 from ..comm import World, init
-from ..comm.agreement import Outcome, on_every_rank, on_rank_0, require_same, told_to_all
-from ..comm.weak_methods import WeakMethods
-from ..comm.world import require_world
+from ..comm.consistency import Outcome, on_every_rank, on_rank_0, require_same, told_to_all
+from ..comm.world import WeakMethods, require_world
 from ..engine import Engine
 from ..errors import ConfigError, DataError, HpcdpError, UnsupportedError
-from . import arguments, choosing, folder, notice, tree
-from .files import WRITERS, Group, by_rank, check_shards
-from .lock import WriterLock
-from .plan import described, own_pieces
-from .restoring import Restored
-from .saving import Saving
-from .shard import failing
-from .staging import Staging
+from . import directory, flatten, load, manifest
+from .directory import WriterLock
+from .flatten import is_utf8
+from .hdf5_file import COMPRESSIONS, described, failing, own_pieces
+from .load import Restored
+from .save import WRITERS, Group, Saving, Staging, by_rank, check_shards
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """A folder by a name that stays the same where the program goes on in another one.
+
+    Raises:
+        ConfigError: it is no path.
+        DataError: the folder that the program is in is gone.
+    """
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or not text:
+        raise ConfigError("Manager", where="path", expected="a folder, as a str or a Path", got=repr(path))
+    with failing("Manager", lambda: path):
+        return Path(os.path.abspath(text))
+
+
+def check_retention(keep: object, keep_every: object, best: object) -> None:
+    """Raise `ConfigError` unless they say which checkpoints stay, see `Manager`."""
+    for name, number in (("keep", keep), ("keep_every", keep_every)):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+            raise ConfigError("Manager", where=name, expected="an integer >= 1, or None", got=repr(number))
+    if best is not None and not (isinstance(best, str) and best.removeprefix("-")):
+        raise ConfigError("Manager", where="best", expected="'metric', '-metric', or None", got=repr(best))
+    if keep is None and (keep_every is not None or best is not None):
+        raise ConfigError("Manager", where="keep", expected="a number with keep_every or best", got=None)
+
+
+def check_ways_to_write(compression: object, atomic_rename: object) -> None:
+    """Raise `ConfigError` unless files can be written so, see `Manager`."""
+    if compression not in (None, *COMPRESSIONS):
+        raise ConfigError("Manager", where="compression", expected=f"one of {', '.join(COMPRESSIONS)}, or None",
+                          got=repr(compression))  # fmt: skip
+    if not isinstance(atomic_rename, bool):
+        raise ConfigError("Manager", where="atomic_rename", expected="True or False", got=repr(atomic_rename))
+
+
+def step_number(operation: str, step: object) -> int:
+    """A step, as a plain integer.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number < 10**18:
+        raise ConfigError(operation, where="step", expected="an integer from 0 to 10**18 - 1", got=repr(step))
+    return number
+
+
+def metric_to_restore(best: object, own: str | None, step: object) -> str | None:
+    """Return by which metric `Manager.restore` chooses, None where it does not.
+
+    Args:
+        best: what it was given.
+        own: the manager's ``best``.
+        step: what it was given.
+
+    Raises:
+        ConfigError: ``best`` is none, or asks for the manager's own, which has none; a step is given, too.
+    """
+    if best is False or best is None:
+        return None
+    if step is not None:
+        raise ConfigError("restore", where="best", expected="none with a step", got=repr(best))
+    if best is True and own is None:
+        raise ConfigError("restore", where="best", expected="a Manager made with best=...", got="True",
+                          remedy="name the metric: best='test_accuracy', best='-test_loss'")  # fmt: skip
+    found = own if best is True else best
+    if not isinstance(found, str) or not found.removeprefix("-"):
+        raise ConfigError("restore", where="best", expected="True, 'metric' or '-metric'", got=repr(best))
+    return found
+
+
+def numbers(metrics: object, best: str | None) -> dict[str, float]:
+    """Metrics as plain numbers, by name; none of None.
+
+    Args:
+        best: see `Manager`.
+
+    Raises:
+        ConfigError: they are none, or that of ``best`` is not among them.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise ConfigError("save", where="metrics", expected="a dict of numbers by name", got=repr(metrics))
+    odd = next((name for name in metrics if not is_utf8(name)), None)
+    if odd is not None:
+        raise ConfigError("save", where="metrics", expected="names that are Unicode", got=ascii(odd))
+    found = {name: _number(name, value) for name, value in metrics.items()}
+    decides = None if best is None else best.removeprefix("-")
+    if decides is not None and decides not in found:
+        raise ConfigError("save", where="metrics", expected=f"{decides!r}, which decides what is best", got=found)
+    return found
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)
+    except Exception:  # of a library's number it may be anything
+        pass
+    text = type(value).__name__ if isinstance(value, int) else repr(value)  # too long to be shown
+    raise ConfigError("save", where=f"metric {name}", expected="a number that a float can be", got=text)
+
+
+def settings(config: object) -> dict[str, Any]:
+    """A copy of a configuration that JSON can carry, as it comes back: a save behind may take a while.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        manifest.check_config(config)
+        copied: dict[str, Any] = json.loads(json.dumps(dict(config)))  # type: ignore[call-overload]
+    except (TypeError, ValueError, RecursionError) as error:
+        expected = "a dict of what JSON can carry, with keys that are str"
+        raise ConfigError("save", where="config", expected=expected, got=error) from error
+    return copied
+
+
+def told_alike(metrics: Mapping[str, float], config: Mapping[str, Any]) -> list[str]:
+    """What of a save's arguments must be the same on all ranks, a line each, whatever their order."""
+    values = [f"metric {name} = {value!r}" for name, value in metrics.items()]
+    entries = [f"config {name} = {json.dumps(value, sort_keys=True)}" for name, value in config.items()]
+    return sorted(values) + sorted(entries)
+
 
 _SAVES, _REMOVALS = "save", "remove"
 _PATIENCE_S = 8.0
@@ -77,9 +210,9 @@ class Manager:
         self.world = init() if world is None else world
 
         def checked() -> Path:
-            arguments.check_retention(keep, keep_every, best)
-            arguments.check_ways_to_write(compression, atomic_rename)
-            return arguments.absolute(path)
+            check_retention(keep, keep_every, best)
+            check_ways_to_write(compression, atomic_rename)
+            return absolute(path)
 
         self.path = on_every_rank(self.world.comm, checked)
         self.keep, self.keep_every, self.best = keep, keep_every, best
@@ -240,12 +373,12 @@ class Manager:
         self.wait()
         comm = self.world.comm
         header = self._agreed_header(step, state, metrics, config, wait)
-        flat = tree.flatten(state, self.world)
-        items = [] if flat.error else [*tree.alike(flat.form), *described(flat.held, self.world.size)]
+        flat = flatten.flatten(state, self.world)
+        items = [] if flat.error else [*flatten.alike(flat.form), *described(flat.held, self.world.size)]
         told_to_all(comm, Outcome(error=flat.error), "save", [(items, _ALIKE)])
         if not self._is_claimed:
             self.claim()
-        path = folder.partial_path(self.path, header["step"])
+        path = directory.partial_path(self.path, header["step"])
         prepared = Outcome.of(lambda: self._prepare(path)) if self.world.rank == 0 else Outcome[None]()
         behind = not wait and self.world.concurrent
         own = list(own_pieces(flat.held))
@@ -283,12 +416,12 @@ class Manager:
         header: dict[str, Any] = {"commit_file": not self._atomic_rename}
 
         def checked() -> list[tuple[list[str], str]]:
-            header["step"] = arguments.step_number("save", step)
-            header["metrics"] = arguments.numbers(metrics, self.best)
-            header["config"] = arguments.settings({} if config is None else config)
-            told = arguments.told_alike(header["metrics"], header["config"])
+            header["step"] = step_number("save", step)
+            header["metrics"] = numbers(metrics, self.best)
+            header["config"] = settings({} if config is None else config)
+            told = told_alike(header["metrics"], header["config"])
             called = [f"step {header['step']}", f"wait={wait}", *told]
-            return [(called, "call save alike on all ranks"), (tree.outline("save", state), _ALIKE)]
+            return [(called, "call save alike on all ranks"), (flatten.outline("save", state), _ALIKE)]
 
         outcome = Outcome.of(checked)
         told_to_all(self.world.comm, outcome, "save", outcome.value or ())
@@ -304,8 +437,8 @@ class Manager:
             self.path.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
                 self._lock = WriterLock(self.path)
-                for path in folder.clean(self.path, self._atomic_rename):
-                    notice.warn(f"{path}: removed, a save that did not end had left it behind")
+                for path in directory.clean(self.path, self._atomic_rename):
+                    flatten.warn(f"{path}: removed, a save that did not end had left it behind")
             else:
                 self._lock.require_held()
 
@@ -314,17 +447,17 @@ class Manager:
         assert self._lock is not None
         with failing("save", lambda: self.path):
             self._lock.require_held()
-            folder.require_room(self.path, folder.step_of(partial))
+            directory.require_room(self.path, directory.step_of(partial))
             if partial.exists():  # to be removed, or of a save that has failed
                 self._engine.waitall()
-                folder.remove(partial, ignore_errors=True)
+                directory.remove(partial, ignore_errors=True)
             partial.mkdir()
 
     def _commit(self, step: int) -> Path:
         """On rank 0: all files are on disk."""
-        path = folder.commit(self.path, step, self._atomic_rename)
+        path = directory.commit(self.path, step, self._atomic_rename)
         try:
-            folder.remove_old(self.path, step)
+            directory.remove_old(self.path, step)
             if self.keep is not None:
                 self._remove_older(step, self.keep)
         except OSError as error:  # the checkpoint is there all the same
@@ -333,16 +466,16 @@ class Manager:
 
     def _remove_older(self, step: int, keep: int) -> None:
         """What need not be kept, and what has lost its manifest and has so many complete ones after it."""
-        found = folder.find(self.path)
-        older = folder.dropped(found, keep, self.keep_every, folder.worth(found, self.best))
-        lost = folder.without_manifest(self.path, found)
+        found = directory.find(self.path)
+        older = directory.dropped(found, keep, self.keep_every, directory.worth(found, self.best))
+        lost = directory.without_manifest(self.path, found)
         for each in [*older, *(each for each in lost if sum(other > each for other in found) >= keep)]:
             if each != step:
-                self._remove_behind(folder.retire(self.path, each))
+                self._remove_behind(directory.retire(self.path, each))
 
     def _remove_behind(self, path: Path) -> None:
         """It may take as long as a save, and nobody needs to wait for it."""
-        remove = partial(folder.remove, path, ignore_errors=True)
+        remove = partial(directory.remove, path, ignore_errors=True)
         if self._is_left:  # the engine is shut down
             remove()
         else:
@@ -350,7 +483,7 @@ class Manager:
 
     def steps(self) -> list[int]:
         """The steps of which there are complete checkpoints, in order, alike on all ranks; every rank must call."""
-        return on_rank_0(self.world.comm, lambda: list(choosing.found("list the checkpoints", self.path)))
+        return on_rank_0(self.world.comm, lambda: list(load.found("list the checkpoints", self.path)))
 
     def latest(self) -> int | None:
         """The greatest of `steps`, whichever run has saved it, None where there is none; every rank must call."""
@@ -391,12 +524,12 @@ class Manager:
         self._require_open("restore")
         self.wait()
         comm = self.world.comm
-        metric = on_every_rank(comm, lambda: arguments.metric_to_restore(best, self.best, step))
-        step = on_every_rank(comm, lambda: None if step is None else arguments.step_number("restore", step))
+        metric = on_every_rank(comm, lambda: metric_to_restore(best, self.best, step))
+        step = on_every_rank(comm, lambda: None if step is None else step_number("restore", step))
         require_same(comm, "restore", [f"step {step}", f"best {metric}"], "call restore alike on all ranks")
         if metric is not None:
-            step = on_rank_0(comm, lambda: choosing.best("restore", self.path, metric))
-        return choosing.restore(self.path, self.world, self.steps() if step is None else step, into, strict, rename)
+            step = on_rank_0(comm, lambda: load.best("restore", self.path, metric))
+        return load.restore(self.path, self.world, self.steps() if step is None else step, into, strict, rename)
 
 
 _let_end: WeakMethods[None] = WeakMethods()

@@ -1,4 +1,11 @@
-"""The manifest of a checkpoint: a JSON file that says what is in it and where, written when all the rest is on disk."""
+"""The manifest of a checkpoint, and the file of virtual data sets over its shards.
+
+The manifest of a checkpoint: a JSON file that says what is in it and where, written when all the rest is on disk.
+
+One HDF5 file through which all tensors of a checkpoint are seen whole: virtual data sets over the other files.
+
+Hyperslabs are boxes, runs of elements are not: a run that begins or ends within a row becomes several boxes.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +14,20 @@ import math
 import os
 import re
 import stat
+import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from isal.isal_zlib import crc32
 
-from ..arrays import BFLOAT16
+from ..core.arrays import BFLOAT16
 from ..errors import DataError
-from . import tree
-from .shard import BLOCK_NBYTES, File, Stored
+from . import flatten
+from .hdf5_file import BLOCK_NBYTES, File, Stored, failing, link_settings, mark_dtype, type_of
 
 NAME = "manifest.json"
 FORMAT, VERSION = "hpcdp checkpoint", 1
@@ -62,7 +71,7 @@ class Manifest:
     """What a checkpoint says of itself."""
 
     step: int
-    state: tree.Form
+    state: flatten.Form
     tensors: dict[str, Tensor]
     files: list[File]
     world: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +110,7 @@ def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": tensor.dtype, "parts": parts}
 
 
-def join(held: Sequence[tree.Held], stored: Sequence[Stored]) -> dict[str, Tensor]:
+def join(held: Sequence[flatten.Held], stored: Sequence[Stored]) -> dict[str, Tensor]:
     """The tensors of what all ranks hold, and have stored.
 
     Raises:
@@ -222,7 +231,7 @@ def _built_tensor(name: str, members: Mapping[str, Any], files: Mapping[str, Fil
         raise ValueError(f"dtype {dtype!r} of {name}")
     shape = tuple(_count(each) for each in members["shape"])
     itemsize = _ITEMSIZES[dtype]
-    if len(shape) > tree.MOST_AXES or math.prod(max(1, each) for each in shape) * itemsize >= 1 << 63:
+    if len(shape) > flatten.MOST_AXES or math.prod(max(1, each) for each in shape) * itemsize >= 1 << 63:
         raise ValueError(f"shape {str(shape)[:60]} of {name}")
     parts = []
     for each in members["parts"]:
@@ -254,13 +263,13 @@ def _count(value: Any) -> int:
 def _name(value: Any) -> str:
     if type(value) is not str or os.path.basename(value) != value or value in ("", ".", ".."):
         raise ValueError(f"file name {value!r}")
-    if "\0" in value or not tree.is_utf8(value) or len(value.encode()) > _LONGEST_FILE_NAME:
+    if "\0" in value or not flatten.is_utf8(value) or len(value.encode()) > _LONGEST_FILE_NAME:
         raise ValueError(f"file name {value!r}")
     return value
 
 
 def _check_form(form: Any, tensors: Mapping[str, Tensor], depth: int) -> None:
-    if depth > tree.DEEPEST:
+    if depth > flatten.DEEPEST:
         raise ValueError("a state nested too deeply")
     if form is None or isinstance(form, bool | int | float | str):
         return
@@ -301,3 +310,92 @@ def _check_keys(value: object) -> None:
             raise TypeError(f"the key {odd[0]!r}")
     for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
         _check_keys(each)
+
+
+INDEX_NAME = "index.h5"
+STATE = "%state"
+"""The data set of what is no tensor; no tensor has such a name, see `tree.quoted`."""
+
+
+def boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[slice, ...]]:
+    """The boxes of a tensor that hold its elements ``first`` to ``last - 1`` in C order, in that order."""
+    if first >= last:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    begin, end = -(-first // row), last // row
+    if begin > end:  # within one row
+        for rest in boxes(shape[1:], first - end * row, last - end * row):
+            yield (slice(end, end + 1), *rest)
+        return
+    for rest in boxes(shape[1:], first - (begin - 1) * row, row) if first < begin * row else ():
+        yield (slice(begin - 1, begin), *rest)
+    if begin < end:
+        yield (slice(begin, end), *(slice(0, size) for size in shape[1:]))
+    for rest in boxes(shape[1:], 0, last - end * row) if end * row < last else ():
+        yield (slice(end, end + 1), *rest)
+
+
+def write(
+    path: Path, tensors: Mapping[str, Tensor], state: Any, attributes: Mapping[str, int | str]
+) -> tuple[int, int]:
+    """Write the index, down to the disk; its size in bytes, and its checksum.
+
+    Args:
+        state: the form of the state, see `tree`, which has all that is no tensor.
+        attributes: of the root.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    with failing("save", lambda: path):
+        # In memory: a file that HDF5 cannot finish, on a full disk, crashes the program when that ends.
+        content = memoryview(_made(tensors, state, attributes))
+        with open(path, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        return len(content), crc32(content)
+
+
+def _made(tensors: Mapping[str, Tensor], state: Any, attributes: Mapping[str, int | str]) -> bytes:
+    import h5py  # type: ignore[import-untyped]
+
+    name = f"index-{uuid.uuid4()}.h5"  # HDF5 wants one, and no other open file may have it
+    with h5py.File(name, "w", driver="core", backing_store=False, libver=("earliest", "latest")) as file:
+        for key, value in attributes.items():
+            file.attrs[key] = value
+        file[STATE] = json.dumps(state)
+        links = link_settings()
+        for key, tensor in tensors.items():
+            mark_dtype(_virtual(file, key, tensor, links), tensor.dtype)
+        file.flush()
+        image: bytes = file.id.get_file_image()
+        return image
+
+
+def as_pattern(name: str) -> str:
+    """How HDF5 wants the name of a data set that a virtual one shows: it puts numbers of blocks for ``%b``."""
+    return name.replace("%", "%%")
+
+
+def _virtual(file: Any, name: str, tensor: Tensor, links: Any) -> Any:
+    from h5py import h5d, h5p, h5s  # h5py's VirtualLayout takes ten times as long
+
+    how, space = h5p.create(h5p.DATASET_CREATE), h5s.create_simple(tensor.shape)
+    for part in tensor.parts if tensor.count else ():
+        where, dataset = os.fsencode(part.file), as_pattern(part.dataset).encode()
+        at, source = 0, h5s.create_simple((part.count,))
+        if part.count == tensor.count:
+            how.set_virtual(space, where, dataset, source)
+            continue
+        for box in boxes(tensor.shape, part.first, part.first + part.count):
+            sizes = tuple(each.stop - each.start for each in box)
+            whole = h5s.create_simple(tensor.shape)
+            whole.select_hyperslab(tuple(each.start for each in box), (1,) * len(box), block=sizes)
+            source.select_hyperslab((at,), (1,), block=(math.prod(sizes),))
+            how.set_virtual(whole, where, dataset, source)
+            at += math.prod(sizes)
+    return h5d.create(file.id, name.encode(), type_of(tensor.stored_dtype.str), space, dcpl=how, lcpl=links)

@@ -1,20 +1,25 @@
-"""Whether a checkpoint is what was written: every byte of every file against the manifest."""
+"""Verification of checkpoints, and removal of old ones.
+
+Whether a checkpoint is what was written: every byte of every file against the manifest.
+
+Removing checkpoints that need not be kept: never the last good one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
-from . import folder, index, manifest, overview
-from .reading import PIECE_NBYTES
-from .shard import File, Stored, crc32_beside, failing
-from .shard_reader import ShardReader
+from ..errors import ConfigError, DataError
+from . import directory, inspect, manifest
+from .hdf5_file import File, ShardReader, Stored, crc32_beside, failing
+from .inspect import PIECE_NBYTES
 
 Tell = Callable[[int], object]
 """Is told of so many bytes more that have been looked at."""
@@ -34,9 +39,9 @@ def faults(path: Path, tell: Tell = lambda nbytes: None) -> Iterator[str]:
     except DataError as error:
         yield f"{manifest.NAME}: {error.got}"
         return
-    if found.commit_file and not (path / folder.COMMITTED).is_file():
-        yield f"{folder.COMMITTED}: No such file, so it is not complete"
-    yield from overview.wrong_sizes(path, found)
+    if found.commit_file and not (path / directory.COMMITTED).is_file():
+        yield f"{directory.COMMITTED}: No such file, so it is not complete"
+    yield from inspect.wrong_sizes(path, found)
     parts: dict[str, list[tuple[manifest.Tensor, Stored]]] = {file.name: [] for file in found.files}
     for tensor in found.tensors.values():
         for part in tensor.parts:
@@ -46,8 +51,8 @@ def faults(path: Path, tell: Tell = lambda nbytes: None) -> Iterator[str]:
         for file in found.files:
             if (path / file.name).is_file() and (yield from _file_faults(path, file, parts[file.name], reader, tell)):
                 sound.add(file.name)
-    yield from _index_faults(path, found, index.NAME in sound)
-    known = {file.name for file in found.files} | {manifest.NAME, *([folder.COMMITTED] if found.commit_file else [])}
+    yield from _index_faults(path, found, manifest.INDEX_NAME in sound)
+    known = {file.name for file in found.files} | {manifest.NAME, *([directory.COMMITTED] if found.commit_file else [])}
     with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
         for each in sorted(path.iterdir()):
             if each.name not in known:
@@ -145,15 +150,18 @@ def _index_faults(path: Path, found: manifest.Manifest, is_sound: bool) -> Itera
     """HDF5 reads zeros through an index where a file or a data set is missing."""
     import h5py
 
-    if index.NAME not in {file.name for file in found.files}:
-        yield f"{index.NAME}: not in the manifest"
+    if manifest.INDEX_NAME not in {file.name for file in found.files}:
+        yield f"{manifest.INDEX_NAME}: not in the manifest"
     if not is_sound:
         return  # which the sizes of files, or its checksum, have said
     try:
-        with failing("verify", lambda: index.NAME), h5py.File(path / index.NAME, "r", locking=False) as file:
+        with (
+            failing("verify", lambda: manifest.INDEX_NAME),
+            h5py.File(path / manifest.INDEX_NAME, "r", locking=False) as file,
+        ):
             for name, tensor in found.tensors.items():
                 found_faults = _view_faults(path, _dataset(file, name), tensor)
-                yield from (f"{index.NAME}, {name}: {what}" for what in found_faults)
+                yield from (f"{manifest.INDEX_NAME}, {name}: {what}" for what in found_faults)
     except DataError as error:
         yield _line(error, path)
 
@@ -175,7 +183,7 @@ def _view_faults(path: Path, dataset: Any, tensor: manifest.Tensor) -> Iterator[
     pointed = {(source.file_name, source.dset_name) for source in sources}
     count = sum(source.vspace.get_select_npoints() for source in sources)
     if (
-        pointed != {(part.file, index.as_pattern(part.dataset)) for part in tensor.parts if part.count}
+        pointed != {(part.file, manifest.as_pattern(part.dataset)) for part in tensor.parts if part.count}
         or count != tensor.count
     ):
         yield f"expected {tensor.count} elements of the manifest's files, got {count} of {len(pointed)} data sets"
@@ -186,3 +194,91 @@ def _line(error: DataError, path: Path) -> str:
     where = str(error.where).removeprefix(f"{path}/")
     facts = [f"expected {error.expected}"] if error.expected is not None else []
     return " ".join(f"{where}: {', '.join([*facts, f'got {error.got}' if facts else str(error.got)])}".split())
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What is to be removed from a folder."""
+
+    steps: dict[int, int]
+    """Bytes by step."""
+    left_over: dict[Path, int]
+    """Bytes by path."""
+    good: int | None
+    """The newest step that stays and is undamaged; None where nothing is removed."""
+    damaged: dict[int, str]
+    """Newer ones that stay, and the first thing that is wrong with each."""
+
+
+def prune(
+    path: Path,
+    keep: int,
+    keep_every: int | None = None,
+    best: str | None = None,
+    dry_run: bool = False,
+    tell: Callable[[int], object] = lambda nbytes: None,
+) -> Pruning:
+    """Remove what `folder.dropped` says, and left-overs; holds the lock of the folder meanwhile.
+
+    Args:
+        path: of a folder of checkpoints.
+        best: ``"metric"`` or ``"-metric"``, see `Manager`.
+        dry_run: remove nothing.
+        tell: see `verify.faults`, which is called for what stays, from the newest on, until one is good.
+
+    Raises:
+        ConfigError: ``path`` is the folder of one checkpoint, or ``best`` names no metric.
+        DataError: there are no checkpoints, another job saves here, or nothing that stays is good: nothing is changed
+            then. Or something cannot be removed.
+    """
+    if inspect.is_checkpoint(path):
+        raise ConfigError("prune", where=path, expected="a folder of several checkpoints", got="that of one")
+    if not (directory.find(path) or directory.left_over(path) or (path / directory.NAME).exists()):
+        raise DataError("prune", where=path, expected="checkpoints", got="none")
+    if dry_run:
+        directory.require_free(path)
+        return _remove(path, keep, keep_every, best, True, tell)
+    writer = directory.WriterLock(path)
+    try:
+        return _remove(path, keep, keep_every, best, False, tell)
+    finally:
+        writer.release()
+
+
+def _remove(
+    path: Path, keep: int, keep_every: int | None, best: str | None, dry_run: bool, tell: Callable[[int], object]
+) -> Pruning:
+    found = directory.find(path)
+    if best is not None and found:
+        directory.best_step("prune", path, found, best)
+    dropped = directory.dropped(found, keep, keep_every, directory.worth(found, best))
+    # What has lost its manifest goes, too, where something good must stay.
+    left_over = {each: inspect.size_of(each) for each in directory.left_over(path, atomic_rename=not found)}
+    good, damaged = None, dict[int, str]()
+    if dropped or left_over:
+        for step in sorted(set(found) - set(dropped), reverse=True):
+            wrong = next(faults(found[step], tell), None)
+            if wrong is None:
+                good = step
+                break
+            damaged[step] = wrong
+        if found and good is None:
+            step, wrong = next(iter(damaged.items()))
+            raise DataError("prune", where=path, expected="a good checkpoint among those that stay",
+                            got=f"step {step}, {wrong}", remedy=_more(found, dropped, tell))  # fmt: skip
+    pruning = Pruning({step: inspect.size_of(found[step]) for step in dropped}, left_over, good, damaged)
+    if not dry_run:
+        with failing("prune", lambda: path):
+            directory.clean(path, atomic_rename=not found)
+        for step in dropped:
+            with failing("prune", lambda: found[step]):  # noqa: B023
+                directory.remove(directory.retire(path, step))
+    return pruning
+
+
+def _more(found: Mapping[int, Path], dropped: Sequence[int], tell: Callable[[int], object]) -> str:
+    """How many must stay so that a good one does."""
+    for step in sorted(dropped, reverse=True):
+        if next(faults(found[step], tell), None) is None:
+            return f"keep {sum(each >= step for each in found)}: then step {step} stays, which is good"
+    return "the others are damaged, too"

@@ -27,12 +27,11 @@ from typing import Protocol
 
 import numpy as np
 
-from ..arrays import Array
 from ..comm import Communicator, Request
-from ..comm.communicator import bounds, split
-from ..comm.reductions import resolve
+from ..comm.communicator import Steps, bounds, resolve, split
+from ..comm.tasks import MESSAGE_NBYTES, in_lanes, segments, together
 from ..compression import Codec, ErrorFeedback
-from .progress import MESSAGE_NBYTES, Steps, in_lanes, segments, together
+from ..core.arrays import Array
 
 _SAMPLE = 1 << 16
 """Elements by which it is reckoned how much shorter a codec makes messages."""

@@ -32,10 +32,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import Array, array_namespace
 from ..comm import Reduction
-from ..comm.communicator import Messages, bounds, split
-from .progress import MESSAGE_NBYTES, Steps, in_lanes, segments, together
+from ..comm.communicator import Messages, Steps, bounds, split
+from ..comm.tasks import MESSAGE_NBYTES, in_lanes, segments, together
+from ..core.arrays import Array, array_namespace
 
 SEGMENT_NBYTES = 2 * MESSAGE_NBYTES
 """Longer arrays go in segments of about so many bytes."""

@@ -26,11 +26,10 @@ import itertools
 import numpy as np
 
 from ..comm import Reduction, Request, World
-from ..comm.communicator import bounds
-from ..comm.shared import Milestones, NodeMemory
-from ..comm.steps import Until
+from ..comm.communicator import Steps, Until, bounds
+from ..comm.shared_memory import Milestones, NodeMemory
+from ..comm.tasks import LANES, MESSAGE_NBYTES, segments, together
 from . import ring
-from .progress import LANES, MESSAGE_NBYTES, Steps, segments, together
 
 SEGMENT_NBYTES = 4 << 20
 """The longest segment; where there are few nodes, one that makes messages of `MESSAGE_NBYTES` is shorter."""

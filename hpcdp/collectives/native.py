@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..comm import Reduction, World
-from ..comm.reductions import reducible
-from .progress import Steps
+from ..comm.communicator import Steps, reducible
 
 
 def allreduce(x: np.ndarray, op: Reduction, world: World) -> None:

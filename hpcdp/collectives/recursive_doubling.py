@@ -8,8 +8,8 @@ After log2 n steps every rank has the whole sum, so no result has to come back::
                                 1 <-----------------> 3
 
 At the head of a message goes the signature of the call, so ranks that have called different things notice it by the
-same messages: between nodes no other algorithm does without a comparison before (`hpcdp.comm.calls`, which also says
-what becomes of ranks beyond a power of two). Long arrays go one piece after another.
+same messages: between nodes no other algorithm does without a comparison before (`hpcdp.comm.consistency`, which also
+says what becomes of ranks beyond a power of two). Long arrays go one piece after another.
 
 Sent per rank, for S bytes a piece: log2 p messages of S + 16 bytes, p the largest power of two up to n; a rank that has
 a partner beyond p 1 more, and its partner 1 in all.
@@ -23,8 +23,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..comm import Reduction, World
-from ..comm.calls import Call, Calls
-from .progress import Steps
+from ..comm.communicator import Steps
+from ..comm.consistency import Call, Calls
 
 
 def allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> None:

@@ -1,4 +1,6 @@
-"""Reduce-scatter, allgather and allreduce around a ring: as few bytes as possible, over one link per rank.
+"""Ring all-reduce, on one ring, both ways, and on several rings of given orders.
+
+Reduce-scatter, allgather and allreduce around a ring: as few bytes as possible, over one link per rank.
 
 The array is cut into n chunks. Chunk i starts at position i, goes around once and gathers what every rank adds, so it
 is complete at position i - 1; another round brings it to everybody. Every rank sends to one neighbour only and receives
@@ -12,6 +14,20 @@ from the other, and all links are in use all the time::
 Sent per rank, for S bytes: n - 1 messages and (n - 1) / n S for each of reduce-scatter and allgather.
 
 Source: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+
+Allreduce over several rings at once, each with a part of the array.
+
+Two directions of one ring use both directions of every link between neighbours. A machine whose links form several
+rings that share none, such as eight GPUs with
+
+    0-1-2-3-4-5-6-7   and   0-3-5-2-4-7-1-6
+
+uses all its links when every ring carries a part as large as its links are fast.
+
+Sent per rank, for S bytes over r rings: 2 r (n - 1) messages, 2 (n - 1) / n S in all.
+
+Source: Wang et al., "Blink: Fast and generic collectives for distributed ML", 2020, section 2; the two rings are those
+of Zhang et al., "Dive into Deep Learning", section 13.7, "Ring synchronization", there numbered from 1.
 """
 
 from __future__ import annotations
@@ -21,10 +37,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import Array, array_namespace
-from ..comm import Reduction, Request
-from ..comm.communicator import Messages, split
-from .progress import LANES, MESSAGE_NBYTES, Steps, in_lanes, segments, together
+from ..comm import Communicator, Reduction, Request
+from ..comm.communicator import Messages, Steps, split
+from ..comm.tasks import LANES, MESSAGE_NBYTES, TAGS, in_lanes, segments, together
+from ..core.arrays import Array, array_namespace
+from ..errors import UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -138,3 +155,51 @@ def _in_lanes(shards: Sequence[np.ndarray]) -> list[tuple[np.ndarray, ...]]:
     """The same piece of every shard, lane by lane."""
     lanes = min(LANES, max(1, shards[-1].nbytes // MESSAGE_NBYTES))
     return list(zip(*(split(shard, lanes) for shard in shards), strict=True))
+
+
+def multi_ring_allreduce(
+    x: np.ndarray,
+    op: Reduction,
+    comm: Communicator,
+    tag: int,
+    orders: Sequence[Sequence[int]],
+    weights: Sequence[float] | None = None,
+) -> Steps:
+    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``.
+
+    Args:
+        orders: for every ring the ranks in the order in which it visits them; the same on all ranks.
+        weights: which share of the array each ring carries, relative to the others; equal ones by default.
+
+    Raises:
+        UnsupportedError: an order that does not visit every rank once, or weights that do not fit the orders.
+    """
+    shares = np.ones(len(orders)) if weights is None else np.asarray(weights, float)
+    _check(orders, shares, comm.size)
+    ends = np.rint(np.cumsum([0.0, *shares]) / shares.sum() * x.size).astype(np.int64)
+    most = max(1, min(LANES, TAGS // len(orders)))
+    machines: list[Steps] = []
+    for number, order in enumerate(orders):
+        part = x[ends[number] : ends[number + 1]]
+        machines += lanes(part, op, Ring.through(comm, order), tag + number * most, most)
+    yield from together(machines)
+
+
+def bidirectional_allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
+    """Allreduce over the ring of all ranks, half of ``x`` each way."""
+    clockwise = list(range(comm.size))
+    yield from multi_ring_allreduce(x, op, comm, tag, [clockwise, clockwise[::-1]])
+
+
+def _check(orders: Sequence[Sequence[int]], weights: np.ndarray, n: int) -> None:
+    for order in orders:
+        if sorted(order) != list(range(n)):
+            raise UnsupportedError(
+                "allreduce", where="orders", expected=f"every rank from 0 to {n - 1} once", got=list(order)
+            )
+    fit = 1 <= len(orders) <= TAGS and weights.shape == (len(orders),) and np.isfinite(weights).all()
+    if not fit or (weights < 0).any() or not weights.any():
+        raise UnsupportedError(
+            "allreduce", where="weights",
+            expected=f"a positive number for each of 1 to {TAGS} rings", got=f"{weights.tolist()} for {len(orders)}",
+        )  # fmt: skip

@@ -1,17 +1,193 @@
-"""What a communicator can do: the protocol that MPI ranks and thread ranks both follow."""
+"""The interface of a communicator: messages, reductions, tags and roles of ranks.
+
+What a communicator can do: the protocol that MPI ranks and thread ranks both follow.
+
+Reductions: the named ones and a user's own.
+
+Work under way: machines that are resumed when what they wait for has come.
+
+A machine is a generator. It starts what a stage needs, yields the requests for it, and is resumed when all of them are
+complete. `hpcdp.comm.tasks` runs them, many at a time in one thread.
+
+Who works and who serves: the processes of a job are workers, and behind them the servers, if there are some.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
+import time
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable, Generator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from ..arrays import Array
-from ..errors import MismatchError
+from ..core.arrays import Array, is_float, is_half
+from ..errors import LaunchError, MismatchError, UnsupportedError
+
+OPS = ("sum", "mean", "min", "max", "prod")
+"""The names of the reductions."""
+
+
+@dataclass(frozen=True)
+class Monoid:
+    """A user's own reduction, e.g. ``Monoid(np.logaddexp, -np.inf, "log-sum-exp")``.
+
+    Args:
+        function: takes two arrays of one shape and dtype and returns their reduction, element by element, changing
+            neither. It must be associative and commutative: algorithms reduce in orders of their own.
+        identity: reduces with any x to x: what a rank without data can fill its array with, as reductions do not.
+        name: for messages; the same on all ranks.
+
+    Raises:
+        UnsupportedError: ``function`` cannot be called.
+    """
+
+    function: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    identity: float | None = None
+    name: str = "monoid"
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise UnsupportedError(
+                "Monoid", where="function", expected="a function of two arrays", got=repr(self.function)
+            )
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What algorithms do with two arrays that meet. Made by `resolve`.
+
+    Floats of 16 bits are accumulated in float32 and rounded once; a mean is a sum, divided when it is complete.
+    """
+
+    name: str
+    into: Callable[[np.ndarray, np.ndarray], None]
+    """``into(total, x)`` reduces ``x`` into ``total``, in place."""
+    named: bool = True
+    """Whether ``name`` is one of `OPS`."""
+
+    def without_mean(self) -> Reduction:
+        """The reduction of parts of which the mean is still to be taken."""
+        return _NAMED["sum"] if self.name == "mean" and self.named else self
+
+    def widened(self, x: np.ndarray) -> np.ndarray:
+        """``x`` in its accumulator's dtype: itself, or a copy where that is another."""
+        return x.astype(np.float32) if x.dtype.itemsize == 2 and is_half(x) else x
+
+    def finish(self, total: np.ndarray, n: int, out: np.ndarray) -> None:
+        """Write the reduction over ``n`` ranks from its accumulator ``total`` to ``out``, which may be ``total``."""
+        if self.name == "mean" and self.named:
+            np.divide(total, total.dtype.type(n), out=total)
+        if out is not total:
+            narrow(total, out)
+
+
+_UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
+
+
+def _by(ufunc: np.ufunc) -> Callable[[np.ndarray, np.ndarray], None]:
+    @np.errstate(over="ignore", invalid="ignore")  # as in memory and by MPI; to raise here would end one rank alone
+    def into(total: np.ndarray, x: np.ndarray) -> None:
+        ufunc(total, x, out=total)
+
+    return into
+
+
+def _by_monoid(monoid: Monoid) -> Callable[[np.ndarray, np.ndarray], None]:
+    def into(total: np.ndarray, x: np.ndarray) -> None:
+        reduced = np.asarray(monoid.function(total, x))
+        if reduced.shape != total.shape or not np.can_cast(reduced.dtype, total.dtype, "same_kind"):
+            raise UnsupportedError(
+                "reduction", where=f"op={monoid.name!r}",
+                expected=f"a function that returns shape {total.shape} and {total.dtype}, as its arguments have",
+                got=f"{reduced.shape} and {reduced.dtype}",
+            )  # fmt: skip
+        total[...] = reduced
+
+    return into
+
+
+_NAMED = {name: Reduction(name, _by(ufunc)) for name, ufunc in _UFUNCS.items()}
+
+
+def resolve(operation: str, op: str | Monoid, dtype: np.dtype) -> Reduction:
+    """The reduction called ``op`` for arrays of ``dtype``.
+
+    Raises:
+        UnsupportedError: an unknown one, or a mean of integers, for which see `Quotients`; it names what is valid.
+    """
+    if isinstance(op, Monoid):
+        return Reduction(op.name, _by_monoid(op), named=False)
+    if not isinstance(op, str) or op not in OPS:
+        raise UnsupportedError(operation, where="op", expected=" or ".join([*OPS, "a Monoid"]), got=repr(op))
+    if op == "mean" and not is_float(dtype) and dtype.kind != "c":
+        raise UnsupportedError(
+            operation, where="op", expected="a float dtype for op='mean'", got=dtype.name, remedy="use op='sum'"
+        )
+    return _NAMED[op]
+
+
+class Quotients:
+    """Means of integers, rounded towards zero, by sums of other integers that do not overflow.
+
+    Integers of up to 32 bits are summed in 64. Of those of 64 bits the sum may need more, so the quotients by the
+    number of ranks and the remainders are summed apart.
+
+    Args:
+        x: this rank's, any shape.
+        n: the number of ranks.
+    """
+
+    def __init__(self, x: np.ndarray, n: int) -> None:
+        self._n = n
+        self.parts: list[np.ndarray] = [*divmod(x, x.dtype.type(n))] if x.dtype.itemsize == 8 else [x.astype(np.int64)]
+        """What is to be summed over the ranks."""
+
+    @staticmethod
+    def dtype_for(dtype: np.dtype) -> np.dtype:
+        """Return the dtype of the `parts` of arrays of ``dtype``."""
+        return dtype if dtype.itemsize == 8 else np.dtype(np.int64)
+
+    def finish(self, sums: Sequence[np.ndarray], out: np.ndarray) -> None:
+        """Write the means to ``out``, of which ``sums`` are the summed `parts`, or the same pieces of them."""
+        floor, remainder = divmod(sums[-1], sums[-1].dtype.type(self._n))
+        if len(sums) == 2:
+            floor += sums[0]
+        floor += ((floor < 0) & (remainder != 0)).astype(floor.dtype)
+        out[...] = floor
+
+
+def reducible(x: np.ndarray) -> np.ndarray:
+    """``x`` in a dtype whose reductions MPI libraries do right: itself, or a copy that is narrowed when it is done.
+
+    MPI has no floats of 16 bits, which are reduced in float32; Open MPI 5's sums of integers of 8 and 16 bits saturate
+    where they should wrap around.
+    """
+    if is_half(x):
+        return x.astype(np.float32)
+    if x.dtype.kind in "iu" and x.dtype.itemsize < 4:
+        return x.astype(np.int32)
+    return x
+
+
+def narrow(wide: np.ndarray, out: np.ndarray) -> None:
+    """Write ``wide`` to ``out``, of which it is the accumulator."""
+    with np.errstate(over="ignore"):  # of 16 bits: to an infinity, which whoever cares will look for
+        out[...] = wide
+
+
+def reduce_in_order(inputs: Sequence[np.ndarray], op: Reduction) -> np.ndarray:
+    """The reduction of one array from every rank, in the order of the ranks; it has the accumulator's dtype."""
+    total = op.widened(inputs[0])
+    total = total.copy() if total is inputs[0] else total
+    for other in inputs[1:]:
+        op.into(total, other)
+    op.finish(total, len(inputs), total)
+    return total
+
 
 LANE_BITS, OPERATION_BITS = 6, 9
 """A tag is ``signature << 15 | operation << 6 | lane``; MPI guarantees the lower 15 bits, most libraries have 31."""
@@ -197,3 +373,86 @@ def split(flat: Array, n: int) -> list[Array]:
     """``n`` nearly equal parts of ``flat``, shape ``(count,)``: views."""
     ends = bounds(flat.size, n)
     return [flat[first:last] for first, last in itertools.pairwise(ends)]
+
+
+T = TypeVar("T")
+
+Steps = Generator[Sequence[Request], None, None]
+"""A machine; each item is a stage: the requests that must be complete before it goes on."""
+
+StepsTo = Generator[Sequence[Request], None, T]
+"""A part of a machine, which returns something to the rest of it."""
+
+_YIELDS, _NAP_S = 10, 50e-6
+
+
+class Until:
+    """That ``test()`` has become true: a request for what is no message.
+
+    Args:
+        yields: how often who waits for it alone asks before it naps; more where it comes soon.
+    """
+
+    def __init__(self, test: Callable[[], bool], yields: int = _YIELDS) -> None:
+        self.test = test
+        self._yields = yields
+
+    def wait(self) -> None:
+        """Block until it has."""
+        wait_for(self.test, self._yields)
+
+
+def wait_for(test: Callable[[], bool], yields: int = _YIELDS) -> None:
+    """Call ``test()`` until it is true: at once for a while, then after naps, which leave the core to others."""
+    idle = 0
+    while not test():
+        idle += 1
+        if idle < yields:
+            os.sched_yield()
+        else:
+            time.sleep(_NAP_S)
+
+
+ENDED = 3
+"""The tag of the empty message to each server, on the communicator of all, by which a worker says that it has ended."""
+
+_REMEDY = (
+    "mpirun -n 4 python train.py : -n 2 python -m hpcdp.kvstore.serve, or hpcdp launch -n 4 -s 2 -- python train.py"
+)
+
+
+def count_workers(serve: Sequence[bool]) -> int:
+    """How many processes are workers, those behind them being servers.
+
+    Args:
+        serve: whether each process is a server, by rank.
+
+    Raises:
+        LaunchError: there is no worker, or a server comes before one.
+    """
+    workers = list(serve).count(False)
+    if workers == 0:
+        got = "1 server alone" if len(serve) == 1 else f"{len(serve)} servers alone"
+        raise LaunchError("init", expected="workers, and servers behind them", got=got, remedy=_REMEDY)
+    if any(serve[:workers]):
+        server = list(serve).index(True)
+        worker = list(serve).index(False, server)
+        got = f"a server as rank {server} and a worker as rank {worker}"
+        raise LaunchError("init", expected="all workers before the servers", got=got, remedy=_REMEDY)
+    return workers
+
+
+def name_of(rank: int, workers: int) -> str:
+    """What a process is called in messages, by its rank among all."""
+    return f"rank {rank} of {workers}" if rank < workers else f"server {rank - workers} (rank {rank})"
+
+
+def short_name_of(rank: int, workers: int) -> str:
+    """As `name_of`, of a worker without how many there are."""
+    return f"rank {rank}" if rank < workers else name_of(rank, workers)
+
+
+def tell_servers(comm: Communicator, num_servers: int) -> None:
+    """Say on the communicator of all that this worker has ended (`ENDED`): the servers end when all workers have."""
+    for server in range(comm.size - num_servers, comm.size):
+        comm.isend(np.empty(0, np.uint8), server, ENDED).wait()

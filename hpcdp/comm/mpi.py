@@ -14,11 +14,10 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import words
+from ..core.arrays import words
 from ..errors import MismatchError, UnsupportedError
-from .communicator import LANE_BITS, OPERATION_BITS, Request, disagree, disagreement, split
-from .ending import end_job
-from .reductions import narrow, reducible, resolve
+from .abort import end_job
+from .communicator import LANE_BITS, OPERATION_BITS, Request, disagree, disagreement, narrow, reducible, resolve, split
 
 MAX_ELEMENTS = 2**30
 """Arrays are passed to MPI in pieces of at most this many elements: Open MPI 5's Bcast fails at 2^31."""

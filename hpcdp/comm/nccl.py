@@ -1,4 +1,6 @@
-"""Sums over the GPUs of a node by NCCL, for ranks each of which has one of its own.
+"""Collectives of NCCL, given to the GPU in one order on all ranks.
+
+Sums over the GPUs of a node by NCCL, for ranks each of which has one of its own.
 
 NCCL's kernels wait for each other on the GPUs. So they are launched only when all ranks are ready, and in one order on
 all of them (`agreed_order`); and if a rank fails, the others end theirs (`Nccl.check`).
@@ -8,28 +10,87 @@ of float32 beside each such row, and twice the bytes between the GPUs.
 
 Source: NVIDIA, "NCCL User Guide", sections "Creating a Communicator", "Group Calls", "Fault Tolerance" and, on ending a
 communicator, "Communicator Creation and Management Functions".
+
+One order in which a node's ranks start what they must all start in one order, such as collectives of NCCL.
+
+Ranks become ready for things in different orders: a reduction goes on when its messages have come. The first rank of
+the node decides: what all are ready for is started next. It writes that down in the node's memory, and nobody waits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..core.devices import Event, Streams
 from ..errors import DeviceError, UnsupportedError
-from ..kernels.cuda import cast as cuda_cast
-from ..streams import Event, Streams
-from .agreed_order import THINGS, AgreedOrder
-from .agreement import on_rank_0
-from .communicator import Communicator
-from .node_rows import OwnedPart, Part, RowSize
-from .shared import NodeMemory
-from .steps import Steps, Until, wait_for
-from .ways import Offer, refuse_shared
+from ..kernels.cuda import cast
+from .communicator import Communicator, Steps, Until, wait_for
+from .consistency import on_rank_0
+from .gpu_transports import Offer, OwnedPart, Part, RowSize, refuse_shared
+from .shared_memory import Milestones, NodeMemory
+
+THINGS = 1024
+"""So many may be told apart."""
+
+
+class AgreedOrder:
+    """Made by all ranks of a node together.
+
+    Each rank says `ready` for a thing, asks until it `is_turn` of that, starts it, and says `pass_on`; by any thread,
+    as what is summed on the lane and what is gathered by who waits for it may share an order.
+    """
+
+    def __init__(self, memory: NodeMemory) -> None:
+        self._decides = memory.rank == 0
+        self._ready = Milestones(memory, THINGS)
+        self._decided = Milestones(memory)
+        # None is overwritten too early: a thing is decided again only when all have started what it was decided for.
+        self._decisions = memory.alloc((THINGS,), np.int64)
+        self._rounds = np.zeros(THINGS, np.int64)
+        """How often this rank has become ready for each thing."""
+        self._deciding = threading.Lock()
+        self._awaited: set[int] = set()
+        """What this rank is ready for, and nothing is decided about; where it decides."""
+        self._num_decided = self._num_started = 0
+
+    def rounds(self, thing: int) -> int:
+        """How often this rank has been `ready` for ``thing``."""
+        return int(self._rounds[thing])
+
+    def ready(self, thing: int) -> None:
+        """Say that this rank is ready for ``thing``, a number below `THINGS`; again only when it has started it."""
+        self._rounds[thing] += 1
+        self._ready.post(int(self._rounds[thing]), thing)
+        if self._decides:
+            self._awaited.add(thing)
+
+    def is_turn(self, thing: int) -> bool:
+        """Whether this rank is to start ``thing`` now; never blocks."""
+        if self._decides:
+            self._decide()
+        decided = self._decided.reached(self._num_started + 1, ranks=1)
+        return decided and int(self._decisions[self._num_started % THINGS]) == thing
+
+    def pass_on(self) -> None:
+        """Say that this rank has started the thing whose turn it was."""
+        self._num_started += 1
+
+    def _decide(self) -> None:
+        with self._deciding:
+            for thing in sorted(self._awaited):
+                if self._ready.reached(int(self._rounds[thing]), thing):
+                    self._awaited.remove(thing)
+                    self._decisions[self._num_decided % THINGS] = thing
+                    self._num_decided += 1
+                    self._decided.post(self._num_decided)
+
 
 _KINDS = {
     "int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5,
@@ -41,8 +102,8 @@ _SUM = 0
 """Of ``ncclRedOp_t``."""
 
 _CASTS = {
-    "float16": (cuda_cast.from_float16, cuda_cast.to_float16),
-    "bfloat16": (cuda_cast.from_bfloat16, cuda_cast.to_bfloat16),
+    "float16": (cast.from_float16, cast.to_float16),
+    "bfloat16": (cast.from_bfloat16, cast.to_bfloat16),
 }
 """To float32 and back."""
 

@@ -1,9 +1,13 @@
-"""Notices a call that does not end, says what this rank waits for and for whom, and ends the job if nothing changes.
+"""The watchdog, which reports a rank that waits too long.
+
+Notices a call that does not end, says what this rank waits for and for whom, and ends the job if nothing changes.
 
 A hang is the usual end of ranks that call collectives differently, or of one that has stopped. A thread of each rank
 looks now and then whether the rank is still in the same call. How far the others of the node are is read from its
 memory, and how they are from /proc: nobody needs to answer. The watchdogs of other nodes are asked, see `roll_call`.
 A call is reported by one rank, the lowest that waits in it; where that one does not, another one does a little later.
+
+The processes of a job, as those of the same machine can look at them: nobody needs to answer.
 """
 
 from __future__ import annotations
@@ -21,19 +25,49 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 import numpy as np
 
 from .. import kernels
 from ..errors import ConfigError, WorldAborted, listed, report_directly
 from .communicator import exchange_of
-from .members import Member, look_at
 from .roll_call import CLOSED, EARLIER, GONE, LATE, LEFT, STOPPED, Missing, Question, RollCall
-from .shared import LINE_NUMBERS, Gate, NodeMemory
+from .shared_memory import LINE_NUMBERS, Gate, NodeMemory
 
 if TYPE_CHECKING:
     from .world import World
+
+
+class Member(NamedTuple):
+    """A rank as the others know it."""
+
+    rank: int
+    host: str
+    pid: int
+    born: str
+    """When its process began, as /proc puts it: a process of the same number may be another one."""
+    shows_stacks: bool
+
+    @property
+    def state(self) -> str:
+        """Of its process, a letter as proc(5) gives it; X: it has ended."""
+        state, born = look_at(self.pid)
+        return "X" if born != self.born or state == "Z" else state
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+def look_at(pid: int) -> tuple[str, str]:
+    """State and birth of a process; empty where there is none to be seen."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, UnicodeDecodeError):
+        return "", ""
+    return fields[0], fields[19]
+
 
 DEFAULT_STALL_S = 60.0
 DEFAULT_TIMEOUT_S = 600.0

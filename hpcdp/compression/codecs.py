@@ -1,20 +1,31 @@
-"""Codecs: from an array of gradients to fewer bytes, and back. They keep nothing; see `feedback`.
+"""Codecs of gradients, error feedback, and when compression is worth its time.
+
+Codecs: from an array of gradients to fewer bytes, and back. They keep nothing; see `feedback`.
 
 All take 1-D, contiguous arrays of float16, bfloat16, float32 or float64, of any number of elements, of NumPy or CuPy;
 compiled kernels encode and decode those of CuPy, and NumPy's of float32. What has been encoded depends on nothing but
 its input, so all ranks decode the same.
+
+Error feedback: what a codec has not sent is added to what it sends next, so that nothing is lost, only late.
+
+Which codec compresses the gradients, and where.
+
+When a codec pays: on links so slow that what it saves there is more than what coding takes.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from .. import kernels
-from ..arrays import Array, array_namespace, is_host
+from ..core.arrays import Array, array_namespace, is_host
 from ..errors import ConfigError, is_number
 from ..kernels.reference.compress import num_blocks
 
@@ -251,3 +262,198 @@ def _is_number(value: object, least: float = -_LARGEST) -> bool:
 def _require(codec: str, name: str, is_valid: bool, got: object, expected: str) -> None:
     if not is_valid:
         raise ConfigError(f"compression {codec}", where=name, expected=f"a number {expected}", got=repr(got))
+
+
+Zeros = Callable[[int, np.dtype], Array]
+"""``zeros(count, dtype)``: a new array, where arrays to be encoded are."""
+
+
+class ErrorFeedback:
+    """A codec that remembers, for one flat array whose parts are encoded again and again.
+
+    Args:
+        codec: any; see `codecs`.
+        count, dtype: elements of the array.
+        share: how much of what was not sent is added to what is sent next, 0 to 1; default what the codec needs.
+        zeros: makes the `residual`.
+
+    Source: Seide et al., "1-bit stochastic gradient descent", 2014, section 3; Stich et al., "Sparsified SGD with
+    memory", 2018; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", 2019; the
+    share as in Wu et al., "Error compensated quantized SGD", 2018, section 3.
+    """
+
+    def __init__(
+        self, codec: Codec, count: int, dtype: np.dtype, share: float | None = None, zeros: Zeros = np.zeros
+    ) -> None:
+        self.codec = codec
+        self.share = codec.feedback if share is None else share
+        self.residual = zeros(count, dtype)
+        """What was not sent yet, shape ``(count,)``, in the gradients' dtype."""
+
+    @np.errstate(over="ignore", invalid="ignore")  # what cannot be kept, or sent, is found when it has come
+    def encode(self, x: Array, part: slice, wire: Array, codec: Codec | None = None) -> None:
+        """Encode ``x``, elements ``part`` of the array, and what was not sent of them before; changes ``wire``.
+
+        Args:
+            codec: default that of construction.
+        """
+        residual = self.residual[part]
+        if self.share != 1:
+            residual *= residual.dtype.type(self.share)
+        (self.codec if codec is None else codec).encode(x, residual, wire)
+
+    def rescale(self, factor: float) -> None:
+        """From now on what is encoded is so many times what it was, and so is what was not sent yet."""
+        with np.errstate(over="ignore"):  # what cannot be kept is found when it is sent
+            self.residual *= self.residual.dtype.type(factor)
+
+    def nbytes(self, count: int) -> int:
+        """Of what ``count`` elements are encoded to."""
+        return self.codec.nbytes(count, self.residual.dtype)
+
+
+_MXNET_THRESHOLD = {"2bit": 0.5, "1bit": 0.5}
+"""Where a dict gives none."""
+
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Float16, BFloat16, TwoBit, OneBit, TopK)}
+"""By name."""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How gradients are compressed on their way between nodes.
+
+    Args:
+        codec: see `codecs`.
+        feedback: how much of what was not sent is added to what is sent next, 0 to 1. None: what the codec needs, which
+            is all of it but for 1 bit (0.7).
+        inside_nodes: let the ranks of a node exchange compressed messages, too, instead of reading each other's memory.
+            That costs time; it is for trying out a codec on one machine.
+    """
+
+    codec: Codec
+    feedback: float | None = None
+    inside_nodes: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.codec, type) or not hasattr(self.codec, "of_sum"):
+            raise ConfigError(
+                "compression", where="codec", expected="a codec, e.g. TwoBit()", got=repr(self.codec),
+                remedy="Compression.of takes a name, e.g. '2bit'",
+            )  # fmt: skip
+        if not isinstance(self.inside_nodes, bool):
+            got = repr(self.inside_nodes)
+            raise ConfigError("compression", where="inside_nodes", expected="True or False", got=got)
+        is_share = is_number(self.feedback) and 0 <= self.feedback <= 1
+        if not (self.feedback is None or is_share):
+            raise ConfigError("compression", where="feedback", expected="a share, 0 to 1", got=repr(self.feedback))
+
+    @classmethod
+    def of(cls, given: Settings) -> Compression | None:
+        """From what a program gives: a name such as ``"2bit"`` or ``"topk:ratio=0.05"``, a codec, all settings, or a
+        dict as MXNet takes, ``{"type": "2bit", "threshold": 0.5}``.
+
+        Behind the colon stand the codec's settings, ``feedback=0.5`` and ``inside_nodes=on``, between commas.
+
+        Raises:
+            ConfigError: there is no such codec or setting; says which there are.
+        """
+        if given is None or isinstance(given, Compression):
+            return given
+        if isinstance(given, str):
+            return cls._parse(given)
+        if isinstance(given, Mapping):
+            return cls._of_dict(given)
+        if isinstance(given, tuple(CODECS.values())):
+            return cls(given)
+        raise ConfigError("compression", expected=f"one of {', '.join(CODECS)}", got=repr(given))
+
+    @classmethod
+    def _of_dict(cls, given: Mapping[str, Any]) -> Compression:
+        name = given.get("type")
+        if not isinstance(name, str):
+            expected = "a dict such as {'type': '2bit', 'threshold': 0.5}"
+            raise ConfigError("compression", expected=expected, got=repr(given))
+        settings = {"threshold": _MXNET_THRESHOLD[name]} if name in _MXNET_THRESHOLD else {}
+        settings |= {key: value for key, value in given.items() if key != "type"}
+        return cls._parse(f"{name}:{','.join(f'{key}={value}' for key, value in settings.items())}")
+
+    @classmethod
+    def _parse(cls, text: str) -> Compression:
+        name, _, rest = text.partition(":")
+        if name not in CODECS:
+            raise ConfigError("compression", expected=f"one of {', '.join(CODECS)}", got=repr(name))
+        kind = CODECS[name]
+        numbers = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+        settings: dict[str, float] = {}
+        feedback, inside_nodes = None, False
+        said: set[str] = set()
+        for each in filter(None, rest.split(",")):
+            key, _, value = each.partition("=")
+            try:
+                if key in said:
+                    raise ValueError("twice")
+                said.add(key)
+                if each in ("inside_nodes=on", "inside_nodes=off"):
+                    inside_nodes = value == "on"
+                elif key == "feedback":
+                    feedback = float(value)
+                else:
+                    settings[numbers[numbers.index(key)]] = float(value)
+            except ValueError as error:
+                valid = [f"{number}=NUMBER" for number in (*numbers, "feedback")] + ["inside_nodes=on|off"]
+                raise ConfigError(
+                    f"compression {name}", expected=f"{' or '.join(valid)}, each once", got=repr(each)
+                ) from error
+        return cls(kind(**settings), feedback, inside_nodes)
+
+    def __str__(self) -> str:
+        """What `of` makes the same of again."""
+        numbers = {**dataclasses.asdict(self.codec), "feedback": self.feedback}  # type: ignore[call-overload]
+        settings = [f"{key}={float(value)!r}" for key, value in numbers.items() if value is not None]  # NumPy's, too
+        settings += ["inside_nodes=on"] if self.inside_nodes else []
+        return self.codec.name + (f":{','.join(settings)}" if settings else "")
+
+    def for_array(self, count: int, dtype: np.dtype, zeros: Zeros = np.zeros) -> ErrorFeedback:
+        """What encodes an array of ``count`` elements; ``zeros`` is where that is, see `ErrorFeedback`."""
+        return ErrorFeedback(self.codec, count, dtype, self.feedback, zeros)
+
+
+Settings = Mapping[str, Any] | Compression | Codec | str | None
+"""What `Compression.of` takes; None: nothing is compressed."""
+
+
+_COUNT = 1 << 18
+_REPEATS = 5
+
+
+def coding_s(codec: Codec, count: int = _COUNT) -> tuple[float, float]:
+    """Seconds to encode and to decode ``count`` elements of float32 on this core, the least of some times."""
+    x = np.random.default_rng(0).standard_normal(count, np.float32)
+    residual, out = np.zeros_like(x), np.empty_like(x)
+    wire = np.empty(codec.nbytes(count, x.dtype), np.uint8)
+    encoding, decoding = [], []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        codec.encode(x, residual, wire)
+        middle = time.perf_counter()
+        codec.decode(wire, out)
+        encoding.append(middle - begin)
+        decoding.append(time.perf_counter() - middle)
+    return min(encoding), min(decoding)
+
+
+def pays_below(codec: Codec | Compression | str, n: int = 2) -> float:
+    """The rate of links between ``n`` nodes, in bytes a second, below which a sum takes less time with the codec.
+
+    Without it 2 (n - 1) / n S bytes leave every node; with it that part w of them which the codec leaves, but S bytes
+    are encoded and (2 n - 1) / n S decoded. Nothing is taken to be coded while messages are under way: with cores to
+    spare it pays on faster links, too. Measures the codec on this core, which takes some milliseconds.
+    """
+    settings = Compression.of(codec)
+    if settings is None or n < 2:
+        raise ConfigError("pays_below", expected="a codec, and 2 nodes or more", got=f"{codec!r} and {n!r}")
+    codec, nbytes = settings.codec, 4 * _COUNT
+    encoding_s, decoding_s = coding_s(codec)
+    saved = 2 * (n - 1) / n * (nbytes - codec.nbytes(_COUNT, np.dtype(np.float32)))
+    return max(0.0, saved) / (encoding_s + (2 * n - 1) / n * decoding_s)

@@ -1,28 +1,16 @@
-"""Floor 3: data, data sets, samplers and the loader. Imports: engine, streams, state, devices, replacing,
-interpreter, kernels, arrays, errors.
+"""Data sets, samplers and the loader.
 
-Knows nothing of ranks: samplers take ``num_parts`` and ``part_index`` as numbers. The only importer of h5py beside
-checkpoint, when a file is opened.
+Knows nothing of ranks: samplers take ``num_parts`` and ``part_index`` as numbers.
 """
 
 from .augment import Augmentation, RandomCrop, RandomFlip
 from .catalog import load
-from .cifar import read_cifar10
-from .csv import read_csv
-from .datasets import ArrayDataset, Dataset, ImageDataset
+from .csv import TextDataset, read_csv
+from .datasets import ArrayDataset, Dataset, ImageDataset, split_and_load, split_batch
 from .hdf5 import HDF5Dataset
-from .idx import read_idx
+from .images import read_cifar10, read_idx
 from .loader import DataLoader
-from .samplers import (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-    ShardedSampler,
-    VirtualShardSampler,
-)
-from .shared_sampler import SharedSampler
-from .split import split_and_load, split_batch
-from .text import TextDataset
+from .samplers import BatchSampler, RandomSampler, SequentialSampler, ShardedSampler, SharedSampler, VirtualShardSampler
 
 __all__ = [
     "ArrayDataset",

@@ -1,4 +1,4 @@
-"""Floor 3: data, random changes of samples that do not depend on who reads them. Imports: errors, kernels."""
+"""Random changes of samples that do not depend on who reads them."""
 
 from __future__ import annotations
 

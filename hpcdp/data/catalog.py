@@ -1,24 +1,178 @@
-"""Floor 3: data, the data sets that have a name. Imports: errors.
+"""Data sets by name, their download, and the digits in the package.
+
+The data sets that have a name.
 
 Files lie in ``ROOT/NAME/``, where ROOT is ``HPCDP_DATA_DIR``, else ``~/.cache/hpcdp/data``. Licences: digits CC BY 4.0,
 MNIST CC BY-SA 3.0 (LeCun, Cortes and Burges), Fashion-MNIST MIT (Zalando SE, 2017); CIFAR-10 states no licence and
 asks to cite Krizhevsky 2009; the plays of Shakespeare are in the public domain. Digits and text come with the package.
+
+Files from the net, checked and whole.
+
+The digits set that ships with the package.
+
+Optical Recognition of Handwritten Digits: E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository,
+https://doi.org/10.24432/C50P49, CC BY 4.0; 1,438 training and 359 test images of 8 x 8 pixels.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from ..errors import ConfigError, DataError, listed
-from . import cifar
-from .datasets import Dataset, ImageDataset
-from .digits import read_digits
-from .download import check_md5, fetch, folder_lock
-from .idx import read_idx
-from .text import read_shakespeare
+from ..core.files import replaced
+from ..errors import ConfigError, DataError, listed, reason
+from . import images as data_images
+from .csv import read_shakespeare
+from .datasets import ArrayDataset, Dataset, ImageDataset
+from .hdf5 import open_hdf5, trust
+from .images import read_idx, resize
+
+_MAX_NBYTES = 1 << 30
+_OF_DISKS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS
+"""Errors that no address has."""
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Makes ``folder`` and holds its lock, so that of all processes that want a file only one fetches it.
+
+    Raises:
+        DataError: the folder cannot be made or written, or its file system has no locks.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(open(folder / ".lock", "a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise DataError(
+                "data folder", where=folder, expected="a writeable folder, of a file system that has locks",
+                got=reason(error), remedy="set HPCDP_DATA_DIR to one",
+            ) from error  # fmt: skip
+        yield
+
+
+def check_md5(path: Path, md5: str) -> None:
+    """Compares a file with its published checksum; MD5 is what is published; it finds damage, not malice.
+
+    Raises:
+        DataError: it differs, or cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            got = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    except OSError as error:
+        raise DataError("checksum", where=path, expected="a file that can be read", got=error.strerror) from error
+    if got != md5:
+        raise DataError(
+            "checksum", where=path, expected=f"MD5 {md5}", got=got, remedy="delete the file to fetch it again"
+        )
+
+
+def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) -> None:
+    """Fetches the first of several addresses that works into ``path``; does nothing if the file is there.
+
+    The file appears whole and checked, or not at all. Any number of processes may call it at the same time. Proxies are
+    those that urllib takes from the environment.
+
+    Args:
+        urls: addresses of the same file.
+        path: where it goes; its folder is made.
+        md5: its checksum.
+        timeout_s: seconds without an answer after which the next address is tried.
+
+    Raises:
+        DataError: no address works (the line names each reason and where to put the file by hand), or the folder cannot
+            be written, or has no room.
+    """
+    if os.path.exists(path):
+        return
+    import http.client  # most find the file, and need no network
+    import urllib.error
+
+    with folder_lock(path.parent):
+        if os.path.exists(path):
+            return
+        reasons = []
+        for url in urls:
+            try:
+                with replaced(path) as part:
+                    _receive(url, part, timeout_s)
+                    check_md5(part, md5)
+                return
+            except DataError as error:
+                reasons.append(f"{_host_of(url)}: {error.operation} {error.got} instead of {error.expected}")
+            except urllib.error.HTTPError as error:
+                reasons.append(f"{_host_of(url)}: HTTP {error.code} {error.reason}")
+            except urllib.error.URLError as error:
+                reasons.append(f"{_host_of(url)}: no network ({error.reason})")
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                if isinstance(error, OSError) and error.errno in _OF_DISKS:
+                    raise DataError(
+                        "download", where=path, expected="room for a file that can be written", got=error.strerror,
+                        remedy="set HPCDP_DATA_DIR to a folder that has it",
+                    ) from error  # fmt: skip
+                reasons.append(f"{_host_of(url)}: {type(error).__name__} {error}")
+    raise DataError(
+        "download",
+        where=path.name,
+        expected="an answer",
+        got="; ".join(reasons),
+        remedy=f"put it into {path.parent} by hand, or set HPCDP_DATA_DIR to the folder above one that has it",
+    )
+
+
+def _host_of(url: str) -> str:
+    return url.split("/")[2]
+
+
+def _receive(url: str, part: Path, timeout_s: float) -> None:
+    import urllib.request
+
+    with urllib.request.urlopen(url, timeout=timeout_s) as answer, open(part, "wb") as file:
+        nbytes = 0
+        while block := answer.read(1 << 20):
+            nbytes += len(block)
+            if nbytes > _MAX_NBYTES:
+                raise DataError("length", expected=f"at most {_MAX_NBYTES} bytes", got="more")
+            file.write(block)
+        announced = answer.headers.get("Content-Length")
+        if announced is not None and announced.isdigit() and nbytes != int(announced):
+            raise DataError("length", expected=f"{announced} bytes", got=f"{nbytes} bytes")
+
+
+PATH = Path(__file__).parent / "sets" / "digits.h5"
+_SPLITS = {"train": 0, "test": 1}
+
+
+def read_digits(split: str, image_size: int | None = None) -> ArrayDataset:
+    """One part of the digits set.
+
+    Args:
+        split: "train" or "test".
+        image_size: None for 8 x 8 images, or a larger size, see `images.resize`.
+
+    Returns:
+        Images of shape ``(n, 1, image_size, image_size)``, float32 in [0, 1], with int64 labels of shape ``(n,)``.
+
+    Raises:
+        DataError: the file is damaged.
+        ConfigError: the size is less than 8.
+    """
+    trust(PATH)  # the package's own
+    with open_hdf5(PATH, ("split", "images", "labels")) as file:
+        members = file["split"][:] == _SPLITS[split]
+        images, labels = file["images"][:][members], file["labels"][:][members]
+    pixels = np.divide(images[:, None], np.float32(16), dtype=np.float32)
+    return ArrayDataset(resize(pixels, image_size), labels.astype(np.int64))
+
 
 NAMES = ("cifar10", "digits", "fashion_mnist", "mnist", "shakespeare")
 SPLITS = ("train", "test")
@@ -45,7 +199,7 @@ _MD5 = {
         "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
         "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
     },
-    "cifar10": {cifar.ARCHIVE: "c32a1d4ab5d03f1284b67883e8d87530"},
+    "cifar10": {data_images.ARCHIVE: "c32a1d4ab5d03f1284b67883e8d87530"},
 }
 
 
@@ -132,19 +286,19 @@ def _idx_pair(name: str, folder: Path, split: str) -> tuple[np.ndarray, np.ndarr
 
 
 def _cifar10(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    paths = [folder / file for file in (cifar.TRAIN if split == "train" else cifar.TEST)]
+    paths = [folder / file for file in (data_images.TRAIN if split == "train" else data_images.TEST)]
     missing = [path.name for path in paths if not os.path.isfile(path)]
     if missing:
         try:
-            archive = _obtain("cifar10", folder, cifar.ARCHIVE)
+            archive = _obtain("cifar10", folder, data_images.ARCHIVE)
         except DataError as error:
             error.expected = f"{error.expected}, as {listed(missing)} (the binary version) is not there"
             raise
         with folder_lock(folder):
             if not all(map(os.path.isfile, paths)):
-                cifar.unpack_cifar10(archive)
+                data_images.unpack_cifar10(archive)
     _require_equal_sizes(paths)
-    return cifar.read_cifar10(*paths)
+    return data_images.read_cifar10(*paths)
 
 
 def _require_equal_sizes(paths: list[Path]) -> None:

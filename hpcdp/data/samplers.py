@@ -1,21 +1,148 @@
-"""Floor 3: data, which samples come next. Imports: errors.
+"""Samplers, which say which rank reads which samples, and their state.
+
+Which samples come next.
 
 Samplers are deterministic: the order depends on the arguments and on the epoch alone, and iterating twice without
 ``set_epoch`` in between gives the same order twice (`BatchSampler` with ``last="rollover"`` excepted). So all ranks
 agree on a shuffle without talking, and a resumed run sees what it would have seen: see `resumable`.
+
+Batches of which an iteration can be gone on with.
+
+An order depends on arguments and the epoch alone, so a position is a number: how many global batches were used.
+
+Batches that parts take as they come to them.
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from ..core.state import require_state
 from ..errors import ConfigError, whole_number
-from .resumable import Ordered, Resumable
-from .split import piece_bounds
+from .datasets import piece_bounds
+
+
+class Ordered:
+    """What has an order that some of its arguments and the epoch decide."""
+
+    decides: ClassVar[tuple[str, ...]] = ()
+    """The names of those arguments, which are attributes."""
+    epoch: int = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another order, from the next iteration on; every part must call it with the same number."""
+        self.epoch = whole_number("sampler", "epoch", epoch, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The arguments that decide the order, and the epoch; where a loop is in it says the `DataLoader`."""
+        return {name: getattr(self, name) for name in self.decides} | {"epoch": self.epoch}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` for a `state_dict` of another order; says which argument differs."""
+        for name, own in self.state_dict().items():
+            if name not in state or (name in self.decides and state[name] != own):
+                raise ConfigError(
+                    "load_state_dict", where=f"{type(self).__name__} {name}", expected=own,
+                    got=state.get(name, "nothing"), remedy="make the sampler with the arguments that it had then",
+                )  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on in the epoch of a `state_dict`.
+
+        Raises:
+            ConfigError: as `check_state`; nothing is changed.
+        """
+        require_state(type(self).__name__, state)
+        self.check_state(state)
+        self.set_epoch(state["epoch"])
+
+
+class Resumable(Ordered, abc.ABC):
+    """Batches of sample numbers; see `samplers.BatchIndices`."""
+
+    @abc.abstractmethod
+    def batches(self, done: int | None = None) -> Iterator[np.ndarray]:
+        """The batches of an iteration.
+
+        Args:
+            done: go on with the iteration that has begun last, after so many of its global batches; None: a new one.
+        """
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return self.batches()
+
+    def taken_over(self, state: Mapping[str, Any], done: int) -> int:
+        """After how many of its own global batches it goes on, where ``done`` of those of a `state_dict` are done."""
+        return done
+
+    def place(self, before: int, used: int, ended: bool) -> tuple[int, bool]:
+        """Where a loop is; every part must call, and learns the same.
+
+        Args:
+            before: how many global batches of the iteration were done when it began, or went on.
+            used: how many batches the loop has had since.
+            ended: whether it has come to its end.
+
+        Returns:
+            How many global batches are done, and whether the iteration has ended.
+        """
+        return before + used, ended
+
+
+@dataclass
+class Loop:
+    """Where one iteration is."""
+
+    before: int = 0
+    """What was done of its epoch when it began, or went on."""
+    used: int = 0
+    """What the loop has had since."""
+    begun: bool = False
+    ended: bool = False
+
+
+class Position:
+    """Where loops over epochs are, and where the next one begins."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.loop = Loop()
+        """The last that has begun, or was restored."""
+        self._goes_on: int | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next loop is one of ``epoch``: a whole one, except of the epoch that was restored."""
+        if self.loop.begun or epoch != self.epoch:
+            self.loop, self._goes_on = Loop(), None
+        elif self.loop.before:
+            self._goes_on = self.loop.before
+        self.epoch = epoch
+
+    def begin(self) -> int | None:
+        """A loop begins, now `loop`. Returns after how much of its epoch it goes on; None: it is a new one."""
+        done, self._goes_on = self._goes_on, None
+        self.loop = Loop(done or 0, begun=True)
+        return done
+
+    def state(self, done: int, ended: bool) -> dict[str, Any]:
+        """Such as `restore` takes, where ``done`` of the epoch is, and the loop has perhaps ``ended``."""
+        begun = self.loop.begun or ended or self._goes_on is not None
+        return {"epoch": self.epoch, "done": done, "begun": begun, "ended": ended}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Let the next loop go on where a `state` says; where it had ended, only if `set_epoch` names that epoch."""
+        self.epoch = state["epoch"]
+        self.loop = Loop(before=state["done"], ended=state["ended"])
+        self._goes_on = state["done"] if state["begun"] and not state["ended"] else None
 
 
 class Sampler(Protocol):
@@ -359,3 +486,85 @@ class VirtualShardSampler(Resumable):
     def check_state(self, state: Mapping[str, Any]) -> None:
         self.shards[0].check_state(state)
         super().check_state(state)
+
+
+class SharedSampler(Resumable):
+    """Batches that parts take as they come to them, so that a slower part does fewer.
+
+    One global order, alike on all parts, is cut into batches; a part takes the batch of the next number that nobody
+    has, until there is none left. A position is one in that order: batches of what is left of an epoch may have another
+    size than those before.
+
+    Args:
+        n: number of samples in the data set.
+        batch_size: samples of one batch, which one part takes.
+        numbers: 0, 1, 2, ..., each given to one part alone; each iteration of it begins at 0 again, on all parts. A
+            method ``given() -> int``, if it has one, says on all parts, when all call, how many all have together.
+        shuffle, seed: as `ShardedSampler`.
+        last: what becomes of a short last batch: "keep" or "discard".
+
+    Raises:
+        ConfigError: a value outside of that.
+    """
+
+    decides = ("n", "shuffle", "seed", "last")
+
+    def __init__(
+        self, n: int, batch_size: int, numbers: Iterable[int], shuffle: bool = True, seed: int = 0, last: str = "keep"
+    ) -> None:
+        self.n, self.batch_size = at_least("n", n, 0), at_least("batch_size", batch_size, 1)
+        self.shuffle, self.seed = bool(shuffle), at_least("seed", seed, 0)
+        self.last = one_of("last", last, ("keep", "discard"))
+        self.numbers = numbers
+        self.taken = 0
+        """How many batches of this epoch were taken, by all parts, when this part took its last one."""
+        self._blank = 0
+        """The first batches count as if they had so many samples more, where they had another size."""
+
+    def batches(self, done: int | None = None) -> Iterator[np.ndarray]:
+        order = shuffled(self.n, self.seed, self.epoch) if self.shuffle else np.arange(self.n)
+        if done is None:
+            self._blank = 0
+        first = self.taken = done or 0
+        for number in self.numbers:
+            if first + number >= len(self):
+                return
+            self.taken = first + number + 1
+            end = self.taken * self.batch_size - self._blank
+            yield order[end - self.batch_size : end]
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self._blank = 0
+        super().set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        blank = {"blank": self._blank} if self._blank else {}
+        return super().state_dict() | {"batch_size": self.batch_size} | blank
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        super().check_state({"blank": 0, **state})
+
+    def taken_over(self, state: Mapping[str, Any], done: int) -> int:
+        """See `Resumable.taken_over`; the samples that were taken count, whatever the size of their batches."""
+        taken = min(max(0, done * state["batch_size"] - state.get("blank", 0)), self.n)
+        batches = -(-taken // self.batch_size)
+        self._blank = batches * self.batch_size - taken
+        return batches
+
+    def close(self) -> None:
+        """Let this iteration end early, for all parts, where ``numbers`` has a method ``close``; one part calls."""
+        close = getattr(self.numbers, "close", None)
+        if close is not None:
+            close()
+
+    def place(self, before: int, used: int, ended: bool) -> tuple[int, bool]:
+        """See `Resumable.place`; what any part has taken counts, also where it has not come to use it."""
+        given = getattr(self.numbers, "given", None)
+        done = self.taken if given is None else min(before + given(), len(self))
+        return done, done == len(self)
+
+    def __len__(self) -> int:
+        """The number of batches an epoch, all parts together."""
+        count = self.n + self._blank
+        return count // self.batch_size if self.last == "discard" else -(-count // self.batch_size)

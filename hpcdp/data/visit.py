@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import h5py  # type: ignore[import-untyped]
 
-from .virtual import outside, special_file
+from .hdf5 import outside, special_file
 
 _MOST_CHUNKS = 100_000
 _WHOLE_NBYTES = 4 << 20

@@ -1,4 +1,4 @@
-"""Floor 0: compute kernels. Imports: arrays, data_files, errors, launched, permissions.
+"""Compute kernels.
 
 ``reference/X.py`` is the specification, in the functions that NumPy and CuPy share; ``cuda/X.py`` is for CuPy arrays,
 with the CUDA sources ``kernels/X.cu`` beside the package. The files here are Numba versions for NumPy arrays, reached
@@ -24,10 +24,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO
 
-from ..arrays import Array, is_cupy, is_host
+from ..core.arrays import Array, is_cupy, is_host
+from ..core.environment import speaks
+from ..core.files import make_private_folder, who_else_may_write
 from ..errors import ConfigError, reason, to_stderr
-from ..launched import speaks
-from ..permissions import make_private_folder, who_else_may_write
 
 _loaded: dict[str, ModuleType] = {}
 _loading = threading.Lock()

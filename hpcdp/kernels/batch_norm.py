@@ -1,4 +1,4 @@
-"""Floor 0: batch normalisation of NumPy arrays. Imports: numba.
+"""Batch normalisation of NumPy arrays.
 
 `reference.batch_norm` is the specification. Sums over a plane run in as many lanes as a vector register has
 (``reassoc``), the same in every run since those loops store nothing, and are added up in float64.

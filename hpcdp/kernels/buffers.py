@@ -1,4 +1,4 @@
-"""Floor 0: memory for activations and gradients that is used again in the next step. Imports: arrays.
+"""Memory for activations and gradients that is used again in the next step.
 
 A large array that NumPy allocates anew in every step costs a page fault for every 4 KiB, more than most operations on
 it. Here a block of memory is given out again when the last array that lies in it is gone, which its reference count
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
+from ..core.arrays import Array
 
 _KEPT_FROM = 64 * 1024
 """Smaller arrays come from malloc's free lists at once."""

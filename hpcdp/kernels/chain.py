@@ -1,6 +1,6 @@
-"""Floor 0: a chain of elementwise operations in one pass over memory, in blocks that stay in the first-level cache.
+"""A chain of elementwise operations in one pass over memory, in blocks that stay in the first-level cache.
 
-Imports: numba. `reference.chain` is the specification of the operations; there is no fastmath here, so that each rounds
+`reference.chain` is the specification of the operations; there is no fastmath here, so that each rounds
 as NumPy's own.
 
 Chains are known only when a network is planned, so this is no kernel for one chain, which would have to be compiled

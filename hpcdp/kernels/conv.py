@@ -1,5 +1,4 @@
-"""Floor 0: convolution of NumPy arrays, by whichever of three ways suits its shapes. Imports: buffers, direct, im2col,
-lanes, winograd, epilogue.
+"""Convolution of NumPy arrays, by whichever of three ways suits its shapes.
 
 `reference.conv` is the specification; all arrays must be C-contiguous.
 """

@@ -1,4 +1,4 @@
-"""Floor 0: convolution of NumPy arrays without unfolding. Imports: numba, buffers, machine_code, runs, tiles.
+"""Convolution of NumPy arrays without unfolding.
 
 A sample of a patch lies as far from the first one of the patch in every patch of an image; so one table says where
 patches begin, another where their samples lie, and no patch is ever written (Dukhan, "The indirect convolution

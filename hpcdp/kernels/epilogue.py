@@ -1,4 +1,4 @@
-"""Floor 0: bias and activation after a product, in one pass over memory. Imports: sums, numba.
+"""Bias and activation after a product, in one pass over memory.
 
 `reference.epilogue` is the specification.
 """

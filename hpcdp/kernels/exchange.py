@@ -29,7 +29,8 @@ _BLOCK = 2048
 
 
 def state_of(rank: int, patience: np.ndarray) -> np.ndarray:
-    """The state of this rank before its first exchange; ``patience`` as `hpcdp.comm.shared.NodeMemory` has it."""
+    """The state of this rank before its first exchange; ``patience`` as `hpcdp.comm.shared_memory.NodeMemory` has
+    it."""
     state = np.zeros(STATE_LENGTH, np.int64)
     state[ME], state[[SPINS, SLEEP_NS]] = rank, patience
     return state

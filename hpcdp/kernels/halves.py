@@ -1,7 +1,7 @@
 """Floats of 16 bits inside a kernel: widened to float32 to be computed with, and rounded once. Imports: lanes, numba.
 
-Numba knows neither format, so a kernel is given their bits as integers (`hpcdp.arrays.words`) and tells one from the
-other by the sign of these: uint16 is float16 (IEEE binary16), int16 is bfloat16, the upper half of a float32.
+Numba knows neither format, so a kernel is given their bits as integers (`hpcdp.core.arrays.words`) and tells one from
+the other by the sign of these: uint16 is float16 (IEEE binary16), int16 is bfloat16, the upper half of a float32.
 """
 
 from __future__ import annotations

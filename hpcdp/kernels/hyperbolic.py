@@ -1,4 +1,4 @@
-"""Floor 0: a hyperbolic tangent that loops over float32 can hold in vector registers, and GELU. Imports: numba."""
+"""A hyperbolic tangent that loops over float32 can hold in vector registers, and GELU."""
 
 from __future__ import annotations
 

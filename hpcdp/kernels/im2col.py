@@ -1,5 +1,4 @@
-"""Floor 0: convolution of NumPy arrays by blocked im2col and BLAS. Imports: numba, buffers,
-patches, planes, products.
+"""Convolution of NumPy arrays by blocked im2col and BLAS.
 
 `reference.conv` is the specification. A block is as many images, or rows of an image, as keep their patches in the L2
 cache: unfolding the whole batch at once was measured at a quarter of the speed.

@@ -1,4 +1,4 @@
-"""Floor 0: one step of an LSTM, forward and backward, for NumPy arrays. Imports: numba.
+"""One step of an LSTM, forward and backward, for NumPy arrays.
 
 `reference.sequences` is the specification. Loops write one array each: with more the compiler would have to compare too
 many places to be sure that they are apart, and would not use vector registers.

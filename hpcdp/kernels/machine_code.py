@@ -1,5 +1,4 @@
-"""Floor 0: functions whose machine code is made, or read, when it is first needed. Imports: errors, numba,
-permissions.
+"""Functions whose machine code is made, or read, when it is first needed.
 
 Numba by itself compiles all signatures of a function when it is decorated, of which a job needs a few; it raises out of
 a kernel's first call when the disk is full, and where a folder cannot be written it takes one beside the sources, in
@@ -28,8 +27,8 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataC
 from numba.core.registry import CPUDispatcher
 from numba.core.typing import signature
 
+from ..core.files import make_private_folder, who_else_may_write_file
 from ..errors import ConfigError
-from ..permissions import make_private_folder, who_else_may_write_file
 from . import compiled_dir, not_kept, not_taken, one_process_compiles, refuse_what_others_may_write
 
 _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": None, "no_cfunc_wrapper": True}

@@ -41,7 +41,8 @@ _ARRIVING, _MEETING, _WAITING = 0, 1, 2
 
 
 def state_of(rank: int, patience: np.ndarray, pieces: int, phases: int) -> np.ndarray:
-    """The state of this rank before its first exchange; ``patience`` as `hpcdp.comm.shared.NodeMemory` has it."""
+    """The state of this rank before its first exchange; ``patience`` as `hpcdp.comm.shared_memory.NodeMemory` has
+    it."""
     state = np.zeros(STATE_LENGTH, np.int64)
     state[ME], state[PIECES], state[PHASES], state[[SPINS, SLEEP_NS]] = rank, pieces, phases, patience
     return state

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import float64, types
 from numba.extending import intrinsic
 
-from ..arrays import Array
+from ..core.arrays import Array
 from .halves import widen
 from .machine_code import kernel
 
@@ -24,8 +24,8 @@ _BLOCK = 1 << 14
 
 @intrinsic
 def _magnitude(typingctx: Any, value: Any) -> Any:
-    """The bits of a float without the sign, as an unsigned integer of its size; of `hpcdp.arrays.words` in their own
-    type, which tells the format."""
+    """The bits of a float without the sign, as an unsigned integer of its size; of `hpcdp.core.arrays.words` in their
+    own type, which tells the format."""
     bits = value.bitwidth
     result = {32: types.uint32, 64: types.uint64}.get(bits, value)
 

@@ -1,5 +1,4 @@
-"""Floor 0: the patches of images that a convolution sees (im2col), unfolded and folded. Imports: numba, buffers,
-planes, runs.
+"""The patches of images that a convolution sees (im2col), unfolded and folded.
 
 Two layouts, as Georganas et al. ("Anatomy of high-performance deep learning convolutions", 2018) discuss them.
 `ChannelsLast` moves runs of ``kernel width * channels`` elements, but has to bring images and weights into that order.

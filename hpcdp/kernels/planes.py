@@ -1,4 +1,4 @@
-"""Floor 0: patches as columns, of images in the order they have. Imports: numba, buffers, lanes, runs.
+"""Patches as columns, of images in the order they have.
 
 A place of the kernel sees runs of samples side by side once a plane is parted by the stride (its polyphase
 components). Where such runs are short, single samples are picked by a table, the same for all channels and images.

@@ -1,4 +1,4 @@
-"""Floor 0: average and max pooling of NumPy arrays. Imports: numba.
+"""Average and max pooling of NumPy arrays.
 
 `reference.pool` is the specification, with the same bits: sums are of 0, too, so that none is -0, and add in the same
 order, of gradients from the last window to the first. Windows of 2 x 2 without overlap or padding, the usual ones, have

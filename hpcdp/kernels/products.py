@@ -1,4 +1,4 @@
-"""Floor 0: matrix products of NumPy arrays by BLAS, in the pieces in which it is fastest. Imports: buffers.
+"""Matrix products of NumPy arrays by BLAS, in the pieces in which it is fastest.
 
 OpenBLAS copies ("packs") both matrices of a product before it multiplies. Where one of them has few rows, that is a
 large part of the time. For processors with AVX-512 it also has kernels that take matrices as they lie, but it uses

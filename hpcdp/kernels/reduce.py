@@ -3,7 +3,7 @@
 `reference.reduce` is the specification of `combine` and `combine_into`: same names, same arguments, same bits.
 
 All sums run in the order of the ranks, whatever the blocking, so the result has the same bits on every rank and in
-every run. float16 and bfloat16, as `hpcdp.arrays.words`, are accumulated in float32 and rounded once.
+every run. float16 and bfloat16, as `hpcdp.core.arrays.words`, are accumulated in float32 and rounded once.
 
 A block is accumulated in a small buffer of its own before it is written anywhere: an array that is read and written in
 one loop defeats LLVM's alias check, and then nothing is vectorised (5 instead of 52 GB/s).
@@ -17,9 +17,7 @@ import numpy as np
 
 from .halves import narrow, widen
 from .machine_code import kernel
-from .reference.reduce import EVERY_ROW as EVERY_ROW
-from .reference.reduce import MAX as MAX
-from .reference.reduce import MEAN, MIN, PROD, SUM
+from .reference.reduce import EVERY_ROW, MEAN, MIN, PROD, SUM
 
 BLOCK = 2048
 """Elements that are accumulated at a time: they stay in a core's first-level cache."""

@@ -1,4 +1,4 @@
-"""Floor 0: gradients summed over a node's ranks and used for an update in one pass over memory. Imports: numba.
+"""Gradients summed over a node's ranks and used for an update in one pass over memory.
 
 A block is summed, in the order of the ranks, into a buffer that stays in the first-level cache, and the rule of
 `update` is applied to it: the same operations as `reduce.combine` and the update one after the other, so the same bits.
@@ -14,7 +14,8 @@ from numba import types
 
 from . import update
 from .machine_code import kernel
-from .reduce import SUM, combine
+from .reduce import combine
+from .reference.reduce import SUM
 
 BLOCK = 1024
 """Elements that are summed at a time."""

@@ -1,4 +1,7 @@
-"""Floor 0: additions to some rows of NumPy arrays. Imports: numba. `reference.rows` is the specification."""
+"""Additions to some rows of NumPy arrays.
+
+`reference.rows` is the specification.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import numba
 import numpy as np
 
 from .machine_code import kernel
-from .reference import rows as reference
+from .reference import rows as reference_rows
 
 _FLOATS = (numba.float32, numba.float64)
 
@@ -26,4 +29,4 @@ def add_rows(table, rows, values):  # type: ignore[no-untyped-def]
 
 def add_at(table: np.ndarray, key: Any, values: np.ndarray) -> None:
     """See `reference.rows.add_at`: NumPy adds in their order."""
-    reference.add_at(table, key, values)
+    reference_rows.add_at(table, key, values)

@@ -1,4 +1,4 @@
-"""Floor 0: short runs of elements moved as vectors, inside Numba functions. Imports: numba, lanes.
+"""Short runs of elements moved as vectors, inside Numba functions.
 
 From a loop the compiler makes vectors of 32 elements at once and leaves what is over to single ones, which is most of a
 row of a small image.

@@ -1,4 +1,4 @@
-"""Floor 0: layer normalisation, GELU and causal softmax of NumPy arrays. Imports: numba.
+"""Layer normalisation, GELU and causal softmax of NumPy arrays.
 
 `reference.sequences` is the specification. Sums over a row run in as many lanes as a vector register has (``reassoc``),
 the same in every run.

@@ -1,10 +1,10 @@
-"""Floor 0: sums of many rows, of which NumPy's lose digits. Imports: arrays."""
+"""Sums of many rows, of which NumPy's lose digits."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Array
+from ..core.arrays import Array
 
 ROWS_AT_ONCE = 256
 

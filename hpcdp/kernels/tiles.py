@@ -1,4 +1,4 @@
-"""Floor 0: sums of products that stay in registers, and transposition, by vectors of eight. Imports: numba, lanes.
+"""Sums of products that stay in registers, and transposition, by vectors of eight.
 
 What `direct` makes convolutions of; its tables say where factors lie.
 """

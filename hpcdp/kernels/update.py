@@ -1,4 +1,4 @@
-"""Floor 0: fused optimizer updates for NumPy arrays, one pass over memory. Imports: numba.
+"""Fused optimizer updates for NumPy arrays, one pass over memory.
 
 `reference.update` is the specification: same names, same arguments, same bits. There is no fastmath here: LLVM may then
 neither contract a multiplication and an addition nor reorder, so the vectorised body of a loop and its scalar tail

@@ -1,5 +1,4 @@
-"""Floor 0: convolution by 3 x 3 with stride 1 in a quarter of the multiplications. Imports: numba, buffers, lanes,
-products.
+"""Convolution by 3 x 3 with stride 1 in a quarter of the multiplications.
 
 Winograd's F(4 x 4, 3 x 3), as Lavin and Gray describe it ("Fast algorithms for convolutional neural networks", 2016,
 sections 4.1 and 4.3): a tile of 4 x 4 results needs 6 x 6 samples ``d``, and is ``A' ((G g G') * (B' d B)) A`` for the

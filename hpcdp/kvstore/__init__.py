@@ -1,19 +1,14 @@
-"""Floor 5: kvstore. Imports: gradients, collectives, optim, comm, engine, compression, archive, kernels, state,
-streams, devices, arrays, errors.
+"""Values under keys, to which every worker pushes and from which it pulls.
 
-Values under keys, that every worker pushes to and pulls from.
-
-- `kinds`: the names, and what they mean; `create`: a store of one of them.
-- `store`: what all kinds have in common: the calls, in every form of their arguments.
-- `keeps_state`: what a store keeps, as part of a run's state.
-- `local`: within one process; `sync`: over the ranks of a world, each push merged with those of all others.
-- `device_sync`: the same with keys on GPUs; `placed`: what is pushed and pulled, on the host and on GPUs.
+- `factory`: makes a store of a kind; `arguments`: the forms in which calls take keys and values.
+- `store`: what all kinds have in common. `store_state`: the state of a store.
+- `sync`, `sync_rounds`: each push merged with those of all other ranks; `device_sync`, `gpu_keys`: with keys on GPUs.
 - `asynchronous`: each push by itself, to keys that `servers` keep; `serve`: the program of a server.
+- `updaters`: optimizers and functions that update values. `trainer`: the trainer on a store.
 """
 
-from .create import create
-from .kinds import KINDS
-from .pulled import Pulled
+from .arguments import KINDS, Pulled
+from .factory import create
 from .store import KVStore
 
 __all__ = ["KINDS", "KVStore", "Pulled", "create"]

@@ -1,18 +1,168 @@
-"""What a call names: one key or several, each with one array or, one a device, with a list of them."""
+"""Arguments of stores: kinds, keys, values, and handles of pulls under way.
+
+What a call names: one key or several, each with one array or, one a device, with a list of them.
+
+What the names of stores mean.
+
+A value on its way from a store, and who waits for it.
+
+One key of a store.
+
+Arrays on the host and on GPUs: where a value is kept, what is pushed is brought, and what is pulled is carried.
+
+On a GPU all is given to the stream that is current there in the thread that calls, and nobody waits; a copy to the host
+waits until the array is computed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
-from collections.abc import Collection, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, has_namespace, is_bfloat16, is_float, is_host, to_host
+from ..comm.gpu_transports import SUMMED_KINDS
+from ..core.arrays import (
+    Array,
+    array_namespace,
+    from_host,
+    has_namespace,
+    is_bfloat16,
+    is_float,
+    is_host,
+    on_device_of,
+    to_host,
+    words,
+)
+from ..core.devices import brought, lie_together
+from ..engine import Variable
 from ..errors import ConfigError, UnsupportedError, type_named
-from .pulled import array_of, can_wait
+from ..kernels import kernels_for
+from ..kernels.reference.reduce import SUM
+
+
+class Kind(NamedTuple):
+    """What a name means."""
+
+    scope: str
+    """Whose pushes meet: those of one process, or of all ranks of a world."""
+    sums: str
+    """Where arrays of several devices are added up: in host memory, or on a device."""
+    updates: str
+    """Who changes a value, and when."""
+
+
+KINDS = {
+    "local": Kind("process", "host", "the process, at each push"),
+    "device": Kind("process", "device", "the process, at each push"),
+    "dist_sync": Kind("world", "host", "the owners of its parts, when all ranks have pushed"),
+    "dist": Kind("world", "host", "as dist_sync, which it stands for"),
+    "dist_device_sync": Kind("world", "device", "the owners of its parts, when all ranks have pushed"),
+    "dist_async": Kind("world", "host", "whoever pushes, or the server that keeps it, at each push"),
+}
+"""The valid names of `create`."""
+
+
+class Pulled:
+    """A value that was asked for. It waits where it is read: `wait`, ``numpy.asarray``, indexing."""
+
+    def __init__(self, until_filled: Callable[[], None], place: Array, version: Callable[[], int]) -> None:
+        self._until_filled, self._place, self._version = until_filled, place, version
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the key."""
+        return tuple(self._place.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """That of the key."""
+        return np.dtype(self._place.dtype)
+
+    def wait(self) -> Array:
+        """The array, when it is there; what a push before it raised is raised here."""
+        self._until_filled()
+        return self._place
+
+    @property
+    def version(self) -> int:
+        """How many pushes of the key had taken effect in it; those of all workers together count as one where they are
+        merged."""
+        self._until_filled()
+        return self._version()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(to_host(self.wait()), dtype=dtype, copy=copy)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.wait()[index]
+
+    def __repr__(self) -> str:
+        return f"Pulled({self.wait()!r})"
+
+
+def can_wait(target: Any) -> bool:
+    """Whether what reads ``target.data`` can be made to wait, as it can for a network's parameter."""
+    return hasattr(target, "data_hook")
+
+
+class Failed:
+    """What a parameter calls before it is read where its value has not come: raises why, again and again."""
+
+    def __init__(self, pulled: Pulled) -> None:
+        self._pulled = pulled
+
+    def __call__(self, parameter: Any) -> None:
+        self._pulled.wait()
+
+
+class OnItsWay:
+    """What a parameter calls before it is read while its value is on its way.
+
+    Several threads may: one that comes late from its wait leaves the hook of the next pull alone.
+    """
+
+    _ending = threading.Lock()
+
+    def __init__(self, pulled: Pulled) -> None:
+        self._pulled, self._thread = pulled, threading.get_ident()
+        self.waited: Callable[[int, int], None] = lambda begin_ns, end_ns: None
+        """Told of each wait of the thread that has pulled."""
+
+    def __call__(self, parameter: Any) -> None:
+        begin_ns = time.perf_counter_ns()
+        try:
+            self._pulled.wait()
+        except Exception:
+            self._end(parameter, Failed(self._pulled))
+            raise
+        self._end(parameter, None)  # not before: whoever reads meanwhile waits, too
+        if threading.get_ident() == self._thread:
+            self.waited(begin_ns, time.perf_counter_ns())
+
+    def _end(self, parameter: Any, hook: Failed | None) -> None:
+        with self._ending:
+            if parameter.data_hook is self:
+                parameter.data_hook = hook
+
+
+def array_of(parameter: Any) -> Array:
+    """What a parameter holds, when all is there that is on its way: to be overwritten, so what has failed is over."""
+    try:
+        return parameter.data
+    except Exception:
+        if not isinstance(parameter.data_hook, Failed):
+            raise
+        parameter.data_hook = None
+        return parameter.data
+
 
 Key = int | str
 _INT64 = np.iinfo(np.int64)
@@ -200,3 +350,86 @@ def merged(values: Sequence[Array]) -> Array:
     for each in others:
         total += each
     return total.astype(first.dtype, copy=False)
+
+
+@dataclass
+class Entry:
+    """One key."""
+
+    key: Key
+    stored: Array
+    """In the key's shape. Read and written by tasks of the engine alone, or by who holds the variable."""
+    variable: Variable
+    """Written when a push has taken effect."""
+    pushes: int = 0
+    """Of this worker, so far."""
+    spared_nbytes: int = 0
+    """By encoding them."""
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Of this worker's pushes so far, if none was encoded."""
+        return self.pushes * int(self.stored.nbytes)
+
+    def count(self, sent_nbytes: int | None = None) -> None:
+        """One push more, of so many bytes; None: it is not encoded."""
+        self.pushes += 1
+        if sent_nbytes is not None:
+            self.spared_nbytes += int(self.stored.nbytes) - sent_nbytes
+
+
+_MOST_ROWS = 32
+"""Arrays that a kernel adds up in one pass."""
+
+
+def like(x: Array) -> Array:
+    """A new array of the same shape and dtype, where ``x`` is."""
+    with on_device_of(x):
+        return array_namespace(x).empty(x.shape, dtype=x.dtype)
+
+
+def lies_as(value: Array, target: Array) -> bool:
+    """Whether ``value`` is copied to ``target`` as it is: both lie together, and have one dtype."""
+    return value.dtype == target.dtype and lie_together(target, value)
+
+
+def carry(value: Array, target: Array) -> None:
+    """Write ``value`` to ``target``, wherever both are; cast to its dtype, without a word of what becomes infinite."""
+    casts = value.dtype != target.dtype
+    with on_device_of(target), np.errstate(over="ignore") if casts else contextlib.nullcontext():
+        target[...] = brought(value, target)
+
+
+def fill(place: Array, value: Array, rows: np.ndarray | None) -> None:
+    """Write ``value`` to ``place``, or some ``rows`` of it and else zeros; both lie together."""
+    if rows is None:
+        place[...] = value
+    else:
+        place[...] = 0
+        if rows.size:  # of a number there are none, and it has no axis to name them
+            at = from_host(rows, value)
+            place[at] = value[at]
+
+
+def sum_into(out: Array, arrays: Sequence[Array]) -> None:
+    """The sum of ``arrays``, on whatever devices, in their order; half precision is added in single.
+
+    Args:
+        out: on a device, contiguous; apart from them.
+    """
+    here = [brought(x, out) for x in arrays]
+    with on_device_of(out):
+        if len(here) == 1 or np.dtype(out.dtype).name not in SUMMED_KINDS:
+            out[...] = here[0] if len(here) == 1 else merged(here)
+            return
+        rows, total = [_flat(x) for x in here], _flat(out)
+        kernels = kernels_for("reduce", out)
+        kernels.combine(rows[:_MOST_ROWS], 0, total.size, total, SUM)
+        for first in range(_MOST_ROWS, len(rows), _MOST_ROWS - 1):
+            more = [total, *rows[first : first + _MOST_ROWS - 1]]
+            kernels.combine_into(more, 0, total.size, 0, SUM)
+
+
+def _flat(x: Array) -> Array:
+    """``x`` as the kernels take it."""
+    return words(array_namespace(x).ascontiguousarray(x).reshape(-1))

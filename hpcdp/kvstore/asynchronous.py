@@ -23,33 +23,28 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
-from ..collectives.progress import Progress, Steps, drive
 from ..comm import World
-from ..comm.agreement import require_same
+from ..comm.communicator import Steps
+from ..comm.consistency import require_same
+from ..comm.tasks import Progress, drive
 from ..comm.watchdog import nobody
 from ..compression import Compression
+from ..core.arrays import Array
+from ..core.state import Part, Sharded
+from ..data_parallel.overlap import COMMUNICATION, Lane, Turn
 from ..engine import Variable
 from ..errors import ConfigError
-from ..gradients.lane import COMMUNICATION, Lane, Turn
 from ..optim import Optimizer, Schedule
-from ..state import Part, Sharded
-from .arguments import Key, checked_file, checked_integer, merged
-from .compress import check_codable
-from .pulled import Pulled, can_wait
-from .servers import together
-from .servers.cell import AWAY, BACK
-from .servers.replay import Replay
-from .servers.requests import Requests
+from .arguments import Entry, Key, Pulled, can_wait, checked_file, checked_integer, merged
+from .servers import handlers
+from .servers.client import Own, StateTransfer, Transfer
+from .servers.handlers import Replay, Requests
+from .servers.key_directory import Table, no_updater, require_same_by_name
+from .servers.protocol import AWAY, BACK, NO_STATE, VALUE, Kind, Message
 from .servers.server import Server
-from .servers.state_transfer import StateTransfer
-from .servers.table import Table, no_updater, require_same_by_name
-from .servers.transfer import Own, Transfer
-from .servers.wire import NO_STATE, VALUE, Kind, Message
-from .states import States, read_states, write_states
-from .store import Entry
-from .updaters import ByOptimizer, Function, Rate, Updater, name_of, rate_of, state_dtype
-from .world_store import WorldStore
+from .store import WorldStore
+from .store_state import States, read_states, write_states
+from .updaters import ByOptimizer, Function, Rate, Updater, check_codable, name_of, rate_of, state_dtype
 
 
 class AsyncStore(WorldStore):
@@ -119,7 +114,7 @@ class AsyncStore(WorldStore):
         self._check_new(values)
         described = [(key, tuple(value.shape), value.dtype.str) for key, value in values.items()]
         self._command("make", described=described)
-        together.make(self._table, described, [np.array(value, order="C") for value in values.values()])
+        handlers.make(self._table, described, [np.array(value, order="C") for value in values.values()])
         for key in values:
             item = self._table.items[key]
             like = np.broadcast_to(np.zeros((), item.dtype), item.shape)
@@ -130,7 +125,7 @@ class AsyncStore(WorldStore):
     def _assign(self, values: dict[Key, Array]) -> None:
         self._check_assigned(values)
         self._command("assign", keys=list(values))
-        together.assign(self._table, list(values), [np.array(value, order="C") for value in values.values()])
+        handlers.assign(self._table, list(values), [np.array(value, order="C") for value in values.values()])
 
     def set_updater(self, updater: Function) -> None:
         """See `KVStore.set_updater`."""
@@ -164,7 +159,7 @@ class AsyncStore(WorldStore):
     def _install(self, described: dict[str, Any], find: Callable[[], Updater]) -> None:
         self._settle()
         self._command("update", described=described)
-        together.set_updater(self._table, find)
+        handlers.set_updater(self._table, find)
         self._told = self._table.schedule
 
     def _compress(self, compression: Compression | None) -> None:
@@ -174,7 +169,7 @@ class AsyncStore(WorldStore):
         if compression is not None:
             check_codable("set_gradient_compression", ((key, entry.stored) for key, entry in self._entries.items()))
         self._command("compress", said=said)
-        together.compress(self._table, compression)
+        handlers.compress(self._table, compression)
         self._compression = compression
         for own in self._own.values():
             own.compress(compression)

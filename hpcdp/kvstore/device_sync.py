@@ -12,19 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, is_cupy, is_host
 from ..comm import World
-from ..devices import brought
+from ..core.arrays import Array, is_cupy, is_host
+from ..core.devices import brought
+from ..core.state import Part, Sharded
 from ..engine import Variable
-from ..state import Part, Sharded
 from . import gpu_keys
-from .arguments import Key
-from .entry import Entry
+from .arguments import Entry, Key, Pulled, carry
 from .gpu_keys import GpuKeys, can_stay
-from .keeps_state import KeepsState
-from .placed import carry
-from .pulled import Pulled
 from .store import KVStore
+from .store_state import KeepsState
 from .sync import SyncStore
 
 

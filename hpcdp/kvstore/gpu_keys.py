@@ -1,7 +1,7 @@
 """Keys that every rank keeps on its GPU: ``dist_device_sync``, where values are CuPy arrays.
 
 A push is added up on the GPU, over the node, and over nodes as the gradients of a `Trainer` are (see
-`gradients.device_sums`); then every rank updates its value. Sums have streams of their own, updates and pulls one
+`data_parallel.gpu`); then every rank updates its value. Sums have streams of their own, updates and pulls one
 together; events order these and the stream that is current where the program pushes and pulls.
 
 Source: as `sync`; there is no owner, since a GPU updates a value faster than it gets one from another.
@@ -17,22 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
-from ..collectives.progress import Steps
 from ..comm import Communicator, World
-from ..comm.communicator import OPERATION_BITS
-from ..comm.node_rows import SUMMED_KINDS
-from ..comm.shared import Milestones
-from ..devices import Device
+from ..comm.communicator import OPERATION_BITS, Steps
+from ..comm.gpu_transports import SUMMED_KINDS
+from ..comm.shared_memory import Milestones
+from ..core.arrays import Array
+from ..core.devices import Device, Event, Streams
+from ..data_parallel.buckets import LINE_NBYTES, Bucket, Layout, Slot
+from ..data_parallel.gpu import DeviceSums
+from ..data_parallel.overlap import Turn
 from ..errors import MismatchError, UnsupportedError
-from ..gradients.bucket import Bucket
-from ..gradients.buckets import LINE_NBYTES, Layout, Slot
-from ..gradients.device_sums import DeviceSums
-from ..gradients.lane import Turn
-from ..streams import Event, Streams
-from .arguments import STORABLE, Key
-from .placed import fill, sum_into
-from .rows import Reached
+from .arguments import STORABLE, Key, fill, sum_into
+from .sync_rounds import Reached
 from .updaters import Updater
 
 MOST_KEYS = (1 << OPERATION_BITS) - 1

@@ -1,38 +1,52 @@
-"""What all stores have in common: the calls, their arguments, and values on their way.
+"""The stores that all ranks keep together.
+
+What all stores have in common: the calls, their arguments, and values on their way.
 
 Pushes and pulls of one key take effect in the order of the calls; those of different keys in any, those of higher
 priority first. The calls are those of MXNet's KVStore.
+
+What stores over the ranks of a world have in common: what ranks must agree on, and who speaks for all.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ..arrays import Array, is_host, to_host
+from ..comm import World
+from ..comm.consistency import on_every_rank, on_rank_0, require_same
 from ..compression import Compression, Settings
-from ..devices import brought
+from ..core.arrays import Array, is_host, to_host
+from ..core.devices import brought
 from ..engine import Engine, Variable
 from ..errors import ConfigError, UnsupportedError, is_number, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer
 from .arguments import (
+    Entry,
     Key,
+    OnItsWay,
+    Pulled,
+    can_wait,
+    carry,
     check_array,
+    check_storable,
     checked_integer,
     checked_rows,
+    fill,
     grouped,
+    lies_as,
+    like,
     listed_keys,
     new_keys,
     rows_of_each,
 )
-from .entry import Entry
-from .keeps_state import KeepsState
-from .placed import carry, fill, lies_as, like
-from .pulled import OnItsWay, Pulled, can_wait
-from .updaters import ByFunction, ByOptimizer, Function, Replace
+from .gpu_keys import check_one_gpu
+from .store_state import KeepsState
+from .updaters import ByFunction, ByOptimizer, Function, Replace, check_codable, name_of
 
 
 class KVStore(KeepsState):
@@ -397,3 +411,95 @@ class KVStore(KeepsState):
 
         self._engine.push(copy, [entry.variable], [variable], self._lane, priority, variable.name)
         return Pulled(lambda: self._wait_for(entry, variable), place, lambda: version)
+
+
+T = TypeVar("T")
+
+
+class WorldStore(KVStore):
+    """See `KVStore`; every rank of ``world`` must make it, and its keys."""
+
+    def __init__(self, kind: str, world: World, engine: Engine, lane: str) -> None:
+        super().__init__(kind, engine, lane)
+        self._world = world
+        self._compression: Compression | None = None
+        world.closings.add(self._let_go)
+
+    def _let_go(self) -> None:
+        """The world is closed: whatever is called next fails at its first look at a key."""
+        vars(self).update(_entries=self._world.comm, _engine=self._world.comm)
+
+    @property
+    def rank(self) -> int:
+        """See `KVStore.rank`."""
+        return self._world.rank
+
+    @property
+    def num_workers(self) -> int:
+        """See `KVStore.num_workers`."""
+        return self._world.size
+
+    def barrier(self) -> None:
+        """See `KVStore.barrier`."""
+        self._settle()
+        self._meet()  # with a push that failed, too: others wait
+        self.wait()
+
+    def _meet(self) -> None:
+        """Wait until all workers have come here, with no push of theirs under way."""
+        self._world.barrier()
+
+    def init(self, key: Any, value: Any) -> None:
+        """See `KVStore.init`."""
+        with self._world.meeting():
+            super().init(key, value)
+
+    def assign(self, key: Any, value: Any) -> None:
+        """See `KVStore.assign`."""
+        with self._world.meeting():
+            super().assign(key, value)
+
+    def set_gradient_compression(self, settings: Settings) -> None:
+        """See `KVStore.set_gradient_compression`."""
+        with self._world.meeting():
+            super().set_gradient_compression(settings)
+
+    def set_updater(self, updater: Function) -> None:
+        """See `KVStore.set_updater`."""
+        require_same(self._world.comm, "set_updater", [name_of(updater)], "pass the same function on all ranks")
+        super().set_updater(updater)
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """See `KVStore.set_optimizer`."""
+        self._agreed(lambda: require_optimizer("set_optimizer", optimizer))
+        said = f"optimizer {optimizer.config()}"
+        require_same(self._world.comm, "set_optimizer", [said], "pass the same on all ranks")
+        super().set_optimizer(optimizer)
+
+    def _check_new(self, values: dict[Key, Array]) -> None:
+        """Refuse keys that ranks do not make alike, or cannot share; on all of them."""
+        on_gpus = {key: value for key, value in values.items() if not is_host(value)}
+        items = [
+            f"key {key!r} {tuple(value.shape)} {value.dtype}{' on a GPU' * (key in on_gpus)}"
+            for key, value in values.items()
+        ]
+        require_same(self._world.comm, "init", items, "make the same keys in the same order on all ranks")
+
+        def check() -> None:
+            check_storable({key: value for key, value in values.items() if key not in on_gpus})
+            check_one_gpu(on_gpus)
+            if self._compression is not None:
+                check_codable("init", values.items())
+
+        self._agreed(check)
+
+    def _check_assigned(self, values: dict[Key, Array]) -> None:
+        """Refuse keys that ranks do not assign alike, on all of them; when it returns all have come."""
+        items = [f"key {key!r}" for key in values]
+        require_same(self._world.comm, "assign", items, "assign the same keys in the same order on all ranks")
+
+    def _agreed(self, check: Callable[[], T]) -> T:
+        return on_every_rank(self._world.comm, check)
+
+    def _by_first(self, write: Callable[[], None]) -> None:
+        on_rank_0(self._world.comm, write)

@@ -20,33 +20,26 @@ from typing import Any
 import numpy as np
 
 from .. import kernels
-from ..arrays import Array, to_host
-from ..collectives.progress import Progress, Steps, drive
 from ..comm import World
-from ..comm.agreement import require_same
-from ..comm.communicator import join_parts
+from ..comm.communicator import Steps, join_parts
+from ..comm.consistency import require_same
+from ..comm.tasks import Progress, drive
 from ..compression import Compression
+from ..core.arrays import Array, to_host
+from ..core.state import Part, Sharded
+from ..data_parallel.buckets import Bucket
+from ..data_parallel.inter_node import InterNodeReduction
+from ..data_parallel.overlap import UPDATE, Lane, Turn
 from ..engine import Variable
 from ..errors import ConfigError
-from ..gradients.bucket import Bucket
-from ..gradients.lane import UPDATE, Lane, Turn
-from ..gradients.rail import Rail
-from ..state import Part, Sharded
-from .arguments import Key, merged
-from .coded import Coded
-from .compress import check_codable
-from .direct import Direct, Exchange, in_one_piece
-from .entry import Entry
-from .keeps_state import residuals_of
-from .placed import carry
-from .pool import Pool
-from .pulled import can_wait
-from .rows import FILLED, SUMMED, Rows
-from .updaters import Replace, Updater
-from .world_store import WorldStore
+from .arguments import Entry, Key, can_wait, carry, merged
+from .store import WorldStore
+from .store_state import residuals_of
+from .sync_rounds import FILLED, SUMMED, Coded, Direct, Exchange, Pool, Rows, in_one_piece
+from .updaters import Replace, Updater, check_codable
 
 _LIKE_HALVES = (np.dtype("int16"), np.dtype("uint16"))
-"""Keys whose elements kernels would take for floats of 16 bits (`hpcdp.arrays.words`)."""
+"""Keys whose elements kernels would take for floats of 16 bits (`hpcdp.core.arrays.words`)."""
 
 
 @dataclass(slots=True)
@@ -86,9 +79,11 @@ class SyncStore(WorldStore):
         self._watchdog = Progress.of(world).watchdog
         self._reduce = kernels.load("reduce")
         serial = world.kept["number of stores"] = world.kept.get("number of stores", 0) + 1
-        self._rail: Rail | None = None
+        self._rail: InterNodeReduction | None = None
         if world.num_nodes > 1 and world.rail_comm is not None:
-            self._rail = Rail(world.rail_comm.duplicate(), zlib.crc32(f"store {serial}".encode()), [], None)
+            self._rail = InterNodeReduction(
+                world.rail_comm.duplicate(), zlib.crc32(f"store {serial}".encode()), [], None
+            )
         self._rows: dict[Key, Rows] = {}
         self._direct = Direct(self._memory)
         self._exchanges: dict[Key, Exchange] = {}

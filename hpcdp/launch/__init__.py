@@ -1,9 +1,6 @@
-"""Floor 7: launch. Imports: comm, errors, kernels, arrays, data_files, interpreter, launched, listening,
-permissions, toml.
+"""Start of ranks: by one of the `launchers`, on other hosts through `remote`, in batch jobs.
 
-Starts ranks, by one of the `launchers`, on other hosts through `remote`, in jobs of `batch_systems`; writes and
-submits batch scripts (`slurm`); examines the
-machine and its MPI library (`diagnosis`). MPI is never started in the launcher itself.
+The launcher itself never starts MPI.
 """
 
 from ..errors import LaunchError

@@ -1,21 +1,100 @@
-"""What is checked before anything is started, alike by all launchers that run an mpirun here."""
+"""Checks of a launch before it starts.
+
+What is checked before anything is started, alike by all launchers that run an mpirun here.
+
+Command lines, of `hpcdp` and of programs that run as ranks: what is wrong with one is a line.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib.util
+import math
 import os
 import re
 import shlex
 import shutil
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
-from ..errors import LaunchError
-from ..launched import launched_ranks
-from . import ProgramMissingError, interfaces, mpi_library
-from .job import Job
-from .supervise import FORWARDED, say
+from ..core.environment import launched_ranks
+from ..errors import ConfigError, DataError, LaunchError
+from . import ProgramMissingError, hosts, mpi_library
+from .exit_analysis import fail
+from .runner import FORWARDED, say
+from .spec import Job
+
+Number = TypeVar("Number", int, float)
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes options in full alone, and reports wrong usage as `ConfigError`, one line where argparse prints them all.
+
+    Args:
+        options: argparse's own; an ``epilog`` is shown as it is written.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        if "epilog" in options:
+            options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        about = self.prog.removeprefix("hpcdp").strip()
+        remedy = f"{self.prog} -h lists the options"
+        if lacks := re.search("(--[a-z-]+): expected one argument$", message):
+            remedy = f"one that begins with - is given as {lacks[1]}=-...; {remedy}"
+        raise ConfigError(f"{about}: {message}" if about else message, remedy=remedy)
+
+    def _print_message(self, message: str, file: Any = None) -> None:  # argparse would pass over a full disk
+        print(message, end="", file=file or sys.stderr, flush=True)
+
+
+class _Defaults(argparse.HelpFormatter):
+    """Shows the default of each option that has one, unless its help does."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        about = action.help or ""
+        shown = "(default: " in about or action.default is None or action.default == argparse.SUPPRESS
+        return about if shown else f"{about} (default: %(default)s)"
+
+
+class Program(Parser):
+    """The options of a program that runs as ranks; ``--help`` shows their defaults."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=_Defaults, **options)
+
+    @contextlib.contextmanager
+    def settings(self) -> Iterator[argparse.Namespace]:
+        """What the command line says. Where it is wrong, or the block finds it so (`ConfigError`, `DataError`), every
+        rank ends with status 2, after one line of rank 0."""
+        try:
+            yield self.parse_args()
+        except (ConfigError, DataError) as error:
+            sys.exit(fail(error, 2, by_all=isinstance(error, ConfigError)))
+
+
+def at_least(smallest: Number) -> Callable[[str], Number]:
+    """The type of an argument that is a number from ``smallest`` on, a whole one where that is an int."""
+    kind = type(smallest)
+    expected = f"a {'whole ' if kind is int else ''}number from {smallest:g}"
+
+    def number(text: str) -> Number:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not smallest <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return number
+
 
 # execve(2): the interpreter ends at a blank, or with the line
 _FIRST_LINE = re.compile(rb"#![ \t]*([^ \t\n]*)")
@@ -48,7 +127,7 @@ def check(job: Job, *, several_hosts: bool = False) -> list[str]:
     except ValueError as error:
         raise LaunchError("launch --mpi-args", expected="closed quotes", got=f"{job.mpi_args!r}: {error}") from error
     if job.interface is not None:
-        interfaces.check(job.interface, several_hosts=several_hosts)
+        hosts.check(job.interface, several_hosts=several_hosts)
     check_program(job.program[0], job.env.get("PATH"))
     return further
 

@@ -10,11 +10,10 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ..launched import THREAD_VARIABLES, batch_system
-from . import interfaces
-from .dialect import Dialect
+from ..core.environment import THREAD_VARIABLES, batch_system
+from . import hosts
 from .hosts import Place, those_of_this_machine
-from .mpi_library import MpiLibrary, is_open_mpi_4
+from .mpi_library import Dialect, MpiLibrary, is_open_mpi_4
 
 READ_BY_PROGRAMS = (
     "HPCDP_", "PYTHON", "MPI4PY_", "OMP_", "OPENBLAS_", "MKL_", "NUMBA_", "HDF5_", "GLOO_", "NCCL_", "UCX_", "FI_",
@@ -49,7 +48,7 @@ def environment(
         }
     else:
         wanted["HYDRA_LAUNCHER"] = "fork"
-        wanted |= dict.fromkeys(("FI_TCP_IFACE", "FI_SOCKETS_IFACE", "UCX_NET_DEVICES"), interfaces.loopback())
+        wanted |= dict.fromkeys(("FI_TCP_IFACE", "FI_SOCKETS_IFACE", "UCX_NET_DEVICES"), hosts.loopback())
     wanted |= blas_threads(max(1, cores // ranks), environ)
     return {**wanted, **environ}
 

@@ -1,18 +1,26 @@
-"""The hosts of a job: as the user lists them, and which ranks and servers go to which.
+"""Hosts: names, slots, network interfaces and resources.
+
+The hosts of a job: as the user lists them, and which ranks and servers go to which.
 
 A host file has one host a line, as ``mpirun`` (``node1 slots=2``), hydra (``node1:2``) or a plain list write it; what
 follows a ``#`` is a comment. A host that comes twice has the slots of both lines.
+
+What this process may use of its machine, read from the operating system; nothing is started or imported for it.
+
+The network interface that a job's traffic between hosts takes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import ipaddress
 import os
 import re
 import resource
 import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -20,7 +28,159 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, LaunchError, listed
-from .job import Host, Job
+from .spec import Host, Job
+
+_MIB = 1 << 20
+
+
+def usable_cores() -> list[int]:
+    """The numbers of the cores in this process's affinity mask."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def cores_of(pid: int) -> str:
+    """The cores in a process's affinity mask, as `ranges` writes them; empty for one that has ended."""
+    with contextlib.suppress(OSError):
+        return ranges(sorted(os.sched_getaffinity(pid)))
+    return ""
+
+
+def core_quota() -> float | None:
+    """The cores' worth of time that the control group allows a second, None without a limit."""
+    for path in ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us"):
+        try:
+            limit, period = [*Path(path).read_text().split(), "100000"][:2]
+        except OSError:
+            continue
+        return int(limit) / int(period) if limit.isdecimal() else None
+    return None
+
+
+def memory_mib() -> tuple[int, int]:
+    """(total, available) memory in MiB, both at most the control group's limit."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    total, available = (int(lines[key].split()[0]) // 1024 for key in ("MemTotal", "MemAvailable"))
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdecimal():
+            total, available = min(total, int(limit) // _MIB), min(available, int(limit) // _MIB)
+    return total, available
+
+
+def files_in_use(prefix: str) -> set[str]:
+    """The files below ``prefix`` that processes of this user map or hold open; those of other users are not shown."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            lines = (process / "maps").read_text(errors="surrogateescape").splitlines()
+            found |= {line.split(maxsplit=5)[5] for line in lines if prefix in line}
+            for entry in (process / "fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    found.add(os.readlink(entry))
+    return {path for path in found if path.startswith(prefix)}
+
+
+def started_at_s(name: str) -> list[float]:
+    """When each process of that name was started, in seconds since the epoch, give or take one (proc(5))."""
+    found = []
+    booted_s = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if "btime" in line)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            head, _, fields = stat.read_bytes().rpartition(b") ")
+            if head.partition(b"(")[2] == name.encode():
+                found.append(booted_s + int(fields.split()[19]) / os.sysconf("SC_CLK_TCK"))
+    return found
+
+
+def gpus() -> list[str]:
+    """The models of this machine's NVIDIA GPUs, as their driver names them."""
+    names = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+        names.append(lines.get("Model", "unknown").strip())
+    return names
+
+
+def version(distribution: str) -> str | None:
+    """The version of an installed Python distribution, None if it is not installed."""
+    import importlib.metadata  # an eighth of the time of a launch
+
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def ranges(numbers: list[int]) -> str:
+    """Sorted numbers as a list of ranges, the way that taskset writes cores: "0-3,8"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+# netdevice(7) and linux/if.h: a struct ifreq is 40 bytes, the name in 16 and then the flags
+_GET_FLAGS, _REQUEST, _FLAGS_AT, _UP, _LOOPBACK = 0x8913, "16sH22x", 16, 0x1, 0x8
+
+
+def here() -> list[str]:
+    """The names of this machine's interfaces."""
+    return [name for _, name in socket.if_nameindex()]
+
+
+def to_other_hosts() -> list[str]:
+    """Of those the ones that are up and no loopback."""
+    return [name for name in here() if _flags(name) & (_UP | _LOOPBACK) == _UP]
+
+
+def is_loopback(name: str) -> bool:
+    """Whether an interface of this machine leads to itself alone."""
+    return bool(_flags(name) & _LOOPBACK)
+
+
+def loopback() -> str:
+    """The name of the one that leads to this machine alone."""
+    return next(filter(is_loopback, here()), "lo")
+
+
+def check(name: str, *, several_hosts: bool) -> None:
+    """Raises `ConfigError`, which lists what is valid, unless this machine has that interface, and it leads to the
+    others where there are several."""
+    valid = to_other_hosts() if several_hosts else here()
+    if name in valid:
+        return
+    why = ", which leads to no other host" if name in here() else ""
+    expected = f"one of {', '.join(valid)}" if valid else "a machine with an interface that is up"
+    raise ConfigError("launch --interface", expected=expected, got=f"{name!r}{why}")
+
+
+def problem(name: str) -> str | None:
+    """Why an interface cannot carry traffic between this machine and others; None where it can."""
+    valid = to_other_hosts()
+    if name in valid:
+        return None
+    what = f"network interface {name!r} leads to no other host" if name in here() else f"no network interface {name!r}"
+    return f"{what}; valid: {', '.join(valid) or 'none is up'}"
+
+
+def devices(name: str) -> str:
+    """What UCX calls an interface: itself, and before it the adapters that it belongs to, e.g. ``mlx5_0:1,ib0``."""
+    adapters = sorted(Path("/sys/class/net", name, "device", "infiniband").glob("*"))
+    return ",".join([*(f"{adapter.name}:1" for adapter in adapters), name])
+
+
+def _flags(name: str) -> int:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack(_REQUEST, name.encode(), 0)
+        return int(struct.unpack_from("H", fcntl.ioctl(any_socket, _GET_FLAGS, request), _FLAGS_AT)[0])
+    return 0
+
 
 _VALID = "HOST, HOST:SLOTS or HOST slots=SLOTS, with a HOST that ssh knows"
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_])?")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from .mpi_library import is_open_mpi_4, runtimes
-from .watch import Watch
+from .process_monitor import Watch
 
 _Text = TypeVar("_Text", bytes, bytearray)
 
@@ -110,7 +110,7 @@ def marked(command: Sequence[str], family: str, asked: str) -> tuple[list[str], 
 
 def _without(option: list[str], words: list[str]) -> tuple[list[str], bool]:
     """Return ``words`` without an option of the launcher's own, and whether it was there: first, or behind a binding,
-    see `hpcdp.launch.dialect.Dialect.options`. Words of the program's stand later."""
+    see `hpcdp.launch.mpi_library.Dialect.options`. Words of the program's stand later."""
     for at in (0, 2):
         if words[at : at + len(option)] == option:
             return words[:at] + words[at + len(option) :], True

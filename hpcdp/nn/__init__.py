@@ -1,16 +1,25 @@
-"""Floor 3: nn, layers and models, knowing nothing of ranks. Imports: autograd, data, kernels, devices, holders, state,
-replacing, replica, arrays, errors."""
+"""Layers and models of one process."""
 
 from . import functional, init, models
-from .layers import AvgPool2D, Conv2D, Dense, Flatten, GlobalAvgPool2D, MaxPool2D, ReLU, Sigmoid, Tanh
+from .layers import (
+    AvgPool2D,
+    BatchNorm,
+    Conv2D,
+    Dense,
+    Dropout,
+    Flatten,
+    GlobalAvgPool2D,
+    MaxPool2D,
+    ReLU,
+    Sigmoid,
+    Tanh,
+)
+from .microbatch import VirtualShard, entered_shard
 from .module import HybridConcurrent, Module, Sequential
 from .parameter import Parameter
-from .recurrent import LSTM
-from .regularisation import BatchNorm, Dropout
-from .replicas import Replicas
+from .replicate import Replicas
+from .sequence import GELU, LSTM, CausalSelfAttention, Embedding, LayerNorm
 from .symbol_block import SymbolBlock
-from .tokens import GELU, CausalSelfAttention, Embedding, LayerNorm
-from .virtual_shard import VirtualShard, entered_shard
 
 __all__ = [
     "GELU",

@@ -1,32 +1,373 @@
-"""Operations of neural networks on tensors. Operands are tensors or arrays; images are ``(batch, channels, h, w)``.
+"""Functions of networks: products, convolutions, normalisation, losses.
+
+Operations of neural networks on tensors. Operands are tensors or arrays; images are ``(batch, channels, h, w)``.
 
 Arrays in host memory go to the Numba kernels, CuPy's to those in CUDA, others to `kernels.reference`; all write into
 memory that is used again (`kernels.buffers`) or straight into a leaf's gradient.
+
+What operators of networks ask of their operands.
+
+Matrix products of layers: into memory that is given, by whatever is fastest for arrays of their kind and size.
+
+How far predictions are from what they should be, for each sample of a batch.
+
+Batch normalisation, by the batch's statistics or by running ones.
+
+Operations on a batch of which others have the other parts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import index
 from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace
+from .. import kernels
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
-from ..autograd.registry import Call, operator
-from ..errors import UnsupportedError
+from ..autograd.dispatch import Call, operator
+from ..core.arrays import Array, array_namespace, has_namespace, is_cupy, is_half, is_host
+from ..errors import ConfigError, DataError, UnsupportedError, type_named
 from ..kernels.buffers import empty
 from ..kernels.cuda.capture import fill
-from ..kernels.cuda.cublas import matmul_of
+from ..kernels.cuda.cublas import dot_of, matmul_of
 from ..kernels.reference.windows import output_size
-from .half import in_float32
-from .losses import l2_loss, softmax_cross_entropy
-from .normalisation import batch_norm, batch_norm_by_running
-from .operands import alike, called, contiguous, kernels_for, refreshed
-from .products import product
+from .microbatch import move
+from .module import in_float32
+
+
+def kernels_for(name: str, x: Array) -> Any:
+    """The kernels for arrays like ``x``; of 16 bits there are CUDA's alone, for what `half` leaves in them."""
+    return kernels.specification(name) if is_half(x) and not is_cupy(x) else kernels.kernels_for(name, x)
+
+
+def alike(operation: str, x: Array, *others: Array | None, wide: bool = False) -> Any:
+    """The namespace of all operands, which must have one float dtype in this machine's order of bytes, as the kernels
+    take them.
+
+    With ``wide`` the others have float32 where ``x`` has 16 bits.
+    """
+    given = [x]
+    are_alike = (x.dtype.char in "fd" and x.dtype.isnative) or is_half(x)
+    of_others = np.float32 if wide and is_half(x) else x.dtype
+    for other in others:
+        if other is not None:
+            given.append(other)
+            are_alike = are_alike and other.dtype == of_others
+    if not are_alike:
+        raise UnsupportedError(
+            operation,
+            where="dtype",
+            expected="float32 or float64 in this machine's order of bytes, the same for all operands",
+            got=", ".join(str(each.dtype) for each in given),
+            remedy="convert with astype",
+        )
+    return array_namespace(*given)
+
+
+def contiguous(gy: Array) -> Array:
+    """``gy`` itself, or a copy: the kernels take memory in C order that may be written, which a file's may not be."""
+    if gy.flags.carray if type(gy) is np.ndarray else is_cupy(gy) and gy.flags.c_contiguous:
+        return gy
+    xp = array_namespace(gy)
+    return np.require(gy, requirements=("C", "A", "W")) if xp is np else xp.ascontiguousarray(gy)
+
+
+def refreshed(copy: Array, x: Array) -> list[Call]:
+    """The call that copies ``x`` to ``copy`` again, or none where that is ``x`` itself."""
+    return [] if copy is x else [(copy.__setitem__, (..., x))]
+
+
+def called(calls: Iterable[Call]) -> None:
+    """Make each of ``calls``."""
+    for function, args in calls:
+        function(*args)
+
+
+_SMALL = 1_000_000
+"""Multiplications up to which the way of a product matters less than what its call costs."""
+
+
+def product(a: Array, b: Array, out: Array) -> Call:
+    """The call that writes ``out = a @ b``, shapes ``(m, k)`` and ``(k, n)``; ``out`` is C-contiguous."""
+    if a.size * out.shape[1] <= _SMALL:
+        return dot_of(a), (b, out)  # half of matmul's overhead
+    return kernels_for("products", a).multiply, (a, b, out)
+
+
+def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
+    """``-log(softmax(logits)[label])`` of each sample; of one with several labels their mean.
+
+    Args:
+        logits: shape ``(batch, ..., classes)``.
+        labels: integers in ``0 .. classes - 1``, shape ``(batch, ...)``, in the namespace of ``logits`` or NumPy's.
+            On a GPU they are read there by backward, too, and must not change before it.
+
+    Returns:
+        Shape ``(batch,)``.
+
+    Raises:
+        UnsupportedError: other shapes, logits that are no floats, or labels that are no integers.
+        DataError: a label is out of range.
+    """
+    is_array = isinstance(labels, Tensor) or has_namespace(labels)
+    losses = _cross_entropy(logits, labels if is_array else np.asarray(labels))
+    if losses.ndim < 2:
+        return losses
+    return losses.reshape(losses.shape[0], math.prod(losses.shape[1:])).mean(axis=1)
+
+
+@operator("softmax_cross_entropy", ("logits", "labels"))
+@in_float32(has_kernels=True, first_alone=True, rounds=False)
+def _cross_entropy(logits: Any, labels: Any) -> Tensor:
+    """That of each label, in the shape of ``labels``."""
+    given, y = as_tensor(logits).data, labels.data if isinstance(labels, Tensor) else labels
+    a = contiguous(given)
+    xp = alike("softmax_cross_entropy", a)
+    if a.ndim < 2 or not a.shape[-1] or y.shape != a.shape[:-1] or y.dtype.kind not in "iu":
+        raise UnsupportedError(
+            "softmax_cross_entropy",
+            expected="logits (batch, ..., classes) and integer labels (batch, ...)",
+            got=f"{tuple(a.shape)} and {tuple(y.shape)} {y.dtype}",
+        )
+    numbers = contiguous(y) if y.dtype == np.int64 and not is_host(y) else xp.empty(y.shape, dtype=xp.int64)
+    wide = np.dtype(np.float32) if is_half(a) else a.dtype
+    chances, losses = xp.empty(a.shape, dtype=wide), xp.empty(y.shape, dtype=wide)
+    functions = kernels_for("cross_entropy", a)
+
+    def flat(x: Array) -> Array:
+        return x if y.ndim == 1 else x.reshape(math.prod(y.shape), *x.shape[y.ndim :])
+
+    rows = flat(a), flat(numbers), flat(chances)
+
+    def checked() -> Array:
+        if y.size and not 0 <= int(y.min()) <= int(y.max()) < a.shape[-1]:
+            raise DataError(
+                "softmax_cross_entropy",
+                where="labels",
+                expected=f"0 to {a.shape[-1] - 1}",
+                got=f"{int(y.min())} to {int(y.max())}",
+            )
+        return y
+
+    def compute(losses: Array) -> None:
+        if is_host(y):
+            fill(numbers, checked)
+        elif numbers is not y:
+            numbers[...] = y
+        functions.softmax_cross_entropy(*rows, flat(losses))
+
+    compute(losses)
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            place = dx.empty()
+            functions.softmax_cross_entropy_gradient(flat(contiguous(gy)), *rows[1:], flat(place))
+            dx.add(place)
+
+    return on_tape(losses, (logits,), pullback, lambda out: [*refreshed(a, given), (compute, (out,))])
+
+
+def l2_loss(predictions: Any, targets: Any) -> Tensor:
+    """Half the squared error, averaged over all axes but the first, as Gluon's L2Loss; shape ``(batch,)``.
+
+    Args:
+        predictions: shape ``(batch, ...)``.
+        targets: as many elements of one sample; those of another shape are taken in the order of ``predictions``.
+
+    Raises:
+        UnsupportedError: another number of elements, or of samples.
+    """
+    x, y = as_tensor(predictions), as_tensor(targets)
+    if x.shape != y.shape:
+        if x.size != y.size or x.shape[:1] != y.shape[:1]:
+            raise UnsupportedError(
+                "l2_loss", expected=f"targets of {tuple(x.shape)}, as predictions", got=tuple(y.shape)
+            )
+        y = y.reshape(x.shape)
+    error = operators.subtract(x, y)
+    halves = error * error * 0.5
+    return halves if halves.ndim < 2 else halves.mean(axis=tuple(range(1, halves.ndim)))
+
+
+def require_per_sample(operation: str, losses: object, count: int) -> None:
+    """Raises `ConfigError` unless ``losses`` are those of ``count`` samples, a tensor of shape ``(count,)``.
+
+    Their gradients are summed and divided by the number of samples, so that others would train at another rate.
+    """
+    if not isinstance(losses, Tensor):
+        got, remedy = type_named(losses), "return what operators of nn.functional or autograd give"
+        raise ConfigError(operation, where="loss", expected="a Tensor", got=got, remedy=remedy)
+    shape = tuple(losses.shape)
+    if shape != (count,):
+        remedy = "take the mean of each sample" if shape else "leave out .mean() or .sum()"
+        expected = f"one a sample, shape ({count},)"
+        raise ConfigError(operation, where="loss", expected=expected, got=f"shape {shape}", remedy=remedy)
+
+
+def require_channels(x: Array, *others: Array | Tensor | None) -> None:
+    """Raises `UnsupportedError` unless each of ``others`` has a number for each channel of ``x``.
+
+    The kernels go by the channels of ``x``, beyond the end of what is shorter.
+    """
+    shape = x.shape[1:2]
+    for other in others:
+        if other is not None and (other.shape != shape or not shape):
+            raise UnsupportedError(
+                "batch_norm", expected="shapes (batch, channels, ...), and (channels,) of all others",
+                got=", ".join(str(tuple(each.shape)) for each in (x, *others) if each is not None),
+            )  # fmt: skip
+
+
+@operator("batch_norm", ("x", "scale", "shift", "running_mean", "running_var"), has_effect=True)
+@in_float32(has_kernels=True, first_alone=True)
+def batch_norm(
+    x: Any, scale: Any, shift: Any, eps: float,
+    running_mean: Tensor | None = None, running_var: Tensor | None = None, momentum: float = 0.0,
+) -> tuple[Tensor, Array, Array]:  # fmt: skip
+    """``scale * (x - mean) / sqrt(variance + eps) + shift`` with the statistics of the batch, for each channel.
+
+    Args:
+        x: shape ``(batch, channels, ...)``.
+        scale: shape ``(channels,)``; ``shift`` likewise.
+        running_mean: moves, in place, to ``momentum * running_mean + (1 - momentum) * mean``; ``running_var`` likewise.
+
+    Returns:
+        The result, and mean and biased variance of each channel, zeros for an empty batch.
+
+    Raises:
+        UnsupportedError: other shapes, or dtypes that differ.
+    """
+    given = [as_tensor(each).data for each in (x, scale, shift)]
+    a, gamma, beta = map(contiguous, given)
+    xp = alike("batch_norm", a, gamma, beta, wide=True)
+    require_channels(a, gamma, beta, running_mean, running_var)
+    planes = a.reshape(*a.shape[:2], math.prod(a.shape[2:]))
+    mean, variance = xp.empty(gamma.shape, dtype=gamma.dtype), xp.empty(gamma.shape, dtype=gamma.dtype)
+    out = empty(planes.shape, a.dtype, xp)
+    compute = kernels_for("batch_norm", a).batch_norm
+    compute(planes, gamma, beta, out, (mean, variance), eps)
+    if not a.size:  # 0 / 0 would go on into the gradients of scale and shift
+        mean[...], variance[...] = 0, 0
+    moves: list[Call] = [
+        (move, (running, momentum, batch))
+        for running, batch in ((running_mean, mean), (running_var, variance))
+        if running is not None
+    ]
+    for function, args in moves:
+        function(*args)
+
+    def again(place: Array) -> list[Call]:
+        copies = [call for pair in zip((a, gamma, beta), given, strict=True) for call in refreshed(*pair)]
+        return [*copies, (compute, (planes, gamma, beta, place.reshape(planes.shape), (mean, variance), eps)), *moves]
+
+    def pullback(gy: Array, *gradients: Gradient | None) -> None:
+        places = [xp.empty(gamma.shape, dtype=gamma.dtype) if each is None else each.empty() for each in gradients[1:]]
+        dx = empty(planes.shape, planes.dtype, xp)
+        g = contiguous(gy).reshape(planes.shape)
+        kernels_for("batch_norm", g).batch_norm_gradients(g, planes, gamma, (mean, variance), (dx, *places), eps)
+        for gradient, place in zip(gradients, (dx.reshape(a.shape), *places), strict=True):
+            if gradient is not None:
+                gradient.add(place)
+
+    return on_tape(out.reshape(a.shape), (x, scale, shift), pullback, again), mean, variance
+
+
+@operator("batch_norm_by_running", ("x", "scale", "shift", "running_mean", "running_var"))
+@in_float32()
+def batch_norm_by_running(x: Any, scale: Any, shift: Any, running_mean: Any, running_var: Any, eps: float) -> Tensor:
+    """``scale * (x - running_mean) / sqrt(running_var + eps) + shift`` for each channel, as one factor and one offset.
+
+    Args:
+        x: shape ``(batch, channels, ...)``.
+        scale: shape ``(channels,)``, as the others.
+
+    Raises:
+        UnsupportedError: other shapes, or dtypes that differ.
+    """
+    a, gamma, beta, mean, variance = (as_tensor(each).data for each in (x, scale, shift, running_mean, running_var))
+    xp = alike("batch_norm", a, gamma, beta, mean, variance)
+    require_channels(a, gamma, beta, mean, variance)
+    shape = (gamma.shape[0],) + (1,) * (a.ndim - 2)
+    inverse, factor, offset = (xp.empty(gamma.shape, dtype=gamma.dtype) for _ in range(3))
+
+    def compute(out: Array) -> None:
+        xp.add(variance, eps, out=inverse)
+        xp.sqrt(inverse, out=inverse)
+        xp.divide(1.0, inverse, out=inverse)
+        xp.multiply(gamma, inverse, out=factor)
+        xp.multiply(factor, mean, out=offset)
+        xp.subtract(beta, offset, out=offset)
+        xp.multiply(a, factor.reshape(shape), out=out)
+        xp.add(out, offset.reshape(shape), out=out)
+
+    out = empty(a.shape, a.dtype, xp)
+    compute(out)
+    others = (0, *range(2, a.ndim))
+
+    def pullback(gy: Array, dx: Gradient | None, dscale: Gradient | None, dshift: Gradient | None) -> None:
+        if dx is not None:
+            dx.add(xp.multiply(gy, factor.reshape(shape), out=dx.empty()))
+        if dshift is not None:
+            dshift.add(gy.sum(axis=others))
+        if dscale is not None:
+            # Of what is centred: sum(gy * x) and mean * sum(gy) may both be large where their difference is small.
+            product = (gy * (a - mean.reshape(shape))).sum(axis=others)
+            dscale.add(product * inverse if a.size else product)  # of no samples 0, though inverse may be NaN
+
+    return on_tape(out, (x, scale, shift), pullback, lambda out: [(compute, (out,))])
+
+
+@in_float32(has_kernels=True, first_alone=True)
+def joint_batch_norm(
+    x: Any, scale: Any, shift: Any, eps: float, add_up: Callable[[Array], object]
+) -> tuple[Tensor, Array, Array, int]:
+    """`batch_norm` with the statistics of a batch of which others have the other parts, that may be empty.
+
+    Gradients of ``scale`` and ``shift`` are those of this part.
+
+    Args:
+        add_up: adds to a flat float64 array, in place, what the others have in its place; called here and in backward.
+
+    Returns:
+        The result, mean and biased variance of each channel, and how many values of a channel all have together.
+    """
+    a, gamma, beta = (contiguous(as_tensor(each).data) for each in (x, scale, shift))
+    xp = alike("batch_norm", a, gamma, beta, wide=True)
+    require_channels(a, gamma, beta)
+    channels = a.shape[1]
+    planes = a.reshape(a.shape[0], channels, math.prod(a.shape[2:]))
+    compute = kernels_for("batch_norm", a)
+    flat = xp.empty(2 * channels + 1, dtype=xp.float64)
+    sums = flat[:-1].reshape(2, channels)
+    compute.channel_sums(planes, sums)
+    flat[-1] = planes.shape[0] * planes.shape[2]
+    add_up(flat)
+    count = int(flat[-1])
+    sums /= max(1, count)
+    variance = xp.maximum(sums[1] - sums[0] * sums[0], 0).astype(gamma.dtype)
+    saved = sums[0].astype(gamma.dtype), variance
+    out = empty(planes.shape, a.dtype, xp)
+    compute.normalise(planes, gamma, beta, saved, out, eps)
+
+    def pullback(gy: Array, dx: Gradient | None, *gradients: Gradient | None) -> None:
+        g = contiguous(gy).reshape(planes.shape)
+        sums = xp.empty((2, channels), dtype=xp.float64)
+        compute.gradient_sums(g, planes, saved, sums, eps)
+        for gradient, own in zip(gradients, sums[::-1], strict=True):
+            if gradient is not None:
+                gradient.add(own.astype(gamma.dtype))
+        add_up(sums.reshape(-1))
+        if dx is not None:
+            place = empty(planes.shape, planes.dtype, xp)
+            compute.gradient_of_input(g, planes, gamma, saved, sums / max(1, count), place, eps)
+            dx.add(place.reshape(a.shape))
+
+    return on_tape(out.reshape(a.shape), (x, scale, shift), pullback), *saved, count
+
 
 __all__ = [
     "avg_pool2d",

@@ -1,23 +1,49 @@
-"""Modules: parts of a network, their parameters and buffers."""
+"""Modules: networks, their parameters, shapes that are found at the first call, and 16-bit copies.
+
+Modules: parts of a network, their parameters and buffers.
+
+Parameters whose shape is found when their layer is first called.
+
+Operators on 16-bit floats: computed in float32 and rounded once, as Micikevicius et al., "Mixed precision
+training", 2018, section 3.3, do with sums and products.
+
+NumPy has no arithmetic for them that is worth the name, so on the host all operators of networks go this way. On
+devices products do not: theirs multiply 16-bit factors and add up in float32 by themselves. Nor does what CUDA has
+kernels of 16 bits for, which compute in float32 and round once.
+"""
 
 from __future__ import annotations
 
+import functools
 import operator
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, ParamSpec, Self, TypeVar, overload
 
 import numpy as np
 
-from ..arrays import Array, dtype_of, from_host, has_namespace, is_float, on_device_of, to_host
-from ..autograd import Tensor, as_tensor, concatenate
-from ..autograd.registry import catch_up
-from ..devices import Device
-from ..errors import ConfigError, UnsupportedError, type_named
-from ..holders import refuse_change
-from ..state import require_state
-from .hybrid import Graph, Hybrid, changed
+from ..autograd import Gradient, Tensor, as_tensor, concatenate, on_tape
+from ..autograd.dispatch import Again, Call, calls_of, captured, catch_up
+from ..autograd.tensor import value_of
+from ..core.arrays import (
+    Array,
+    array_namespace,
+    dtype_of,
+    from_host,
+    has_namespace,
+    is_cupy,
+    is_float,
+    is_half,
+    is_host,
+    on_device_of,
+    to_host,
+)
+from ..core.devices import Device
+from ..core.state import refuse_change, require_state
+from ..errors import ConfigError, DeviceError, UnsupportedError, type_named
+from .jit import Graph, Hybrid, guards
 from .parameter import Parameter
 
 
@@ -49,11 +75,11 @@ class Module:
                 type(self).__name__, where=name, expected="a Parameter, or None", got=type(value).__name__,
                 remedy=f"change its values, {name}[...] = values",
             )  # fmt: skip
-        changed.in_module(self, name)
+        guards.in_module(self, name)
         object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        changed.in_module(self, name)
+        guards.in_module(self, name)
         object.__delattr__(self, name)
 
     def require_parts_of_this_rank(self, operation: str) -> None:
@@ -210,7 +236,7 @@ class Module:
 
         Buffers of integers and booleans, such as indices and masks, keep their dtype. Gradients start again from zero.
         Before a `Trainer` has the parameters, not after. In float16 or bfloat16 layers that normalise keep float32 for
-        themselves, as Gluon's do in ``cast``, and operators compute as `nn.half` says.
+        themselves, as Gluon's do in ``cast``, and operators compute as `nn.module` says.
 
         Args:
             dtype: or a `Device`, where the copies are then.
@@ -389,3 +415,205 @@ class HybridConcurrent(Module):
 
     def forward(self, x: Any) -> Any:
         return concatenate([module(x) for _, module in self.children()], axis=self.axis)
+
+
+Shape = tuple[int | None, ...]
+Draw = Callable[[tuple[int, ...]], np.ndarray]
+
+
+def parameter(shape: Shape, draw: Draw, initial: object = None) -> Parameter:
+    """A parameter with the values of ``draw(shape)``: now, or, where a length is None, from its first `settle` on.
+
+    Args:
+        initial: the initialiser by which ``draw`` draws, if that is another one.
+    """
+    require_draw(draw)
+    known = tuple(length for length in shape if length is not None)
+    if len(known) == len(shape):
+        return Parameter(drawn(draw, known))
+    return Deferred(shape, draw, draw if initial is None else initial)
+
+
+def require_draw(draw: object) -> None:
+    """Raises `ConfigError` unless it is a function."""
+    if not callable(draw):
+        expected = "a function of a shape, such as nn.init.Xavier()"
+        raise ConfigError("parameter", where="weight_init", expected=expected, got=repr(draw))
+
+
+def drawn(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
+    """``draw(shape)`` in float32, as layers begin; `ConfigError` where it gives something else than so many numbers."""
+    given = draw(shape)
+    try:
+        values = given.astype(np.float32, copy=False) if is_cupy(given) else np.asarray(given, np.float32)
+    except (TypeError, ValueError):
+        got = type_named(given)
+    else:
+        if values.shape == shape:
+            return values
+        got = f"shape {values.shape}"
+    raise ConfigError("parameter", where="weight_init", expected=f"numbers of shape {shape}", got=got)
+
+
+def settle(param: Parameter, length: int) -> None:
+    """Where ``param`` waits for the one length of its shape that is not known, draw its values with this one."""
+    if isinstance(param, Deferred) and param.draw is not None:
+        values = drawn(param.draw, tuple(length if each is None else each for each in param.expected))
+        param.draw = param.data_hook = None
+        param.data = values
+        param.attach_grad(param.grad_req)
+
+
+def shape_of(param: Parameter) -> Shape:
+    """The shape, with None for a length that is not known yet."""
+    return param.expected if isinstance(param, Deferred) and param.draw is not None else param.shape
+
+
+def lacks_shapes(module: Module) -> bool:
+    """Whether layers are still to find out their shapes."""
+    return any(None in shape_of(param) for _, param in module.named_parameters())
+
+
+class Deferred(Parameter):
+    """A parameter that has no values until its layer is called.
+
+    To look at it before that is a DeviceError, which is a RuntimeError.
+    """
+
+    __slots__ = ("draw", "expected", "initial")
+
+    def __init__(self, expected: Shape, draw: Draw, initial: object) -> None:
+        super().__init__(np.empty(0, np.float32))
+        self.expected, self.initial = expected, initial
+        self.draw: Draw | None = draw
+        self.data_hook = _has_no_values
+
+    def __getstate__(self) -> tuple[Any, dict[str, Any]]:
+        if self.draw is None:
+            return super().__getstate__()
+        return getattr(self, "__dict__", None), {**self._kept(self.held()), "_data_hook": _has_no_values}
+
+
+def _has_no_values(param: Any) -> None:
+    raise DeviceError(
+        "parameter", where=param.name or None, expected="values", got=f"none yet, its shape is {param.expected}",
+        remedy="call the network once, on one sample",
+    )  # fmt: skip
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_SINGLE = np.dtype(np.float32)
+
+
+def in_float32(
+    *, is_product: bool = False, has_kernels: bool = False, first_alone: bool = False, rounds: bool = True
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have an operator that meets a 16-bit operand compute in float32; others are called as they are.
+
+    Operands of 16 bits are widened. The first one, what a layer is called with, is rounded to them if it has more bits,
+    so that a network of 16 bits takes images of float32; the others stay as they are.
+
+    Args:
+        is_product: whether devices compute it in 16 bits.
+        has_kernels: whether CUDA does.
+        first_alone: whether these kernels take the first operand alone in 16 bits, and others in float32.
+        rounds: whether the result, the first one of several, is rounded to 16 bits; a loss stays float32.
+    """
+
+    def register(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            # By far the most calls are of float32, and looking at all operands takes as long as a small product.
+            if (
+                args
+                and getattr(args[0], "dtype", None) is _SINGLE
+                and (getattr(args[1], "dtype", _SINGLE) is _SINGLE if len(args) > 1 else not kwargs)
+            ):
+                return function(*args, **kwargs)
+            given = [value_of(x) for x in (*args, *kwargs.values())]
+            x = next((each for each in given if is_half(each)), None)
+            if x is None:
+                return function(*args, **kwargs)
+            stays = not is_host(x) and (is_product or (has_kernels and is_cupy(x)))
+            to = x.dtype if stays and not first_alone else _SINGLE
+            if stays and (x is given[0] or not first_alone) and _are_all(to, given[first_alone:]):
+                return function(*args, **kwargs)
+            return _Call(x.dtype, to, rounds).of(function, args, kwargs)
+
+        return call
+
+    return register
+
+
+def _are_all(dtype: np.dtype, operands: Sequence[Any]) -> bool:
+    return all(x.dtype == dtype for x in operands if hasattr(x, "dtype") and is_float(x.dtype))
+
+
+class _Call:
+    """One call of an operator on operands of which some have the dtype ``half``, computed in the dtype ``to``."""
+
+    def __init__(self, half: np.dtype, to: np.dtype, rounds: bool) -> None:
+        self._half, self._to, self._rounds = half, to, rounds and to != half
+        self._given: dict[int, tuple[Any, Tensor]] = {}
+        """By the id of what an operand was converted to the operand itself, and that."""
+        self._refresh: list[Call] = []
+
+    def of(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What ``function`` gives, on the tape."""
+        with captured() as told:
+            operands = [self._converted(x, is_first=not i) for i, x in enumerate((*args, *kwargs.values()))]
+            found = function(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
+        result, *others = found if isinstance(found, tuple) else (found,)
+        inputs, pullback, again = told[0]
+        own = self._on_tape(result.data, inputs, pullback, again)
+        return (own, *others) if isinstance(found, tuple) else own
+
+    def _converted(self, x: Any, is_first: bool) -> Any:
+        a = value_of(x)
+        if not (hasattr(a, "dtype") and is_float(a.dtype)):
+            return x
+        if a.dtype == self._to and (not is_first or self._to == self._half):
+            return x
+        copied = partial(_copied, a, self._half, self._to)  # not of this call: a ring keeps arrays until it is found
+        copy = copied()
+        self._refresh.append((lambda: copy.__setitem__(..., copied()), ()))
+        tensor = Tensor(copy)
+        self._given[id(tensor)] = (as_tensor(x), tensor)
+        return tensor
+
+    def _on_tape(self, wide: Array, inputs: Sequence[Any], pullback: Any, again: Again | None) -> Tensor:
+        given = [self._given.get(id(each), (each, None)) for each in inputs]
+
+        def back(gy: Array, *gradients: Gradient | None) -> None:
+            xp = array_namespace(gy)
+            of_call = [
+                gradient if gradient is None or tensor is None else Gradient(tensor, xp)
+                for gradient, (_, tensor) in zip(gradients, given, strict=True)
+            ]
+            with np.errstate(over="ignore"):  # to an infinity, for which the sums of gradients are searched
+                pullback(gy.astype(self._to, copy=False), *of_call)
+                for gradient, each in zip(gradients, of_call, strict=True):
+                    if gradient is not None and each is not None and each is not gradient:
+                        gradient.add(each.finish())
+
+        def once_more(place: Array) -> list[Call]:
+            assert again is not None
+            calls = calls_of(again, wide if self._rounds else place)
+            return [*self._refresh, *calls, *([(partial(_round, wide, place), ())] if self._rounds else [])]
+
+        value = wide
+        if self._rounds:
+            value = array_namespace(wide).empty(wide.shape, dtype=self._half)
+            _round(wide, value)
+        return on_tape(value, tuple(each for each, _ in given), back, None if again is None else once_more)
+
+
+def _copied(a: Array, half: np.dtype, to: np.dtype) -> Array:
+    with np.errstate(over="ignore"):  # to an infinity, which is no surprise
+        return a.astype(half, copy=False).astype(to)
+
+
+def _round(wide: Array, place: Array) -> None:
+    with np.errstate(over="ignore"):
+        place[...] = wide

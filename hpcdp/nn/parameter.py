@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
 from ..autograd import Tensor
-from ..autograd.registry import catch_up
+from ..autograd.dispatch import catch_up
 from ..autograd.tensor import require_grad_req
-from ..state import Cut
-from .hybrid import changed
+from ..core.arrays import Array
+from ..core.state import Cut
+from .jit import guards
 
 _data: Any = Tensor.__dict__["data"]
 """The slot behind `Parameter.data`."""
@@ -59,7 +59,7 @@ class Parameter(Tensor):
     def data(self, values: Array) -> None:
         catch_up()
         _data.__set__(self, np.array(values) if isinstance(values, np.generic) else values)  # a number cannot change
-        changed.in_parameters()
+        guards.in_parameters()
 
     @property
     def grad(self) -> Array | None:  # type: ignore[override]
@@ -91,7 +91,7 @@ class Parameter(Tensor):
     @data_hook.setter
     def data_hook(self, hook: Callable[[Parameter], None] | None) -> None:
         self._data_hook = hook
-        changed.in_parameters()
+        guards.in_parameters()
 
     def held(self) -> Array:
         """The array behind ``data``, without waiting for an update of it."""

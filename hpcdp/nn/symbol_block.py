@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import bits, dtype_of
 from ..autograd import Tensor, pause
-from ..autograd.registry import CALLS
+from ..autograd.dispatch import CALLS
+from ..core.arrays import bits, dtype_of
+from ..core.files import own_part_of, replaced
 from ..errors import ConfigError, DataError, HpcdpError
-from ..replacing import own_part_of, replaced
-from .hybrid.graph import Graph, Held, Input, Literal, Result, Source
-from .hybrid.saved import Reader, arrays_of, as_json, call, with_held
+from .jit.graph import Graph, Held, Input, Literal, Result, Source
+from .jit.serialize import Reader, arrays_of, as_json, call, with_held
 from .module import Module
 from .parameter import Parameter
 
@@ -30,7 +30,7 @@ def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:
         DataError: they cannot be written.
         ConfigError: the graph has something that cannot be written down, or ``path`` has no name.
     """
-    from ..data.named_arrays import write_arrays
+    from ..data.hdf5 import write_arrays
 
     description, parameters = _files("export", path)
     arrays = arrays_of(graph)
@@ -88,7 +88,7 @@ class SymbolBlock(Module):
             ConfigError: ``path`` is a folder's.
             DataError: a file is missing, damaged, or not of the same export; names it.
         """
-        from ..data.named_arrays import read_arrays
+        from ..data.hdf5 import read_arrays
 
         description, parameters = _files("load", path)
         try:

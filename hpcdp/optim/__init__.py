@@ -1,11 +1,10 @@
-"""Floor 3: optim, optimizers and learning-rate schedules. Imports: kernels, arrays, errors.
+"""Optimizers and learning-rate schedules.
 
 Knows nothing of ranks: an optimizer updates flat arrays, be they a whole bucket or the shard that a rank owns.
 """
 
-from .lars import LARS, linear_scaling
 from .optimizer import Optimizer, create, from_config, require_by_elements, require_optimizer
-from .rules import SGD, Adam, AdamW
+from .rules import LARS, SGD, Adam, AdamW, linear_scaling
 from .schedules import (
     ConstantSchedule,
     CosineSchedule,

@@ -1,4 +1,4 @@
-"""Floor 3: optim, what every optimizer is. Imports: arrays, errors, kernels."""
+"""What every optimizer is."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import kernels
-from ..arrays import Array, array_namespace, dtype_name, is_cupy, is_host
+from ..core.arrays import Array, array_namespace, dtype_name, is_cupy, is_host
 from ..errors import ConfigError, UnsupportedError
 from ..kernels import buffers
+from .config import Configurable, build, number, split_config
 from .schedules import Schedule, schedule_from_config
-from .settings import Configurable, build, number, split_config
 
 _kinds: dict[str, type[Optimizer]] = {}
 

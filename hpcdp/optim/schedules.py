@@ -1,4 +1,4 @@
-"""Floor 3: optim, learning rates as functions of the step. Imports: errors.
+"""Learning rates as functions of the step.
 
 Steps count from 1, as in ``Optimizer.update``; an object has no state, so a resumed run needs nothing but its step.
 """
@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from ..errors import ConfigError
-from .settings import Configurable, build, count, number, split_config
+from .config import Configurable, build, count, number, split_config
 
 _kinds: dict[str, type[Schedule]] = {}
 

@@ -1,19 +1,13 @@
-"""Floor 5: parallel. Imports: nn, autograd, collectives, comm, kernels, state, replica, arrays, errors.
+"""One model on several ranks: tensor parallelism and pipelines.
 
-One model on several ranks: what data parallelism, where every rank has all of it, cannot do.
-
-- `schedules` says in which order the stages of a pipeline compute micro-batches.
-- `pipeline` cuts a model into stages on different ranks, or in one process.
-- `links` carry activations and their gradients from stage to stage.
-- `worlds` says which ranks compute layers together, and which ones have the same part.
-- `split` has the layers of which each rank computes a part of the channels.
-- `exchanges` are what passes between these, forward and backward.
+- `tensor_parallel`: layers of which each rank computes a part of the channels.
+- `pipeline`: a model cut into stages on different ranks, or in one process.
+- `p2p`: activations and their gradients from stage to stage, and which ranks hold which part.
 """
 
-from .pipeline import Pipeline
-from .schedules import SCHEDULES
-from .split import ColumnConv2D, ColumnDense, RowConv2D, RowDense
-from .worlds import Split, split_world
+from .p2p import Split, split_world
+from .pipeline import SCHEDULES, Pipeline
+from .tensor_parallel import ColumnConv2D, ColumnDense, RowConv2D, RowDense
 
 __all__ = [
     "SCHEDULES",

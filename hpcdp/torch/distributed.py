@@ -14,20 +14,18 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..comm import World, init
-from ..comm.agreement import require_same
+from ..comm.consistency import require_same
 from ..comm.world import require_world
 from ..compression import Compression, Settings
-from ..devices import Device
+from ..core.devices import Device
+from ..data_parallel import Reducer
+from ..data_parallel.buckets import plan
+from ..data_parallel.trainer_state import gather_residuals, give_residuals
 from ..errors import ConfigError, UnsupportedError, check_name
-from ..gradients import Reducer
-from ..gradients.buckets import plan
-from ..gradients.residuals import gather_residuals, give_residuals
-from . import exchange
-from .backward import Backward
-from .gpu_buffers import GpuBuffers
-from .module_buffers import ModuleBuffers
-from .parameters import TorchParameter
+from . import tensors as torch_tensors
+from .grad_hooks import Backward
 from .sync_batch_norm import SyncBatchNorm
+from .tensors import GpuBuffers, ModuleBuffers, TorchParameter
 
 OWNERS = ("rank", "shard")
 """The valid values of ``owner``."""
@@ -138,8 +136,8 @@ class DistributedDataParallel(torch.nn.Module):
         require_same(self.world.comm, "DistributedDataParallel", states)
         self._broadcast_values(0)
         layout = plan([(param.name, param.shape, param.dtype) for param in trained], bucket_cap_mb)
-        exchange.give_back_cache(self.device)
-        with exchange.on_torchs_stream(self.device):
+        torch_tensors.give_back_cache(self.device)
+        with torch_tensors.on_torchs_stream(self.device):
             reducer = Reducer(trained, layout, self.world, overlap, settings, sharded=owner == "shard")
         if self.device is not None and self.world.size > 1 and self._buffers_of_all is not None:
             way = None if reducer.gpus is None else reducer.gpus.way

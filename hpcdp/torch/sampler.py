@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..comm import World, init
-from ..data.resumable import Position
+from ..data.samplers import Position
 from ..errors import ConfigError
 
 

@@ -1,21 +1,175 @@
-"""Every rank updates its part of parameters that a node holds once."""
+"""`ShardedOptimizer`, its state, and the gradient scaler.
+
+Every rank updates its part of parameters that a node holds once.
+
+The state of an optimizer by shards, from and to the form of torch's state dicts.
+
+An optimizer's state, given from one rank to all.
+
+Losses scaled up against underflow, with an optimizer of which every rank does its part.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
-from ..comm.agreement import on_every_rank, require_same
+from ..collectives import allreduce
+from ..comm import World, init
+from ..comm.consistency import on_every_rank, require_same
+from ..core.arrays import from_host, to_host
+from ..data_parallel import ShardedUpdate, sharded_update
+from ..data_parallel.buckets import Bucket, Slot
 from ..errors import ConfigError, MismatchError, NonFiniteGradientError, UnsupportedError
-from ..gradients import ShardOwner, norms
 from ..optim import SGD, Adam, AdamW, Optimizer
-from . import exchange, parameter_order, sharded_state
+from . import tensors as torch_tensors
 from .distributed import DistributedDataParallel
+from .grad_hooks import Backward
+
+_NAMES = {"momentum": "momentum_buffer", "m": "exp_avg", "v": "exp_avg_sq"}
+"""Torch's names of what our rules keep."""
+
+
+def give(whole: torch.optim.Optimizer, backward: Backward, owner: ShardedUpdate, steps: int) -> dict[str, Any]:
+    """What ``whole``, torch's optimizer of all parameters, would give after ``steps``; every rank must call."""
+    reducer = backward.reducer
+    flat = [_gathered(bucket, backward, owner) for bucket in reducer.buckets] if steps else []
+    updated = {id(each) for group in whole.param_groups for each in group["params"]}
+    for slot in reducer.layout.slots:
+        param = backward.params[slot.name]
+        tensor = param.tensor
+        made = steps - owner.passed_over.get(slot.name, 0)
+        if not made or id(tensor) not in updated:
+            continue
+        state: dict[str, Any] = {
+            _NAMES[name]: param.shaped(torch.from_numpy(_part(array, slot).copy())).to(tensor.device)
+            for name, array in flat[slot.bucket].items()
+        }
+        if "exp_avg" in state:
+            state["step"] = torch.tensor(float(made))
+        whole.state[tensor] = state
+    found: dict[str, Any] = whole.state_dict()
+    whole.state.clear()
+    return found
+
+
+def check(state_dict: Any, whole: torch.optim.Optimizer, names: Mapping[int, str], state_names: Sequence[str]) -> None:
+    """Raise unless ``state_dict`` is of an optimizer such as ``whole``, that keeps ``state_names`` of ours.
+
+    Args:
+        names: those of the parameters, by `id`.
+
+    Raises:
+        ConfigError: says what is another.
+    """
+    if not is_well_formed(state_dict):
+        raise ConfigError(
+            "load_state_dict", expected="what state_dict() gives, a dict with state and param_groups",
+            got=f"a dict with {[*state_dict]}" if isinstance(state_dict, dict) else type(state_dict).__name__,
+        )  # fmt: skip
+    expected = {_NAMES[name] for name in state_names}
+    for state in state_dict["state"].values():
+        if set(state) - {"step"} != expected and any(state.get(name) is not None for name in (*state, *expected)):
+            raise ConfigError(
+                "load_state_dict", expected=f"states of {', '.join(sorted(expected)) or 'nothing'}",
+                got=", ".join(state), remedy="load what an optimizer of the same class and settings gave",
+            )  # fmt: skip
+    lacking = {name for name in whole.defaults for group in state_dict["param_groups"] if name not in group}
+    if lacking:
+        raise ConfigError(
+            "load_state_dict", expected=f"groups with {', '.join(sorted(lacking))}", got="some without",
+            remedy="load what an optimizer of the same class gave",
+        )  # fmt: skip
+    theirs, ours = ([[*group["params"]] for group in each] for each in (state_dict["param_groups"], whole.param_groups))
+    if [len(each) for each in theirs] != [len(each) for each in ours]:
+        raise ConfigError(
+            "load_state_dict", where="param_groups", expected=f"groups of {[len(each) for each in ours]} parameters",
+            got=[len(each) for each in theirs],
+        )  # fmt: skip
+    for number, tensor in zip(itertools.chain(*theirs), itertools.chain(*ours), strict=True):
+        for name, value in state_dict["state"].get(number, {}).items():
+            if name != "step" and value is not None and tuple(value.shape) != tuple(tensor.shape):
+                raise ConfigError(
+                    "load_state_dict", where=f"{name} of {names[id(tensor)]}", expected=f"shape {tuple(tensor.shape)}",
+                    got=tuple(value.shape),
+                )  # fmt: skip
+
+
+def is_well_formed(state_dict: Any) -> bool:
+    """Whether states are dicts of tensors by number, and groups dicts with numbers."""
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
+        return False
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        return False
+    are_groups = all(isinstance(each, dict) and isinstance(each.get("params"), list) for each in groups)
+    are_tensors = (
+        isinstance(each, dict)
+        and all(name == "step" or value is None or isinstance(value, torch.Tensor) for name, value in each.items())
+        for each in state.values()
+    )
+    return are_groups and all(are_tensors)
+
+
+def described(state_dict: dict[str, Any]) -> list[str]:
+    """A line for each group and each parameter's state, which are the same where those are."""
+    lines = [f"group {number}: {group}" for number, group in enumerate(state_dict["param_groups"])]
+    for number, state in state_dict["state"].items():
+        lines.append(f"state of parameter {number}: { {name: _digest(value) for name, value in state.items()} }")
+    return lines
+
+
+def _digest(value: Any) -> str:
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return str(value)
+    return f"crc32 {zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()):08x}"
+
+
+def take(whole: torch.optim.Optimizer, backward: Backward, owner: ShardedUpdate) -> int:
+    """Take this rank's shard of the state that ``whole`` has loaded, and clear it there. Returns the steps made."""
+    steps = dict.fromkeys(backward.params, 0)
+    for bucket in backward.reducer.buckets:
+        first, last = owner.span(bucket)
+        for name, mine in owner.states[bucket.number].items():
+            full = np.zeros(bucket.mine.shape, bucket.mine.dtype)
+            for slot in bucket.slots:
+                param = backward.params[slot.name]
+                state = whole.state.get(param.tensor, {})
+                if state.get(_NAMES[name]) is not None:
+                    values = param.flat(state[_NAMES[name]]).cpu().numpy()
+                    _part(full, slot)[...] = values.reshape(slot.shape)
+                    steps[slot.name] = int(state.get("step", 1))
+            mine[...] = from_host(full[first:last], mine)
+    most = max(steps.values())
+    owner.passed_over = {name: most - each for name, each in steps.items() if each < most}
+    whole.state.clear()
+    return most
+
+
+def _gathered(bucket: Bucket, backward: Backward, owner: ShardedUpdate) -> dict[str, np.ndarray]:
+    """The state of a whole bucket, by name."""
+    world: World = backward.reducer.world
+    first, last = owner.span(bucket)
+    found = {}
+    for name, mine in owner.states[bucket.number].items():
+        full = np.zeros(bucket.mine.shape, bucket.mine.dtype)
+        if backward.reducer.is_counted:
+            full[first:last] = to_host(mine)
+        found[name] = allreduce(full, "sum", world)
+    return found
+
+
+def _part(flat: np.ndarray, slot: Slot) -> np.ndarray:
+    return flat[slot.offset : slot.offset + slot.count].reshape(slot.shape)
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,7 +184,7 @@ def _on_torchs_stream(
 
     @wraps(method)
     def call(self: ShardedOptimizer, *args: P.args, **kwargs: P.kwargs) -> T:
-        with exchange.on_torchs_stream(self._device):
+        with torch_tensors.on_torchs_stream(self._device):
             return method(self, *args, **kwargs)
 
     return call
@@ -96,14 +250,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._names = {id(each): name for name, each in model.module.named_parameters()}
         self._whole = optimizer_class(model.parameters() if params is None else params, **settings)
         """Torch's own: checks and completes settings, knows the form of state dicts, and holds no state for long."""
-        self._owner: ShardOwner | None = None
+        self._owner: ShardedUpdate | None = None
         super().__init__(self._whole.param_groups, self._whole.defaults)
         self.param_groups = self._whole.param_groups
         rules = self._rules_by_name()
         self._require_same_groups("ShardedOptimizer")
         self._device = model.device
-        with exchange.on_torchs_stream(self._device):
-            self._owner = ShardOwner(self._backward.reducer, self._rules[0], rules)
+        with torch_tensors.on_torchs_stream(self._device):
+            self._owner = ShardedUpdate(self._backward.reducer, self._rules[0], rules)
         self._places = {name: each.tensor.data_ptr() for name, each in self._backward.params.items()}
         self._backward.awaits_step = True
         self._steps = 0
@@ -128,7 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._steps
 
     @property
-    def _shards(self) -> ShardOwner:
+    def _shards(self) -> ShardedUpdate:
         assert self._owner is not None
         return self._owner
 
@@ -302,7 +456,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _norm(self, operation: str, setting: float) -> float:
         """The norm of the summed gradients, of which all ranks make use with the same ``setting``."""
         reducer = self._backward.reducer
-        own = norms.of_shards(reducer)
+        own = sharded_update.of_shards(reducer)
         (squares,), alike = reducer.closing.tally_alike((setting,), own)
         if not alike:
             require_same(self._world.comm, operation, [f"{operation} by {setting!r}"], "pass the same on all ranks")
@@ -335,7 +489,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         See `hpcdp.Trainer.changing_parameters`; here, changes elsewhere are not refused.
         """
-        with exchange.on_torchs_stream(self._device), self._shards.changing():
+        with torch_tensors.on_torchs_stream(self._device), self._shards.changing():
             yield
 
     @_on_torchs_stream
@@ -344,7 +498,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Groups have ``param_names``, by which `load_state_dict` matches parameters, in whatever order they are.
         """
-        found = sharded_state.give(self._whole, self._backward, self._shards, self._steps)
+        found = give(self._whole, self._backward, self._shards, self._steps)
         for group, names in zip(found["param_groups"], self._names_by_group(), strict=True):
             group["param_names"] = names
         return found
@@ -364,17 +518,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def checked() -> dict[str, Any]:
             given = state_dict
-            if sharded_state.is_well_formed(given):
-                given = parameter_order.ordered("load_state_dict", given, self._names_by_group())
-            sharded_state.check(given, self._whole, self._names, names)
+            if is_well_formed(given):
+                given = torch_tensors.ordered("load_state_dict", given, self._names_by_group())
+            check(given, self._whole, self._names, names)
             return given
 
         state_dict = on_every_rank(self._world.comm, checked)
-        described = sharded_state.described(state_dict)
-        require_same(self._world.comm, "load_state_dict", described, "load the same on all ranks")
+        description = described(state_dict)
+        require_same(self._world.comm, "load_state_dict", description, "load the same on all ranks")
         self._whole.load_state_dict(state_dict)
         self.param_groups = self._whole.param_groups
-        self._steps = sharded_state.take(self._whole, self._backward, self._shards)
+        self._steps = take(self._whole, self._backward, self._shards)
         self._shards.set_rules(self._rules_by_name())
 
 
@@ -408,3 +562,113 @@ def _rule(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> Optimizer
         raise UnsupportedError("ShardedOptimizer", where=wrong, expected="the default", got=repr(group[wrong]),
                                remedy="wrap the model with owner='rank' and use torch's own")  # fmt: skip
     return _RULES[kind](group)
+
+
+def broadcast_optimizer_state(optimizer: Any, root: int = 0, world: World | None = None) -> None:
+    """Give ``optimizer`` on every rank the state and settings that it has on rank ``root``; every rank must call.
+
+    For optimizers of torch's own, and for what else has a ``state_dict``, such as a gradient scaler or a scheduler:
+    after one rank has loaded a checkpoint, or after `DistributedDataParallel.join`.
+
+    Args:
+        optimizer: over the same parameters on every rank; changed in place.
+        root: a rank.
+        world: the ranks; default `hpcdp.init()`.
+
+    Raises:
+        ConfigError: there is no such rank, or each rank holds a part of the state.
+        MismatchError: the ranks' groups differ in shapes or names; on every rank.
+        UnsupportedError: the state holds something that is no tensor, number, text, list, tuple or dict; on every rank.
+    """
+    world = init() if world is None else world
+    if not 0 <= root < world.size:
+        raise ConfigError("broadcast_optimizer_state", where="root", expected=f"0 to {world.size - 1}", got=root)
+    if isinstance(optimizer, ShardedOptimizer):
+        raise ConfigError(
+            "broadcast_optimizer_state", expected="an optimizer whose whole state is on each rank",
+            got="a ShardedOptimizer", remedy="call its load_state_dict() on all ranks",
+        )  # fmt: skip
+    if isinstance(optimizer, torch.optim.Optimizer):
+        groups = optimizer.param_groups
+        names = torch_tensors.plain([group.get("param_names", ()) for group in groups])
+        shapes = [[tuple(each.shape) for each in group["params"]] for group in groups]
+        items = [f"group {number}: {each}" for number, each in enumerate(zip(shapes, names, strict=True))]
+        require_same(world.comm, "broadcast_optimizer_state", items, "make the optimizer alike on all ranks")
+    is_root = world.rank == root
+    tensors: list[torch.Tensor] = []
+    mine = on_every_rank(world.comm, lambda: _form(optimizer.state_dict(), tensors) if is_root else None)
+    form = world.comm.allgather_json(mine)[root]
+    received: list[torch.Tensor] = []
+    state = _filled(form, received)
+    for number, into in enumerate(received):
+        if is_root:
+            into.copy_(tensors[number])
+        if into.numel():
+            in_order = into.as_strided((into.numel(),), (1,))  # of memory
+            world.comm.native_broadcast(in_order.view(torch.uint8).numpy(), root)
+    if not is_root:
+        optimizer.load_state_dict(state)
+
+
+def _form(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """``value`` as JSON, its tensors by shape, strides and dtype, and in the order of ``tensors``."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach())
+        strides = torch.empty_like(value, device="meta").stride()
+        return {"tensor": list(value.shape), "strides": strides, "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, dict):
+        return {"dict": [[key, _form(each, tensors)] for key, each in value.items()]}
+    if isinstance(value, list | tuple):
+        return {type(value).__name__: [_form(each, tensors) for each in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UnsupportedError("broadcast_optimizer_state", expected="tensors and numbers", got=type(value).__name__)
+
+
+def _filled(form: Any, tensors: list[torch.Tensor]) -> Any:
+    """What `_form` was made of, with new tensors, which are added to ``tensors``."""
+    if not isinstance(form, dict):
+        return form
+    if "tensor" in form:
+        tensors.append(torch.empty_strided(form["tensor"], form["strides"], dtype=getattr(torch, form["dtype"])))
+        return tensors[-1]
+    if "dict" in form:
+        return {key: _filled(each, tensors) for key, each in form["dict"]}
+    ((kind, items),) = form.items()
+    return {"list": list, "tuple": tuple}[kind](_filled(each, tensors) for each in items)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler``, for a `ShardedOptimizer`, too: a step is left out on all ranks or on none.
+
+    With ``owner="rank"`` torch's own does as well, since all ranks see the same averages. Every rank must make it, with
+    the same settings, and call `unscale_`, `step` and `update`. After `DistributedDataParallel.join`
+    `broadcast_optimizer_state` gives all ranks the scale of those that went on longest.
+
+    Args:
+        device: of the gradients, ``"cuda"`` for those on GPUs.
+        settings: as torch's takes them: init_scale, growth_factor, backoff_factor, growth_interval, enabled.
+    """
+
+    def __init__(self, device: str = "cpu", **settings: Any) -> None:
+        super().__init__(device, **settings)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Update, unless a gradient of some rank is not finite; every rank must call."""
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.knows_scaler = True
+            steps = optimizer.num_steps
+            result = super().step(optimizer, *args, **kwargs)
+            if self.is_enabled() and optimizer.num_steps == steps:
+                optimizer.skip()
+            return result
+        return super().step(optimizer, *args, **kwargs)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        # Torch's FSDP overrides the same method for the same end.
+        if not isinstance(optimizer, ShardedOptimizer):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        finite = optimizer.unscale(float(inv_scale))
+        return {found_inf.device: found_inf.fill_(0.0 if finite else 1.0)}

@@ -1,6 +1,10 @@
-"""What torch has as checkpoints see it: `hpcdp.checkpoint.leaves` for tensors, generators, schedules, wrapped modules.
+"""States of PyTorch modules and optimizers in checkpoints and exported networks.
+
+What torch has as checkpoints see it: `hpcdp.checkpoint.flatten` for tensors, generators, schedules, wrapped modules.
 
 Gradient scalers have states of their own, which need nothing but their tensors to be seen.
+
+A checkpoint as a file for `torch.load`: nested as it was saved, so a part of it is the state dict of a module.
 """
 
 from __future__ import annotations
@@ -9,13 +13,15 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..arrays import BFLOAT16, bits, of_bits
-from ..checkpoint.leaves import (
+from ..checkpoint import flatten
+from ..checkpoint.export import Chosen, Tell, read
+from ..checkpoint.flatten import (
     MAKERS,
     STATISTICS,
     Adapter,
@@ -28,12 +34,13 @@ from ..checkpoint.leaves import (
     of_ranks,
     overlaps,
 )
-from ..checkpoint.names import unquoted
+from ..checkpoint.inspect import unquoted
 from ..comm import World
+from ..core.arrays import BFLOAT16, bits, of_bits
+from ..core.state import Saved, Stateful
+from ..data_parallel.trainer_state import residuals
 from ..errors import ConfigError, UnsupportedError
-from ..gradients.sharded_state import residuals
-from ..state import Saved, Stateful
-from . import parameter_order
+from . import tensors as torch_tensors
 from .distributed import DistributedDataParallel
 
 _KIND = "torch"
@@ -160,7 +167,7 @@ class _Optimizer(Adapter):
         # Of modules that have parameters of one name, that of the module tells them apart.
         texts = [[(each.name if counts[each.name] == 1 else each.full) if isinstance(each, Named)
                   else each or f"unnamed {next(unnamed)}" for each in names] for names in found]  # fmt: skip
-        return parameter_order.plain(texts)
+        return torch_tensors.plain(texts)
 
     def fitted(self, form: Any, saved: Saved) -> Any:
         if (groups := _saved_groups(form)) is None:
@@ -171,12 +178,10 @@ class _Optimizer(Adapter):
         if own is not None and all(names is not None for names in theirs):
             last = {unquoted(old.split("/")[-1]): unquoted(new.split("/")[-1]) for old, new in saved.renamed.items()}
             called = [[last.get(name, name) for name in names or ()] for names in theirs]
-            order = parameter_order.match("restore", numbers, called, own)
+            order = torch_tensors.match("restore", numbers, called, own)
         else:
             self._require_order(form, groups, saved, own is None and any(theirs))
-            order = parameter_order.Order(
-                {number: number for each in numbers for number in each}, [*range(len(groups))]
-            )
+            order = torch_tensors.Order({number: number for each in numbers for number in each}, [*range(len(groups))])
         places = {old: new for old, new in order.numbers.items() if old != new}
         if places and isinstance(self._optimizer, torch.optim.LBFGS):
             raise ConfigError(
@@ -261,9 +266,7 @@ def _texts(form: Any) -> list[str] | None:
     return form["list"] if isinstance(form, dict) and "list" in form else None
 
 
-def _reordered(
-    form: Any, groups: list[dict[str, Any]], order: parameter_order.Order, own: list[list[str]] | None
-) -> Any:
+def _reordered(form: Any, groups: list[dict[str, Any]], order: torch_tensors.Order, own: list[list[str]] | None) -> Any:
     """The form of a state dict in another order of parameters, with the names ``own``."""
     made, first = [], 0
     for at, number in enumerate(order.groups):
@@ -344,3 +347,36 @@ class _Wrapped(_Module):
 @as_stateful.register
 def _(value: DistributedDataParallel, world: World) -> Stateful:
     return _Wrapped(value)
+
+
+def write(chosen: Chosen, path: Path, tell: Tell) -> None:
+    """By `torch.save`, of dicts, lists, tuples, numbers and tensors, which `torch.load` takes with ``weights_only``.
+
+    All elements must fit in memory.
+
+    Raises:
+        ConfigError: PyTorch has no such dtype.
+        DataError: a file is missing or damaged.
+        OSError: the file cannot be written.
+    """
+    wanted = [node["tensor"] for _, node in flatten.leaves(chosen.form) if isinstance(node, dict) and "tensor" in node]
+    tensors = {name: chosen.manifest.tensors[name] for name in wanted}
+    for name, each in tensors.items():
+        _made(name, np.empty(0, each.stored_dtype), each.dtype)  # refused before gigabytes are read
+    arrays = dict(read(chosen.folder, tensors, tell))
+    state = flatten.built(chosen.form, lambda name: _made(name, arrays[name], tensors[name].dtype))
+    try:
+        with open(path, "wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:  # that the archive is torn; it was raised while this was:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def _made(name: str, array: np.ndarray, dtype: str) -> torch.Tensor:
+    try:
+        return tensor(array, dtype)
+    except TypeError as error:
+        raise ConfigError("export", where=name, expected="a dtype that PyTorch has", got=dtype,
+                          remedy="--format npz") from error  # fmt: skip

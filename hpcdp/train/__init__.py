@@ -1,13 +1,4 @@
-"""Floor 6: train.
-
-Imports: kvstore, checkpoint, gradients, collectives, compression, nn, optim, data, comm, autograd, engine, trace,
-archive, state, kernels, streams, devices, holders, replacing, arrays, launched, toml,
-errors.
-
-`trainers` make one update of the gradients of all ranks, `TrainStep` a step with forward and backward, `fit` is the
-loop around it, `runs` what ``hpcdp train`` does; `traced` writes down who did what when, `SyncBatchNorm` normalises by
-the batches of all ranks.
-"""
+"""Training: `fit` and its callbacks, evaluation, metrics, reports, and the runs of ``hpcdp train``."""
 
 from __future__ import annotations
 
@@ -15,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .chrome_trace import traced
     from .sync_batch_norm import SyncBatchNorm
-    from .tracing import traced
     from .train_step import TrainStep
 
 __all__ = ["SyncBatchNorm", "TrainStep", "traced"]
 
-_HOMES = {"SyncBatchNorm": "sync_batch_norm", "TrainStep": "train_step", "traced": "tracing"}
+_HOMES = {"SyncBatchNorm": "sync_batch_norm", "TrainStep": "train_step", "traced": "chrome_trace"}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ..core.state import Stateful, require_state
 from ..errors import ConfigError, is_number, whole_number
-from ..state import Stateful, require_state
 from . import progress
 from .metrics import Record
-from .runs.run_folder import RunFolder
+from .runs.run_dir import RunFolder
 
 
 class Callback:
@@ -23,8 +23,8 @@ class Callback:
     """Set to True, on any rank, it ends `fit` on all ranks after the epoch under way."""
 
     def alike(self) -> str | None:
-        """What of it must be the same on every rank, which `fit` compares; its state, if it has one (`hpcdp.state`), is
-        saved with the run. None: some ranks may have others, or none."""
+        """What of it must be the same on every rank, which `fit` compares; its state, if it has one
+        (`hpcdp.core.state`), is saved with the run. None: some ranks may have others, or none."""
         return None
 
     def on_resume(self, epochs: int, steps: int) -> None:
@@ -167,11 +167,11 @@ class EarlyStopping(Callback):
         return (self.best - value if self.mode == "min" else value - self.best) > self.min_delta
 
     def state_dict(self) -> dict[str, Any]:
-        """See `hpcdp.state`."""
+        """See `hpcdp.core.state`."""
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `hpcdp.state`."""
+        """See `hpcdp.core.state`."""
         require_state("EarlyStopping", state, "best", "waited")
         self.best, self.waited = state["best"], state["waited"]
 
@@ -183,11 +183,11 @@ class StatesOfCallbacks:
         self._own = [(each.alike(), each) for each in callbacks if each.alike() is not None]
 
     def state_dict(self) -> list[tuple[str | None, Any]]:
-        """See `hpcdp.state`."""
+        """See `hpcdp.core.state`."""
         return [(alike, each.state_dict()) for alike, each in self._own if isinstance(each, Stateful)]
 
     def load_state_dict(self, state: Sequence[tuple[str | None, Any]]) -> None:
-        """See `hpcdp.state`; of callbacks that are not there any more it is left out."""
+        """See `hpcdp.core.state`; of callbacks that are not there any more it is left out."""
         saved = dict(state)
         for alike, each in self._own:
             if alike in saved and isinstance(each, Stateful):

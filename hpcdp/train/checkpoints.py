@@ -117,10 +117,10 @@ class Checkpoints:
 
     def alike(self) -> list[str]:
         """What of it must be the same on every rank, in words, which `fit` compares before it trains."""
-        from ..checkpoint import arguments  # not before, as above
+        from ..checkpoint import manager as checkpoint_manager  # not before, as above
 
         named = f"checkpoints every={self._every!r}, resume={self.resume}, extra={sorted(map(str, self._extra))}"
-        return [named, *arguments.told_alike({}, arguments.settings(self._config or {}))]
+        return [named, *checkpoint_manager.told_alike({}, checkpoint_manager.settings(self._config or {}))]
 
     def begin(self, world: World, parts: Mapping[str, Any]) -> Position:
         """Take in what the state consists of, and restore it where the run goes on; every rank must call.

@@ -10,21 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, to_host
 from ..autograd import Tensor, predict_mode
 from ..collectives import allreduce
 from ..comm import World, init
-from ..comm.agreement import require_same
+from ..comm.consistency import require_same
 from ..comm.world import require_world
+from ..core.arrays import Array, to_host
+from ..core.devices import brought_values
 from ..data import Dataset
-from ..data.datasets import require_dataset
-from ..data.split import piece_bounds
-from ..devices import brought_values
+from ..data.datasets import piece_bounds, require_dataset
 from ..errors import ConfigError, UnsupportedError, type_named, whole_number
 from ..nn import Module
-from ..nn.deferred import shape_of
-from ..nn.functional import softmax_cross_entropy
-from ..nn.losses import require_per_sample
+from ..nn.functional import require_per_sample, softmax_cross_entropy
+from ..nn.module import shape_of
 from .metrics import BatchSums
 
 

@@ -1,25 +1,347 @@
-"""One page of HTML about one run or several: what they reached, how fast, what waited for what, and their settings.
+"""The report of a run, and of single steps.
+
+One page of HTML about one run or several: what they reached, how fast, what waited for what, and their settings.
 
 The page needs no other file and no network, so that it can be sent or opened from a file system: pictures are in it.
+
+The pictures of a report: curves of all runs over epochs, and the ranks of each run beside each other.
+
+Where the time of an epoch went, on which rank, and how short its steps could have been.
 """
 
 from __future__ import annotations
 
 import base64
 import html
+import io
 import os
+import socket
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from .. import toml
+from ..comm import World
+from ..core import files
+from ..data_parallel.profiling import BucketCost, BucketTimes, GpuTimes, critical_path, mirrored_need, reduction_seconds
+from ..data_parallel.trainer import Trainer
+from ..engine.trace import Span, Trace
 from ..errors import ConfigError, DataError, is_number, shortened
 from .metrics import Record, read_metrics
-from .progress import loss_text, slowest_rank
-from .report_figures import PARTS
+from .progress import LARGEST, by_powers, loss_text, slowest_rank, styled
+
+_COLORS = ("#3566a8", "#c8552b", "#3f8f5b", "#8a5aa8", "#b08a1e", "#4a9aa8", "#a84a6b", "#6b6b6b")
+PARTS = {"compute_s": ("computation", "#3566a8"), "data_s": ("data", "#b08a1e"), "exposed_s": ("waiting", "#c8552b")}
+_MOST_BARS = 64
+_LONGEST_NAME = 40
+"""Of longer names the ends stand below the curves."""
+
+
+def draw_all(runs: Sequence[Run]) -> dict[str, bytes]:
+    """PNG pictures by their headings, of what ``runs`` have measured; those without a point are left out."""
+    curves: dict[str, Callable[[Run], list[tuple[str, list[float], list[float]]]]] = {
+        "Loss": lambda run: [_points(run, "step", "loss"), _points(run, "epoch", "test_loss")],
+        "Accuracy": lambda run: [_points(run, "step", "accuracy"), _points(run, "epoch", "test_accuracy")],
+        "Samples a second": lambda run: [_points(run, "step", "samples_per_s")],
+        "Exposed communication, ms a step": lambda run: [_exposed(run)],
+    }
+    found: dict[str, bytes] = {}
+    for heading, of_run in curves.items():
+        lines = [(run.name, of_run(run)) for run in runs]
+        if any(x for _, each in lines for _, x, _ in each):
+            found[heading] = _curves(heading, lines)
+    compared = {run.name: each for run in runs if (each := _by_rank(run))}
+    if compared:
+        found["Ranks, ms a step"] = _ranks(compared)
+    return found
+
+
+def _points(run: Run, kind: str, name: str) -> tuple[str, list[float], list[float]]:
+    records = [each for each in run.of_kind(kind) if each.get(name) is not None]
+    return kind, [each["epoch"] for each in records], [min(each[name], LARGEST) for each in records]
+
+
+def _exposed(run: Run) -> tuple[str, list[float], list[float]]:
+    epochs, values, before = [], [], 0
+    for each in run.of_kind("step") if run.has_several_ranks else ():
+        steps, before = each["step"] - before, each["step"]
+        if steps > 0 and each.get("comm_exposed_s") is not None:
+            epochs.append(each["epoch"])
+            values.append(1e3 * each["comm_exposed_s"] / steps)
+    return "step", epochs, values
+
+
+def _curves(heading: str, lines: Sequence[tuple[str, Sequence[tuple[str, list[float], list[float]]]]]) -> bytes:
+    count = sum(bool(x) for _, curves in lines for _, x, _ in curves)
+    figure, (axes,) = styled(1, (9.0, 3.4 + 0.2 * -(-count // 2)))
+    names = []
+    for (name, curves), color in zip(lines, _colors(len(lines)), strict=True):
+        for kind, x, y in curves:
+            if x:
+                name = name if len(name) <= _LONGEST_NAME else f"...{name[-_LONGEST_NAME:]}"
+                both = f"{name}, {'test' if kind == 'epoch' else 'training'}" if len(curves) > 1 else name
+                style: dict[str, Any] = {"marker": "o", "markersize": 3.5, "linestyle": "--"} if kind == "epoch" else {}
+                style |= {"marker": "o", "markersize": 3.5} if len(x) == 1 else {}  # which is no line
+                axes.plot(x, y, color=color, linewidth=1.4, **style)
+                names.append(both)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(heading.lower())
+    axes.set_xlim(left=0)
+    if heading == "Loss" and all(value > 0 for _, curves in lines for _, _, y in curves for value in y):
+        by_powers(axes)
+    elif heading != "Accuracy":
+        axes.set_ylim(bottom=0)
+    legend = figure.legend(axes.lines, ["?"] * count, frameon=False, loc="outside lower center", ncols=2, fontsize=9)
+    for text, name in zip(legend.get_texts(), names, strict=True):  # else one that begins with _ has none
+        text.set(text=name, parse_math=False)
+    return _png(figure)
+
+
+def _by_rank(run: Run) -> dict[str, list[float]]:
+    """Milliseconds a step of each rank, by part, over all epochs but the first, in which things are compiled."""
+    epochs = [each for each in run.of_kind("epoch") if "by_rank" in each]
+    if not epochs:
+        return {}
+    first, measured = (epochs[0]["step"], epochs[1:]) if len(epochs) > 1 else (0, epochs)
+    steps = max(1, measured[-1]["step"] - first)
+    size = len(measured[-1]["by_rank"]["compute_s"])  # a run may go on with other ranks
+    alike = [each["by_rank"] for each in measured if len(each["by_rank"]["compute_s"]) == size]
+    return {
+        part: [1e3 * sum(rank) / steps for rank in zip(*[each[part] for each in alike], strict=True)] for part in PARTS
+    }
+
+
+def _ranks(compared: Mapping[str, Mapping[str, Sequence[float]]]) -> bytes:
+    figure, all_axes = styled(len(compared), (9.0, 2.6 * len(compared)))
+    for axes in all_axes[1:]:
+        axes.sharey(all_axes[0])  # so that bars of different runs can be compared
+    for axes, (name, parts) in zip(all_axes, compared.items(), strict=True):
+        ranks = range(len(parts["compute_s"]))
+        below = [0.0] * len(ranks)
+        for part, (label, color) in PARTS.items():
+            if len(ranks) <= _MOST_BARS:
+                axes.bar(ranks, parts[part], bottom=below, color=color, width=0.7, label=label)
+            else:
+                axes.plot(ranks, parts[part], color=color, linewidth=1.0, label=label)
+            below = [low + more for low, more in zip(below, parts[part], strict=True)]
+        axes.set_title(name, fontsize=10, loc="left", parse_math=False)
+        axes.set_xlabel("rank")
+        axes.set_ylabel("ms a step")
+        if len(ranks) <= _MOST_BARS:
+            axes.set_xticks(list(ranks)[:: max(1, len(ranks) // 16)])
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
+    return _png(figure)
+
+
+def _colors(count: int) -> Sequence[Any]:
+    if count <= len(_COLORS):
+        return _COLORS[:count]
+    from matplotlib import colormaps
+
+    return [colormaps["turbo"](i / (count - 1)) for i in range(count)]
+
+
+def _png(figure: Any) -> bytes:
+    stream = io.BytesIO()
+    figure.canvas.print_png(stream)
+    return stream.getvalue()
+
+
+STRAGGLES_AT = 1.2
+"""A rank is a straggler when its own work took more than so many times the median over ranks."""
+
+_LOOK_EVERY, _LOOKS_KEPT = 8, 256
+"""The buckets of an epoch's first steps are looked at, then those of one in so many (it takes 2 us a bucket), and so
+many of the last looks count."""
+
+DATA, FORWARD, BACKWARD, STEP = "data", "forward", "backward", "step"
+"""The phases of a step, in this order."""
+
+
+class Phase:
+    """One part of a step, entered again in every step: adds up its time, and is a span of the trace if there is one.
+
+    Args:
+        times: where that part of the step is computed on a GPU, what measures it there, too.
+    """
+
+    def __init__(self, name: str, trace: Trace | None, times: GpuTimes | None = None) -> None:
+        self.name = name
+        self.total_ns = 0
+        """Of the host, since the last `StepReport.start_epoch`."""
+        self.start_ns = self.end_ns = 0
+        self._trace, self._times = trace, times
+        self._span: Span | None = None
+        self._part: AbstractContextManager[None] = nullcontext()
+
+    def __enter__(self) -> None:
+        if self._times is not None:
+            self._part = self._times.part(self.name)
+            self._part.__enter__()
+        if self._trace is not None:
+            self._span = self._trace.span(self.name)
+            self._span.__enter__()
+        self.start_ns = time.perf_counter_ns()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_ns = time.perf_counter_ns()
+        self.total_ns += self.end_ns - self.start_ns
+        if self._span is not None:
+            self._span.__exit__(kind, error, trace)
+        self._part.__exit__(None, None, None)
+
+
+class StepReport:
+    """Measures the steps of this rank, and compares them with those of others once an epoch.
+
+    Use ``with report.phase["data"]:`` and so on around each phase of a step, then `end_step`. What is computed on a GPU
+    is measured there, by events, which are read without waiting for it, but for the last ones of an epoch.
+    """
+
+    def __init__(self, trainer: Trainer, world: World) -> None:
+        trace: Trace | None = world.kept.get(Trace)
+        self._times = trainer.measure_on_gpu()
+        self.phase = {name: Phase(name, trace, self._times) for name in (FORWARD, BACKWARD, STEP)}
+        self.phase[DATA] = Phase(DATA, trace)
+        self._trainer, self._world = trainer, world
+        self._backwards: deque[tuple[int, int]] = deque(maxlen=3)  # updates may end a step late
+        self._seen: Sequence[BucketTimes] = trainer.bucket_times
+        self.start_epoch()
+
+    def start_epoch(self) -> None:
+        """Forget what was measured."""
+        for phase in self.phase.values():
+            phase.total_ns = 0
+        if self._times is not None:
+            self._times.start()
+        self._steps = 0
+        self._exposed_s = self._trainer.stats.exposed_s
+        self._buckets: dict[int, deque[tuple[float, float]]] = {}
+
+    def end_step(self) -> None:
+        """Take in what the trainer knows of its last step."""
+        self._steps += 1
+        if self._times is not None:
+            self._times.end_step()
+            return  # when buckets were ready on the GPU is not known: those are times of the host
+        backward = self.phase[BACKWARD]
+        if not self._backwards or self._backwards[-1][0] != backward.start_ns:
+            self._backwards.append((backward.start_ns, backward.end_ns))
+        if self._steps > _LOOK_EVERY and self._steps % _LOOK_EVERY:
+            return
+        times = self._trainer.bucket_times
+        if times is self._seen or not times:
+            return
+        self._seen = times
+        first_ns = min(each.ready_ns for each in times)
+        started = [start_ns for start_ns, end_ns in self._backwards if start_ns <= first_ns <= end_ns]
+        if not started:  # of a step in which this rank had no samples
+            return
+        for each, reduction_s in zip(times, reduction_seconds(times), strict=True):
+            measured = self._buckets.setdefault(each.number, deque(maxlen=_LOOKS_KEPT))
+            measured.append(((each.ready_ns - started[-1]) / 1e9, reduction_s))
+
+    def end_epoch(self) -> Record:
+        """What an epoch's record says of its steps, alike on every rank; all must call, one small message a rank."""
+        return compare(self._world.comm.allgather_json(self._summary()))
+
+    def _summary(self) -> dict[str, Any]:
+        alone = self._world.size == 1
+        found: dict[str, Any] = {name: phase.total_ns / 1e9 for name, phase in self.phase.items()}
+        if self._times is not None:
+            self._times.finish()
+            found |= {name: self._times.seconds[name] for name in (FORWARD, BACKWARD, STEP)}
+        return found | {
+            "host": socket.gethostname(),
+            "steps": self._steps,
+            "exposed": 0.0 if alone else self._trainer.stats.exposed_s - self._exposed_s,
+            "buckets": [] if alone else [[n, *_medians(each)] for n, each in sorted(self._buckets.items())],
+        }
+
+
+def _medians(measured: Iterable[tuple[float, float]]) -> list[float]:
+    """Of each column: a step in which something was compiled, or another rank was late, says little of the others."""
+    return [statistics.median(column) for column in zip(*measured, strict=True)]
+
+
+def compare(summaries: Sequence[Mapping[str, Any]]) -> Record:
+    """One epoch's numbers from those of each rank; docs/tracing.md lists them.
+
+    A rank's own work is its data and its computation in a step: all that it did but wait for others. The critical path
+    is that of the rank with the longest computation. A bucket is ready when it is on the last rank, and its reduction
+    takes as long as where it is shortest, since elsewhere it has waited for others. Where buckets were not measured,
+    because they are reduced when backward is over, all of the exposed communication is one.
+    """
+    work = [(each[DATA] + _compute(each)) / max(1, each["steps"]) for each in summaries]
+    median = statistics.median_low(work)
+    found: Record = {
+        "data_s": statistics.fmean(each[DATA] for each in summaries),
+        "compute_s": statistics.fmean(_compute(each) for each in summaries),
+    }
+    slowest = max(range(len(work)), key=work.__getitem__)
+    path_s, path = _critical_path(summaries, slowest)
+    found |= {"critical_path_s": path_s * summaries[slowest]["steps"], "critical_path": path}
+    if len(work) > 1:
+        ratios = [seconds / median if median > 0 else 1.0 for seconds in work]
+        found |= {
+            "by_rank": {
+                "compute_s": [_compute(each) for each in summaries],
+                "data_s": [each[DATA] for each in summaries],
+                "exposed_s": [each["exposed"] for each in summaries],
+            },
+            "slowest_rank": slowest,
+            "slowest_host": summaries[slowest]["host"],
+            "slowest_ratio": ratios[slowest],
+            "stragglers": [
+                f"rank {rank} on {summaries[rank]['host']}"
+                for rank in sorted(range(len(work)), key=lambda rank: -ratios[rank])
+                if ratios[rank] > STRAGGLES_AT
+            ],
+        }
+    return found
+
+
+def _waited(summary: Mapping[str, Any]) -> float:
+    """Seconds for which forward has waited for parameters: communication that was exposed, but not in a step's end."""
+    return min(summary[FORWARD], max(0.0, summary["exposed"] - summary[STEP]))
+
+
+def _compute(summary: Mapping[str, Any]) -> float:
+    rest = max(0.0, summary[STEP] - summary["exposed"])
+    return summary[FORWARD] + summary[BACKWARD] - _waited(summary) + rest
+
+
+def _critical_path(summaries: Sequence[Mapping[str, Any]], slowest: int) -> tuple[float, str]:
+    """Seconds a step, and what it runs through."""
+    own = summaries[slowest]
+    steps = max(1, own["steps"])
+    forward_s, backward_s = (own[FORWARD] - _waited(own)) / steps, own[BACKWARD] / steps
+    between_s = (own[DATA] + max(0.0, own[STEP] - own["exposed"])) / steps
+    ready: dict[int, float] = {}
+    busy: dict[int, float] = {}
+    for summary in summaries:
+        for number, ready_s, busy_s in summary["buckets"]:
+            ready[number] = max(ready_s, ready.get(number, ready_s))
+            busy[number] = min(busy_s, busy.get(number, busy_s))
+    if not ready:
+        exposed_s = min(each["exposed"] / max(1, each["steps"]) for each in summaries)
+        in_turn = "computation" + (", then communication" if exposed_s > 0 else "")
+        return forward_s + backward_s + between_s + exposed_s, in_turn
+    buckets = [
+        BucketCost(number, ready[number], busy[number], mirrored_need(ready[number], forward_s, backward_s))
+        for number in ready
+    ]
+    path = critical_path(forward_s, backward_s, buckets, between_s)
+    return path.seconds, str(path)
+
 
 _NUMBERS = ("loss", "accuracy", "test_loss", "test_accuracy", "samples_per_s", "seconds", "comm_exposed_s")
 """Fields of a record that may be missing, or null."""
@@ -82,7 +404,7 @@ def _read(folder: Path, name: str) -> Run:
         for number, record in enumerate(records, 1):
             _check_record(number, record)
         path = folder / "config.toml"
-        settings = toml.read(path) if os.path.isfile(path) else {}
+        settings = files.read_toml(path) if os.path.isfile(path) else {}
     except (OSError, ValueError, RecursionError) as error:
         raise DataError("report", where=path, expected="what a run has written", got=str(error)) from error
     return Run(name, settings, records)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from ..arrays import on_device_of
 from ..autograd import Tensor
-from ..autograd.registry import catch_up
+from ..autograd.dispatch import catch_up
 from ..collectives import allreduce
 from ..comm import World, init
 from ..comm.world import require_world
+from ..core.arrays import on_device_of
 from ..errors import ConfigError, type_named
 from ..nn import BatchNorm, Module, entered_shard
-from ..nn.joint import joint_batch_norm
-from ..nn.virtual_shard import move
+from ..nn.functional import joint_batch_norm
+from ..nn.microbatch import move
 
 
 class SyncBatchNorm(BatchNorm):

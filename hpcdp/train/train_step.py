@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ..autograd import Tensor, as_tensor, record
+from ..data_parallel.trainer import Trainer
 from ..errors import ConfigError, type_named
 from ..nn import Module
-from ..nn.functional import softmax_cross_entropy
-from ..nn.hybrid.step_plan import UNOBSERVED, HybridStep, Phases, finish, like
-from ..nn.losses import require_per_sample
-from .trainers.trainer import Trainer
+from ..nn.functional import require_per_sample, softmax_cross_entropy
+from ..nn.jit.step_executor import UNOBSERVED, HybridStep, Phases, finish, like
 
 
 class _LossAndOutput(Module):

@@ -10,10 +10,10 @@ import pytest
 
 from hpcdp import autograd, nn, optim
 from hpcdp.autograd import Tensor
-from hpcdp.autograd.registry import CALLS, OPERATORS, operator
-from hpcdp.comm import threads
+from hpcdp.autograd.dispatch import CALLS, OPERATORS, operator
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, DataError
-from hpcdp.train.trainers.trainer import Trainer
 
 LIMIT_S = 20
 LOSS = nn.functional.softmax_cross_entropy
@@ -162,7 +162,7 @@ def test_training_gives_the_same_bits(n, per_node):
             train()
         return [each.item() for each in seen], [param.data.copy() for param in net.parameters()]
 
-    eager, ours = (threads.run(n, lambda world, a=a: rank(world, a), per_node) for a in (False, True))
+    eager, ours = (thread_comm.run(n, lambda world, a=a: rank(world, a), per_node) for a in (False, True))
     for (sums, params), (our_sums, our_params) in zip(eager, ours, strict=True):
         assert sums == our_sums
         for param, our_param in zip(params, our_params, strict=True):

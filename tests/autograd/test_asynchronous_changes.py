@@ -10,10 +10,10 @@ import pytest
 
 from hpcdp import autograd, checkpoint, nn, optim
 from hpcdp.autograd import Tensor
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import DataError
 from hpcdp.train import SyncBatchNorm
-from hpcdp.train.trainers.trainer import Trainer
 
 LOSS = nn.functional.softmax_cross_entropy
 
@@ -215,7 +215,7 @@ def test_so_do_making_a_trainer_and_sums_of_gradients(gates, n, store):
             np.testing.assert_array_equal(read.asnumpy(), mine)
             np.testing.assert_array_equal(net.weight.grad, np.full((3, 2), 4.0 * sum(range(1, n + 1))))
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 def test_synchronised_batch_norm_moves_statistics_behind_earlier_predictions(gates):
@@ -228,7 +228,7 @@ def test_synchronised_batch_norm_moves_statistics_behind_earlier_predictions(gat
                 net(x)
             np.testing.assert_array_equal(y.asnumpy(), expected)
 
-    threads.run(1, rank)
+    thread_comm.run(1, rank)
 
 
 def test_operands_count_as_they_were_when_they_were_passed(gates):

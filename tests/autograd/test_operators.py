@@ -5,8 +5,8 @@ import pytest
 from finite_differences import assert_gradients
 
 from hpcdp import autograd, nn
-from hpcdp.arrays import dtype_of
 from hpcdp.autograd import Tensor, concatenate, maximum, minimum, operators, stack, where
+from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import UnsupportedError
 
 RNG = np.random.default_rng(0)

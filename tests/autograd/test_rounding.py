@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hpcdp import nn
-from hpcdp.arrays import dtype_of
 from hpcdp.autograd import Tensor, maximum, minimum, record, stack
+from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import HpcdpError, UnsupportedError
 
 HALVES = {"float16": 2.0**-11, "bfloat16": 2.0**-8}

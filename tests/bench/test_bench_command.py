@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from hpcdp import collectives
-from hpcdp.arrays import dtype_of
 from hpcdp.bench import collective, command, measure, point_to_point, probe
 from hpcdp.bench.measure import Series
-from hpcdp.collectives import cost
-from hpcdp.collectives.algorithms import Algorithm
-from hpcdp.collectives.links import ETHERNET, FABRIC, Link, Topology
-from hpcdp.collectives.progress import drive
-from hpcdp.comm import World, threads
+from hpcdp.collectives import cost_model
+from hpcdp.collectives.cost_model import ETHERNET, FABRIC, Link, Topology
+from hpcdp.collectives.registry import Algorithm
+from hpcdp.comm import World, thread_comm
+from hpcdp.comm.tasks import drive
+from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import ConfigError
 
 QUICK = ("-i", "3", "-x", "1")
@@ -40,7 +40,7 @@ def _no_tuning_table(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
 def bench(ranks: int, *arguments: str) -> list[int]:
     """The exit status of every rank."""
     settings = command.parse([*arguments, *QUICK])
-    return threads.run(ranks, lambda world: command.run(settings, world))
+    return thread_comm.run(ranks, lambda world: command.run(settings, world))
 
 
 OSU_COLUMNS = {
@@ -229,7 +229,7 @@ def test_bandwidth_of_both_ways_is_that_of_the_slower_end(monkeypatch: pytest.Mo
 
     def mb_s(pattern: str) -> tuple[float, float]:
         how = point_to_point.Sweep(pattern, np.dtype(np.int8), window=2)
-        (row,) = threads.run(3, lambda world: list(point_to_point.sweep(how, [1000], world)))[0]
+        (row,) = thread_comm.run(3, lambda world: list(point_to_point.sweep(how, [1000], world)))[0]
         return row["mb_s"], row["median_mb_s"]
 
     assert mb_s("bandwidth") == pytest.approx((2000, 2000))
@@ -245,7 +245,7 @@ def test_the_limit_of_a_plot_is_a_link_between_nodes(monkeypatch: pytest.MonkeyP
         assert name == "point to point between nodes" and rate > 0
         return world.comm.traffic.nbytes > 1 << 20  # type: ignore[attr-defined]
 
-    assert threads.run(4, rank, (3, 1)) == [True, False, False, True]  # and not 0 and 2, on one node
+    assert thread_comm.run(4, rank, (3, 1)) == [True, False, False, True]  # and not 0 and 2, on one node
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -266,7 +266,7 @@ def test_a_file_that_fails_is_told_and_the_others_are_written(tmp_path: Path, mo
             command.run(settings, world)
         return str(caught.value)
 
-    for said in threads.run(2, rank):
+    for said in thread_comm.run(2, rank):
         assert said == "bench: /dev/full cannot be written: No space left on device"
     assert len(json.loads(report.read_text())["rows"]) == 3
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -314,7 +314,7 @@ def test_a_plot_compares_turn_by_turn(name: str, turns: int, tmp_path: Path, mon
     report = tmp_path / "report.json"
     given = [name, "-m", "4K:16K", "--factor", "4", "-i", str(turns), "-x", "1", "--json", str(report)]
     settings = command.parse([*given, "--plot", str(tmp_path / "curve.png")])
-    assert threads.run(2, lambda world: command.run(settings, world)) == [0, 0]
+    assert thread_comm.run(2, lambda world: command.run(settings, world)) == [0, 0]
     assert together == [2] * (8 if name == "iallreduce" else 4)  # alone, and beside computing
     for row in json.loads(report.read_text())["rows"]:
         assert row["iterations"] == row["library"]["iterations"] == turns
@@ -372,10 +372,10 @@ def test_predictions_are_those_of_the_model_and_the_chosen_algorithm(monkeypatch
             found |= {algorithm: predicted({"nbytes": 1 << 20, "total_nbytes": 1 << 20})["predicted_us"]}
         return found
 
-    found = threads.run(2, rank)[0]
+    found = thread_comm.run(2, rank)[0]
     on = Topology((2,))
-    assert found["auto"] == found["shared"] == 1e6 * cost.predicted_s("allreduce", "shared", 1 << 20, on, FABRIC)
-    assert found["ring"] == 1e6 * cost.predicted_s("allreduce", "ring", 1 << 20, on, FABRIC)
+    assert found["auto"] == found["shared"] == 1e6 * cost_model.predicted_s("allreduce", "shared", 1 << 20, on, FABRIC)
+    assert found["ring"] == 1e6 * cost_model.predicted_s("allreduce", "ring", 1 << 20, on, FABRIC)
 
 
 def test_predictions_of_messages_are_those_of_the_link_between_the_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,8 +391,8 @@ def test_predictions_of_messages_are_those_of_the_link_between_the_pairs(monkeyp
             found += predicted({"nbytes": 10**6}).values()
         return found
 
-    assert threads.run(4, rank)[0] == pytest.approx([203, 1e6 / 101, 1e6 / 101, 2e6 / 201], rel=1e-3)
-    assert threads.run(4, rank, 2)[0] == pytest.approx([1022, 1e3, 2e3, 1e3], rel=1e-3)
+    assert thread_comm.run(4, rank)[0] == pytest.approx([203, 1e6 / 101, 1e6 / 101, 2e6 / 201], rel=1e-3)
+    assert thread_comm.run(4, rank, 2)[0] == pytest.approx([1022, 1e3, 2e3, 1e3], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ def test_misuse_is_told_on_every_rank(ranks: int, given: list[str], says: str) -
             command.run(command.parse(given), world)
         return str(caught.value)
 
-    for said in threads.run(ranks, rank):
+    for said in thread_comm.run(ranks, rank):
         assert says in said and "\n" not in said
 
 
@@ -474,7 +474,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
             command.run(settings, world)
         return str(caught.value)
 
-    for said in threads.run(2, rank):
+    for said in thread_comm.run(2, rank):
         assert re.fullmatch("bench --plot: expected matplotlib, got .*; pip install matplotlib", said)
     assert capsys.readouterr().out == ""
 
@@ -495,7 +495,7 @@ def test_a_nonblocking_peer_that_reduces_in_its_own_way(given: list[str], tmp_pa
         (row,) = collective.overlap_sweep(how, [64], world, beside_library=True)
         return row
 
-    for row in threads.run(2, rank):
+    for row in thread_comm.run(2, rank):
         assert row["wrong"] == 0
         assert ("library" in row) == ("mean" in given)  # MPI has no bfloat16
         assert row.get("library", row)["wrong"] == 0

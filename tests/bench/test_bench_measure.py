@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from hpcdp.arrays import dtype_of
 from hpcdp.bench import measure
 from hpcdp.bench.measure import FreshData, Schedule, Series
+from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import ConfigError
 
 

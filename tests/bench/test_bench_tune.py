@@ -7,8 +7,8 @@ import pytest
 
 from hpcdp.bench import probe, tune
 from hpcdp.bench.tune import Effort
-from hpcdp.collectives import ALGORITHMS, tuning
-from hpcdp.comm import threads
+from hpcdp.collectives import ALGORITHMS, registry
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 
 SHORT = Effort((4, 16, 64, 4096), seconds=0.001, iterations=3)
@@ -22,7 +22,7 @@ def _short_probes(monkeypatch):
 @pytest.fixture
 def links_are_known(monkeypatch):
     """Links are not measured: what is shown or saved is looked at, not the machine."""
-    monkeypatch.setattr(probe, "probe", lambda world: tuning.ETHERNET)
+    monkeypatch.setattr(probe, "probe", lambda world: registry.ETHERNET)
 
 
 @pytest.fixture(autouse=True)
@@ -85,11 +85,11 @@ def test_beyond_what_was_measured_nothing_is_claimed(sizes, names, wanted):
 
 @pytest.mark.usefixtures("links_are_known")
 def test_sizes_that_were_left_out_stay(tables, capsys):
-    threads.run(2, lambda world: tune.tune(world, SHORT, collectives=["reduce"]))
+    thread_comm.run(2, lambda world: tune.tune(world, SHORT, collectives=["reduce"]))
     (path,) = tables.iterdir()
     before = json.loads(path.read_text())["measured"]["reduce"]
     effort = Effort((64, 1 << 16), seconds=0.001, iterations=3)
-    threads.run(2, lambda world: tune.tune(world, effort, collectives=["reduce"]))
+    thread_comm.run(2, lambda world: tune.tune(world, effort, collectives=["reduce"]))
     table = json.loads(path.read_text())
     after = table["measured"]["reduce"]
     assert [row["nbytes"] for row in after] == [4, 16, 64, 4096, 1 << 16]
@@ -99,16 +99,16 @@ def test_sizes_that_were_left_out_stay(tables, capsys):
         [row["nbytes"] for row in after], [row["chosen"] for row in after]
     )
     capsys.readouterr()
-    answers = threads.run(2, lambda world: (tuning.choice(world, "reduce", 1 << 16), tune.show(world)))
+    answers = thread_comm.run(2, lambda world: (registry.choice(world, "reduce", 1 << 16), tune.show(world)))
     assert answers == [(after[-1]["chosen"], None)] * 2
-    assert threads.run(2, lambda world: tuning.choice(world, "reduce", 1 << 17)) == [None, None]
+    assert thread_comm.run(2, lambda world: registry.choice(world, "reduce", 1 << 17)) == [None, None]
     assert "to 64K, the model's choice above" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("links_are_known")
 @pytest.mark.parametrize("measured", [7, {"reduce": [{"nbytes": 4}]}])
 def test_a_table_with_malformed_rows_is_told_once_and_written_anew(tables, capsys, measured):
-    threads.run(2, lambda world: tune.tune(world, SHORT, collectives=["reduce"]))
+    thread_comm.run(2, lambda world: tune.tune(world, SHORT, collectives=["reduce"]))
     (path,) = tables.iterdir()
     path.write_text(json.dumps(json.loads(path.read_text()) | {"measured": measured}))
 
@@ -118,9 +118,9 @@ def test_a_table_with_malformed_rows_is_told_once_and_written_anew(tables, capsy
         return True
 
     capsys.readouterr()
-    assert all(threads.run(2, refused))
+    assert all(thread_comm.run(2, refused))
     assert capsys.readouterr().err.count("is ignored:") == 1
-    assert threads.run(2, lambda world: tune.tune(world, SHORT, collectives=["broadcast"])) == [0, 0]
+    assert thread_comm.run(2, lambda world: tune.tune(world, SHORT, collectives=["broadcast"])) == [0, 0]
     assert set(json.loads(path.read_text())["measured"]) == {"broadcast"}
 
 
@@ -130,18 +130,18 @@ def test_help_fits_80_columns():
 
 def test_where_ranks_share_cores_nothing_is_predicted(tables, monkeypatch, capsys):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-    assert threads.run(2, lambda world: tune.tune(world, SHORT, collectives=["reduce"])) == [0, 0]
+    assert thread_comm.run(2, lambda world: tune.tune(world, SHORT, collectives=["reduce"])) == [0, 0]
     lines = capsys.readouterr().out.splitlines()
     assert "# no predictions: 2 ranks share 1 core, and the model takes a core for each" in lines
     rows = [line.split() for line in lines if line and not line.startswith("#")]
     assert len(rows) == 4 and all(row[3] == row[5] == "-" for row in rows)
-    assert threads.run(2, lambda world: tuning.choice(world, "reduce", 4)) == [rows[0][1]] * 2
+    assert thread_comm.run(2, lambda world: registry.choice(world, "reduce", 4)) == [rows[0][1]] * 2
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (3, (2, 1)), (2, 1)])
 def test_what_was_tuned_is_saved_and_followed(tables, monkeypatch, capsys, ranks, per_node):
-    monkeypatch.setattr(tuning, "crowded", lambda world: "")
-    assert threads.run(ranks, lambda world: tune.tune(world, SHORT), per_node) == [0] * ranks
+    monkeypatch.setattr(registry, "crowded", lambda world: "")
+    assert thread_comm.run(ranks, lambda world: tune.tune(world, SHORT), per_node) == [0] * ranks
     (where,) = tables.iterdir()
     table = json.loads(where.read_text())
     assert f"# saved in {where}" in capsys.readouterr().out
@@ -159,11 +159,11 @@ def test_what_was_tuned_is_saved_and_followed(tables, monkeypatch, capsys, ranks
             assert not any(row["wrong"].values())
 
     def follows(world):
-        found = {(each, row["nbytes"]): tuning.choice(world, each, row["nbytes"]) for each, row in measured(table)}
-        return found, json.loads(json.dumps(asdict(tuning.machine(world))))
+        found = {(each, row["nbytes"]): registry.choice(world, each, row["nbytes"]) for each, row in measured(table)}
+        return found, json.loads(json.dumps(asdict(registry.machine(world))))
 
     wanted = {(collective, row["nbytes"]): row["chosen"] for collective, row in measured(table)}
-    assert threads.run(ranks, follows, per_node) == [(wanted, table["machine"])] * ranks
+    assert thread_comm.run(ranks, follows, per_node) == [(wanted, table["machine"])] * ranks
 
 
 def measured(table):
@@ -172,7 +172,7 @@ def measured(table):
 
 @pytest.mark.usefixtures("links_are_known")
 def test_a_dry_run_shows_predictions_in_80_columns_and_saves_nothing(tables, capsys):
-    threads.run(2, lambda world: tune.tune(world, SHORT, dry_run=True))
+    thread_comm.run(2, lambda world: tune.tune(world, SHORT, dry_run=True))
     lines = capsys.readouterr().out.splitlines()
     table = lines[lines.index(tune.HEADING) : lines.index(tune.HEADING) + 5]
     assert [line.split()[0] for line in table] == ["#", "4", "16", "64", "4K"]
@@ -191,7 +191,7 @@ def test_a_wrong_result_is_told_and_never_chosen(tables, monkeypatch, capsys):
         x[-1:] = -1
 
     monkeypatch.setitem(ALGORITHMS["broadcast"], "tree", replace(algorithm, steps=forgetful, blocking=None))
-    assert threads.run(2, lambda world: tune.tune(world, SHORT)) == [1, 1]
+    assert thread_comm.run(2, lambda world: tune.tune(world, SHORT)) == [1, 1]
     assert not list(tables.iterdir())
     text = capsys.readouterr().out
     assert "WRONG" in text.splitlines()[-1]
@@ -202,7 +202,7 @@ def test_a_wrong_result_is_told_and_never_chosen(tables, monkeypatch, capsys):
 def shows_what_was_printed(capsys):
     """To ranks whom the saved table fits, and nothing to others."""
     printed = capsys.readouterr().out
-    threads.run(2, tune.show)
+    thread_comm.run(2, tune.show)
     shown = capsys.readouterr().out
     for line in printed.splitlines():
         if line[:1].isdigit():
@@ -215,16 +215,16 @@ def shows_what_was_printed(capsys):
             tune.show(world)
         return True
 
-    assert all(threads.run(3, refused))
+    assert all(thread_comm.run(3, refused))
 
 
 @pytest.mark.usefixtures("links_are_known")
 def test_what_was_saved_is_shown_and_that_of_other_collectives_stays(tables, capsys):
-    threads.run(2, lambda world: tune.tune(world, SHORT))
+    thread_comm.run(2, lambda world: tune.tune(world, SHORT))
     shows_what_was_printed(capsys)
     (path,) = tables.iterdir()
     before = json.loads(path.read_text())
-    assert threads.run(2, lambda world: tune.tune(world, SHORT, collectives=["reduce"])) == [0, 0]
+    assert thread_comm.run(2, lambda world: tune.tune(world, SHORT, collectives=["reduce"])) == [0, 0]
     printed = capsys.readouterr().out
     assert "# reduce:" in printed
     assert "# allreduce:" not in printed
@@ -245,17 +245,17 @@ def test_an_unknown_collective_is_told_with_the_valid_ones():
     [(2, None), pytest.param(5, None, marks=pytest.mark.thorough), (2, 1), (5, (2, 2, 1)), (4, 2)],
 )
 def test_links_are_measured_on_any_nodes(sizes, per_node):
-    found = threads.run(sizes, probe.probe, per_node)
+    found = thread_comm.run(sizes, probe.probe, per_node)
     assert found == [found[0]] * sizes
     machine = found[0]
     if per_node != 1:
         assert 0 < machine.inside.alpha_s < 0.1
         assert machine.inside.shared_s_per_byte <= machine.inside.beta_s_per_byte
     if per_node is None:
-        assert machine.across == tuning.ETHERNET.across
+        assert machine.across == registry.ETHERNET.across
     else:
         assert 0 < machine.across.alpha_s < 0.1
-        assert machine.across != tuning.ETHERNET.across
+        assert machine.across != registry.ETHERNET.across
     for name in ("copy_s_per_byte", "gamma_s_per_byte", "message_s", "wait_s", "call_s"):
         assert 0 < getattr(machine, name) < 0.1
     assert len(probe.describe(machine, per_node is not None)) == (4 if per_node is not None else 3)
@@ -279,9 +279,9 @@ def test_wrong_usage_is_one_line(argv, says):
 
 def test_a_world_of_one_and_too_little_memory_are_refused():
     with pytest.raises(ConfigError, match="2 ranks or more, got 1; hpcdp launch -n 2 -- hpcdp tune"):
-        threads.run(1, lambda world: tune.tune(world, SHORT))
+        thread_comm.run(1, lambda world: tune.tune(world, SHORT))
     with pytest.raises(ConfigError, match="MiB of memory that are free"):
-        threads.run(2, lambda world: tune.tune(world, Effort((1 << 50,))))
+        thread_comm.run(2, lambda world: tune.tune(world, Effort((1 << 50,))))
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(tables, monkeypatch, capsys):
@@ -293,7 +293,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(tab
             tune.tune(world, SHORT)
         return True
 
-    assert all(threads.run(2, refused))
+    assert all(thread_comm.run(2, refused))
     assert capsys.readouterr().out == ""
 
 
@@ -307,7 +307,7 @@ def test_real_ranks_tune(tables, capsys):
     kept = {key: world.kept.pop(key) for key in ("tuning table", "tuning fingerprint") if key in world.kept}
     try:
         assert tune.tune(world, replace(SHORT, sizes=(4, 4096))) == 0
-        assert tuning.loaded(world)["choices"].keys() == ALGORITHMS.keys()
+        assert registry.loaded(world)["choices"].keys() == ALGORITHMS.keys()
         assert bool(list(tables.iterdir())) == (world.rank == 0)
     finally:
         for key in ("tuning table", "tuning fingerprint"):

@@ -9,14 +9,14 @@ import pytest
 import bench_allreduce as allreduce
 from bench_floor import Floor
 from bench_suite import Suite
-from hpcdp.comm import World, threads
+from hpcdp.comm import World, thread_comm
 
 
 def test_compare_reports_floor_and_ratios() -> None:
     def each(world: World) -> dict:
         return allreduce.compare(world, Floor(world, 1 << 16), None, 1 << 16, iterations=4, warmup=1)
 
-    row = threads.run(2, each)[0]
+    row = thread_comm.run(2, each)[0]
     assert not any(row["wrong"].values())
     assert row["peer"] is None
     assert row["peer_ratio"] == {}

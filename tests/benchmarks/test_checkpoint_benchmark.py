@@ -10,7 +10,7 @@ import pytest
 
 import bench_checkpoint as checkpoint
 from bench_checkpoint import Disk, main, make_state, measure
-from hpcdp.comm import World, threads
+from hpcdp.comm import World, thread_comm
 
 
 def test_all_ranks_read_what_they_saved(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_all_ranks_read_what_they_saved(tmp_path: Path) -> None:
     def run(world: World) -> dict[str, object]:
         return measure(world, Disk(world, tmp_path, state, None), turns=1, with_torch=False)
 
-    for found in threads.run(2, run):
+    for found in thread_comm.run(2, run):
         assert found["wrong"] == 0
         assert set(found["ratio"]["save"]) == {"raw", "hpcdp"}  # type: ignore[index]
 
@@ -32,7 +32,7 @@ def test_no_clock_runs_while_memory_is_made_ready(tmp_path: Path, monkeypatch: p
     def run(world: World) -> dict[str, Any]:
         return measure(world, Disk(world, tmp_path, make_state(1 << 20), None), turns=1, with_torch=False)
 
-    (found,) = threads.run(1, run)
+    (found,) = thread_comm.run(1, run)
     medians = [seconds for each in found["median_s"].values() for seconds in each.values()]
     assert waited and max(medians) < 1e6
 
@@ -45,7 +45,7 @@ def test_a_tensor_that_comes_back_changed_is_counted(tmp_path: Path) -> None:
         disk._into["layer3"]["momentum"][0, 0] += 1
         return disk.wrong(), disk.wrong()
 
-    assert threads.run(1, run) == [(1, 48)]
+    assert thread_comm.run(1, run) == [(1, 48)]
 
 
 def test_the_program_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

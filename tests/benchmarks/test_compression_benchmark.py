@@ -9,7 +9,7 @@ import pytest
 import bench_compression as compression
 import bench_overlap as overlap
 from hpcdp import nn
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.compression import OneBit, TwoBit, pays_below
 from hpcdp.errors import ConfigError
 
@@ -18,7 +18,7 @@ TINY = overlap.Model("a model", lambda: nn.models.mlp(6, 10, (40, 50), seed=0), 
 
 @pytest.mark.parametrize(("n", "ranks_per_node"), [(2, 1), (4, 2), (5, 2)])
 def test_what_hosts_send(n: int, ranks_per_node: int) -> None:
-    rows = threads.run(n, lambda world: compression.measure(world, TINY, ["2bit", "fp16"], 2, 2), ranks_per_node)
+    rows = thread_comm.run(n, lambda world: compression.measure(world, TINY, ["2bit", "fp16"], 2, 2), ranks_per_node)
     assert all(row["codecs"].keys() == {"none", "2bit", "fp16"} for row in rows)
     found = rows[0]["codecs"]
     assert all(each["steps_s"] > 0 for each in found.values())
@@ -40,7 +40,7 @@ def test_the_table_is_narrow() -> None:
 
 
 def test_slower_codecs_pay_on_slower_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcdp.compression.worth.coding_s", lambda codec: (1e-3, 0.5e-3))
+    monkeypatch.setattr("hpcdp.compression.codecs.coding_s", lambda codec: (1e-3, 0.5e-3))
     nbytes = 4 * 2**18
     left = nbytes - TwoBit().nbytes(2**18, np.dtype("f4"))
     assert pays_below(TwoBit(), 2) == pytest.approx(left / (1e-3 + 1.5 * 0.5e-3))

@@ -9,7 +9,7 @@ from bench_harness import verdicts
 from hpcdp.bench import probe
 from hpcdp.bench.measure import Schedule
 from hpcdp.collectives import ALGORITHMS
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 
 MB = 1 << 20
@@ -71,7 +71,7 @@ def test_candidates_are_validated_and_those_that_do_not_fit_are_left_out() -> No
         row = fabric.measure(world, names, [], 4096, Schedule(turns=2, repeats=1, warmup=1))
         return names, row, probe.link_rates(world, 1 << 16)
 
-    answers = threads.run(4, measured, ranks_per_node=2)
+    answers = thread_comm.run(4, measured, ranks_per_node=2)
     names, row, rates = answers[0]
     assert names == ["auto", "ring", "hierarchical"]
     assert row["auto"] in set(ALGORITHMS["allreduce"]) - {"reference", "shared"}

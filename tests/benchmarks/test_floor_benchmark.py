@@ -7,7 +7,7 @@ import bench_floor as floor
 from bench_floor import Floor
 from hpcdp.bench import probe
 from hpcdp.bench.measure import Schedule, alternate
-from hpcdp.comm import World, threads
+from hpcdp.comm import World, thread_comm
 from hpcdp.errors import UnsupportedError
 
 
@@ -24,7 +24,7 @@ def test_every_pattern_sums(ranks: int) -> None:
             assert all(min(series.ns) > 0 for series in found.values())
         return bad
 
-    assert threads.run(ranks, each) == [[]] * ranks
+    assert thread_comm.run(ranks, each) == [[]] * ranks
 
 
 def test_a_missing_contribution_is_wrong() -> None:
@@ -41,7 +41,7 @@ def test_a_missing_contribution_is_wrong() -> None:
             limits.barrier()
         return found
 
-    assert np.array_equal(threads.run(2, each), np.ones((2, 5)))
+    assert np.array_equal(thread_comm.run(2, each), np.ones((2, 5)))
 
 
 def test_limits_of_the_machine_are_positive() -> None:
@@ -49,14 +49,14 @@ def test_limits_of_the_machine_are_positive() -> None:
         limits = Floor(world, 4)
         return limits.line_round_trip_ns(10), probe.copy_rates(world, 1 << 16, 1)
 
-    for round_trip, rates in threads.run(2, each):
+    for round_trip, rates in thread_comm.run(2, each):
         assert round_trip > 0
         assert set(rates) == {"one_core_gb_s", "all_cores_gb_s"}
         assert min(rates.values()) > 0
 
 
 def test_sweep_names_the_best_pattern() -> None:
-    rows = threads.run(2, lambda world: floor.sweep(world, [3, 4096], 3, 1))[0]
+    rows = thread_comm.run(2, lambda world: floor.sweep(world, [3, 4096], 3, 1))[0]
     assert [row["nbytes"] for row in rows] == [4, 4096]  # whole elements
     for row in rows:
         assert row["median_us"][row["best"]] == min(list(row["median_us"].values())[:4])
@@ -66,4 +66,4 @@ def test_sweep_names_the_best_pattern() -> None:
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 1)])
 def test_ranks_that_share_no_memory_are_refused(ranks: int, per_node: int) -> None:
     with pytest.raises(UnsupportedError, match="2 ranks or more on one node"):
-        threads.run(ranks, lambda world: Floor(world, 4), per_node)
+        thread_comm.run(ranks, lambda world: Floor(world, 4), per_node)

@@ -18,10 +18,11 @@ import bench_gpu_alone as gpu_kernels
 import bench_suite as suite
 from bench_gpu_alone import Case, cases
 from bench_harness import report as gpu_report
-from hpcdp.comm import gpus, threads
-from hpcdp.comm.gpus import Gpu
+from hpcdp.comm import thread_comm
+from hpcdp.comm import world as comm_world
+from hpcdp.comm.world import Gpu
 from hpcdp.errors import ConfigError, DeviceError
-from hpcdp.kernels.cuda import update as cuda_update
+from hpcdp.kernels.cuda import update
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_without_a_gpu_it_says_why_and_ends(
     found: tuple[Gpu, ...], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
     assert gpu.main([]) == 0
     assert capsys.readouterr().out == f"skipped: {says}\n"
 
@@ -56,10 +57,10 @@ def test_a_gpu_whose_driver_is_too_old_for_cupy_is_no_reason_to_skip(monkeypatch
     runtime = SimpleNamespace(getDeviceCount=refused, driverGetVersion=lambda: 12080, runtimeGetVersion=lambda: 13000)
     cuda = SimpleNamespace(runtime=runtime, is_available=lambda: False)  # which takes each error for no GPU
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(gpus, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
+    monkeypatch.setattr(comm_world, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
     with pytest.raises(DeviceError, match=r"got one for CUDA up to 12\.8; .* make with CUDA=cuda12"):
         gpu.main([])
-    monkeypatch.setattr(gpus, "visible", lambda: ())
+    monkeypatch.setattr(comm_world, "visible", lambda: ())
     assert gpu.main([]) == 0
 
 
@@ -78,7 +79,7 @@ def test_every_kernel_is_right_and_rated(
     monkeypatch.setattr(gpu_kernels, "_CLASSES", 100)
     job = {"name": "shared, 2 ranks", "case": "shared", "ranks": 2, "share": 0.6, "told": "60 GB/s", "wrong": 0}
     monkeypatch.setattr(gpu_jobs, "run_all", lambda jobs, size, ends: iter([job]))
-    monkeypatch.setattr(gpu_alone.comm, "init", lambda: threads.run(1, lambda world: world)[0])
+    monkeypatch.setattr(gpu_alone.comm, "init", lambda: thread_comm.run(1, lambda world: world)[0])
 
     def run_here(command: Sequence[str], more: object, report: Path, limit_s: float) -> object:
         assert gpu_alone.main(list(command)[command.index(gpu_alone.__file__) + 1 :]) == 0
@@ -124,7 +125,7 @@ def test_a_model_or_kernel_that_fails_is_named_and_ends_no_other(
     monkeypatch.setattr(gpu_alone, "measure_model", model)
     monkeypatch.setattr(gpu_alone, "measure_kernel", kernel)
     monkeypatch.setattr(Case, "wrong", lambda self, asarray: 0)
-    monkeypatch.setattr(gpu_alone.comm, "init", lambda: threads.run(1, lambda world: world)[0])
+    monkeypatch.setattr(gpu_alone.comm, "init", lambda: thread_comm.run(1, lambda world: world)[0])
     path = tmp_path / "gpu.json"
     assert gpu_alone.main(["-m", "4K", "--json", str(path)]) == 1
     found = json.loads(path.read_text())
@@ -164,7 +165,7 @@ def test_a_step_that_is_timed_waits_for_nothing(cupy: ModuleType, monkeypatch: p
         read = getattr(cupy.Array, name)
         monkeypatch.setattr(cupy.Array, name, lambda x, read=read: (waited.append(x.shape), read(x))[1])
     monkeypatch.setattr(gpu_alone, "seconds", lambda call, marker: (waited.clear(), call(), len(waited))[2] + 1.0)
-    found = threads.run(1, lambda world: gpu_alone.measure_model("lenet", "float32", 2, cupy.asarray, world))[0]
+    found = thread_comm.run(1, lambda world: gpu_alone.measure_model("lenet", "float32", 2, cupy.asarray, world))[0]
     assert found["samples_s"] == found["graphs_samples_s"] == 2, "a second for none"
     assert isinstance(found["loss"], float)
 
@@ -231,7 +232,7 @@ def test_a_file_that_has_no_figures_of_a_gpu_is_refused(tmp_path: Path, wrong: s
 
 
 def test_wrong_results_are_told(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_update, "sgd", lambda param, grad, coefficients: None)
+    monkeypatch.setattr(update, "sgd", lambda param, grad, coefficients: None)
     case = next(cases(300))
     assert case.name == "SGD"
     assert case.wrong(cupy.asarray) == np.count_nonzero(case.arrays[1])

@@ -12,14 +12,15 @@ from pairs import in_turn
 import bench_gpu as gpu_jobs
 import bench_gpu_sums as gpu_sums
 from bench_gpu import JOBS, Job, failed, line, run_all
-from hpcdp.comm import gpus, threads
-from hpcdp.comm.gpus import Gpu
+from hpcdp.comm import thread_comm
+from hpcdp.comm import world as comm_world
+from hpcdp.comm.world import Gpu
 
 
 @pytest.fixture
 def few(monkeypatch):
     """Turns, steps and numbers, on the one GPU that each rank sees."""
-    monkeypatch.setattr(gpus, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
+    monkeypatch.setattr(comm_world, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
     for name, value in (("_TURNS", 1), ("_ROUNDS", 2), ("_STEPS", 2), ("_BATCH", 3), ("_WIDTH", 40)):
         monkeypatch.setattr(gpu_sums, name, value)
 
@@ -34,7 +35,7 @@ def run(job, count=500):
         world.device.use()
         return gpu_sums.CASES[job.case](world, count)
 
-    found = threads.run(job.ranks, rank, job.ranks_per_node)[0]
+    found = thread_comm.run(job.ranks, rank, job.ranks_per_node)[0]
     assert "WRONG" not in line({"name": job.name, **found})
     return found
 
@@ -63,7 +64,7 @@ def test_each_job_comes_to_right_results(one_gpu, job):
 @pytest.mark.filterwarnings("ignore:gradients on GPUs", "error:hybridize")
 @pytest.mark.parametrize("job", [job for job in JOBS if job.case == "graphs"], ids=lambda job: job.name)
 def test_jobs_of_graphs_come_to_right_results(few, graphs_on_host, monkeypatch, job):
-    monkeypatch.setattr("hpcdp.comm.ways._nccl_version", lambda: 0)
+    monkeypatch.setattr("hpcdp.comm.gpu_transports._nccl_version", lambda: 0)
     found = run(job)
     assert found["wrong"] == 0 and "with overlap" in found["told"]
     assert graphs_on_host.num_graphs == 2 * job.ranks, "one of each trainer: where there is one bucket none is cut"
@@ -80,24 +81,24 @@ def test_what_is_summed_has_come_to_the_gpu_in_the_first_turn(one_gpu, monkeypat
 def test_other_bits_with_overlap_are_told(one_gpu, monkeypatch):
     make, seeds = gpu_sums.nn.models.mlp, iter(range(9))
     monkeypatch.setattr(gpu_sums.nn.models, "mlp", lambda *args, seed: make(*args, seed=next(seeds)))
-    found = threads.run(1, lambda world: gpu_sums.training(world, 80))[0]
+    found = thread_comm.run(1, lambda world: gpu_sums.training(world, 80))[0]
     assert found["wrong"] > 0 and "WRONG" in line({"name": "training", **found})
 
 
 def test_nccl_that_refuses_nothing_is_told(one_gpu, monkeypatch):
     monkeypatch.setattr(gpu_sums.Nccl, "launch", lambda self, calls: None)
     monkeypatch.setattr(gpu_sums.Nccl, "check", lambda self: None)
-    assert threads.run(1, lambda world: gpu_sums.nccl(world, 50))[0]["wrong"] >= 2
+    assert thread_comm.run(1, lambda world: gpu_sums.nccl(world, 50))[0]["wrong"] >= 2
 
 
 def test_without_nccl_it_is_skipped(one_gpu, monkeypatch):
-    monkeypatch.setattr("hpcdp.comm.ways._nccl_version", lambda: 0)
-    assert threads.run(1, lambda world: gpu_sums.nccl(world, 50))[0]["told"] == "skipped: CuPy finds no NCCL"
+    monkeypatch.setattr("hpcdp.comm.gpu_transports._nccl_version", lambda: 0)
+    assert thread_comm.run(1, lambda world: gpu_sums.nccl(world, 50))[0]["told"] == "skipped: CuPy finds no NCCL"
 
 
 def test_a_case_on_a_machine_without_a_gpu_is_skipped_with_its_reason(monkeypatch, capsys):
-    monkeypatch.setattr(gpus, "visible", lambda: ())
-    monkeypatch.setattr(gpu_sums.comm, "init", lambda: threads.run(1, lambda world: world)[0])
+    monkeypatch.setattr(comm_world, "visible", lambda: ())
+    monkeypatch.setattr(gpu_sums.comm, "init", lambda: thread_comm.run(1, lambda world: world)[0])
     assert gpu_sums.main(["shared", "-m", "4K"]) == 0
     assert capsys.readouterr().out == "skipped: no NVIDIA GPU, or no CuPy\n"
 

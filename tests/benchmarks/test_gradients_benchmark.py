@@ -6,7 +6,7 @@ import pytest
 import bench_gradients as gradients
 from bench_floor import Floor
 from hpcdp.bench.measure import FreshData, Schedule, alternate
-from hpcdp.comm import World, threads
+from hpcdp.comm import World, thread_comm
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -14,7 +14,7 @@ def test_all_candidates_update_right(ranks: int) -> None:
     def each(world: World) -> dict:
         return gradients.compare_updates(world, Floor(world, 4), None, 300_000, 4, 1)
 
-    row = threads.run(ranks, each)[0]
+    row = thread_comm.run(ranks, each)[0]
     assert row["wrong"] == dict.fromkeys([gradients.OURS, "owners of shards", "every rank", "MPI, fused SGD"], 0)
     assert row["ratio"] > 0
 
@@ -24,7 +24,7 @@ def test_allreduced_gradients_are_right() -> None:
         candidate = gradients.GradientAllreduce("buckets", world, FreshData(world.rank, world.size), 50_000)
         return alternate([candidate], world.comm.barrier, Schedule(3, 1, 1))["buckets"].wrong
 
-    assert threads.run(2, each) == [0, 0]
+    assert thread_comm.run(2, each) == [0, 0]
 
 
 def test_an_update_without_the_other_ranks_is_wrong() -> None:
@@ -35,4 +35,4 @@ def test_an_update_without_the_other_ranks_is_wrong() -> None:
         alone.step = lambda: np.subtract(param, 0.01 * grad, out=param)
         return alternate([alone], world.comm.barrier, Schedule(2, 1, 0))["alone"].wrong
 
-    assert min(threads.run(2, each)) > 900
+    assert min(thread_comm.run(2, each)) > 900

@@ -12,9 +12,9 @@ import pytest
 import bench_ingress as ingress
 from bench_harness import traffic
 from bench_harness.cluster import obstacle
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
-from hpcdp.kvstore.servers.together import serve
+from hpcdp.kvstore.servers.handlers import serve
 
 
 def report(wrong: int = 0) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def report(wrong: int = 0) -> dict[str, Any]:
 
 def test_the_link_of_two_ranks_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "KEY_NBYTES", 1 << 14)
-    found = threads.run(2, lambda world: traffic.link_turns(world, 3, 2, 2), 1)[0]
+    found = thread_comm.run(2, lambda world: traffic.link_turns(world, 3, 2, 2), 1)[0]
     assert found["wrong"] == 0
     assert found["mb_s"].keys() == found["share"].keys() and traffic.BOTH_WAYS in found["share"]
     assert min(found["share"].values()) > 0
@@ -45,12 +45,12 @@ def test_what_comes_in_is_asked_of_every_server(
     counter = tmp_path / "rx_bytes"
     counter.write_text("5000000\n")
     monkeypatch.setattr(traffic, "_RECEIVED", counter)
-    monkeypatch.setattr("hpcdp.kvstore.servers.placement.SPLIT_NBYTES", 1 << 10)
+    monkeypatch.setattr("hpcdp.kvstore.servers.protocol.SPLIT_NBYTES", 1 << 10)
 
     def one(world: Any) -> dict[str, Any]:
         return traffic.ingress(world, servers, 1 << 14, 2, 3)
 
-    found = threads.run(workers, one, 1, servers, serve)
+    found = thread_comm.run(workers, one, 1, servers, serve)
     assert [each["wrong"] for each in found] == [0] * workers
     assert found[0]["received_mb"] == [0.0] * servers
     assert found[0]["round_ms"] > 0

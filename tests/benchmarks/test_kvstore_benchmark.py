@@ -3,16 +3,16 @@
 import pytest
 
 import bench_kvstore as kvstore
-from hpcdp import kvstore as stores
-from hpcdp.comm import World, threads
+from hpcdp import kvstore as kvstore_module
+from hpcdp.comm import World, thread_comm
 
 
 @pytest.mark.parametrize("per_node", [None, 1])
 def test_ratios_to_allreduce_on_one_node_and_on_several(per_node: int | None) -> None:
     def each(world: World) -> dict:
-        return kvstore.compare(world, stores.create("dist_sync", world), 1 << 12, iterations=4, warmup=1)
+        return kvstore.compare(world, kvstore_module.create("dist_sync", world), 1 << 12, iterations=4, warmup=1)
 
-    row = threads.run(2, each, ranks_per_node=per_node)[0]
+    row = thread_comm.run(2, each, ranks_per_node=per_node)[0]
     assert not any(row["wrong"].values())
     assert row["nbytes"] == 4096
     assert (kvstore.RING in row["ratio"]) == (kvstore.RING in row["median_us"]) == (per_node is not None)
@@ -21,19 +21,19 @@ def test_ratios_to_allreduce_on_one_node_and_on_several(per_node: int | None) ->
 
 def test_a_wrong_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def each(world: World) -> dict:
-        store = stores.create("dist_sync", world)
+        store = kvstore_module.create("dist_sync", world)
         pull = store.pull
         monkeypatch.setattr(store, "pull", lambda key, out: (pull(key, out), out.__setitem__(0, 7)))
         return kvstore.compare(world, store, 64, iterations=4, warmup=1)["wrong"]
 
-    found = threads.run(2, each)[0]
+    found = thread_comm.run(2, each)[0]
     assert found["push, then pull"] > 0
     assert sum(found.values()) == found["push, then pull"]
 
 
 @pytest.mark.parametrize(("n", "nbytes"), [(1, 4), (2, 1 << 12), (3, 4 << 20)])
 def test_asynchronous_stores_beside_copies(n: int, nbytes: int) -> None:
-    rows = threads.run(n, lambda world: kvstore.compare_asynchronous(world, nbytes, iterations=3, warmup=1))
+    rows = thread_comm.run(n, lambda world: kvstore.compare_asynchronous(world, nbytes, iterations=3, warmup=1))
     assert rows[0]["keys"] == (4 if nbytes == 4 << 20 else 8)
     assert [row["wrong"] for row in rows] == [0] * n
     assert set(rows[0]["copy_share"]) == {"push", "pull", "push, then pull", "pushpull"}
@@ -42,9 +42,9 @@ def test_asynchronous_stores_beside_copies(n: int, nbytes: int) -> None:
 
 def test_a_lost_push_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def each(world: World) -> dict:
-        found, made = [], stores.create
+        found, made = [], kvstore_module.create
 
-        def create(kind: str, world: World) -> stores.KVStore:
+        def create(kind: str, world: World) -> kvstore_module.KVStore:
             store = made(kind, world)
             push = store.push
             monkeypatch.setattr(store, "push", lambda key, value: found.append(key) if not found else push(key, value))
@@ -53,4 +53,4 @@ def test_a_lost_push_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kvstore.kvstore, "create", create)
         return kvstore.compare_asynchronous(world, 64, iterations=2, warmup=0)
 
-    assert threads.run(1, each)[0]["wrong"] == 16
+    assert thread_comm.run(1, each)[0]["wrong"] == 16

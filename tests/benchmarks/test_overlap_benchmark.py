@@ -12,7 +12,7 @@ import bench_overlap as overlap
 from bench_harness import cluster as places
 from bench_harness import programs, verdicts
 from hpcdp import nn
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 
 TINY = overlap.Model("tiny", lambda: nn.models.mlp(8, 10, (600, 600), seed=0), (8,), 4)
@@ -96,7 +96,7 @@ def test_the_verdict_is_by_what_a_trainer_chooses() -> None:
 
 @pytest.mark.parametrize(("n", "ranks_per_node"), [(2, None), (4, 2)])
 def test_steps_end_with_the_same_bits(n: int, ranks_per_node: int | None) -> None:
-    rows = threads.run(n, lambda world: overlap.measure(world, TINY, 0.1, 2, 2), ranks_per_node)
+    rows = thread_comm.run(n, lambda world: overlap.measure(world, TINY, 0.1, 2, 2), ranks_per_node)
     assert all(row["same_bits"] for row in rows)
     assert rows[0]["default"] == ("after backward" if ranks_per_node is None else "overlapped")
     assert set(rows[0]["step_ms"]) == {"after backward", "overlapped", "alone"}
@@ -116,7 +116,7 @@ def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             self.net.parameters()[0].data[0, 0] += 1
 
     monkeypatch.setattr(overlap.Training, "update", wrong)
-    rows = threads.run(2, lambda world: overlap.measure(world, TINY, 0.1, 1, 1), 1)
+    rows = thread_comm.run(2, lambda world: overlap.measure(world, TINY, 0.1, 1, 1), 1)
     assert not any(row["same_bits"] for row in rows)
 
 

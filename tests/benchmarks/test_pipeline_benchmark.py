@@ -7,12 +7,12 @@ import pytest
 
 import bench_pipeline as pipeline
 import bench_tensor_parallel as tensor_parallel
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 
 
 def test_the_pipeline_and_one_rank_train_alike():
-    found = threads.run(3, lambda world: pipeline.measure(world, 12, 8, [1, 5], "1f1b", 2))[0]
+    found = thread_comm.run(3, lambda world: pipeline.measure(world, 12, 8, [1, 5], "1f1b", 2))[0]
     assert found[1]["limit"] == 1 and found[5]["limit"] == pytest.approx(15 / 7)
     for each in found.values():
         assert each["loss_difference"] < 1e-6
@@ -20,7 +20,7 @@ def test_the_pipeline_and_one_rank_train_alike():
 
 
 def test_micro_batches_are_at_most_as_many_as_samples():
-    found = threads.run(2, lambda world: pipeline.measure(world, 3, 8, [100], "1f1b", 1))[0]
+    found = thread_comm.run(2, lambda world: pipeline.measure(world, 3, 8, [100], "1f1b", 1))[0]
     assert found[100]["limit"] == 2 * 3 / (3 + 1)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import hpcdp
 from hpcdp.bench import command, probe
-from hpcdp.launched import launched_ranks
+from hpcdp.core.environment import launched_ranks
 
 pytestmark = pytest.mark.mpi
 if launched_ranks() not in (None, 2):

@@ -10,7 +10,7 @@ import pytest
 
 import bench_stores as stores
 from bench_harness import programs
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 from hpcdp.train.runs.config import TrainConfig
 
@@ -23,7 +23,7 @@ def test_one_training(name: str) -> None:
         config = TrainConfig(ranks=world.size, epochs=1, batch_size=128, **stores.STORES[name])
         return stores.measure(world, name, config, 0.02, 10)
 
-    found, other = threads.run(2, each, ranks_per_node=1)
+    found, other = thread_comm.run(2, each, ranks_per_node=1)
     assert found == other
     assert len(found["seconds"]) == len(found["test_accuracy"]) == 1
     model_mb = 4 * 129_068 / 1e6
@@ -68,7 +68,7 @@ def test_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
             mine.world = world
             return stores.main(command[11:])
 
-        assert threads.run(2, each, int(variables["HPCDP_RANKS_PER_NODE"])) == [0, 0]
+        assert thread_comm.run(2, each, int(variables["HPCDP_RANKS_PER_NODE"])) == [0, 0]
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(programs, "run_job", launched)

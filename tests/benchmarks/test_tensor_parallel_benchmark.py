@@ -3,11 +3,11 @@
 import json
 
 import bench_tensor_parallel as tensor_parallel
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 
 
 def test_the_split_model_and_that_of_one_rank_train_alike():
-    found = threads.run(3, lambda world: tensor_parallel.measure(world, 12, 8, 2))[0]
+    found = thread_comm.run(3, lambda world: tensor_parallel.measure(world, 12, 8, 2))[0]
     assert found["loss_difference"] < 1e-6
     assert found["limit"] == found["alone_s"] / (found["alone_s"] / 3 + found["allreduce_s"])
     assert min(found["split_s"], found["alone_s"], found["allreduce_s"], found["speedup"]) > 0

@@ -5,13 +5,13 @@ import importlib.util
 import numpy as np
 
 import bench_train_lenet as train_lenet
-from hpcdp.comm import World, threads
+from hpcdp.comm import World, thread_comm
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
 def test_against_torch_where_it_is_installed() -> None:
-    found = threads.run(1, lambda world: train_lenet.against_torch(world, 8, 2, 0.01))[0]
+    found = thread_comm.run(1, lambda world: train_lenet.against_torch(world, 8, 2, 0.01))[0]
     assert set(found["samples_s"]) == ({"hpcdp", "torch"} if HAS_TORCH else {"hpcdp"})
     assert min(found["samples_s"].values()) > 0
     if HAS_TORCH:
@@ -27,6 +27,6 @@ def test_the_network_is_trained() -> None:
         assert sum(param.size for param in initial) == 129_068
         return [step(i) for i in range(12)]
 
-    losses = np.array(threads.run(2, each))
+    losses = np.array(thread_comm.run(2, each))
     assert (losses[:, -1] < losses[:, 0] - 0.1).all()
     assert losses[0, 0] != losses[1, 0]

@@ -4,7 +4,7 @@ import pytest
 import samples
 
 from hpcdp.checkpoint import Manager
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 
 
 def save(folder, step, n, state=samples.state, **options):
@@ -14,7 +14,7 @@ def save(folder, step, n, state=samples.state, **options):
         with Manager(folder, world, **options) as manager:
             manager.save(step, state(step, world))
 
-    threads.run(n, one)
+    thread_comm.run(n, one)
 
 
 def restore(folder, n, into=lambda world: None, step=None, ranks_per_node=None, **options):
@@ -24,7 +24,7 @@ def restore(folder, n, into=lambda world: None, step=None, ranks_per_node=None, 
         with Manager(folder, world) as manager:
             return manager.restore(step, into(world), **options)
 
-    return threads.run(n, one, ranks_per_node)
+    return thread_comm.run(n, one, ranks_per_node)
 
 
 def caught(fn, kind):

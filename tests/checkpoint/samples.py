@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from hpcdp.checkpoint import Part, PerRank, Sharded
-from hpcdp.checkpoint.files import by_rank
-from hpcdp.checkpoint.plan import Piece
-from hpcdp.checkpoint.shard import File, Stored
+from hpcdp.checkpoint.hdf5_file import File, Piece, Stored
+from hpcdp.checkpoint.save import by_rank
 from hpcdp.comm import World
 
 ROWS, COLUMNS = 41, 13

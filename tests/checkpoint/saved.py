@@ -3,8 +3,8 @@
 import numpy as np
 
 from hpcdp.checkpoint import Manager, Part, PerRank, Sharded
-from hpcdp.checkpoint.leaves import HostView, as_array
-from hpcdp.comm import threads
+from hpcdp.checkpoint.flatten import HostView, as_array
+from hpcdp.comm import thread_comm
 
 
 def sharded(array, world):
@@ -57,7 +57,7 @@ def save(folder, steps=(100,), ranks=2, state=None, metrics=None, **options):
                 values = (state or default)(step, world)
                 manager.save(step, values, metrics=metrics and metrics(step), config={"model": {"depth": 3}})
 
-    threads.run(ranks, one)
+    thread_comm.run(ranks, one)
     return [folder / f"step-{step:010d}" for step in steps]
 
 

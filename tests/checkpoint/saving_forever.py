@@ -7,7 +7,7 @@ import samples
 
 import hpcdp
 from hpcdp.checkpoint import Manager
-from hpcdp.comm import World, threads
+from hpcdp.comm import World, thread_comm
 
 
 def save_for_ever(world: World, path: Path, wait: bool, complete, replacing: bool) -> None:
@@ -27,7 +27,7 @@ def in_threads(path: Path, wait: bool, replacing: bool, complete) -> None:
     def note(step: int) -> None:
         complete.value = step
 
-    threads.run(2, lambda world: save_for_ever(world, path, wait, note, replacing))
+    thread_comm.run(2, lambda world: save_for_ever(world, path, wait, note, replacing))
 
 
 if __name__ == "__main__":

@@ -12,35 +12,36 @@ import pytest
 import samples
 import standin
 
-from hpcdp.checkpoint import Manager, Part, Sharded, files, lock, manager
-from hpcdp.comm import threads
+from hpcdp.checkpoint import Manager, Part, Sharded, directory, save
+from hpcdp.checkpoint import manager as checkpoint_manager
+from hpcdp.comm import thread_comm
 from hpcdp.errors import DataError
 
 
 @pytest.fixture
 def held(monkeypatch):
     """Files are written once the event is set."""
-    event, write = threading.Event(), files.fill
+    event, write = threading.Event(), save.fill
 
     def waiting(*arguments):
         assert event.wait(30)
         return write(*arguments)
 
-    monkeypatch.setattr(files, "fill", waiting)
+    monkeypatch.setattr(save, "fill", waiting)
     yield event
     event.set()
 
 
 def failing_on(monkeypatch, rank, error):
     """Of the file of one rank."""
-    write = files.fill
+    write = save.fill
 
     def failing(path, *arguments):
         if path.name == f"shard-{rank:05d}.h5":
             raise error
         return write(path, *arguments)
 
-    monkeypatch.setattr(files, "fill", failing)
+    monkeypatch.setattr(save, "fill", failing)
 
 
 def change(state):
@@ -67,7 +68,7 @@ def test_the_state_may_change_at_once(n, held, tmp_path):
             assert not manager.pending and manager.over and manager.poll()
             samples.check(manager.restore().state, 6, world.rank, n, n)
 
-    threads.run(n, one)
+    thread_comm.run(n, one)
 
 
 def test_the_config_and_the_metrics_may_change_at_once(held, tmp_path):
@@ -83,7 +84,7 @@ def test_the_config_and_the_metrics_may_change_at_once(held, tmp_path):
             found = manager.restore()
             assert (found.config, found.metrics) == ({"rates": [0.1], "of": {"a": 1}}, {"loss": 1.0})
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 def test_training_waits_for_two_exchanges_and_the_copy(tmp_path):
@@ -96,7 +97,7 @@ def test_training_waits_for_two_exchanges_and_the_copy(tmp_path):
                 manager.save(step, samples.state(step, world), wait=False)
                 assert len(calls) == (3 if step == 1 else 2)  # the first one claims the folder
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 class Foreign:
@@ -135,7 +136,7 @@ def test_what_has_been_copied_already_is_not_copied_again(held, tmp_path):
             assert all(np.array_equal(found[name], np.arange(600.0)) for name in arrays)
             assert np.array_equal(found["part"], np.concatenate([np.arange(300.0), np.arange(300.0) + 1000]))
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 @pytest.mark.parametrize("fails", ["copy", "mkdir"])
@@ -162,7 +163,7 @@ def test_what_fails_before_the_writing_is_told_behind(fails, tmp_path, monkeypat
         return empty(shape, dtype)
 
     empty = np.empty
-    said = threads.run(2, one)
+    said = thread_comm.run(2, one)
     expected = {
         "copy": "rank 1: save [a copy of the state]: got no room for that",
         "mkdir": f"save [{tmp_path}/step-0000000002.tmp]: expected a folder, or nothing, got a file; move it away",
@@ -187,7 +188,7 @@ def test_the_next_save_waits_for_the_last(held, tmp_path):
                 samples.check(manager.restore(step).state, step, world.rank, 2, 2)
             assert manager.steps() == [*range(0, 20, 2)]
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 @pytest.mark.parametrize("how", ["wait", "poll", "save", "restore", "close"])
@@ -219,7 +220,7 @@ def test_errors_surface_on_all_ranks_and_the_next_save_works(rank, how, tmp_path
         manager.close()
         assert manager.steps() == [2, 8]
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 def test_what_no_one_expects_ends_the_job_at_the_next_step(tmp_path, monkeypatch):
@@ -234,15 +235,15 @@ def test_what_no_one_expects_ends_the_job_at_the_next_step(tmp_path, monkeypatch
             time.sleep(0.001)
 
     with pytest.raises(ZeroDivisionError, match="a defect"):
-        threads.run(2, one)
+        thread_comm.run(2, one)
 
 
 def test_a_program_may_end_without_waiting(tmp_path):
     def one(world):
         Manager(tmp_path, world).save(4, samples.state(4, world), wait=False)
 
-    threads.run(2, one)
-    for rank, restored in enumerate(threads.run(2, lambda world: Manager(tmp_path, world).restore())):
+    thread_comm.run(2, one)
+    for rank, restored in enumerate(thread_comm.run(2, lambda world: Manager(tmp_path, world).restore())):
         samples.check(restored.state, 4, rank, 2, 2)
 
 
@@ -261,10 +262,10 @@ def test_errors_at_the_end_of_a_program_are_said(way, tmp_path, monkeypatch):
 
     if way == "with":
         with pytest.raises(DataError, match="No space left"):
-            threads.run(2, one)
+            thread_comm.run(2, one)
     else:
         with pytest.warns(UserWarning, match="No space left"):
-            threads.run(2, one)
+            thread_comm.run(2, one)
 
 
 def test_ctrl_c_ends_the_waiting_not_the_save(held, tmp_path):
@@ -284,13 +285,13 @@ def test_ctrl_c_ends_the_waiting_not_the_save(held, tmp_path):
 
 
 def world_of_one():
-    (world,) = threads.run(1, lambda world: world)
+    (world,) = thread_comm.run(1, lambda world: world)
     return world
 
 
 PROGRAM = """
 import sys, threading, numpy, samples, hpcdp, os, signal
-from hpcdp.checkpoint import Manager, files
+from hpcdp.checkpoint import Manager, save as files
 world = hpcdp.init()
 manager = Manager(sys.argv[1])
 manager.save(2, samples.state(2, world))
@@ -326,7 +327,7 @@ def test_processes_that_end_while_a_save_is_under_way(ending, ranks, status, tmp
 
 def test_after_an_exception_the_folder_is_locked_as_long_as_a_save_goes_on(held, monkeypatch, tmp_path):
     """For this process, which another job may outlive; and the save is whole if it ends."""
-    monkeypatch.setattr(manager, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(checkpoint_manager, "_PATIENCE_S", 0.1)
 
     def one(world):
         held.set()
@@ -339,7 +340,7 @@ def test_after_an_exception_the_folder_is_locked_as_long_as_a_save_goes_on(held,
             raise KeyError
         world.comm.barrier()
         with pytest.raises(DataError, match="no other job that saves here"):
-            lock.WriterLock(tmp_path)
+            directory.WriterLock(tmp_path)
         world.comm.barrier()
         held.set()
         saving.wait(30)
@@ -349,4 +350,4 @@ def test_after_an_exception_the_folder_is_locked_as_long_as_a_save_goes_on(held,
         if left._lock is not None:
             left._lock.release()
 
-    threads.run(2, one)
+    thread_comm.run(2, one)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import samples
 
-from hpcdp.checkpoint import Manager, folder, manifest, overview, verify
-from hpcdp.comm import threads
+from hpcdp.checkpoint import Manager, directory, inspect, manifest, verify
+from hpcdp.comm import thread_comm
 from hpcdp.errors import DataError
 
 OLDER, NEWER = 7, 14
@@ -29,7 +29,7 @@ def saved(tmp_path_factory):
             for step in (OLDER, NEWER):
                 manager.save(step, samples.state(step, world))
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
     return path
 
 
@@ -58,7 +58,7 @@ def refusal(run, n=2):
             samples.check(restored.state, NEWER, world.rank, 2, n)
             return None
 
-    said = threads.run(n, one)
+    said = thread_comm.run(n, one)
     assert len({*said}) == 1
     return said[0]
 
@@ -71,7 +71,7 @@ def assert_older_is_taken(run, n=2):
             samples.check(restored.state, OLDER, world.rank, 2, n)
 
     with pytest.warns(UserWarning, match=f"taking step {OLDER} instead"):
-        threads.run(n, one)
+        thread_comm.run(n, one)
 
 
 def assert_restored_without_index(run):
@@ -82,7 +82,7 @@ def assert_restored_without_index(run):
 
 def elements_of(run, name):
     """Where the elements in a file are: data set, first and last byte."""
-    found = manifest.read(folder.path_of(run, NEWER))
+    found = manifest.read(directory.path_of(run, NEWER))
     for tensor in found.tensors.values():
         for part in tensor.parts:
             if part.file == name and part.count:
@@ -91,7 +91,7 @@ def elements_of(run, name):
 
 @pytest.mark.parametrize("name", [FIRST, SECOND])
 def test_flipped_bits_of_elements(name, run):
-    path = folder.path_of(run, NEWER) / name
+    path = directory.path_of(run, NEWER) / name
     places = [*elements_of(run, name)]
     assert len(places) >= 3
     for dataset, first, last in places:
@@ -110,7 +110,7 @@ def test_flipped_bits_of_elements(name, run):
 
 def test_flipped_bits_of_what_hdf5_wrote_give_no_wrong_numbers(run):
     for name in (FIRST, INDEX):
-        path = folder.path_of(run, NEWER) / name
+        path = directory.path_of(run, NEWER) / name
         places = [*elements_of(run, name)]
         beside = [at for at in range(path.stat().st_size) if not any(first <= at < last for _, first, last in places)]
         for at in beside[:: len(beside) // 30]:
@@ -121,7 +121,7 @@ def test_flipped_bits_of_what_hdf5_wrote_give_no_wrong_numbers(run):
 
 
 def test_flipped_bits_of_the_manifest(run):
-    path = folder.path_of(run, NEWER) / MANIFEST
+    path = directory.path_of(run, NEWER) / MANIFEST
     for at in range(0, path.stat().st_size, 97):
         damage(path, lambda content, at=at: content.__setitem__(at, content[at] ^ 0x01))
         said = refusal(run)
@@ -134,7 +134,7 @@ def test_flipped_bits_of_the_manifest(run):
 @pytest.mark.parametrize("length", ["nothing", "half", "a byte less", "a byte more"])
 @pytest.mark.parametrize("name", FILES)
 def test_other_lengths(name, length, run):
-    path = folder.path_of(run, NEWER) / name
+    path = directory.path_of(run, NEWER) / name
     cut = {"nothing": lambda x: b"", "half": lambda x: x[: len(x) // 2], "a byte less": lambda x: x[:-1]}
     damage(path, cut.get(length, lambda x: x + b"x"))
     if name == INDEX:
@@ -148,14 +148,14 @@ def test_other_lengths(name, length, run):
 @pytest.mark.parametrize("instead", ["nothing", "a folder", "a link to nowhere", "that of another step"])
 @pytest.mark.parametrize("name", [INDEX, FIRST, SECOND])
 def test_missing_files(name, instead, run):
-    path = folder.path_of(run, NEWER) / name
+    path = directory.path_of(run, NEWER) / name
     path.unlink()
     if instead == "a folder":
         path.mkdir()
     elif instead == "a link to nowhere":
         path.symlink_to("nowhere")
     elif instead == "that of another step":
-        shutil.copy(folder.path_of(run, OLDER) / name, path)
+        shutil.copy(directory.path_of(run, OLDER) / name, path)
     if name == INDEX and instead == "that of another step":
         assert refusal(run) is None
         return
@@ -168,7 +168,7 @@ def test_missing_files(name, instead, run):
 
 
 def test_the_file_of_another_rank(run):
-    first, second = (folder.path_of(run, NEWER) / name for name in (FIRST, SECOND))
+    first, second = (directory.path_of(run, NEWER) / name for name in (FIRST, SECOND))
     first.rename(run / "kept")
     second.rename(first)
     (run / "kept").rename(second)
@@ -177,20 +177,20 @@ def test_the_file_of_another_rank(run):
 
 
 def test_a_checkpoint_in_the_folder_of_another_step(run):
-    copy = folder.path_of(run, NEWER + 1)
-    shutil.copytree(folder.path_of(run, OLDER), copy)
+    copy = directory.path_of(run, NEWER + 1)
+    shutil.copytree(directory.path_of(run, OLDER), copy)
     what = f"step {OLDER} in a folder of step {NEWER + 1}"
-    assert overview.overview(run).checkpoints[-1].damage == f"{MANIFEST}: {what}"
+    assert inspect.overview(run).checkpoints[-1].damage == f"{MANIFEST}: {what}"
     assert list(verify.faults(copy)) == [f"{MANIFEST}: {what}"]
     with pytest.warns(UserWarning, match=rf"{MANIFEST}\]: got {what}: taking step {NEWER} instead"):
-        threads.run(2, lambda world: samples.check(Manager(run, world).restore().state, NEWER, world.rank, 2, 2))
+        thread_comm.run(2, lambda world: samples.check(Manager(run, world).restore().state, NEWER, world.rank, 2, 2))
     copy.rename(run / "kept by hand")
     assert list(verify.faults(run / "kept by hand")) == []
 
 
 @pytest.mark.parametrize("instead", ["nothing", "a folder", "a pipe"])
 def test_without_a_manifest_it_is_no_checkpoint(instead, run):
-    path = folder.path_of(run, NEWER) / MANIFEST
+    path = directory.path_of(run, NEWER) / MANIFEST
     path.unlink()
     if instead != "nothing":
         (os.mkfifo if instead == "a pipe" else os.mkdir)(path)
@@ -199,7 +199,7 @@ def test_without_a_manifest_it_is_no_checkpoint(instead, run):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for n in (1, 2):
-            assert {restored.step for restored in threads.run(n, lambda world: Manager(run, world).restore())} == {
+            assert {restored.step for restored in thread_comm.run(n, lambda world: Manager(run, world).restore())} == {
                 OLDER
             }
     expected = f"restore [{path}]: expected a file, got none: taking step {OLDER} instead"
@@ -212,12 +212,12 @@ def test_without_a_manifest_it_is_no_checkpoint(instead, run):
             manager.save(28, {})
             assert manager.steps() == [21, 28]
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
     assert sorted(each.name for each in run.iterdir()) == ["step-0000000021", "step-0000000028", "writer.lock"]
 
 
 def test_where_nothing_but_one_without_a_manifest_is_left(tmp_path):
-    (folder.path_of(tmp_path, 3)).mkdir()
+    (directory.path_of(tmp_path, 3)).mkdir()
 
     def one(world):
         with (
@@ -226,12 +226,12 @@ def test_where_nothing_but_one_without_a_manifest_is_left(tmp_path):
         ):
             manager.restore()
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 def test_where_all_are_damaged(run):
     for step in (OLDER, NEWER):
-        (folder.path_of(run, step) / FIRST).unlink()
+        (directory.path_of(run, step) / FIRST).unlink()
 
     def one(world):
         with Manager(run, world) as manager:
@@ -244,7 +244,7 @@ def test_where_all_are_damaged(run):
             samples.check(manager.restore().state, 21, world.rank, 2, 2)
 
     with pytest.warns(UserWarning, match="instead"):
-        threads.run(2, one)
+        thread_comm.run(2, one)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -257,7 +257,7 @@ def test_an_empty_folder(n, tmp_path):
             with pytest.raises(DataError, match="expected a complete checkpoint of step 3, got none"):
                 manager.restore(3)
 
-    threads.run(n, one)
+    thread_comm.run(n, one)
     assert not (tmp_path / "none").exists()
 
 
@@ -308,7 +308,7 @@ def test_a_full_disk(small_disk):
                     assert str(error).endswith("No space left on device")
                     assert manager.steps() == [before]
                     names = {path.name for path in run.iterdir()}
-                    assert names == {"writer.lock", folder.path_of(run, before).name}
+                    assert names == {"writer.lock", directory.path_of(run, before).name}
                     step, refused = before, refused + 1
                 samples.check(manager.restore().state, step, world.rank, 2, 2)
                 world.comm.barrier()
@@ -319,7 +319,7 @@ def test_a_full_disk(small_disk):
             samples.check(manager.restore().state, 700, world.rank, 2, 2)
         return refused
 
-    assert 5 <= threads.run(2, one)[0] <= 20  # of 23
+    assert 5 <= thread_comm.run(2, one)[0] <= 20  # of 23
 
 
 def test_a_read_only_disk(small_disk):
@@ -336,7 +336,7 @@ def test_a_read_only_disk(small_disk):
             assert "Read-only file system" in refused_save(manager, world, 14, samples.state(14, world))
             samples.check(manager.restore().state, 7, world.rank, 2, 2)
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 @pytest.mark.parametrize("name", ["step-0000000003", "step-0000000003.tmp", "step-0000000003.old.tmp"])
@@ -353,7 +353,7 @@ def test_a_file_of_the_name_of_a_checkpoint(name, tmp_path):
             manager.save(4, {})
             assert manager.steps() == [2, 4]
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
     assert (tmp_path / name).read_text() == "mine"
 
 
@@ -368,9 +368,9 @@ def test_a_path_that_is_a_file(tmp_path):
 
     assert (
         "expected a folder, or nothing yet, got a file"
-        in threads.run(2, lambda world: one(world, tmp_path / "file"))[0]
+        in thread_comm.run(2, lambda world: one(world, tmp_path / "file"))[0]
     )
-    assert "Not a directory" in threads.run(2, lambda world: one(world, tmp_path / "file" / "below"))[0]
+    assert "Not a directory" in thread_comm.run(2, lambda world: one(world, tmp_path / "file" / "below"))[0]
 
 
 def test_no_permission(tmp_path):
@@ -386,7 +386,7 @@ def test_no_permission(tmp_path):
     try:
         if user == 0:
             os.seteuid(65534)
-        assert "Permission denied" in threads.run(2, one)[0]
+        assert "Permission denied" in thread_comm.run(2, one)[0]
     finally:
         os.seteuid(user)
 
@@ -418,12 +418,12 @@ def test_a_second_job_is_refused_until_the_first_has_gone(tmp_path):
                 manager.save(14, samples.state(14, world))
                 assert manager.steps() == [7, 14]
 
-        threads.run(2, one)
+        thread_comm.run(2, one)
 
 
 def test_what_was_left_behind_is_named_and_removed(run):
-    torn = folder.partial_path(run, 21)
-    shutil.copytree(folder.path_of(run, NEWER), torn)
+    torn = directory.partial_path(run, 21)
+    shutil.copytree(directory.path_of(run, NEWER), torn)
 
     def one(world):
         with Manager(run, world) as manager:
@@ -432,7 +432,7 @@ def test_what_was_left_behind_is_named_and_removed(run):
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        threads.run(2, one)
+        thread_comm.run(2, one)
     assert [str(each.message) for each in said] == [f"{torn}: removed, a save that did not end had left it behind"]
     assert said[0].filename == __file__  # the line of the program that saves
     assert not torn.exists()

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcdp import nn
-from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, renaming, tree
-from hpcdp.comm import threads
+from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, flatten, load
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, UnsupportedError
 
 KEYS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4) | st.integers(-3, 2**70)
@@ -51,7 +51,7 @@ def assert_same(found, saved):
 
 
 def flat_of(state, n=1):
-    return threads.run(n, lambda world: tree.flatten(state(world) if callable(state) else state, world))
+    return thread_comm.run(n, lambda world: flatten.flatten(state(world) if callable(state) else state, world))
 
 
 @settings(max_examples=50)
@@ -76,7 +76,7 @@ def test_states_come_back(tmp_path_factory, state, into):
             manager.save(1, state)
             return manager.restore(into=blank(state) if into else None).state
 
-    for found in threads.run(1, saved):
+    for found in thread_comm.run(1, saved):
         assert_same(found, state)
 
 
@@ -91,13 +91,13 @@ def blank(state):
 
 def test_what_ranks_have_for_themselves_is_joined():
     flats = flat_of(lambda world: {"a": PerRank([world.rank, PerRank(np.zeros(world.rank))]), "b": [1]}, 3)
-    assert [*tree.alike(flats[2].form)] == [
+    assert [*flatten.alike(flats[2].form)] == [
         "the state = a dict of 2",
         "a = for each rank",
         "b = a list of 1",
         "b/0 = 1",
     ]
-    joined = tree.with_ranks(flats[1].form, [iter(tree.own_nodes(flat.form)) for flat in flats])
+    joined = flatten.with_ranks(flats[1].form, [iter(flatten.own_nodes(flat.form)) for flat in flats])
     nodes = [{"list": [rank, {"tensor": f"a/rank-{rank}/1"}]} for rank in range(3)]
     assert joined == {"dict": [["a", {"ranks": nodes}], ["b", {"list": [1]}]]}
     assert [held.is_own for held in flats[1].held] == [True]
@@ -121,7 +121,7 @@ class Object:
 def test_objects_are_their_states():
     (flat,) = flat_of([Object(), np.random.default_rng(0)])
     assert flat.form["list"][0] == {"dict": [["a", {"tensor": "0/a"}], ["inner", 3.5]]}
-    assert [name for name, _ in tree.leaves(flat.form)][:3] == ["0/a", "0/inner", "1/bit_generator"]
+    assert [name for name, _ in flatten.leaves(flat.form)][:3] == ["0/a", "0/inner", "1/bit_generator"]
 
 
 def test_a_text_that_is_an_enum_is_its_value():
@@ -158,7 +158,7 @@ def test_a_text_that_is_an_enum_is_its_value():
     ],
 )
 def test_what_cannot_be_saved_is_named(state, where, got):
-    tree.outline("save", state)
+    flatten.outline("save", state)
     (flat,) = flat_of(state)
     assert isinstance(flat.error, UnsupportedError)
     assert f"save [{where}]" in str(flat.error) and got in str(flat.error)
@@ -166,7 +166,7 @@ def test_what_cannot_be_saved_is_named(state, where, got):
 
 def test_what_is_just_not_too_much(tmp_path):
     state = {"a": 10**4300 - 1, "b": np.full((1,) * 32, 3.5), "\ud800": "\udfff", -(10**4300) + 1: "c"}
-    (found,) = threads.run(
+    (found,) = thread_comm.run(
         1, lambda world: (Manager(tmp_path, world).save(1, state), Manager(tmp_path, world).restore())
     )
     assert_same(found[1].state, state)
@@ -176,9 +176,9 @@ def test_a_state_within_itself_and_one_too_deep():
     within: dict = {"a": {}}
     within["a"]["b"] = [within]
     assert "save [a/b/0]: expected no state within itself" in str(flat_of(within)[0].error)
-    assert tree.outline("save", within) == []
+    assert flatten.outline("save", within) == []
     deep: list = []
-    for _ in range(tree.DEEPEST - 1):
+    for _ in range(flatten.DEEPEST - 1):
         deep = [deep]
     assert flat_of(deep)[0].error is None
     assert "expected at most 100 levels" in str(flat_of([deep])[0].error)
@@ -205,7 +205,7 @@ def test_parts_that_are_none(part, message, tmp_path):
             manager.restore(into={"a": whole})
 
     with pytest.raises(UnsupportedError, match=message):
-        threads.run(1, restored)
+        thread_comm.run(1, restored)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_parts_that_are_no_parts(parts, message, tmp_path):
                 manager.restore(into={"a": whole})
             return str(saved.value), str(restored.value)
 
-    for each in threads.run(2, one)[0]:
+    for each in thread_comm.run(2, one)[0]:
         assert "[a]: " in each and message in each and len(each) < 160
 
 
@@ -250,7 +250,7 @@ def test_numbers_of_a_sharded_may_be_numpys(tmp_path):
             manager.restore(into=state(world, values))
             return values, manager.restore().state["runs"]
 
-    for rank, (values, whole) in enumerate(threads.run(2, one)):
+    for rank, (values, whole) in enumerate(thread_comm.run(2, one)):
         own = slice(3) if rank == 0 else slice(3, 10)
         assert np.array_equal(whole, np.arange(10, dtype="f4").reshape(2, 5))
         assert np.array_equal(values[own], np.arange(10)[own]) and values.sum() == values[own].sum()
@@ -276,7 +276,7 @@ def test_numbers_of_a_sharded_that_are_none(wrong, message):
 def test_the_outline_has_what_has_a_state_of_its_own():
     net = nn.Dense(2, 2)
     state = {"net": net, "a": [np.zeros(1), 3, {"own": PerRank(3), "text": "x"}]}
-    assert tree.outline("save", state) == ["net Dense", "a/2/own PerRank"]
+    assert flatten.outline("save", state) == ["net Dense", "a/2/own PerRank"]
 
 
 ODD = {"dict": [["net", {"dict": [["a/b", 1], ["%@", 2], ["", 3], [".", 4], ["c", 5]]}]]}
@@ -299,7 +299,7 @@ def test_renaming(rename, expected):
         ((tag, content),) = form.items() if isinstance(form, dict) else (("", form),)
         return {key: plain(each) for key, each in content} if tag == "dict" else content
 
-    found = renaming.renamed(FORM, renaming.new_names(FORM, rename))
+    found = load.renamed(FORM, load.new_names(FORM, rename))
     assert plain(found) == (plain(expected) if expected is FORM else expected)
 
 
@@ -314,10 +314,10 @@ def test_renaming(rename, expected):
 def test_keys_that_are_quoted_in_names_stay_what_they_are(rename, expected, tmp_path):
     def one(world):
         with Manager(tmp_path, world) as manager:
-            manager.save(1, tree.built(ODD, None))
+            manager.save(1, flatten.built(ODD, None))
             return manager.restore(rename=rename).state
 
-    assert threads.run(1, one) == [expected]
+    assert thread_comm.run(1, one) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -339,4 +339,4 @@ def test_keys_that_are_quoted_in_names_stay_what_they_are(rename, expected, tmp_
 )
 def test_renames_that_cannot_be(rename, message):
     with pytest.raises(ConfigError, match=message):
-        renaming.renamed(FORM, renaming.new_names(FORM, rename))
+        load.renamed(FORM, load.new_names(FORM, rename))

@@ -16,9 +16,9 @@ import pytest
 from saved import flip, save
 
 from hpcdp import cli
-from hpcdp.checkpoint import Manager, manifest, overview, reading, verify
-from hpcdp.checkpoint.lock import WriterLock
-from hpcdp.comm import threads
+from hpcdp.checkpoint import Manager, inspect, manifest, verify
+from hpcdp.checkpoint.directory import WriterLock
+from hpcdp.comm import thread_comm
 
 COMMANDS = ("ls", "show", "verify", "diff", "export", "prune")
 
@@ -143,7 +143,7 @@ def test_show_of_lists_that_hold_tensors(run, tmp_path):
         with Manager(tmp_path, world) as manager:
             manager.save(1, state)
 
-    threads.run(1, one)
+    thread_comm.run(1, one)
     out = run("show", tmp_path)[1]
     assert "\nvalues\n  a  [(tensors), 5, (1, (tensors))]\n  b  (1, (2, 3))\n  d  [(tensors), 7]\n" in out
 
@@ -192,7 +192,7 @@ def test_numbers_of_a_run_that_has_diverged(run, tmp_path, monkeypatch):
     x = np.array([0, 1, 1e200, -1e200, 1e308, 1e308])
     for step, values in ((1, x), (2, -x)):
         save(tmp_path, (step,), state=lambda step, world, values=values: {"x": values})
-    monkeypatch.setattr(reading, "PIECE_NBYTES", 16)
+    monkeypatch.setattr(inspect, "PIECE_NBYTES", 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         status, out, error = run("show", tmp_path, "x")
@@ -282,14 +282,14 @@ def test_verify(run, saved, folder):
 
 @pytest.mark.parametrize("place", ["look_at", "size_of"])
 def test_ls_leaves_out_what_a_job_removes_meanwhile(place, run, folder, monkeypatch):
-    remove_before(monkeypatch, overview, place, folder / "step-0000000100")
+    remove_before(monkeypatch, inspect, place, folder / "step-0000000100")
     status, out, error = run("ls", folder)
     assert (status, error) == (0, "")
     assert [line.split()[0] for line in out.splitlines()] == ["step", "200", "300"]
 
 
 @pytest.mark.parametrize(
-    "place", [(overview, "size_of"), (verify, "faults"), (manifest, "read"), (verify, "_index_faults")]
+    "place", [(inspect, "size_of"), (verify, "faults"), (manifest, "read"), (verify, "_index_faults")]
 )
 def test_verify_takes_what_a_job_removes_meanwhile_for_no_fault(place, run, folder, monkeypatch):
     """Not of that checkpoint alone: `overview`, too, reads manifests."""
@@ -317,23 +317,23 @@ def remove_before(monkeypatch, module, name, path, paths=None):
 
 
 def test_verify_tells_a_log_how_far_it_is(run, saved, monkeypatch):
-    from hpcdp.commands import bytes_bar
+    from hpcdp.cli import format
 
-    monkeypatch.setattr(bytes_bar, "_LOG_EVERY_S", 0.0)
+    monkeypatch.setattr(format, "_LOG_EVERY_S", 0.0)
     _, _, error = run("verify", saved / "checkpoints" / "step-0000000100")
     assert re.fullmatch(r"(step-0000000100: [\d.]+ [kM]?B(ytes)? of 2\.8\d MB\n)+", error.replace("bytes", "B"))
 
 
 @pytest.mark.parametrize("columns", [20, 47])
 def test_a_narrow_terminal_need_not_have_all_characters(columns, monkeypatch):
-    from hpcdp.commands import bytes_bar
+    from hpcdp.cli import format
 
-    monkeypatch.setattr(bytes_bar, "_REFRESH_S", -1.0)
+    monkeypatch.setattr(format, "_REFRESH_S", -1.0)
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     for name, value in (("TTY_INTERACTIVE", "1"), ("COLUMNS", str(columns)), ("TERM", "xterm")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stderr", terminal)
-    with bytes_bar.BytesBar("verify runs/mlp-digits-001/checkpoints/step-0000000100", 10**9) as bar:
+    with format.BytesBar("verify runs/mlp-digits-001/checkpoints/step-0000000100", 10**9) as bar:
         bar.tell(10**7)
     terminal.flush()
     assert b"verify" in terminal.buffer.getvalue()
@@ -469,7 +469,7 @@ def test_prune_removes_links_and_not_what_they_lead_to(run, folder, tmp_path):
 
 
 def test_prune_while_somebody_saves(run, folder):
-    code = "import sys; from pathlib import Path; from hpcdp.checkpoint.lock import WriterLock\n" \
+    code = "import sys; from pathlib import Path; from hpcdp.checkpoint.directory import WriterLock\n" \
            "lock = WriterLock(Path(sys.argv[1])); print(flush=True); input()"  # fmt: skip
     job = subprocess.Popen([sys.executable, "-c", code, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:

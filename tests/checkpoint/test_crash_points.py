@@ -9,8 +9,8 @@ import failing_calls
 import numpy as np
 import pytest
 
-from hpcdp.checkpoint import Manager, PerRank, folder
-from hpcdp.comm import threads
+from hpcdp.checkpoint import Manager, PerRank, directory
+from hpcdp.comm import thread_comm
 from hpcdp.errors import DataError
 
 WAYS = {
@@ -47,8 +47,8 @@ def prepare_replaced(path, world, atomic):
 def prepare_left_over(path, world, atomic):
     """A save of step 3 had ended while it was replaced, another one of step 4 while it was written."""
     prepare_replaced(path, world, atomic)
-    folder.path_of(path, 3).rename(path / "step-0000000003.old.tmp")
-    for partial in (folder.partial_path(path, 3), folder.partial_path(path, 4)):
+    directory.path_of(path, 3).rename(path / "step-0000000003.old.tmp")
+    for partial in (directory.partial_path(path, 3), directory.partial_path(path, 4)):
         partial.mkdir()
         (partial / "shard-00000.h5").write_bytes(b"torn")
 
@@ -93,7 +93,7 @@ def test_a_crash_at_any_call(prepare, way, tmp_path):
             assert made.failed
             newest = 2.0 if prepare is prepare_new else 3.0
             check_complete(path, world, newest, 3.5)
-            left_over = folder.left_over(path, atomic)
+            left_over = directory.left_over(path, atomic)
             with (
                 Manager(path, world, keep=2, atomic_rename=atomic) as manager,
                 warnings.catch_warnings(record=True) as said,
@@ -103,12 +103,12 @@ def test_a_crash_at_any_call(prepare, way, tmp_path):
                 steps = manager.steps()
             assert [str(each.message).partition(":")[0] for each in said] == [str(each) for each in left_over]
             assert steps[-1] == 9 and len(steps) == 2
-            names = {folder.path_of(path, step).name for step in steps} | {"writer.lock"}
+            names = {directory.path_of(path, step).name for step in steps} | {"writer.lock"}
             assert {each.name for each in path.iterdir()} == names, made.failed
             assert check_complete(path, world, 9.0).step == 9
             shutil.rmtree(path)
 
-    threads.run(1, one)
+    thread_comm.run(1, one)
 
 
 @contextlib.contextmanager
@@ -167,7 +167,7 @@ def test_an_error_of_any_call_on_one_rank(atomic, shards, rank, tmp_path):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        counts = threads.run(2, one)
+        counts = thread_comm.run(2, one)
     assert counts[0] == counts[1] > (19 if rank == 0 else 3)
 
 
@@ -189,4 +189,4 @@ def test_an_error_of_any_call_while_reading(rank, tmp_path):
                     return fails
                 fails += 1
 
-    assert threads.run(2, one)[0] > (5 if rank == 0 else 1)
+    assert thread_comm.run(2, one)[0] > (5 if rank == 0 else 1)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from saved import Bfloat16, arrays, save, sharded
 
-from hpcdp.checkpoint import PerRank, reading
-from hpcdp.checkpoint.difference import differences, folded
+from hpcdp.checkpoint import PerRank, inspect
+from hpcdp.checkpoint.inspect import differences, folded
 
 
 def state(of):
@@ -43,7 +43,7 @@ def test_names_shapes_dtypes_and_values(tmp_path):
 
 
 def test_how_far_elements_are_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "PIECE_NBYTES", 1 << 20)
+    monkeypatch.setattr(inspect, "PIECE_NBYTES", 1 << 20)
     x = np.ones((3, 500_000), np.float32)
     y = x.copy()
     y[0, 7], y[2, 499_999], y[1, 5] = 1.5, 0.5, 0.75

@@ -26,9 +26,9 @@ def torch():
 
 
 def torch_writer():
-    from hpcdp.torch import export
+    from hpcdp.torch import state as torch_state
 
-    return export.write
+    return torch_state.write
 
 
 def test_numpy_reads_an_npz(path, tmp_path):
@@ -296,9 +296,9 @@ def test_a_missing_package_is_one_line_with_the_remedy(path, tmp_path, monkeypat
 
 
 def test_pieces(tmp_path, monkeypatch):
-    from hpcdp.checkpoint import reading
+    from hpcdp.checkpoint import inspect
 
-    monkeypatch.setattr(reading, "PIECE_NBYTES", 1 << 20)
+    monkeypatch.setattr(inspect, "PIECE_NBYTES", 1 << 20)
     x = np.arange(1_000_001, dtype=np.float64)
     (path,) = save(tmp_path, state=lambda step, world: {"x": x, "brain": Bfloat16(x)})
     write(choose(path), tmp_path / "x.npz", export.write_npz)

@@ -14,12 +14,9 @@ from full_disk import files_of_at_most
 from pairs import pairs
 from samples import write_shard
 
-from hpcdp.checkpoint import Manager, Part, Sharded, compressed
-from hpcdp.checkpoint.compressed import Unfailing
-from hpcdp.checkpoint.plan import Piece
-from hpcdp.checkpoint.shard import BLOCK_NBYTES
-from hpcdp.checkpoint.shard_reader import ShardReader
-from hpcdp.comm import threads
+from hpcdp.checkpoint import Manager, Part, Sharded, hdf5_file
+from hpcdp.checkpoint.hdf5_file import BLOCK_NBYTES, Piece, ShardReader, Unfailing
+from hpcdp.comm import thread_comm
 from hpcdp.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # of a torn HDF5 file
@@ -61,7 +58,7 @@ def test_a_disk_that_is_full_at_any_place(compression, n, wait, tmp_path):
             manager.wait()
             check(manager.restore(50).state, 50, world)
 
-    threads.run(n, one)
+    thread_comm.run(n, one)
     assert {path.name for path in tmp_path.iterdir()} == {"step-0000000001", "step-0000000050", "writer.lock"}
 
 
@@ -127,7 +124,7 @@ def test_a_full_file_is_read_as_it_would_be(tmp_path, monkeypatch):
 
 def test_a_signal_ends_the_writing_and_never_meets_hdf5(tmp_path, monkeypatch):
     gc.collect()  # an object of HDF5 that this thread freed would make it wait for the other, which holds the lock
-    write, pwrite, stops = compressed._write, os.pwrite, []
+    write, pwrite, stops = hdf5_file._write, os.pwrite, []
 
     def watched(path, pieces, compression, stop):
         stops.append(stop)
@@ -139,7 +136,7 @@ def test_a_signal_ends_the_writing_and_never_meets_hdf5(tmp_path, monkeypatch):
             assert stops[0].wait(30)
         return pwrite(file, data, offset)
 
-    monkeypatch.setattr(compressed, "_write", watched)
+    monkeypatch.setattr(hdf5_file, "_write", watched)
     monkeypatch.setattr(os, "pwrite", interrupted)
     values = np.random.default_rng(0).integers(0, 256, 20 * BLOCK_NBYTES, np.uint8)
     with pytest.raises(KeyboardInterrupt):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, manifest
-from hpcdp.checkpoint.restoring import Filling
-from hpcdp.checkpoint.shard_reader import ShardReader
-from hpcdp.comm import threads
+from hpcdp.checkpoint.hdf5_file import ShardReader
+from hpcdp.checkpoint.load import Filling
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError
 
 MUTATIONS = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") else 5_000
@@ -55,7 +55,7 @@ def saved(request, tmp_path_factory):
         with Manager(path, world, compression=request.param) as manager:
             manager.save(3, state(world), metrics={"loss": 1.5}, config={"lr": 0.1})
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
     return path / "step-0000000003"
 
 
@@ -119,7 +119,7 @@ def test_any_bytes_as_a_manifest(saved):
             seen[restores(content, saved, world, None if number % 2 else into)] += 1
         return peak_nbytes() - before
 
-    assert threads.run(1, one)[0] < 50e6
+    assert thread_comm.run(1, one)[0] < 50e6
     assert sum(seen.values()) == MUTATIONS and min(seen["restored"], seen["DataError"]) > MUTATIONS / 100, seen
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import write_shard
 
-from hpcdp.checkpoint import index
+from hpcdp.checkpoint import manifest
+from hpcdp.checkpoint.hdf5_file import Piece
 from hpcdp.checkpoint.manifest import Tensor
-from hpcdp.checkpoint.plan import Piece
 from hpcdp.errors import DataError
 
 
@@ -22,7 +22,7 @@ def test_boxes_are_a_run_in_order(shape, data):
     first = data.draw(st.integers(0, count))
     last = data.draw(st.integers(first, count))
     numbers = np.arange(count).reshape(shape)
-    found = [numbers[box].reshape(-1) for box in index.boxes(tuple(shape), first, last)]
+    found = [numbers[box].reshape(-1) for box in manifest.boxes(tuple(shape), first, last)]
     assert np.array_equal(np.concatenate([np.empty(0, int), *found]), np.arange(first, last))
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
@@ -36,25 +36,25 @@ def test_the_whole_is_seen_through_parts(name, cuts, tmp_path):
         piece = Piece(name, first, whole.reshape(-1)[first:last], "float64")
         parts += write_shard(tmp_path / f"shard-{rank:05d}.h5", [piece] if last > first else [])[0]
     tensors = {name: Tensor((4, 5), "float64", tuple(parts)), "none": Tensor((0, 3), "int8", ())}
-    index.write(tmp_path / index.NAME, tensors, {"dict": [["step", 5]]}, {"step": 5, "format": "x"})
-    with h5py.File(tmp_path / index.NAME) as file:
+    manifest.write(tmp_path / manifest.INDEX_NAME, tensors, {"dict": [["step", 5]]}, {"step": 5, "format": "x"})
+    with h5py.File(tmp_path / manifest.INDEX_NAME) as file:
         assert np.array_equal(file[name][...], whole)
         assert file["none"].shape == (0, 3) and file["none"].dtype == np.int8
         assert dict(file.attrs) == {"step": 5, "format": "x"}
-        assert json.loads(file[index.STATE][()]) == {"dict": [["step", 5]]}
+        assert json.loads(file[manifest.STATE][()]) == {"dict": [["step", 5]]}
 
 
 def test_a_number_and_what_hdf5_has_no_dtype_for(tmp_path):
     pieces = [Piece("x", 0, np.array([2.5]), "float64"), Piece("b", 0, np.array([7, 8], np.uint16), "bfloat16")]
     stored = write_shard(tmp_path / "shard-00000.h5", pieces)[0]
     tensors = {"x": Tensor((), "float64", (stored[0],)), "b": Tensor((2,), "bfloat16", (stored[1],))}
-    index.write(tmp_path / index.NAME, tensors, None, {})
-    with h5py.File(tmp_path / index.NAME) as file:
+    manifest.write(tmp_path / manifest.INDEX_NAME, tensors, None, {})
+    with h5py.File(tmp_path / manifest.INDEX_NAME) as file:
         assert file["x"][()] == 2.5
         assert file["b"].attrs["dtype"] == "bfloat16" and [*file["b"][...]] == [7, 8]
 
 
 def test_what_cannot_be_written(tmp_path):
-    (tmp_path / index.NAME).mkdir()
+    (tmp_path / manifest.INDEX_NAME).mkdir()
     with pytest.raises(DataError, match=r"save \[.*index.h5\]"):
-        index.write(tmp_path / index.NAME, {}, None, {})
+        manifest.write(tmp_path / manifest.INDEX_NAME, {}, None, {})

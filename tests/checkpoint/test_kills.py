@@ -15,15 +15,15 @@ import pytest
 import samples
 import saving_forever
 
-from hpcdp.checkpoint import Manager, folder
-from hpcdp.comm import threads
+from hpcdp.checkpoint import Manager, directory
+from hpcdp.comm import thread_comm
 
 KILLS_OF_PROCESSES, KILLS_OF_JOBS = (44, 6) if os.environ.get("HPCDP_TEST_THOROUGH") else (12, 2)
 
 
 def check(path, least):
     """The newest one is complete, and not older than what had been said to be; a further save removes what is torn."""
-    left_over = folder.left_over(path)
+    left_over = directory.left_over(path)
 
     def one(world):
         with Manager(path, world, keep=2) as manager:
@@ -34,11 +34,11 @@ def check(path, least):
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        step = threads.run(2, one)[0]
+        step = thread_comm.run(2, one)[0]
     assert step >= least
     assert [str(each.message).partition(":")[0] for each in said] == [str(each) for each in left_over]
     names = {each.name for each in path.iterdir()}
-    assert names == {"writer.lock", *(folder.path_of(path, each).name for each in folder.find(path))}
+    assert names == {"writer.lock", *(directory.path_of(path, each).name for each in directory.find(path))}
     return len(left_over)
 
 
@@ -82,7 +82,7 @@ def test_jobs_of_which_a_rank_is_killed(number, tmp_path):
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
         try:
             deadline = time.monotonic() + 30
-            while len(folder.find(path)) < 2 and time.monotonic() < deadline:
+            while len(directory.find(path)) < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(source.random() * 0.2)
             ranks = sorted(ranks_of(path))

@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from hpcdp.checkpoint import Manager, lock
-from hpcdp.comm import threads
+from hpcdp.checkpoint import Manager, directory
+from hpcdp.comm import thread_comm
 from hpcdp.errors import DataError
 
 HOLDER = """
 import pathlib, sys, time
-from hpcdp.checkpoint.lock import WriterLock
+from hpcdp.checkpoint.directory import WriterLock
 held = WriterLock(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
@@ -24,14 +24,14 @@ time.sleep(60)
 
 
 def test_the_second_is_told_who_is_first(tmp_path):
-    first = lock.WriterLock(tmp_path)
+    first = directory.WriterLock(tmp_path)
     with pytest.raises(
         DataError, match=rf"writer.lock\]: expected no other job .* got process {os.getpid()} of .* on "
     ):
-        lock.WriterLock(tmp_path)
+        directory.WriterLock(tmp_path)
     first.release()
     first.release()
-    lock.WriterLock(tmp_path).release()
+    directory.WriterLock(tmp_path).release()
 
 
 def test_on_a_full_disk_it_is_held_but_nobody_says_by_whom(tmp_path, monkeypatch):
@@ -39,9 +39,9 @@ def test_on_a_full_disk_it_is_held_but_nobody_says_by_whom(tmp_path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    first = lock.WriterLock(tmp_path)
+    first = directory.WriterLock(tmp_path)
     with pytest.raises(DataError, match=r"writer.lock\]: expected no other job that saves here, got "):
-        lock.WriterLock(tmp_path)
+        directory.WriterLock(tmp_path)
     first.release()
 
 
@@ -49,21 +49,21 @@ def test_a_job_that_was_killed_holds_nothing(tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         with pytest.raises(DataError, match=f"got process {holder.pid} of"):
-            lock.WriterLock(tmp_path)
+            directory.WriterLock(tmp_path)
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-        lock.WriterLock(tmp_path).release()
+        directory.WriterLock(tmp_path).release()
 
 
 def test_a_child_made_by_fork_does_not_hold_what_was_released(tmp_path):
-    held = lock.WriterLock(tmp_path)
+    held = directory.WriterLock(tmp_path)
     context = multiprocessing.get_context("fork")
     ended = context.Event()
     child = context.Process(target=ended.wait, args=(30,))
     child.start()
     try:
         held.release()
-        lock.WriterLock(tmp_path).release()
+        directory.WriterLock(tmp_path).release()
     finally:
         ended.set()
         child.join()
@@ -79,54 +79,56 @@ def test_a_manager_may_claim_its_folder_before_it_saves(tmp_path):
                 other.claim()
             manager.save(1, {})
 
-    threads.run(2, one)
-    lock.WriterLock(tmp_path / "a").release()
+    thread_comm.run(2, one)
+    directory.WriterLock(tmp_path / "a").release()
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'"x"', b"null"])
 def test_an_owner_who_does_not_say_who_it_is(content, tmp_path):
-    (tmp_path / lock.NAME).write_bytes(content)
-    assert lock.owner(tmp_path / lock.NAME) == ""
-    assert lock.owner(tmp_path / "nowhere") == ""
+    (tmp_path / directory.NAME).write_bytes(content)
+    assert directory.owner(tmp_path / directory.NAME) == ""
+    assert directory.owner(tmp_path / "nowhere") == ""
 
 
 def test_the_job_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    held = lock.WriterLock(tmp_path)
-    assert json.loads((tmp_path / lock.NAME).read_text())["pid"] == os.getpid()
-    assert re.fullmatch(r"process \d+ of .+ on .+, job 4711, since \d{4}-.*", lock.owner(tmp_path / lock.NAME))
+    held = directory.WriterLock(tmp_path)
+    assert json.loads((tmp_path / directory.NAME).read_text())["pid"] == os.getpid()
+    assert re.fullmatch(
+        r"process \d+ of .+ on .+, job 4711, since \d{4}-.*", directory.owner(tmp_path / directory.NAME)
+    )
     held.release()
 
 
 def test_a_group_that_shares_a_folder_shares_the_lock(tmp_path):
     before = os.umask(0o002)
     try:
-        lock.WriterLock(tmp_path).release()
+        directory.WriterLock(tmp_path).release()
     finally:
         os.umask(before)
-    assert (tmp_path / lock.NAME).stat().st_mode & 0o777 == 0o664
+    assert (tmp_path / directory.NAME).stat().st_mode & 0o777 == 0o664
 
 
 def test_a_file_that_cannot_be_made(tmp_path):
-    (tmp_path / lock.NAME).mkdir()
+    (tmp_path / directory.NAME).mkdir()
     with pytest.raises(DataError, match=r"lock the checkpoints \[.*writer.lock\]: got Is a directory"):
-        lock.WriterLock(tmp_path)
+        directory.WriterLock(tmp_path)
 
 
 def test_a_file_that_is_removed_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):
     """As by a run that overwrites the results of another one, at the moment when a third one begins."""
-    take, is_removed = lock.WriterLock._take, iter([True] * 3)
+    take, is_removed = directory.WriterLock._take, iter([True] * 3)
 
     def late(self, path):
         if next(is_removed, False):
             path.unlink()
         take(self, path)
 
-    monkeypatch.setattr(lock.WriterLock, "_take", late)
-    held = lock.WriterLock(tmp_path)
+    monkeypatch.setattr(directory.WriterLock, "_take", late)
+    held = directory.WriterLock(tmp_path)
     held.require_held()
     with pytest.raises(DataError, match=f"process {os.getpid()}"):
-        lock.WriterLock(tmp_path)
+        directory.WriterLock(tmp_path)
     held.release()
 
 
@@ -137,10 +139,10 @@ def test_a_lock_that_was_removed_is_no_lock(instead, tmp_path):
             manager.save(1, {"a": 1})
             world.comm.barrier()
             if world.rank == 0:
-                (tmp_path / lock.NAME).unlink()
+                (tmp_path / directory.NAME).unlink()
             other = None
             if world.rank == 0 and instead != "nothing":
-                other = lock.WriterLock(tmp_path)
+                other = directory.WriterLock(tmp_path)
             world.comm.barrier()
             with pytest.raises(DataError, match=r"expected the file that this job has locked, got (No such|another)"):
                 manager.save(2, {"a": 2})
@@ -148,4 +150,4 @@ def test_a_lock_that_was_removed_is_no_lock(instead, tmp_path):
             if other is not None:
                 other.release()
 
-    threads.run(2, one)
+    thread_comm.run(2, one)

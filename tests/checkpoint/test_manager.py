@@ -15,9 +15,8 @@ import samples
 from on_threads import caught, restore, save
 from pairs import pairs
 
-from hpcdp import checkpoint
-from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, folder, verify
-from hpcdp.comm import threads
+from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, directory, flatten, verify
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError, MismatchError, UnsupportedError
 
 SIZES = [1, 2, 3, 4, 6]
@@ -55,7 +54,7 @@ def test_other_ways_to_write(options, wait, tmp_path):
             manager.wait()
             assert manager.steps() == [7, 14] and manager.latest() == 14
 
-    threads.run(4, one, ranks_per_node=2)
+    thread_comm.run(4, one, ranks_per_node=2)
     for rank, restored in enumerate(restore(tmp_path, 3, ranks_per_node=2)):
         samples.check(restored.state, 14, rank, 4, 3)
 
@@ -100,7 +99,7 @@ def test_retention(tmp_path):
             with pytest.raises(ConfigError, match=r"save \[metrics\]: expected 'loss', which decides what is best"):
                 manager.save(160, {"a": 1}, metrics={"odd": 1})
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 def test_the_best_one_is_restored(tmp_path):
@@ -130,7 +129,7 @@ def test_the_best_one_is_restored(tmp_path):
         ):
             manager.restore(best=True)
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 @pytest.mark.parametrize("metrics", [None, {"loss": float("nan")}, {"loss": float("inf")}])
@@ -142,7 +141,7 @@ def test_what_was_not_measured_is_never_the_best(metrics, tmp_path):
             manager.save(120, {"a": 3}, metrics={"loss": -2})
             return manager.steps()
 
-    assert threads.run(2, one) == [[100, 120]] * 2
+    assert thread_comm.run(2, one) == [[100, 120]] * 2
 
 
 def test_links_to_checkpoints_elsewhere(tmp_path):
@@ -171,7 +170,7 @@ def test_a_damaged_manifest_does_not_keep_others_from_being_removed(tmp_path):
                 manager.save(step, {}, metrics={"loss": -step})
             return manager.steps()
 
-    assert threads.run(1, one) == [[2, 3]]
+    assert thread_comm.run(1, one) == [[2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +191,7 @@ def test_a_checkpoint_without_its_index_is_restored(harm, message, tmp_path):
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for restored in threads.run(2, one):
+        for restored in thread_comm.run(2, one):
             assert restored.step == 2 and np.all(restored.state["a"] == 2)
     assert len(said) == 1 and message in str(said[0].message) and "\n" not in str(said[0].message)
     assert said[0].filename == __file__
@@ -214,7 +213,7 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
             return manager.steps(), manager.restore(1).path
 
     path = tmp_path / "here" / "own"
-    assert threads.run(2, one) == [([1, 2], path / "step-0000000001")] * 2
+    assert thread_comm.run(2, one) == [([1, 2], path / "step-0000000001")] * 2
     assert [*(tmp_path / "there").iterdir()] == [] and len([*path.glob("step-*")]) == 2
 
 
@@ -227,13 +226,13 @@ def test_what_cannot_be_read_back_removes_nothing(n, tmp_path, monkeypatch):
             assert text == "save [a]: expected keys that are str or int, got None"
             world.comm.barrier()
             if world.rank == 0:  # as if there were a kind of state that nobody has thought of
-                monkeypatch.setattr(checkpoint.tree, "_checked", lambda value, name: value)
+                monkeypatch.setattr(flatten, "_checked", lambda value, name: value)
             world.comm.barrier()
             text = caught(lambda: manager.save(3, {"a": {None: world.size}}), DataError)
             assert text == "save [the state]: expected what can be read back, got key None"
             assert manager.restore().state == {"a": 1}
 
-    threads.run(n, one)
+    thread_comm.run(n, one)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000000001", "writer.lock"]
 
 
@@ -255,7 +254,7 @@ def test_communicators_go_with_their_managers(n, tmp_path):
         gc.collect()
         return [each() for each in used]
 
-    assert threads.run(n, one) == [[None] * 4] * n
+    assert thread_comm.run(n, one) == [[None] * 4] * n
 
 
 def test_after_a_save_that_a_rank_has_left_nobody_has_its_communicators(tmp_path, monkeypatch):
@@ -264,7 +263,7 @@ def test_after_a_save_that_a_rank_has_left_nobody_has_its_communicators(tmp_path
 
     def one(world):
         with Manager(tmp_path, world) as left, monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(folder, "wait_for", interrupted)
+            patch.setattr(directory, "wait_for", interrupted)
             left.save(1, {"a": 1})
         comm = weakref.ref(left._group.comm)
         del left
@@ -274,15 +273,15 @@ def test_after_a_save_that_a_rank_has_left_nobody_has_its_communicators(tmp_path
             manager.save(1, {"a": 1})
 
     with pytest.warns(UserWarning, match="a save that did not end had left it behind"):
-        threads.run(1, one)
+        thread_comm.run(1, one)
 
 
 _READS_ALL = """
 import sys
 from pathlib import Path
 import numpy as np
-from hpcdp.checkpoint import Manager, difference, verify
-from hpcdp.comm import threads
+from hpcdp.checkpoint import Manager, inspect as difference, verify
+from hpcdp.comm import thread_comm as threads
 
 paths = [*map(Path, sys.argv[1:])]
 (found,) = threads.run(1, lambda world: Manager(paths[0].parent, world=world).restore())
@@ -306,6 +305,6 @@ def test_what_more_ranks_have_saved_than_a_process_may_have_files_open(tmp_path,
     for step in (1, 2):
         save(tmp_path, step, ranks, state)
     program = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({ranks},) * 2); {_READS_ALL}"
-    paths = [folder.path_of(tmp_path, step) for step in (1, 2)]
+    paths = [directory.path_of(tmp_path, step) for step in (1, 2)]
     done = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[[], []] ['long'] True True\n", "")

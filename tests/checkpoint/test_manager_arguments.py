@@ -6,7 +6,7 @@ from on_threads import caught, save
 
 from hpcdp import checkpoint
 from hpcdp.checkpoint import Manager
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError
 
 
@@ -33,7 +33,7 @@ from hpcdp.errors import ConfigError, DataError
 )
 def test_settings_are_checked(arguments, message, n, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        threads.run(n, lambda world: Manager(**({"path": tmp_path, "world": world} | arguments)))
+        thread_comm.run(n, lambda world: Manager(**({"path": tmp_path, "world": world} | arguments)))
 
 
 @pytest.mark.parametrize("call", ["save", "restore", "claim"])
@@ -49,7 +49,7 @@ def test_a_closed_manager_is_an_error(call, tmp_path):
         manager.close()
         assert manager.steps() == [1]
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_arguments_of_save_are_checked(step, options, tmp_path):
         manager.close()
         return text
 
-    (text,) = {*threads.run(2, one)}
+    (text,) = {*thread_comm.run(2, one)}
     assert len(text) < 200 and text.startswith("save [") and "Traceback" not in text
 
 
 def test_what_config_must_be_is_said(tmp_path):
-    with Manager(tmp_path, threads.run(1, lambda world: world)[0]) as manager:
+    with Manager(tmp_path, thread_comm.run(1, lambda world: world)[0]) as manager:
         text = caught(lambda: manager.save(1, {}, config=[1]), ConfigError)
     assert text == "save [config]: expected a dict of what JSON can carry, with keys that are str, got [1]"
 
@@ -94,7 +94,7 @@ def test_steps_to_restore_are_checked(step, n, tmp_path):
             text = caught(lambda: manager.restore(step if world.rank == n - 1 else None), ConfigError)
             return text, manager.restore(np.int64(904)).state
 
-    for text, state in threads.run(n, one):
+    for text, state in thread_comm.run(n, one):
         assert f"restore [step]: expected an integer from 0 to 10**18 - 1, got {step!r}" in text and state == {"a": 1}
 
 
@@ -107,7 +107,7 @@ def test_a_folder_that_is_none_is_refused(what, tmp_path):
         with pytest.raises(DataError, match=rf"save \[.*here\]: expected a folder, or nothing yet, got {what}"):
             Manager(path, world).save(world.rank * 0, {"w": np.ones(2)})
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 def test_the_names_of_the_package():

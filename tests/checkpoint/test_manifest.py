@@ -7,9 +7,9 @@ import zlib
 import numpy as np
 import pytest
 
-from hpcdp.checkpoint import manifest, tree
+from hpcdp.checkpoint import flatten, manifest
+from hpcdp.checkpoint.hdf5_file import BLOCK_NBYTES, File, Stored
 from hpcdp.checkpoint.manifest import Manifest, Tensor
-from hpcdp.checkpoint.shard import BLOCK_NBYTES, File, Stored
 from hpcdp.errors import DataError
 
 
@@ -156,7 +156,7 @@ def test_what_is_wrong_is_said_in_short():
 def test_states_are_read_as_deep_as_they_are_saved():
     members = json.loads(sample().to_json())
     members["state"] = 1
-    for _ in range(tree.DEEPEST):
+    for _ in range(flatten.DEEPEST):
         members["state"] = {"list": [members["state"]]}
     manifest.parse(signed(members), "here")
     members["state"] = {"list": [members["state"]]}
@@ -180,7 +180,7 @@ def test_states_are_read_as_deep_as_they_are_saved():
     ],
 )
 def test_each_element_is_stored_once(runs, got):
-    held = tree.Held("a", (10,), "int8", np.dtype("i1"), (), 1, 0)
+    held = flatten.Held("a", (10,), "int8", np.dtype("i1"), (), 1, 0)
     parts = [stored("a", first, last - first) for first, last in reversed(runs)]
     with pytest.raises(DataError, match=rf"save \[a\]: expected each element held by one rank, .* got {got}"):
         manifest.join([held], parts)

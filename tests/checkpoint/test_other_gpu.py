@@ -4,17 +4,18 @@ import numpy as np
 import pytest
 
 from hpcdp import kvstore, nn, optim
-from hpcdp.arrays import to_host
 from hpcdp.checkpoint import Manager
-from hpcdp.comm import gpus, threads
-from hpcdp.comm.gpus import Gpu
-from hpcdp.devices import gpu
+from hpcdp.comm import thread_comm
+from hpcdp.comm import world as comm_world
+from hpcdp.comm.world import Gpu
+from hpcdp.core.arrays import to_host
+from hpcdp.core.devices import gpu
 
 
 @pytest.fixture(autouse=True)
 def three_gpus(gpus_on_host, monkeypatch):
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(3))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -27,7 +28,7 @@ def test_a_network(tmp_path, ranks):
             manager.restore(into={"net": net})
         return [[to_host(param.data).copy() for param in each.parameters()] for each in (saved, net)]
 
-    for saved, found in threads.run(ranks, rank):
+    for saved, found in thread_comm.run(ranks, rank):
         for x, y in zip(saved, found, strict=True):
             np.testing.assert_array_equal(x, y)
 
@@ -55,7 +56,7 @@ def test_a_store(tmp_path, by):
         return to_host(found)
 
     value = 0.0 if by == "state" else 2.0  # 1 - 0.5 * 2 and 5 - 0.5 * 6
-    np.testing.assert_array_equal(threads.run(1, rank)[0], np.full(5, value - 0.5 * 0.5 * 2))
+    np.testing.assert_array_equal(thread_comm.run(1, rank)[0], np.full(5, value - 0.5 * 0.5 * 2))
 
 
 @pytest.mark.parametrize("kinds", [("device", "local"), ("local", "device")])

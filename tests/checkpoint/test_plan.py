@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdp.checkpoint.plan import WHOLE_NBYTES, described, own_pieces
-from hpcdp.checkpoint.tree import Held
-from hpcdp.state import Part
+from hpcdp.checkpoint.flatten import Held
+from hpcdp.checkpoint.hdf5_file import WHOLE_NBYTES, described, own_pieces
+from hpcdp.core.state import Part
 
 
 def held(name, values, copies=1, copy=0, first=0, shape=None):

@@ -9,7 +9,7 @@ from on_threads import caught, restore, save
 
 from hpcdp import nn
 from hpcdp.checkpoint import Manager, Part, PerRank, Sharded
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError, MismatchError, UnsupportedError
 
 
@@ -19,7 +19,7 @@ def test_settings_that_are_wrong_on_one_rank(argument, tmp_path):
         given = {"path": tmp_path, "world": world} | (argument if world.rank == 1 else {})
         return caught(lambda: Manager(**given), ConfigError)
 
-    assert len({*threads.run(2, one)}) == 1
+    assert len({*thread_comm.run(2, one)}) == 1
 
 
 def test_ranks_in_other_folders_are_refused(tmp_path, monkeypatch):
@@ -34,7 +34,7 @@ def test_ranks_in_other_folders_are_refused(tmp_path, monkeypatch):
         ranks.number = world.rank
         return caught(lambda: Manager("own", world), MismatchError)
 
-    assert len({*threads.run(2, one)}) == 1
+    assert len({*thread_comm.run(2, one)}) == 1
     assert not any(place.exists() for place in places)
 
 
@@ -59,7 +59,7 @@ def test_states_that_differ_are_refused_on_every_rank(what, tmp_path):
             manager.save(3, {"a": 2})
             return text, manager.steps()
 
-    results = threads.run(3, one)
+    results = thread_comm.run(3, one)
     assert len({text for text, _ in results}) == 1 and "rank 2" in results[0][0]
     assert results[0][1] == [1, 3]
 
@@ -71,7 +71,7 @@ def test_one_rank_that_cannot_save_does_not_leave_others_waiting(tmp_path):
             text = caught(lambda: manager.save(2, own), UnsupportedError)
             return text, manager.steps()
 
-    results = threads.run(3, one, ranks_per_node=2)
+    results = thread_comm.run(3, one, ranks_per_node=2)
     assert len({text for text, _ in results}) == 1 and "rank 1: save [a/rank-1]" in results[0][0]
     assert results[0][1] == []
 
@@ -84,7 +84,7 @@ def test_one_rank_that_cannot_restore_does_not_leave_others_waiting(tmp_path):
             into = {"a": PerRank(np.zeros(2 + world.rank)), "net": nn.BatchNorm(4)}
             return caught(lambda: manager.restore(into=into), ConfigError)
 
-    results = threads.run(2, one)
+    results = thread_comm.run(2, one)
     assert len({*results}) == 1 and "rank 1: restore [a/rank-1]: expected shape (3,)" in results[0]
     with pytest.raises(MismatchError, match="restore"):
         restore(tmp_path, 2, lambda world: {"net": nn.BatchNorm(4)} if world.rank else {})
@@ -114,7 +114,7 @@ def test_arguments_that_differ_between_ranks(options, message, tmp_path):
             text = caught(lambda: manager.save(**({"step": 2, "state": {}} | options(world.rank))), MismatchError)
             return text, manager.steps()
 
-    first, second = threads.run(2, one)
+    first, second = thread_comm.run(2, one)
     assert first == second and first[1] == [1]
     assert message in first[0] and first[0].endswith("; call save alike on all ranks")
 
@@ -129,7 +129,7 @@ def test_steps_to_restore_that_differ_between_ranks(steps, tmp_path):
             text = caught(lambda: manager.restore(steps[world.rank]), MismatchError)
             return text, manager.restore().state
 
-    first, second = threads.run(2, one)
+    first, second = thread_comm.run(2, one)
     assert first == second and first[0].endswith("; call restore alike on all ranks") and first[1] == {"a": 2}
 
 
@@ -149,7 +149,7 @@ def test_names_that_differ_between_ranks(rename, tmp_path):
             assert np.all(manager.restore().state["b"] == 1)
             return texts
 
-    first, second = threads.run(2, one)
+    first, second = thread_comm.run(2, one)
     assert first == second and all("rank " in text for text in first)
 
 
@@ -161,6 +161,6 @@ def test_parts_that_leave_some_out_or_overlap(first, tmp_path):
             state = {"a": Sharded((4,), np.dtype("f4"), [part] if first * world.rank < 3 else [])}
             return caught(lambda: manager.save(2, state), DataError), manager.steps()
 
-    (text, steps), other = threads.run(2, one)
+    (text, steps), other = thread_comm.run(2, one)
     assert "save [a]: expected each element held by one rank" in text and steps == [] and other == (text, steps)
     assert [path.name for path in tmp_path.iterdir()] == ["writer.lock"]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hpcdp.checkpoint import Manager, PerRank, Sharded
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.core.state import Part
 from hpcdp.errors import ConfigError, HpcdpError, UnsupportedError
-from hpcdp.state import Part
 
 WORST = 1
 """The rank that fails."""
@@ -62,7 +62,7 @@ def told_alike(n, act, kind):
             act(world)
         return str(caught.value)
 
-    results = threads.run(n, one)
+    results = thread_comm.run(n, one)
     assert len({*results}) == 1
     return results[0]
 
@@ -72,7 +72,7 @@ def save(folder, state, n=3):
         with Manager(folder, world) as manager:
             manager.save(1, state(world))
 
-    threads.run(n, one)
+    thread_comm.run(n, one)
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -129,7 +129,7 @@ def test_ctrl_c_stays_what_it_is(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        threads.run(1, lambda world: Manager(tmp_path, world).save(1, {"a": Interrupted(world)}))
+        thread_comm.run(1, lambda world: Manager(tmp_path, world).save(1, {"a": Interrupted(world)}))
 
 
 def test_names_by_a_function_that_fails_on_one_rank(tmp_path):
@@ -179,7 +179,7 @@ def test_places_whose_elements_lie_apart_are_written_to(make, tmp_path):
         with Manager(tmp_path, world) as manager:
             manager.restore(into={"a": place})
 
-    threads.run(1, one)
+    thread_comm.run(1, one)
     assert np.array_equal(place, saved)
 
 
@@ -229,7 +229,7 @@ def test_a_rank_that_fails_while_others_make_their_state_together_says_why(tmp_p
         Manager(tmp_path, world).save(1, {"counts": counts})
 
     with pytest.raises(HpcdpError, match=r"save \[counts\]: expected its state, .* got ValueError: no counts today"):
-        threads.run(2, one)
+        thread_comm.run(2, one)
 
 
 def test_a_function_of_names_that_raises_is_told_as_one(tmp_path):

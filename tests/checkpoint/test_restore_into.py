@@ -10,8 +10,8 @@ from on_threads import restore, save
 from saved import flip
 
 from hpcdp import nn
-from hpcdp.arrays import dtype_of, to_host
-from hpcdp.checkpoint import Part, PerRank, Sharded, folder, manifest, verify
+from hpcdp.checkpoint import Part, PerRank, Sharded, directory, manifest, verify
+from hpcdp.core.arrays import dtype_of, to_host
 from hpcdp.errors import ConfigError, DataError, UnsupportedError
 
 SIZES = [1, 2, 3, 4, 6]
@@ -113,7 +113,7 @@ class Meanwhile:
         if self._rank == 0 and (step := next(self._steps, None)) is not None:
             for path in self._folder.glob("step-*"):
                 path.rename(self._folder.with_name(f"removed-{path.name}"))
-            folder.path_of(self._folder.with_name("saved"), step).rename(folder.path_of(self._folder, step))
+            directory.path_of(self._folder.with_name("saved"), step).rename(directory.path_of(self._folder, step))
         return {}
 
     def load_state_dict(self, state):

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from samples import write_shard
 
-from hpcdp.checkpoint.plan import Piece
-from hpcdp.checkpoint.shard import BLOCK_NBYTES
-from hpcdp.checkpoint.shard_reader import ShardReader
+from hpcdp.checkpoint.hdf5_file import BLOCK_NBYTES, Piece, ShardReader
 from hpcdp.errors import DataError
 
 DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "g", "F", "D", "G"]

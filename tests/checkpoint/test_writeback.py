@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.checkpoint import writeback
-from hpcdp.checkpoint.writeback import EVERY_NBYTES, Writeback
+from hpcdp.checkpoint import hdf5_file
+from hpcdp.checkpoint.hdf5_file import EVERY_NBYTES, Writeback
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int, int]]:
         calls.append(args)  # type: ignore[arg-type]
         return -1  # as where a file system does not know it
 
-    monkeypatch.setattr(writeback, "_sync_file_range", lambda: start)
+    monkeypatch.setattr(hdf5_file, "_sync_file_range", lambda: start)
     return calls
 
 
@@ -34,12 +34,12 @@ def test_a_span_is_sent_when_it_is_long_enough_or_ends(sent: list[tuple[int, int
 
 
 def test_without_the_call_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writeback, "_sync_file_range", lambda: None)
+    monkeypatch.setattr(hdf5_file, "_sync_file_range", lambda: None)
     Writeback(-1).wrote(0, 2 * EVERY_NBYTES)
 
 
 def test_the_systems_call_takes_a_real_file_and_refuses_a_pipe(tmp_path: Path) -> None:
-    start = writeback._sync_file_range()
+    start = hdf5_file._sync_file_range()
     if start is None:
         pytest.skip("this C library has no sync_file_range")
     with open(tmp_path / "file", "wb") as file:

@@ -12,7 +12,7 @@ SAVE = """
 import zlib
 from hpcdp import checkpoint
 from hpcdp.checkpoint import PerRank, Sharded
-from hpcdp.state import Part
+from hpcdp.core.state import Part
 
 def runs(size, rank):
     edges = np.linspace(0, 1000, size + 1).astype(int)

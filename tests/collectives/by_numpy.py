@@ -5,7 +5,7 @@ import functools
 import ml_dtypes
 import numpy as np
 
-from hpcdp.arrays import dtype_of, is_float, is_half
+from hpcdp.core.arrays import dtype_of, is_float, is_half
 
 OPS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "uint64"]

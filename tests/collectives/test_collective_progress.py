@@ -9,11 +9,10 @@ from by_numpy import assert_close, assert_same_bits, data, reduced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdp.collectives import ALGORITHMS, allreduce, broadcast, double_tree, halving_doubling, iallreduce, ring, tree
-from hpcdp.collectives.progress import TAGS, Progress, Together, drive, in_lanes, segments, together
-from hpcdp.comm import threads
-from hpcdp.comm.communicator import OPERATION_BITS, disagree
-from hpcdp.comm.steps import Until
+from hpcdp.collectives import ALGORITHMS, allreduce, broadcast, halving_doubling, iallreduce, ring, tree
+from hpcdp.comm import thread_comm
+from hpcdp.comm.communicator import OPERATION_BITS, Until, disagree
+from hpcdp.comm.tasks import TAGS, Progress, Together, drive, in_lanes, segments, together
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.errors import MismatchError, UnsupportedError
 
@@ -109,7 +108,7 @@ def test_segments_cover_the_array(count, nbytes):
 
 
 def test_tags_of_consecutive_operations_do_not_meet():
-    progress, first = threads.run(1, Progress.of)[0], []
+    progress, first = thread_comm.run(1, Progress.of)[0], []
     for _ in range(1000):
         progress.calls.number += 1
         first.append(progress.tag(0))
@@ -127,7 +126,7 @@ def test_tags_of_calls_that_differ_are_apart_and_stay_within_what_mpi_allows():
         progress.calls.number += 1
         return [first, progress.tag(7)]
 
-    (first, same), (other, same_too) = threads.run(2, rank)
+    (first, same), (other, same_too) = thread_comm.run(2, rank)
     assert same == same_too
     assert first != other
     assert disagree(first, other)
@@ -169,9 +168,9 @@ def test_operations_are_waited_for_in_another_order_on_every_rank(nodes, calls, 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring, "MESSAGE_NBYTES", 64)
-        for module in (halving_doubling, tree, double_tree):
+        for module in (halving_doubling, tree, tree):
             patch.setattr(module, "SEGMENT_NBYTES", 256)
-        results = threads.run(n, rank, tuple(nodes))
+        results = thread_comm.run(n, rank, tuple(nodes))
     for (count, op, algorithm), *arrays in zip(calls, *results, strict=True):
         assert_close(arrays[0], reduced(n, count, "float32", op), n, op, algorithm)
         assert_same_bits(arrays)
@@ -187,7 +186,7 @@ def test_operations_of_several_worlds_are_waited_for_in_another_order_on_every_r
             requests[place].wait()
             assert_close(arrays[place], reduced(parts[place].size, 9000, "float64", "sum"), 4, "sum", 9000)
 
-    threads.run(4, rank, 2 if algorithm == "hierarchical" else None)
+    thread_comm.run(4, rank, 2 if algorithm == "hierarchical" else None)
 
 
 @pytest.mark.mpi
@@ -216,7 +215,7 @@ def test_operations_of_the_library_and_in_memory(algorithm):
             requests[number].wait()
         return arrays
 
-    for results in zip(*threads.run(3, rank), strict=True):
+    for results in zip(*thread_comm.run(3, rank), strict=True):
         assert_close(results[0], reduced(3, results[0].size), 3, "sum")
         assert_same_bits(results)
 
@@ -231,7 +230,7 @@ def test_a_blocking_call_ends_what_was_started_before():
         assert request.test()
         request.wait()
 
-    threads.run(4, rank)
+    thread_comm.run(4, rank)
 
 
 def test_what_others_have_ended_is_asked_for_no_longer():
@@ -249,7 +248,7 @@ def test_what_others_have_ended_is_asked_for_no_longer():
         allreduce(np.ones(5), "sum", world, "ring")
         assert Watchdog.of(world).asked is None
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("call", ["barrier", "split"])
@@ -271,7 +270,7 @@ def test_what_blocks_until_all_have_come_ends_what_was_started_before(call):
         if world.rank == 1:
             meet(world)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def test_testing_never_blocks():
@@ -288,7 +287,7 @@ def test_testing_never_blocks():
             request.wait()
         assert x.tolist() == [2.0] * 5
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_an_operation_that_fails_leaves_the_others_alone():
@@ -303,7 +302,7 @@ def test_an_operation_that_fails_leaves_the_others_alone():
         assert allreduce(np.ones(3), world=world, algorithm="ring").tolist() == [2.0] * 3
         return good[0], later[0]
 
-    assert threads.run(2, rank) == [(2.0, 4.0)] * 2
+    assert thread_comm.run(2, rank) == [(2.0, 4.0)] * 2
 
 
 def test_an_operation_whose_segment_was_interrupted_is_not_complete_when_it_is_asked_for_again():
@@ -324,7 +323,7 @@ def test_an_operation_whose_segment_was_interrupted_is_not_complete_when_it_is_a
         other.wait()
         Progress.of(world).finish()
 
-    threads.run(1, rank)
+    thread_comm.run(1, rank)
 
 
 def test_an_operation_that_cannot_start_says_so_at_once():
@@ -334,7 +333,7 @@ def test_an_operation_that_cannot_start_says_so_at_once():
         iallreduce(x := np.ones(3), "sum", world).wait()
         return x[0]
 
-    assert threads.run(2, rank) == [2.0, 2.0]
+    assert thread_comm.run(2, rank) == [2.0, 2.0]
 
 
 @pytest.mark.mpi
@@ -368,7 +367,7 @@ def test_what_one_rank_asks_for_early_meets_the_right_operation(algorithm):
             request.wait()
         return x, y
 
-    for x, y in threads.run(3, rank):
+    for x, y in thread_comm.run(3, rank):
         assert (x == 10).all()
         assert (y == 303).all()
 
@@ -385,5 +384,5 @@ def test_more_operations_than_there_are_tags():
             request.wait()
         return arrays
 
-    for arrays in threads.run(3, rank):
+    for arrays in thread_comm.run(3, rank):
         assert all((x == 3 + 3 * i).all() for i, x in enumerate(arrays))

@@ -9,24 +9,23 @@ from by_numpy import CASES, DTYPES, assert_close, assert_same_bits, counts, data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdp.arrays import dtype_of
 from hpcdp.collectives import (
     ALGORITHMS,
     Monoid,
     allgather,
     allreduce,
     broadcast,
-    double_tree,
     halving_doubling,
     hierarchical,
     iallreduce,
+    intra_node,
     reduce,
     reduce_scatter,
     ring,
-    shared,
     tree,
 )
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.core.arrays import dtype_of
 
 REDUCING = [(c, a) for c in ("allreduce", "reduce_scatter", "reduce") for a in [*ALGORITHMS[c], "auto"]]
 MOVING = [(c, a) for c in ("allgather", "broadcast") for a in [*ALGORITHMS[c], "auto"]]
@@ -44,10 +43,10 @@ FEW = [("float16", "sum"), ("bfloat16", "mean"), ("float32", "max"), ("float64",
 def short_segments(monkeypatch):
     """So that small arrays go in many."""
     monkeypatch.setattr(ring, "MESSAGE_NBYTES", 256)
-    for module in (halving_doubling, tree, double_tree, hierarchical):
+    for module in (halving_doubling, tree, tree, hierarchical):
         monkeypatch.setattr(module, "SEGMENT_NBYTES", 1024)
-    monkeypatch.setattr(shared, "CHUNK_NBYTES", 512)
-    monkeypatch.setattr(shared, "BY_ALL_NBYTES", 64)  # both ways of exchanging
+    monkeypatch.setattr(intra_node, "CHUNK_NBYTES", 512)
+    monkeypatch.setattr(intra_node, "BY_ALL_NBYTES", 64)  # both ways of exchanging
 
 
 def check_reducing(collective, algorithm, world, dtype, op, count, root=0):
@@ -101,7 +100,7 @@ def test_allreduce_of_every_dtype_op_and_count(algorithm, n, short_segments):
             for count in (counts(n) if case in FEW else counts(n)[number // 3 % 3 :: 3])  # all, over some cases
         ]
 
-    for results in zip(*threads.run(n, rank), strict=True):
+    for results in zip(*thread_comm.run(n, rank), strict=True):
         assert_same_bits(results)
 
 
@@ -119,7 +118,7 @@ def test_other_reductions(collective, algorithm, n, short_segments):
             for number, count in some_counts(n, dtype):
                 check_reducing(collective, algorithm, world, dtype, op, count, root=number % n)
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 @RANKS
@@ -130,7 +129,7 @@ def test_moving_data(collective, algorithm, n, short_segments):
             for number, count in some_counts(n, dtype):
                 check_moving(collective, algorithm, world, dtype, count, root=(number + 1) % n)
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 @st.composite
@@ -153,7 +152,7 @@ def test_reductions_on_any_nodes(nodes, which, case, count, low):
     def rank(world):
         return check_reducing(*which, world, *case, count, root=low % n)
 
-    assert_same_bits([result for result in threads.run(n, rank, nodes) if result is not None] or [np.empty(0)])
+    assert_same_bits([result for result in thread_comm.run(n, rank, nodes) if result is not None] or [np.empty(0)])
 
 
 @settings(max_examples=40)
@@ -166,7 +165,7 @@ def test_reductions_on_any_nodes(nodes, which, case, count, low):
 )
 def test_moving_data_on_any_nodes(nodes, which, dtype, count, low):
     n = sum(nodes)
-    threads.run(n, lambda world: check_moving(*which, world, dtype, count, low % n), nodes)
+    thread_comm.run(n, lambda world: check_moving(*which, world, dtype, count, low % n), nodes)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS["allreduce"])
@@ -178,7 +177,7 @@ def test_the_same_call_again_gives_the_same_bits_on_all_ranks(algorithm, n, shor
         return allreduce(x, "sum", world, algorithm)
 
     nodes = None if algorithm == "shared" else 3
-    runs = [threads.run(n, rank, nodes) for _ in range(3)]
+    runs = [thread_comm.run(n, rank, nodes) for _ in range(3)]
     assert_same_bits([x for results in runs for x in results])
 
 
@@ -194,7 +193,7 @@ def test_half_precision_is_accumulated_in_single_and_rounded_once(algorithm, dty
     def rank(world):
         return allreduce(np.full(20, 1 if world.rank else large, wanted.dtype), "sum", world, algorithm)
 
-    for result in threads.run(8, rank):
+    for result in thread_comm.run(8, rank):
         assert (result == wanted).all()
     assert wanted != large
 
@@ -220,7 +219,7 @@ def test_shortest_paths_by_the_min_plus_semiring(algorithm):
             allreduce(paths, least, world, algorithm)
         return paths
 
-    for result in threads.run(n, rank, ranks_per_node=2):
+    for result in thread_comm.run(n, rank, ranks_per_node=2):
         np.testing.assert_array_equal(result, floyd_warshall)
 
 
@@ -241,7 +240,7 @@ def test_a_monoid_of_one_s_own(collective, algorithm):
             reduce(x, total, 4, world, algorithm)
             np.testing.assert_allclose(x, wanted if world.rank == 4 else inputs[world.rank], rtol=1e-12)
 
-    threads.run(n, rank, ranks_per_node=4)
+    thread_comm.run(n, rank, ranks_per_node=4)
 
 
 def integers(rank, dtype):
@@ -280,7 +279,7 @@ def test_a_mean_of_integers_is_rounded_towards_zero(n, nodes):
                 reduce(mine.copy(), "mean", last, world), wanted if world.rank == last else mine
             )
 
-    threads.run(n, rank, nodes)
+    thread_comm.run(n, rank, nodes)
 
 
 def check_real_ranks(world, sizes, cases):

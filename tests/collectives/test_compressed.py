@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from pairs import pairs
 
-from hpcdp.arrays import dtype_of
 from hpcdp.collectives import compressed
-from hpcdp.collectives.progress import drive
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import split
+from hpcdp.comm.tasks import drive
 from hpcdp.compression import BFloat16, ErrorFeedback, Float16, OneBit, TopK, TwoBit
+from hpcdp.core.arrays import dtype_of
 
 F4 = np.dtype("f4")
 CODECS = [Float16(), BFloat16(), TwoBit(), TwoBit(0.5), OneBit(), TopK(0.1)]
@@ -34,7 +34,7 @@ def steps(n, codec, count, number, dtype="f4"):
         after = world.comm.traffic.messages, world.comm.traffic.nbytes
         return sums, feedback.residual, [b - a for a, b in zip(before, after, strict=True)]
 
-    return threads.run(n, rank)
+    return thread_comm.run(n, rank)
 
 
 @pytest.mark.parametrize(("n", "codec", "count"), pairs(range(1, 9), CODECS, [0, 1, 7, 8, 9, 997]))
@@ -95,7 +95,7 @@ def test_a_nan_of_one_rank_arrives_everywhere_and_is_gone_in_the_next_step():
             sums.append(x)
         return sums
 
-    for first, second in threads.run(3, rank):
+    for first, second in thread_comm.run(3, rank):
         assert np.isnan(first[90])
         assert np.isfinite(second).all()
 
@@ -116,7 +116,7 @@ def test_what_overflows_is_no_error_of_the_rank_that_adds(codec, dtype, large):
                 drive(compressed.allreduce(x, feedback, world.comm, 0))
         return x.tobytes()
 
-    assert len(set(threads.run(2, rank))) == 1
+    assert len(set(thread_comm.run(2, rank))) == 1
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
@@ -131,7 +131,7 @@ def test_fixed_thresholds_follow_the_sequence_of_the_store_summed_over_ranks(n):
             sums.append(x[0])
         return sums
 
-    for sums in threads.run(n, rank):
+    for sums in thread_comm.run(n, rank):
         # The owner adds its own part as it is, and sends the sum when it reaches n times the threshold.
         assert sums[3] + sums[2] + sums[1] + sums[0] == pytest.approx(n, abs=0.5 * n)
         assert sum(sums[4:]) == pytest.approx(40 * n, abs=n)

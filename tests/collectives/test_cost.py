@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdp.collectives import ALGORITHMS, links, shared
-from hpcdp.collectives.cost import model_choice, predicted_s
-from hpcdp.collectives.links import ETHERNET, FABRIC, Link, Machine, Topology
+from hpcdp.collectives import ALGORITHMS, cost_model, intra_node
+from hpcdp.collectives.cost_model import ETHERNET, FABRIC, Link, Machine, Topology, model_choice, predicted_s
 from hpcdp.errors import UnsupportedError
 
 MB = 10**6
@@ -86,15 +85,15 @@ def counted(edges, sizes):
 def test_messages_that_share_a_link(sizes):
     on, n = Topology(sizes), sum(sizes)
     edges = {"neighbours": [(rank, (rank + 1) % n) for rank in range(n)]}
-    found = {"neighbours": links.neighbours(on)}
+    found = {"neighbours": cost_model.neighbours(on)}
     if n > 1:
         edges["everybody"] = [(a, b) for a in range(n) for b in range(n) if a != b]
-        found["everybody"] = links.everybody(on)
+        found["everybody"] = cost_model.everybody(on)
     for distance in (1, 2, 4, 8):
         if n & (n - 1) == 0 and distance < n:
             edges[distance] = [(rank, rank ^ distance) for rank in range(n)]
-            found[distance] = links.partners(on, distance)
-    for level, load in enumerate(links.levels(on)):
+            found[distance] = cost_model.partners(on, distance)
+    for level, load in enumerate(cost_model.levels(on)):
         edges["tree", level] = [(rank, rank - (1 << level)) for rank in range(1, n) if rank & -rank == 1 << level]
         found["tree", level] = load
     for name, load in found.items():
@@ -103,7 +102,7 @@ def test_messages_that_share_a_link(sizes):
 
 @pytest.mark.parametrize("n", range(2, 18))
 def test_every_rank_but_the_roots_sends_up_both_trees(n):
-    assert sum(load.inside for load in links.double_levels(Topology((n,)))) == 2 * (n - 1)
+    assert sum(load.inside for load in cost_model.double_levels(Topology((n,)))) == 2 * (n - 1)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 4, 4, 4), (8,) * 8, (3, 2, 4)])
@@ -129,7 +128,7 @@ def test_shared_memory_waits_twice_a_chunk_copies_and_reduces():
     machine = replace(PLAIN, copy_s_per_byte=3e-11, wait_s=1e-6, call_s=5e-6)
     for n in (2, 3, 8):
         for chunks in (1, 4):
-            nbytes = chunks * shared.CHUNK_NBYTES
+            nbytes = chunks * intra_node.CHUNK_NBYTES
             share = (n - 1) / n * nbytes
             half = 5e-6 + 2 * chunks * 1e-6 + share * (3e-11 + GAMMA)
             assert predicted_s("reduce_scatter", "shared", nbytes, Topology((n,)), machine) == pytest.approx(half)

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 from by_numpy import Recorded
 
-from hpcdp.collectives import double_tree
-from hpcdp.collectives.progress import LANES, drive
-from hpcdp.comm import threads
-from hpcdp.comm.reductions import resolve
+from hpcdp.collectives import tree
+from hpcdp.comm import thread_comm
+from hpcdp.comm.communicator import resolve
+from hpcdp.comm.tasks import LANES, drive
 
 SUM = resolve("allreduce", "sum", np.dtype("f4"))
 
 
 def both(n):
     """The places of all ranks in the first tree, and those in the second."""
-    return zip(*(double_tree.trees(rank, n) for rank in range(n)), strict=True)
+    return zip(*(tree.double_trees(rank, n) for rank in range(n)), strict=True)
 
 
 @pytest.mark.parametrize("n", range(1, 70))
@@ -62,16 +62,16 @@ def test_the_drawing():
 @pytest.mark.parametrize("segments", [1, 3, 20])
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 8])
 def test_what_is_sent(n, segments, monkeypatch):
-    monkeypatch.setattr(double_tree, "SEGMENT_NBYTES", 64)
+    monkeypatch.setattr(tree, "SEGMENT_NBYTES", 64)
 
     def rank(world):
         comm = Recorded(world.comm)
-        drive(double_tree.allreduce(np.ones(2 * 16 * segments, "f4"), SUM, comm, 64))
+        drive(tree.double_tree_allreduce(np.ones(2 * 16 * segments, "f4"), SUM, comm, 64))
         return comm
 
     half = 64 * segments
-    for number, comm in enumerate(threads.run(n, rank)):
-        links = sum(len(place.children) + (place.parent is not None) for place in double_tree.trees(number, n))
+    for number, comm in enumerate(thread_comm.run(n, rank)):
+        links = sum(len(place.children) + (place.parent is not None) for place in tree.double_trees(number, n))
         assert (len(comm.sent), comm.nbytes()) == (links * segments, links * half)
         assert comm.nbytes() <= 2 * 2 * half
         assert {tag for _, tag, _ in comm.sent} <= set(range(64, 64 + 2 * LANES))

@@ -4,10 +4,10 @@ import itertools
 import numpy as np
 import pytest
 
-from hpcdp.collectives import fixed_tree
-from hpcdp.collectives.progress import drive
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import bounds
+from hpcdp.comm.tasks import drive
+from hpcdp.data_parallel import deterministic
 
 
 def summed(node, leaves):
@@ -40,20 +40,20 @@ def leaves_of(num, size=40, dtype="f4"):
     ],
 )
 def test_the_fewest_nodes_that_hold_some_leaves(leaves, nodes):
-    assert fixed_tree.cover((0, 8), leaves) == nodes
+    assert deterministic.cover((0, 8), leaves) == nodes
 
 
 def test_halves_of_odd_nodes():
-    assert fixed_tree.halves((0, 5)) == ((0, 3), (3, 5))
-    assert fixed_tree.halves((3, 5)) == ((3, 4), (4, 5))
+    assert deterministic.halves((0, 5)) == ((0, 3), (3, 5))
+    assert deterministic.halves((3, 5)) == ((3, 4), (4, 5))
 
 
 def test_folding_changes_the_first_of_two_arrays_and_keeps_what_has_no_sibling():
     sums = {(0, 2): np.array([1.0]), (2, 3): np.array([2.0]), (3, 4): np.array([4.0]), (5, 6): np.array([8.0])}
-    held = fixed_tree.fold((0, 8), sums)
+    held = deterministic.fold((0, 8), sums)
     assert {node: x.tolist() for node, x in held.items()} == {(0, 4): [7.0], (5, 6): [8.0]}
     assert sums[0, 2][0] == 7.0
-    assert fixed_tree.fold((0, 8), {}) == {}
+    assert deterministic.fold((0, 8), {}) == {}
 
 
 @pytest.mark.parametrize("num", [1, 2, 5, 8, 13])
@@ -61,17 +61,17 @@ def test_folding_changes_the_first_of_two_arrays_and_keeps_what_has_no_sibling()
 def test_any_number_of_ranks_gets_the_bits_of_the_definition(num, dtype):
     wanted = summed((0, num), leaves_of(num, 61, dtype)).tobytes()
     for n in range(1, min(num, 7) + 1):
-        found = threads.run(n, lambda world, n=n: allreduced(world, num, bounds(num, n), 61, dtype))
+        found = thread_comm.run(n, lambda world, n=n: allreduced(world, num, bounds(num, n), 61, dtype))
         assert set(found) == {wanted}, n
 
 
 def allreduced(world, num, ends, size, dtype="f4"):
     """With rank r holding the leaves between two of ``ends``."""
     leaves, root = leaves_of(num, size, dtype), (0, num)
-    held = [fixed_tree.cover(root, range(first, end)) for first, end in itertools.pairwise(ends)]
+    held = [deterministic.cover(root, range(first, end)) for first, end in itertools.pairwise(ends)]
     own = {node: summed(node, leaves).copy() for node in held[world.rank]}
     out = np.empty(size, dtype)
-    drive(fixed_tree.allreduce(own, held, root, out, world.comm, 16))
+    drive(deterministic.allreduce(own, held, root, out, world.comm, 16))
     return out.tobytes()
 
 
@@ -84,26 +84,28 @@ def test_uneven_runs_and_long_arrays():
     size = 300_000  # many segments
     wanted = summed((0, 11), leaves_of(11, size)).tobytes()
     for ends in ([0, 1, 2, 11], [0, 7, 11], [0, 4, 5, 6, 11]):
-        assert set(threads.run(len(ends) - 1, lambda world, ends=ends: allreduced(world, 11, ends, size))) == {wanted}
+        assert set(thread_comm.run(len(ends) - 1, lambda world, ends=ends: allreduced(world, 11, ends, size))) == {
+            wanted
+        }
 
 
 def test_fewer_elements_than_ranks():
     wanted = summed((0, 4), leaves_of(4, 2)).tobytes()
-    assert set(threads.run(4, lambda world: allreduced(world, 4, [0, 1, 2, 3, 4], 2))) == {wanted}
+    assert set(thread_comm.run(4, lambda world: allreduced(world, 4, [0, 1, 2, 3, 4], 2))) == {wanted}
 
 
 def test_leaves_that_are_scattered_over_ranks():
     """As where neighbouring ranks are on different nodes."""
     leaves, root = leaves_of(8), (0, 8)
-    held = [fixed_tree.cover(root, each) for each in ([0, 1, 4, 5], [2, 3, 6, 7])]
+    held = [deterministic.cover(root, each) for each in ([0, 1, 4, 5], [2, 3, 6, 7])]
 
     def one(world):
         out = np.empty(40, "f4")
         own = {node: summed(node, leaves).copy() for node in held[world.rank]}
-        drive(fixed_tree.allreduce(own, held, root, out, world.comm, 16))
+        drive(deterministic.allreduce(own, held, root, out, world.comm, 16))
         return out.tobytes()
 
-    assert set(threads.run(2, one)) == {summed(root, leaves).tobytes()}
+    assert set(thread_comm.run(2, one)) == {summed(root, leaves).tobytes()}
 
 
 @pytest.mark.parametrize(("num", "n", "nodes"), [(8, 2, 1), (8, 4, 1), (6, 4, 2)])
@@ -116,6 +118,6 @@ def test_bytes_sent(num, n, nodes):
         allreduced(world, num, ends, size)
         return world.comm.traffic.messages - before[0], world.comm.traffic.nbytes - before[1]
 
-    held = [len(fixed_tree.cover((0, num), range(*each))) for each in itertools.pairwise(ends)]
+    held = [len(deterministic.cover((0, num), range(*each))) for each in itertools.pairwise(ends)]
     assert max(held) == nodes
-    assert threads.run(n, one) == [(2 * (n - 1), (n - 1) * (k + 1) * size * 4 // n) for k in held]
+    assert thread_comm.run(n, one) == [(2 * (n - 1), (n - 1) * (k + 1) * size * 4 // n) for k in held]

@@ -5,10 +5,9 @@ import pytest
 from by_numpy import Recorded, data, reduced
 
 from hpcdp.collectives import halving_doubling
-from hpcdp.collectives.progress import LANES, drive
-from hpcdp.comm import threads
-from hpcdp.comm.communicator import split
-from hpcdp.comm.reductions import resolve
+from hpcdp.comm import thread_comm
+from hpcdp.comm.communicator import resolve, split
+from hpcdp.comm.tasks import LANES, drive
 
 SUM = resolve("allreduce", "sum", np.dtype("f4"))
 
@@ -19,7 +18,7 @@ def allreduced(n, count, dtype="float32"):
         drive(halving_doubling.allreduce(x, SUM, comm, 64))
         return comm.sent
 
-    return threads.run(n, rank)
+    return thread_comm.run(n, rank)
 
 
 def reduce_scattered(n, count):
@@ -30,7 +29,7 @@ def reduce_scattered(n, count):
         np.testing.assert_allclose(out, split(reduced(n, count), n)[world.rank], rtol=1e-5, atol=1e-5)
         return comm.sent
 
-    return threads.run(n, rank)
+    return thread_comm.run(n, rank)
 
 
 def sizes(sent):
@@ -102,4 +101,4 @@ def test_a_reduce_scatter_leaves_its_input():
         drive(halving_doubling.reduce_scatter(x, split(np.empty(21, "f4"), 5)[world.rank], SUM, world.comm, 64))
         np.testing.assert_array_equal(x, data(world.rank, 21))
 
-    threads.run(5, rank)
+    thread_comm.run(5, rank)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcdp.collectives import allreduce, hierarchical, iallreduce
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 
 NODES = [(5, 2), (7, 3), (8, 3), (6, (2, 1, 3)), (8, (4, 4)), (8, (1, 3, 4)), (4, (1, 1, 1, 1)), (3, (3,)), (1, (1,))]
 
@@ -31,7 +31,7 @@ def test_any_ranks_per_node(n, nodes, segment_nbytes, monkeypatch):
     def rank(world):
         return [allreduce(data(world.rank, count, t), op, world, "hierarchical") for t, op, count in cases]
 
-    for (dtype, op, count), *results in zip(cases, *threads.run(n, rank, nodes), strict=True):
+    for (dtype, op, count), *results in zip(cases, *thread_comm.run(n, rank, nodes), strict=True):
         assert_close(results[0], reduced(n, count, dtype, op), n, op, count)
         assert_same_bits(results)
 
@@ -50,7 +50,7 @@ def test_what_crosses_the_network(n, nodes, m, rails, segments, monkeypatch):
         assert world.comm.traffic.nbytes == world.node_comm.traffic.nbytes == 0
         return (world.rail_comm.traffic.messages, world.rail_comm.traffic.nbytes) if world.rail_comm else None
 
-    sent = [traffic for traffic in threads.run(n, rank, nodes) if traffic]
+    sent = [traffic for traffic in thread_comm.run(n, rank, nodes) if traffic]
     assert sent == [(2 * (m - 1) * segments, 2 * (m - 1) * 4 * count / m / rails)] * (rails * m)
 
 
@@ -59,7 +59,7 @@ def test_ranks_that_share_no_memory_go_around_one_ring():
         allreduce(np.ones(60), "sum", world, "hierarchical")
         return world.rail_comm.traffic.nbytes
 
-    assert threads.run(5, rank, ranks_per_node=1) == [2 * 4 * 8 * 12] * 5
+    assert thread_comm.run(5, rank, ranks_per_node=1) == [2 * 4 * 8 * 12] * 5
 
 
 @settings(max_examples=30)
@@ -80,7 +80,7 @@ def test_several_at_once_take_turns_on_the_lanes(nodes, counts, seed):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hierarchical, "SEGMENT_NBYTES", 512)
-        results = threads.run(n, rank, tuple(nodes))
+        results = thread_comm.run(n, rank, tuple(nodes))
     for count, *arrays in zip(counts, *results, strict=True):
         assert_close(arrays[0], reduced(n, count), n, "sum")
         assert_same_bits(arrays)

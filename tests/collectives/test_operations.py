@@ -8,8 +8,8 @@ import standin
 from by_numpy import data, part, reduced
 
 from hpcdp.collectives import ALGORITHMS, Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
-from hpcdp.comm import init, threads
-from hpcdp.comm.agreement import require_same
+from hpcdp.comm import init, thread_comm
+from hpcdp.comm.consistency import require_same
 from hpcdp.errors import HpcdpError, MismatchError, UnsupportedError
 
 COLLECTIVES = {
@@ -25,7 +25,7 @@ ROOTED = ["broadcast", "reduce"]
 
 
 def test_the_document_s_example():
-    results = threads.run(2, lambda world: allreduce(np.full((1, 2), world.rank + 1.0), world=world))
+    results = thread_comm.run(2, lambda world: allreduce(np.full((1, 2), world.rank + 1.0), world=world))
     assert [result.tolist() for result in results] == [[[3.0, 3.0]]] * 2
 
 
@@ -37,7 +37,7 @@ def test_arrays_that_are_not_contiguous_are_changed_in_place():
         return whole
 
     base = np.arange(24.0).reshape(4, 6)
-    for number, whole in enumerate(threads.run(3, rank)):
+    for number, whole in enumerate(thread_comm.run(3, rank)):
         np.testing.assert_array_equal(whole[::2, 1::2], base[::2, 1::2] * 6)
         np.testing.assert_array_equal(whole[1], base[1] * (number + 1))
 
@@ -51,7 +51,7 @@ def unaligned(values):
 
 @pytest.mark.parametrize("count", [5, 4000])
 def test_arrays_may_begin_at_any_byte(count):
-    threads.run(3, lambda world: check_unaligned(world, count))
+    thread_comm.run(3, lambda world: check_unaligned(world, count))
 
 
 def check_unaligned(world, count):
@@ -97,7 +97,7 @@ def test_a_masked_array_is_refused_on_all_ranks(collective):
         with pytest.raises(UnsupportedError, match="expected an array without a mask, got a masked one"):
             COLLECTIVES[collective](np.ma.array([1.0, 2.0], mask=[0, 1]), world=world)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_every_collective_takes_arrays_that_are_not_contiguous():
@@ -125,7 +125,7 @@ def test_every_collective_takes_arrays_that_are_not_contiguous():
         assert broadcast(x, root, world) is x
         np.testing.assert_array_equal(x, data(root, 48).reshape(6, 8).T)
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 def test_out_leaves_the_input_alone():
@@ -140,7 +140,7 @@ def test_out_leaves_the_input_alone():
         assert at_root.tolist() == (out.tolist() if world.rank == 2 else [0.0] * 5)
         return x[0], out[0]
 
-    assert threads.run(3, rank) == [(1.0, 6.0), (2.0, 6.0), (3.0, 6.0)]
+    assert thread_comm.run(3, rank) == [(1.0, 6.0), (2.0, 6.0), (3.0, 6.0)]
 
 
 @pytest.mark.parametrize("algorithm", ["reference", "native", "ring", "halving_doubling"])
@@ -156,7 +156,7 @@ def test_parts_stay_where_they_are(algorithm):
         assert allgather(own, world, "ring", out=x) is x
         return x
 
-    for x in threads.run(n, rank):
+    for x in thread_comm.run(n, rank):
         np.testing.assert_allclose(x, reduced(n, count, "float64"), rtol=1e-13)
 
 
@@ -171,7 +171,7 @@ def test_an_input_stays_beside_which_its_part_of_the_result_is_written():
         return place[::2, 5]
 
     wanted = reduced(5, 10, "float64")
-    np.testing.assert_allclose(np.concatenate(threads.run(5, rank)), wanted, rtol=1e-13)
+    np.testing.assert_allclose(np.concatenate(thread_comm.run(5, rank)), wanted, rtol=1e-13)
 
 
 def test_an_array_of_another_namespace_goes_through_host_memory():
@@ -191,13 +191,13 @@ def test_an_array_of_another_namespace_goes_through_host_memory():
         assert at_root.to_host()[0] == (6.0 if world.rank == 1 else world.rank + 1.0)
         return x.to_host().tolist()
 
-    assert threads.run(3, rank) == [[6.0] * 4] * 3
+    assert thread_comm.run(3, rank) == [[6.0] * 4] * 3
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_an_unknown_algorithm_is_told_with_the_valid_ones(collective):
     with pytest.raises(UnsupportedError, match=r"expected auto or reference or native or .*, got 'ringo'"):
-        threads.run(2, lambda world: COLLECTIVES[collective](np.zeros(3), world=world, algorithm="ringo"))
+        thread_comm.run(2, lambda world: COLLECTIVES[collective](np.zeros(3), world=world, algorithm="ringo"))
 
 
 @pytest.mark.parametrize("collective", REDUCING)
@@ -216,21 +216,21 @@ def test_an_unknown_algorithm_is_told_with_the_valid_ones(collective):
 )
 def test_what_cannot_be_reduced_is_said(collective, x, op, message):
     with pytest.raises(UnsupportedError, match=f"{collective}.*{message}"):
-        threads.run(2, lambda world: COLLECTIVES[collective](x, op, world=world))
+        thread_comm.run(2, lambda world: COLLECTIVES[collective](x, op, world=world))
 
 
 @pytest.mark.parametrize("collective", ["allgather", "broadcast"])
 @pytest.mark.parametrize("x", [np.zeros(3, ">f4"), np.zeros(2, "i4,f4"), np.array(["a"]), [1, 2]])
 def test_what_cannot_be_moved_is_said(collective, x):
     with pytest.raises(HpcdpError, match=r"expected .*, got"):
-        threads.run(2, lambda world: COLLECTIVES[collective](x, world=world))
+        thread_comm.run(2, lambda world: COLLECTIVES[collective](x, world=world))
 
 
 @pytest.mark.parametrize("collective", ROOTED)
 @pytest.mark.parametrize("root", [-1, 2, 1.0, True, "0", None])
 def test_a_root_that_is_no_rank_is_refused(collective, root):
     with pytest.raises(UnsupportedError, match=rf"{collective} \[root\]: expected a rank, 0 to 1, got {root!r}"):
-        threads.run(2, lambda world: COLLECTIVES[collective](np.zeros(3), root=root, world=world))
+        thread_comm.run(2, lambda world: COLLECTIVES[collective](np.zeros(3), root=root, world=world))
 
 
 @pytest.mark.parametrize(
@@ -249,22 +249,22 @@ def test_a_root_that_is_no_rank_is_refused(collective, root):
 )
 def test_a_receiver_that_does_not_fit_is_refused(collective, out, message):
     with pytest.raises(UnsupportedError, match=message):
-        threads.run(2, lambda world: COLLECTIVES[collective](np.zeros(3), world=world, out=out.copy()))
+        thread_comm.run(2, lambda world: COLLECTIVES[collective](np.zeros(3), world=world, out=out.copy()))
 
 
 @pytest.mark.parametrize("collective", ["allreduce", "iallreduce", "reduce"])
 def test_a_read_only_array_is_refused(collective):
     with pytest.raises(UnsupportedError, match=r"\[x\]: expected a writeable array, got a read-only one"):
-        threads.run(1, lambda world: COLLECTIVES[collective](read_only(3), world=world))
+        thread_comm.run(1, lambda world: COLLECTIVES[collective](read_only(3), world=world))
 
 
 @pytest.mark.parametrize("collective", ["allreduce", "iallreduce", "reduce_scatter", "allgather", "reduce"])
 def test_a_receiver_that_is_read_only_or_no_array_is_refused(collective):
     call, x = COLLECTIVES[collective], np.zeros(3)
     with pytest.raises(UnsupportedError, match=r"\[out\]: expected a writeable array, got a read-only one"):
-        threads.run(1, lambda world: call(x, world=world, out=read_only(3)))
+        thread_comm.run(1, lambda world: call(x, world=world, out=read_only(3)))
     with pytest.raises(UnsupportedError, match=r"\[out\]: expected an array.*, got list"):
-        threads.run(1, lambda world: call(x, world=world, out=[0, 0, 0]))
+        thread_comm.run(1, lambda world: call(x, world=world, out=[0, 0, 0]))
 
 
 def read_only(count):
@@ -277,9 +277,9 @@ def test_broadcast_reads_the_root_s_array_and_writes_the_others():
     def rank(world):
         return broadcast(read_only(4) if world.rank == 1 else np.zeros(4), 1, world).tolist()
 
-    assert threads.run(3, rank) == [[0.0, 1.0, 2.0, 3.0]] * 3
+    assert thread_comm.run(3, rank) == [[0.0, 1.0, 2.0, 3.0]] * 3
     with pytest.raises(UnsupportedError, match=r"\[x\]: expected a writeable array"):
-        threads.run(2, lambda world: broadcast(read_only(4), world=world))
+        thread_comm.run(2, lambda world: broadcast(read_only(4), world=world))
 
 
 @pytest.mark.parametrize("dtype", ["?", "c16", "f2"])
@@ -290,7 +290,7 @@ def test_what_is_only_moved_may_be_of_more_dtypes(dtype):
         return x.tolist(), allgather(mine, world).tolist()
 
     rows = [np.array([number, 1, 0], dtype).tolist() for number in range(3)]
-    assert threads.run(3, rank) == [(rows[1], rows)] * 3
+    assert thread_comm.run(3, rank) == [(rows[1], rows)] * 3
 
 
 def test_what_is_no_world_or_no_function_is_said():
@@ -305,7 +305,7 @@ def test_what_is_no_world_or_no_function_is_said():
 def test_a_reduction_of_ones_own_needs_an_algorithm_for_it(n, collective, algorithm):
     mine = Monoid(np.minimum, np.inf, "sum")
     with pytest.raises(UnsupportedError, match=f"algorithm='{algorithm}'.*got the monoid 'sum'; use algorithm='auto'"):
-        threads.run(n, lambda world: COLLECTIVES[collective](np.ones(3), mine, world=world, algorithm=algorithm))
+        thread_comm.run(n, lambda world: COLLECTIVES[collective](np.ones(3), mine, world=world, algorithm=algorithm))
 
 
 def test_a_reduction_of_ones_own_needs_no_identity():
@@ -313,7 +313,7 @@ def test_a_reduction_of_ones_own_needs_no_identity():
         allreduce(x := np.array([world.rank, 2.0]), Monoid(np.fmax, name="fmax"), world)
         return x.tolist()
 
-    assert threads.run(2, rank) == [[1.0, 2.0]] * 2
+    assert thread_comm.run(2, rank) == [[1.0, 2.0]] * 2
 
 
 def test_monoids_made_anew_are_not_kept():
@@ -323,14 +323,14 @@ def test_monoids_made_anew_are_not_kept():
             before = len(world.kept)
         return x[0], len(world.kept) - before
 
-    assert threads.run(2, rank) == [(6.0, 0)] * 2
+    assert thread_comm.run(2, rank) == [(6.0, 0)] * 2
 
 
 @pytest.mark.parametrize("collective", ["reduce_scatter", "allgather"])
 def test_a_read_only_input_that_is_only_read_will_do(collective):
     x = np.arange(3.0)
     x.flags.writeable = False
-    results = threads.run(2, lambda world: COLLECTIVES[collective](x, world=world))
+    results = thread_comm.run(2, lambda world: COLLECTIVES[collective](x, world=world))
     assert results[1].tolist() == ([2.0, 4.0] if collective == "reduce_scatter" else [[0.0, 1.0, 2.0]] * 2)
 
 
@@ -339,7 +339,7 @@ def test_a_monoid_that_changes_the_shape_is_told():
     with pytest.raises(
         UnsupportedError, match=r"op='first'.*expected a function that returns shape \(2,\).*got \(1,\)"
     ):
-        threads.run(2, lambda world: allreduce(np.zeros(4), first, world, "ring"))
+        thread_comm.run(2, lambda world: allreduce(np.zeros(4), first, world, "ring"))
 
 
 def test_a_monoid_whose_results_do_not_fit_into_the_dtype_is_told():
@@ -350,7 +350,7 @@ def test_a_monoid_whose_results_do_not_fit_into_the_dtype_is_told():
         either = Monoid(np.logical_or, 0.0, "either")
         assert allreduce(np.full(4, float(world.rank)), either, world).tolist() == [1.0] * 4
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 ODD = [
@@ -387,7 +387,7 @@ def test_calls_that_differ_are_the_same_error_on_every_rank(collective, odd, war
         x = allreduce(np.full(5, world.rank + 1.0), world=world)  # the world is still usable
         assert x.tolist() == [10.0] * 5
 
-    threads.run(n, rank, nodes)
+    thread_comm.run(n, rank, nodes)
     assert len(told) == n
     assert len(set(told)) == 1
     assert "as on rank 0" in told[0]
@@ -428,7 +428,7 @@ def test_every_call_is_told_from_every_other_one(n, warm, nodes):
         assert broadcast(np.full(3, world.rank), world=world).tolist() == [0] * 3
         return told
 
-    first, *others = threads.run(n, rank, nodes)
+    first, *others = thread_comm.run(n, rank, nodes)
     assert [first] * (n - 1) == others
     assert all(f"on rank {n - 1}" in text for text in first)
 
@@ -447,7 +447,7 @@ def test_a_first_call_is_told_from_what_ranks_compare_otherwise(collective, node
                 require_same(world.comm, "Trainer", ["a"])
         assert allreduce(np.ones(3), world=world).tolist() == [3.0] * 3
 
-    threads.run(3, rank, nodes)
+    thread_comm.run(3, rank, nodes)
 
 
 def test_what_is_under_way_ends_as_it_should_beside_calls_that_differ():
@@ -463,7 +463,7 @@ def test_what_is_under_way_ends_as_it_should_beside_calls_that_differ():
         return [x.tolist() == [float(world.size)] * 3000 for x in arrays]
 
     for nodes in (None, 1):
-        assert threads.run(3, rank, nodes) == [[True] * 3] * 3
+        assert thread_comm.run(3, rank, nodes) == [[True] * 3] * 3
 
 
 def test_functions_that_are_not_one_object_and_parts_of_other_sizes_are_alike():
@@ -473,7 +473,7 @@ def test_functions_that_are_not_one_object_and_parts_of_other_sizes_are_alike():
         whole = np.arange(7.0)
         np.testing.assert_array_equal(allgather(part(whole, world.rank, 3), world, out=np.zeros(7)), whole)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def test_worlds_of_a_split_compare_their_own_calls():
@@ -483,7 +483,7 @@ def test_worlds_of_a_split_compare_their_own_calls():
             broadcast(np.zeros(3 + half.rank), world=half)
         assert allreduce(np.ones(3), world=half).tolist() == [2.0] * 3
 
-    threads.run(4, rank)
+    thread_comm.run(4, rank)
 
 
 @pytest.mark.mpi

@@ -5,10 +5,10 @@ import importlib
 import numpy as np
 import pytest
 
-from hpcdp.arrays import to_host
 from hpcdp.collectives import allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
-from hpcdp.comm import threads
-from hpcdp.devices import Device, cpu, gpu
+from hpcdp.comm import thread_comm
+from hpcdp.core.arrays import to_host
+from hpcdp.core.devices import Device, cpu, gpu
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 7)])
@@ -28,7 +28,7 @@ def test_arrays_on_gpus_go_through_pinned_memory(gpus_on_host, monkeypatch, shap
         gathered, part = allgather(cupy.asarray(own), world), reduce_scatter(cupy.asarray(own), world=world)
         return [each.to_host() for each in (x, late, root, moved, gathered, part)]
 
-    for number, (x, late, root, moved, gathered, part) in enumerate(threads.run(3, rank)):
+    for number, (x, late, root, moved, gathered, part) in enumerate(thread_comm.run(3, rank)):
         assert (x == 6).all() and (late == 6).all() and (moved == 3).all() and x.shape == shape
         assert (root == (6 if number == 1 else number + 1)).all()
         assert gathered.shape == (3, *shape) and (part == 6).all()
@@ -46,7 +46,7 @@ def test_an_array_that_is_not_contiguous_is_summed_too(gpus_on_host):
 
     expected = np.arange(12, dtype=np.float32).reshape(4, 3)
     expected[:, 1] *= 2
-    for found in threads.run(2, rank):
+    for found in thread_comm.run(2, rank):
         np.testing.assert_array_equal(found, expected)
 
 
@@ -70,7 +70,7 @@ def test_arrays_on_another_gpu_than_the_current_one_are_written_there(gpus_on_ho
     whole = np.arange(12, dtype=np.float32).reshape(4, 3)
     column = whole.copy()
     column[:, 1] *= 2
-    for number, found in enumerate(threads.run(2, lambda world: on_another(world, whole))):
+    for number, found in enumerate(thread_comm.run(2, lambda world: on_another(world, whole))):
         assert {Device.of(each) for each in found} == {gpu(1)}
         wanted = [column, 2 * whole, 2 * whole.reshape(-1)[6 * number : 6 * number + 6], 2 * whole]
         for mine, each in zip(found, wanted, strict=True):
@@ -91,6 +91,6 @@ def test_results_may_go_elsewhere_than_the_operands_are(gpus_on_host, places):
         assert (to_host(x) == own).all()
         return [to_host(each) for each in (*outs, part)]
 
-    for number, (at_once, late, root, part) in enumerate(threads.run(3, rank)):
+    for number, (at_once, late, root, part) in enumerate(thread_comm.run(3, rank)):
         assert (at_once == 6).all() and (late == 6).all() and (part == 6).all()
         assert (root == (6 if number == 1 else 0)).all()

@@ -1,7 +1,7 @@
 import numpy as np
 
 from hpcdp.collectives import allgather, allreduce, broadcast
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 
 
 def sent(n, call):
@@ -9,7 +9,7 @@ def sent(n, call):
         call(world)
         return world.comm.traffic.messages, world.comm.traffic.nbytes
 
-    return threads.run(n, rank)
+    return thread_comm.run(n, rank)
 
 
 def test_it_sends_what_its_formula_says():

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcdp.collectives import allgather, allreduce, reduce_scatter, ring
-from hpcdp.collectives.progress import LANES, TAGS, drive
-from hpcdp.comm import threads
-from hpcdp.comm.reductions import resolve
+from hpcdp.comm import thread_comm
+from hpcdp.comm.communicator import resolve
+from hpcdp.comm.tasks import LANES, TAGS, drive
 
 SUM = resolve("allreduce", "sum", np.dtype("f4"))
 
@@ -22,7 +22,7 @@ def recorded(n, call):
         call(comm)
         return comm.sent
 
-    return threads.run(n, rank)
+    return thread_comm.run(n, rank)
 
 
 def uneven(rank, count):
@@ -48,7 +48,7 @@ def test_a_chunk_is_added_up_on_its_way_from_its_position_on(n):
         for step in range(1, n):
             total = total + part(uneven((chunk + step) % n, 41), chunk, n)
         part(wanted, chunk, n)[...] = total
-    for x in threads.run(n, lambda world: allreduce(uneven(world.rank, 41), "sum", world, "ring")):
+    for x in thread_comm.run(n, lambda world: allreduce(uneven(world.rank, 41), "sum", world, "ring")):
         np.testing.assert_array_equal(x, wanted)
 
 
@@ -75,7 +75,7 @@ def test_all_ranks_together_send_the_formula_at_any_count(n, count, nbytes):
             allreduce(np.ones(count), "sum", world, "ring")
             return world.comm.traffic
 
-        traffic = threads.run(n, rank)
+        traffic = thread_comm.run(n, rank)
     assert sum(rank.nbytes for rank in traffic) == 2 * (n - 1) * 8 * count
     assert {rank.messages for rank in traffic} == {2 * (n - 1) * max(1, -(-8 * count // (nbytes * n)))}
 
@@ -89,7 +89,7 @@ def test_each_half_alone_sends_half(n, monkeypatch):
         allgather(np.ones(10), world, "ring")
         return messages, halfway, world.comm.traffic.messages, world.comm.traffic.nbytes
 
-    assert threads.run(n, rank) == [(n - 1, 80 * (n - 1), 2 * (n - 1), 160 * (n - 1))] * n
+    assert thread_comm.run(n, rank) == [(n - 1, 80 * (n - 1), 2 * (n - 1), 160 * (n - 1))] * n
 
 
 def test_long_parts_go_in_lanes(monkeypatch):
@@ -105,4 +105,4 @@ def test_partial_sums_of_half_precision_travel_in_single():
         allreduce(np.ones(40, "f2"), "sum", world, "ring")
         return world.comm.traffic.nbytes
 
-    assert threads.run(4, rank) == [3 * 10 * 4 + 3 * 10 * 2] * 4
+    assert thread_comm.run(4, rank) == [3 * 10 * 4 + 3 * 10 * 2] * 4

@@ -6,10 +6,10 @@ from by_numpy import Recorded, assert_close, assert_same_bits, data, reduced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdp.collectives import ring, rings
-from hpcdp.collectives.progress import drive
-from hpcdp.comm import threads
-from hpcdp.comm.reductions import resolve
+from hpcdp.collectives import ring
+from hpcdp.comm import thread_comm
+from hpcdp.comm.communicator import resolve
+from hpcdp.comm.tasks import drive
 from hpcdp.errors import UnsupportedError
 
 SUM = resolve("allreduce", "sum", np.dtype("f4"))
@@ -19,10 +19,10 @@ EIGHT = [[node - 1 for node in order] for order in ([1, 2, 3, 4, 5, 6, 7, 8], [1
 def over(n, count, orders, weights=None):
     def rank(world):
         comm, x = Recorded(world.comm), data(world.rank, count)
-        drive(rings.allreduce(x, SUM, comm, 64, orders, weights))
+        drive(ring.multi_ring_allreduce(x, SUM, comm, 64, orders, weights))
         return x, comm
 
-    return threads.run(n, rank)
+    return thread_comm.run(n, rank)
 
 
 def after(order, rank):
@@ -75,10 +75,10 @@ def test_any_orders_and_weights(n, count, nbytes, draw):
 def test_both_ways_sends_half_to_either_side(n):
     def rank(world):
         comm = Recorded(world.comm)
-        drive(rings.both_ways(np.ones(n * 8, "f4"), SUM, comm, 64))
+        drive(ring.bidirectional_allreduce(np.ones(n * 8, "f4"), SUM, comm, 64))
         return comm
 
-    for number, comm in enumerate(threads.run(n, rank)):
+    for number, comm in enumerate(thread_comm.run(n, rank)):
         if n > 2:
             assert comm.nbytes((number + 1) % n) == comm.nbytes((number - 1) % n) == 2 * (n - 1) * 4 * 8 / 2
         assert len(comm.sent) == 2 * 2 * (n - 1)

@@ -1,16 +1,16 @@
 import numpy as np
 
 from hpcdp.collectives import Monoid
-from hpcdp.collectives.select import choose
-from hpcdp.comm import threads
-from hpcdp.comm.reductions import resolve
+from hpcdp.collectives.registry import choose
+from hpcdp.comm import thread_comm
+from hpcdp.comm.communicator import resolve
 
 
 def chosen(collective, dtype="f8", op="sum", ranks_per_node=None):
     def rank(world):
         return choose(collective, 64, np.dtype(dtype), resolve(collective, op, np.dtype(dtype)), world)
 
-    results = threads.run(2, rank, ranks_per_node)
+    results = thread_comm.run(2, rank, ranks_per_node)
     assert len(set(results)) == 1
     return results[0]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdp.collectives import allgather, allreduce, broadcast, reduce
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import UnsupportedError
 
 
@@ -16,14 +16,14 @@ def test_nothing_is_sent():
         reduce(np.zeros(1000), "sum", 1, world, "shared")
         return world.comm.traffic.nbytes + world.node_comm.traffic.nbytes
 
-    assert threads.run(3, rank) == [0, 0, 0]
+    assert thread_comm.run(3, rank) == [0, 0, 0]
 
 
 def test_several_nodes_are_refused_by_name():
     with pytest.raises(UnsupportedError, match="expected one node whose ranks share memory"):
-        threads.run(4, lambda world: allreduce(np.zeros(3), world=world, algorithm="shared"), ranks_per_node=2)
+        thread_comm.run(4, lambda world: allreduce(np.zeros(3), world=world, algorithm="shared"), ranks_per_node=2)
 
 
 def test_a_dtype_without_a_kernel_is_told():
     with pytest.raises(UnsupportedError, match="of 8, 32 or 64 bits, got int16"):
-        threads.run(2, lambda world: allreduce(np.zeros(3, "i2"), world=world, algorithm="shared"))
+        thread_comm.run(2, lambda world: allreduce(np.zeros(3, "i2"), world=world, algorithm="shared"))

@@ -7,8 +7,7 @@ Source: Zhang et al., "Dive into Deep Learning", section 13.7, "Parameter server
 
 import pytest
 
-from hpcdp.collectives.cost import predicted_s
-from hpcdp.collectives.links import Link, Machine, Topology
+from hpcdp.collectives.cost_model import Link, Machine, Topology, predicted_s
 
 MB = 10**6
 

@@ -5,9 +5,9 @@ import pytest
 from by_numpy import Recorded, data
 
 from hpcdp.collectives import tree
-from hpcdp.collectives.progress import drive
-from hpcdp.comm import threads
-from hpcdp.comm.reductions import resolve
+from hpcdp.comm import thread_comm
+from hpcdp.comm.communicator import resolve
+from hpcdp.comm.tasks import drive
 
 SUM = resolve("allreduce", "sum", np.dtype("f4"))
 
@@ -20,7 +20,7 @@ def sent(n, call):
         drive(call(comm))
         return comm
 
-    return [(len(comm.sent), comm.nbytes()) for comm in threads.run(n, rank)]
+    return [(len(comm.sent), comm.nbytes()) for comm in thread_comm.run(n, rank)]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 13, 16, 33])
@@ -82,5 +82,5 @@ def test_every_rank_adds_its_children_s_sums_nearest_first():
         drive(tree.allreduce(x, SUM, world.comm, 64))
         return x
 
-    for x in threads.run(7, rank):
+    for x in thread_comm.run(7, rank):
         np.testing.assert_array_equal(x, total(0))

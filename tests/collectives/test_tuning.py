@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from hpcdp import collectives
-from hpcdp.collectives import tuning
-from hpcdp.collectives.links import ETHERNET, FABRIC, Topology
-from hpcdp.comm import threads
+from hpcdp.collectives import registry
+from hpcdp.collectives.cost_model import ETHERNET, FABRIC, Topology
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 
-INSIDE = tuning.Link(1e-6, 2e-10, 1e-10, ((4096, 3e-10, 2e-10), (1 << 20, 2e-10, 1e-10)))
-MEASURED = tuning.Machine(INSIDE, FABRIC.across, 3e-11, 4e-11, 5e-6, 6e-7, 7e-6, ((1 << 20, 3e-11, 4e-11),))
+INSIDE = registry.Link(1e-6, 2e-10, 1e-10, ((4096, 3e-10, 2e-10), (1 << 20, 2e-10, 1e-10)))
+MEASURED = registry.Machine(INSIDE, FABRIC.across, 3e-11, 4e-11, 5e-6, 6e-7, 7e-6, ((1 << 20, 3e-11, 4e-11),))
 CHOICES = {
     "allreduce": [[1023, "native"], [65536, "ring"], [None, "hierarchical"]],
     "broadcast": [[None, "native"]],
@@ -39,19 +39,19 @@ def tables(tmp_path, monkeypatch):
 
 
 def save(world):
-    return tuning.save(world, tuning.make(world, MEASURED, CHOICES, {"reduce": [ROW]}))
+    return registry.save(world, registry.make(world, MEASURED, CHOICES, {"reduce": [ROW]}))
 
 
 def choose(world):
     sizes = (0, 4, 1023, 1024, 65536, 65537, 1 << 40)
-    named = [tuning.choice(world, "allreduce", nbytes) for nbytes in sizes]
-    return named, tuning.choice(world, "reduce", 65), tuning.choice(world, "allgather", 4), tuning.machine(world)
+    named = [registry.choice(world, "allreduce", nbytes) for nbytes in sizes]
+    return named, registry.choice(world, "reduce", 65), registry.choice(world, "allgather", 4), registry.machine(world)
 
 
 def quietly(ranks, fn, per_node=None):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return threads.run(ranks, fn, per_node)
+        return thread_comm.run(ranks, fn, per_node)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (3, None), (4, 2), (5, (3, 1, 1))])
@@ -64,9 +64,9 @@ def test_all_ranks_choose_what_the_saved_table_says(tables, ranks, per_node):
 
 def test_a_table_is_used_as_soon_as_it_is_saved():
     def before_and_after(world):
-        first = tuning.choice(world, "allreduce", 4)
+        first = registry.choice(world, "allreduce", 4)
         save(world)
-        return first, tuning.choice(world, "allreduce", 4)
+        return first, registry.choice(world, "allreduce", 4)
 
     assert quietly(3, before_and_after) == [(None, "native")] * 3
 
@@ -77,7 +77,7 @@ def test_sizes_that_were_chosen_before_follow_the_table_that_is_saved():
         save(world)
         return before, {call: _chosen_by(world, call) for call in before}
 
-    for before, after in threads.run(2, rank):
+    for before, after in thread_comm.run(2, rank):
         assert before == {"allreduce": "shared", "iallreduce": "shared"}
         assert after == {"allreduce": "ring", "iallreduce": "ring"}
 
@@ -87,7 +87,7 @@ def _chosen_by(world, call):
     request = getattr(collectives, call)(np.ones(1024, np.float32), world=world)
     if call == "iallreduce":
         request.wait()
-    (found,) = [chosen for key, chosen in world.kept[tuning.CHOICES].items() if key[0] == call]
+    (found,) = [chosen for key, chosen in world.kept[registry.CHOICES].items() if key[0] == call]
     return found.algorithm.name
 
 
@@ -97,23 +97,23 @@ def _chosen_by(world, call):
 )
 def test_ranks_that_share_cores_are_told(monkeypatch, ranks, per_node, cores, said):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    assert threads.run(ranks, tuning.crowded, per_node) == [said] * ranks
+    assert thread_comm.run(ranks, registry.crowded, per_node) == [said] * ranks
 
 
 def test_other_topologies_have_tables_of_their_own(tables):
     shapes = [(4, None), (4, 2), (4, (3, 1)), (4, (1, 3)), (5, None)]
-    paths = {threads.run(ranks, save, per_node)[0] for ranks, per_node in shapes}
+    paths = {thread_comm.run(ranks, save, per_node)[0] for ranks, per_node in shapes}
     assert len(paths) == len(shapes)
     assert quietly(3, choose)[0][0] == [None] * 7
     assert quietly(4, choose, (3, 1))[0][0][0] == "native"
 
 
 def test_the_fingerprint_says_what_decides_and_names_no_host():
-    (found, again), *_ = threads.run(5, lambda w: (tuning.fingerprint(w), tuning.fingerprint(w)), (2, 3))
+    (found, again), *_ = thread_comm.run(5, lambda w: (registry.fingerprint(w), registry.fingerprint(w)), (2, 3))
     assert found is again
     assert found["ranks_per_node"] == [2, 3]
     assert found["library"] == "threads"
-    assert found["processors"] == [tuning.processor_name()]
+    assert found["processors"] == [registry.processor_name()]
     assert found["machines"] == 1
     assert socket.gethostname() not in json.dumps({**found, "processors": []})
 
@@ -121,14 +121,14 @@ def test_the_fingerprint_says_what_decides_and_names_no_host():
 @pytest.mark.parametrize("cores", [2, 9])
 def test_the_topology_is_that_of_the_nodes(monkeypatch, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    assert threads.run(5, tuning.topology, (2, 3)) == [Topology((2, 3), crowded=cores < 5)] * 5
+    assert thread_comm.run(5, registry.topology, (2, 3)) == [Topology((2, 3), crowded=cores < 5)] * 5
 
 
 @pytest.mark.parametrize(("fabric", "assumed"), [(True, FABRIC), (False, ETHERNET)])
 def test_links_are_assumed_by_the_kind_of_network(monkeypatch, fabric, assumed):
-    monkeypatch.setattr(tuning, "_has_fabric", lambda: fabric)
-    assert threads.run(2, tuning.machine, 1) == [assumed] * 2
-    assert threads.run(2, lambda world: tuning.fingerprint(world)["network"])[0] == "none"
+    monkeypatch.setattr(registry, "_has_fabric", lambda: fabric)
+    assert thread_comm.run(2, registry.machine, 1) == [assumed] * 2
+    assert thread_comm.run(2, lambda world: registry.fingerprint(world)["network"])[0] == "none"
 
 
 def changed(**parts):
@@ -148,7 +148,7 @@ def with_machine(table, **parts):
 
 
 BROKEN = [
-    (changed(version=tuning.VERSION + 1), "version 3 where 2 is needed"),
+    (changed(version=registry.VERSION + 1), "version 3 where 2 is needed"),
     (lambda table: [table], "version None where 2 is needed"),
     (lambda table: without(table, "fingerprint"), "no fingerprint"),
     (lambda table: without(table, "choices"), "no choices"),
@@ -185,14 +185,14 @@ BROKEN = [
 
 @pytest.mark.parametrize(("change", "says"), BROKEN, ids=[says[:40] for _, says in BROKEN])
 def test_a_table_that_does_not_fit_is_ignored_in_one_line(change, says, capsys):
-    where = threads.run(3, save)[0]
+    where = thread_comm.run(3, save)[0]
     where.write_text(json.dumps(change(json.loads(where.read_text()))))
     ignored_in_one_line(where, says, capsys)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b'{"version": 1', b"[" * 100_000])
 def test_a_broken_file_is_ignored_in_one_line(text, capsys):
-    where = threads.run(3, save)[0]
+    where = thread_comm.run(3, save)[0]
     where.write_bytes(text)
     ignored_in_one_line(where, "", capsys)
 
@@ -212,7 +212,7 @@ def test_a_folder_that_is_not_there_yet_has_no_table(tables, monkeypatch, capsys
     monkeypatch.setenv("HPCDP_TUNING_DIR", str(tables / "elsewhere"))
     assert quietly(2, choose)[0][0] == [None] * 7
     assert capsys.readouterr().err == ""
-    assert threads.run(2, save)[0].parent == tables / "elsewhere"
+    assert thread_comm.run(2, save)[0].parent == tables / "elsewhere"
 
 
 def test_a_folder_that_is_a_file_is_told(tables, monkeypatch, capsys):
@@ -225,7 +225,7 @@ def test_a_folder_that_is_a_file_is_told(tables, monkeypatch, capsys):
 def test_without_a_setting_tables_are_beside_the_kernels(tables, monkeypatch):
     monkeypatch.delenv("HPCDP_TUNING_DIR")
     monkeypatch.setenv("HPCDP_CACHE_DIR", str(tables / "cache"))
-    assert tuning.folder() == tables / "cache" / "tuning"
+    assert registry.folder() == tables / "cache" / "tuning"
     assert quietly(2, choose)[0][0] == [None] * 7
 
 
@@ -238,25 +238,25 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(tables, monke
             save(world)
         return True
 
-    assert all(threads.run(3, refused))
+    assert all(thread_comm.run(3, refused))
 
 
 def test_a_table_that_cannot_be_completed_leaves_the_old_one(tables, monkeypatch):
-    where = threads.run(2, save)[0]
+    where = thread_comm.run(2, save)[0]
     before = where.read_bytes()
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tuning.os, "fsync", full)
+    monkeypatch.setattr(registry.os, "fsync", full)
     with pytest.raises(ConfigError, match="No space left"):
-        threads.run(2, save)
+        thread_comm.run(2, save)
     assert where.read_bytes() == before
     assert list(tables.iterdir()) == [where]
 
 
 def test_a_table_is_readable_json():
-    where = threads.run(2, save)[0]
+    where = thread_comm.run(2, save)[0]
     text = where.read_text()
     assert json.loads(text)["choices"] == CHOICES
     assert '    "broadcast": [[null, "native"]],\n' in text
@@ -274,8 +274,8 @@ def test_real_ranks_follow_the_table_of_rank_0(tables, monkeypatch):
         world.kept.pop("tuning table")
         if world.rank:
             monkeypatch.setenv("HPCDP_TUNING_DIR", "/nowhere")
-        assert tuning.choice(world, "allreduce", 4096) == "ring"
-        assert tuning.machine(world) == MEASURED
+        assert registry.choice(world, "allreduce", 4096) == "ring"
+        assert registry.machine(world) == MEASURED
         assert world.comm.allgather_json(str(saved)) == [str(saved)] * world.size
     finally:
         for key in ("tuning table", "tuning fingerprint"):

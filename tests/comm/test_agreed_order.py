@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpcdp.collectives.progress import Together
-from hpcdp.comm import threads
-from hpcdp.comm.agreed_order import THINGS, AgreedOrder
-from hpcdp.comm.shared import Milestones
-from hpcdp.comm.steps import Until
+from hpcdp.comm import thread_comm
+from hpcdp.comm.communicator import Until
+from hpcdp.comm.nccl import THINGS, AgreedOrder
+from hpcdp.comm.shared_memory import Milestones
+from hpcdp.comm.tasks import Together
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -35,7 +35,7 @@ def test_all_start_in_one_order_and_nobody_waits_for_ever(n, seed):
         Together([machine(thing) for thing in chance.sample(range(things), things)]).wait()
         return started
 
-    first, *others = threads.run(n, rank)
+    first, *others = thread_comm.run(n, rank)
     assert len(first) == things * rounds
     assert all(other == first for other in others)
 
@@ -59,7 +59,7 @@ def test_threads_of_a_rank_share_an_order(monkeypatch):
         order.pass_on()
         return order.is_turn(3)
 
-    assert threads.run(1, rank) == [False]
+    assert thread_comm.run(1, rank) == [False]
 
 
 def test_more_decisions_than_there_is_room_for_at_a_time():
@@ -71,7 +71,7 @@ def test_more_decisions_than_there_is_room_for_at_a_time():
             order.pass_on()
         return True
 
-    assert all(threads.run(2, rank))
+    assert all(thread_comm.run(2, rank))
 
 
 def test_nothing_is_started_before_all_are_ready():
@@ -90,4 +90,4 @@ def test_nothing_is_started_before_all_are_ready():
         Together([machine(thing) for thing in range(2)]).wait()
         return early
 
-    assert threads.run(2, rank) == [[False, False]] * 2
+    assert thread_comm.run(2, rank) == [[False, False]] * 2

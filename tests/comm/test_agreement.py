@@ -1,14 +1,14 @@
 import pytest
 
 from hpcdp.checkpoint import Manager
-from hpcdp.comm import threads
-from hpcdp.comm.agreement import first_difference, on_every_rank, on_rank_0, require_same
+from hpcdp.comm import thread_comm
+from hpcdp.comm.consistency import first_difference, on_every_rank, on_rank_0, require_same
 from hpcdp.errors import ConfigError, DataError, MismatchError
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_results_are_each_ranks_own(n):
-    assert threads.run(n, lambda world: on_every_rank(world.comm, lambda: world.rank * 10)) == [
+    assert thread_comm.run(n, lambda world: on_every_rank(world.comm, lambda: world.rank * 10)) == [
         10 * r for r in range(n)
     ]
 
@@ -20,7 +20,7 @@ def test_rank_0_alone_calls_and_all_get_its_result(n):
     def job(world):
         return on_rank_0(world.comm, lambda: called.append(world.rank) or {"run_dir": "runs/a"})
 
-    assert threads.run(n, job) == [{"run_dir": "runs/a"}] * n
+    assert thread_comm.run(n, job) == [{"run_dir": "runs/a"}] * n
     assert called == [0]
 
 
@@ -35,7 +35,7 @@ def test_one_ranks_error_is_raised_on_all_and_names_it():
         return str(caught.value)
 
     line = "rank 2: read [train.gz]: expected 1797 images, got 3; fetch it again"
-    assert threads.run(4, job) == [line] * 4
+    assert thread_comm.run(4, job) == [line] * 4
 
 
 def test_an_error_of_all_ranks_names_none():
@@ -47,7 +47,7 @@ def test_an_error_of_all_ranks_names_none():
             on_every_rank(world.comm, read)
         return str(caught.value)
 
-    assert threads.run(3, job) == ["unknown model 'x'; valid: a, b"] * 3
+    assert thread_comm.run(3, job) == ["unknown model 'x'; valid: a, b"] * 3
 
 
 def test_an_error_of_rank_0_reaches_ranks_that_did_not_call():
@@ -60,7 +60,7 @@ def test_an_error_of_rank_0_reaches_ranks_that_did_not_call():
             on_rank_0(world.comm, make)
         return str(caught.value)
 
-    assert threads.run(3, job) == ["run folder exists [runs/a]"] * 3
+    assert thread_comm.run(3, job) == ["run folder exists [runs/a]"] * 3
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -83,7 +83,7 @@ def test_ranks_that_do_other_things_together_are_named(other, n):
             on_every_rank(world.comm, lambda: world.rank)
         return str(caught.value)
 
-    messages = threads.run(n, job)
+    messages = thread_comm.run(n, job)
     assert len({*messages[:-1]}) == 1
     assert (
         "expected exchange of all ranks (on_every_rank) as on rank 0, got " in messages[0]
@@ -100,7 +100,7 @@ def test_a_call_of_one_rank_alone_is_named_by_the_next_of_all(tmp_path):
                 manager.save(1, {})
             return str(caught.value)
 
-    (messages,) = {*threads.run(3, job)}
+    (messages,) = {*thread_comm.run(3, job)}
     assert "(on_every_rank) as on rank 0, got exchange of all ranks (on_rank_0 of Manager.steps) on rank 1" in messages
 
 
@@ -112,7 +112,7 @@ def test_another_exception_is_no_agreement():
         with pytest.raises(ZeroDivisionError):
             on_every_rank(world.comm, fail)
 
-    threads.run(1, job)
+    thread_comm.run(1, job)
 
 
 def test_of_long_texts_the_words_that_differ_are_shown():

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from hpcdp.core.environment import THREAD_VARIABLES
 from hpcdp.launch import mpi_library
 from hpcdp.launch.environment import environment
-from hpcdp.launched import THREAD_VARIABLES
 
 CORES = len(os.sched_getaffinity(0))
 TELLS = """

@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
-from hpcdp.arrays import dtype_of
-from hpcdp.collectives.progress import Together
-from hpcdp.comm import gpus, node_groups, threads
-from hpcdp.comm.cuda_ipc import CudaIpc
-from hpcdp.comm.gpus import Gpu
-from hpcdp.comm.node_rows import RowSize, parts_of
-from hpcdp.comm.ways import Way
-from hpcdp.devices import gpu
+from hpcdp.comm import gpu_groups, thread_comm
+from hpcdp.comm import world as comm_world
+from hpcdp.comm.cuda_memory import CudaIpc
+from hpcdp.comm.gpu_transports import RowSize, Way, parts_of
+from hpcdp.comm.tasks import Together
+from hpcdp.comm.world import Gpu
+from hpcdp.core.arrays import dtype_of
+from hpcdp.core.devices import Streams, gpu
 from hpcdp.errors import DeviceError, UnsupportedError
-from hpcdp.streams import Streams
 
 COUNT = 1001
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which compiles kernels for this processor")
@@ -50,7 +49,7 @@ def test_parts_are_summed_by_their_owners_and_brought_to_all(gpus_on_host, n, ow
         group.close()
         return found
 
-    assert_summed(threads.run(n, rank), parts_of(COUNT, owners, n), summed(n, COUNT, dtype))
+    assert_summed(thread_comm.run(n, rank), parts_of(COUNT, owners, n), summed(n, COUNT, dtype))
     assert not gpus_on_host.allocated and not gpus_on_host.mapped
 
 
@@ -75,7 +74,7 @@ def test_rows_are_written_and_summed_again_and_again_in_any_order(gpus_on_host):
                 wanted = sum(step + values(each, row.size.count, "f4") for each in range(3))
                 np.testing.assert_array_equal(row.mine.to_host(), wanted.astype("f4"))
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def test_rows_are_cleared_before_others_read_them(gpus_on_host):
@@ -93,7 +92,7 @@ def test_rows_are_cleared_before_others_read_them(gpus_on_host):
         return too_early, row.mine.to_host().any()
 
     others_ask = threading.Event()
-    assert threads.run(3, rank) == [(False, False)] * 3
+    assert thread_comm.run(3, rank) == [(False, False)] * 3
 
 
 def test_a_sum_has_ended_when_it_is_there_and_others_give_the_gpu_nothing_for_it(gpus_on_host):
@@ -118,12 +117,12 @@ def test_a_sum_has_ended_when_it_is_there_and_others_give_the_gpu_nothing_for_it
         np.testing.assert_array_equal(row.mine.to_host(), summed(3, COUNT, "f4"))
         return done
 
-    assert threads.run(3, rank) == [["wait", "kernel"]] * 3, "the first rank's alone"
+    assert thread_comm.run(3, rank) == [["wait", "kernel"]] * 3, "the first rank's alone"
 
 
 def test_memory_that_cupy_keeps_for_arrays_is_given_back_where_rows_need_it(gpus_on_host):
     gpus_on_host.room = 1 << 20
-    threads.run(2, lambda world: make(world, RowSize(3, np.dtype("f4"))))
+    thread_comm.run(2, lambda world: make(world, RowSize(3, np.dtype("f4"))))
     assert len(gpus_on_host.allocated) == 2
 
 
@@ -141,36 +140,36 @@ def test_a_gpu_without_room_is_told_on_all_ranks(gpus_on_host, monkeypatch):
     with pytest.raises(
         DeviceError, match=r"CUDA IPC: expected 2097152 free bytes on the GPU, got cudaError2: stand-in"
     ):
-        threads.run(2, lambda world: make(world, RowSize(3, np.dtype("f4"))))
+        thread_comm.run(2, lambda world: make(world, RowSize(3, np.dtype("f4"))))
     assert not gpus_on_host.allocated, "what others have taken is given back"
 
 
 def test_memory_is_given_back_when_nobody_has_a_view_of_a_row(gpus_on_host, monkeypatch):
-    monkeypatch.setattr(gpus, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
+    monkeypatch.setattr(comm_world, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
 
     def rank(world):
         streams, sizes = Streams(gpu(0)), [RowSize(3, np.dtype("f4"))] * 2
-        rows, way = node_groups.make(world, streams, sizes)
+        rows, way = gpu_groups.make(world, streams, sizes)
         assert way is Way.CUDA_IPC
         view = rows[1].mine[1:].reshape(2, 1)
         mine = rows[0].mine.data.ptr
         block = gpus_on_host.allocated[mine]  # nothing else gets its address
         del rows
-        node_groups.make(world, streams, sizes)
+        gpu_groups.make(world, streams, sizes)
         kept = mine in gpus_on_host.allocated
         view.to_host()
         del view
         world.barrier()
-        node_groups.make(world, streams, sizes)
+        gpu_groups.make(world, streams, sizes)
         return kept, gpus_on_host.allocated.get(mine) is block
 
-    assert threads.run(3, rank) == [(True, False)] * 3
+    assert thread_comm.run(3, rank) == [(True, False)] * 3
     assert not gpus_on_host.allocated
 
 
 def test_what_no_kernel_sums_is_refused_by_name(gpus_on_host):
     with pytest.raises(UnsupportedError, match=r"CUDA IPC \[dtype\]: expected float16 or bfloat16 or .*, got int8"):
-        threads.run(1, lambda world: make(world, RowSize(3, np.dtype("int8"))))
+        thread_comm.run(1, lambda world: make(world, RowSize(3, np.dtype("int8"))))
 
 
 def test_processes_that_do_not_see_each_other_are_told_so_on_all_ranks(gpus_on_host, monkeypatch):
@@ -187,7 +186,7 @@ def test_processes_that_do_not_see_each_other_are_told_so_on_all_ranks(gpus_on_h
             make(world, RowSize(3, np.dtype("f4")))
         raised.append(world.rank)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
     assert sorted(raised) == [0, 1, 2]
 
 
@@ -195,11 +194,11 @@ def test_each_row_begins_an_allocation_of_its_own_in_whole_blocks(gpus_on_host):
     def rank(world):
         return make(world, *(RowSize(count, np.dtype("f4")) for count in (0, 5, (2 << 20) // 4 + 1)))
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
     assert sorted(block.size >> 20 for block in gpus_on_host.allocated.values()) == [2, 2, 2, 2, 4, 4]
 
 
 def test_more_ranks_than_one_kernel_takes_are_refused_before_anything_is_made(gpus_on_host):
     with pytest.raises(UnsupportedError, match="CUDA IPC: expected at most 32 ranks that share a GPU, got 33"):
-        threads.run(33, make)
+        thread_comm.run(33, make)
     assert not gpus_on_host.allocated

@@ -10,14 +10,12 @@ from pairs import in_turn
 from parameters_on_gpus import show_gpus
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
-from hpcdp.arrays import dtype_of
-from hpcdp.collectives.progress import Together
-from hpcdp.comm import node_groups, threads
-from hpcdp.comm.node_rows import RowSize, parts_of
-from hpcdp.comm.ways import Way
-from hpcdp.devices import gpu
+from hpcdp.comm import gpu_groups, thread_comm
+from hpcdp.comm.gpu_transports import RowSize, Way, parts_of
+from hpcdp.comm.tasks import Together
+from hpcdp.core.arrays import dtype_of
+from hpcdp.core.devices import Streams, gpu
 from hpcdp.errors import DeviceError
-from hpcdp.streams import Streams
 
 COUNT = 1001
 PLACES = {
@@ -44,7 +42,7 @@ def total(n, count, dtype="f4"):
 
 def make(world, places, *sizes):
     gpu(places[world.rank]).use()
-    return node_groups.make(world, Streams(gpu(places[world.rank])), sizes)
+    return gpu_groups.make(world, Streams(gpu(places[world.rank])), sizes)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +63,7 @@ def test_parts_are_summed_by_their_owners_and_brought_to_all(gpus_on_host, place
         assert way is Way.GROUPS and not row.mine.to_host().any()
         return summed_and_brought_to_all(row, parts, world.rank, values(world.rank, COUNT, dtype))
 
-    assert_summed(threads.run(n, rank), parts, total(n, COUNT, dtype))
+    assert_summed(thread_comm.run(n, rank), parts, total(n, COUNT, dtype))
     assert not gpus_on_host.allocated and not gpus_on_host.mapped
 
 
@@ -87,7 +85,7 @@ def test_gpus_exchange_no_more_than_what_their_ranks_own(gpus_on_host, places, c
         (row,), _ = make(world, places, RowSize(count, np.dtype("f4")))
         return summed_and_brought_to_all(row, parts, world.rank, values(world.rank, count))
 
-    assert_summed(threads.run(n, rank), parts, total(n, count))
+    assert_summed(thread_comm.run(n, rank), parts, total(n, count))
     for each in called:
         assert gpus_on_host.log.count(each) == 2, "once by the first rank of each GPU"
     assert not any("allReduce" in each for each in gpus_on_host.log)
@@ -115,7 +113,7 @@ def test_rows_are_written_and_summed_again_and_again_in_any_order(gpus_on_host, 
             for row in rows:
                 np.testing.assert_array_equal(row.mine.to_host(), n * step + total(n, row.size.count))
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
     assert not gpus_on_host.allocated and not gpus_on_host.mapped
 
 
@@ -129,7 +127,7 @@ def test_nodes_go_the_way_of_each(gpus_on_host):
         found = summed_and_brought_to_all(row, parts, world.local_rank, values(world.rank, 10))
         return way, found[1].tolist()
 
-    found = threads.run(8, rank, nodes)
+    found = thread_comm.run(8, rank, nodes)
     assert [way for way, _ in found] == [Way.NCCL] * 2 + [Way.CUDA_IPC] * 2 + [Way.GROUPS] * 3 + [Way.ALONE]
     for first, last in ((0, 2), (2, 4), (4, 7), (7, 8)):
         wanted = sum(values(rank, 10) for rank in range(first, last)).tolist()
@@ -149,7 +147,7 @@ def test_rows_that_nobody_has_are_given_back_when_others_are_made(gpus_on_host):
         world.barrier()  # before a rank that ends gives back what it has
         return found
 
-    assert threads.run(3, rank) == [(3, 10)] * 3
+    assert thread_comm.run(3, rank) == [(3, 10)] * 3
 
 
 @pytest.mark.parametrize("full", [0, 1])
@@ -170,7 +168,7 @@ def test_a_gpu_without_room_is_told_on_all_ranks(gpus_on_host, monkeypatch, full
             make(world, [0, 1, 0], RowSize(10, np.dtype("f4")))
         return "told"
 
-    assert threads.run(3, rank) == ["told"] * 3
+    assert thread_comm.run(3, rank) == ["told"] * 3
     assert not gpus_on_host.allocated
 
 
@@ -188,4 +186,4 @@ def test_a_rank_that_gives_up_ends_the_others(gpus_on_host, gone):
         Together([row.allreduce()]).wait()
 
     with pytest.raises((GivesUp, DeviceError)):
-        threads.run(3, rank)
+        thread_comm.run(3, rank)

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from gpu_on_host import cuda_driver
 
-from hpcdp.comm import gpus, threads
-from hpcdp.comm.gpus import Driver, Gpu
-from hpcdp.devices import cpu, gpu
+from hpcdp.comm import thread_comm
+from hpcdp.comm import world as comm_world
+from hpcdp.comm.world import Driver, Gpu
+from hpcdp.core.devices import cpu, gpu
 from hpcdp.errors import DeviceError
 
 TWO = "0000:3B:00.0 NVIDIA H200;0000:AF:00.0 NVIDIA H200 NVL"
@@ -29,7 +30,7 @@ def seen(monkeypatch):
 
     def see(count, cupy=True):
         found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", f"{i:032x}") for i in range(count))
-        monkeypatch.setattr(gpus, "visible", lambda: found)
+        monkeypatch.setattr(comm_world, "visible", lambda: found)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if cupy else None)
 
     return see
@@ -59,8 +60,8 @@ def test_a_driver_that_does_not_start_says_why(library, monkeypatch):
 def test_no_driver_is_no_gpu(monkeypatch):
     with pytest.raises(DeviceError, match=r"expected libnone\.so\.1, got libnone\.so\.1: cannot open"):
         Driver("libnone.so.1")
-    monkeypatch.setattr(gpus, "LIBRARY", "libnone.so.1")
-    assert gpus.visible.__wrapped__() == ()
+    monkeypatch.setattr(comm_world, "LIBRARY", "libnone.so.1")
+    assert comm_world.visible.__wrapped__() == ()
 
 
 NVML = """
@@ -76,16 +77,16 @@ OF_THE_KERNEL = (
 
 @pytest.mark.parametrize(("text", "release"), [*zip(OF_THE_KERNEL, ["535.104.05", "570.86.15"], strict=True)])
 def test_the_release_of_the_driver_itself(tmp_path, monkeypatch, text, release):
-    monkeypatch.setattr(gpus, "MANAGEMENT_LIBRARY", "libnone.so.1")
-    monkeypatch.setattr(gpus, "KERNEL_MODULE", tmp_path / "version")
-    assert gpus.driver_release() == "unknown"
+    monkeypatch.setattr(comm_world, "MANAGEMENT_LIBRARY", "libnone.so.1")
+    monkeypatch.setattr(comm_world, "KERNEL_MODULE", tmp_path / "version")
+    assert comm_world.driver_release() == "unknown"
     (tmp_path / "version").write_text(text)
-    assert gpus.driver_release() == release
+    assert comm_world.driver_release() == release
     if shutil.which("gcc"):
         library = tmp_path / "libnvidia-ml.so.1"
         subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=NVML, text=True, check=True)
-        monkeypatch.setattr(gpus, "MANAGEMENT_LIBRARY", str(library))
-        assert gpus.driver_release() == "580.65.06"
+        monkeypatch.setattr(comm_world, "MANAGEMENT_LIBRARY", str(library))
+        assert comm_world.driver_release() == "580.65.06"
 
 
 @pytest.mark.parametrize(
@@ -95,8 +96,8 @@ def test_the_release_of_the_driver_itself(tmp_path, monkeypatch, text, release):
 )
 def test_the_ranks_of_a_machine_take_the_gpus_in_turn(count, devices, seen):
     seen(count)
-    assert threads.run(4, lambda world: world.device) == [gpu(index) for index in devices]
-    assert threads.run(4, lambda world: world.device, ranks_per_node=2) == [gpu(index) for index in devices]
+    assert thread_comm.run(4, lambda world: world.device) == [gpu(index) for index in devices]
+    assert thread_comm.run(4, lambda world: world.device, ranks_per_node=2) == [gpu(index) for index in devices]
 
 
 def test_parts_of_a_world_keep_their_gpus(seen):
@@ -106,19 +107,19 @@ def test_parts_of_a_world_keep_their_gpus(seen):
         part = world.split(world.rank % 2)
         return world.device, part.device, part.split(part.rank).device
 
-    for number, found in enumerate(threads.run(4, rank)):
+    for number, found in enumerate(thread_comm.run(4, rank)):
         assert found == (gpu(number),) * 3
 
 
 def test_without_gpus_or_without_cupy_ranks_compute_on_the_cpu(seen):
     for settings in ((0, True), (2, False)):
         seen(*settings)
-        assert threads.run(2, lambda world: world.device) == [cpu(0)] * 2
+        assert thread_comm.run(2, lambda world: world.device) == [cpu(0)] * 2
 
 
 def test_nobody_asks_before_a_device_is_wanted(monkeypatch):
-    monkeypatch.setattr(gpus, "visible", pytest.fail)
-    threads.run(2, lambda world: replace(world, rank=0).barrier())
+    monkeypatch.setattr(comm_world, "visible", pytest.fail)
+    thread_comm.run(2, lambda world: replace(world, rank=0).barrier())
 
 
 @pytest.mark.mpi

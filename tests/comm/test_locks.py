@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from hpcdp.comm import threads
-from hpcdp.comm.locks import NodeLocks
+from hpcdp.comm import thread_comm
+from hpcdp.comm.shared_memory import NodeLocks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -26,7 +26,7 @@ def test_who_holds_a_lock_is_alone(ranks):
                     time.sleep(1e-4)
                 counts[i % 2] = before + 1
 
-    threads.run(ranks, one)
+    thread_comm.run(ranks, one)
     assert counts == {0: 100 * ranks, 1: 100 * ranks}
 
 
@@ -66,7 +66,7 @@ def test_those_who_share_meet_and_do_not_keep_others_out_for_ever():
             with locks.hold(0):
                 together.append(time.monotonic())
 
-    threads.run(3, one)
+    thread_comm.run(3, one)
     assert together
 
 
@@ -85,7 +85,7 @@ def test_nobody_is_gone_while_all_live():
         world.barrier()
         return gone
 
-    assert threads.run(3, one) == [[]] * 3
+    assert thread_comm.run(3, one) == [[]] * 3
 
 
 @pytest.mark.parametrize("forks", ["", "os.fork() or time.sleep(21) or os._exit(0); "])
@@ -96,7 +96,7 @@ def test_the_dead_hold_nothing(forks):
     descriptor = os.open(f"/proc/self/fd/{locks._file}", os.O_RDWR)
     os.set_inheritable(descriptor, True)
     code = (
-        "import os, sys, time; from hpcdp.comm.locks import NodeLocks; other = NodeLocks(None); "
+        "import os, sys, time; from hpcdp.comm.shared_memory import NodeLocks; other = NodeLocks(None); "
         f"os.close(other._file); other._file = {descriptor}\n"
         f"with other.hold(0):\n    {forks}os.write({write}, b'x'); time.sleep(60)"
     )

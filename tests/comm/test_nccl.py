@@ -7,16 +7,15 @@ import pytest
 from gpu_on_host.nccl import NcclError
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, write
 
-from hpcdp.arrays import dtype_of
-from hpcdp.collectives.progress import Together, drive
-from hpcdp.comm import gpus, node_groups, threads
-from hpcdp.comm.gpus import Gpu
+from hpcdp.comm import gpu_groups, thread_comm
+from hpcdp.comm import world as comm_world
+from hpcdp.comm.gpu_transports import Offer, RowSize, Way, parts_of
 from hpcdp.comm.nccl import Nccl
-from hpcdp.comm.node_rows import RowSize, parts_of
-from hpcdp.comm.ways import Offer, Way
-from hpcdp.devices import gpu
+from hpcdp.comm.tasks import Together, drive
+from hpcdp.comm.world import Gpu
+from hpcdp.core.arrays import dtype_of
+from hpcdp.core.devices import Streams, gpu
 from hpcdp.errors import DeviceError, UnsupportedError, WorldAborted
-from hpcdp.streams import Streams
 
 COUNT = 1001
 DTYPES = ("float32", "float16", "float64", "int32", "int64", "bfloat16")
@@ -44,7 +43,7 @@ def test_parts_are_summed_by_their_owners_and_brought_to_all(gpus_on_host, n, ow
         return summed_and_brought_to_all(row, parts, world.rank, values(world.rank, COUNT, dtype))
 
     wanted = sum(values(rank, COUNT, dtype) for rank in range(n))
-    assert_summed(threads.run(n, rank), parts_of(COUNT, owners, n), wanted)
+    assert_summed(thread_comm.run(n, rank), parts_of(COUNT, owners, n), wanted)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -58,7 +57,7 @@ def test_all_columns_are_summed_into_all_rows(gpus_on_host, name):
         row.stream.synchronize()
         return row.mine.to_host()
 
-    for found in threads.run(3, rank):
+    for found in thread_comm.run(3, rank):
         np.testing.assert_array_equal(found, sum(values(each, COUNT, dtype) for each in range(3)))
 
 
@@ -71,7 +70,7 @@ def test_equal_parts_are_one_call_and_unequal_ones_one_launch(gpus_on_host):
             drive(row.allgather(parts))
         group.rows[0].stream.synchronize()
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
     launches = [name for name in gpus_on_host.log if name.startswith("nccl")]
     assert sorted(launches) == sorted(
         3 * ["nccl reduceScatter", "nccl allGather", "nccl reduce reduce reduce", "nccl broadcast broadcast broadcast"]
@@ -99,7 +98,7 @@ def test_ranks_that_are_ready_in_different_orders_launch_in_one(gpus_on_host):
                 wanted = sum(step + values(each, row.size.count, "f4") for each in range(3))
                 np.testing.assert_array_equal(row.mine.to_host(), wanted)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def test_two_ranks_on_one_gpu_are_refused_before_nccl_starts(gpus_on_host):
@@ -108,7 +107,7 @@ def test_two_ranks_on_one_gpu_are_refused_before_nccl_starts(gpus_on_host):
         Nccl(world.node_comm, world.node_memory, Streams(gpu(0)), same, world.rank)
 
     with pytest.raises(DeviceError, match=r"expected one rank on each GPU, got local ranks 0, 1; start as many ranks"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
 
 
 def test_an_error_at_the_start_says_where_more_is_told(gpus_on_host):
@@ -117,13 +116,13 @@ def test_an_error_at_the_start_says_where_more_is_told(gpus_on_host):
         Nccl(world.node_comm, world.node_memory, Streams(gpu(0)), offers, world.rank)  # in truth they share one
 
     with pytest.raises(DeviceError, match=r"NCCL: got NCCL_ERROR_5: stand-in; NCCL_DEBUG=INFO in the environment"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
 
 
 def test_what_nccl_has_no_number_for_is_refused_by_name(gpus_on_host):
     for dtype, said in (("c8", "got complex64"), ("i2", r"NCCL \[dtype\]: expected int8 or uint8 or .*, got int16")):
         with pytest.raises(UnsupportedError, match=said):
-            threads.run(1, lambda world, dtype=dtype: make(world, RowSize(3, np.dtype(dtype))))
+            thread_comm.run(1, lambda world, dtype=dtype: make(world, RowSize(3, np.dtype(dtype))))
 
 
 def test_an_error_while_it_sums_ends_the_wait_and_gives_nccl_up(gpus_on_host):
@@ -139,7 +138,7 @@ def test_an_error_while_it_sums_ends_the_wait_and_gives_nccl_up(gpus_on_host):
         with pytest.raises(DeviceError, match=r"given up: .*NCCL_ERROR_6"):
             drive(row.allgather(parts_of(8, 2, 2)))
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_a_call_that_nccl_refuses_is_an_error_of_its_rank(gpus_on_host):
@@ -152,7 +151,7 @@ def test_a_call_that_nccl_refuses_is_an_error_of_its_rank(gpus_on_host):
             drive(group.rows[0].reduce_scatter([(0, 8)]))
         assert isinstance(caught.value.__cause__, NcclError)
 
-    threads.run(1, rank)
+    thread_comm.run(1, rank)
 
 
 def test_who_waits_for_a_rank_that_is_gone_ends_its_kernels(gpus_on_host):
@@ -170,22 +169,22 @@ def test_who_waits_for_a_rank_that_is_gone_ends_its_kernels(gpus_on_host):
             raise
 
     with pytest.raises(ValueError, match="lost"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
     assert aborted == [True]
 
 
 def test_all_ranks_end_the_communicator_together_when_nothing_is_under_way(gpus_on_host, monkeypatch):
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
 
     def rank(world):
         device = gpu(world.rank)
-        (row,), way = node_groups.make(world, Streams(device), [RowSize(8, np.dtype("f4"))])
+        (row,), way = gpu_groups.make(world, Streams(device), [RowSize(8, np.dtype("f4"))])
         assert way is Way.NCCL
         drive(row.allreduce())
         return row
 
-    rows = threads.run(3, rank)
+    rows = thread_comm.run(3, rank)
     assert [row._node._comm.destroyed for row in rows] == [True] * 3
     with pytest.raises(DeviceError, match="given up: nobody uses it any more"):
         rows[0].check()
@@ -193,11 +192,11 @@ def test_all_ranks_end_the_communicator_together_when_nothing_is_under_way(gpus_
 
 def test_rows_are_given_back_when_no_rank_has_them_any_more_and_others_are_made(gpus_on_host, monkeypatch):
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
 
     def rank(world):
         def make_rows():
-            return node_groups.make(world, Streams(gpu(world.place)), [RowSize(8, np.dtype("f4"))])[0]
+            return gpu_groups.make(world, Streams(gpu(world.place)), [RowSize(8, np.dtype("f4"))])[0]
 
         first = make_rows()
         comms = [first[0]._node._comm]
@@ -214,18 +213,18 @@ def test_rows_are_given_back_when_no_rank_has_them_any_more_and_others_are_made(
         return ended
 
     # Rank 2 still had the first when the second was made; nobody had either of them later.
-    assert threads.run(4, rank, 2) == [[True, True]] * 4
+    assert thread_comm.run(4, rank, 2) == [[True, True]] * 4
     assert sum(name == "nccl allReduce" for name in gpus_on_host.log) == 2 * 4
 
 
 def test_what_is_summed_side_by_side_shares_a_communicator_and_its_order(gpus_on_host, monkeypatch):
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
 
     def rank(world):
         gpu(world.place).use()
         sizes, chance = [RowSize(count, np.dtype("f4")) for count in (8, 300)], random.Random(world.rank)
-        rows = [row for _ in range(3) for row in node_groups.make(world, Streams(gpu(world.place)), sizes)[0]]
+        rows = [row for _ in range(3) for row in gpu_groups.make(world, Streams(gpu(world.place)), sizes)[0]]
         for step in range(3):
             for row in rows:
                 write(row, step + values(world.rank, row.size.count, "f4"))
@@ -236,16 +235,16 @@ def test_what_is_summed_side_by_side_shares_a_communicator_and_its_order(gpus_on
                 np.testing.assert_array_equal(row.mine.to_host(), wanted)
         return len({id(row._node) for row in rows})
 
-    assert threads.run(3, rank) == [1] * 3
+    assert thread_comm.run(3, rank) == [1] * 3
 
 
 def test_numbers_of_rows_are_given_again_when_no_rank_has_them_any_more(gpus_on_host, monkeypatch):
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
 
     def rank(world):
         def make_rows(number):
-            return node_groups.make(world, Streams(gpu(world.place)), [RowSize(8, np.dtype("f4"))] * number)[0]
+            return gpu_groups.make(world, Streams(gpu(world.place)), [RowSize(8, np.dtype("f4"))] * number)[0]
 
         (kept,) = make_rows(1)
         for _ in range(3):
@@ -256,42 +255,42 @@ def test_numbers_of_rows_are_given_again_when_no_rank_has_them_any_more(gpus_on_
             make_rows(1024)
         drive(kept.allreduce())
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_where_it_was_given_up_others_get_a_new_one(gpus_on_host, monkeypatch):
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
 
     def rank(world):
         streams, size = Streams(gpu(world.place)), RowSize(8, np.dtype("f4"))
-        (first,) = node_groups.make(world, streams, [size])[0]
+        (first,) = gpu_groups.make(world, streams, [size])[0]
         world.barrier()
         if world.rank == 1:
             first._node._comm.failed = True
             with pytest.raises(DeviceError, match="NCCL_ERROR_6"):
                 first.check()
-        (second,) = node_groups.make(world, streams, [size])[0]
+        (second,) = gpu_groups.make(world, streams, [size])[0]
         drive(second.allreduce())
         return second._node is first._node
 
-    assert threads.run(3, rank) == [False] * 3
+    assert thread_comm.run(3, rank) == [False] * 3
 
 
 def test_rows_that_one_rank_still_has_are_not_ended(gpus_on_host, monkeypatch):
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
 
     def rank(world):
         streams, size = Streams(gpu(world.place)), RowSize(8, np.dtype("f4"))
-        kept = node_groups.make(world, streams, [size])[0]
+        kept = gpu_groups.make(world, streams, [size])[0]
         comm = kept[0]._node._comm
         if world.rank != 3:  # the other node, and its neighbour
             kept = None
-        node_groups.make(world, streams, [size])
+        gpu_groups.make(world, streams, [size])
         return comm.destroyed
 
-    assert threads.run(4, rank, 2) == [False] * 4
+    assert thread_comm.run(4, rank, 2) == [False] * 4
 
 
 def test_memory_goes_back_to_the_stream_it_was_made_for(gpus_on_host):
@@ -308,7 +307,7 @@ def test_memory_goes_back_to_the_stream_it_was_made_for(gpus_on_host):
         group.close()
         return kept, waits == [made_for.ptr]
 
-    assert [is_made_for for _, is_made_for in threads.run(2, rank)] == [True, True]
+    assert [is_made_for for _, is_made_for in thread_comm.run(2, rank)] == [True, True]
 
 
 def test_one_that_was_given_up_is_not_ended_again(gpus_on_host):
@@ -320,7 +319,7 @@ def test_one_that_was_given_up_is_not_ended_again(gpus_on_host):
         group.close()
         assert not group.node._comm.destroyed
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("under_way", [False, True])
@@ -340,7 +339,7 @@ def test_where_one_rank_has_given_up_all_give_up_and_none_waits_for_it(gpus_on_h
         group.close()
         return group.node._comm.aborted, group.node._comm.destroyed
 
-    assert threads.run(3, rank) == [(True, False)] * 3
+    assert thread_comm.run(3, rank) == [(True, False)] * 3
 
 
 def test_who_waits_for_its_turn_hears_that_another_rank_has_given_up(gpus_on_host):
@@ -357,16 +356,16 @@ def test_who_waits_for_its_turn_hears_that_another_rank_has_given_up(gpus_on_hos
             drive(group.rows[0].allreduce())
         told.append(group.node._comm.aborted)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
     assert told == [True, True]
 
 
 def test_messages_name_ranks_by_their_number_in_the_world(gpus_on_host, monkeypatch):
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
 
     def rank(world):
-        (row,), _ = node_groups.make(world, Streams(gpu(world.place)), [RowSize(8, np.dtype("f4"))])
+        (row,), _ = gpu_groups.make(world, Streams(gpu(world.place)), [RowSize(8, np.dtype("f4"))])
         world.barrier()
         if world.rank >= 2:
             row._node._comm.failed = world.rank == 3
@@ -375,7 +374,7 @@ def test_messages_name_ranks_by_their_number_in_the_world(gpus_on_host, monkeypa
                 while True:
                     row.check()
 
-    threads.run(4, rank, 2)
+    thread_comm.run(4, rank, 2)
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
@@ -393,7 +392,7 @@ def test_sums_of_16_bits_are_rounded_once(gpus_on_host, name):
         first.stream.synchronize()
         return [row.mine.to_host().astype("f4") for row in (first, second)]
 
-    for found in threads.run(3, rank):
+    for found in thread_comm.run(3, rank):
         for each in found:
             np.testing.assert_array_equal(each, large + 2)
 
@@ -402,7 +401,7 @@ def test_where_nccl_does_not_start_on_one_node_all_ranks_of_all_nodes_are_told(g
     import cupy
 
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
     get_unique_id = cupy.cuda.nccl.get_unique_id
 
     def refused():
@@ -416,8 +415,8 @@ def test_where_nccl_does_not_start_on_one_node_all_ranks_of_all_nodes_are_told(g
     def rank(world):
         device = gpu(world.place)
         with pytest.raises(DeviceError, match="rank 2: NCCL: got NCCL_ERROR_3"):
-            node_groups.make(world, Streams(device), [RowSize(8, np.dtype("f4"))])
+            gpu_groups.make(world, Streams(device), [RowSize(8, np.dtype("f4"))])
         told.append(world.rank)
 
-    threads.run(4, rank, 2)
+    thread_comm.run(4, rank, 2)
     assert sorted(told) == [0, 1, 2, 3]

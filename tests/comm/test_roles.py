@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import hpcdp
-from hpcdp.comm import threads
-from hpcdp.comm.roles import ENDED, count_workers, name_of
+from hpcdp.comm import thread_comm
+from hpcdp.comm.communicator import ENDED, count_workers, name_of
 from hpcdp.errors import LaunchError, WorldAborted
 
 SIZES = [(workers, servers) for workers in (1, 2, 3, 4) for servers in (1, 2)]
@@ -55,14 +55,14 @@ def test_each_world_has_numbers_of_its_own(workers, servers, per_node):
         wait_for_all(whole)
 
     served = []
-    found = threads.run(workers, lambda world: [numbers(world), numbers(world.whole)], per_node, servers, serve)
+    found = thread_comm.run(workers, lambda world: [numbers(world), numbers(world.whole)], per_node, servers, serve)
     everyone = [expected(rank, nodes(workers + servers), servers) for rank in range(workers + servers)]
     assert found == [[expected(rank, nodes(workers), 0), everyone[rank]] for rank in range(workers)]
     assert sorted(served) == everyone[workers:]
 
 
 def test_servers_are_behind_nodes_of_given_sizes():
-    found = threads.run(3, lambda world: (world.node, world.whole.node, world.whole.num_nodes), (2, 1), 2)
+    found = thread_comm.run(3, lambda world: (world.node, world.whole.node, world.whole.num_nodes), (2, 1), 2)
     assert found == [(0, 0, 3), (0, 0, 3), (1, 1, 3)]
 
 
@@ -86,7 +86,7 @@ def test_workers_reduce_without_servers_and_send_them_messages(workers, servers)
         wait_for_all(whole)
 
     total = sum(10.0**rank for rank in range(workers))
-    assert threads.run(workers, work, 2, servers, serve) == [[total] * 5] * workers
+    assert thread_comm.run(workers, work, 2, servers, serve) == [[total] * 5] * workers
     assert sorted(got) == list(range(workers, workers + servers))
     for x in got.values():
         np.testing.assert_array_equal(x, np.full(5, total * workers * (workers + 1) / 2))
@@ -108,7 +108,7 @@ def test_a_failure_releases_workers_and_servers(who):
 
     programs = {"worker": (fails, waits), "server": (waits, fails)}
     with pytest.raises(KeyError, match="mine") as caught:
-        threads.run(1, programs[who][0], None, 1, programs[who][1])
+        thread_comm.run(1, programs[who][0], None, 1, programs[who][1])
     assert released == [1 if who == "worker" else 0]
     named = {"worker": "rank 0 of 1", "server": "server 0 (rank 1)"}
     assert caught.value.__notes__ == [f"raised on thread {named[who]}"]
@@ -132,7 +132,7 @@ def test_what_a_worker_leaves_for_its_end_is_done_before_servers_are_told():
         got.append(x[0])
 
     got = []
-    threads.run(1, work, None, 1, serve)
+    thread_comm.run(1, work, None, 1, serve)
     assert got == [2.0]
 
 
@@ -166,7 +166,7 @@ def test_workers_are_counted_and_processes_named():
 SERVER = """
     import sys, types
     import numpy as np
-    from hpcdp.comm.roles import ENDED
+    from hpcdp.comm.communicator import ENDED
     from hpcdp.kvstore import serve as program
 
     def serve(whole):
@@ -175,7 +175,7 @@ SERVER = """
         for worker in range(whole.size - whole.num_servers):
             whole.comm.irecv(np.empty(0, np.uint8), worker, ENDED).wait()
 
-    stub = sys.modules["hpcdp.kvstore.servers.together"] = types.ModuleType("hpcdp.kvstore.servers.together")
+    stub = sys.modules["hpcdp.kvstore.servers.handlers"] = types.ModuleType("hpcdp.kvstore.servers.handlers")
     stub.serve = serve
     program.main()
 """

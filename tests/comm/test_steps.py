@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcdp.comm import steps
-from hpcdp.comm.steps import Until
+from hpcdp.comm import communicator
+from hpcdp.comm.communicator import Until
 
 
 @pytest.mark.parametrize(("yields", "naps"), [((), 41), ((50,), 1), ((51,), 0)])
 def test_what_comes_soon_is_asked_for_longer_before_a_nap(monkeypatch, yields, naps):
     slept = []
-    monkeypatch.setattr(steps, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(communicator, "time", SimpleNamespace(sleep=slept.append))
     answers = iter([False] * 50 + [True])
     Until(lambda: next(answers), *yields).wait()
     assert len(slept) == naps

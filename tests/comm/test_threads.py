@@ -3,9 +3,9 @@ import time
 import numpy as np
 import pytest
 
-from hpcdp.comm import threads
-from hpcdp.comm.agreement import require_same
-from hpcdp.comm.shared import Gate
+from hpcdp.comm import thread_comm
+from hpcdp.comm.consistency import require_same
+from hpcdp.comm.shared_memory import Gate
 from hpcdp.errors import ConfigError, MismatchError, WorldAborted
 
 
@@ -22,7 +22,7 @@ def test_a_ring_of_messages_arrives_and_is_counted(n):
         assert world.comm.traffic.nbytes == 24
         return got[0]
 
-    assert threads.run(n, rank) == [(rank - 1) % n + 0.5 for rank in range(n)]
+    assert thread_comm.run(n, rank) == [(rank - 1) % n + 0.5 for rank in range(n)]
 
 
 def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix():
@@ -36,7 +36,7 @@ def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix():
             world.comm.irecv(x, 0, tag).wait()
         return [float(x[0]) for x in got]
 
-    assert threads.run(2, rank)[1] == [2.0, 1.0, 3.0]
+    assert thread_comm.run(2, rank)[1] == [2.0, 1.0, 3.0]
 
 
 def test_a_message_of_another_length_is_refused():
@@ -47,7 +47,7 @@ def test_a_message_of_another_length_is_refused():
             world.comm.irecv(np.zeros(2), 0).wait()
 
     with pytest.raises(MismatchError, match="expected 16 bytes, got 24"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize(("n", "per_node"), [(1, None), (4, None), (4, 2), (5, 2), (7, 3)])
@@ -55,7 +55,7 @@ def test_nodes_and_rails(n, per_node):
     def rank(world):
         return world.node, world.local_rank, world.local_size, world.num_nodes, world.num_rails, world.rail_comm
 
-    worlds = threads.run(n, rank, per_node)
+    worlds = thread_comm.run(n, rank, per_node)
     size = per_node or n
     for number, (node, local_rank, local_size, num_nodes, num_rails, rail) in enumerate(worlds):
         assert (node, local_rank) == divmod(number, size)
@@ -71,7 +71,7 @@ def test_nodes_of_given_sizes():
     def rank(world):
         return world.node, world.local_rank, world.local_size, world.num_rails, world.rail_comm is not None
 
-    assert threads.run(6, rank, ranks_per_node=(2, 1, 3)) == [
+    assert thread_comm.run(6, rank, ranks_per_node=(2, 1, 3)) == [
         (0, 0, 2, 1, True),
         (0, 1, 2, 1, False),
         (1, 0, 1, 1, True),
@@ -88,7 +88,7 @@ def test_node_memory_is_shared_inside_a_node_only():
         Gate(world.node_memory).barrier()
         return x.sum()
 
-    assert threads.run(5, rank, ranks_per_node=2) == [6, 6, 14, 14, 10]
+    assert thread_comm.run(5, rank, ranks_per_node=2) == [6, 6, 14, 14, 10]
 
 
 def test_a_failing_rank_releases_the_others_and_its_error_is_the_one_raised():
@@ -105,7 +105,7 @@ def test_a_failing_rank_releases_the_others_and_its_error_is_the_one_raised():
             raise
 
     with pytest.raises(KeyError, match="mine") as caught:
-        threads.run(3, rank)
+        thread_comm.run(3, rank)
     assert sorted(released) == [0, 2]
     assert caught.value.__notes__ == ["raised on thread rank 1 of 3"]
 
@@ -118,7 +118,7 @@ def test_a_rank_that_waits_in_shared_memory_is_released_too():
         gate.barrier()
 
     with pytest.raises(ValueError, match="gone"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
 
 
 def test_a_rank_that_asks_for_a_message_in_a_loop_is_released_too():
@@ -130,17 +130,17 @@ def test_a_rank_that_asks_for_a_message_in_a_loop_is_released_too():
             time.sleep(0.001)
 
     with pytest.raises(ValueError, match="gone"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
 
 
 def test_json_is_gathered_by_rank_and_nothing_else_passes():
-    assert threads.run(3, lambda world: world.comm.allgather_json({"r": world.rank}))[2] == [
+    assert thread_comm.run(3, lambda world: world.comm.allgather_json({"r": world.rank}))[2] == [
         {"r": 0},
         {"r": 1},
         {"r": 2},
     ]
     with pytest.raises(TypeError, match="not JSON serializable"):
-        threads.run(2, lambda world: world.comm.allgather_json(object()))
+        thread_comm.run(2, lambda world: world.comm.allgather_json(object()))
 
 
 def test_broadcast_takes_the_roots_values():
@@ -149,7 +149,7 @@ def test_broadcast_takes_the_roots_values():
         world.comm.native_broadcast(x, 2)
         return x.tolist()
 
-    assert threads.run(3, rank) == [[0.0, 3.0, 6.0, 9.0]] * 3
+    assert thread_comm.run(3, rank) == [[0.0, 3.0, 6.0, 9.0]] * 3
 
 
 def test_disagreement_is_the_same_error_on_every_rank():
@@ -162,7 +162,7 @@ def test_disagreement_is_the_same_error_on_every_rank():
         except MismatchError as error:
             messages.append(str(error))
 
-    threads.run(4, rank)
+    thread_comm.run(4, rank)
     assert len(messages) == 4
     assert set(messages) == {
         "check [item 2 of 2 on rank 0]: expected b (3,) float32 as on rank 0, got b (3,) float64 on ranks 2, 3; "
@@ -172,16 +172,16 @@ def test_disagreement_is_the_same_error_on_every_rank():
 
 def test_a_missing_item_is_named():
     with pytest.raises(MismatchError, match=r"item 2 of 2 on rank 0\]: expected b as on rank 0, got nothing more"):
-        threads.run(3, lambda world: require_same(world.comm, "check", ["a", "b"][: 2 - (world.rank == 1)]))
+        thread_comm.run(3, lambda world: require_same(world.comm, "check", ["a", "b"][: 2 - (world.rank == 1)]))
 
 
 def test_impossible_sizes_are_refused():
     with pytest.raises(ConfigError):
-        threads.run(0, lambda world: None)
+        thread_comm.run(0, lambda world: None)
     with pytest.raises(ConfigError):
-        threads.run(2, lambda world: None, ranks_per_node=0)
+        thread_comm.run(2, lambda world: None, ranks_per_node=0)
     with pytest.raises(ConfigError, match=r"got 4 and \(2, 1\) a node"):
-        threads.run(4, lambda world: None, ranks_per_node=(2, 1))
+        thread_comm.run(4, lambda world: None, ranks_per_node=(2, 1))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
@@ -196,7 +196,7 @@ def test_numbers_left_at_a_gate_are_added_up(n):
 
     ranks = sum(range(n))
     expected = [each for t in range(50) for each in ([ranks + n * t, -(2**40) * ranks, n], [t * ranks])]
-    assert threads.run(n, rank) == [expected] * n
+    assert thread_comm.run(n, rank) == [expected] * n
 
 
 def test_ranks_that_pass_a_gate_for_different_things_are_told():
@@ -209,6 +209,6 @@ def test_ranks_that_pass_a_gate_for_different_things_are_told():
         except MismatchError as error:
             told.append(str(error))
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
     assert len(told) == 2
     assert all("expected the same call on every rank of this node" in text for text in told)

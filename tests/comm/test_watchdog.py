@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from hpcdp.collectives import allreduce, iallreduce
-from hpcdp.collectives.progress import Progress
-from hpcdp.comm import threads, watchdog
-from hpcdp.comm.members import look_at
-from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, OWN, Watchdog, limits_s, nobody
+from hpcdp.comm import thread_comm, watchdog
+from hpcdp.comm.tasks import Progress
+from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, OWN, Watchdog, limits_s, look_at, nobody
 from hpcdp.errors import ConfigError, WorldAborted
 
 
@@ -42,7 +41,7 @@ def test_the_first_rank_that_waits_says_for_whom(algorithm):
 
     begin = time.monotonic()
     with pytest.raises(WorldAborted):
-        threads.run(3, rank)
+        thread_comm.run(3, rank)
     assert time.monotonic() - begin < 20
     missing = f"rank 1 (host {socket.gethostname()}, pid {os.getpid()}) has not come"
     lines = reports[0].getvalue().splitlines()
@@ -70,7 +69,7 @@ def test_a_rank_of_another_node_is_named_and_says_where_it_is(nodes):
             ended.set()
 
     with pytest.raises(WorldAborted):
-        threads.run(3, rank, ranks_per_node=nodes)
+        thread_comm.run(3, rank, ranks_per_node=nodes)
     host = socket.gethostname()
     missing = rf"rank 1 \(host {host}, pid {os.getpid()}\) has not come\n"
     said = reports[0].getvalue() + reports[2].getvalue()  # of rank 2 where rank 0 comes late to the call
@@ -100,7 +99,7 @@ def test_ranks_of_other_nodes_are_told_apart():
         world.comm.barrier()
         dog.end()
 
-    threads.run(4, rank, ranks_per_node=1)
+    thread_comm.run(4, rank, ranks_per_node=1)
     member = rf"rank {{}} \(host {re.escape(socket.gethostname())}, pid {os.getpid()}\)"
     silent = member.format(3) + " does not answer\n"
     expected = rf"call of rank 0 has not ended in 0.4 s: {member.format(1)} is in an earlier call, {silent}"
@@ -144,7 +143,7 @@ def test_a_stall_is_one_report_and_its_roll_call_a_few_messages_a_rank(n, per_no
         sent.append(dog._roll._comm.traffic.messages)
         dog.end()
 
-    threads.run(n, rank, ranks_per_node=per_node)
+    thread_comm.run(n, rank, ranks_per_node=per_node)
     said = [number for number in range(n) if " has not ended in " in reports[number].getvalue()]
     waiting = [number for number in range(n) if number not in late and number not in silent]
     assert said == waiting[:1]
@@ -173,7 +172,7 @@ def test_a_rank_that_has_left_ends_the_wait_for_it(ranks_per_node, monkeypatch):
                 world.comm.barrier()
 
     with pytest.raises(WorldAborted):
-        threads.run(3, rank, ranks_per_node=ranks_per_node)
+        thread_comm.run(3, rank, ranks_per_node=ranks_per_node)
     left = f"rank 1 (host {socket.gethostname()}, pid {os.getpid()}) has left the program; the job ends now"
     assert f"a second call cannot end: {left}\n" in reports[0].getvalue() + reports[2].getvalue()
     assert reports[1].getvalue() == ""
@@ -190,7 +189,7 @@ def test_a_rank_that_leaves_after_its_part_of_a_call_may_be_early(monkeypatch):
                 time.sleep(1)
         dog.end()
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
     assert "".join(report.getvalue() for report in reports.values()) == ""
 
 
@@ -207,7 +206,7 @@ def test_started_operations_are_watched_while_they_are_waited_for():
             request.wait()
 
     with pytest.raises(WorldAborted):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
     assert "wait for an iallreduce of 3 float64 has not ended in 0.3 s: rank 1 (host" in reports[0].getvalue()
 
 
@@ -225,7 +224,7 @@ def test_started_operations_are_watched_while_they_are_asked_for(pause_s):
                 time.sleep(pause_s)
 
     with pytest.raises(WorldAborted):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
     assert "wait for an iallreduce of 3 float64 has not ended in 0.5 s: rank 1 (host" in reports[0].getvalue()
 
 
@@ -242,7 +241,7 @@ def test_calls_that_end_are_no_hang_however_many():
             last = allreduce(np.array([time.monotonic() - begin > 1.2], "i4"), "min", world)[0] == 1
         dog.end()
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
     assert [report.getvalue() for report in reports.values()] == ["", ""]
 
 
@@ -260,7 +259,7 @@ def test_a_stall_is_reported_once_and_the_job_goes_on():
         time.sleep(0.1)  # until the watchdog has seen the end
         dog.end()
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
     first, after, *rest = (line for line in reports[0].getvalue().splitlines() if line.startswith("rank"))
     assert "allreduce of 5 float64 has not ended in 0.3 s: rank 1 (host" in first
     assert "the job goes on, until 30 s have passed" in reports[0].getvalue()
@@ -299,7 +298,7 @@ def test_what_is_waited_for_is_named_by_who_knows():
         world.comm.barrier()
         dog.end()
 
-    threads.run(4, rank)
+    thread_comm.run(4, rank)
     host = socket.gethostname()
     assert (
         reports[0]
@@ -323,7 +322,7 @@ def test_what_is_watched_goes_on_to_be_after_a_collective_within_it():
             assert dog.call is around
         assert dog.call is None
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("per_node", [None, 1])
@@ -344,7 +343,7 @@ def test_a_call_of_all_ranks_ends_the_job_when_one_has_gone(per_node, monkeypatc
             allreduce(np.ones(5, "f4"), world=world, algorithm="ring")
 
     with pytest.raises(WorldAborted):
-        threads.run(2, rank, per_node)
+        thread_comm.run(2, rank, per_node)
     assert sorted(went_on) == [0, 1]
     gone = f"rank 1 (host {socket.gethostname()}, pid {os.getpid()}) is gone"
     assert reports[0].getvalue() == f"rank 0 of 2: allreduce of 5 float32 cannot end: {gone}; the job ends now\n"
@@ -379,7 +378,7 @@ def test_a_rank_that_misses_a_first_call_is_told():
             allreduce(np.ones(9, "f4"), world=world)  # of a size for which nothing was chosen yet
 
     with pytest.raises(WorldAborted):
-        threads.run(3, rank)
+        thread_comm.run(3, rank)
     assert re.search(r"rank 1 \(host .*\) has not come", reports[0].getvalue())
 
 
@@ -392,7 +391,7 @@ def test_a_rank_that_does_not_come_to_be_split_off_is_told():
             world.split(0)
 
     with pytest.raises(WorldAborted):
-        threads.run(3, rank)
+        thread_comm.run(3, rank)
     assert re.match(r"rank 0 of 3: split has not ended in .* rank 1 \(host .*\) has not come", reports[0].getvalue())
 
 
@@ -413,7 +412,7 @@ def test_ranks_in_calls_of_different_worlds_are_a_hang(per_node, monkeypatch):
         allreduce(np.ones(7), "max", world, "ring")
 
     with pytest.raises(WorldAborted):
-        threads.run(2, rank, per_node)
+        thread_comm.run(2, rank, per_node)
     member = rf"rank {{}} \(host {re.escape(socket.gethostname())}, pid {os.getpid()}\)"
     late = rf"allreduce of 7 float64 has not ended in 0.3 s: {member.format(1)} has not come\n"
     assert re.match("rank 0 of 2: " + late, reports[0].getvalue())
@@ -436,7 +435,7 @@ def test_each_rank_reports_a_call_of_its_own():
         world.comm.barrier()
         dog.end()
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
     for number in range(2):
         said = f"rank {number} of 3: wait of rank {number} has not ended in 0.3 s: rank {number + 1} (host"
         assert reports[number].getvalue().startswith(said)
@@ -477,7 +476,7 @@ def test_a_rank_shows_that_it_waits_for_others_to_start(tmp_path):
     script.write_text(
         textwrap.dedent("""
         import os, time
-        from hpcdp.comm import starting
+        from hpcdp.comm import init as starting
         starting._LONG_START_S = 0.5
         if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
             time.sleep(4)

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from hpcdp.comm import gpus, threads, ways
-from hpcdp.comm.gpus import Gpu
-from hpcdp.comm.ways import Offer, Way, choose
-from hpcdp.devices import cpu, gpu
+from hpcdp.comm import gpu_transports, thread_comm
+from hpcdp.comm import world as comm_world
+from hpcdp.comm.gpu_transports import Offer, Way, choose
+from hpcdp.comm.world import Gpu
+from hpcdp.core.devices import cpu, gpu
 from hpcdp.errors import DeviceError
 
 A, B = Offer("0000:3b:00.0", "a", 22501), Offer("0000:af:00.0", "b", 22501)
@@ -38,11 +39,11 @@ def test_what_is_chosen_and_why(found, way, why):
 
 
 def test_ranks_on_one_gpu_are_refused_to_nccl_by_its_place_on_the_bus():
-    ways.refuse_shared([A, B])
+    gpu_transports.refuse_shared([A, B])
     with pytest.raises(
         DeviceError, match=r"NCCL \[GPU 0000:3b:00.0\]: expected one rank on each GPU, got local ranks 0, 2"
     ):
-        ways.refuse_shared([A, B, A])
+        gpu_transports.refuse_shared([A, B, A])
 
 
 def test_ranks_that_slurm_has_bound_to_one_gpu_each_have_different_ones(gpus_on_host, monkeypatch):
@@ -50,24 +51,24 @@ def test_ranks_that_slurm_has_bound_to_one_gpu_each_have_different_ones(gpus_on_
         rank = gpus_on_host.process()[-1]
         return (Gpu(0, "NVIDIA A", f"0000:0{rank}:00.0", rank),)
 
-    monkeypatch.setattr(gpus, "visible", visible)
+    monkeypatch.setattr(comm_world, "visible", visible)
 
     def rank(world):
-        found = ways.offers(world.node_comm, ways.own_offer(gpu(0), shares_memory=True))
+        found = gpu_transports.offers(world.node_comm, gpu_transports.own_offer(gpu(0), shares_memory=True))
         return [each.bus_id for each in found], choose(found)[0]
 
-    assert threads.run(2, rank) == [(["0000:00:00.0", "0000:01:00.0"], Way.NCCL)] * 2
+    assert thread_comm.run(2, rank) == [(["0000:00:00.0", "0000:01:00.0"], Way.NCCL)] * 2
 
 
 def test_who_computes_on_the_cpu_offers_nothing(monkeypatch):
-    assert ways.own_offer(cpu(0), shares_memory=True) == Offer()
+    assert gpu_transports.own_offer(cpu(0), shares_memory=True) == Offer()
 
 
 def test_ranks_that_are_threads_of_one_process_have_one_number(gpus_on_host, monkeypatch):
-    monkeypatch.setattr(gpus, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
-    monkeypatch.setattr(ways, "getpid", os.getpid)
+    monkeypatch.setattr(comm_world, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
+    monkeypatch.setattr(gpu_transports, "getpid", os.getpid)
 
     def rank(world):
-        return choose(ways.offers(world.node_comm, ways.own_offer(gpu(0), shares_memory=True)))[0]
+        return choose(gpu_transports.offers(world.node_comm, gpu_transports.own_offer(gpu(0), shares_memory=True)))[0]
 
-    assert threads.run(2, rank) == [Way.HOST] * 2
+    assert thread_comm.run(2, rank) == [Way.HOST] * 2

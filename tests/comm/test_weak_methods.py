@@ -1,6 +1,6 @@
 """Methods of objects that go."""
 
-from hpcdp.comm.weak_methods import WeakMethods
+from hpcdp.comm.world import WeakMethods
 
 
 class Named:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import hpcdp
-from hpcdp.comm import backing_files, threads
-from hpcdp.comm.agreement import require_same
+from hpcdp.comm import shared_memory, thread_comm
 from hpcdp.comm.communicator import make_tag
-from hpcdp.comm.shared import Gate
-from hpcdp.comm.starting import _world_of
+from hpcdp.comm.consistency import require_same
+from hpcdp.comm.init import _world_of
+from hpcdp.comm.shared_memory import Gate
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.errors import ConfigError, HpcdpError, LaunchError, MismatchError
 
@@ -297,13 +297,13 @@ def test_ranks_that_all_leave_end_as_they_would(leaves, status):
 
 
 def test_wrong_settings_are_refused_by_name(monkeypatch):
-    from hpcdp.comm import starting
+    from hpcdp.comm import init as comm_init
 
     with pytest.raises(ConfigError, match="expected a positive integer, got '0'"):
-        starting._virtual_node_size(0)
+        comm_init._virtual_node_size(0)
     monkeypatch.setenv("HPCDP_RANKS_PER_NODE", "two")
     with pytest.raises(ConfigError, match="got 'two'"):
-        starting._virtual_node_size(None)
+        comm_init._virtual_node_size(None)
 
 
 def test_a_lonely_world_is_refused_for_real():
@@ -383,14 +383,14 @@ def test_files_are_removed_once_all_ranks_of_a_machine_have_mapped_them(tmp_path
                     path.touch()
             mapped.value = set(files[:seen])
             world.barrier()
-            backing_files.remove(world.comm, environ)
+            shared_memory.remove(world.comm, environ)
             world.barrier()
             assert len(list(tmp_path.iterdir())) == left, (seen, environ)
             world.barrier()
 
     mapped = threading.local()
-    monkeypatch.setattr(backing_files, "_mapped", lambda: mapped.value)
-    threads.run(3, rank)
+    monkeypatch.setattr(shared_memory, "_mapped", lambda: mapped.value)
+    thread_comm.run(3, rank)
 
 
 @pytest.mark.mpi

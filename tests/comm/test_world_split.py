@@ -12,7 +12,7 @@ import pytest
 
 import hpcdp
 from hpcdp import checkpoint, kvstore, nn, optim
-from hpcdp.comm import threads, watchdog
+from hpcdp.comm import thread_comm, watchdog
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.errors import ConfigError, WorldAborted
 
@@ -49,7 +49,7 @@ def check(everyone):
 @pytest.mark.parametrize("color", [lambda rank: 0, lambda rank: rank, lambda rank: rank % 2, lambda rank: rank // 3])
 @pytest.mark.parametrize(("n", "per_node"), [(1, None), (3, None), (5, 2), (6, [3, 1, 2])])
 def test_on_thread_ranks(n, per_node, color):
-    check(threads.run(n, lambda world: seen(world, color(world.rank)), per_node))
+    check(thread_comm.run(n, lambda world: seen(world, color(world.rank)), per_node))
 
 
 def test_parts_of_parts_end_with_the_world():
@@ -68,7 +68,7 @@ def test_parts_of_parts_end_with_the_world():
         held.append(inner)
         return inner.size, inner.split(0).rank
 
-    assert threads.run(5, rank) == [(1, 0)] * 5
+    assert thread_comm.run(5, rank) == [(1, 0)] * 5
     assert sorted(ended) == [0, 1, 2, 3, 4]
 
 
@@ -96,7 +96,7 @@ def test_an_ending_that_fails_keeps_no_other_from_its_turn():
         part.endings.clear()
         return seen
 
-    assert threads.run(2, rank) == [[True, False, True, False]] * 2
+    assert thread_comm.run(2, rank) == [[True, False, True, False]] * 2
 
 
 def test_the_world_of_all_with_servers_in_it_is_not_split():
@@ -105,7 +105,7 @@ def test_the_world_of_all_with_servers_in_it_is_not_split():
         with pytest.raises(ConfigError, match="servers"):
             world.whole.split(0)
 
-    threads.run(2, rank, num_servers=1)
+    thread_comm.run(2, rank, num_servers=1)
 
 
 @pytest.mark.parametrize("color", [-1, 1.5, None, "a", 2**31, np.float64(1)])
@@ -115,7 +115,7 @@ def test_a_color_that_mpi_does_not_take_is_refused(color):
             world.split(color)
         return [world.split(each).size for each in (world.rank == 0, np.bool_(world.rank), np.int8(3), 2**31 - 1)]
 
-    assert threads.run(3, rank) == [[1, 1, 3, 3], [2, 2, 3, 3], [2, 2, 3, 3]]
+    assert thread_comm.run(3, rank) == [[1, 1, 3, 3], [2, 2, 3, 3], [2, 2, 3, 3]]
 
 
 @pytest.mark.mpi
@@ -161,7 +161,7 @@ def test_a_closed_world_is_refused_by_name(n):
         world.barrier()
         return world.split(0).size
 
-    assert threads.run(n, rank) == [n] * n
+    assert thread_comm.run(n, rank) == [n] * n
 
 
 def test_an_error_in_its_context_closes_a_world_at_once():
@@ -178,7 +178,7 @@ def test_an_error_in_its_context_closes_a_world_at_once():
             raise ArithmeticError
         return part.is_closed, ended  # what is under way may wait for others, which have not failed
 
-    assert threads.run(2, rank) == [(True, [])] * 2
+    assert thread_comm.run(2, rank) == [(True, [])] * 2
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -198,7 +198,7 @@ def test_a_world_goes_with_the_last_that_holds_it(n):
         return [*seen, gone[1]() is None]
 
     try:
-        assert threads.run(n, rank) == [[True, True, [], True]] * n
+        assert thread_comm.run(n, rank) == [[True, True, [], True]] * n
     finally:
         gc.enable()
 
@@ -217,7 +217,7 @@ def test_a_rank_that_waits_in_a_world_that_another_has_closed_is_told(monkeypatc
             part.barrier()
 
     with pytest.raises(WorldAborted):
-        threads.run(3, rank)
+        thread_comm.run(3, rank)
     said = "".join(each.getvalue() for each in reports)
     assert re.search(r"barrier cannot end: rank 1 \(.*\) has closed this world; the job ends now\n", said)
 

@@ -7,7 +7,8 @@ from queue import SimpleQueue
 
 import pytest
 
-from hpcdp.engine import Engine, workers
+from hpcdp.engine import Engine
+from hpcdp.engine import engine as engine_engine
 from hpcdp.errors import ConfigError
 
 
@@ -78,7 +79,7 @@ def test_an_idle_lane_polls_what_is_under_way(synchronous):
 
 
 def test_a_push_ends_the_nap_of_an_idle_lane(monkeypatch):
-    monkeypatch.setattr(workers, "NAPS_S", (30.0, 30.0))
+    monkeypatch.setattr(engine_engine, "NAPS_S", (30.0, 30.0))
     under_way, ran = [True], threading.Event()
     engine = Engine(())
     engine.add_lane("communication", idle=lambda: under_way[0])

@@ -11,7 +11,7 @@ import pytest
 from programs import script
 
 from hpcdp.engine import Engine
-from hpcdp.engine.workers import Workers
+from hpcdp.engine.engine import Workers
 
 
 def test_an_exception_reaches_who_waits_and_skips_who_reads(engine):

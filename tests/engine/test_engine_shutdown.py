@@ -8,7 +8,8 @@ import weakref
 import pytest
 from programs import SPIN, script
 
-from hpcdp.engine import Engine, default_engine, process
+from hpcdp.engine import Engine, default_engine
+from hpcdp.engine import engine as engine_engine
 from hpcdp.errors import ConfigError
 
 
@@ -64,7 +65,7 @@ def test_shutdown_drops_what_becomes_ready_after_it():
 def test_a_process_exits_although_tasks_run_and_wait(leave):
     begin = time.monotonic()
     running = script(f"""
-        from hpcdp.engine import Engine, default_engine, process
+        from hpcdp.engine import Engine, default_engine, engine as process
         process.EXIT_LIMIT_S = 0.3
         other, begun = Engine({{"compute": 2}}), threading.Barrier(3)
         for engine, lane in ((default_engine(), "io"), (other, "compute")):
@@ -114,7 +115,7 @@ def test_a_child_of_fork_has_an_engine_of_its_own():
 
 def test_the_default_engine_is_made_once():
     assert default_engine() is default_engine()
-    assert process.EXIT_LIMIT_S <= 10
+    assert engine_engine.EXIT_LIMIT_S <= 10
 
 
 def test_two_tasks_that_shut_down_do_not_wait_for_each_other():

@@ -5,14 +5,15 @@ import threading
 
 import pytest
 
-from hpcdp.engine import Engine, slices
-from hpcdp.engine.slices import SLICE_NS, ask_for_short_slices
+from hpcdp.engine import Engine
+from hpcdp.engine import engine as engine_engine
+from hpcdp.engine.engine import SLICE_NS, ask_for_short_slices
 
 
 def slice_ns():
     """What the calling thread has asked for, or the system's default; None where that is unknown."""
-    attributes = slices._attributes()
-    return attributes[slices._RUNTIME] if attributes else None
+    attributes = engine_engine._attributes()
+    return attributes[engine_engine._RUNTIME] if attributes else None
 
 
 def in_a_thread(fn):

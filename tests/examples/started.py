@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hpcdp
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -36,6 +36,6 @@ def start_code(source: str, name: str, ranks: int, *arguments: str) -> str:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr(sys, "argv", [name, *arguments])
         patch.setattr(hpcdp, "init", lambda: own.world)
-        patch.setattr("hpcdp.launch.arguments.fail", fail)
-        threads.run(ranks, rank)
+        patch.setattr("hpcdp.launch.checks.fail", fail)
+        thread_comm.run(ranks, rank)
     return said.getvalue()

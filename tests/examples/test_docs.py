@@ -124,7 +124,7 @@ def test_examples_of_pages_run_and_those_of_checkpoints_go_on_where_they_ended(n
 def test_the_first_program_of_the_readme_says_that_it_has_learnt(monkeypatch):
     program = python_blocks(ROOT / "README.md")[0]
     assert "range(5)" in program
-    monkeypatch.setattr("hpcdp.train.trainers.bucket_trainer.init", lambda: hpcdp.init())  # the world of the thread
+    monkeypatch.setattr("hpcdp.data_parallel.bucket_trainer.init", lambda: hpcdp.init())  # the world of the thread
     said = start_code(program.replace("range(5)", "range(2)"), "train.py", 2)
     assert float(re.fullmatch(r"test accuracy (0\.\d{4})\n", said)[1]) > 0.8
 
@@ -151,7 +151,7 @@ def test_examples_with_pytorch_run(tmp_path):
 
 def test_the_examples_of_hybrid_programming_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hpcdp.train.trainers.bucket_trainer.init", lambda: hpcdp.init())  # the world of the thread
+    monkeypatch.setattr("hpcdp.data_parallel.bucket_trainer.init", lambda: hpcdp.init())  # the world of the thread
     start_code("\n".join(python_blocks(ROOT / "docs" / "hybrid.md")), "hybrid", 1)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["lenet.h5", "lenet.json", "lenet.svg"]
 

@@ -11,7 +11,7 @@ from started import EXAMPLES, start
 
 import hpcdp
 from hpcdp import data
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 
 
 def module(name: str) -> ModuleType:
@@ -40,7 +40,9 @@ def from_scratch(ranks: int, per_rank: int) -> np.ndarray:
     sets = [digits(split, 28, image_size=28, dtype=np.float64) for split in ("train", "test")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SCRATCH, "initial_params", lambda seed: [param.astype(np.float64) for param in initial(seed)])
-        return np.array(threads.run(ranks, lambda world: SCRATCH.train(world, devices(per_rank), *sets, 2, 13, 0.05)))
+        return np.array(
+            thread_comm.run(ranks, lambda world: SCRATCH.train(world, devices(per_rank), *sets, 2, 13, 0.05))
+        )
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def test_lenet_from_scratch_learns_the_same_on_any_devices(ranks: int, per_rank:
 def concise(ranks: int, per_rank: int, store: str | None = None) -> tuple[np.ndarray, np.ndarray]:
     """All learnt values of every rank, and every rank's losses and accuracies, after two steps."""
     sets = digits("train", 25), digits("test", 12)
-    found = threads.run(ranks, lambda world: CONCISE.train(world, devices(per_rank), *sets, 1, 15, 0.02, store))
+    found = thread_comm.run(ranks, lambda world: CONCISE.train(world, devices(per_rank), *sets, 1, 15, 0.02, store))
     values = [np.concatenate([param.asnumpy().reshape(-1) for param in net.parameters()]) for net, _ in found]
     return np.array(values), np.array([curve for _, curve in found])
 
@@ -66,7 +68,7 @@ def concise(ranks: int, per_rank: int, store: str | None = None) -> tuple[np.nda
 def thin_resnet18() -> Iterator[None]:
     """The same layers with fewer channels, for speed; tests/nn/test_models.py has those of the document."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hpcdp.nn.models.resnet._WIDTHS", (4, 6, 8, 12))
+        patch.setattr("hpcdp.nn.models._WIDTHS", (4, 6, 8, 12))
         yield
 
 

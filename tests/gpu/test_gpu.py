@@ -13,10 +13,11 @@ import gpu_cases
 import gpu_on_host
 import pytest
 
-from hpcdp.comm import gpus, threads
-from hpcdp.comm.gpus import Gpu
-from hpcdp.devices import gpu
-from hpcdp.launch.orphans import adopt, end_orphans
+from hpcdp.comm import thread_comm
+from hpcdp.comm import world as comm_world
+from hpcdp.comm.world import Gpu
+from hpcdp.core.devices import gpu
+from hpcdp.launch.cleanup import adopt, end_orphans
 
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
 THOROUGH = os.environ.get("HPCDP_TEST_THOROUGH")
@@ -52,7 +53,7 @@ GRAPHS = [Job("graphs", 1), Job("graphs", 2), Job("graphs", 4, 2), Job("graphs",
 
 
 def run_on_gpu(job: Job) -> None:
-    seen = gpus.visible()
+    seen = comm_world.visible()
     if len(seen) < job.gpus:
         pytest.skip(f"needs {job.gpus} NVIDIA GPUs" if seen else "no NVIDIA GPU, or no driver")
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(str(each.index) for each in seen)).split(",")
@@ -80,7 +81,7 @@ def run_on_gpu(job: Job) -> None:
 
 def run_on_host(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(job.gpus))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
     monkeypatch.setattr(gpu_cases, "COUNT", 1003)
     if not THOROUGH:  # each job trains by one rule, the next by the next: what rules compute knows no ranks
         rules = list(gpu_cases.RULES.items())
@@ -91,7 +92,7 @@ def run_on_host(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
         gpu_cases.CASES[job.case](world)
 
     with gpu_on_host.installed(monkeypatch):
-        threads.run(job.ranks, rank, job.ranks_per_node)
+        thread_comm.run(job.ranks, rank, job.ranks_per_node)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)

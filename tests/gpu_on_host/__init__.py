@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcdp import streams as hpcdp_streams
-from hpcdp.comm import threads, ways
-from hpcdp.streams import Streams
+from hpcdp.comm import gpu_transports, thread_comm
+from hpcdp.core import devices
+from hpcdp.core.devices import Streams
 
 from . import cupy_module, nccl
 from .arrays import change_later, compute_in_turn, remember_devices, without_owners
@@ -107,8 +107,8 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
             start(thread)
 
         monkeypatch.setattr(threading.Thread, "start", started)
-        monkeypatch.setattr(ways, "getpid", threading.get_ident)
-        monkeypatch.setattr(hpcdp_streams, "_forgotten", deque())  # that of another stand-in would be looked at
+        monkeypatch.setattr(gpu_transports, "getpid", threading.get_ident)
+        monkeypatch.setattr(devices, "_forgotten", deque())  # that of another stand-in would be looked at
         monkeypatch.setattr(cupy_module, "give", give)
         yield gpus
 
@@ -144,5 +144,5 @@ def let_messages_reach(monkeypatch: Any, cupy: Any) -> None:
 
     monkeypatch.setattr(cupy.Array, "__cuda_array_interface__", property(interface), raising=False)
     for name in ("isend", "irecv"):
-        method = getattr(threads.ThreadCommunicator, name)
-        monkeypatch.setattr(threads.ThreadCommunicator, name, there(method))
+        method = getattr(thread_comm.ThreadCommunicator, name)
+        monkeypatch.setattr(thread_comm.ThreadCommunicator, name, there(method))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcdp.arrays import dtype_of
+from hpcdp.core.arrays import dtype_of
 
 REFUSED = "calling cuBLAS API during stream capture is currently unsupported"
 """So says CuPy."""

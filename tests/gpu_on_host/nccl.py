@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcdp.arrays import dtype_of
+from hpcdp.core.arrays import dtype_of
 
 
 class NcclError(RuntimeError):

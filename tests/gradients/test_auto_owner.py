@@ -4,8 +4,8 @@ import pytest
 
 import hpcdp
 from hpcdp import nn, optim
-from hpcdp.comm import threads
-from hpcdp.gradients import auto_owner
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel import sharded_update
 
 NBYTES = 3000 * 4
 """Of the parameters, and as long as their bucket."""
@@ -27,10 +27,10 @@ def cores(monkeypatch):
 
 def owners(monkeypatch, near, far, rate, **settings):
     """Of three ranks, of which one measures another rate."""
-    monkeypatch.setattr(auto_owner, "NEAR_NBYTES", near)
-    monkeypatch.setattr(auto_owner, "FAR_NBYTES", far)
-    monkeypatch.setattr(auto_owner, "rate_gb_s", lambda reducer: rate if reducer.world.rank == 1 else 50.0)
-    return threads.run(3, lambda world: owner_of(world, **settings))
+    monkeypatch.setattr(sharded_update, "NEAR_NBYTES", near)
+    monkeypatch.setattr(sharded_update, "FAR_NBYTES", far)
+    monkeypatch.setattr(sharded_update, "rate_gb_s", lambda reducer: rate if reducer.world.rank == 1 else 50.0)
+    return thread_comm.run(3, lambda world: owner_of(world, **settings))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_ranks_that_share_cores_and_updates_beside_the_next_forward_are_by_owner
 
 @pytest.mark.parametrize(("ranks", "per_node", "wanted"), [(4, 2, "shard"), (2, 1, "rank"), (1, None, "rank")])
 def test_of_several_nodes_those_whose_ranks_share_memory_have_owners(ranks, per_node, wanted):
-    assert threads.run(ranks, owner_of, ranks_per_node=per_node) == [wanted] * ranks
+    assert thread_comm.run(ranks, owner_of, ranks_per_node=per_node) == [wanted] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -62,8 +62,8 @@ def test_the_rate_is_measured_by_all_ranks(ranks):
     def one(world):
         net = nn.Sequential(nn.Dense(3, 1))
         reducer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world=world, owner="shard").reducer
-        rates = [auto_owner.rate_gb_s(reducer) for _ in range(2)]
+        rates = [sharded_update.rate_gb_s(reducer) for _ in range(2)]
         reducer.gate.barrier()
         return rates
 
-    assert all(0 < rate < 2000 for rates in threads.run(ranks, one) for rate in rates)
+    assert all(0 < rate < 2000 for rates in thread_comm.run(ranks, one) for rate in rates)

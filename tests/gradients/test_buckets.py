@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcdp.data_parallel.buckets import LINE_NBYTES, MIB, plan
 from hpcdp.errors import ConfigError
-from hpcdp.gradients.buckets import LINE_NBYTES, MIB, plan
 
 F4, F8 = np.dtype("f4"), np.dtype("f8")
 models = st.lists(

@@ -23,22 +23,22 @@ from parameters_on_gpus import (
 
 import hpcdp
 from hpcdp import optim
-from hpcdp.arrays import dtype_of, is_host, to_host
 from hpcdp.collectives import compressed
-from hpcdp.collectives.progress import Machine, drive
-from hpcdp.comm import gpus, threads
-from hpcdp.comm.gpus import Gpu
-from hpcdp.comm.ways import Way
+from hpcdp.comm import thread_comm
+from hpcdp.comm import world as comm_world
+from hpcdp.comm.gpu_transports import Way
+from hpcdp.comm.tasks import Machine, drive
+from hpcdp.comm.world import Gpu
 from hpcdp.compression import Compression, codecs
-from hpcdp.devices import gpu
+from hpcdp.core.arrays import dtype_of, is_host, to_host
+from hpcdp.core.devices import Streams, gpu
+from hpcdp.data_parallel import Reducer, buckets, sharded_update
+from hpcdp.data_parallel import gpu as data_parallel_gpu
+from hpcdp.data_parallel.inter_node import node_nbytes
+from hpcdp.data_parallel.trainer import Trainer
+from hpcdp.data_parallel.trainer_state import gather_residuals, give_residuals
 from hpcdp.errors import DeviceError, MismatchError, UnsupportedError
-from hpcdp.gradients import Reducer, buckets, staging
-from hpcdp.gradients import norms as gradient_norms
-from hpcdp.gradients.rail import node_nbytes
-from hpcdp.gradients.residuals import gather_residuals, give_residuals
-from hpcdp.kernels.cuda import compress as cuda_compress
-from hpcdp.streams import Streams
-from hpcdp.train.trainers.trainer import Trainer
+from hpcdp.kernels.cuda import compress
 
 NODES = [(2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, (2, 3)), (7, (4, 3))]
 STEPS = 3
@@ -58,7 +58,7 @@ def go(way, monkeypatch):
     if way in (Way.CUDA_IPC, Way.GROUPS) and not shutil.which("g++"):
         pytest.skip("needs g++, which compiles kernels for this processor")
     show_gpus(monkeypatch, {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.GROUPS: 8, Way.HOST: 0}[way])
-    monkeypatch.setattr(staging, "SEGMENT_NBYTES", 1000)
+    monkeypatch.setattr(data_parallel_gpu, "SEGMENT_NBYTES", 1000)
 
 
 def make(world, overlap, dtype="f4", compression=None):
@@ -103,7 +103,7 @@ def test_every_rank_holds_the_sums_of_each_step(gpus_on_host, way, overlap, layo
             for x in found:
                 np.testing.assert_array_equal(x.to_host(), wanted(n, step, x.shape))
 
-    threads.run(n, rank, nodes)
+    thread_comm.run(n, rank, nodes)
 
 
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
@@ -146,7 +146,7 @@ def test_gradients_of_one_bucket_may_be_written_on_several_streams(gpus_on_host,
             for x in found:
                 np.testing.assert_array_equal(x.to_host(), wanted(n, step, x.shape))
 
-    threads.run(n, rank, nodes)
+    thread_comm.run(n, rank, nodes)
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -177,7 +177,7 @@ def test_a_sum_waits_for_each_of_the_streams_that_have_written(gpus_on_host, mon
         sums.summed(bucket)
         np.testing.assert_array_equal(row.to_host(), wanted(2, 0, row.shape))
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def comes_without_waiting(reducer, bucket, streams):
@@ -213,7 +213,7 @@ def test_a_bucket_does_not_wait_for_the_gradients_of_those_behind_it(gpus_on_hos
             drive(reducer.gpus.sum(second, None))
         return found
 
-    assert threads.run(2, rank) == [True, True]
+    assert thread_comm.run(2, rank) == [True, True]
 
 
 def test_a_sum_that_comes_first_on_all_ranks_does_not_wait_for_gradients_of_one_that_some_have_begun(
@@ -245,7 +245,7 @@ def test_a_sum_that_comes_first_on_all_ranks_does_not_wait_for_gradients_of_one_
                 drive(reducer.gpus.sum(late, None))
         return found
 
-    assert threads.run(2, rank) == [True, True]
+    assert thread_comm.run(2, rank) == [True, True]
 
 
 def test_lanes_make_no_context_on_gpus_of_other_ranks(gpus_on_host, monkeypatch):
@@ -262,7 +262,7 @@ def test_lanes_make_no_context_on_gpus_of_other_ranks(gpus_on_host, monkeypatch)
             reducer.reduce_everywhere()
             reducer.reset()
 
-    threads.run(4, rank, 2)
+    thread_comm.run(4, rank, 2)
     assert gpus_on_host.contexts == {1, 2, 3, 4}
 
 
@@ -280,7 +280,7 @@ def test_parameters_that_are_not_on_the_current_device_are_told_on_all_ranks(gpu
             Reducer(params, buckets.plan([(p.name, p.data.shape, np.dtype("f4")) for p in params]), world)
         told.append(world.rank)
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
     assert sorted(told) == list(range(n))
 
 
@@ -291,7 +291,7 @@ class CudaCodes:
         import cupy
 
         def call(*given):
-            found = getattr(cuda_compress, name)(*(cupy.Array(x) if isinstance(x, np.ndarray) else x for x in given))
+            found = getattr(compress, name)(*(cupy.Array(x) if isinstance(x, np.ndarray) else x for x in given))
             cupy.cuda.get_current_stream().synchronize()
             return found
 
@@ -345,8 +345,8 @@ def test_codes_of_gpus_are_those_of_the_host(gpus_on_host, run, monkeypatch):
         layout = buckets.plan([(p.name, p.data.shape, np.dtype("f4")) for p in params], 0.004, 0.004)
         return Reducer(params, layout, world, overlap, Compression.of(codec)), params
 
-    host = threads.run(n, lambda world: rank(world, False, False), nodes)
-    there = threads.run(n, lambda world: rank(world, True, n % 2 == 0), nodes)
+    host = thread_comm.run(n, lambda world: rank(world, False, False), nodes)
+    there = thread_comm.run(n, lambda world: rank(world, True, n % 2 == 0), nodes)
     for (steps, sent), (steps_of_host, sent_by_host) in zip(there, host, strict=True):
         assert sent == sent_by_host and sent[0] > 0
         for mine, theirs in zip(steps, steps_of_host, strict=True):
@@ -357,7 +357,7 @@ def test_codes_of_gpus_are_those_of_the_host(gpus_on_host, run, monkeypatch):
 
 def test_codes_alone_go_through_the_host(gpus_on_host, monkeypatch):
     """Not gradients: 2 bits an element, and the scales."""
-    monkeypatch.setattr(gpus, "visible", lambda: ())
+    monkeypatch.setattr(comm_world, "visible", lambda: ())
     nbytes = []
     copy = Streams.copy_async
     monkeypatch.setattr(
@@ -372,7 +372,7 @@ def test_codes_alone_go_through_the_host(gpus_on_host, monkeypatch):
         reducer.reduce_everywhere()
         return sum(param.grad.nbytes for param in params)
 
-    moved = 2 * threads.run(2, rank)[0]  # by two ranks
+    moved = 2 * thread_comm.run(2, rank)[0]  # by two ranks
     assert 0 < sum(nbytes) < moved  # to the host and back twice, a sixteenth each, in whole blocks of 256 bytes
 
 
@@ -391,12 +391,12 @@ def test_codes_on_one_node_change_nothing_and_that_is_told(gpus_on_host, monkeyp
             np.testing.assert_array_equal(to_host(param.grad), wanted(2, 0, param.data.shape))
 
     with pytest.warns(UserWarning, match="compression 1bit changes nothing on one node"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
 
 
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
 def test_what_codes_have_not_sent_is_given_back_to_gpus(gpus_on_host, monkeypatch):
-    monkeypatch.setattr(gpus, "visible", lambda: ())
+    monkeypatch.setattr(comm_world, "visible", lambda: ())
 
     def rank(world):
         reducer, params = make(world, False, compression="fp16")
@@ -407,21 +407,21 @@ def test_what_codes_have_not_sent_is_given_back_to_gpus(gpus_on_host, monkeypatc
             if world.rank == 0:
                 np.testing.assert_array_equal(kept.reshape(saved[slot.name].shape), saved[slot.name])
 
-    threads.run(3, rank, 1)
+    thread_comm.run(3, rank, 1)
 
 
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
 @pytest.mark.parametrize(("gpus_on_host", "way"), in_turn(ORDERS, WAYS), indirect=True)
 def test_training_on_gpus_is_training_on_the_host(gpus_on_host, monkeypatch, way):
     """Gradients are clipped by each GPU for itself, alike."""
-    norms, squares_of_model = [], gradient_norms.squares_of_model
+    norms, squares_of_model = [], sharded_update.squares_of_model
 
     def noted(reducer):
         squares = squares_of_model(reducer)
         norms.append(squares**0.5)
         return squares
 
-    monkeypatch.setattr(gradient_norms, "squares_of_model", noted)
+    monkeypatch.setattr(sharded_update, "squares_of_model", noted)
 
     def rank(world, on_gpu):
         if on_gpu:
@@ -437,10 +437,10 @@ def test_training_on_gpus_is_training_on_the_host(gpus_on_host, monkeypatch, way
         return [param.data.to_host() if on_gpu else param.data.copy() for param in params]
 
     for n, nodes in ((3, None), (4, 2)):
-        host = threads.run(n, lambda world: rank(world, False), nodes)[0]
+        host = thread_comm.run(n, lambda world: rank(world, False), nodes)[0]
         assert norms and min(norms) > n * 100.0
         norms.clear()
-        everyone = threads.run(n, lambda world: rank(world, True), nodes)
+        everyone = thread_comm.run(n, lambda world: rank(world, True), nodes)
         assert not norms, "the host knows none"
         for found in everyone:
             for mine, first, theirs in zip(found, everyone[0], host, strict=True):
@@ -449,16 +449,16 @@ def test_training_on_gpus_is_training_on_the_host(gpus_on_host, monkeypatch, way
 
 
 def test_who_cannot_sum_in_the_node_is_told_why(gpus_on_host, monkeypatch):
-    monkeypatch.setattr(gpus, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
-    monkeypatch.setattr("hpcdp.comm.ways._nccl_version", lambda: 0)
+    monkeypatch.setattr(comm_world, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
+    monkeypatch.setattr("hpcdp.comm.gpu_transports._nccl_version", lambda: 0)
     with pytest.warns(UserWarning, match="summed in host memory, each rank for itself: local rank 0 has no GPU"):
-        monkeypatch.setattr(gpus, "visible", lambda: ())
-        threads.run(2, lambda world: make(world, False)[0].gpus.way)
+        monkeypatch.setattr(comm_world, "visible", lambda: ())
+        thread_comm.run(2, lambda world: make(world, False)[0].gpus.way)
 
 
 def test_what_the_host_cannot_sum_is_refused_by_name(gpus_on_host):
     with pytest.raises(UnsupportedError, match=r"reduction over nodes \[dtype\]: expected float16 or .*, got int8"):
-        threads.run(2, lambda world: make(world, False, np.dtype("int8")), 1)
+        thread_comm.run(2, lambda world: make(world, False, np.dtype("int8")), 1)
 
 
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
@@ -478,7 +478,7 @@ def test_bfloat16_is_summed_on_every_way(gpus_on_host, way, overlap, layout):
         reducer.reduce_everywhere()
         return [param.grad.to_host() for param in params]
 
-    for found in threads.run(n, rank, nodes):
+    for found in thread_comm.run(n, rank, nodes):
         for x, shape in zip(found, SHAPES, strict=True):
             assert x.dtype == dtype_of("bfloat16")
             np.testing.assert_array_equal(x, sum((gradient(each, 0, shape) / 12).round() for each in range(n)))
@@ -495,7 +495,7 @@ def test_ranks_with_parameters_on_the_host_and_on_a_gpu_are_told_on_all(gpus_on_
             Trainer(params, optim.SGD(lr=0.5), world)
         told.append(world.rank)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
     assert sorted(told) == [0, 1, 2]
 
 
@@ -503,8 +503,8 @@ def test_ranks_with_parameters_on_the_host_and_on_a_gpu_are_told_on_all(gpus_on_
 @pytest.mark.parametrize(("gpus_on_host", "overlap"), in_turn(ORDERS, [False, True]), indirect=["gpus_on_host"])
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
 def test_real_ranks_sum_through_pinned_memory(gpus_on_host, monkeypatch, overlap):
-    monkeypatch.setattr(gpus, "visible", lambda: ())
-    monkeypatch.setattr(staging, "SEGMENT_NBYTES", 1000)
+    monkeypatch.setattr(comm_world, "visible", lambda: ())
+    monkeypatch.setattr(data_parallel_gpu, "SEGMENT_NBYTES", 1000)
     world = hpcdp.init()
     reducer, params = make(world, overlap)
     check_steps(world, reducer, params, STEPS)
@@ -519,4 +519,4 @@ def test_parameters_on_several_gpus_are_refused(gpus_on_host):
         Reducer(params, layout, world)
 
     with pytest.raises(UnsupportedError, match=r"all parameters on one GPU, got gpu\(0\) and gpu\(1\); net.to"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)

@@ -11,18 +11,17 @@ from pairs import in_turn, pairs
 from parameters_on_gpus import SHAPES, Parameter, check_steps, device_of, show_gpus, use_gpu
 
 import hpcdp
-from hpcdp.arrays import dtype_of
 from hpcdp.checkpoint.manager import Manager
-from hpcdp.checkpoint.saving import Saving
-from hpcdp.collectives import progress
-from hpcdp.comm import cuda_aware, threads
+from hpcdp.checkpoint.save import Saving
+from hpcdp.comm import cuda_memory, tasks, thread_comm
+from hpcdp.comm.communicator import wait_for
+from hpcdp.comm.gpu_transports import Way
 from hpcdp.comm.roll_call import RollCall
-from hpcdp.comm.steps import wait_for
 from hpcdp.comm.watchdog import Watchdog
-from hpcdp.comm.ways import Way
+from hpcdp.core.arrays import dtype_of
+from hpcdp.core.devices import Streams
+from hpcdp.data_parallel import Reducer, buckets, gpu, inter_node
 from hpcdp.errors import ConfigError, DeviceError
-from hpcdp.gradients import Reducer, buckets, message_length, rail, staging
-from hpcdp.streams import Streams
 
 COUNTS = {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.HOST: 0}
 RUNS = [
@@ -45,8 +44,8 @@ ORDERS = [0, 1]
 def reached(gpus_on_host, monkeypatch):
     """Streams and GPUs, whose memory messages reach."""
     gpu_on_host.let_messages_reach(monkeypatch, sys.modules["cupy"])
-    monkeypatch.setattr(cuda_aware, "library_says", lambda: True)
-    monkeypatch.setattr(staging, "SEGMENT_NBYTES", 5000)
+    monkeypatch.setattr(cuda_memory, "library_says", lambda: True)
+    monkeypatch.setattr(gpu, "SEGMENT_NBYTES", 5000)
     return gpus_on_host
 
 
@@ -82,8 +81,8 @@ def sums_of(world, way, dtype, overlap):
 def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run, short_nbytes):
     way, n, nodes, dtype, overlap = run
     show_gpus(monkeypatch, COUNTS[way])
-    monkeypatch.setattr(rail, "SHORT_NBYTES", short_nbytes)  # by a ring, and by halving
-    monkeypatch.setattr(message_length, "fitting", lambda *of: 300)
+    monkeypatch.setattr(inter_node, "SHORT_NBYTES", short_nbytes)  # by a ring, and by halving
+    monkeypatch.setattr(inter_node, "fitting", lambda *of: 300)
     through_host = []
     copy = Streams.copy_async
 
@@ -94,9 +93,9 @@ def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run,
     monkeypatch.setattr(Streams, "copy_async", noted)
     found = {}
     for setting in ("staged", "direct"):
-        monkeypatch.setenv(cuda_aware.SETTING, setting)
+        monkeypatch.setenv(cuda_memory.SETTING, setting)
         through_host.clear()
-        found[setting] = threads.run(n, lambda world: sums_of(world, way, dtype, overlap), nodes)
+        found[setting] = thread_comm.run(n, lambda world: sums_of(world, way, dtype, overlap), nodes)
         assert bool(through_host) == (setting == "staged")
     for (direct, is_direct), (staged, is_staged) in zip(found["direct"], found["staged"], strict=True):
         assert is_direct and not is_staged
@@ -108,12 +107,12 @@ def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run,
 @pytest.mark.parametrize(("gpus_on_host", "n"), in_turn(ORDERS, [2, 3, 4]), indirect=["gpus_on_host"])
 def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
     show_gpus(monkeypatch, 0)
-    monkeypatch.setattr(rail, "SHORT_NBYTES", 0)
-    monkeypatch.setattr(message_length, "fitting", lambda *of: progress.MESSAGE_NBYTES)
+    monkeypatch.setattr(inter_node, "SHORT_NBYTES", 0)
+    monkeypatch.setattr(inter_node, "fitting", lambda *of: tasks.MESSAGE_NBYTES)
     segment_nbytes = 300_000
-    monkeypatch.setattr(staging, "SEGMENT_NBYTES", segment_nbytes)
+    monkeypatch.setattr(gpu, "SEGMENT_NBYTES", segment_nbytes)
     sent = []
-    isend = threads.ThreadCommunicator.isend
+    isend = thread_comm.ThreadCommunicator.isend
 
     def noted(self, x, dest, tag=0):
         sent.append(x.nbytes)
@@ -127,29 +126,29 @@ def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
         world.barrier()
         check_steps(world, reducer, [param], 1)
 
-    monkeypatch.setattr(threads.ThreadCommunicator, "isend", noted)
+    monkeypatch.setattr(thread_comm.ThreadCommunicator, "isend", noted)
     counts = {}
     for setting in ("staged", "direct"):
-        monkeypatch.setenv(cuda_aware.SETTING, setting)
-        threads.run(n, sums)
+        monkeypatch.setenv(cuda_memory.SETTING, setting)
+        thread_comm.run(n, sums)
         counts[setting] = [nbytes for nbytes in sent if nbytes > 1000]  # others are of the step
     most = segment_nbytes / n
     assert len(counts["direct"]) == 4 * n * 2 * (n - 1)
     assert 0.99 * most <= min(counts["direct"]) <= max(counts["direct"]) <= most
-    assert max(counts["staged"]) <= progress.MESSAGE_NBYTES + 8
+    assert max(counts["staged"]) <= tasks.MESSAGE_NBYTES + 8
 
 
 def test_who_waits_for_the_gpu_looks_after_the_node(reached, monkeypatch):
     show_gpus(monkeypatch, 0)
-    monkeypatch.setenv(cuda_aware.SETTING, "direct")
+    monkeypatch.setenv(cuda_memory.SETTING, "direct")
     monkeypatch.setattr(Streams, "query", lambda *_: False)  # a GPU that has been stuck
 
     def check(self):
         raise DeviceError("NCCL", got="a rank that is gone")
 
-    monkeypatch.setattr("hpcdp.comm.node_rows.LoneRow.check", check)
+    monkeypatch.setattr("hpcdp.comm.gpu_transports.LoneRow.check", check)
     with pytest.raises(DeviceError, match="a rank that is gone"), pytest.warns(UserWarning, match="gradients on GPUs"):
-        threads.run(2, lambda world: sums_of(world, Way.HOST, "f4", False))
+        thread_comm.run(2, lambda world: sums_of(world, Way.HOST, "f4", False))
 
 
 def test_all_threads_in_mpi_have_the_gpu_of_messages(reached, monkeypatch, tmp_path):
@@ -158,7 +157,7 @@ def test_all_threads_in_mpi_have_the_gpu_of_messages(reached, monkeypatch, tmp_p
     MPI goes on with any thread's messages in them, by the context that they have.
     """
     show_gpus(monkeypatch, 2)
-    monkeypatch.setenv(cuda_aware.SETTING, "direct")
+    monkeypatch.setenv(cuda_memory.SETTING, "direct")
     found = set()
 
     def noted(cls, method):
@@ -182,25 +181,25 @@ def test_all_threads_in_mpi_have_the_gpu_of_messages(reached, monkeypatch, tmp_p
         wait_for(lambda: (RollCall, f"rank-{world.rank}") in {each[:2] for each in found})
         watchdog.end()
 
-    threads.run(2, rank, 1)
+    thread_comm.run(2, rank, 1)
     assert found == {(each, f"rank-{number}", number) for each in (RollCall, Saving) for number in range(2)}
 
 
 def agreed_by(n, nodes=None):
     def rank(world):
-        return cuda_aware.agreed(world)
+        return cuda_memory.agreed(world)
 
-    return threads.run(n, rank, nodes)
+    return thread_comm.run(n, rank, nodes)
 
 
 def test_a_library_that_says_no_is_not_tried(monkeypatch):
-    monkeypatch.setattr(cuda_aware, "library_says", lambda: False)
-    monkeypatch.setattr(cuda_aware, "tried", lambda: pytest.fail("tried"))
+    monkeypatch.setattr(cuda_memory, "library_says", lambda: False)
+    monkeypatch.setattr(cuda_memory, "tried", lambda: pytest.fail("tried"))
     assert agreed_by(2, 1) == [(False, "no, the MPI library says")] * 2
 
 
 def test_all_nodes_must_be_able_and_each_is_tried_once(reached, monkeypatch):
-    monkeypatch.setattr(cuda_aware, "_seconds", lambda comm: (1.0, 2.0))
+    monkeypatch.setattr(cuda_memory, "_seconds", lambda comm: (1.0, 2.0))
     tries = []
 
     def answers(*given):
@@ -210,7 +209,7 @@ def test_all_nodes_must_be_able_and_each_is_tried_once(reached, monkeypatch):
             tries.append(next(left))
             return tries[-1]
 
-        monkeypatch.setattr(cuda_aware, "tried", tried)
+        monkeypatch.setattr(cuda_memory, "tried", tried)
 
     answers("yes, it says and does", "yes, it says and does")
     assert agreed_by(4, 2) == [(True, "yes, it says and does, and between nodes comes what is sent")] * 4
@@ -220,8 +219,8 @@ def test_all_nodes_must_be_able_and_each_is_tried_once(reached, monkeypatch):
 
 
 def test_the_way_through_the_host_is_taken_where_one_rank_finds_it_faster(reached, monkeypatch):
-    monkeypatch.setattr(cuda_aware, "tried", lambda: "yes, it says and does")
-    monkeypatch.setattr(cuda_aware, "_seconds", lambda comm: (0.025 if comm.rank == 1 else 0.001, 0.002))
+    monkeypatch.setattr(cuda_memory, "tried", lambda: "yes, it says and does")
+    monkeypatch.setattr(cuda_memory, "_seconds", lambda comm: (0.025 if comm.rank == 1 else 0.001, 0.002))
     why = "no: the way through host memory is faster, 2.0 ms for 4 MiB, not 25.0"
     for nodes in (2, 1, None):
         assert agreed_by(4, nodes) == [(False, why)] * 4
@@ -229,7 +228,7 @@ def test_the_way_through_the_host_is_taken_where_one_rank_finds_it_faster(reache
 
 def test_both_ways_are_timed(reached, monkeypatch):
     """By messages that wait: some go from memory of a GPU, and as many from the host's."""
-    sent, isend = [], threads.ThreadCommunicator.isend
+    sent, isend = [], thread_comm.ThreadCommunicator.isend
 
     def late(self, x, dest, tag=0):
         is_on_gpu = type(x).__module__ == "cupy"
@@ -237,9 +236,9 @@ def test_both_ways_are_timed(reached, monkeypatch):
         time.sleep(0.02 if is_on_gpu else 0.001)
         return isend(self, x, dest, tag)
 
-    monkeypatch.setattr(threads.ThreadCommunicator, "isend", late)
-    monkeypatch.setattr(cuda_aware, "_TIMED", 1001)
-    found = threads.run(3, lambda world: cuda_aware._seconds(world.rail_comm), 1)
+    monkeypatch.setattr(thread_comm.ThreadCommunicator, "isend", late)
+    monkeypatch.setattr(cuda_memory, "_TIMED", 1001)
+    found = thread_comm.run(3, lambda world: cuda_memory._seconds(world.rail_comm), 1)
     assert all(direct > 4 * 0.02 and staged > 4 * 0.001 for direct, staged in found)
     nbytes = sorted([1000, 1000, 1000, 1004] * 3 * 3)
     assert [sorted(each for there, each in sent if there == wanted) for wanted in (True, False)] == [nbytes, nbytes]
@@ -247,57 +246,57 @@ def test_both_ways_are_timed(reached, monkeypatch):
 
 @pytest.mark.parametrize("wrong_from", [300, 1 << 20])
 def test_what_comes_from_another_node_must_be_what_was_sent(reached, monkeypatch, wrong_from):
-    monkeypatch.setattr(cuda_aware, "library_says", lambda: True)
-    monkeypatch.setattr(cuda_aware, "tried", lambda: "yes, it says and does")
-    isend = threads.ThreadCommunicator.isend
+    monkeypatch.setattr(cuda_memory, "library_says", lambda: True)
+    monkeypatch.setattr(cuda_memory, "tried", lambda: "yes, it says and does")
+    isend = thread_comm.ThreadCommunicator.isend
 
     def spoilt(self, x, dest, tag=0):
         is_array = type(x).__module__ == "cupy"
         return isend(self, x * 0 if is_array and x.nbytes >= wrong_from and self.rank == 1 else x, dest, tag)
 
-    monkeypatch.setattr(threads.ThreadCommunicator, "isend", spoilt)
+    monkeypatch.setattr(thread_comm.ThreadCommunicator, "isend", spoilt)
     why = "no: rank 4 gets something else from another node than was sent"
     assert agreed_by(6, 2) == [(False, why)] * 6
 
 
 def test_the_setting_of_rank_0_counts_and_a_wrong_one_is_told_on_all(monkeypatch):
-    monkeypatch.setattr(cuda_aware, "library_says", lambda: False)
+    monkeypatch.setattr(cuda_memory, "library_says", lambda: False)
     for setting, there in (("direct", True), ("staged", False)):
-        monkeypatch.setenv(cuda_aware.SETTING, setting)
+        monkeypatch.setenv(cuda_memory.SETTING, setting)
         with pytest.warns(UserWarning, match="it may crash") if there else nullcontext():
             assert agreed_by(3, 1) == [(there, f"HPCDP_GPU_MESSAGES={setting}")] * 3
-    monkeypatch.setenv(cuda_aware.SETTING, "fast")
+    monkeypatch.setenv(cuda_memory.SETTING, "fast")
     told = []
 
     def rank(world):
         with pytest.raises(ConfigError) as caught:
-            cuda_aware.agreed(world)
+            cuda_memory.agreed(world)
         told.append(str(caught.value))
 
-    threads.run(3, rank, 1)
+    thread_comm.run(3, rank, 1)
     assert told == ["reduction [HPCDP_GPU_MESSAGES]: expected auto or direct or staged, got 'fast'"] * 3
 
 
 def test_what_cannot_be_tried_is_a_no(monkeypatch):
-    monkeypatch.setattr(cuda_aware, "_TRY", "raise SystemExit('mpirun: none')")
-    assert cuda_aware.tried() == "no: it cannot be tried, mpirun: none"
-    monkeypatch.setattr(cuda_aware, "_LIMIT_S", 0.5)
-    monkeypatch.setattr(cuda_aware, "_TRY", "import time; time.sleep(60)")
-    assert cuda_aware.tried().startswith("no: it cannot be tried, Command")
+    monkeypatch.setattr(cuda_memory, "_TRY", "raise SystemExit('mpirun: none')")
+    assert cuda_memory.tried() == "no: it cannot be tried, mpirun: none"
+    monkeypatch.setattr(cuda_memory, "_LIMIT_S", 0.5)
+    monkeypatch.setattr(cuda_memory, "_TRY", "import time; time.sleep(60)")
+    assert cuda_memory.tried().startswith("no: it cannot be tried, Command")
 
 
 def test_it_is_tried_beside_a_users_file_of_a_modules_name(tmp_path, monkeypatch):
     (tmp_path / "random.py").write_text("raise SystemExit('taken for the random of Python')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cuda_aware, "_TRY", "import random; print('yes', random.Random.__name__)")
-    assert cuda_aware.tried() == "yes Random"
+    monkeypatch.setattr(cuda_memory, "_TRY", "import random; print('yes', random.Random.__name__)")
+    assert cuda_memory.tried() == "yes Random"
 
 
 def test_an_environment_outside_of_jobs_keeps_what_a_user_has_set():
     kept = {"OMPI_MCA_pml": "ucx", "PATH": "/bin", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
     of_jobs = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "0",
                "OMPI_MCA_ess_base_vpid": "1", "OMPI_MCA_orte_ess_num_procs": "2"}  # fmt: skip
-    assert cuda_aware.outside_of_jobs({**kept, **of_jobs}) == kept
+    assert cuda_memory.outside_of_jobs({**kept, **of_jobs}) == kept
 
 
 @pytest.mark.mpi
@@ -305,9 +304,9 @@ def test_an_environment_outside_of_jobs_keeps_what_a_user_has_set():
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
 def test_real_messages_go_from_and_to_the_memory_of_gpus(reached, monkeypatch, overlap):
     show_gpus(monkeypatch, 0)
-    monkeypatch.setenv(cuda_aware.SETTING, "direct")
+    monkeypatch.setenv(cuda_memory.SETTING, "direct")
     world = hpcdp.init()
-    monkeypatch.setitem(world.kept, "messages of GPUs", cuda_aware._agree(world))  # for this test alone
+    monkeypatch.setitem(world.kept, "messages of GPUs", cuda_memory._agree(world))  # for this test alone
     for dtype in ("f4", "f2"):
         params = [Parameter(f"p{i}", shape, dtype_of(dtype)) for i, shape in enumerate(SHAPES)]
         layout = buckets.plan([(p.name, p.data.shape, dtype_of(dtype)) for p in params], 0.004, 0.004)
@@ -321,5 +320,5 @@ def test_a_rank_of_a_job_can_start_the_try():
     world = hpcdp.init()
     if world.size != 2:
         pytest.skip("a rank has the same environment in a job of any size, and one of 2 ranks tries")
-    said = cuda_aware.tried() if world.rank == 0 else ""
+    said = cuda_memory.tried() if world.rank == 0 else ""
     assert world.comm.allgather_json(said)[0] == "no, it says"  # of the wheel that is tested with

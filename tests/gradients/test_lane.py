@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from hpcdp.comm import threads
-from hpcdp.engine import workers
-from hpcdp.gradients.lane import Lane
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.overlap import Lane
+from hpcdp.engine import engine
 
 
 class When:
@@ -37,7 +37,7 @@ def test_a_machine_is_started_while_another_is_waited_for():
         waiting.join(10)
         assert not waiting.is_alive()
 
-    threads.run(1, rank)
+    thread_comm.run(1, rank)
 
 
 def test_a_machine_that_fails_fails_alone():
@@ -62,12 +62,12 @@ def test_a_machine_that_fails_fails_alone():
             told.append(str(error))
         return told
 
-    assert threads.run(1, rank) == [["no route"]]
+    assert thread_comm.run(1, rank) == [["no route"]]
 
 
 def test_who_waits_is_in_a_hurry_after_launches_that_came_to_nothing_and_beside_those_that_wait(monkeypatch):
     """The lane polls without naps then, which would take half a minute here."""
-    monkeypatch.setattr(workers, "NAPS_S", (0.5, 0.5))
+    monkeypatch.setattr(engine, "NAPS_S", (0.5, 0.5))
 
     def rank(world):
         lane = Lane.of(world)
@@ -91,4 +91,4 @@ def test_who_waits_is_in_a_hurry_after_launches_that_came_to_nothing_and_beside_
         lane.wait(good)
         return time.monotonic() - began
 
-    assert threads.run(1, rank)[0] < 10
+    assert thread_comm.run(1, rank)[0] < 10

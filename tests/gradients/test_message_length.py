@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hpcdp.collectives.progress import MESSAGE_NBYTES
-from hpcdp.comm import threads
-from hpcdp.gradients import Reducer, buckets, message_length
+from hpcdp.comm import thread_comm
+from hpcdp.comm.tasks import MESSAGE_NBYTES
+from hpcdp.data_parallel import Reducer, buckets, inter_node
 
-SHORTEST = message_length.LONGER_NBYTES[0]
+SHORTEST = inter_node.LONGER_NBYTES[0]
 
 
 class Parameter:
@@ -27,8 +27,8 @@ class Parameter:
 )  # fmt: skip
 def test_longer_messages_are_sent_where_the_slowest_rank_gains_by_them(monkeypatch, seconds, chosen):
     """Until one is not worth it over that before."""
-    lanes, clock = message_length.in_lanes, threading.local()
-    lengths = (MESSAGE_NBYTES, *message_length.LONGER_NBYTES)
+    lanes, clock = inter_node.in_lanes, threading.local()
+    lengths = (MESSAGE_NBYTES, *inter_node.LONGER_NBYTES)
 
     def timed(pairs, steps, tag):
         length = max(length for length in lengths if pairs[0][0].nbytes > 0.9 * length)
@@ -37,23 +37,23 @@ def test_longer_messages_are_sent_where_the_slowest_rank_gains_by_them(monkeypat
 
     def rank(world):
         clock.now, clock.is_slow = 0, world.rank == 1
-        return message_length.measured(world.comm)
+        return inter_node.measured(world.comm)
 
-    monkeypatch.setattr(message_length, "in_lanes", timed)
-    monkeypatch.setattr(message_length, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    assert threads.run(3, rank) == [chosen] * 3
+    monkeypatch.setattr(inter_node, "in_lanes", timed)
+    monkeypatch.setattr(inter_node, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    assert thread_comm.run(3, rank) == [chosen] * 3
 
 
 def test_it_is_tried_once_in_a_world_and_for_long_buckets_alone(monkeypatch):
     tried = []
-    monkeypatch.setattr(message_length, "measured", lambda comm: (tried.append(comm.rank), SHORTEST)[1])
+    monkeypatch.setattr(inter_node, "measured", lambda comm: (tried.append(comm.rank), SHORTEST)[1])
 
     def rank(world):
-        found = [message_length.fitting(world, world.comm, nbytes) for nbytes in (1 << 19, 1 << 20, 1 << 21)]
-        return [*found, message_length.fitting(world, None, 1 << 30)]
+        found = [inter_node.fitting(world, world.comm, nbytes) for nbytes in (1 << 19, 1 << 20, 1 << 21)]
+        return [*found, inter_node.fitting(world, None, 1 << 30)]
 
-    assert threads.run(1, rank) == [[MESSAGE_NBYTES] * 4]
-    assert threads.run(3, rank) == [[MESSAGE_NBYTES, SHORTEST, SHORTEST, MESSAGE_NBYTES]] * 3
+    assert thread_comm.run(1, rank) == [[MESSAGE_NBYTES] * 4]
+    assert thread_comm.run(3, rank) == [[MESSAGE_NBYTES, SHORTEST, SHORTEST, MESSAGE_NBYTES]] * 3
     assert sorted(tried) == [0, 1, 2]
 
 
@@ -76,8 +76,8 @@ def test_sums_have_the_same_bits_however_long_messages_are(monkeypatch, n, per_n
 
     asked, results = [], []
     for nbytes in (5_000, MESSAGE_NBYTES, SHORTEST, 1 << 20):
-        monkeypatch.setattr(message_length, "fitting", lambda world, comm, longest, nbytes=nbytes: nbytes)
-        results.append(threads.run(n, rank, per_node))
+        monkeypatch.setattr(inter_node, "fitting", lambda world, comm, longest, nbytes=nbytes: nbytes)
+        results.append(thread_comm.run(n, rank, per_node))
     assert all(each >= 1_200_000 for each in asked)
     for other in results[1:]:
         for mine, theirs in zip(results[0], other, strict=True):

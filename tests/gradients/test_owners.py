@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels, nn, optim
-from hpcdp.comm import threads
-from hpcdp.gradients import EveryRank, Reducer, ShardOwner, buckets
-from hpcdp.optim import optimizer as optimizers
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel import Reducer, Replicated, ShardedUpdate, buckets
+from hpcdp.optim import optimizer as optim_optimizer
 
 SHAPES = [(7, 3), (1500,), (40, 30), (1,)]
 BOUND = 0.02
@@ -24,7 +24,7 @@ class ClippingSGD(optim.SGD):
         super().update(param, np.clip(grad * scale, -BOUND, BOUND), state, step=step)
 
 
-del optimizers._kinds["clipping_sgd"]  # other tests look at the list of the library's own
+del optim_optimizer._kinds["clipping_sgd"]  # other tests look at the list of the library's own
 
 
 def gradient(rank, step, shape):
@@ -57,21 +57,21 @@ def by_hand(n, optimizer, steps=3):
     return flat
 
 
-@pytest.mark.parametrize("owner", [EveryRank, ShardOwner])
+@pytest.mark.parametrize("owner", [Replicated, ShardedUpdate])
 @pytest.mark.parametrize(("n", "per_node"), [(2, None), (3, None), (2, 1)])
 @pytest.mark.parametrize("kind", [optim.SGD, ClippingSGD])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_the_optimizers_update_is_what_is_done(owner, n, per_node, kind, momentum):
     optimizer = kind(lr=0.5, momentum=momentum)
     expected = by_hand(n, optimizer)
-    for found in threads.run(n, lambda world: trained(world, owner, optimizer), per_node):
+    for found in thread_comm.run(n, lambda world: trained(world, owner, optimizer), per_node):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_an_update_of_ones_own_on_the_object_counts_too():
     optimizer = optim.SGD(lr=0.5)
     optimizer.update = lambda param, grad, state, *, step, scale: param.fill(step)
-    for found in threads.run(2, lambda world: trained(world, ShardOwner, optimizer)):
+    for found in thread_comm.run(2, lambda world: trained(world, ShardedUpdate, optimizer)):
         assert (found == 3).all()
 
 
@@ -84,10 +84,10 @@ def test_a_rule_with_the_update_of_all_is_fused_with_the_sum(monkeypatch):
 
     rule = fused.RULES["sgd"]
     monkeypatch.setitem(fused.RULES, "sgd", counted)
-    threads.run(2, lambda world: trained(world, ShardOwner, optim.SGD(lr=0.5), steps=1))
+    thread_comm.run(2, lambda world: trained(world, ShardedUpdate, optim.SGD(lr=0.5), steps=1))
     assert calls
     calls.clear()
-    threads.run(2, lambda world: trained(world, ShardOwner, ClippingSGD(lr=0.5), steps=1))
+    thread_comm.run(2, lambda world: trained(world, ShardedUpdate, ClippingSGD(lr=0.5), steps=1))
     assert not calls
 
 
@@ -106,10 +106,10 @@ def by_layer(n, optimizer, steps=3):
     return np.concatenate([param.reshape(-1) for param in params])
 
 
-@pytest.mark.parametrize("owner", [EveryRank, ShardOwner])
+@pytest.mark.parametrize("owner", [Replicated, ShardedUpdate])
 @pytest.mark.parametrize(("n", "per_node"), [(1, None), (2, None), (3, None), (4, 2), (3, 1)])
 def test_a_rule_by_layers_sees_whole_ones(owner, n, per_node):
     optimizer = optim.LARS(lr=0.5, trust=0.1, weight_decay=0.01)
     expected = by_layer(n, optimizer)
-    for found in threads.run(n, lambda world: trained(world, owner, optimizer), per_node):
+    for found in thread_comm.run(n, lambda world: trained(world, owner, optimizer), per_node):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

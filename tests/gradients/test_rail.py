@@ -5,9 +5,9 @@ import pytest
 from test_reducer import SHAPES, gradient, write
 
 from hpcdp import nn
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.compression import Compression
-from hpcdp.gradients import Reducer, buckets
+from hpcdp.data_parallel import Reducer, buckets
 
 
 def make(world, overlap, compression):
@@ -32,7 +32,7 @@ def sums(n, nodes, overlap, compression, steps=3):
         kept = 0.0 if made.rail is None else sum(float(each.residual.sum()) for each in made.rail.feedback)
         return found, kept, (0, 0) if made.rail is None else made.rail.sent_nbytes()
 
-    return threads.run(n, rank, ranks_per_node=nodes)
+    return thread_comm.run(n, rank, ranks_per_node=nodes)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -90,6 +90,6 @@ def test_what_belongs_to_no_parameter_stays_zero(n, nodes):
                 rest.append(made.rail.feedback[bucket.number].residual[~used[slice(*bucket.shard)]])
         return np.concatenate(rest)
 
-    for rest in threads.run(n, rank, ranks_per_node=nodes):
+    for rest in thread_comm.run(n, rank, ranks_per_node=nodes):
         assert rest.size > 20
         assert not rest.any()

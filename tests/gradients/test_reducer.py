@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from hpcdp import nn
 from hpcdp.collectives import iallreduce
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel import Reducer, buckets
+from hpcdp.data_parallel.buckets import State
+from hpcdp.data_parallel.overlap import STALLED_S, Lane
 from hpcdp.errors import StaleGradientError
-from hpcdp.gradients import Reducer, buckets
-from hpcdp.gradients.bucket import State
-from hpcdp.gradients.lane import STALLED_S, Lane
 
 SHAPES = [(7, 3), (5,), (40, 30), (1,), (3000,)]
 NODES = [(1, None), (2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, 2), (6, (2, 1, 3))]
@@ -63,7 +63,7 @@ def test_every_rank_holds_the_sum(n, nodes, overlap):
             made.gate.barrier()
         return sums
 
-    results = threads.run(n, rank, nodes)
+    results = thread_comm.run(n, rank, nodes)
     for sums in results:
         for step in range(3):
             check_sums(sums[step], n, step)
@@ -81,7 +81,7 @@ def test_the_bits_do_not_depend_on_overlap(n, nodes):
         made.reduce_shards()
         return [shard.tobytes() for _, shard in made.shards()]
 
-    at_the_end, meanwhile = (threads.run(n, lambda world, o=o: shards(world, o), nodes) for o in (False, True))
+    at_the_end, meanwhile = (thread_comm.run(n, lambda world, o=o: shards(world, o), nodes) for o in (False, True))
     assert at_the_end == meanwhile
 
 
@@ -106,7 +106,7 @@ def test_ranks_that_differ_in_order_and_pace_do_not_wait_for_ever(nodes, seed):
             made.reset()
             made.gate.barrier()
 
-    threads.run(n, rank, nodes)
+    thread_comm.run(n, rank, nodes)
 
 
 def test_the_states_of_a_bucket_can_be_seen():
@@ -128,7 +128,7 @@ def test_the_states_of_a_bucket_can_be_seen():
         assert first.ready_ns <= first.launched_ns <= first.done_ns <= last.ready_ns <= last.done_ns
         return seen
 
-    for seen in threads.run(2, rank, 1):
+    for seen in thread_comm.run(2, rank, 1):
         assert seen[0] is State.FILLING
         assert seen[1] in (State.LAUNCHED, State.REDUCED)
         assert seen[2:] == [State.REDUCED, State.FILLING]
@@ -142,7 +142,7 @@ def test_a_second_backward_is_told():
             write(params, world.rank, 1)
         made.reduce_shards()
 
-    threads.run(2, rank, 1)
+    thread_comm.run(2, rank, 1)
 
 
 def test_front_layers_get_the_network_first():
@@ -166,7 +166,7 @@ def test_front_layers_get_the_network_first():
             lane.wait(each)
         return order
 
-    order = threads.run(1, rank)[0]
+    order = thread_comm.run(1, rank)[0]
     assert [name for name, _ in order].index("back") >= 5 or order[0][0] == "back"
     assert sorted(order) == [(name, i) for name in ("back", "front") for i in range(5)]
 
@@ -195,7 +195,7 @@ def test_who_stalls_does_not_hold_up_the_others():
         stalls.set()
         lane.wait(variables[0])
 
-    threads.run(1, rank)
+    thread_comm.run(1, rank)
 
 
 @pytest.mark.mpi
@@ -236,7 +236,7 @@ def test_the_closing_exchange_ends_what_was_started_before(ranks_per_node, overl
         check_sums([param.grad for param in params], 3, 0)
         assert (started == 6).all()
 
-    threads.run(3, rank, ranks_per_node)
+    thread_comm.run(3, rank, ranks_per_node)
 
 
 @pytest.mark.parametrize(("n", "ranks_per_node"), [(2, 1), (3, 1), (4, 2), (5, 2)])
@@ -258,4 +258,4 @@ def test_buckets_of_two_models_may_be_under_way_together_in_any_order(n, ranks_p
             for reducer, _ in models:
                 reducer.reset()
 
-    threads.run(n, rank, ranks_per_node)
+    thread_comm.run(n, rank, ranks_per_node)

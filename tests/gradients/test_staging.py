@@ -6,21 +6,20 @@ import numpy as np
 import pytest
 from gpu_on_host import pinned_nbytes
 
-from hpcdp.collectives.progress import LANES, TAGS, drive, segments
-from hpcdp.comm.node_rows import RowSize, lone_rows
-from hpcdp.comm.steps import Until
-from hpcdp.devices import gpu
+from hpcdp.comm.communicator import Until
+from hpcdp.comm.gpu_transports import RowSize, lone_rows
+from hpcdp.comm.tasks import LANES, TAGS, drive, segments
+from hpcdp.core.devices import Streams, gpu
+from hpcdp.data_parallel import gpu as data_parallel_gpu
+from hpcdp.data_parallel.gpu import ON_THE_NETWORK, SLOTS, Staging
 from hpcdp.errors import DeviceError
-from hpcdp.gradients import staging
-from hpcdp.gradients.staging import ON_THE_NETWORK, SLOTS, Staging
-from hpcdp.streams import Streams
 
 COUNT = 1000
 
 
 @pytest.fixture
 def row(gpus_on_host, monkeypatch):
-    monkeypatch.setattr(staging, "SEGMENT_NBYTES", 400)
+    monkeypatch.setattr(data_parallel_gpu, "SEGMENT_NBYTES", 400)
     streams = Streams(gpu(0))
     (made,) = lone_rows(streams, [RowSize(COUNT, np.dtype("f4"))])
     made.mine[...] = importlib.import_module("cupy").arange(COUNT, dtype="f4")
@@ -103,9 +102,11 @@ def test_pinned_memory_of_a_bucket_is_its_part_or_eight_segments(row, monkeypatc
     "nbytes", [40, 4 << 20, (4 << 20) + 8, 12 << 20, (12 << 20) - 8, (20 << 20) + 24, 32 << 20, 256 << 20]
 )
 def test_the_pool_takes_no_more_for_a_bucket_than_eight_segments(nbytes, dtype):
-    sizes = staging._slot_nbytes(nbytes)
+    sizes = data_parallel_gpu._slot_nbytes(nbytes)
     assert sum(map(pinned_nbytes, sizes)) <= min(max(2 * nbytes, 512), 64 << 20)
-    longest = max(piece.nbytes for piece in segments(np.empty(nbytes, "u1").view(dtype), staging.SEGMENT_NBYTES))
+    longest = max(
+        piece.nbytes for piece in segments(np.empty(nbytes, "u1").view(dtype), data_parallel_gpu.SEGMENT_NBYTES)
+    )
     assert all(longest <= size for size in sizes)
 
 

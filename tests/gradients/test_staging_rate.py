@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hpcdp.collectives.progress import drive
-from hpcdp.comm import steps
-from hpcdp.comm.steps import Until
-from hpcdp.gradients.staging import Staging
+from hpcdp.comm import communicator
+from hpcdp.comm.communicator import Until
+from hpcdp.comm.tasks import drive
+from hpcdp.data_parallel.gpu import Staging
 
 COPY_RATE = 55e9
 """Each way, of an H100's PCIe 5 x16."""
@@ -59,8 +59,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(steps, "os", SimpleNamespace(sched_yield=lambda: made.go_on(YIELD_S)))
-    monkeypatch.setattr(steps, "time", SimpleNamespace(sleep=lambda nap: made.go_on(nap + OVERSLEPT_S)))
+    monkeypatch.setattr(communicator, "os", SimpleNamespace(sched_yield=lambda: made.go_on(YIELD_S)))
+    monkeypatch.setattr(communicator, "time", SimpleNamespace(sleep=lambda nap: made.go_on(nap + OVERSLEPT_S)))
     return made
 
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from hpcdp.comm import threads
-from hpcdp.gradients.virtual_shards import closed_by, run_of
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.deterministic import closed_by, run_of
 
 
 def test_runs_follow_each_other_and_differ_by_one():
@@ -21,7 +21,7 @@ def test_how_many_nodes_a_leaf_closes(run, closed):
 
 
 def test_nodes_that_are_closed_leave_as_many_sums_as_the_run_needs():
-    from hpcdp.collectives.fixed_tree import cover
+    from hpcdp.data_parallel.deterministic import cover
 
     for num in (5, 8, 13, 24):
         for size in range(1, num + 1):
@@ -40,15 +40,15 @@ def test_sums_take_no_more_memory_than_the_tree_is_deep():
         plain = Trainer(nn.Dense(64, 32).parameters(), optim.SGD(lr=0.1), world)
         return trainer.nbytes["gradients"] / plain.nbytes["gradients"]
 
-    assert threads.run(1, held) == [1 + 4]
-    assert threads.run(4, held) == [1 + 2] * 4
-    assert threads.run(16, held) == [1 + 1] * 16
+    assert thread_comm.run(1, held) == [1 + 4]
+    assert thread_comm.run(4, held) == [1 + 2] * 4
+    assert thread_comm.run(16, held) == [1 + 1] * 16
 
 
 def test_half_precision_is_added_in_single():
-    from hpcdp.comm.shared import PrivateMemory
-    from hpcdp.gradients.bucket import Bucket
-    from hpcdp.gradients.virtual_shards import VirtualShards
+    from hpcdp.comm.shared_memory import PrivateMemory
+    from hpcdp.data_parallel.buckets import Bucket
+    from hpcdp.data_parallel.deterministic import VirtualShards
 
     def added(world):
         rows = np.zeros((1, 2), "f2")
@@ -63,4 +63,4 @@ def test_half_precision_is_added_in_single():
         assert list(shards.sum(bucket, None)) == []
         return rows[0].tolist()
 
-    assert threads.run(1, added) == [[2050.0, 2050.0]]
+    assert thread_comm.run(1, added) == [[2050.0, 2050.0]]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from gpu_on_host import cupy_module
 
-from hpcdp.comm import gpus
-from hpcdp.devices import gpu
+from hpcdp.comm import world
+from hpcdp.core.devices import gpu
 
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
 
@@ -27,7 +27,7 @@ def cupy(request: pytest.FixtureRequest) -> ModuleType:
         return request.getfixturevalue("on_host")  # type: ignore[no-any-return]
     module = pytest.importorskip("cupy", reason="needs CuPy: pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]'")
     if not module.cuda.is_available():
-        if gpus.visible():
+        if world.visible():
             gpu(0).check()  # says what CuPy does not
         pytest.skip("needs an NVIDIA GPU and its driver")
     module.ndarray.to_host = module.ndarray.get  # as the stand-in's

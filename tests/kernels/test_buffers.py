@@ -43,7 +43,7 @@ def test_arrays_that_live_never_share_memory():
 
 
 def test_idle_memory_is_given_back():
-    import hpcdp.kernels.buffers as buffers
+    from hpcdp.kernels import buffers
 
     empty((123457,), np.float32)
     nbytes = 123457 * 4

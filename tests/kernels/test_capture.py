@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from gpu_on_host import graphs as stand_in
 
-from hpcdp.arrays import to_host
-from hpcdp.comm import threads
-from hpcdp.kernels.cuda import update as cuda_update
+from hpcdp.comm import thread_comm
+from hpcdp.core.arrays import to_host
+from hpcdp.kernels.cuda import update
 from hpcdp.kernels.cuda.capture import Capturer, between, fill, numbers, warmed_up
 from hpcdp.kernels.cuda.cublas import matmul
 from hpcdp.kernels.reference import update as reference_update
@@ -30,7 +30,7 @@ def test_a_graph_runs_when_it_is_launched(counted_graphs):
 
     def work():
         z = x + y
-        cuda_update.sgd(x, z, (0.5, 1.0, 0.0))
+        update.sgd(x, z, (0.5, 1.0, 0.0))
         found.append(z)
 
     work()
@@ -72,8 +72,8 @@ def test_numbers_are_brought_where_they_have_changed(counted_graphs, monkeypatch
     x, gradient, rate, brought = ones(), ones(), [0.5], []
     counted = SimpleNamespace(array=lambda made: brought.append(made) or np.array(made))
     monkeypatch.setattr("hpcdp.kernels.cuda.capture.np", counted)
-    cuda_update.sgd(x, gradient, (0.0, 0.0, 0.0))
-    graph = Capturer().capture(lambda: cuda_update.sgd(x, gradient, numbers(lambda: (rate[0], 0.0, 1.0))))
+    update.sgd(x, gradient, (0.0, 0.0, 0.0))
+    graph = Capturer().capture(lambda: update.sgd(x, gradient, numbers(lambda: (rate[0], 0.0, 1.0))))
     for wanted, new in ((0.5, 0.5), (0.0, 0.25), (-0.25, 0.25), (-0.5, 0.5)):
         graph.launch()
         np.testing.assert_array_equal(x.to_host(), wanted)
@@ -99,8 +99,8 @@ def test_numbers_that_a_gpu_may_still_read_are_kept(graphs_on_host, monkeypatch)
         return x
 
     monkeypatch.setattr("hpcdp.kernels.cuda.capture.np", SimpleNamespace(array=noted))
-    cuda_update.sgd(x, gradient, (0.0, 0.0, 0.0))
-    graph = Capturer().capture(lambda: cuda_update.sgd(x, gradient, numbers(lambda: (rate[0], 0.0, 1.0))))
+    update.sgd(x, gradient, (0.0, 0.0, 0.0))
+    graph = Capturer().capture(lambda: update.sgd(x, gradient, numbers(lambda: (rate[0], 0.0, 1.0))))
     for _ in range(3):
         graph.launch()
         rate[0] /= 2
@@ -318,7 +318,7 @@ def test_on_the_stand_in_ranks_that_are_threads_capture_at_once(graphs_on_host):
             Capturer().capture(work).launch()
         return found[0].to_host()
 
-    for number, found in enumerate(threads.run(3, rank)):
+    for number, found in enumerate(thread_comm.run(3, rank)):
         np.testing.assert_array_equal(found, np.full((3, 3), 3 * (number + 1) ** 2 + 1))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.arrays import dtype_of, is_half, words
+from hpcdp.core.arrays import dtype_of, is_half, words
 from hpcdp.kernels.reference import cast as reference_cast
 
 SIZES = [0, 1, 7, 31, 2048, 2049, 5003]

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from hpcdp.arrays import dtype_of
+from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels.cuda.capture import Capturer, warmed_up
 from hpcdp.kernels.cuda.cublas import dot_of, matmul, matmul_of

@@ -13,18 +13,12 @@ import pytest
 import standin
 
 from hpcdp import kernels, optim
-from hpcdp.data_files import data_folder
+from hpcdp.core.files import data_folder
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels import cuda
-from hpcdp.kernels.cuda import cast as cuda_cast
-from hpcdp.kernels.cuda import compress as cuda_compress
-from hpcdp.kernels.cuda import cross_entropy as cuda_cross_entropy
-from hpcdp.kernels.cuda import epilogue as cuda_epilogue
-from hpcdp.kernels.cuda import norms as cuda_norms
-from hpcdp.kernels.cuda import reduce as cuda_reduce
-from hpcdp.kernels.cuda import update as cuda_update
+from hpcdp.kernels.cuda import cast, compress, cross_entropy, epilogue, norms, reduce, update
 from hpcdp.kernels.reference import compress as reference_compress
-from hpcdp.kernels.reference import lstm as reference_lstm
+from hpcdp.kernels.reference import lstm
 from hpcdp.kernels.reference import reduce as reference_reduce
 from hpcdp.kernels.reference import update as reference_update
 
@@ -39,8 +33,8 @@ def test_kernels_are_chosen_by_the_array(cupy: ModuleType) -> None:
     host = np.ones(3, np.float32)
     chosen = [kernels.kernels_for("update", x) for x in (host, standin.asarray(host))]
     assert chosen == [kernels.load("update"), reference_update]
-    assert kernels.kernels_for("update", cupy.asarray(host)) is cuda_update
-    assert kernels.kernels_for("lstm", cupy.asarray(host)) is reference_lstm, "CUDA has none of that name"
+    assert kernels.kernels_for("update", cupy.asarray(host)) is update
+    assert kernels.kernels_for("lstm", cupy.asarray(host)) is lstm, "CUDA has none of that name"
 
 
 def test_numpy_does_not_import_cupy() -> None:
@@ -95,15 +89,15 @@ def test_an_optimizer_updates_by_one_launch(cupy: ModuleType, monkeypatch: pytes
 def test_arrays_that_kernels_cannot_read_are_refused(cupy: ModuleType) -> None:
     x = cupy.asarray(np.ones(8, np.float32))
     with pytest.raises(UnsupportedError, match=r"sgd.*float32 or float64.*float16"):
-        cuda_update.sgd(x.astype(np.float16), x.astype(np.float16), (0.1, 0.0, 1.0))
+        update.sgd(x.astype(np.float16), x.astype(np.float16), (0.1, 0.0, 1.0))
     with pytest.raises(UnsupportedError, match=r"4 float32.*strides \(8,\)"):
-        cuda_update.sgd(x[:4], x[::2], (0.1, 0.0, 1.0))
+        update.sgd(x[:4], x[::2], (0.1, 0.0, 1.0))
     with pytest.raises(UnsupportedError, match="contiguous arrays of 8 float32, got 7 float32"):
-        cuda_update.sgd(x, x[:7], (0.1, 0.0, 1.0))
+        update.sgd(x, x[:7], (0.1, 0.0, 1.0))
     with pytest.raises(UnsupportedError, match="got 8 float64"):
-        cuda_update.sgd(x, x.astype(np.float64), (0.1, 0.0, 1.0))
+        update.sgd(x, x.astype(np.float64), (0.1, 0.0, 1.0))
     with pytest.raises(UnsupportedError, match=r"to_float16.*uint16.*int32"):
-        cuda_cast.to_float16(x, x.astype(np.int32))
+        cast.to_float16(x, x.astype(np.int32))
 
 
 def test_a_source_is_complete_and_asks_for_no_header() -> None:
@@ -115,14 +109,14 @@ def test_a_source_is_complete_and_asks_for_no_header() -> None:
 
 def test_numbers_that_two_files_say_agree() -> None:
     assert f"THREADS = {cuda.THREADS}, WARP = {cuda.WARP} " in cuda.source("update")
-    assert f"PIECES = {cuda_norms._PIECES} " in cuda.source("norms")
-    assert f"KEPT = {cuda_cross_entropy._KEPT} " in cuda.source("cross_entropy")
-    assert f"COLUMNS = {cuda_epilogue._COLUMNS} " in cuda.source("epilogue")
-    assert f"MAX_ROWS = {cuda_reduce.MAX_ROWS} " in cuda.source("reduce")
+    assert f"PIECES = {norms._PIECES} " in cuda.source("norms")
+    assert f"KEPT = {cross_entropy._KEPT} " in cuda.source("cross_entropy")
+    assert f"COLUMNS = {epilogue._COLUMNS} " in cuda.source("epilogue")
+    assert f"MAX_ROWS = {reduce.MAX_ROWS} " in cuda.source("reduce")
     assert f"BLOCK = {reference_compress.BLOCK} }};" in cuda.source("compress")
     constants = f"SHARE = {reference_compress.SHARE}, LARGEST = {reference_compress._LARGEST:.7e};".replace("e+", "e")
     assert constants in cuda.source("compress")
-    assert f"DIGIT_BITS = {cuda_compress._DIGIT_BITS}, " in cuda.source("compress")
+    assert f"DIGIT_BITS = {compress._DIGIT_BITS}, " in cuda.source("compress")
     names = [name for name in vars(reference_reduce) if name in ("SUM", "PROD", "MIN", "MAX", "MEAN")]
     assert f"enum {{ {', '.join(names)} }};" in cuda.source("reduce")
 

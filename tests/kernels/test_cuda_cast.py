@@ -6,7 +6,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from hpcdp.arrays import dtype_of, words
+from hpcdp.core.arrays import dtype_of, words
 from hpcdp.kernels.cuda import cast as cuda_cast
 from hpcdp.kernels.reference import cast as reference_cast
 

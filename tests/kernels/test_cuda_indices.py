@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcdp.data_files import data_folder
+from hpcdp.core.files import data_folder
 from hpcdp.kernels import cuda
 
 ROOM, BLOCK, PACK = 16, 4, 8

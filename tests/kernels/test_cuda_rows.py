@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hpcdp import autograd
-from hpcdp.arrays import dtype_of
 from hpcdp.autograd import Tensor
+from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels import cuda
 from hpcdp.kernels.cuda import rows as cuda_rows

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.data_files import data_folder
+from hpcdp.core.files import data_folder
 from hpcdp.kernels import cuda
 
 ARCHITECTURES = (80, 90, 100)

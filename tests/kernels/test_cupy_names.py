@@ -30,7 +30,7 @@ HOLDS = {
     "nccl": "cupy.cuda.nccl", "self._nccl": "cupy.cuda.nccl",
 }  # fmt: skip
 """What variables of these names hold, in all files that do not define the name as something else."""
-OF_THE_DRIVER = "comm/gpus.py"
+OF_THE_DRIVER = "comm/world.py"
 """Whose ``_cuda`` is CUDA's driver, by ctypes."""
 
 

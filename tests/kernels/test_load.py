@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpcdp import kernels
+from hpcdp.core.environment import RANKS
 from hpcdp.errors import ConfigError
-from hpcdp.launched import RANKS
 
 LOAD = """
 import json

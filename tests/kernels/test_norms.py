@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.arrays import dtype_of, words
+from hpcdp.core.arrays import dtype_of, words
 from hpcdp.kernels.reference import norms as reference_norms
 
 SIZES = [0, 1, 2, 3, 31, 16384, 16385, 50_001]

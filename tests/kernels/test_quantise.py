@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.arrays import words
+from hpcdp.core.arrays import words
 from hpcdp.kernels.reference import quantise as reference_quantise
 
 SIZES = [0, 1, 15, 16, 17, 31, 32, 33, 64, 997]

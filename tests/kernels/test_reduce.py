@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.arrays import dtype_of, is_float, is_half, words
+from hpcdp.core.arrays import dtype_of, is_float, is_half, words
 
 UFUNCS = {"SUM": np.add, "PROD": np.multiply, "MIN": np.minimum, "MAX": np.maximum, "MEAN": np.add}
 DTYPES = [

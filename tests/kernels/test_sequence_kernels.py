@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels.reference import sequences as reference
+from hpcdp.kernels.reference import sequences
 
 DTYPES = [np.float32, np.float64]
 TOLERANCE = {np.float32: {"rtol": 2e-5, "atol": 1e-5}, np.float64: {"rtol": 1e-11, "atol": 1e-12}}
@@ -51,7 +51,7 @@ def test_steps_of_an_lstm(draw, batch, time, size):
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (4, 65), (0, 3)])
 def test_layer_norm(draw, shape):
     dtype, normal = draw
-    modules = [reference, kernels.load("sequences")]
+    modules = [sequences, kernels.load("sequences")]
     x, gy, scale, shift = normal(*shape), normal(*shape), normal(shape[1]), normal(shape[1])
     assert_alike(
         lambda n, out, mean, inverse: modules[n].layer_norm(x, scale, shift, out, (mean, inverse), 1e-3),
@@ -69,7 +69,7 @@ def test_layer_norm(draw, shape):
 @pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 3, 17), (0, 3)])
 def test_gelu(draw, shape):
     dtype, normal = draw
-    modules = [reference, kernels.load("sequences")]
+    modules = [sequences, kernels.load("sequences")]
     x, gy = 3 * normal(*shape), normal(*shape)
     assert_alike(lambda n, out: modules[n].gelu(x, out), [normal(*shape)], dtype)
     assert_alike(lambda n, dx: modules[n].gelu_gradient(gy, x, dx), [normal(*shape)], dtype)
@@ -78,7 +78,7 @@ def test_gelu(draw, shape):
 @pytest.mark.parametrize(("matrices", "time"), [(1, 1), (3, 2), (2, 19), (0, 4)])
 def test_causal_softmax(draw, matrices, time):
     dtype, normal = draw
-    modules = [reference, kernels.load("sequences")]
+    modules = [sequences, kernels.load("sequences")]
 
     def softmax(n, scores):
         modules[n].causal_shift(scores, 0.3)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from hpcdp import kvstore
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 
 WORLDS = [(1, None), (2, None), (3, None), (4, None), (2, 1), (3, 1), (3, 2), (4, 2), (5, 2)]
 """Ranks, and ranks per node."""
@@ -24,4 +24,4 @@ def on_one_worker(kind, fn):
     """``fn(store)`` with a store of any kind that has one worker."""
     if kvstore.KINDS[kind].scope == "process":
         return fn(kvstore.create(kind))
-    return threads.run(1, lambda world: fn(kvstore.create(kind, world)))[0]
+    return thread_comm.run(1, lambda world: fn(kvstore.create(kind, world)))[0]

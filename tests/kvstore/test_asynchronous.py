@@ -11,9 +11,9 @@ from small_stores import LAYOUTS, SHAPE, added, full
 
 import hpcdp
 from hpcdp import kvstore, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
-from hpcdp.kvstore.servers import placement
+from hpcdp.kvstore.servers import protocol
 
 PRIME = 1_000_003
 
@@ -42,7 +42,7 @@ def test_every_push_counts_once(ranks, per_node, split):
 
     for number, shape in enumerate((SHAPE, (40, 30), (7,), ())):
         dtype = ("f2", "f4", "f8")[(number + ranks) % 3]
-        for found in threads.run(ranks, partial(one, dtype=dtype, shape=shape), per_node):
+        for found in thread_comm.run(ranks, partial(one, dtype=dtype, shape=shape), per_node):
             for value, version, i in found:
                 assert (value.dtype, value.shape) == (np.dtype(dtype), shape)
                 assert (value == 1 + i * 2 * ranks * (ranks + 1) / 2).all()
@@ -75,7 +75,7 @@ def test_lists_repeated_keys_priorities_and_rows(split):
         assert (store.pull("c")[...] == 9 + 10 * world.size).all()
 
     for ranks, per_node in ((1, None), (3, 1), (4, 2)):
-        threads.run(ranks, forms, per_node)
+        thread_comm.run(ranks, forms, per_node)
 
 
 def test_pushes_return_before_they_take_effect_and_keep_their_order():
@@ -99,7 +99,7 @@ def test_pushes_return_before_they_take_effect_and_keep_their_order():
         assert (np.asarray(later) == 33 * 31 + 3).all() and (earlier[...] == 33).all()
         assert (earlier.version, later.version) == (1, 2)
 
-    threads.run(1, order)
+    thread_comm.run(1, order)
 
 
 def test_a_counter_gives_each_number_to_one_worker():
@@ -113,7 +113,7 @@ def test_a_counter_gives_each_number_to_one_worker():
         return taken
 
     for ranks, per_node in ((1, None), (3, None), (3, 1), (4, 2)):
-        taken = [number for found in threads.run(ranks, one, per_node) for number in found]
+        taken = [number for found in thread_comm.run(ranks, one, per_node) for number in found]
         assert sorted(taken) == list(range(50 * ranks))
 
 
@@ -125,7 +125,7 @@ def test_no_updater_is_an_error_with_the_remedy():
         with pytest.raises(ConfigError, match=r"push \[dist_async\]: expected a store with an updater, got none; call"):
             store.push("w", full(1))
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 @pytest.mark.parametrize("per_node", [None, 1])
@@ -147,7 +147,7 @@ def test_all_numbers_travel_and_the_rest_is_refused_by_name(per_node):
         with pytest.raises(UnsupportedError, match=r"push \[key 'i4'\]: expected floating-point numbers"):
             store.push("i4", full(1, dtype="i4"))
 
-    threads.run(2, one, per_node)
+    thread_comm.run(2, one, per_node)
 
 
 def test_numpy_integers_are_keys():
@@ -156,7 +156,7 @@ def test_numpy_integers_are_keys():
         store.init(np.int64(3), full(1))
         return float(store.pull(3)[0, 0]), float(store.pull([np.int32(3)])[0][0, 0])
 
-    assert threads.run(1, one) == [(1.0, 1.0)]
+    assert thread_comm.run(1, one) == [(1.0, 1.0)]
 
 
 def test_a_store_that_is_dropped_leaves_nothing_behind():
@@ -178,7 +178,7 @@ def test_a_store_that_is_dropped_leaves_nothing_behind():
         assert len(world.endings) <= 2
         return counts
 
-    for early, late in threads.run(2, one):
+    for early, late in thread_comm.run(2, one):
         assert late <= early
 
 
@@ -196,7 +196,7 @@ def test_what_is_refused():
         with pytest.raises(UnsupportedError, match=r"set_gradient_compression \[key 'counts'\]"):
             store.set_gradient_compression("2bit")
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
     for setting in ({"staleness": -1}, {"staleness": 1.5}, {"replay": True}):
         with pytest.raises(ConfigError, match="expected an integer, 0 or more"):
             kvstore.create("dist_async", **setting)
@@ -207,11 +207,11 @@ def test_what_is_refused():
         kvstore.create("dist_async", world, staleness=1 + world.rank)
 
     with pytest.raises(MismatchError, match="staleness=1 replay=None as on rank 0, got dist_async staleness=2"):
-        threads.run(2, differ)
+        thread_comm.run(2, differ)
 
 
 def test_a_large_key_goes_to_all_servers_and_small_ones_to_the_least_loaded():
-    place = placement.Placement([4, 5, 6], splits=True)
+    place = protocol.Placement([4, 5, 6], splits=True)
     assert place.place(10, 4) == [(4, 0, 10)]
     large = place.place(3 << 20, 4)
     assert [part[1:] for part in large] == [(i << 20, i + 1 << 20) for i in range(3)]
@@ -219,7 +219,7 @@ def test_a_large_key_goes_to_all_servers_and_small_ones_to_the_least_loaded():
     for _ in range(20):
         place.place(1000, 4)
     assert max(place.nbytes.values()) - min(place.nbytes.values()) <= 4000
-    whole = placement.Placement([0, 1], splits=False)
+    whole = protocol.Placement([0, 1], splits=False)
     assert len(whole.place(3 << 20, 4)) == 1
     assert len(whole.place(3 << 28, 4)) == 6  # so that a message counts its bytes in 32 bits
     assert whole.place(0, 4)[0][1:] == (0, 0)
@@ -257,7 +257,7 @@ def test_an_idle_server_needs_no_core():
         time.sleep(0.5)
         return (time.process_time() - cpu) / (time.perf_counter() - began)
 
-    assert max(threads.run(2, one, 1)) < 0.25  # of both servers together
+    assert max(thread_comm.run(2, one, 1)) < 0.25  # of both servers together
 
 
 @pytest.mark.parametrize("per_node", [None, 1])
@@ -273,5 +273,5 @@ def test_a_count_that_is_none_is_refused_wherever_the_key_lies(count, per_node):
                 store.take(key, count)
         return store.take(np.int64(1)), store.take(2, np.int64(3))
 
-    taken = threads.run(2, one, per_node)
+    taken = thread_comm.run(2, one, per_node)
     assert sorted(first for first, _ in taken) == [0, 1] and sorted(second for _, second in taken) == [0, 3]

@@ -11,7 +11,7 @@ from small_stores import added, full
 
 import hpcdp
 from hpcdp import kvstore, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.compression import BFloat16, Compression, TopK
 from hpcdp.errors import ConfigError, MismatchError, UnsupportedError
 
@@ -48,7 +48,7 @@ def test_two_bits_add_up_what_reaches_the_threshold(world, dtype):
     step = 0.5 * 0.25 * ranks
     wanted = [(1 + step * times,) * 2 for times in (0, 1, 1, 2)]
     for shape in ((2, 3), (41, 17), ()):
-        assert threads.run(ranks, partial(one, shape=shape), ranks_per_node=per_node) == [wanted] * ranks
+        assert thread_comm.run(ranks, partial(one, shape=shape), ranks_per_node=per_node) == [wanted] * ranks
 
 
 def gradient(rank, turn, size, dtype):
@@ -80,7 +80,7 @@ def test_every_rank_encodes_by_itself_and_all_codes_are_added_once(codec, ranks,
         sent = sum(each.nbytes for each in traffic) - before
         return found, store._rows["w"].ends.tolist(), store.sent_nbytes(), sent
 
-    everyone = threads.run(ranks, one, ranks_per_node=per_node)
+    everyone = thread_comm.run(ranks, one, ranks_per_node=per_node)
     ends = sorted(set(everyone[0][1]))
     kind, dtype = Compression.of(codec), np.dtype(dtype)
     residuals = np.zeros((ranks, size), dtype)
@@ -113,7 +113,7 @@ def test_an_optimizer_takes_what_arrives_for_the_gradient():
         store.pushpull("w", np.full(100, 3, "f4"), out := np.empty(100, "f4"))
         return out
 
-    for found in threads.run(3, one, ranks_per_node=2):
+    for found in thread_comm.run(3, one, ranks_per_node=2):
         assert (found == -0.5 * 2 * 3).all()
 
 
@@ -135,7 +135,7 @@ def test_settings_of_every_form_in_every_kind_of_store(kind, settings, arrives):
     if kvstore.KINDS[kind].scope == "process":
         found = [_pushed_thrice(kvstore.create(kind), settings)]
     else:
-        found = threads.run(1, lambda world: _pushed_thrice(kvstore.create(kind, world), settings))
+        found = thread_comm.run(1, lambda world: _pushed_thrice(kvstore.create(kind, world), settings))
     assert found == [arrives]
 
 
@@ -164,7 +164,10 @@ def test_settings_count_from_the_next_push_on_and_begin_anew(kind):
     if kind == "local":
         assert one(kvstore.create(kind)) == wanted
     else:
-        assert threads.run(2, lambda w: one(kvstore.create(kind, w)), ranks_per_node=1) == [[2 * x for x in wanted]] * 2
+        assert (
+            thread_comm.run(2, lambda w: one(kvstore.create(kind, w)), ranks_per_node=1)
+            == [[2 * x for x in wanted]] * 2
+        )
 
 
 @pytest.mark.parametrize("kind", ["local", "dist_sync"])
@@ -198,7 +201,7 @@ def test_what_is_refused(kind):
         with pytest.raises(UnsupportedError, match="got an array on a device"):
             device.set_gradient_compression("fp16")
     else:
-        threads.run(2, lambda world: one(kvstore.create(kind, world)))
+        thread_comm.run(2, lambda world: one(kvstore.create(kind, world)))
 
 
 def test_ranks_that_differ_are_told():
@@ -214,11 +217,11 @@ def test_ranks_that_differ_are_told():
         store.set_gradient_compression("2bit")
 
     with pytest.raises(MismatchError, match=r"expected compression 1bit.* as on rank 0, got compression 2bit on rank"):
-        threads.run(3, settings)
+        thread_comm.run(3, settings)
     with pytest.raises(
         MismatchError, match="expected 0 pushes of key 'w' as on rank 0, got 1 pushes of key 'w' on rank 1"
     ):
-        threads.run(2, pushes)
+        thread_comm.run(2, pushes)
 
 
 @pytest.mark.mpi
@@ -266,7 +269,7 @@ def test_two_bits_of_pushes_that_do_not_wait_for_each_other(ranks, per_node, spl
         return found
 
     for dtype in ("f4", "f8"):
-        for found in threads.run(ranks, partial(one, dtype=dtype), per_node):
+        for found in thread_comm.run(ranks, partial(one, dtype=dtype), per_node):
             step = 0.5 * 2 * ranks
             for value, wanted in zip(found, (0, step, step, 2 * step), strict=True):
                 assert (value == wanted).all()
@@ -286,7 +289,7 @@ def test_codes_that_do_not_wait_for_each_other_send_all_in_the_end(codec):
         store.barrier()
         return np.asarray(store.pull("w"))
 
-    for found in threads.run(2, one, 1):
+    for found in thread_comm.run(2, one, 1):
         np.testing.assert_allclose(found / 160, np.linspace(-1, 1, 64), atol=0.12)
 
 
@@ -306,4 +309,4 @@ def test_pushes_under_way_are_decoded_as_they_were_encoded(then):
         store.barrier()
         return store.pull("w").wait().tolist()[::100_000]
 
-    assert threads.run(2, one, 1) == [[40.0] * 4] * 2
+    assert thread_comm.run(2, one, 1) == [[40.0] * 4] * 2

@@ -4,9 +4,9 @@ import pytest
 from small_stores import added, full
 
 from hpcdp import kvstore, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, HpcdpError
-from hpcdp.kvstore.servers.wire import Kind, Message
+from hpcdp.kvstore.servers.protocol import Kind, Message
 
 
 def test_nobody_is_dead_among_the_living():
@@ -19,7 +19,7 @@ def test_nobody_is_dead_among_the_living():
                 store.num_dead_node(wrong)
         return store.num_dead_node(timeout_s=10)
 
-    assert threads.run(4, one, 2) == [0] * 4
+    assert thread_comm.run(4, one, 2) == [0] * 4
 
 
 def test_the_dead_of_all_nodes_count_once():
@@ -47,7 +47,7 @@ def test_the_dead_of_all_nodes_count_once():
         lost.clear()
         return found
 
-    assert threads.run(4, one, 2) == [[1, 1, 2]] * 2 + [[1]] * 2
+    assert thread_comm.run(4, one, 2) == [[1, 1, 2]] * 2 + [[1]] * 2
 
 
 def test_a_rank_that_dies_in_the_middle_of_an_update_is_named():
@@ -65,4 +65,4 @@ def test_a_rank_that_dies_in_the_middle_of_an_update_is_named():
                 store.pull("w").wait()
         world.barrier()
 
-    threads.run(2, one)
+    thread_comm.run(2, one)

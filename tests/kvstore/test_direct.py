@@ -10,21 +10,21 @@ from pairs import pairs
 
 import hpcdp
 from hpcdp import kvstore, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import HpcdpError, MismatchError
-from hpcdp.kvstore import direct
+from hpcdp.kvstore import sync_rounds
 
 WORLDS = [(1, None), (2, None), (3, None), (4, None), (5, None), (2, 1), (3, 1), (3, 2), (4, 2), (5, 2)]
 """Ranks, and ranks per node."""
 
 
-CHUNKS = [direct.CHUNK_NBYTES, 1920]
+CHUNKS = [sync_rounds.CHUNK_NBYTES, 1920]
 
 
 @pytest.fixture(params=CHUNKS)
 def chunks(request, monkeypatch):
     """All in one piece, and in many."""
-    monkeypatch.setattr(direct, "CHUNK_NBYTES", request.param)
+    monkeypatch.setattr(sync_rounds, "CHUNK_NBYTES", request.param)
 
 
 def pushed(rank, turn, size, dtype):
@@ -80,7 +80,7 @@ def test_pushpull_is_the_sum_of_all_ranks_and_the_value_is_stored(layout, dtype,
         assert not launched
         return found
 
-    for found in threads.run(ranks, one, ranks_per_node=per_node):
+    for found in thread_comm.run(ranks, one, ranks_per_node=per_node):
         for at, got in enumerate(found):
             turn, size = at // len(sizes), sizes[at % len(sizes)]
             same(got, summed(ranks, turn, size, dtype), ranks, per_node)
@@ -115,9 +115,9 @@ def test_every_rank_may_push_in_its_own_way(layout, rule, chunks):
                     found.append(np.asarray(store.pull(key)))
         return b"".join(each.tobytes() for each in found)
 
-    wanted = threads.run(ranks, lambda world: run(world, 0), ranks_per_node=per_node)[0]
+    wanted = thread_comm.run(ranks, lambda world: run(world, 0), ranks_per_node=per_node)[0]
     for share in (0.5, 1):
-        assert set(threads.run(ranks, lambda world, s=share: run(world, s), ranks_per_node=per_node)) == {wanted}
+        assert set(thread_comm.run(ranks, lambda world, s=share: run(world, s), ranks_per_node=per_node)) == {wanted}
 
 
 def _added(key, received, stored):
@@ -139,7 +139,7 @@ def test_one_key_may_be_under_way_while_another_is_waited_for(ranks, per_node):
         return out[0], other[-1]
 
     total = ranks * (ranks + 1) / 2
-    assert threads.run(ranks, one, ranks_per_node=per_node) == [(total, total)] * ranks
+    assert thread_comm.run(ranks, one, ranks_per_node=per_node) == [(total, total)] * ranks
 
 
 def test_pushes_that_are_under_way_come_first():
@@ -160,7 +160,7 @@ def test_pushes_that_are_under_way_come_first():
         store.pushpull("w", np.full(4, 3, "f4"), out)
         return out[0]
 
-    assert threads.run(2, one) == [246.0] * 2
+    assert thread_comm.run(2, one) == [246.0] * 2
 
 
 @pytest.mark.parametrize("by_parts", [True, False])
@@ -194,7 +194,7 @@ def test_an_update_that_fails_is_told_to_all_and_until_the_next_push(by_parts):
         return said
 
     other = f"push [key 'w']: expected an update, got ZeroDivisionError on rank {int(by_parts)}"
-    found = threads.run(2, one)
+    found = thread_comm.run(2, one)
     assert sorted(found) == sorted([["own", "own", "fine"], [other, other, "fine"]])
 
 
@@ -213,7 +213,7 @@ def test_a_rank_that_has_not_pushed_is_known_to_those_that_wait():
         store.pushpull("w", np.ones(3, "f4"))
         return True
 
-    assert all(threads.run(3, one))
+    assert all(thread_comm.run(3, one))
 
 
 @pytest.mark.parametrize("in_one", [True, False])
@@ -237,7 +237,7 @@ def test_a_learning_rate_that_ranks_set_differently_is_told_to_all(in_one):
         return found
 
     said = "push [key 'w']: expected the same learning rate on all ranks, got 0.2 on rank 0, 0.3 on rank 2"
-    for found in threads.run(3, one):
+    for found in thread_comm.run(3, one):
         assert found[1].startswith(said)
         assert found[::2] == ["fine"] * 2
 
@@ -249,7 +249,7 @@ def test_arrays_that_overlap_are_read_before_they_are_written():
         store.pushpull("w", values[:2000], values[1000:])
         return (values[1000:] == world.size * np.arange(2000)).all()
 
-    assert all(threads.run(3, one))
+    assert all(thread_comm.run(3, one))
 
 
 @pytest.mark.usefixtures("chunks")
@@ -269,7 +269,7 @@ def test_who_is_late_reads_the_value_of_its_round_while_others_push_the_next(ran
             assert kept.tobytes() == out.tobytes()
         return True
 
-    assert all(threads.run(ranks, one))
+    assert all(thread_comm.run(ranks, one))
 
 
 @pytest.mark.mpi
@@ -320,7 +320,7 @@ def test_two_threads_of_a_rank_may_push_different_keys_at_once(ranks, rule):
             assert not each.is_alive()
         return wrong
 
-    assert threads.run(ranks, one) == [[]] * ranks
+    assert thread_comm.run(ranks, one) == [[]] * ranks
 
 
 def test_threads_of_a_rank_push_one_key(monkeypatch):
@@ -348,7 +348,7 @@ def test_threads_of_a_rank_push_one_key(monkeypatch):
         other.join(30)
         return value, store.pull("w").wait().tolist()
 
-    assert threads.run(2, one) == [([4.0] * 4, [2.0] * 4)] * 2
+    assert thread_comm.run(2, one) == [([4.0] * 4, [2.0] * 4)] * 2
 
 
 def test_calls_of_several_threads_end_for_the_watchdog_too():
@@ -364,4 +364,4 @@ def test_calls_of_several_threads_end_for_the_watchdog_too():
         second.__exit__()
         return within[0], dog.call
 
-    assert threads.run(1, one) == [("the second", None)]
+    assert thread_comm.run(1, one) == [("the second", None)]

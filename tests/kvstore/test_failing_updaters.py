@@ -11,10 +11,10 @@ import pytest
 from small_stores import added, full
 
 from hpcdp import kvstore, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
-from hpcdp.kvstore.servers import placement
-from hpcdp.kvstore.servers.together import serve
+from hpcdp.kvstore.servers import protocol
+from hpcdp.kvstore.servers.handlers import serve
 from hpcdp.nn import Parameter
 
 KINDS = [("local", None), ("dist_sync", None), ("dist_async", None), ("dist_async", 1)]
@@ -32,7 +32,7 @@ def with_store(kind, per_node, do):
     """What ``do`` returns on each worker of a new store; in ``dist_sync`` the push of the first one counts."""
     if kind == "local":
         return [do(kvstore.create("local"), True)]
-    return threads.run(2, lambda world: do(kvstore.create(kind, world), world.rank == 0), per_node)
+    return thread_comm.run(2, lambda world: do(kvstore.create(kind, world), world.rank == 0), per_node)
 
 
 def pushed(store, value, first):
@@ -125,7 +125,7 @@ def test_a_rule_that_would_end_the_program_is_told_to_all_ranks(in_one):
         store.pushpull("w", value)
         return value.tolist()
 
-    assert threads.run(3, one) == [[-6.0] * 64] * 3
+    assert thread_comm.run(3, one) == [[-6.0] * 64] * 3
 
 
 def shouts(key, received, stored):
@@ -144,7 +144,7 @@ def test_an_error_of_a_server_says_that_it_is_one(num_servers):
         said = str(failure.value)
         assert r"SystemExit: \x1b[31mred; in the updater, of key 'w' [on server 0 (rank 3)]" in said
 
-    threads.run(3, one, 1, num_servers, serve)
+    thread_comm.run(3, one, 1, num_servers, serve)
 
 
 @pytest.mark.parametrize("body", [None, "raise ZeroDivisionError('by nothing')", "import sys; sys.exit(1)"])
@@ -164,7 +164,7 @@ def test_an_updater_that_servers_cannot_import_is_an_error_of_all(body, tmp_path
             store.set_updater(added)
         return str(failure.value)
 
-    (said,) = {*threads.run(2, one, 1, 1, serve)}
+    (said,) = {*thread_comm.run(2, one, 1, 1, serve)}
     assert said.startswith("server 0 (rank 2): set_updater: expected a function that servers can import, got script_of")
 
 
@@ -275,7 +275,7 @@ def test_what_only_an_asynchronous_store_has_is_refused_by_name(kind):
             with pytest.raises(UnsupportedError, match=said):
                 call()
 
-    threads.run(1, one)
+    thread_comm.run(1, one)
 
 
 @pytest.mark.parametrize("name", [["local"], None, 3])
@@ -310,7 +310,7 @@ def test_servers_never_run_another_function_that_has_the_name(updater):
             store.set_updater(updater)
         return str(failure.value)
 
-    said = {*threads.run(2, one, 1, 1, serve)}
+    said = {*thread_comm.run(2, one, 1, 1, serve)}
     assert len(said) == 1 and "a function that servers can import, got another one than" in said.pop()
 
 
@@ -325,7 +325,7 @@ def test_without_servers_of_their_own_any_function_will_do(updater):
         return store.pull("w").wait().tolist()
 
     times = 2 if updater is adds_twice else 1
-    assert threads.run(3, one, 1) == [[6.0 * times] * 4] * 3
+    assert thread_comm.run(3, one, 1) == [[6.0 * times] * 4] * 3
 
 
 @pytest.mark.parametrize("settings", ["functions", "rules"])
@@ -340,7 +340,7 @@ def test_workers_that_set_different_updaters_are_told(settings):
                 store.set_optimizer(optim.SGD(lr=0.1 if world.rank < 2 else 0.2))
         return str(failure.value)
 
-    (said,) = {*threads.run(3, one)}
+    (said,) = {*thread_comm.run(3, one)}
     assert "on rank 2" in said and said.startswith("set_")
 
 
@@ -368,7 +368,7 @@ def test_settings_that_one_rank_has_wrong_are_told_to_all(wrong):
             kvstore.create("dist_async", world, **(wrong if world.rank == 1 else {}))
         return str(failure.value)
 
-    (said,) = {*threads.run(3, one)}
+    (said,) = {*thread_comm.run(3, one)}
     assert said.startswith("rank 1: kvstore.create [")
 
 
@@ -385,7 +385,7 @@ def test_an_updater_that_fails_is_told_to_every_rank_that_waits():
         except HpcdpError as error:
             return str(error).split("\n")[0]
 
-    found = threads.run(3, one)
+    found = thread_comm.run(3, one)
     assert (
         sorted(map(str, found)) == ["own"] + ["push [key 'w']: expected an update, got ZeroDivisionError on rank 0"] * 2
     )
@@ -419,7 +419,7 @@ def test_a_barrier_is_one_for_a_worker_whose_push_has_failed_too(kind, per_node)
         store.barrier()
         return store.pull("w").wait()
 
-    found = threads.run(3, one, per_node) if kind == "dist_async" else threads.run(3, one)
+    found = thread_comm.run(3, one, per_node) if kind == "dist_async" else thread_comm.run(3, one)
     assert all(np.array_equal(value, full(5)) for value in found)
 
 
@@ -449,7 +449,7 @@ def test_half_an_update_of_another_worker_is_undone_and_another_updater_goes_on(
         store.barrier()
         return float(store.pull("w")[0, 0]), store.pull("w").version
 
-    assert threads.run(3, one, per_node) == [(5.0, 2)] * 3
+    assert thread_comm.run(3, one, per_node) == [(5.0, 2)] * 3
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
@@ -478,14 +478,14 @@ def test_a_push_that_fails_just_when_a_pull_begins_is_told(kind):
             with pytest.raises(ZeroDivisionError):
                 store.pull("w", full(0))
 
-    threads.run(1, one)
+    thread_comm.run(1, one)
 
 
 @pytest.mark.parametrize("in_one", [False, True])
 def test_all_parts_of_a_node_have_their_turn(in_one, monkeypatch):
     """Where one fails; a part that was passed over would wait for its turn for ever, and answers that nobody takes pile
     up."""
-    monkeypatch.setattr(placement, "SPLIT_NBYTES", 8)
+    monkeypatch.setattr(protocol, "SPLIT_NBYTES", 8)
 
     def one(world):
         store = kvstore.create("dist_async", world)
@@ -503,7 +503,7 @@ def test_all_parts_of_a_node_have_their_turn(in_one, monkeypatch):
         store.barrier()
         return store.pull("w").wait().tolist(), len(store._server._answers)
 
-    assert threads.run(4, one, 2) == [([8.0] * 64, 0)] * 4
+    assert thread_comm.run(4, one, 2) == [([8.0] * 64, 0)] * 4
 
 
 def names_a_file(key, received, stored):
@@ -546,7 +546,7 @@ def test_an_updater_that_is_refused_leaves_the_last_one(per_node):
         store.barrier()
         return before, store.pull("w").wait().tolist()
 
-    assert threads.run(2, one, per_node, 1, serve) == [(False, [-1.0] * 4)] * 2
+    assert thread_comm.run(2, one, per_node, 1, serve) == [(False, [-1.0] * 4)] * 2
 
 
 @pytest.mark.parametrize(("kind", "per_node"), KINDS)
@@ -594,4 +594,4 @@ def test_what_all_do_with_states_fails_on_all_where_the_push_of_one_has_failed(p
         store.state_dict()
         return store.pull("w").wait().tolist()
 
-    assert threads.run(2, one, per_node) == [[-4.0] * 4] * 2
+    assert thread_comm.run(2, one, per_node) == [[-4.0] * 4] * 2

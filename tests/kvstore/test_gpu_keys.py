@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 from pairs import in_turn, pairs
 
-from hpcdp import checkpoint, devices, kvstore, optim
-from hpcdp.comm import cuda_aware, gpus, threads
-from hpcdp.comm.gpus import Gpu
-from hpcdp.comm.ways import Way
-from hpcdp.devices import Device, gpu
+from hpcdp import checkpoint, kvstore, optim
+from hpcdp.comm import cuda_memory, thread_comm
+from hpcdp.comm import world as comm_world
+from hpcdp.comm.gpu_transports import Way
+from hpcdp.comm.world import Gpu
+from hpcdp.core import devices
+from hpcdp.core.devices import Device, Streams, gpu
+from hpcdp.data_parallel import gpu as data_parallel_gpu
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import MismatchError, UnsupportedError
-from hpcdp.gradients import staging
-from hpcdp.kvstore import gpu_keys, placed
-from hpcdp.streams import Streams
-from hpcdp.train.trainers.trainer import Trainer
+from hpcdp.kvstore import arguments, gpu_keys
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (40, 30), "d": ()}
 NODES = [(1, None), (2, None), (3, (1, 2)), (4, 2)]
@@ -35,13 +36,13 @@ def way(request, gpus_on_host, monkeypatch):
     if request.param is Way.CUDA_IPC and not shutil.which("g++"):
         pytest.skip("needs g++, which compiles kernels for this processor")
     use(monkeypatch, {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.HOST: 0}[request.param])
-    monkeypatch.setattr(staging, "SEGMENT_NBYTES", 1000)
+    monkeypatch.setattr(data_parallel_gpu, "SEGMENT_NBYTES", 1000)
     return request.param
 
 
 def use(monkeypatch, count):
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(count))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
 
 
 def on_gpu(x):
@@ -108,8 +109,8 @@ def rounds(world, kind, place, updater, dtype):
 )
 def test_ranks_get_what_they_get_on_the_host(gpus_on_host, way, layout, updater):
     n, nodes = layout
-    found = threads.run(n, lambda world: program(world, "dist_device_sync", on_gpu, updater), nodes)
-    wanted = threads.run(n, lambda world: program(world, "dist_device_sync", np.array, updater), nodes)
+    found = thread_comm.run(n, lambda world: program(world, "dist_device_sync", on_gpu, updater), nodes)
+    wanted = thread_comm.run(n, lambda world: program(world, "dist_device_sync", np.array, updater), nodes)
     for of_rank, on_rank in zip(found, wanted, strict=True):
         for mine, theirs in zip(of_rank, on_rank, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-6)
@@ -126,18 +127,20 @@ def test_keys_have_the_same_bits_by_messages_from_and_to_gpus(gpus_on_host, way,
     n, nodes, dtype = run
     gpu_on_host.let_messages_reach(monkeypatch, sys.modules["cupy"])
     through_host = []
-    staged_sum = staging.Staging.sum
+    staged_sum = data_parallel_gpu.Staging.sum
 
     def noted(self, *args):
         through_host.append(args)
         return staged_sum(self, *args)
 
-    monkeypatch.setattr(staging.Staging, "sum", noted)
+    monkeypatch.setattr(data_parallel_gpu.Staging, "sum", noted)
     found = {}
     for setting in ("staged", "direct"):
-        monkeypatch.setenv(cuda_aware.SETTING, setting)
+        monkeypatch.setenv(cuda_memory.SETTING, setting)
         through_host.clear()
-        found[setting] = threads.run(n, lambda world: program(world, "dist_device_sync", on_gpu, "sum", dtype), nodes)
+        found[setting] = thread_comm.run(
+            n, lambda world: program(world, "dist_device_sync", on_gpu, "sum", dtype), nodes
+        )
         between_nodes = n > 1 and (nodes is not None or way is Way.HOST)
         assert bool(through_host) == (setting == "staged" and between_nodes)
     for direct, staged in zip(found["direct"], found["staged"], strict=True):
@@ -154,8 +157,8 @@ def test_keys_have_the_same_bits_by_messages_from_and_to_gpus(gpus_on_host, way,
 def test_dtypes_of_many_keys(gpus_on_host, monkeypatch, dtype):
     use(monkeypatch, 8)
     monkeypatch.setattr(gpu_keys, "MOST_KEYS", 3)
-    found = threads.run(2, lambda world: program(world, "dist_device_sync", on_gpu, "sum", dtype))
-    wanted = threads.run(2, lambda world: program(world, "dist_sync", np.array, "sum", dtype))
+    found = thread_comm.run(2, lambda world: program(world, "dist_device_sync", on_gpu, "sum", dtype))
+    wanted = thread_comm.run(2, lambda world: program(world, "dist_sync", np.array, "sum", dtype))
     for mine, theirs in zip(found[0], wanted[0], strict=True):
         assert mine.dtype == theirs.dtype
         np.testing.assert_array_equal(mine, theirs)
@@ -168,8 +171,8 @@ def test_other_stores_keep_arrays_of_gpus_on_the_host(gpus_on_host, monkeypatch,
     n, updater = (1, "sum") if kind == "local" else (3, "function")
     if kind == "dist_async":
         n = 1  # ranks that wait for nobody see different values
-    found = threads.run(n, lambda world: program(world, kind, on_gpu, updater))
-    wanted = threads.run(n, lambda world: program(world, kind, np.array, updater))
+    found = thread_comm.run(n, lambda world: program(world, kind, on_gpu, updater))
+    wanted = thread_comm.run(n, lambda world: program(world, kind, np.array, updater))
     for mine, theirs in zip(found[0], wanted[0], strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
@@ -233,7 +236,7 @@ def test_what_another_gpu_has_is_copied(gpus_on_host, monkeypatch):
     with gpu_on_host.on_new_stream(Streams(gpu(0))):  # the current one of both, for the stand-in
         copy = devices.brought(x, out)
         x[...] = here  # after the copy
-        placed.carry(copy, out)
+        arguments.carry(copy, out)
         np.testing.assert_array_equal(out.to_host(), values)
         np.testing.assert_array_equal(x.to_host(), np.ones((3, 4)))
     assert copy is not x
@@ -280,7 +283,7 @@ def test_arrays_come_and_go_anywhere(gpus_on_host, monkeypatch, kind):
             store.assign(key, on_gpu(np.full((4, 2), 7, "f4")))
             assert (np.asarray(store.pull(key)) == 7).all()
 
-    threads.run(1 if kind == "device" else 2, one)
+    thread_comm.run(1 if kind == "device" else 2, one)
 
 
 def test_ranks_with_values_elsewhere_are_told(gpus_on_host, monkeypatch):
@@ -292,7 +295,7 @@ def test_ranks_with_values_elsewhere_are_told(gpus_on_host, monkeypatch):
         with pytest.raises(MismatchError, match=r"expected key 'a' \(3,\) float32 on a GPU as on rank 0"):
             store.init("a", value if world.rank else on_gpu(value))
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 def test_learning_rates_that_differ_are_told_to_all(gpus_on_host, monkeypatch):
@@ -313,7 +316,7 @@ def test_learning_rates_that_differ_are_told_to_all(gpus_on_host, monkeypatch):
         return store.pull("a").wait().to_host()
 
     if shutil.which("g++"):
-        np.testing.assert_array_equal(threads.run(2, one), np.full((2, 3), -2.0))
+        np.testing.assert_array_equal(thread_comm.run(2, one), np.full((2, 3), -2.0))
 
 
 def test_compression_is_for_keys_on_the_host(gpus_on_host, monkeypatch):
@@ -331,7 +334,7 @@ def test_compression_is_for_keys_on_the_host(gpus_on_host, monkeypatch):
         coded.pushpull("a", on_gpu(np.full(3, 0.6, "f4")), out=out)
         assert (out.to_host() == 0.5 * world.size).all()
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 @needs_compiler
@@ -369,7 +372,7 @@ def test_state_goes_from_gpus_to_the_host_and_back(gpus_on_host, monkeypatch, tm
             push(world, store, place, 1)
         return [np.asarray(store.pull("a")) for store in (straight, resumed, by_file)]
 
-    for straight, resumed, by_file in threads.run(n, one):
+    for straight, resumed, by_file in thread_comm.run(n, one):
         np.testing.assert_allclose(resumed, straight, rtol=1e-6)
         np.testing.assert_allclose(by_file, straight, rtol=1e-6)
 
@@ -408,9 +411,9 @@ def test_a_trainer_on_a_store_of_gpus(gpus_on_host, monkeypatch, run, update_on_
         return [on_host(each.data).copy() for each in net.parameters()]
 
     use(monkeypatch, 8)
-    found = threads.run(n, train)
+    found = thread_comm.run(n, train)
     use(monkeypatch, 0)
-    wanted = threads.run(n, train)
+    wanted = thread_comm.run(n, train)
     for mine, theirs in zip(found[0], wanted[0], strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
 

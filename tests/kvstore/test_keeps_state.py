@@ -7,9 +7,9 @@ from whole_state import held, joined, restore
 
 from hpcdp import kvstore, optim
 from hpcdp.checkpoint import Manager
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
-from hpcdp.kvstore.servers.together import serve
+from hpcdp.kvstore.servers.handlers import serve
 
 SHAPES = {3: (33, 7), 11: (), 12: (5,), 40: (1, 3)}
 DTYPES = {3: "f4", 11: "f8", 12: "f2", 40: "i4"}
@@ -67,7 +67,7 @@ def run(kind, n, per_node, rule, steps, first=0, state=None, servers=0, compress
         store.barrier()
         return found
 
-    of_ranks = threads.run(n, worker, per_node, servers, serve)
+    of_ranks = thread_comm.run(n, worker, per_node, servers, serve)
     after, before, pulled = zip(*of_ranks, strict=True)
     for each in pulled[1:]:
         same(each, pulled[0])
@@ -145,9 +145,9 @@ def test_settings_come_back_too(kind):
         push(store, 1, 0)
         same(values(second), values(store))
 
-    threads.run(1 if kind == "local" else 2, worker, 1)
+    thread_comm.run(1 if kind == "local" else 2, worker, 1)
     if kind == "dist_async":
-        threads.run(2, worker, None, 1, serve)
+        thread_comm.run(2, worker, None, 1, serve)
 
 
 def test_files_of_optimizer_states_have_only_what_was_updated(tmp_path):
@@ -159,7 +159,7 @@ def test_files_of_optimizer_states_have_only_what_was_updated(tmp_path):
         store.load_optimizer_states(str(tmp_path / "states"))
         return held(store.state_dict())["updates"]
 
-    assert threads.run(2, worker) == [{3: 1, 11: 0, 12: 0}] * 2
+    assert thread_comm.run(2, worker) == [{3: 1, 11: 0, 12: 0}] * 2
 
 
 def test_states_of_other_stores_are_refused():
@@ -173,7 +173,7 @@ def test_states_of_other_stores_are_refused():
         (lambda world: make("dist_sync", world), r"optimizer\]: expected none, as the store has, got one"),
         (lambda world: make("dist_sync", world, optim.Adam), r"optimizer\]: expected adam, got sgd"),
     ):
-        threads.run(2, lambda world, o=other, m=message: worker(world, o, m))
+        thread_comm.run(2, lambda world, o=other, m=message: worker(world, o, m))
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
@@ -196,7 +196,7 @@ def test_a_state_that_is_wrong_on_one_worker_is_an_error_on_all(kind, spoil, mes
         store.load_state_dict(state)
         assert all((value == 1).all() for value in values(store).values())
 
-    threads.run(3, worker, 2)
+    thread_comm.run(3, worker, 2)
 
 
 def test_workers_whose_rates_differ_take_over_a_state_together():
@@ -211,7 +211,7 @@ def test_workers_whose_rates_differ_take_over_a_state_together():
         store.load_state_dict(state)
         return rule.lr
 
-    assert threads.run(2, one) == [0.5, 0.5]
+    assert thread_comm.run(2, one) == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(("kind", "per_node"), [("local", None), ("dist_sync", None), ("dist_async", 1)])
@@ -226,7 +226,7 @@ def test_pulls_under_way_get_what_was_there_before(kind, per_node, split):
         assert not any(pull.wait().any() for pull in pulls)
         return [store.pull(key).wait().all() for key in keys]
 
-    assert np.all(one(None) if kind == "local" else threads.run(2, one, per_node))
+    assert np.all(one(None) if kind == "local" else thread_comm.run(2, one, per_node))
 
 
 @pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])
@@ -241,7 +241,7 @@ def test_what_was_not_sent_is_forgotten_with_a_state_that_has_sent_all(kind):
         store.push(3, np.full(SHAPES[3], 0.4, "f4"))
         return store.pull(3).wait().any()
 
-    assert not np.any(one(None) if kind == "local" else threads.run(2, one))
+    assert not np.any(one(None) if kind == "local" else thread_comm.run(2, one))
 
 
 def test_a_checkpoint_of_keys_without_elements_that_are_compressed(tmp_path):
@@ -253,5 +253,5 @@ def test_a_checkpoint_of_keys_without_elements_that_are_compressed(tmp_path):
             manager.save(1, {"store": store}) if begins else manager.restore(into={"store": store})
         return store.pull("some").wait()[1]
 
-    assert threads.run(3, lambda world: worker(world, 7.0)) == [7.0] * 3
-    assert threads.run(2, lambda world: worker(world, 0.0)) == [7.0] * 2
+    assert thread_comm.run(3, lambda world: worker(world, 7.0)) == [7.0] * 3
+    assert thread_comm.run(2, lambda world: worker(world, 0.0)) == [7.0] * 2

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hpcdp import kvstore
-from hpcdp.comm import threads
-from hpcdp.kvstore.servers import placement
-from hpcdp.kvstore.servers.together import serve
+from hpcdp.comm import thread_comm
+from hpcdp.kvstore.servers import protocol
+from hpcdp.kvstore.servers.handlers import serve
 
 PRIME = 1_000_003
 COUNT = 6
@@ -68,7 +68,7 @@ def run_schedules(ranks, per_node, num_servers, num_keys, seed):
             close(key)
         return history
 
-    found = threads.run(ranks, one, per_node, num_servers, serve)
+    found = thread_comm.run(ranks, one, per_node, num_servers, serve)
     return {key: [operation for history in found for operation in history[key]] for key in range(num_keys)}
 
 
@@ -125,7 +125,7 @@ WHOLE_TOO = [(2, None, 0), (4, 2, 0), (2, 1, 1)]
 def test_random_schedules(world, cut, monkeypatch):
     ranks, per_node, num_servers = world
     if cut:
-        monkeypatch.setattr(placement, "SPLIT_NBYTES", 8)
+        monkeypatch.setattr(protocol, "SPLIT_NBYTES", 8)
     for seed in range(2 if os.environ.get("HPCDP_TEST_THOROUGH") else 1):
         for key, operations in run_schedules(ranks, per_node, num_servers, 60, seed).items():
             assert is_linearisable(key, operations), (key, seed, sorted(operations))

@@ -5,7 +5,7 @@ import pytest
 from small_stores import added, on_one_worker
 
 from hpcdp import kvstore
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 
 
@@ -76,7 +76,7 @@ def test_rows_alone_travel(ranks, per_node, split):
         store.barrier()
         return store.statistics()["sent_nbytes"] - before
 
-    assert sum(threads.run(ranks, one, per_node)) < ranks * (7 * 1200 + 20 * 64)  # of 40 rows each
+    assert sum(thread_comm.run(ranks, one, per_node)) < ranks * (7 * 1200 + 20 * 64)  # of 40 rows each
 
 
 def test_a_number_has_no_rows(kind):

@@ -5,7 +5,7 @@ import pytest
 from small_stores import full
 
 from hpcdp import kvstore, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import HpcdpError
 
 SIZES = [((3, 2), (2, None)), ((1, None), (4, 2)), ((2, 1), (3, 1))]
@@ -48,9 +48,9 @@ def test_states_go_on_with_another_number_of_ranks(kind, saved, loaded, split, t
         store.save_optimizer_states(path)
         return store.pull("w").wait()
 
-    wanted = threads.run(1, lambda world: some(world, 5))[0]
-    value = threads.run(saved[0], lambda world: some(world, 2), ranks_per_node=saved[1])[0]
-    for found in threads.run(loaded[0], lambda world: some(world, 3, value), ranks_per_node=loaded[1]):
+    wanted = thread_comm.run(1, lambda world: some(world, 5))[0]
+    value = thread_comm.run(saved[0], lambda world: some(world, 2), ranks_per_node=saved[1])[0]
+    for found in thread_comm.run(loaded[0], lambda world: some(world, 3, value), ranks_per_node=loaded[1]):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
     local("w", "never").load_optimizer_states(path)  # of any kind of store
     with pytest.raises(HpcdpError, match="states of this store's keys"):
@@ -81,7 +81,7 @@ def test_keys_that_a_state_does_not_cover_begin_anew(kind, saved_by, tmp_path):
         store.barrier()
         return [float((np.asarray(each) - old)[0]) for each, old in zip(store.pull([0, 1]), before, strict=True)]
 
-    threads.run(1, lambda world: one(world, saved_by, False))
-    assert threads.run(1, lambda world: one(world, kind, True)) == [
+    thread_comm.run(1, lambda world: one(world, saved_by, False))
+    assert thread_comm.run(1, lambda world: one(world, kind, True)) == [
         [1.5, 1.0]
     ]  # with the momentum of one push, or none

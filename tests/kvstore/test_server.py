@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from hpcdp import kvstore, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.kvstore.servers.handlers import serve
+from hpcdp.kvstore.servers.protocol import Kind, Message
 from hpcdp.kvstore.servers.server import Server
-from hpcdp.kvstore.servers.together import serve
-from hpcdp.kvstore.servers.wire import Kind, Message
 
 
 class OnItsWay:
@@ -59,7 +59,7 @@ def test_a_store_that_is_dropped_while_another_sends_loses_no_message():
         assert len(slow.sent) == 3
         assert set(kept) == set(slow.sent)
 
-    threads.run(2, one, 1)
+    thread_comm.run(2, one, 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -89,7 +89,7 @@ def test_a_store_is_kept_until_all_its_workers_have_dropped_it(ranks):
             assert not server.stores
             world.barrier()
 
-    threads.run(ranks, one, 1)
+    thread_comm.run(ranks, one, 1)
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(1, 0), (2, 0), (3, 0), (4, 0), (9, 0), (3, 2), (1, 3)])
@@ -127,4 +127,4 @@ def test_workers_leave_a_store_by_two_messages_a_rank(workers, servers):
         ends.append(Server.of(whole, has_servers=True))
         serve(whole)
 
-    threads.run(workers, one, 1, servers, served)
+    thread_comm.run(workers, one, 1, servers, served)

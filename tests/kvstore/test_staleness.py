@@ -9,11 +9,10 @@ from pairs import pairs
 
 import hpcdp
 from hpcdp import kvstore, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
-from hpcdp.kvstore.servers import delay
-from hpcdp.kvstore.servers.replay import Replay
-from hpcdp.kvstore.servers.together import serve
+from hpcdp.kvstore.servers import key_directory
+from hpcdp.kvstore.servers.handlers import Replay, serve
 
 WORLDS = [
     *((False, *each) for each in ((2, None, 0), (3, None, 0), (2, 1, 1))),  # there is nothing to cut keys over
@@ -52,7 +51,7 @@ def test_nobody_leads_by_more(ranks, per_node, num_servers, staleness, split):
             store.push("w", np.array([world.rank, -1, -1, -1]))
         store.barrier()
 
-    threads.run(ranks, one, per_node, num_servers, serve)
+    thread_comm.run(ranks, one, per_node, num_servers, serve)
     assert len(leads) == 12 * ranks
     assert max(leads) <= staleness + 1  # a push of the slowest may be allowed and not have taken effect
 
@@ -72,7 +71,7 @@ def test_uneven_numbers_of_pushes_hang_nobody(ranks, per_node, num_servers, spli
         store.wait()
         return None
 
-    threads.run(ranks, one, per_node, num_servers, serve)
+    thread_comm.run(ranks, one, per_node, num_servers, serve)
 
 
 def test_none_is_without_bound_and_0_is_dist_sync():
@@ -96,7 +95,7 @@ def test_none_is_without_bound_and_0_is_dist_sync():
 
     for per_node in (None, 1):
         for (kind, found), (wanted_kind, wanted) in zip(
-            threads.run(3, lambda world: one(world, 0), per_node), threads.run(3, sync, per_node), strict=True
+            thread_comm.run(3, lambda world: one(world, 0), per_node), thread_comm.run(3, sync, per_node), strict=True
         ):
             assert kind == wanted_kind == "dist_sync"
             assert found.tobytes() == wanted.tobytes()
@@ -110,12 +109,12 @@ def test_none_is_without_bound_and_0_is_dist_sync():
                 store.pushpull("w", np.ones(3, "f4"), np.empty(3, "f4"))
         world.barrier()
 
-    threads.run(2, runs_ahead, 1)
+    thread_comm.run(2, runs_ahead, 1)
 
 
 @pytest.mark.parametrize(("ranks", "per_node", "num_servers"), [(2, None, 0), (2, 1, 0), (2, None, 1), (3, 1, 2)])
 def test_who_holds_others_back_is_named(ranks, per_node, num_servers, split, monkeypatch, capfd):
-    monkeypatch.setattr(delay, "REPORTED_S", 0.05)
+    monkeypatch.setattr(key_directory, "REPORTED_S", 0.05)
 
     def one(world):
         store = kvstore.create("dist_async", world, staleness=1)
@@ -130,7 +129,7 @@ def test_who_holds_others_back_is_named(ranks, per_node, num_servers, split, mon
         store.barrier()
         return store.statistics()["waited_s"]
 
-    waited = threads.run(ranks, one, per_node, num_servers, serve)
+    waited = thread_comm.run(ranks, one, per_node, num_servers, serve)
     assert waited[1] < 0.1 < waited[0]
     said = capfd.readouterr().err
     assert f"rank 0 of {ranks}: key 'w': waits for rank 1, more than 1 pushes behind (staleness=1)" in said
@@ -162,7 +161,7 @@ def test_a_seed_replays_a_run_to_the_bit(ranks, per_node, split):
         return found, np.asarray(store.pull("v")).tobytes()
 
     def run(seed):
-        return threads.run(ranks, lambda world: trained(world, seed), per_node)
+        return thread_comm.run(ranks, lambda world: trained(world, seed), per_node)
 
     first = run(5)
     assert run(5) == first
@@ -210,7 +209,7 @@ def test_who_waits_for_all_others_holds_none_back(layout, waits, meet):
         store.push("w", np.full(4, -1.0))
         store.barrier()
 
-    threads.run(ranks, one, per_node, num_servers, serve)
+    thread_comm.run(ranks, one, per_node, num_servers, serve)
 
 
 def test_a_bound_goes_on_behind_a_call_of_all_ranks():
@@ -227,7 +226,7 @@ def test_a_bound_goes_on_behind_a_call_of_all_ranks():
                 store.push("w", np.ones(4))
         return store.statistics()["waited_s"]
 
-    waited = threads.run(2, one)
+    waited = thread_comm.run(2, one)
     assert waited[0] > 0.1 > waited[1]
 
 
@@ -244,7 +243,7 @@ def test_a_replay_goes_on_where_ranks_meet(meet):
         store.barrier()
         return float(store.pull("w")[0])
 
-    assert threads.run(3, one) == [4 * 3 + 3 * 6] * 3
+    assert thread_comm.run(3, one) == [4 * 3 + 3 * 6] * 3
 
 
 def test_a_call_of_all_ranks_that_fails_leaves_no_worker_out_of_a_replay():
@@ -257,7 +256,7 @@ def test_a_call_of_all_ranks_that_fails_leaves_no_worker_out_of_a_replay():
         world.comm.barrier()
         store.barrier()
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 @pytest.mark.parametrize("settings", [{"staleness": 1}, {"replay": 3}])
@@ -278,7 +277,7 @@ def test_a_store_that_is_gone_on_all_ranks_costs_calls_of_all_ranks_nothing(sett
         stores.append(kvstore.create("dist_async", world, **settings))
         return [*counts, exchanges()]
 
-    assert threads.run(2, one) == [[2, 2, 2, 2, 0, 2]] * 2
+    assert thread_comm.run(2, one) == [[2, 2, 2, 2, 0, 2]] * 2
 
 
 def slowly(key, received, stored):
@@ -304,4 +303,4 @@ def test_who_drops_a_store_with_pushes_under_way_holds_nobody_back(per_node):
         gone.set()
         return [store.pull(key).wait().tolist() for key in ("a", "b")]
 
-    assert threads.run(2, one, per_node) == [[[15.0] * 4] * 2, True]
+    assert thread_comm.run(2, one, per_node) == [[[15.0] * 4] * 2, True]

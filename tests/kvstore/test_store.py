@@ -12,8 +12,8 @@ from small_stores import SHAPE, WORLDS, added, full, on_one_worker
 
 import hpcdp
 from hpcdp import kvstore, nn, optim
-from hpcdp.arrays import dtype_of
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import ConfigError, UnsupportedError
 
 
@@ -88,7 +88,7 @@ def test_a_pull_casts_to_another_float_dtype(kind, split, per_node):
             store.pull("w", out=np.zeros(SHAPE, "i8"))
         store.barrier()
 
-    threads.run(2, rank, per_node)
+    thread_comm.run(2, rank, per_node)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
@@ -108,7 +108,7 @@ def test_ranks_push_and_a_server_of_rate_r_adds(ranks, per_node):
     for number, shape in enumerate((SHAPE, (40, 30), (7,), ())):
         dtype = ("f2", "f4", "f8")[(number + ranks) % 3]
         for rate in (2, 0.5):
-            for found in threads.run(ranks, partial(one, dtype=dtype, shape=shape, rate=rate), per_node):
+            for found in thread_comm.run(ranks, partial(one, dtype=dtype, shape=shape, rate=rate), per_node):
                 for i, each in enumerate(found, 1):
                     assert (each.dtype, each.shape) == (np.dtype(dtype), shape)
                     assert (each == 1 + i * rate * ranks * (ranks + 1) / 2).all()
@@ -128,7 +128,7 @@ def test_large_values_too():
             store.push(0, full(world.rank + 1, (1200, 1200)))
         return float(np.asarray(store.pull(0)).min()), float(np.asarray(store.pull(0)).max())
 
-    assert threads.run(3, one, ranks_per_node=2) == [(25.0, 25.0)] * 3
+    assert thread_comm.run(3, one, ranks_per_node=2) == [(25.0, 25.0)] * 3
 
 
 def test_several_keys_repeated_ones_and_lists_for_devices(replacing):
@@ -243,7 +243,7 @@ def test_ranks_may_push_keys_in_other_orders_and_with_other_priorities():
         return [float(store.pull(key)[0, 0]) for key in keys]
 
     for per_node in (None, 1, 2):
-        assert threads.run(4, one, ranks_per_node=per_node) == [[6.0 + 4 * key for key in range(7)]] * 4
+        assert thread_comm.run(4, one, ranks_per_node=per_node) == [[6.0 + 4 * key for key in range(7)]] * 4
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
@@ -259,7 +259,7 @@ def test_stores_do_not_meet_each_other(kind):
             store.barrier()
         return [float(store.pull("key")[0, 0]) for store in stores]
 
-    assert threads.run(3, one, ranks_per_node=1) == [[6.0, 13.0, 20.0]] * 3
+    assert thread_comm.run(3, one, ranks_per_node=1) == [[6.0, 13.0, 20.0]] * 3
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (3, None), (4, 2)])
@@ -286,7 +286,7 @@ def test_values_can_be_assigned(kind, ranks, per_node):
     if kvstore.KINDS[kind].scope == "process":
         one(kvstore.create(kind))
     else:
-        threads.run(ranks, lambda world: one(kvstore.create(kind, world)), per_node)
+        thread_comm.run(ranks, lambda world: one(kvstore.create(kind, world)), per_node)
 
 
 def test_a_broadcast_overwrites_its_value_where_no_other_place_is_named():
@@ -295,7 +295,7 @@ def test_a_broadcast_overwrites_its_value_where_no_other_place_is_named():
         store.broadcast("w", value)
         return value
 
-    assert all(np.array_equal(value, full(1)) for value in threads.run(3, one))
+    assert all(np.array_equal(value, full(1)) for value in thread_comm.run(3, one))
 
 
 def test_keys_of_higher_priority_come_first(kind):
@@ -344,7 +344,7 @@ def test_a_rank_that_has_not_pushed_is_known_to_those_that_wait(waits_in):
         store.barrier()
         return seen
 
-    assert threads.run(3, one)[0] == [[2]]
+    assert thread_comm.run(3, one)[0] == [[2]]
 
 
 def test_arrays_on_a_device():
@@ -361,7 +361,7 @@ def test_arrays_on_a_device():
         store.pushpull(1, [standin.asarray(full(world.rank)), standin.asarray(full(3))], out=out[world.rank])
 
     out = [standin.asarray(full(0)) for _ in range(3)]
-    threads.run(3, through_the_host)
+    thread_comm.run(3, through_the_host)
     assert all((each.to_host() == 12).all() for each in out)
 
 
@@ -406,4 +406,4 @@ def test_many_keys_share_few_pieces_of_memory(kind, updater):
         assert all(np.allclose(store.pull(key), each) for key, each in zip(keys, expected, strict=True))
         return len(sizes) - begun
 
-    assert max(threads.run(2, one)) <= 4
+    assert max(thread_comm.run(2, one)) <= 4

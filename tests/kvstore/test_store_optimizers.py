@@ -8,9 +8,9 @@ from pairs import pairs
 from small_stores import LAYOUTS, WORLDS, full, on_one_worker
 
 from hpcdp import kvstore, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, MismatchError
-from hpcdp.kvstore.servers.together import serve
+from hpcdp.kvstore.servers.handlers import serve
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
@@ -35,7 +35,7 @@ def test_an_optimizer_updates_as_one_process_with_the_sum_would(ranks, per_node)
         rule = optim.Adam(lr=0.1 / (step + 1))
         state = state or rule.init_state(wanted)
         rule.update(wanted, gradients[step].sum(axis=0).reshape(-1), state, step=step + 1)
-    everyone = threads.run(ranks, one, ranks_per_node=per_node)
+    everyone = thread_comm.run(ranks, one, ranks_per_node=per_node)
     for big, small in everyone:
         np.testing.assert_allclose(big.reshape(-1), wanted, rtol=2e-4, atol=2e-5)
         np.testing.assert_allclose(small, wanted[:5], rtol=2e-4, atol=2e-5)
@@ -65,7 +65,7 @@ def test_a_batch_on_n_workers_is_one_machine_with_n_batches():
     alone = trained(kvstore.create("local"), 0, 12)
     for ranks in (2, 3, 4):
         count = 12 // ranks
-        for found in threads.run(
+        for found in thread_comm.run(
             ranks, lambda w, c=count: trained(kvstore.create("dist", w), c * w.rank, c * (w.rank + 1)), ranks_per_node=2
         ):
             np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-6)
@@ -89,7 +89,7 @@ def test_rates_that_differ_are_told_whatever_they_are(rate, shape, at_once):
             store.wait()
 
     with pytest.raises(MismatchError, match=r"expected the same learning rate on all ranks, got 1 on rank 0, 2 on ra"):
-        threads.run(2, one)
+        thread_comm.run(2, one)
 
 
 @pytest.mark.parametrize(("ranks", "per_node", "split"), LAYOUTS, indirect=["split"])
@@ -112,7 +112,7 @@ def test_an_optimizer_and_a_rate_that_is_assigned(ranks, per_node, split):
         return store.pull("big").wait(), store.pull("small").wait(), store.statistics()["pushes"]
 
     wanted = start - sum(0.5 / (step + 1) * gradients[step].sum(axis=0) for step in range(4))
-    for big, small, pushes in threads.run(ranks, one, ranks_per_node=per_node):
+    for big, small, pushes in thread_comm.run(ranks, one, ranks_per_node=per_node):
         np.testing.assert_allclose(big, wanted, rtol=1e-12, atol=1e-14)
         np.testing.assert_allclose(small, wanted[0], rtol=1e-12, atol=1e-14)
         assert pushes == 8
@@ -163,7 +163,7 @@ def test_whatever_rate_a_worker_assigns_is_that_of_its_pushes(ranks, per_node, n
         store.barrier()
         return [np.asarray(each) for each in store.pull(["w", "v"])]
 
-    for found in threads.run(ranks, one, per_node, num_servers, serve):
+    for found in thread_comm.run(ranks, one, per_node, num_servers, serve):
         for each in found:
             np.testing.assert_allclose(each, wanted, rtol=1e-12)
 
@@ -179,7 +179,7 @@ def test_a_rate_that_is_none_is_told_where_it_is_pushed(per_node):
         with pytest.raises(ConfigError, match=r"sgd lr.*expected a number >= 0, got array\(0\.5\)"):
             store.push(["w", "v"], [full(1), full(1)])
 
-    threads.run(2, one, per_node)
+    thread_comm.run(2, one, per_node)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
@@ -203,7 +203,7 @@ def test_updates_of_one_worker_are_those_of_the_optimizer(kind, split):
         return store.pull(0).wait()
 
     for who in range(3):
-        for found in threads.run(3, partial(one, who=who), ranks_per_node=2):
+        for found in thread_comm.run(3, partial(one, who=who), ranks_per_node=2):
             np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
@@ -227,7 +227,7 @@ def test_half_precision_is_updated_in_single(kind, per_node):
         store.barrier()
         return np.asarray(store.pull("w"))
 
-    for found in threads.run(2, one, per_node):
+    for found in thread_comm.run(2, one, per_node):
         assert found.dtype == np.float16
         np.testing.assert_array_equal(found, wanted.astype("f2"))
 

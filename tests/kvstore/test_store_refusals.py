@@ -6,8 +6,8 @@ import standin
 from small_stores import SHAPE, added, full, on_one_worker
 
 from hpcdp import kvstore, nn, optim
-from hpcdp.arrays import dtype_of
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import ConfigError, MismatchError, UnsupportedError
 
 
@@ -135,7 +135,7 @@ def test_a_key_that_one_rank_cannot_make_is_an_error_on_all(kind):
             store.init("b", np.zeros(3, "f4"))
             store.assign("ab"[world.rank], np.zeros(3, "f4"))
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
 
 
 def test_ranks_that_differ_are_told():
@@ -168,7 +168,7 @@ def test_ranks_that_differ_are_told():
         (kinds, MismatchError, r"kvstore.create .*expected dist_async .* as on rank 0, got dist_sync .* on ranks 1, 2"),
     ):
         with pytest.raises(kind_of, match=said):
-            threads.run(3, fn)
+            thread_comm.run(3, fn)
 
 
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
@@ -184,5 +184,5 @@ def test_what_is_no_optimizer_is_told_on_every_rank_whatever_others_pass(name):
     expected = "set_optimizer: expected an optimizer, e.g. hpcdp.optim.SGD(lr=0.1)"
     for given, who in (([object(), object()], ""), ([optim.SGD(lr=0.1), object()], "rank 1: ")):
         told.clear()
-        threads.run(2, lambda world, given=given: rank(world, given))
+        thread_comm.run(2, lambda world, given=given: rank(world, given))
         assert told == [who + expected] * 2

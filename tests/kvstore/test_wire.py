@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 
 from hpcdp import kvstore, optim
-from hpcdp.comm import threads
-from hpcdp.comm.roles import ENDED
+from hpcdp.comm import thread_comm
+from hpcdp.comm.communicator import ENDED
 from hpcdp.errors import HpcdpError, MismatchError
 from hpcdp.kvstore.servers import server
-from hpcdp.kvstore.servers.cell import AWAY, BACK
-from hpcdp.kvstore.servers.requests import Requests
+from hpcdp.kvstore.servers.handlers import Requests, serve
+from hpcdp.kvstore.servers.protocol import AWAY, BACK, DTYPES, HEADER_NBYTES, Kind, Message, decode, following_nbytes
 from hpcdp.kvstore.servers.server import REQUESTS
-from hpcdp.kvstore.servers.together import serve
-from hpcdp.kvstore.servers.wire import DTYPES, HEADER_NBYTES, Kind, Message, decode, following_nbytes
 
 MESSAGES = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") else 20_000
 
@@ -124,7 +122,7 @@ def table():
         store.set_optimizer(optim.SGD(lr=0.1, momentum=0.9))
         found.append(store._table)
 
-    threads.run(2, one)
+    thread_comm.run(2, one)
     return found[0]
 
 
@@ -174,7 +172,7 @@ def test_a_server_survives_what_strangers_send():
         store.barrier()
         return store.pull("w").wait().tolist()
 
-    assert threads.run(3, one, 1) == [[20.0] * 4] * 3
+    assert thread_comm.run(3, one, 1) == [[20.0] * 4] * 3
 
 
 def test_tags_are_all_different():
@@ -201,5 +199,5 @@ def test_long_values_reach_servers_of_their_own(ranks_per_node):
         store.barrier()
         return [float(each[0]) for each in store.pull(keys)]
 
-    found = threads.run(3, one, ranks_per_node, num_servers=2, serve=serve)
+    found = thread_comm.run(3, one, ranks_per_node, num_servers=2, serve=serve)
     assert found == [[9.0 * (key + 1) for key in range(4)]] * 3

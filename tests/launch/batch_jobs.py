@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch.batch_systems import batch
-from hpcdp.launch.job import Job
+from hpcdp.launch import batch
+from hpcdp.launch.spec import Job
 
 GOLDEN = Path(__file__).with_name("golden_batch")
 SHELLCHECK = ["shellcheck", "--exclude=SC2016", "-"]

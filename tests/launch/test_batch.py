@@ -10,8 +10,8 @@ import pytest
 from batch_jobs import FULL
 
 from hpcdp.errors import ConfigError, LaunchError
-from hpcdp.launch.batch_systems import batch
-from hpcdp.launch.job import Plan
+from hpcdp.launch import batch
+from hpcdp.launch.spec import Plan
 
 
 def test_only_what_programs_need_travels() -> None:
@@ -93,8 +93,8 @@ import signal, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_batch import Batch
-from hpcdp.launch.batch_systems import batch
-from hpcdp.launch.job import Plan
+from hpcdp.launch import batch
+from hpcdp.launch.spec import Plan
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 job = """
 import os, time

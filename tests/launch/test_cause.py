@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpcdp.launch.cause import first_failure
-from hpcdp.launch.watch import End
+from hpcdp.launch.exit_analysis import first_failure
+from hpcdp.launch.process_monitor import End
 
 
 def ends_of(*ends: tuple[int, int | None, float]) -> list[End]:

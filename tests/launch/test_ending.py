@@ -7,10 +7,13 @@ import sys
 import pytest
 
 from hpcdp.errors import SaveError, Terminated
-from hpcdp.launch import ending
-from hpcdp.launch.ending import INTERRUPTED, TERMINATED, end_early, fail
+from hpcdp.launch import exit_analysis
+from hpcdp.launch.exit_analysis import INTERRUPTED, TERMINATED, end_early, fail
 
-CODE = "import sys; from hpcdp.launch.ending import fail; print('out', end=''); fail('why', {}, by_all={}); sys.exit(9)"
+CODE = (
+    "import sys; from hpcdp.launch.exit_analysis import fail; "
+    "print('out', end=''); fail('why', {}, by_all={}); sys.exit(9)"
+)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -36,8 +39,8 @@ def test_an_error_of_all_ranks_is_reported_by_one(
     rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
-    monkeypatch.setattr(ending.os, "_exit", ended.append)
-    monkeypatch.setattr(ending.time, "sleep", lambda _: None)
+    monkeypatch.setattr(exit_analysis.os, "_exit", ended.append)
+    monkeypatch.setattr(exit_analysis.time, "sleep", lambda _: None)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
     error = SaveError("save", got="No space left on device")

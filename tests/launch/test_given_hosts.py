@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import checks, interfaces, launchers, mpi_library
-from hpcdp.launch.batch_systems import given_hosts
-from hpcdp.launch.job import Host, Job
+from hpcdp.launch import batch, checks, hosts, launchers, mpi_library
+from hpcdp.launch.spec import Host, Job
 
 HOSTS = (Host("node1", 2), Host("node2", 3))
 GRID_ENGINE = "node1 1 all.q@node1 UNDEFINED\nnode2 3 all.q@node2 UNDEFINED\nnode1 1 long.q@node1 UNDEFINED\n"
@@ -52,7 +51,7 @@ def batch_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 )
 def test_ranks_go_to_the_hosts_of_the_job(variables: dict[str, str], batch_job) -> None:
     batch_job(variables)
-    assert given_hosts.read() == HOSTS
+    assert batch.read() == HOSTS
     plan = launchers.launcher("mpi").plan(Job(("train",), 3, 1))
     assert list(plan.files.values()) == ["node1\nnode1\nnode2\nnode2\n"]
     assert "--default-hostfile" in plan.commands[0].argv
@@ -101,8 +100,8 @@ def test_what_cannot_be_read_is_a_line(variables: dict[str, str], says: str, bat
 
 
 def test_traffic_between_their_hosts_takes_no_loopback(batch_job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interfaces, "here", lambda: ["lo", "eth0"])
-    monkeypatch.setattr(interfaces, "to_other_hosts", lambda: ["eth0"])
+    monkeypatch.setattr(hosts, "here", lambda: ["lo", "eth0"])
+    monkeypatch.setattr(hosts, "to_other_hosts", lambda: ["eth0"])
     batch_job({"LSB_HOSTS": "node1 node2"})
     with pytest.raises(Exception, match="got 'lo', which leads to no other host"):
         launchers.launcher("mpi").plan(Job(("train",), 2, interface="lo"))

@@ -17,9 +17,10 @@ from types import SimpleNamespace
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import interfaces
+from hpcdp.launch import hosts
 from hpcdp.launch.hosts import Place
-from hpcdp.launch.remote import channel, guard, guards
+from hpcdp.launch.remote import channel, guard
+from hpcdp.launch.remote import guards as remote_guards
 from hpcdp.launch.remote.guards import Guards
 
 SSH = """#!/bin/sh
@@ -43,7 +44,7 @@ wait $!
 LAUNCHER = """
 import os, sys
 from pathlib import Path
-from hpcdp.launch import supervise
+from hpcdp.launch import runner as supervise
 from hpcdp.launch.remote import channel, guard, guards
 from hpcdp.launch.hosts import Place
 supervise._FAILED_GRACE_S = 0.5
@@ -174,15 +175,15 @@ def test_many_hosts_are_reached_in_waves_and_one_line_says_what_is_wrong(ssh: Pa
 @pytest.mark.parametrize("limits", [(64, 900), (300, 900), (900, 900), (64, resource.RLIM_INFINITY)])
 def test_a_limit_of_open_files_is_raised_or_named(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [limits]
-    monkeypatch.setattr(guards.resource, "getrlimit", lambda _: now[0])
-    monkeypatch.setattr(guards.resource, "setrlimit", lambda _, wanted: now.append(wanted))
-    guards._allow_files(300)
+    monkeypatch.setattr(remote_guards.resource, "getrlimit", lambda _: now[0])
+    monkeypatch.setattr(remote_guards.resource, "setrlimit", lambda _, wanted: now.append(wanted))
+    remote_guards._allow_files(300)
     assert now[1:] == ([(856, limits[1])] if limits[0] < 856 else [])
     if limits[1] == 900:
         with pytest.raises(
             LaunchError, match="340 other hosts: expected a limit of 936 open files, got 900; ulimit -n"
         ):
-            guards._allow_files(340)
+            remote_guards._allow_files(340)
 
 
 def test_what_a_login_script_writes_is_not_taken_for_a_guard(ssh: Path) -> None:
@@ -227,13 +228,13 @@ def test_programs_for_mpirun_are_not_put_where_others_may_exchange_them(
     (tmp_path / "home" / ".cache").mkdir(parents=True)
     tmp_path.chmod(0o777)
     with pytest.raises(LaunchError, match=f"a folder that others may change: {tmp_path}, which every user may write"):
-        guards._private_folder(contextlib.ExitStack())
+        remote_guards._private_folder(contextlib.ExitStack())
     assert not list(tmp_path.glob("hpcdp-*"))
 
 
 def test_what_a_host_lacks(tmp_path: Path) -> None:
     (tmp_path / "run.sh").touch(mode=0o755)
-    valid = interfaces.to_other_hosts()
+    valid = hosts.to_other_hosts()
     assert guard.problems(str(tmp_path), "./run.sh", *valid[:1] or [None]) == []
     assert guard.problems(str(tmp_path / "x"), sys.executable, None)[0].startswith(f"there is no folder {tmp_path}/x;")
     tmp_path.chmod(0o777)
@@ -253,7 +254,7 @@ def test_a_user_without_a_home_has_a_private_folder(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     with contextlib.ExitStack() as left_behind:
-        assert guards._private_folder(left_behind).is_dir()
+        assert remote_guards._private_folder(left_behind).is_dir()
 
 
 def test_the_agent_is_a_private_program_that_hands_on_what_it_is_asked(ssh: Path) -> None:
@@ -274,7 +275,7 @@ def test_the_agent_is_a_private_program_that_hands_on_what_it_is_asked(ssh: Path
 def of_one_host(monkeypatch: pytest.MonkeyPatch) -> tuple[Guards, SimpleNamespace, list[float]]:
     """Guards that nothing has started, of one host, its channel, and what the clock shows."""
     now = [100.0]
-    monkeypatch.setattr(guards, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(remote_guards, "time", SimpleNamespace(monotonic=lambda: now[0]))
     away = SimpleNamespace(host="away", is_closed=False, heard_s=100.0, out=1, err=2, send=lambda message: None)
     group = Guards([], print)
     group._channels = {"away": away}

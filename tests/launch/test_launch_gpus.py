@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from gpu_on_host import cuda_driver
 
-from hpcdp.launch import machine
-from hpcdp.launch.diagnosis import doctor, gpus
-from hpcdp.launch.diagnosis.doctor import Verdict
+from hpcdp.launch import doctor, hosts
+from hpcdp.launch.doctor import Verdict
 from hpcdp.launch.mpi_library import MpiLibrary
 
 ONE = "0000:3B:00.0 NVIDIA H200"
@@ -32,7 +31,7 @@ NCCL = "available, get_version = True, lambda: 22501"
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not shutil.which("gcc"):
         pytest.skip("needs gcc, which makes the library that takes the driver's place")
-    monkeypatch.setattr(gpus, "LIBRARY", str(cuda_driver.build(tmp_path)))
+    monkeypatch.setattr(doctor, "LIBRARY", str(cuda_driver.build(tmp_path)))
     monkeypatch.setenv(cuda_driver.GPUS, ONE)
 
 
@@ -56,20 +55,20 @@ def says_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "libmpi.so.40"
     code = "int MPIX_Query_cuda_support(void) { return 1; }"
     subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=code, text=True, check=True)
-    monkeypatch.setattr(gpus.mpi_library, "find_library", lambda: MpiLibrary("openmpi", path))
+    monkeypatch.setattr(doctor.mpi_library, "find_library", lambda: MpiLibrary("openmpi", path))
 
 
 def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "LIBRARY", "libnone.so.1")
+    monkeypatch.setattr(doctor, "LIBRARY", "libnone.so.1")
     why = "none: libnone.so.1: cannot open shared object file: No such file or directory"
-    assert gpus.shown() == {"GPU": why}
+    assert doctor.shown() == {"GPU": why}
     assert doctor.check_gpus() == doctor.ok(why)
 
 
 def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "LIBRARY", "libnone.so.1")
-    monkeypatch.setattr(machine, "gpus", lambda: ["NVIDIA H200"])
-    assert gpus.shown()["GPU"].startswith("none: NVIDIA H200 cannot be used, libnone.so.1: cannot open")
+    monkeypatch.setattr(doctor, "LIBRARY", "libnone.so.1")
+    monkeypatch.setattr(hosts, "gpus", lambda: ["NVIDIA H200"])
+    assert doctor.shown()["GPU"].startswith("none: NVIDIA H200 cannot be used, libnone.so.1: cannot open")
     finding = doctor.check_gpus()
     assert finding.verdict is Verdict.WARNING and "--nv" in finding.remedy
 
@@ -82,9 +81,9 @@ def test_a_gpu_without_cupy(driver: None, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_versions_and_places(driver: None, cupy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "cuda_aware", lambda: "no, it says")
-    monkeypatch.setattr(gpus, "driver_release", lambda: "570.86.15")
-    assert gpus.shown() == {
+    monkeypatch.setattr(doctor, "cuda_aware", lambda: "no, it says")
+    monkeypatch.setattr(doctor, "driver_release", lambda: "570.86.15")
+    assert doctor.shown() == {
         "GPU": "0: NVIDIA H200 at 0000:3b:00.0",
         "GPU driver": "570.86.15, for CUDA up to 12.8",
         "CuPy": "14.2.0 NCCL 2.25.1",
@@ -94,14 +93,14 @@ def test_versions_and_places(driver: None, cupy: Path, monkeypatch: pytest.Monke
 
 def test_a_cupy_without_nccl_and_one_that_breaks(cupy: Path) -> None:
     (cupy / "cuda" / "nccl.py").write_text("available = False")
-    assert gpus.cupy() == (True, "14.2.0 without NCCL")
+    assert doctor.cupy() == (True, "14.2.0 without NCCL")
     (cupy / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
-    works, said = gpus.cupy()
+    works, said = doctor.cupy()
     assert not works and said.startswith("does not work: ImportError: libcudart.so.12")
 
 
 def test_a_cupy_that_does_not_work_is_not_told_to_be_missing(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "cupy", lambda: (False, "does not work: ImportError: libcudart.so.12"))
+    monkeypatch.setattr(doctor, "cupy", lambda: (False, "does not work: ImportError: libcudart.so.12"))
     finding = doctor.check_gpus()
     assert finding.saw.endswith("CuPy does not work: ImportError: libcudart.so.12")
     assert finding.remedy == "mend that, or install CuPy anew; hpcdp train --device cpu goes without"
@@ -112,25 +111,25 @@ def test_a_driver_that_is_too_old_for_cupy(driver: None, cupy: Path) -> None:
         "driverGetVersion=lambda: 13000", "driverGetVersion=lambda: 12080"
     )
     (cupy / "cuda" / "__init__.py").write_text(old)
-    assert "got one for CUDA up to 12.8; in an environment without this CuPy: pip install" in gpus.shown()["CuPy"]
+    assert "got one for CUDA up to 12.8; in an environment without this CuPy: pip install" in doctor.shown()["CuPy"]
 
 
 @pytest.mark.slow
 def test_a_library_is_asked(cupy: Path) -> None:
-    assert gpus.cuda_aware() == "no, it says"
+    assert doctor.cuda_aware() == "no, it says"
 
 
 @pytest.mark.slow
 def test_a_library_that_says_yes_is_tried(driver: None, cupy: Path, says_yes: None) -> None:
-    assert gpus.cuda_aware() == "yes, it says and does between two ranks of this machine"
+    assert doctor.cuda_aware() == "yes, it says and does between two ranks of this machine"
     (cupy / "__init__.py").write_text(
         CUPY.replace("from numpy import arange", "from numpy.random import rand as arange")
     )
-    assert gpus.cuda_aware() == "no: it says so, but sends something else"
+    assert doctor.cuda_aware() == "no: it says so, but sends something else"
     (cupy / "__init__.py").write_text("import os\nos.kill(os.getpid(), 11)")
-    assert gpus.cuda_aware().startswith("no: it says so, but ranks that try it end with ")
+    assert doctor.cuda_aware().startswith("no: it says so, but ranks that try it end with ")
 
 
 def test_within_a_job_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMI_SIZE", "2")
-    assert gpus.cuda_aware() == "not tried: this is itself a rank of a job"
+    assert doctor.cuda_aware() == "not tried: this is itself a rank of a job"

@@ -20,10 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import machine, mpi_library, segments, supervise
-from hpcdp.launch.diagnosis import info
+from hpcdp.core.environment import SAVE_AT
+from hpcdp.launch import cleanup, doctor, hosts, mpi_library, runner
 from hpcdp.launch.environment import environment
-from hpcdp.launched import SAVE_AT
 
 CORES = len(os.sched_getaffinity(0))
 SLEEPER = """
@@ -302,7 +301,7 @@ def test_inside_a_job_it_is_refused() -> None:
 def test_the_shell_of_an_interactive_job_is_no_rank() -> None:
     of_srun = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     of_srun |= {"PMI_FD": "11", "PMI_JOBID": "7.0", "PMI_RANK": "0", "PMI_SIZE": "1"}  # of srun --mpi=pmi2 --pty bash
-    code = "import os, sys, time; from hpcdp.launched import RANKS; time.sleep(0.5); "
+    code = "import os, sys, time; from hpcdp.core.environment import RANKS; time.sleep(0.5); "
     code += "sys.exit(3 * int(next(os.environ[name] for name in RANKS if name in os.environ)))"
     done = launch(2, *python(code), env=os.environ | of_srun)
     assert done.returncode == 3
@@ -330,7 +329,7 @@ def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whose", ["launcher", "mpirun", "rank"])
 def test_a_kill_leaves_nothing_behind(whose: str, tmp_path: Path) -> None:
-    with segments.files_of_mpich_removed():  # by the launcher, unless it is killed itself
+    with cleanup.files_of_mpich_removed():  # by the launcher, unless it is killed itself
         job = Job(tmp_path)
         children = Path(f"/proc/{job.launcher.pid}/task/{job.launcher.pid}/children").read_text().split()
         pids = {"launcher": job.launcher.pid, "mpirun": int(children[0]), "rank": job.rank_pid(1)}
@@ -351,8 +350,8 @@ def test_a_process_of_any_name_is_found(tmp_path: Path) -> None:
     assert not Path("/proc", done.stdout.strip()).exists()
     with subprocess.Popen([program, "60"]) as process:
         wait_for(lambda: Path(f"/proc/{process.pid}/comm").read_bytes() == b"caf\xe9\n")
-        assert str(program) in machine.files_in_use(str(tmp_path))
-        assert machine.started_at_s("python-of-nobody") == []
+        assert str(program) in hosts.files_in_use(str(tmp_path))
+        assert hosts.started_at_s("python-of-nobody") == []
         process.kill()
 
 
@@ -390,7 +389,7 @@ def test_the_terminal_ends_a_job(how: str, tmp_path: Path) -> None:
         os.close(terminal)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert status == 128 + (signal.SIGINT if how == "ctrl-c" else signal.SIGHUP)
-    assert time.monotonic() - started < 0.8 * supervise._GRACE_S, "it was killed after the time of grace"
+    assert time.monotonic() - started < 0.8 * runner._GRACE_S, "it was killed after the time of grace"
     if how == "ctrl-c":
         os.close(terminal)
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), limit_s=10)
@@ -410,7 +409,7 @@ def test_a_reader_that_has_gone_ends_the_job_as_it_would_end_any_program() -> No
 
 STUCK = """
 import os, subprocess, sys
-from hpcdp.launch import supervise
+from hpcdp.launch import runner as supervise
 supervise._FAILED_GRACE_S = 1.0
 ranks = "for n in 0 1; do PMI_RANK=$n sh -c 'sleep 0.5; [ $PMI_RANK = 0 ] && sleep 60; exit 3' & done; wait"
 sys.exit(supervise.supervise(["sh", "-c", ranks], os.environ, 2, "mpich"))
@@ -418,7 +417,7 @@ sys.exit(supervise.supervise(["sh", "-c", ranks], os.environ, 2, "mpich"))
 
 UNNOTICED = """
 import os, sys
-from hpcdp.launch import supervise
+from hpcdp.launch import runner as supervise
 supervise._GRACE_S = 1.0
 ranks = f"for n in 0 1 2; do PMI_RANK=$n sh -c 'sleep 0.5; {sys.argv[1]} exit 0' & done; wait; exec sleep {sys.argv[2]}"
 sys.exit(supervise.supervise(["sh", "-c", ranks], os.environ, 3, "mpich"))
@@ -456,7 +455,7 @@ def test_an_mpirun_that_waits_for_what_ranks_have_left_behind_is_not_killed() ->
 
 SAVES = """
 import os, sys
-from hpcdp.launch import supervise
+from hpcdp.launch import runner as supervise
 rank = f'trap "{sys.argv[1]}" {sys.argv[2]}; echo up; while :; do sleep 0.05; done'
 ranks = f"for n in 0 1; do PMI_RANK=$n sh -c '{rank}' & done; trap : USR1; wait; wait"
 sys.exit(supervise.supervise(["sh", "-c", ranks], os.environ, 2, "mpich", usr1_has_come=lambda: False))
@@ -499,7 +498,7 @@ def test_an_mpirun_that_fails_has_no_version(tmp_path: Path) -> None:
     mpirun.write_text("#!/bin/sh\necho broken >&2; exit 3")
     mpirun.chmod(0o755)
     library = mpi_library.find_library()
-    assert info._version_of(library, mpirun) == "which does not run: status 3, broken"
+    assert doctor._version_of(library, mpirun) == "which does not run: status 3, broken"
 
 
 def test_info_under_the_launcher() -> None:

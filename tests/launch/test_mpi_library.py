@@ -7,7 +7,7 @@ import pytest
 
 from hpcdp.errors import LaunchError
 from hpcdp.launch import checks, mpi_library
-from hpcdp.launch.job import Job
+from hpcdp.launch.spec import Job
 
 ELF = b"\x7fELF"
 OPEN_MPI, MPICH = ELF + b"ompi_mpi_comm_self", ELF + b"MPIR_Process"

@@ -9,8 +9,8 @@ import pytest
 
 from hpcdp import cli
 from hpcdp.errors import HpcdpError
-from hpcdp.launch import checks, environment, hosts, interfaces, launchers, mpi_library
-from hpcdp.launch.job import Host, Job
+from hpcdp.launch import checks, environment, hosts, launchers, mpi_library
+from hpcdp.launch.spec import Host, Job
 
 GOLDEN = Path(__file__).parent / "golden"
 PROGRAM = ("/venv/bin/python", "train.py", "--name", "it's two words")
@@ -70,8 +70,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         monkeypatch.setattr("sys.executable", "/venv/bin/python")
         monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
-        monkeypatch.setattr(interfaces, "here", lambda: ["lo", "eth0", "eth1", "down0"])
-        monkeypatch.setattr(interfaces, "to_other_hosts", lambda: ["eth0", "eth1"])
+        monkeypatch.setattr(hosts, "here", lambda: ["lo", "eth0", "eth1", "down0"])
+        monkeypatch.setattr(hosts, "to_other_hosts", lambda: ["eth0", "eth1"])
         monkeypatch.setattr(checks, "check_program", lambda *_: None)
         monkeypatch.chdir(tmp_path)
         (tmp_path / "my-env").mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ SERVER = """
 import os, signal, sys, types
 from pathlib import Path
 import numpy as np
-from hpcdp.comm.roles import ENDED
+from hpcdp.comm.communicator import ENDED
 from hpcdp.kvstore import serve as program
 
 def serve(whole):
@@ -29,15 +29,15 @@ def serve(whole):
     for worker in range(whole.size - whole.num_servers):
         whole.comm.irecv(np.empty(0, np.uint8), worker, ENDED).wait()
 
-stub = sys.modules["hpcdp.kvstore.servers.together"] = types.ModuleType("hpcdp.kvstore.servers.together")
+stub = sys.modules["hpcdp.kvstore.servers.handlers"] = types.ModuleType("hpcdp.kvstore.servers.handlers")
 stub.serve = serve
 program.main()
 """
 LAUNCHER = """
 import sys
-from hpcdp.launch import supervise
+from hpcdp.launch import runner as supervise
 from hpcdp.launch.launchers import local
-from hpcdp.launch.job import Job
+from hpcdp.launch.spec import Job
 workers, servers, server, grace, *program = sys.argv[1:]
 local.server, supervise._GRACE_S = lambda: ("-c", server), float(grace)
 sys.exit(local.run(Job(tuple(program), int(workers), int(servers))))

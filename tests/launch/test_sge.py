@@ -25,8 +25,8 @@ from batch_jobs import (
 )
 
 from hpcdp.errors import ConfigError, LaunchError
-from hpcdp.launch.job import Host, Job
 from hpcdp.launch.launchers import sge
+from hpcdp.launch.spec import Host, Job
 
 STAND_IN = Path(__file__).with_name("grid_engine.py")
 JOBS = {

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hpcdp.commands import launch
+from hpcdp.cli import launch
 from hpcdp.errors import LaunchError
-from hpcdp.launch import launchers
-from hpcdp.launch.batch_systems.slurm_allocation import Allocation, allocation, check, expand_counts, expand_hosts
-from hpcdp.launch.diagnosis import info
-from hpcdp.launch.job import Host, Job
+from hpcdp.launch import doctor, launchers
+from hpcdp.launch.slurm.allocation import Allocation, allocation, check, expand_counts, expand_hosts
+from hpcdp.launch.spec import Host, Job
 
 
 @pytest.mark.parametrize(
@@ -122,8 +121,8 @@ def test_variables_that_cannot_be(changed: dict[str, str], says: str) -> None:
 def test_info_tells_the_allocation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, text in JOB.items():
         monkeypatch.setenv(name, text)
-    monkeypatch.setattr(info, "_version_of", lambda *_: "")
-    assert info.show(as_json=True) == 0
+    monkeypatch.setattr(doctor, "_version_of", lambda *_: "")
+    assert doctor.show_info(as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["Slurm"].startswith("job 4711, 5 tasks on 3 hosts")
 
 

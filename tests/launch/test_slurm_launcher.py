@@ -7,9 +7,9 @@ import pytest
 
 from hpcdp.errors import ConfigError, LaunchError
 from hpcdp.launch import mpi_library
-from hpcdp.launch.job import Host, Job
 from hpcdp.launch.launchers import slurm
 from hpcdp.launch.mpi_library import MpiLibrary
+from hpcdp.launch.spec import Host, Job
 
 LIST = (
     "MPI plugin types are...\n\tcray_shasta\n\tnone\n\tpmi2\n\tpmix\nspecific pmix plugin versions available: pmix_v4\n"

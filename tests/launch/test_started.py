@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from hpcdp.launch import mpi_library
-from hpcdp.launch.started import listed
+from hpcdp.launch.runner import listed
 
 RUN = """
 import os, sys
-from hpcdp.launch.supervise import supervise
+from hpcdp.launch.runner import supervise
 mpirun, ranks, elsewhere, asked = sys.argv[1:]
 hosts = [None] * (int(ranks) - int(elsewhere)) + ["away"] * int(elsewhere)
 try:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import cause, mpi_library, watch
-from hpcdp.launch.watch import End, Watch
+from hpcdp.launch import exit_analysis, mpi_library, process_monitor
+from hpcdp.launch.process_monitor import End, Watch
 
 MPICH = mpi_library.find_library().family == "mpich"
 FAULT = """
@@ -99,10 +99,10 @@ def test_the_rank_that_fails_first_is_named_in_one_line(fault: str, status: int,
 @pytest.mark.parametrize(
     ("aborts", "named", "status"),
     [
-        (f"sleep 0.32; exit {cause.BEREFT}", 0, 1),
-        (f"sleep 0.32; exit {cause.BEREFT}", 1, 1),
-        ("sleep 0.32; kill -TERM $$", 0, cause.BEREFT),  # mpirun heard of its abort, and was faster
-        ("sleep 0.4; kill -KILL $$", 0, cause.BEREFT),
+        (f"sleep 0.32; exit {exit_analysis.BEREFT}", 0, 1),
+        (f"sleep 0.32; exit {exit_analysis.BEREFT}", 1, 1),
+        ("sleep 0.32; kill -TERM $$", 0, exit_analysis.BEREFT),  # mpirun heard of its abort, and was faster
+        ("sleep 0.4; kill -KILL $$", 0, exit_analysis.BEREFT),
     ],
 )
 def test_a_rank_is_named_where_open_mpi_names_one_that_aborts_for_it(
@@ -112,7 +112,7 @@ def test_a_rank_is_named_where_open_mpi_names_one_that_aborts_for_it(
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(MISNAMES.format(python=sys.executable, aborts=aborts, named=named, status=status))
     mpirun.chmod(0o755)
-    supervise = "import os, sys; from hpcdp.launch.supervise import supervise as s; "
+    supervise = "import os, sys; from hpcdp.launch.runner import supervise as s; "
     code = supervise + "sys.exit(s([sys.argv[1]], os.environ, 3, 'openmpi'))"
     done = subprocess.run([sys.executable, "-c", code, mpirun], capture_output=True, text=True, timeout=60)
     ours = re.findall("hpcdp launch: (.*\n)", done.stderr)
@@ -126,7 +126,7 @@ def test_a_job_that_the_watchdog_has_ended_has_failed_whatever_status_mpirun_has
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(GOES_ON.format(python=sys.executable, misses=misses))
     mpirun.chmod(0o755)
-    supervise = "import os, sys; from hpcdp.launch.supervise import supervise as s; "
+    supervise = "import os, sys; from hpcdp.launch.runner import supervise as s; "
     code = supervise + "sys.exit(s([sys.argv[1], '--with-ft', 'ulfm'], os.environ, 2, 'openmpi'))"
     done = subprocess.run([sys.executable, "-c", code, mpirun], capture_output=True, text=True, timeout=60)
     ours = "hpcdp launch: the watchdog has ended the job: rank 1 (host a, pid 7) is gone\n"
@@ -187,21 +187,21 @@ def test_ends_are_seen_in_their_order_and_what_a_rank_starts_is_no_rank() -> Non
 
 
 def test_what_a_rank_starts_while_its_own_program_begins_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank_of, asked = watch._rank, set[int]()
+    rank_of, asked = process_monitor._rank, set[int]()
 
     def before_and_after_exec(pid: int) -> int | None:
         is_first = pid not in asked and b"sh" in Path(f"/proc/{pid}/cmdline").read_bytes()
         asked.add(pid)
         return None if is_first else rank_of(pid)
 
-    monkeypatch.setattr(watch, "_rank", before_and_after_exec)
+    monkeypatch.setattr(process_monitor, "_rank", before_and_after_exec)
     pids, ends = watched([sys.executable, "-c", MPIRUN], 3)
     assert {(end.rank, end.pid) for end in ends} == set(enumerate(pids))
     assert {end.rank: end.exit_status for end in ends} == {0: 0, 1: 3, 2: 128 + signal.SIGTERM}
 
 
 def test_without_proc_nothing_is_known_and_the_wait_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "Path", lambda path: Path(f"/nowhere{path}"))
+    monkeypatch.setattr(process_monitor, "Path", lambda path: Path(f"/nowhere{path}"))
     assert watched([sys.executable, "-c", MPIRUN], 3)[1] == []
 
 

@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from hpcdp.launch import supervise
-from hpcdp.launch.watch import End, Watch
-from hpcdp.launch.words import Invoked, Named, Words
+from hpcdp.launch import runner
+from hpcdp.launch.mpirun_output import Invoked, MpirunStderr, Named
+from hpcdp.launch.process_monitor import End, Watch
 
 SAID = """\
 --------------------------------------------------------------------------
@@ -26,7 +26,7 @@ connection to the node, or possibly an internal failure of
 @pytest.mark.parametrize("hosts", [(), ("node2",), ("node2", "node7.site")])
 def test_a_lost_host_is_heard(hosts: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     text = "a rank's own words\n" + "".join(SAID.format(rank, host) for rank, host in enumerate(hosts, 1))
-    words = Words()
+    words = MpirunStderr()
     shell = 'for word in "$@"; do printf %s "$word" >&2; done'
     with contextlib.closing(Watch(os.getpid(), 0, {signal.SIGUSR2})) as watch:
         with subprocess.Popen(["sh", "-c", shell, "sh", *text], stderr=words.end):
@@ -47,7 +47,7 @@ def test_a_lost_host_is_heard(hosts: tuple[str, ...], capfd: pytest.CaptureFixtu
     ],
 )  # fmt: skip
 def test_what_comes_in_two_pieces_is_heard_whole(text: str, torn: str, lost: list[str], named: Named | None) -> None:
-    words = Words()
+    words = MpirunStderr()
     writing = os.dup(words.end)
     at = text.rindex(torn) + 1
     with contextlib.closing(Watch(os.getpid(), 0, {signal.SIGUSR2})) as watch:
@@ -60,8 +60,8 @@ def test_what_comes_in_two_pieces_is_heard_whole(text: str, torn: str, lost: lis
     assert words.named == named
 
 
-def heard(text: str) -> Words:
-    words = Words()
+def heard(text: str) -> MpirunStderr:
+    words = MpirunStderr()
     os.write(words.end, text.encode())
     with contextlib.closing(Watch(os.getpid(), 0, {signal.SIGUSR2})) as watch:
         words.attach(watch)
@@ -124,8 +124,8 @@ ENDED = [End(1, 7, 1 << 8, 0.0), End(2, 8, 15, 0.1)]
 @pytest.mark.parametrize("family", ["openmpi", "mpich"])
 def test_the_cause_stands_last(text: str, code: int, last: str, family: str) -> None:
     ends = [ENDED[0]._replace(status=code << 8), ENDED[1]]
-    status, line = supervise._explained(ends, code, family, words := heard(text))
-    assert (status, supervise._with_reason(line, status, words)) == (code, last)
+    status, line = runner._explained(ends, code, family, words := heard(text))
+    assert (status, runner._with_reason(line, status, words)) == (code, last)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_signal_is_named_with_whom_it_has_ended(
     family: str, code: int, statuses: list[int], text: str, expected: tuple[int, str]
 ) -> None:
     ends = [End(rank, 100 + rank, status, 1 + rank / 100) for rank, status in enumerate(statuses)]
-    status, said = supervise._explained(ends, code, family, heard(text))
+    status, said = runner._explained(ends, code, family, heard(text))
     assert status == expected[0] and (said or "").startswith(expected[1])
 
 

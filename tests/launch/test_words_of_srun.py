@@ -18,7 +18,7 @@ srun: error: node2: task 3: Exited with exit code 14
 UNKNOWN = "a rank was killed, and srun has ended others so, too: which one failed first is not known"
 RUN = """
 import os, sys
-from hpcdp.launch.supervise import supervise
+from hpcdp.launch.runner import supervise
 sys.exit(supervise(["sh", "-c", 'printf "%s" "$0" >&2; exit 14', sys.argv[1]], os.environ, 4, "srun", elsewhere=4))
 """
 

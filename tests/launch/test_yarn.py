@@ -25,8 +25,8 @@ from batch_jobs import (
 
 from hpcdp.errors import ConfigError, LaunchError
 from hpcdp.launch import mpi_library
-from hpcdp.launch.job import Host, Job
 from hpcdp.launch.launchers import yarn
+from hpcdp.launch.spec import Host, Job
 
 IS_OPEN_MPI = mpi_library.find_library().family == "openmpi"
 several = pytest.mark.skipif(IS_OPEN_MPI, reason="Open MPI needs one container a machine (tests/cluster has two)")
@@ -178,7 +178,7 @@ def test_a_lost_container_ends_the_job(number: int, cluster: tuple[Path, dict[st
     shared, environ = cluster
     job = launch(ranks(2, APART, "sleeper.py", str(shared)), shared, environ)
     wait_for(lambda: all((shared / f"run-0-{rank}").exists() for rank in (0, 1)))
-    lost = [pid for pid in processes("hpcdp.launch.batch_systems.containers") if pid in processes(str(shared))]
+    lost = [pid for pid in processes("hpcdp.launch.yarn_containers") if pid in processes(str(shared))]
     leading = {pid: b"batch_runner" in children(pid) for pid in lost}
     os.killpg(next(pid for pid, leads in leading.items() if leads == (number == 1)), signal.SIGTERM)
     _, errors = job.communicate(timeout=60)

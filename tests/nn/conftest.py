@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcdp.nn.hybrid.plan import Plan
+from hpcdp.nn.jit.executor import Plan
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import pytest
 
 import hpcdp
 from hpcdp import autograd, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, DeviceError, MismatchError, UnsupportedError
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.nn.init import Xavier
-from hpcdp.train.trainers.trainer import Trainer
 
 X, Y = np.random.default_rng(2).standard_normal((6, 2, 7, 7)).astype(np.float32), np.arange(6) % 3
 
@@ -105,7 +105,7 @@ WAYS = [{}, {"owner": "shard", "overlap": True}, {"kvstore": "dist_sync"}, {"kvs
 def test_a_trainer_waits_for_the_first_step(ranks, options):
     """The same as with shapes that are known."""
     found, expected = (
-        threads.run(ranks, lambda world, k=k: train(world, lambda: network(k), **options)) for k in (False, True)
+        thread_comm.run(ranks, lambda world, k=k: train(world, lambda: network(k), **options)) for k in (False, True)
     )
     same(found)
     for a, b in zip(found, expected, strict=True):
@@ -126,7 +126,7 @@ def test_ranks_begin_with_the_same_values_before_the_first_update(options):
         trainer.synchronize()
         return before, [np.array(param.data) for param in net.parameters()]
 
-    found = threads.run(3, rank)
+    found = thread_comm.run(3, rank)
     for before, values in found[1:]:
         np.testing.assert_array_equal(before, found[0][0])
         for a, b in zip(values, found[0][1], strict=True):
@@ -135,12 +135,12 @@ def test_ranks_begin_with_the_same_values_before_the_first_update(options):
 
 @pytest.mark.parametrize("counts", [(3, 0, 3), (0, 3, 3), (0, 0, 6)])
 def test_a_rank_without_samples_gets_shapes_and_values_from_others(counts):
-    same(threads.run(3, lambda world: train(world, unseeded, counts=counts)))
+    same(thread_comm.run(3, lambda world: train(world, unseeded, counts=counts)))
 
 
 @pytest.mark.parametrize("called", [(0,), (1,), (0, 1, 2)])
 def test_a_call_before_the_trainer_is_made_counts_for_all_ranks(called):
-    same(threads.run(3, lambda world: train(world, unseeded, calls_before=called)))
+    same(thread_comm.run(3, lambda world: train(world, unseeded, calls_before=called)))
 
 
 def test_values_that_differ_are_refused_once_gradients_are_of_them():
@@ -164,7 +164,7 @@ def test_values_that_differ_are_refused_once_gradients_are_of_them():
         ):
             trainer.step(2)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_before_the_shapes_are_known_there_is_nothing_to_look_at():
@@ -188,7 +188,7 @@ def test_before_the_shapes_are_known_there_is_nothing_to_look_at():
         trainer.step(6)
         return trainer
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_what_has_no_values_says_so():

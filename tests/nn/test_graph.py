@@ -8,8 +8,8 @@ import pytest
 
 from hpcdp import autograd, nn
 from hpcdp.errors import ConfigError
-from hpcdp.nn.hybrid.plan import Plan
-from hpcdp.nn.hybrid.rewriting import rewritten
+from hpcdp.nn.jit.executor import Plan
+from hpcdp.nn.jit.graph import rewritten
 
 
 def zeros(*shape):

@@ -9,12 +9,11 @@ import pytest
 import standin
 
 from hpcdp import autograd, nn
-from hpcdp.arrays import dtype_of, to_host
 from hpcdp.autograd import Tensor, operators, record
+from hpcdp.core.arrays import dtype_of, to_host
 from hpcdp.errors import DataError
-from hpcdp.nn.joint import joint_batch_norm
-from hpcdp.nn.recurrent import lstm
-from hpcdp.nn.tokens import causal_attention, embedding, gelu, layer_norm
+from hpcdp.nn.functional import joint_batch_norm
+from hpcdp.nn.sequence import causal_attention, embedding, gelu, layer_norm, lstm
 
 F = nn.functional
 HALVES = {"float16": 0.01, "bfloat16": 0.08}
@@ -77,7 +76,7 @@ def test_what_operands_are_converted_to_goes_without_the_garbage_collector(monke
         converted.append(weakref.ref(array))
         return Tensor(array)
 
-    monkeypatch.setattr("hpcdp.nn.half.Tensor", tensor)
+    monkeypatch.setattr("hpcdp.nn.module.Tensor", tensor)
     gc.disable()
     try:
         computed(*OPERATORS["dense"], "float16")

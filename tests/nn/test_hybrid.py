@@ -7,7 +7,7 @@ import pytest
 
 from hpcdp import autograd, nn, optim
 from hpcdp.autograd import Tensor
-from hpcdp.nn.models.resnet import Residual
+from hpcdp.nn.models import Residual
 
 F = nn.functional
 

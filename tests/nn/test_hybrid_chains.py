@@ -8,12 +8,9 @@ import pytest
 
 from hpcdp import autograd, kernels, nn
 from hpcdp.autograd import Tensor
-from hpcdp.nn.hybrid import chains
-from hpcdp.nn.hybrid import plan as plans_of
-from hpcdp.nn.hybrid.chains import _lies_in_order
-from hpcdp.nn.hybrid.formulas import BACKWARD, FORWARD
-from hpcdp.nn.hybrid.program import Program
-from hpcdp.nn.tokens import gelu
+from hpcdp.nn.jit import executor, fusion
+from hpcdp.nn.jit.fusion import BACKWARD, FORWARD, Program, _lies_in_order
+from hpcdp.nn.sequence import gelu
 
 F = nn.functional
 ONE = {
@@ -304,7 +301,7 @@ def test_order_in_memory():
         assert _lies_in_order(each) and (-each).flags.c_contiguous
     for each in (x.T, x[:, ::-1], x.transpose(1, 0, 2)):
         assert not _lies_in_order(each)
-    assert plans_of.chained([], []) == []
+    assert executor.chained([], []) == []
 
 
 def arithmetic(self, x, y):
@@ -351,7 +348,7 @@ def test_large_inputs_that_are_views_are_the_same_bits(view, recording):
     net, plain = pair(Chain(arithmetic))
     for seed in range(4):
         inputs = [VIEWS[view](arrays(4096, 24, seed=2 * seed + i)) for i in (0, 1)]
-        assert inputs[0].nbytes >= plans_of._MOVES_FROM and not inputs[0].flags.c_contiguous
+        assert inputs[0].nbytes >= executor._MOVES_FROM and not inputs[0].flags.c_contiguous
         if recording:
             same(run(net, inputs), run(plain, inputs))
         else:
@@ -439,11 +436,11 @@ def test_a_row_whose_memory_is_given_out_to_the_chains_result():
 def test_planning_a_long_chain_takes_time_by_its_length(monkeypatch):
     compared = []
 
-    def is_hazard(target, x, plain=chains._is_hazard):
+    def is_hazard(target, x, plain=fusion._is_hazard):
         compared.append(1)
         return plain(target, x)
 
-    monkeypatch.setattr(chains, "_is_hazard", is_hazard)
+    monkeypatch.setattr(fusion, "_is_hazard", is_hazard)
     counts = []
     for length in (150, 300):
 

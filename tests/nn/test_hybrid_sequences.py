@@ -7,11 +7,11 @@ import pytest
 
 from hpcdp import autograd, nn, optim
 from hpcdp.autograd import Tensor
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, DataError
-from hpcdp.nn.hybrid.plan import Plan
-from hpcdp.nn.models.gpt import Block
-from hpcdp.train.trainers.trainer import Trainer
+from hpcdp.nn.jit.executor import Plan
+from hpcdp.nn.models import Block
 
 F = nn.functional
 NUM_TOKENS = 7
@@ -166,7 +166,7 @@ def test_training_on_ranks_is_the_same_bits(name, n, options):
             trainer.step(count)
         return [np.array(param.data) for param in net.parameters()]
 
-    pairs = zip(threads.run(n, lambda w: job(w, True)), threads.run(n, lambda w: job(w, False)), strict=True)
+    pairs = zip(thread_comm.run(n, lambda w: job(w, True)), thread_comm.run(n, lambda w: job(w, False)), strict=True)
     for found, expected in pairs:
         assert_same(found, expected)
 

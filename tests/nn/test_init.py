@@ -5,10 +5,10 @@ import pytest
 
 from hpcdp import nn
 from hpcdp.errors import ConfigError
-from hpcdp.nn import init
+from hpcdp.nn import init as nn_init
 
 
-@pytest.mark.parametrize("kind", [init.Xavier, init.Kaiming, init.Normal, init.Uniform])
+@pytest.mark.parametrize("kind", [nn_init.Xavier, nn_init.Kaiming, nn_init.Normal, nn_init.Uniform])
 def test_seeds_fix_the_values_and_calls_go_on(kind):
     first, same, other, fresh = kind(seed=1), kind(seed=1), kind(seed=2), kind()
     a, b = first((20, 30)), first((20, 30))
@@ -21,23 +21,23 @@ def test_seeds_fix_the_values_and_calls_go_on(kind):
 
 @pytest.mark.parametrize(("shape", "fans"), [((300, 200), (300, 200)), ((64, 32, 3, 5), (480, 960)), ((7,), (7, 7))])
 def test_fans(shape, fans):
-    assert init.fans(shape) == fans
+    assert nn_init.fans(shape) == fans
 
 
 def test_distributions():
     shape = (300, 500)
-    assert init.Xavier(0)(shape).std() == pytest.approx(np.sqrt(2 / 800), rel=0.02)
-    assert np.abs(init.Xavier(0)(shape)).max() <= np.sqrt(6 / 800)
-    assert init.Kaiming(0)(shape).std() == pytest.approx(np.sqrt(2 / 300), rel=0.02)
-    assert init.Normal(0.3, seed=0)(shape).std() == pytest.approx(0.3, rel=0.02)
-    assert init.Uniform(0.2, seed=0)(shape).max() == pytest.approx(0.2, rel=0.01)
-    assert init.Uniform(0.2, seed=0)(shape).mean() == pytest.approx(0.0, abs=0.002)
+    assert nn_init.Xavier(0)(shape).std() == pytest.approx(np.sqrt(2 / 800), rel=0.02)
+    assert np.abs(nn_init.Xavier(0)(shape)).max() <= np.sqrt(6 / 800)
+    assert nn_init.Kaiming(0)(shape).std() == pytest.approx(np.sqrt(2 / 300), rel=0.02)
+    assert nn_init.Normal(0.3, seed=0)(shape).std() == pytest.approx(0.3, rel=0.02)
+    assert nn_init.Uniform(0.2, seed=0)(shape).max() == pytest.approx(0.2, rel=0.01)
+    assert nn_init.Uniform(0.2, seed=0)(shape).mean() == pytest.approx(0.0, abs=0.002)
 
 
 def test_constants():
-    np.testing.assert_array_equal(init.Zeros()((2, 3)), np.zeros((2, 3)))
-    np.testing.assert_array_equal(init.Ones()((2,)), np.ones(2))
-    np.testing.assert_array_equal(init.Constant(2.5)((2, 2), np.float64), np.full((2, 2), 2.5))
+    np.testing.assert_array_equal(nn_init.Zeros()((2, 3)), np.zeros((2, 3)))
+    np.testing.assert_array_equal(nn_init.Ones()((2,)), np.ones(2))
+    np.testing.assert_array_equal(nn_init.Constant(2.5)((2, 2), np.float64), np.full((2, 2), 2.5))
 
 
 LAYERS = [
@@ -70,7 +70,7 @@ def test_what_a_function_of_ones_own_gives_is_float32(make, shape):
     [
         (lambda shape: np.zeros(shape[::-1]), "shape "),
         (lambda shape: 0.5, "shape ()"),
-        (init.Xavier, "a Xavier"),
+        (nn_init.Xavier, "a Xavier"),
         (lambda shape: None, "shape ()"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor
 from hpcdp.errors import ConfigError, UnsupportedError
-from hpcdp.nn import functional as F
+from hpcdp.nn import functional
 
 RNG = np.random.default_rng(8)
 IMAGES = RNG.standard_normal((2, 3, 9, 8)).astype(np.float32)
@@ -13,18 +13,22 @@ IMAGES = RNG.standard_normal((2, 3, 9, 8)).astype(np.float32)
 def test_layers_compute_what_their_functions_do():
     conv = nn.Conv2D(3, 4, (3, 2), stride=2, padding=(1, 0), activation="relu")
     assert conv.weight.shape == (4, 3, 3, 2)
-    expected = F.conv2d(IMAGES, conv.weight, conv.bias, 2, (1, 0), "relu").data
+    expected = functional.conv2d(IMAGES, conv.weight, conv.bias, 2, (1, 0), "relu").data
     np.testing.assert_array_equal(conv(IMAGES).data, expected)
     assert expected.shape == (2, 4, 5, 4)
-    np.testing.assert_array_equal(nn.MaxPool2D(3, 2, 1)(IMAGES).data, F.max_pool2d(IMAGES, 3, 2, 1).data)
-    np.testing.assert_array_equal(nn.AvgPool2D(2)(IMAGES).data, F.avg_pool2d(IMAGES, 2, 2).data)
+    np.testing.assert_array_equal(nn.MaxPool2D(3, 2, 1)(IMAGES).data, functional.max_pool2d(IMAGES, 3, 2, 1).data)
+    np.testing.assert_array_equal(nn.AvgPool2D(2)(IMAGES).data, functional.avg_pool2d(IMAGES, 2, 2).data)
     np.testing.assert_allclose(nn.GlobalAvgPool2D()(IMAGES).data, IMAGES.mean(axis=(2, 3), keepdims=True), rtol=1e-5)
     flat = nn.Flatten()(IMAGES)
     np.testing.assert_array_equal(flat.data, IMAGES.reshape(2, -1))
     assert nn.Flatten()(IMAGES[:0]).shape == (0, 216)
     dense = nn.Dense(216, 5)
     np.testing.assert_allclose(dense(flat).data, flat.data @ dense.weight.data, rtol=1e-5, atol=1e-5)
-    for layer, function in ((nn.ReLU(), F.relu), (nn.Sigmoid(), F.sigmoid), (nn.Tanh(), F.tanh)):
+    for layer, function in (
+        (nn.ReLU(), functional.relu),
+        (nn.Sigmoid(), functional.sigmoid),
+        (nn.Tanh(), functional.tanh),
+    ):
         np.testing.assert_array_equal(layer(flat).data, function(flat).data)
 
 

@@ -6,10 +6,10 @@ import pytest
 import standin
 
 from hpcdp import autograd, nn, optim
-from hpcdp.arrays import array_namespace
 from hpcdp.autograd import Tensor
+from hpcdp.core.arrays import array_namespace
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, HpcdpError, UnsupportedError
-from hpcdp.train.trainers.trainer import Trainer
 
 
 class Block(nn.Module):

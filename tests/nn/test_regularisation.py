@@ -6,7 +6,7 @@ import standin
 
 from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 
 X = (2 + 3 * np.random.default_rng(0).standard_normal((8, 3, 4, 4))).astype(np.float32)
@@ -144,7 +144,7 @@ def masks_on_ranks(n, seed, calls=2):
         with autograd.train_mode():
             return [layer(np.ones(64, "f4")).data != 0 for _ in range(calls)]
 
-    return np.array(threads.run(n, one)).reshape(n, -1)
+    return np.array(thread_comm.run(n, one)).reshape(n, -1)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -164,7 +164,7 @@ def test_a_seed_waits_for_the_replica_and_a_generator_under_way_does_not(monkeyp
     with autograd.train_mode():
         begun(x)
         expected = [alone(x).data for _ in range(2)]
-        monkeypatch.setattr("hpcdp.replica._number", 3)
+        monkeypatch.setattr("hpcdp.core.environment._number", 3)
         late = nn.Dropout(0.5, seed=1)
         copied = copy.deepcopy(copied)
         first = late(x).data

@@ -7,13 +7,13 @@ import pytest
 
 import hpcdp
 from hpcdp import autograd, data, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, DeviceError
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.trainers.trainer import Trainer
 
 RNG = np.random.default_rng(5)
 X, Y = RNG.standard_normal((37, 6)).astype(np.float32), RNG.integers(0, 4, 37)
@@ -79,8 +79,8 @@ def test_fit_and_evaluate_over_devices_and_ranks(ranks, count):
         )
         return records[-1], [param.data.copy() for param in net.parameters()]
 
-    ((record, alone),) = threads.run(1, lambda world: job(world, None))
-    for other, params in threads.run(ranks, job):
+    ((record, alone),) = thread_comm.run(1, lambda world: job(world, None))
+    for other, params in thread_comm.run(ranks, job):
         assert other["test_accuracy"] == pytest.approx(record["test_accuracy"], abs=1.5 / 37)
         assert other["test_loss"] == pytest.approx(record["test_loss"], rel=1e-4)
         for a, b in zip(params, alone, strict=True):
@@ -223,7 +223,7 @@ def test_every_device_of_replicas_must_be_there_also_the_first(found):
 
 
 def test_the_network_must_be_on_the_first_device(monkeypatch):
-    monkeypatch.setattr("hpcdp.devices._cupy", lambda device: None)  # a machine that has every GPU
+    monkeypatch.setattr("hpcdp.core.devices._cupy", lambda device: None)  # a machine that has every GPU
     for net in (network(), nn.Sequential(nn.Dense(None, 4))):
         said = r"^Replicas \[gpu\(1\)\]: expected .* first device, got \S*weight on cpu\(0\).*net.to\(hpcdp.gpu\(1\)\)"
         with pytest.raises(RuntimeError, match=said):

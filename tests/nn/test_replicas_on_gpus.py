@@ -11,10 +11,9 @@ from gpu_on_host import streams as gpu_streams
 
 from hpcdp import autograd, data, nn
 from hpcdp.autograd import on_tape
-from hpcdp.devices import Device, gpu
+from hpcdp.core.devices import Device, Streams, gpu
 from hpcdp.errors import ArrayMixError
 from hpcdp.nn.functional import softmax_cross_entropy
-from hpcdp.streams import Streams
 
 RNG = np.random.default_rng(5)
 X, Y = RNG.standard_normal((12, 6)).astype(np.float32), RNG.integers(0, 4, 12)

@@ -8,7 +8,7 @@ from finite_differences import assert_gradients
 from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor
 from hpcdp.errors import ConfigError, DataError, UnsupportedError
-from hpcdp.nn import recurrent, tokens
+from hpcdp.nn import sequence
 from hpcdp.nn.functional import softmax_cross_entropy
 
 RNG = np.random.default_rng(8)
@@ -21,31 +21,31 @@ def normal(*shape):
 @pytest.mark.parametrize(("batch", "time", "features", "size"), [(1, 1, 1, 1), (2, 4, 3, 5), (3, 2, 5, 2)])
 def test_gradients_of_an_lstm(batch, time, features, size):
     arrays = [normal(batch, time, features), normal(features, 4 * size), normal(size, 4 * size), normal(4 * size)]
-    assert_gradients(recurrent.lstm, *arrays)
+    assert_gradients(sequence.lstm, *arrays)
 
 
 def test_gradients_of_two_lstms_one_on_the_other():
     weights = [normal(2, 12), normal(3, 12), normal(12), normal(3, 8), normal(2, 8), normal(8)]
 
     def both(x, *w):
-        return recurrent.lstm(recurrent.lstm(x, *w[:3]), *w[3:])
+        return sequence.lstm(sequence.lstm(x, *w[:3]), *w[3:])
 
     assert_gradients(both, normal(2, 3, 2), *(each / 2 for each in weights))
 
 
 def test_gradients_of_an_embedding_whose_tokens_repeat():
     numbers = np.array([[2, 0, 2], [2, 1, 1]])
-    assert_gradients(lambda weight: tokens.embedding(numbers, weight), normal(4, 3))
+    assert_gradients(lambda weight: sequence.embedding(numbers, weight), normal(4, 3))
 
 
 def test_gradients_of_layer_norm_and_gelu():
-    assert_gradients(lambda *each: tokens.layer_norm(*each, 1e-3), normal(2, 3, 4), normal(4), normal(4))
-    assert_gradients(tokens.gelu, 2 * normal(3, 4, 2))
+    assert_gradients(lambda *each: sequence.layer_norm(*each, 1e-3), normal(2, 3, 4), normal(4), normal(4))
+    assert_gradients(sequence.gelu, 2 * normal(3, 4, 2))
 
 
 @pytest.mark.parametrize(("batch", "time", "width", "heads"), [(1, 1, 2, 1), (2, 4, 6, 3), (2, 3, 4, 1)])
 def test_gradients_of_attention(batch, time, width, heads):
-    assert_gradients(lambda x: tokens.causal_attention(x, heads), normal(batch, time, 3 * width))
+    assert_gradients(lambda x: sequence.causal_attention(x, heads), normal(batch, time, 3 * width))
 
 
 def test_gradients_of_the_loss_of_several_labels():
@@ -108,7 +108,7 @@ def test_attention_layer_norm_and_gelu_are_those_of_pytorch():
     mine = Tensor(parts)
     mine.attach_grad()
     with autograd.record():
-        out = tokens.gelu(nn.LayerNorm(4)(tokens.causal_attention(mine, 2)))
+        out = sequence.gelu(nn.LayerNorm(4)(sequence.causal_attention(mine, 2)))
         total = (out * out).sum()
     total.backward()
     np.testing.assert_allclose(out.data, y.detach().numpy(), rtol=1e-4, atol=1e-5)
@@ -152,7 +152,7 @@ def test_errors_are_said():
     with pytest.raises(UnsupportedError, match=r"forward \[LSTM\(3, 4\)\]: expected input of shape \(batch, time, 3\)"):
         nn.LSTM(3, 4)(np.zeros((2, 3), np.float32))
     with pytest.raises(UnsupportedError, match=r"lstm: expected shapes \(batch, time, in\)"):
-        recurrent.lstm(*(np.zeros(shape, "f4") for shape in ((2, 3, 4), (4, 8), (3, 8), (8,))))
+        sequence.lstm(*(np.zeros(shape, "f4") for shape in ((2, 3, 4), (4, 8), (3, 8), (8,))))
     with pytest.raises(ConfigError, match=r"LSTM \[in_features\]: expected an integer >= 1, got 0"):
         nn.LSTM(0, 4)
     with pytest.raises(DataError, match=r"embedding \[tokens\]: expected 0 to 3, got -1 to 4"):
@@ -160,11 +160,11 @@ def test_errors_are_said():
     with pytest.raises(UnsupportedError, match="embedding: expected integer tokens, got float32"):
         nn.Embedding(4, 2)(np.zeros(3, np.float32))
     with pytest.raises(UnsupportedError, match=r"embedding: expected a weight \(number, features\), got \(4,\)"):
-        tokens.embedding(np.array([1]), np.zeros(4, np.float32))
+        sequence.embedding(np.array([1]), np.zeros(4, np.float32))
     with pytest.raises(UnsupportedError, match=r"causal_attention: expected shape \(batch, time, 3 width\)"):
-        tokens.causal_attention(np.zeros((1, 2, 8), np.float32), 2)
+        sequence.causal_attention(np.zeros((1, 2, 8), np.float32), 2)
     with pytest.raises(UnsupportedError, match=r"with a width above 0 that 2 heads divide, got \(1, 2, 0\)"):
-        tokens.causal_attention(np.zeros((1, 2, 0), np.float32), 2)
+        sequence.causal_attention(np.zeros((1, 2, 0), np.float32), 2)
     with pytest.raises(ConfigError, match="expected heads that divide 6, got 4"):
         nn.CausalSelfAttention(6, 4)
     with pytest.raises(UnsupportedError, match=r"layer_norm: expected shapes \(\.\.\., features\)"):

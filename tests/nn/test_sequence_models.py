@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from hpcdp import autograd, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, ShardedSampler
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, UnsupportedError
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.train.evaluate import evaluate
-from hpcdp.train.trainers.trainer import Trainer
 
 TOKENS = np.random.default_rng(4).integers(0, 7, size=(13, 6))
 SMALL = {
@@ -57,11 +57,11 @@ def test_any_number_of_ranks_has_the_gradient_of_the_global_batch(name, owner):
                 trainer.step(len(part))
         return [np.array(param.data) for param in net.parameters()]
 
-    (alone,) = threads.run(1, job)
+    (alone,) = thread_comm.run(1, job)
     started = [param.data for param in SMALL[name]().parameters()]
     assert all(np.abs(a - b).max() > 1e-4 for a, b in zip(alone, started, strict=True))
     for ranks in (2, 3):
-        for each in threads.run(ranks, job):
+        for each in thread_comm.run(ranks, job):
             for a, b in zip(each, alone, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
@@ -90,7 +90,7 @@ def test_perplexity_falls(name):
                 trainer.step(len(y))
         return [*found, evaluate(net, test, world)]
 
-    before, after = threads.run(2, job)[0]
+    before, after = thread_comm.run(2, job)[0]
     assert 6 < before.perplexity < 9
     assert after.perplexity < 3.2  # of what is known of the next token alone it is 2.3
     assert after.accuracy > 0.75

@@ -13,10 +13,10 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 from hpcdp import autograd, nn
-from hpcdp.arrays import bits
-from hpcdp.data import named_arrays
+from hpcdp.core.arrays import bits
+from hpcdp.core.files import own_part_of
+from hpcdp.data import hdf5
 from hpcdp.errors import ConfigError, DataError, HpcdpError
-from hpcdp.replacing import own_part_of
 
 
 def arrays(*shape, seed=0):
@@ -71,7 +71,7 @@ def test_a_process_without_the_classes_computes_the_same_bits(tmp_path):
         import sys
         import numpy as np
         from hpcdp import nn
-        from hpcdp.arrays import bits
+        from hpcdp.core.arrays import bits
         assert "mpi4py" not in sys.modules
         for folder in sys.argv[1:]:
             inputs = np.load(f"{folder}/inputs.npz")
@@ -215,17 +215,17 @@ def test_an_export_that_fails_leaves_the_pair_that_was_there_and_nothing_beside(
 
 def test_processes_may_export_to_one_path_at_a_time(tmp_path, monkeypatch):
     net, inputs, (expected,) = exported("mlp", tmp_path)
-    write = named_arrays.write_arrays
+    write = hdf5.write_arrays
 
     def after_another_process(path, named):
-        monkeypatch.setattr(named_arrays, "write_arrays", write)
+        monkeypatch.setattr(hdf5, "write_arrays", write)
         if child := os.fork():
             assert os.waitpid(child, 0)[1] == 0
             write(path, named)
         else:
             os._exit(net.export(tmp_path / "net")[0].name != "net.json")
 
-    monkeypatch.setattr(named_arrays, "write_arrays", after_another_process)
+    monkeypatch.setattr(hdf5, "write_arrays", after_another_process)
     net.export(tmp_path / "net")
     np.testing.assert_array_equal(nn.SymbolBlock.load(tmp_path / "net")(*inputs).data, expected.data)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["net.h5", "net.json"]

@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 
 from hpcdp import autograd, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.policy import Policy
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, UnsupportedError
 from hpcdp.nn.functional import softmax_cross_entropy
-from hpcdp.train.trainers.policy import Policy
-from hpcdp.train.trainers.trainer import Trainer
 
 
 def test_one_array_is_one_layer():
@@ -48,7 +48,7 @@ def test_a_trainer_goes_by_its_policy(policy, num, is_finite):
         trainer.step(1)
         return trainer.num_nonfinite
 
-    assert threads.run(1, rank) == [num]
+    assert thread_comm.run(1, rank) == [num]
     assert np.isfinite(net.weight.data).all() == is_finite
 
 

@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 
 from hpcdp import autograd, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.parallel import Pipeline
-from hpcdp.parallel.schedules import pieces
-from hpcdp.train.trainers.trainer import Trainer
+from hpcdp.parallel.pipeline import pieces
 
 LOSS = nn.functional.softmax_cross_entropy
 BATCH, STEPS = 22, 3
@@ -58,7 +58,7 @@ def train(world, num_stages, counts=None, micro_batches=4, schedule="1f1b", clip
 def unsplit(replicas=1, counts=None, clip_norm=None, micro_batches=1):
     """The same on one rank, with the batches of all replicas, cut into micro-batches."""
     net = nn.Sequential(*(make() for make in stages(1)))
-    trainer = Trainer(net.parameters(), optim.SGD(lr=0.1, momentum=0.9), threads.run(1, lambda world: world)[0],
+    trainer = Trainer(net.parameters(), optim.SGD(lr=0.1, momentum=0.9), thread_comm.run(1, lambda world: world)[0],
                       clip_norm=clip_norm, owner="rank")  # fmt: skip
     losses = []
     for step in range(STEPS):

@@ -7,13 +7,13 @@ from pipelined_network import LOSS, STEPS, batch, joined, normal, stages, train,
 
 import hpcdp
 from hpcdp import autograd, nn, optim
-from hpcdp.arrays import dtype_of
 from hpcdp.autograd import Tensor
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.core.arrays import dtype_of
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, DataError, UnsupportedError
 from hpcdp.parallel import Pipeline
-from hpcdp.parallel.schedules import pieces
-from hpcdp.train.trainers.trainer import Trainer
+from hpcdp.parallel.pipeline import pieces
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from hpcdp.train.trainers.trainer import Trainer
 def test_one_copy_gives_the_bits_of_the_unsplit_model(on, micro_batches, schedule):
     n, num_stages = on
     alone, losses = unsplit(micro_batches=micro_batches)
-    results = threads.run(n, lambda world: train(world, num_stages, micro_batches=micro_batches, schedule=schedule))
+    results = thread_comm.run(n, lambda world: train(world, num_stages, micro_batches=micro_batches, schedule=schedule))
     np.testing.assert_array_equal(joined(results, num_stages), alone)
     for _, found in results:
         np.testing.assert_allclose(found, losses, rtol=1e-6)
@@ -72,7 +72,7 @@ def test_gradients_go_around_stages_and_to_parameters_that_are_handed_on(n, micr
         net.step(Trainer(net.parameters(), optim.SGD(lr=1.0), net.replicas), x, y)
         return [(old - each.data) * len(x) for old, each in zip(before, net.parameters(), strict=True)]
 
-    found = [each for gradients in threads.run(n, rank) for each in gradients]
+    found = [each for gradients in thread_comm.run(n, rank) for each in gradients]
     for gradient, parameter in zip(found, whole.parameters(), strict=True):
         np.testing.assert_allclose(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
 
@@ -94,7 +94,7 @@ def test_hybridized_it_gives_the_same_bits(n):
         assert [part._hybrid for _, part in net.children()] == [None] * len(kept)
         return found
 
-    for plain, hybrid in threads.run(n, job):
+    for plain, hybrid in thread_comm.run(n, job):
         for expected, got in zip(plain, hybrid, strict=True):
             np.testing.assert_array_equal(got, expected)
 
@@ -108,7 +108,7 @@ def test_a_network_with_a_pipeline_in_it_is_called_as_usual():
             np.testing.assert_array_equal(net(batch(0, 0)[0]).asnumpy(), expected)
         return True
 
-    assert threads.run(2, job) == [True] * 2
+    assert thread_comm.run(2, job) == [True] * 2
 
 
 @pytest.mark.parametrize("owner", ["rank", "shard"])
@@ -118,7 +118,9 @@ def test_copies_give_the_gradient_of_the_global_batch(n, num_stages, per_node, c
     replicas = n // num_stages
     counts = [7, 0, 12][:replicas]
     alone, _ = unsplit(replicas, counts, clip_norm)
-    results = threads.run(n, lambda world: train(world, num_stages, counts, clip_norm=clip_norm, owner=owner), per_node)
+    results = thread_comm.run(
+        n, lambda world: train(world, num_stages, counts, clip_norm=clip_norm, owner=owner), per_node
+    )
     np.testing.assert_allclose(joined(results, num_stages), alone, rtol=2e-5, atol=2e-6)
 
 
@@ -139,14 +141,14 @@ def test_a_stage_may_have_no_parameters(n, owner, without):
         return {name: part.copy() for name, part in net.state_dict().items()}
 
     net, replicas = nn.Sequential(*made()), max(1, n // 3)
-    trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0], clip_norm=0.5)
+    trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), thread_comm.run(1, lambda world: world)[0], clip_norm=0.5)
     for step in range(STEPS):
         x, y = (np.concatenate(each) for each in zip(*(batch(step, rank) for rank in range(replicas)), strict=True))
         with autograd.record():
             loss = LOSS(net(x), y)
         loss.backward()
         trainer.step(len(x))
-    for state in threads.run(n, run):
+    for state in thread_comm.run(n, run):
         for name, part in state.items():
             np.testing.assert_allclose(part, net.state_dict()[name], rtol=2e-5, atol=2e-6)
 
@@ -187,8 +189,8 @@ def test_several_tensors_pass_between_stages_and_integers_have_no_gradient():
         world.comm.barrier()
         return before, loss, net(x).data, {name: part.copy() for name, part in net.state_dict().items()}
 
-    together = threads.run(1, rank)[0]
-    for before, loss, after, state in threads.run(2, rank):
+    together = thread_comm.run(1, rank)[0]
+    for before, loss, after, state in thread_comm.run(2, rank):
         np.testing.assert_array_equal(before, together[0])
         assert loss == together[1]
         np.testing.assert_array_equal(after, together[2])
@@ -221,7 +223,7 @@ def test_a_frozen_stage_passes_on_and_is_not_changed():
         net.step(trainer, *batch(0, 0))
         return [np.array_equal(param.data, old) for param, old in zip(net.parameters(), before, strict=True)]
 
-    first, second = threads.run(2, rank)
+    first, second = thread_comm.run(2, rank)
     assert first == [True, True, True, False] and second == [False] * 4
 
 
@@ -237,7 +239,7 @@ def test_a_nan_in_one_stage_skips_the_step_in_all():
         net.step(trainer, x, y)
         return np.array_equal(values(net), before, equal_nan=True), trainer.num_nonfinite, trainer.step_count
 
-    assert [each[1:] for each in threads.run(3, rank)] == [(1, 0)] * 3
+    assert [each[1:] for each in thread_comm.run(3, rank)] == [(1, 0)] * 3
 
 
 def test_each_stage_has_checkpoints_that_another_number_of_copies_restores(tmp_path):
@@ -258,7 +260,7 @@ def test_each_stage_has_checkpoints_that_another_number_of_copies_restores(tmp_p
         world.comm.barrier()
         return {name: part.copy() for name, part in net.state_dict().items()}, None
 
-    went_on, restored = (threads.run(n, lambda world, saves=n == 4: rank(world, saves)) for n in (4, 6))
+    went_on, restored = (thread_comm.run(n, lambda world, saves=n == 4: rank(world, saves)) for n in (4, 6))
     np.testing.assert_allclose(joined(restored, 2), joined(went_on, 2), rtol=1e-5, atol=1e-6)
     assert not np.array_equal(joined(went_on, 2), unsplit()[0])
 
@@ -280,7 +282,7 @@ def test_backward_begins_with_the_loss_scale_in_16_bits_too(n):
         return {name: np.array(part, "f4") for name, part in net.state_dict().items()}, trainer.loss_scale
 
     plain, scaled, halves, brains = (
-        joined(threads.run(n, lambda world, to=to: rank(world, *to)), 2)
+        joined(thread_comm.run(n, lambda world, to=to: rank(world, *to)), 2)
         for to in (("float32", 1.0), ("float32", 1024.0), ("float16", 64.0), ("bfloat16", 1.0))
     )
     np.testing.assert_array_equal(plain, scaled)
@@ -305,7 +307,7 @@ def test_an_error_in_one_process_leaves_nothing_of_the_batch_behind(schedule, se
                 net.step(trainer, x, y)
             return values(net), net(x).data
 
-        return threads.run(1, rank)[0]
+        return thread_comm.run(1, rank)[0]
 
     for expected, got in zip(trained(fails=False), trained(fails=True), strict=True):
         np.testing.assert_array_equal(got, expected)

@@ -4,10 +4,10 @@ import pytest
 from pipelined_network import LOSS, batch, stages
 
 from hpcdp import nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, DataError, MismatchError
 from hpcdp.parallel import Pipeline, split_world
-from hpcdp.train.trainers.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from hpcdp.train.trainers.trainer import Trainer
 )
 def test_what_cannot_be(n, settings, says):
     with pytest.raises(ConfigError, match=says):
-        threads.run(n, lambda world: Pipeline(stages(2), LOSS, world, **settings))
+        thread_comm.run(n, lambda world: Pipeline(stages(2), LOSS, world, **settings))
 
 
 def test_what_is_no_world_is_refused():
@@ -30,12 +30,12 @@ def test_what_is_no_world_is_refused():
         with pytest.raises(ConfigError, match=r"Pipeline \[world\]: expected a world, that of hpcdp.init\(\) or"):
             Pipeline(stages(2), LOSS, split_world(1, world))
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_ranks_that_say_different_things():
     with pytest.raises(MismatchError, match="micro_batches"):
-        threads.run(2, lambda world: Pipeline(stages(2), LOSS, world, micro_batches=world.rank + 1))
+        thread_comm.run(2, lambda world: Pipeline(stages(2), LOSS, world, micro_batches=world.rank + 1))
 
 
 def test_a_trainer_of_another_world_and_labels_that_are_missing():
@@ -50,11 +50,11 @@ def test_a_trainer_of_another_world_and_labels_that_are_missing():
         with pytest.raises(DataError, match="22 and 21"):
             net.step(trainer, x, y[1:])
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
     with pytest.raises(ConfigError, match=r"stages\[1\]"):
-        threads.run(1, lambda world: Pipeline([*stages(1), lambda: None], LOSS, world))
+        thread_comm.run(1, lambda world: Pipeline([*stages(1), lambda: None], LOSS, world))
     with pytest.raises(ConfigError, match=r"stages\]: expected a list of modules, got Sequential"):
-        threads.run(1, lambda world: Pipeline(nn.Sequential(), LOSS, world))
+        thread_comm.run(1, lambda world: Pipeline(nn.Sequential(), LOSS, world))
 
 
 @pytest.mark.parametrize("lengths", [(8, 4, 8), (8, 8, 7), (7, 8, 8), (8, 3, 8), (8, 0, 8), (0, 8, 8), (8, 8, 0)])
@@ -67,7 +67,7 @@ def test_stages_whose_batches_differ_in_length_are_told(lengths):
     with pytest.raises(
         MismatchError, match=r"Pipeline.step \[batch\]: expected [078] samples, as rank [01] of this copy"
     ):
-        threads.run(3, rank)
+        thread_comm.run(3, rank)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -78,7 +78,7 @@ def test_a_reproducible_trainer_is_refused(micro_batches):
         with pytest.raises(ConfigError, match="one without reproducible=True, got one of 8 virtual shards"):
             net.step(trainer, *batch(0, 0))
 
-    threads.run(4, rank)
+    thread_comm.run(4, rank)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -96,7 +96,7 @@ def test_a_loss_that_is_not_per_sample_is_refused(n, loss, got):
         net.step(trainer, *batch(0, net.replicas.rank))
 
     with pytest.raises(ConfigError, match=rf"^Pipeline.step \[loss\]: expected one a sample, shape \(1,\), got {got}"):
-        threads.run(n, rank)
+        thread_comm.run(n, rank)
 
 
 @pytest.mark.parametrize(("loss", "got"), [(lambda *_: None, "a NoneType"), (lambda *_: 0.5, "a float")])
@@ -106,4 +106,4 @@ def test_a_loss_that_is_no_tensor_is_refused(loss, got):
         net.step(Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas), *batch(0, net.replicas.rank))
 
     with pytest.raises(ConfigError, match=rf"^Pipeline.step \[loss\]: expected a Tensor, got {got}; return what "):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)

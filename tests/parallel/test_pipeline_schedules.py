@@ -3,7 +3,7 @@
 import pytest
 
 from hpcdp.parallel import SCHEDULES
-from hpcdp.parallel.schedules import Action
+from hpcdp.parallel.pipeline import Action
 
 SIZES = [(s, m) for s in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 8, 11)]
 

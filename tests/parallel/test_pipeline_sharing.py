@@ -6,10 +6,10 @@ from pipelined_network import LOSS, STEPS, batch, normal
 
 import hpcdp
 from hpcdp import autograd, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError
 from hpcdp.parallel import Pipeline
-from hpcdp.train.trainers.trainer import Trainer
 
 
 class Head(nn.Module):
@@ -47,7 +47,7 @@ def test_a_parameter_of_two_stages_on_different_ranks_is_refused_on_all(kind, n)
 
     expected = "each parameter in one stage, where stages are on different ranks"
     got = f"'{TIED[kind]}' of stage 0 in stage 2, too, as '2.0.weight'"
-    assert threads.run(n, rank) == [f"Pipeline [stages]: expected {expected}, got {got}{REMEDY}"] * n
+    assert thread_comm.run(n, rank) == [f"Pipeline [stages]: expected {expected}, got {got}{REMEDY}"] * n
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -60,7 +60,7 @@ def test_a_function_that_makes_what_another_stage_has_is_refused_on_all(which):
             Pipeline(stages, LOSS, world)
         return str(found.value)
 
-    first, second = threads.run(2, rank)
+    first, second = thread_comm.run(2, rank)
     assert first == second and "got '0.weight' of stage 0 in stage 1, too, as '1.weight'" in first
     assert first.startswith(f"rank {which}: Pipeline [stages]: ")
 
@@ -68,7 +68,7 @@ def test_a_function_that_makes_what_another_stage_has_is_refused_on_all(which):
 def test_modules_without_parameters_may_be_in_several_stages():
     activation = nn.Tanh()
     made = [nn.Sequential(nn.Dense(6, 4, weight_init=normal(1)), activation), activation]
-    results = threads.run(2, lambda world: Pipeline(made, LOSS, world)(batch(0, 0)[0]).asnumpy())
+    results = thread_comm.run(2, lambda world: Pipeline(made, LOSS, world)(batch(0, 0)[0]).asnumpy())
     expected = nn.Sequential(*made)(batch(0, 0)[0]).asnumpy()
     for found in results:
         np.testing.assert_array_equal(found, expected)
@@ -97,7 +97,7 @@ def test_in_one_process_stages_may_share_a_parameter(kind, micro_batches, settin
         trainer.synchronize()
         return [param.data.copy() for param in net.parameters()]
 
-    ((found, expected),) = threads.run(1, lambda world: (trained(world, True), trained(world, False)))
+    ((found, expected),) = thread_comm.run(1, lambda world: (trained(world, True), trained(world, False)))
     assert len(found) == len(expected) == 4
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)

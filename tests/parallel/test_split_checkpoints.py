@@ -7,11 +7,11 @@ from split_networks import convolutions, mlp
 
 from hpcdp import autograd, nn, optim
 from hpcdp.checkpoint import Manager
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.core.state import Cut
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import DataError
 from hpcdp.parallel import split_world
-from hpcdp.state import Cut
-from hpcdp.train.trainers.trainer import Trainer
 
 LOSS = nn.functional.softmax_cross_entropy
 SHAPES = {mlp: (6,), convolutions: (1, 8, 8)}
@@ -55,9 +55,9 @@ def rank(world, num_parts, make, path, saves, owner):
 )
 def test_another_number_of_parts_goes_on(tmp_path, saved_by, make, owner):
     n, num_parts = saved_by
-    went_on = threads.run(n, lambda world: rank(world, num_parts, make, tmp_path, True, owner))[0]
+    went_on = thread_comm.run(n, lambda world: rank(world, num_parts, make, tmp_path, True, owner))[0]
     for m, others in ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4)):
-        restored = threads.run(m, lambda world, others=others: rank(world, others, make, tmp_path, False, owner))
+        restored = thread_comm.run(m, lambda world, others=others: rank(world, others, make, tmp_path, False, owner))
         for before, after in restored:
             np.testing.assert_allclose(before, went_on[0], rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(after, went_on[1], rtol=1e-4, atol=1e-4)
@@ -82,8 +82,8 @@ def test_what_compression_has_not_sent_is_saved_whole(tmp_path, m, others):
             step(net, trainer, copies, (6,), 1)
         return net(np.ones((3, 6), "f4")).data.copy()
 
-    saved = threads.run(4, lambda world: train(world, 2, True), ranks_per_node=2)[0]
-    for found in threads.run(m, lambda world: train(world, others, False), ranks_per_node=m // 2):
+    saved = thread_comm.run(4, lambda world: train(world, 2, True), ranks_per_node=2)[0]
+    for found in thread_comm.run(m, lambda world: train(world, others, False), ranks_per_node=m // 2):
         np.testing.assert_allclose(found, saved, rtol=0 if m == 4 else 1e-4, atol=0 if m == 4 else 1e-5)
 
 
@@ -93,8 +93,8 @@ def test_the_file_has_whole_tensors(tmp_path):
         with Manager(tmp_path, world) as manager:
             manager.save(0, {"net": mlp(parts)})
 
-    threads.run(3, save)
-    found = threads.run(1, lambda world: Manager(tmp_path, world).restore().state)[0]["net"]
+    thread_comm.run(3, save)
+    found = thread_comm.run(1, lambda world: Manager(tmp_path, world).restore().state)[0]["net"]
     for name, whole in mlp(None).state_dict().items():
         np.testing.assert_array_equal(found[name], whole)
 
@@ -105,7 +105,7 @@ def test_saving_without_the_ranks_that_have_the_rest_is_an_error_on_all(tmp_path
         with Manager(tmp_path / str(parts.rank), copies) as manager, pytest.raises(DataError, match="missing"):
             manager.save(0, {"net": mlp(parts)})
 
-    threads.run(4, save)
+    thread_comm.run(4, save)
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 5), (4,), (2, 3)])

@@ -8,9 +8,9 @@ from split_networks import convolutions, mlp, normal, own, whole_numbers
 import hpcdp
 from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, MismatchError, UnsupportedError
-from hpcdp.parallel import ColumnConv2D, ColumnDense, RowConv2D, RowDense, exchanges
+from hpcdp.parallel import ColumnConv2D, ColumnDense, RowConv2D, RowDense, tensor_parallel
 
 SHAPES = {mlp: (9, 6), convolutions: (5, 1, 8, 8)}
 
@@ -44,7 +44,7 @@ def compared(world, make, draw, check):
 @pytest.mark.parametrize("make", [mlp, convolutions])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_results_and_gradients_are_those_of_the_unsplit_network_to_the_bit_where_sums_are_exact(n, make):
-    threads.run(n, lambda world: compared(world, make, whole_numbers, np.testing.assert_array_equal))
+    thread_comm.run(n, lambda world: compared(world, make, whole_numbers, np.testing.assert_array_equal))
 
 
 @pytest.mark.parametrize("make", [mlp, convolutions])
@@ -53,7 +53,7 @@ def test_and_within_rounding_elsewhere(n, make):
     def check(found, expected):
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
-    threads.run(n, lambda world: compared(world, make, normal, check))
+    thread_comm.run(n, lambda world: compared(world, make, normal, check))
 
 
 @pytest.mark.parametrize("make", [mlp, convolutions])
@@ -70,7 +70,7 @@ def test_on_a_device(make):
         for ours, values in pairs:
             np.testing.assert_allclose(ours.to_host(), values, rtol=1e-4, atol=1e-5)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 @pytest.mark.mpi
@@ -110,23 +110,23 @@ def test_gradients_by_central_differences(n, make):
                         found = (values[0] - values[1]) / 2e-6
                         np.testing.assert_allclose(gradients[name].reshape(-1)[at], found, rtol=1e-4, atol=1e-7)
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 def test_a_column_and_a_row_layer_exchange_once_forward_and_once_backward(monkeypatch):
-    real, sizes = exchanges.allreduce, []
+    real, sizes = tensor_parallel.allreduce, []
 
     def noted(x, op, world, out):
         sizes.append(x.shape)
         return real(x, op, world, out=out)
 
-    monkeypatch.setattr(exchanges, "allreduce", noted)
+    monkeypatch.setattr(tensor_parallel, "allreduce", noted)
 
     def rank(world):
         net = nn.Sequential(ColumnDense(6, 8, world), nn.Tanh(), RowDense(8, 4, world))
         through(net, np.ones((3, 6), "f4"), np.ones((3, 4), "f4"))
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
     assert sorted(sizes) == [(3, 4), (3, 4), (3, 6), (3, 6)]
 
 
@@ -138,7 +138,7 @@ def test_an_open_number_of_inputs_is_settled_by_the_first_input():
         np.testing.assert_array_equal(dense.weight.data, own(whole, dense.weight))
         assert conv(np.ones((2, 4, 3, 3), "f4")).shape[1] == conv.weight.shape[0] and conv.weight.cut.total == 5
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def test_empty_batches():
@@ -147,7 +147,7 @@ def test_empty_batches():
         y, dx, gradients = through(net, np.empty((0, 1, 8, 8), "f4"), np.empty((0, 4), "f4"))
         assert y.shape == (0, 4) and dx.shape == (0, 1, 8, 8) and not any(each.any() for each in gradients.values())
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_it_says_what_it_is():
@@ -155,7 +155,7 @@ def test_it_says_what_it_is():
         column, row = ColumnDense(6, 10, world, activation="relu"), RowDense(10, 4, world, bias=False)
         return [repr(layer) for layer in (column, row, RowConv2D(3, 5, 3, world))]
 
-    assert threads.run(3, rank)[1] == [
+    assert thread_comm.run(3, rank)[1] == [
         "ColumnDense(6, 3, activation='relu', part 1 of 3)", "RowDense(3, 4, bias=False, part 1 of 3)",
         "RowConv2D(1, 5, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), part 1 of 3)",
     ]  # fmt: skip
@@ -168,7 +168,7 @@ def test_a_network_with_such_layers_is_called_as_usual_where_it_is_hybridized():
         net.hybridize()
         np.testing.assert_array_equal(net(x).data, before)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize(
@@ -194,12 +194,12 @@ def test_a_network_with_such_layers_is_called_as_usual_where_it_is_hybridized():
 )
 def test_sizes_that_cannot_be_split(make, says):
     with pytest.raises(ConfigError, match=says):
-        threads.run(3, make)
+        thread_comm.run(3, make)
 
 
 def test_an_activation_that_there_is_not_is_refused_where_the_layer_is_made():
     with pytest.raises(UnsupportedError, match="expected 'relu' or None, got 'swish'"):
-        threads.run(2, lambda world: ColumnDense(6, 8, world, activation="swish"))
+        thread_comm.run(2, lambda world: ColumnDense(6, 8, world, activation="swish"))
 
 
 def test_sizes_may_be_integers_of_numpy():
@@ -209,14 +209,14 @@ def test_sizes_may_be_integers_of_numpy():
         convolutions = [ColumnConv2D(two, six, 3, world), RowConv2D(six, two, 3, world)]
         return [layer.weight.shape for layer in [*dense, *convolutions]]
 
-    assert threads.run(2, rank) == [[(2, 3), (3, 2), (3, 2, 3, 3), (2, 3, 3, 3)]] * 2
+    assert thread_comm.run(2, rank) == [[(2, 3), (3, 2), (3, 2, 3, 3), (2, 3, 3, 3)]] * 2
 
 
 def test_ranks_that_disagree():
     with pytest.raises(MismatchError, match="6, 9, bias=True"):
-        threads.run(2, lambda world: ColumnDense(6, 8 + world.rank, world))
+        thread_comm.run(2, lambda world: ColumnDense(6, 8 + world.rank, world))
     with pytest.raises(MismatchError):
-        threads.run(2, lambda world: RowDense(8, 5, world, scatter=True)(np.ones((3 + world.rank, 8), "f4")))
+        thread_comm.run(2, lambda world: RowDense(8, 5, world, scatter=True)(np.ones((3 + world.rank, 8), "f4")))
 
 
 def test_inputs_of_other_sizes():
@@ -230,4 +230,4 @@ def test_inputs_of_other_sizes():
         with pytest.raises(UnsupportedError, match="'relu' or None"):
             RowDense(10, 4, world, activation="gelu")(np.ones((3, 5), "f4"))
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)

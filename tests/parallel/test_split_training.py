@@ -7,13 +7,13 @@ from split_networks import convolutions, mlp, normal, own
 
 import hpcdp
 from hpcdp import autograd, data, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.sharded_update import squares_of_model
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, MismatchError
-from hpcdp.gradients.norms import squares_of_model
 from hpcdp.parallel import ColumnDense, Pipeline, RowDense, split_world
-from hpcdp.parallel.worlds import Split
+from hpcdp.parallel.p2p import Split
 from hpcdp.train.fit import fit
-from hpcdp.train.trainers.trainer import Trainer
 
 LOSS = nn.functional.softmax_cross_entropy
 STEPS, BATCH = 4, 12
@@ -28,7 +28,11 @@ def batch(make, step):
 def train(make, split, optimizer, **settings):
     """The network and the sums of its losses, after a few steps; ``split`` None: whole, on one rank."""
     lonely = split is None
-    split = Split(threads.run(1, lambda world: world)[0], threads.run(1, lambda world: world)[0]) if lonely else split
+    split = (
+        Split(thread_comm.run(1, lambda world: world)[0], thread_comm.run(1, lambda world: world)[0])
+        if lonely
+        else split
+    )
     net = make(None if lonely else split.parts)
     copies = split.replicas
     trainer = Trainer(net.parameters(), optimizer(), copies, **settings)
@@ -79,7 +83,7 @@ def test_losses_and_parameters_are_those_of_the_unsplit_model(layout, make, kind
         for name, param in net.named_parameters():
             np.testing.assert_allclose(param.data, own(values[name].data, param), rtol=1e-3, atol=1e-4, err_msg=name)
 
-    threads.run(n, rank, per_node)
+    thread_comm.run(n, rank, per_node)
 
 
 @pytest.mark.mpi
@@ -113,9 +117,9 @@ def test_a_norm_counts_what_is_whole_once_and_every_part():
         trainer.allreduce_grads()
         return squares_of_model(trainer.reducer) ** 0.5
 
-    norms = {n: threads.run(n, lambda world, n=n: rank(world, n)) for n in (1, 2, 3, 5)}
+    norms = {n: thread_comm.run(n, lambda world, n=n: rank(world, n)) for n in (1, 2, 3, 5)}
     assert {each for found in norms.values() for each in found} == {norms[1][0]} and norms[1][0] > 0
-    np.testing.assert_allclose(threads.run(4, lambda world: rank(world, 2)), 2 * norms[1][0])
+    np.testing.assert_allclose(thread_comm.run(4, lambda world: rank(world, 2)), 2 * norms[1][0])
 
 
 def test_a_reproducible_trainer_gives_the_same_bits_on_any_number_of_replicas():
@@ -124,7 +128,7 @@ def test_a_reproducible_trainer_gives_the_same_bits_on_any_number_of_replicas():
                        clip_norm=0.05)  # fmt: skip
         return [param.data.copy() for param in net.parameters()]
 
-    two, four, eight = (threads.run(n, rank)[:2] for n in (2, 4, 8))
+    two, four, eight = (thread_comm.run(n, rank)[:2] for n in (2, 4, 8))
     for part in range(2):
         for a, b, c in zip(two[part], four[part], eight[part], strict=True):
             np.testing.assert_array_equal(a, b)
@@ -154,7 +158,7 @@ def test_what_is_whole_stays_alike_to_the_bit(owner, compression):
         world.comm.barrier()
         return {name: param.data.copy() for name, param in net.named_parameters() if param.cut is None}
 
-    first, *others = threads.run(6, rank, ranks_per_node=2)
+    first, *others = thread_comm.run(6, rank, ranks_per_node=2)
     for found in others:
         for name, values in first.items():
             np.testing.assert_array_equal(found[name], values, err_msg=name)
@@ -167,7 +171,7 @@ def test_what_is_whole_begins_alike_without_a_seed():
         Trainer(net.parameters(), optim.SGD(lr=0.1), replicas)
         return net[2].weight.data.copy(), net[0].weight.data.copy()
 
-    found = threads.run(4, rank)
+    found = thread_comm.run(4, rank)
     for whole, part in found[1:]:
         np.testing.assert_array_equal(whole, found[0][0])
         assert not np.array_equal(part, found[0][1]) or part is found[2][1]
@@ -206,7 +210,7 @@ def test_stages_of_a_pipeline_may_be_split(n, num_parts, kind):
             expected = values[f"{2 * int(stage) + int(layer)}.{what}"].data
             np.testing.assert_allclose(param.data, own(expected, param), rtol=1e-3, atol=1e-4, err_msg=name)
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 @pytest.mark.parametrize("make", [mlp, convolutions])
@@ -225,10 +229,10 @@ def test_the_digits_are_learnt_along_the_curve_of_the_unsplit_model(make):
         records = fit(net, trainer, loader, epochs=3, loss=LOSS, world=replicas)
         return [record["loss"] for record in records]
 
-    alone = threads.run(1, lambda world: curve(world, 1))[0]
+    alone = thread_comm.run(1, lambda world: curve(world, 1))[0]
     assert alone[-1] < 0.8 * alone[0]
     for n, num_parts in ((2, 2), (3, 3), (4, 2), (4, 4)):
-        for found in threads.run(n, lambda world, num_parts=num_parts: curve(world, num_parts)):
+        for found in thread_comm.run(n, lambda world, num_parts=num_parts: curve(world, num_parts)):
             np.testing.assert_allclose(found, alone, rtol=2e-3)
 
 
@@ -237,18 +241,18 @@ def test_parts_and_replicas():
         parts, replicas = split_world(2, world)
         return parts.rank, parts.size, replicas.rank, replicas.size, replicas.part_comm.rank, parts.part_comm
 
-    assert threads.run(6, rank) == [(r % 2, 2, r // 2, 3, r % 2, None) for r in range(6)]
+    assert thread_comm.run(6, rank) == [(r % 2, 2, r // 2, 3, r % 2, None) for r in range(6)]
 
 
 @pytest.mark.parametrize("num_parts", [0, 3, -1, 2.0, None])
 def test_numbers_of_parts_that_cannot_be(num_parts):
     with pytest.raises(ConfigError, match="a number that divides the 4 ranks, got"):
-        threads.run(4, lambda world: split_world(num_parts, world))
+        thread_comm.run(4, lambda world: split_world(num_parts, world))
 
 
 def test_ranks_that_disagree_and_trainers_that_cannot_be(tmp_path):
     with pytest.raises(MismatchError, match="num_parts 1 as on rank 0, got num_parts 2"):
-        threads.run(2, lambda world: split_world(world.rank + 1, world))
+        thread_comm.run(2, lambda world: split_world(world.rank + 1, world))
 
     def differ(world):
         parts, replicas = split_world(2, world)
@@ -256,7 +260,7 @@ def test_ranks_that_disagree_and_trainers_that_cannot_be(tmp_path):
         Trainer(net.parameters(), optim.SGD(lr=0.1), replicas)
 
     with pytest.raises(MismatchError, match=r"1\.weight"):
-        threads.run(2, differ)
+        thread_comm.run(2, differ)
 
     def rank(world):
         parts, replicas = split_world(2, world)
@@ -272,7 +276,7 @@ def test_ranks_that_disagree_and_trainers_that_cannot_be(tmp_path):
             with pytest.raises(ConfigError, match=r"checkpoint.Manager\(path, world\)"):
                 call(tmp_path / "states")
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
@@ -283,7 +287,7 @@ def test_parts_of_one_replica_drop_the_same_and_replicas_do_not(by_hand):
         with autograd.train_mode():
             return net[1](np.ones(64, "f4")).data
 
-    masks = threads.run(6, one)
+    masks = thread_comm.run(6, one)
     for first, second in ((0, 1), (2, 3), (4, 5)):
         np.testing.assert_array_equal(masks[first], masks[second])
     assert len({mask.tobytes() for mask in masks}) == 3
@@ -298,8 +302,8 @@ def test_stages_of_one_replica_drop_what_the_whole_model_does_on_its_rank():
             return {name: layer(np.ones(32, "f4")).data.tobytes() for name, layer in net._modules("")
                     if isinstance(layer, nn.Dropout)}  # fmt: skip
 
-    whole = threads.run(2, lambda world: dropped(Pipeline(stages(), LOSS, world=world.split(world.rank))))
-    of_ranks = threads.run(4, lambda world: dropped(Pipeline(stages(), LOSS, world=world)))
+    whole = thread_comm.run(2, lambda world: dropped(Pipeline(stages(), LOSS, world=world.split(world.rank))))
+    of_ranks = thread_comm.run(4, lambda world: dropped(Pipeline(stages(), LOSS, world=world)))
     for rank, found in enumerate(of_ranks):
         assert found.items() <= whole[rank % 2].items()
     assert len({mask for found in of_ranks for mask in found.values()}) == 4

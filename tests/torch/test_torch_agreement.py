@@ -11,7 +11,7 @@ from torch import nn
 from toy import SEEDING, add_average, loss_of
 
 import hpcdp.torch
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, MismatchError, NonFiniteGradientError, StaleGradientError, UnsupportedError
 
 SPREAD = [(2, None), (3, 1), (4, 2)]
@@ -38,7 +38,7 @@ def told(n, rank, error, ranks_per_node=None):
             rank(world)
         said.append(str(caught.value))
 
-    threads.run(n, one, ranks_per_node)
+    thread_comm.run(n, one, ranks_per_node)
     assert len(said) == n
     return said[0]
 
@@ -141,7 +141,7 @@ def test_states_of_another_form_are_refused_and_nothing_is_changed(kind, says):
             for name, value in state.items():
                 assert torch.equal(after["state"][number][name], value)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -165,7 +165,7 @@ def test_a_parameter_of_no_model_is_refused(later):
         assert toy.alike(model.module, reference)
         world.barrier()
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize(("n", "per_node"), SPREAD)
@@ -183,7 +183,7 @@ def test_clipping_a_norm_that_is_nan_does_what_torch_does(n, per_node):
         with pytest.raises(NonFiniteGradientError):
             optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
-    threads.run(n, rank, per_node)
+    thread_comm.run(n, rank, per_node)
 
 
 def test_over_several_nodes_torchs_own_clipping_finds_no_gradients_and_ranks_stay_alike():
@@ -197,7 +197,7 @@ def test_over_several_nodes_torchs_own_clipping_finds_no_gradients_and_ranks_sta
         world.barrier()
         return torch.cat([each.detach().reshape(-1) for each in model.parameters()]).clone()
 
-    first, *others = threads.run(3, rank, 1)
+    first, *others = thread_comm.run(3, rank, 1)
     assert all(torch.equal(first, each) for each in others)
 
 
@@ -245,14 +245,14 @@ def test_buffers_stay_where_they_are(n, per_node):
         assert model.module.count.tolist() == [4.0] * 3
         assert model.module.weight.data_ptr() == model.module.layer.weight.data_ptr()
 
-    threads.run(n, rank, per_node)
+    thread_comm.run(n, rank, per_node)
 
 
 def test_a_buffer_in_the_memory_of_a_parameter_that_is_to_move_is_refused():
     with pytest.raises(
         UnsupportedError, match=r"\[weight\]: expected a buffer with memory of its own, got that of layer"
     ):
-        threads.run(2, lambda world: made(world, net=Sharing()))
+        thread_comm.run(2, lambda world: made(world, net=Sharing()))
 
 
 def test_parameters_in_the_same_memory_that_are_to_move_are_refused():
@@ -265,7 +265,7 @@ def test_parameters_in_the_same_memory_that_are_to_move_are_refused():
     with pytest.raises(
         UnsupportedError, match=r"\[last\.weight\]: expected a parameter with memory of its own, got that of first"
     ):
-        threads.run(2, lambda world: made(world, net=Tied()))
+        thread_comm.run(2, lambda world: made(world, net=Tied()))
 
 
 def test_a_buffer_that_was_expanded_is_refused_on_all_ranks():
@@ -276,7 +276,7 @@ def test_a_buffer_that_was_expanded_is_refused_on_all_ranks():
             hpcdp.torch.DistributedDataParallel(net, world)
         hpcdp.torch.DistributedDataParallel(net, world, broadcast_buffers=False)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_devices_where_torchs_wrapper_takes_them_are_refused():
@@ -288,9 +288,9 @@ def test_a_sparse_buffer_and_what_is_no_module_are_refused():
     net = nn.Linear(2, 2)
     net.register_buffer("sparse", torch.eye(2).to_sparse())
     with pytest.raises(UnsupportedError, match=r"\[sparse\]: expected a dense buffer"):
-        threads.run(1, lambda world: hpcdp.torch.DistributedDataParallel(net, world))
+        thread_comm.run(1, lambda world: hpcdp.torch.DistributedDataParallel(net, world))
     with pytest.raises(ConfigError, match=r"expected a torch.nn.Module, got int"):
-        threads.run(1, lambda world: hpcdp.torch.DistributedDataParallel(3, world))
+        thread_comm.run(1, lambda world: hpcdp.torch.DistributedDataParallel(3, world))
 
 
 @pytest.mark.parametrize("owner", ["rank", "shard"])
@@ -312,7 +312,7 @@ def test_outputs_may_be_changed_in_place_where_parameters_may_be_unused(owner):
         assert toy.alike(model.module, reference)
         world.barrier()
 
-    threads.run(3, rank, 1)
+    thread_comm.run(3, rank, 1)
 
 
 @pytest.mark.parametrize("owner", ["rank", "shard"])
@@ -334,7 +334,7 @@ def test_after_join_all_can_have_the_scale_of_those_that_went_on_longest(owner):
             hpcdp.torch.broadcast_optimizer_state(scaler, model.last_rank, world)
         return scaler.get_scale()
 
-    assert threads.run(3, rank) == [64.0 * 2**6] * 3
+    assert thread_comm.run(3, rank) == [64.0 * 2**6] * 3
 
 
 def test_a_tensor_is_no_array_for_collectives():
@@ -344,4 +344,4 @@ def test_a_tensor_is_no_array_for_collectives():
         ):
             hpcdp.allreduce(torch.ones(3), world=world)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)

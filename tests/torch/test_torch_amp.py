@@ -11,7 +11,7 @@ from pairs import pairs
 from torch import nn
 
 import hpcdp.torch
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, MismatchError
 
 SEEDING = threading.Lock()  # all thread ranks draw from one generator
@@ -76,7 +76,7 @@ def test_a_step_with_an_infinity_on_one_rank_is_left_out_on_all(layout, spoilt_s
             world.barrier()
         return scaler.get_scale()
 
-    assert set(threads.run(n, rank, ranks_per_node)) == {
+    assert set(thread_comm.run(n, rank, ranks_per_node)) == {
         1024.0 * 2 / 2 * 2
     }  # two good ones, the spoilt one, three more
 
@@ -90,7 +90,7 @@ def test_torchs_scaler_is_refused_where_each_rank_updates_its_part():
         with pytest.raises(ConfigError, match=r"expected hpcdp\.torch\.GradScaler with a ShardedOptimizer"):
             scaler.step(optimizer)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_learning_rates_that_differ_are_told_on_all_ranks():
@@ -105,7 +105,7 @@ def test_learning_rates_that_differ_are_told_on_all_ranks():
         with pytest.raises(MismatchError, match="change learning rates alike on all ranks"):
             optimizer.step()
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 @pytest.mark.parametrize("owner", ["rank", "shard"])
@@ -136,7 +136,7 @@ def test_autocast_computes_in_half_precision_and_sums_in_single(owner):
             assert alike(model, reference, 1e-3)
             world.barrier()
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_gradients_that_are_averaged_can_be_clipped_by_torch():
@@ -153,7 +153,7 @@ def test_gradients_that_are_averaged_can_be_clipped_by_torch():
             for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
                 assert torch.allclose(mine.grad, other.grad, atol=1e-6)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 @pytest.mark.parametrize("outside", [False, True])
@@ -173,4 +173,4 @@ def test_compiled_modules_are_averaged_as_others(outside):
             for mine, other in zip(own.parameters(), reference.parameters(), strict=True):
                 assert torch.allclose(mine.grad, other.grad, atol=1e-5)
 
-    threads.run(1, rank)  # compilation is not for several threads of a process
+    thread_comm.run(1, rank)  # compilation is not for several threads of a process

@@ -9,7 +9,7 @@ from slow_sums import slow_sums
 from torch import nn
 from toy import SEEDING, add_average, loss_of
 
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError
 from hpcdp.torch import DistributedDataParallel, ShardedOptimizer
 
@@ -60,7 +60,7 @@ SHARES = {"fp16": 0.02, "2bit": 0.5, "1bit": 0.9, "topk:ratio=0.2": 0.5}
 def test_parameters_are_the_same_on_all_ranks_and_go_the_same_way(layout, codec, owner):
     n, per_node = layout
     start, exact = reference(n)
-    found = threads.run(n, lambda world: trained(world, codec, owner), per_node)
+    found = thread_comm.run(n, lambda world: trained(world, codec, owner), per_node)
     for each in found[1:]:
         assert torch.equal(each, found[0])
     assert 0 < torch.dist(found[0], exact) < SHARES[codec] * torch.dist(start, exact)
@@ -108,14 +108,14 @@ def test_what_follows_gradients_that_are_dropped_is_no_part_of_them(monkeypatch,
         world.barrier()
         return flat(model.module)
 
-    expected = threads.run(n, lambda world: rank(world, False), per_node)[0]
-    for found in threads.run(n, lambda world: rank(world, True), per_node):
+    expected = thread_comm.run(n, lambda world: rank(world, False), per_node)[0]
+    for found in thread_comm.run(n, lambda world: rank(world, True), per_node):
         assert torch.equal(found, expected)
 
 
 def test_owners_and_overlap_change_no_more_than_rounding():
     one, *others = (
-        threads.run(3, lambda world, how=how: trained(world, "fp16", *how), 1)[0]
+        thread_comm.run(3, lambda world, how=how: trained(world, "fp16", *how), 1)[0]
         for how in (("rank", True), ("rank", False), ("shard", True), ("shard", False))
     )
     for other in others:
@@ -124,16 +124,18 @@ def test_owners_and_overlap_change_no_more_than_rounding():
 
 def test_what_is_no_codec_or_another_one_is_refused():
     with pytest.raises(ConfigError, match="expected one of fp16"):
-        threads.run(1, lambda world: DistributedDataParallel(net(), world, compression="8bit"))
+        thread_comm.run(1, lambda world: DistributedDataParallel(net(), world, compression="8bit"))
     with pytest.raises(MismatchError, match="compression"):
-        threads.run(2, lambda world: DistributedDataParallel(net(), world, compression=["fp16", None][world.rank]), 1)
+        thread_comm.run(
+            2, lambda world: DistributedDataParallel(net(), world, compression=["fp16", None][world.rank]), 1
+        )
 
 
 @pytest.mark.parametrize("codec", ["2bit:threshold=0.01", "1bit:threshold=0"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_threshold_means_the_same_whoever_updates(n, codec):
     one, *others = (
-        threads.run(n, lambda world, o=owner: trained(world, codec, o), 1)[0] for owner in ("rank", "shard")
+        thread_comm.run(n, lambda world, o=owner: trained(world, codec, o), 1)[0] for owner in ("rank", "shard")
     )
     torch.testing.assert_close(one, others[0], rtol=0, atol=1e-5)
 
@@ -168,14 +170,14 @@ def test_what_was_not_sent_can_be_saved_and_goes_on():
         train(world, model, optimizer, range(5, 10))
         return flat(model.module)
 
-    wanted = threads.run(3, straight, 1)[0]
+    wanted = thread_comm.run(3, straight, 1)[0]
     assert all(each.any() for each in saved["compression"].values())
     for compression, goes_on in ((saved["compression"], True), ({}, False)):
-        for found in threads.run(3, lambda world, c=compression: resumed(world, c), 1):
+        for found in thread_comm.run(3, lambda world, c=compression: resumed(world, c), 1):
             assert torch.allclose(found, wanted, rtol=0, atol=1e-6) == goes_on
     bad = {"0.weight": torch.zeros(3, 2, 2)}
     with pytest.raises(ConfigError, match=r"load_compression_state \[0.weight\]: expected \(nodes, \*\(50, 6\)\)"):
-        threads.run(2, lambda world: made(world)[0].load_compression_state(bad), 1)
+        thread_comm.run(2, lambda world: made(world)[0].load_compression_state(bad), 1)
 
 
 def test_overflows_of_all_gradients_are_skipped_once_with_topk():
@@ -191,4 +193,4 @@ def test_overflows_of_all_gradients_are_skipped_once_with_topk():
             scaler.update()
         return scaler.get_scale()
 
-    assert threads.run(2, rank, 1) == [512.0] * 2
+    assert thread_comm.run(2, rank, 1) == [512.0] * 2

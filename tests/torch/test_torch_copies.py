@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import nn
 
 import hpcdp.torch
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import UnsupportedError
 
 COPIES = [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
@@ -64,4 +64,4 @@ def test_a_copy_of_a_wrapped_module_is_of_the_same_ranks_and_trained_by_none(own
         assert torch.equal(net(x), best(x))
         world.barrier()
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)

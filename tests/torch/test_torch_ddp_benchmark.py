@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import bench_torch_ddp as torch_ddp
 from bench_harness import peers, report
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ def test_the_verdicts_are_those_of_the_target() -> None:
 def test_losses_that_are_not_numbers_of_one_candidate_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = {torch_ddp.RANK: 1.0, torch_ddp.SHARD: float("nan"), torch_ddp.ALONE: 1.1}
     monkeypatch.setattr(torch_ddp, "step_of", lambda name, *_: lambda i: losses[name])
-    (found,) = threads.run(1, lambda world: torch_ddp.measure(world, "lenet", 2, 1, 1e-6))
+    (found,) = thread_comm.run(1, lambda world: torch_ddp.measure(world, "lenet", 2, 1, 1e-6))
     assert math.isnan(found["loss_difference"]) and found["apart"] == pytest.approx(0.1)
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from toy import SEEDING, batch, loss_of
 
 import hpcdp.torch
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError
 
 NODES = [(1, None), (2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, (2, 3))]
@@ -52,7 +52,7 @@ def test_gradients_are_the_average_of_all_ranks(n, ranks_per_node, overlap):
                 optimizer.step()
         return [param.detach().numpy().tobytes() for param in model.parameters()]
 
-    assert len({b"".join(each) for each in threads.run(n, rank, ranks_per_node)}) == 1
+    assert len({b"".join(each) for each in thread_comm.run(n, rank, ranks_per_node)}) == 1
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -80,7 +80,7 @@ def test_without_synchronising_gradients_add_up_and_the_next_backward_averages_t
         for name, grad in found.items():
             assert torch.allclose(grad, expected[name], atol=1e-6), name
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -107,7 +107,7 @@ def test_a_backward_is_averaged_where_only_the_forward_was_within_no_sync(overla
         for name, param in model.module.layers.named_parameters():
             assert torch.allclose(param.grad, expected[name], atol=1e-6), name
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 class Branches(nn.Module):
@@ -136,7 +136,7 @@ def test_what_some_ranks_leave_out_counts_as_zero_and_what_all_leave_out_is_left
         assert torch.allclose(model.module.left.weight.grad, own.left.weight.grad / world.size)
         assert model.module.right.weight.grad is None
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -151,7 +151,7 @@ def test_a_parameter_left_out_is_an_error_that_names_it_on_all_ranks(overlap):
         model(torch.ones(2, 6), ["left", "right"]).sum().backward()  # and goes on
         assert model.module.right.weight.grad is not None
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -179,7 +179,7 @@ def test_checkpointed_layers_and_two_forwards_before_one_backward(reentrant):
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.allclose(ours.grad, theirs.grad / world.size, atol=1e-4)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_half_precision_is_summed_in_single_and_frozen_parameters_are_left_alone():
@@ -194,7 +194,7 @@ def test_half_precision_is_summed_in_single_and_frozen_parameters_are_left_alone
         assert net[1].bias.grad.dtype is torch.bfloat16
         assert net[1].bias.grad.tolist() == [5.0] * 4
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def test_buffers_are_those_of_rank_0_before_each_forward_and_states_load_in_plain_modules():
@@ -212,7 +212,7 @@ def test_buffers_are_those_of_rank_0_before_each_forward_and_states_load_in_plai
         for name, buffer in reference.named_buffers():
             assert torch.allclose(plain.get_buffer(name), buffer, atol=1e-6), name
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("shape", [(2,), "rank"])
@@ -227,7 +227,7 @@ def test_buffers_that_are_not_broadcast_are_each_ranks_own(shape):
         assert set(net.own.tolist()) == {world.rank}
         assert int(net[1].num_batches_tracked) == 1 + world.rank
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -243,7 +243,7 @@ def test_two_forwards_with_buffers_may_go_before_one_backward(n):
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 def test_gradients_asked_for_by_hand_are_this_ranks():
@@ -254,7 +254,7 @@ def test_gradients_asked_for_by_hand_are_this_ranks():
         loss_of(reference, 0, world.rank).backward()
         assert torch.allclose(found, reference[3].bias.grad)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_what_cannot_be_wrapped_is_refused_by_name():
@@ -269,7 +269,7 @@ def test_what_cannot_be_wrapped_is_refused_by_name():
         with pytest.raises(MismatchError, match=r"weight \(3, 2\) torch.float32 requires_grad on rank 1"):
             wrap(nn.Linear(2, 2 + world.rank), world)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_every_rank_draws_its_own_samples():
@@ -278,7 +278,7 @@ def test_every_rank_draws_its_own_samples():
         sampler.set_epoch(2)
         return list(sampler)
 
-    drawn = threads.run(4, rank)
+    drawn = thread_comm.run(4, rank)
     expected = [list(torch.utils.data.DistributedSampler(range(10), 4, rank, seed=3)) for rank in range(4)]
     assert [len(each) for each in drawn] == [3] * 4
     assert set().union(*drawn) == set(range(10))

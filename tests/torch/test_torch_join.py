@@ -10,7 +10,7 @@ from torch import nn
 from toy import SEEDING, alike, loss_of
 
 import hpcdp.torch
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, MismatchError, UnsupportedError
 
 BATCHES = [1, 4, 0, 3, 2]
@@ -74,7 +74,7 @@ def test_ranks_without_data_take_part_with_nothing(layout, owner, by_all, overla
         assert alike(model, expected)
         world.barrier()
 
-    threads.run(n, rank, ranks_per_node)
+    thread_comm.run(n, rank, ranks_per_node)
 
 
 def test_who_has_no_data_follows_learning_rates_clipping_and_scaling():
@@ -102,7 +102,7 @@ def test_who_has_no_data_follows_learning_rates_clipping_and_scaling():
         assert alike(model, expected)
         world.barrier()
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_ranks_that_do_different_things_are_told_so():
@@ -116,7 +116,7 @@ def test_ranks_that_do_different_things_are_told_so():
             return str(error)
         return "nothing"
 
-    for told in threads.run(3, rank):
+    for told in thread_comm.run(3, rank):
         assert "the same as on rank 0: backward" in told and "forward (True) on rank 2" in told
 
 
@@ -131,4 +131,4 @@ def test_what_cannot_be_joined_is_refused():
         with pytest.raises(UnsupportedError, match="a model without SyncBatchNorm"), model.join():
             pass
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)

@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 from toy import SEEDING, add_average, loss_of
 
 import hpcdp.torch
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError
 
 SPREAD = [(1, None), (2, None), (3, 1), (4, 2)]
@@ -86,7 +86,7 @@ def test_training_goes_on_after_a_backward_that_failed_on_all_ranks(n, ranks_per
             theirs.step()
         assert alike(world, model, reference)
 
-    threads.run(n, rank, ranks_per_node)
+    thread_comm.run(n, rank, ranks_per_node)
 
 
 @pytest.mark.parametrize("before", ["rank", "shard"])
@@ -108,7 +108,7 @@ def test_a_module_may_be_wrapped_again_and_the_first_wrapper_says_so(owner, befo
             theirs.step()
         assert alike(world, model, reference)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -128,7 +128,7 @@ def test_a_wrapper_that_is_gone_keeps_no_memory_while_its_module_lives(owner, ov
         assert [each() for each in left] == [None] * 3
         loss_of(net, 1, world.rank).backward()  # of this rank alone, from now on
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("owner", ["rank", "shard"])
@@ -166,7 +166,7 @@ def test_two_models_of_which_one_is_trained_through_the_other(n, ranks_per_node,
             theirs[0].step()
         assert alike(world, maker, plain[0]) and alike(world, critic, plain[1])
 
-    threads.run(n, rank, ranks_per_node)
+    thread_comm.run(n, rank, ranks_per_node)
 
 
 @pytest.mark.parametrize("place", ["before", "between"])
@@ -197,7 +197,7 @@ def test_parameters_of_no_elements_are_in_nobodys_way(rule, place):
             theirs.step()
         assert alike(world, model, reference)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_gradients_that_are_zeroed_count_no_more():
@@ -220,7 +220,7 @@ def test_gradients_that_are_zeroed_count_no_more():
         torch.optim.SGD(reference.parameters(), lr=0.1).step()
         assert alike(world, model, reference)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def test_what_was_zeroed_after_no_sync_counts_as_not_used():
@@ -232,7 +232,7 @@ def test_what_was_zeroed_after_no_sync_counts_as_not_used():
         model(torch.ones(2, 6), "a").sum().backward()
         assert model.module.layers["b"].weight.grad is None
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -278,7 +278,7 @@ def test_steps_without_a_parameter_do_not_count_for_it(rule):
                 optimizer.load_state_dict(expected)
         assert alike(world, model, reference)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_a_rank_that_uses_no_parameter_at_all_takes_part():
@@ -291,7 +291,7 @@ def test_a_rank_that_uses_no_parameter_at_all_takes_part():
         assert torch.allclose(model.module.layers["a"].weight.grad, own.layers["a"].weight.grad / world.size)
         assert model.module.layers["b"].weight.grad is None
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def test_a_rank_that_uses_no_parameter_at_all_may_give_a_record():
@@ -306,7 +306,7 @@ def test_a_rank_that_uses_no_parameter_at_all_may_give_a_record():
         out.named["scores"].sum().backward()
         assert torch.allclose(model.module.layers["a"].weight.grad, torch.full((4, 6), 2.0 / world.size))
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def test_groups_may_come_later_and_states_of_a_part_are_given():
@@ -330,7 +330,7 @@ def test_groups_may_come_later_and_states_of_a_part_are_given():
         found, expected = optimizer.state_dict()["state"], theirs.state_dict()["state"]
         assert [found[each]["step"] for each in found] == [expected[each]["step"] for each in found] == [4, 4, 2, 2]
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @dataclasses.dataclass(slots=True)
@@ -355,7 +355,7 @@ def test_outputs_may_be_nested():
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.allclose(mine.grad, theirs.grad, atol=1e-5)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_modules_are_copied_and_saved_and_wrappers_are_not():
@@ -375,7 +375,7 @@ def test_modules_are_copied_and_saved_and_wrappers_are_not():
         with pytest.raises(UnsupportedError, match=r"World: expected the world of hpcdp\.init\(\) to be pickled, got"):
             torch.save(model.module, file)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_what_cannot_be_done_is_refused_by_name():
@@ -405,7 +405,7 @@ def test_what_cannot_be_done_is_refused_by_name():
         with pytest.raises(ConfigError, match=r"step \[first.weight\]: expected a parameter in the memory"):
             optimizer.step()
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_parameters_that_are_not_the_wrapped_ones_are_refused_by_name():
@@ -424,7 +424,7 @@ def test_parameters_that_are_not_the_wrapped_ones_are_refused_by_name():
             with torch.no_grad():
                 loss_of(model, 0, world.rank)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_wrapped_parameters_may_be_held_elsewhere():
@@ -441,7 +441,7 @@ def test_wrapped_parameters_may_be_held_elsewhere():
         torch.func.functional_call(model, other, (torch.ones(2, 6),)).sum().backward()
         assert all(each.grad is not None for each in other.values())
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_with_overlap_one_backward_goes_before_each_step_by_shards():
@@ -458,7 +458,7 @@ def test_with_overlap_one_backward_goes_before_each_step_by_shards():
         torch.optim.SGD(reference.parameters(), lr=0.1).step()
         assert alike(world, model, reference)
 
-    threads.run(2, rank, 1)
+    thread_comm.run(2, rank, 1)
 
 
 def test_states_of_another_kind_are_refused():
@@ -473,7 +473,7 @@ def test_states_of_another_kind_are_refused():
         with pytest.raises(UnsupportedError, match=r"\[momentum\]: expected in all groups, or in none"):
             optimizer.step()
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_buffers_that_share_memory_go_on_to():
@@ -494,4 +494,4 @@ def test_buffers_that_share_memory_go_on_to():
             assert net.whole.tolist() == [step + 1.0] * 2 + [0.0] * 4
             assert net.head.tolist() == [step + 1.0] * 2 and net.other.tolist() == [step + 1.0] * 3
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)

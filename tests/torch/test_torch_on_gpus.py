@@ -17,13 +17,13 @@ from torch import nn
 from toy import SEEDING, add_average, loss_of
 
 import hpcdp.torch
-from hpcdp.comm import gpus, threads
-from hpcdp.comm.gpus import Gpu
-from hpcdp.comm.ways import Way
-from hpcdp.devices import gpu
+from hpcdp.comm import thread_comm
+from hpcdp.comm import world as comm_world
+from hpcdp.comm.gpu_transports import Way
+from hpcdp.comm.world import Gpu
+from hpcdp.core.devices import Streams, gpu
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError
-from hpcdp.streams import Streams
-from hpcdp.torch import DistributedDataParallel, exchange
+from hpcdp.torch import DistributedDataParallel, tensors
 
 SEEN = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(8))
 NODES = [(1, None), (2, None), (3, None), (4, 2)]
@@ -35,8 +35,8 @@ def on_gpus(gpus_on_host, monkeypatch):
     import cupy
 
     gpus_on_host.default_is_host = True  # torch's current one, on which it computes at once
-    monkeypatch.setattr(gpus, "visible", lambda: SEEN)
-    monkeypatch.setattr(exchange, "gpu_of", lambda tensor: gpu(getattr(gpus_on_host.of_thread, "device", 0)))
+    monkeypatch.setattr(comm_world, "visible", lambda: SEEN)
+    monkeypatch.setattr(tensors, "gpu_of", lambda tensor: gpu(getattr(gpus_on_host.of_thread, "device", 0)))
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(cupy, "from_dlpack", lambda tensor: cupy.Array(tensor.numpy()), raising=False)
@@ -77,7 +77,7 @@ def with_another_stream_of_cupys(world, on_gpus):
 def test_what_torch_keeps_unused_is_given_back_before_rows_are_made(on_gpus, monkeypatch):
     import cupy
 
-    monkeypatch.setattr(gpus, "visible", lambda: SEEN[:1])
+    monkeypatch.setattr(comm_world, "visible", lambda: SEEN[:1])
     monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: SimpleNamespace(free_all_blocks=lambda: None))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(on_gpus, "room", float("inf")))
     on_gpus.room = 0
@@ -91,7 +91,7 @@ def test_what_torch_keeps_unused_is_given_back_before_rows_are_made(on_gpus, mon
         of_buffers.broadcast([torch.ones(3)], 0)
         return model.backward_pass.reducer.gpus.way
 
-    assert threads.run(2, rank) == [Way.CUDA_IPC] * 2
+    assert thread_comm.run(2, rank) == [Way.CUDA_IPC] * 2
 
 
 @pytest.mark.parametrize("overlap", [None, False])
@@ -109,7 +109,7 @@ def test_gradients_are_the_average_over_all_ranks(on_gpus, n, nodes, overlap):
                 found.append([each.grad.numpy().copy() for each in model.parameters()])
         return found
 
-    found = threads.run(n, rank, nodes)
+    found = thread_comm.run(n, rank, nodes)
     for step in range(3):
         reference = network()
         add_average(reference, step, n)
@@ -139,7 +139,7 @@ def test_half_precision_and_unused_parameters(on_gpus):
             model(x, world.rank == 0).sum().backward()
         return [each.grad.float().numpy() for each in model.parameters()]
 
-    for left, left_bias, right, right_bias in threads.run(3, rank):
+    for left, left_bias, right, right_bias in thread_comm.run(3, rank):
         np.testing.assert_allclose(left, np.full((4, 6), 1 / 3), rtol=0.01)
         np.testing.assert_allclose(left_bias, np.full(4, 1 / 3), rtol=0.01)
         np.testing.assert_allclose(right, np.full((4, 6), 5 / 3), rtol=0.01)
@@ -162,7 +162,7 @@ def test_ranks_that_run_out_of_data_and_gradients_that_overflow(on_gpus):
                 scaler.update()
         return [each.detach().numpy().copy() for each in model.parameters()], scaler.get_scale()
 
-    found = threads.run(3, rank)
+    found = thread_comm.run(3, rank)
     assert [scale for _, scale in found] == [8.0, 4.0, 4.0]
     for params, _ in found:
         for mine, first in zip(params, found[0][0], strict=True):
@@ -198,7 +198,7 @@ def test_after_a_step_that_failed_the_next_one_is_right(on_gpus):
 
     reference = network()
     add_average(reference, 0, 3)
-    for of_rank in threads.run(3, rank):
+    for of_rank in thread_comm.run(3, rank):
         for mine, param in zip(of_rank, reference.parameters(), strict=True):
             np.testing.assert_allclose(mine, param.grad.numpy(), rtol=1e-4, atol=1e-6)
 
@@ -212,7 +212,7 @@ def test_compression_goes_through_the_host(on_gpus):
 
     reference = network()
     add_average(reference, 0, 2)
-    for of_rank in threads.run(2, rank, 1):
+    for of_rank in thread_comm.run(2, rank, 1):
         for mine, param in zip(of_rank, reference.parameters(), strict=True):
             np.testing.assert_allclose(mine, param.grad.numpy(), rtol=2e-3, atol=1e-3)
 
@@ -222,7 +222,7 @@ def test_compression_goes_through_the_host(on_gpus):
 )
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
 def test_buffers_are_those_of_rank_0_and_on_one_node_no_host_waits_for_them(on_gpus, monkeypatch, n, nodes, seen):
-    monkeypatch.setattr(gpus, "visible", lambda: SEEN[:seen])
+    monkeypatch.setattr(comm_world, "visible", lambda: SEEN[:seen])
     waits, synchronize = [], Streams.synchronize
 
     def noted(self, awaited):
@@ -250,7 +250,7 @@ def test_buffers_are_those_of_rank_0_and_on_one_node_no_host_waits_for_them(on_g
         assert all(found[name] is each for name, each in kept.items())
         return {name: each.numpy().copy() for name, each in found.items()}
 
-    first, *others = threads.run(n, rank, nodes)
+    first, *others = thread_comm.run(n, rank, nodes)
     reference = network()
     for step in range(4):
         loss_of(reference, step, 0)
@@ -269,7 +269,7 @@ def test_the_body_of_the_test_on_a_real_gpu(on_gpus):
         world.device.use()
         gpu_cases.check_torch(world, "cpu")
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def groups(model):
@@ -287,7 +287,7 @@ def test_each_rank_updates_its_shard(on_gpus, monkeypatch, layout, seen, rule, c
     """Of parameters that all have, with the numbers of torch, by NCCL, CUDA IPC, or each for itself."""
     (n, nodes), overlap = layout, clip is not None
     settings = {"lr": 0.1, "momentum": 0.9} if rule is torch.optim.SGD else {"lr": 0.01, "eps": 0.01}
-    monkeypatch.setattr(gpus, "visible", lambda: SEEN[:seen])
+    monkeypatch.setattr(comm_world, "visible", lambda: SEEN[:seen])
 
     def rank(world):
         model = wrapped(world, owner="shard", overlap=overlap)
@@ -317,7 +317,7 @@ def test_each_rank_updates_its_shard(on_gpus, monkeypatch, layout, seen, rule, c
         held = ours._shards.nbytes_state // len(ours._rules[0].state_names()) // 4
         return held, owned, sum(flat.size for flat in ours._shards.flats)
 
-    found = threads.run(n, rank, nodes)
+    found = thread_comm.run(n, rank, nodes)
     assert all(held == owned for held, owned, _ in found)
     if seen and nodes is None:  # one node: each element has one owner
         assert sum(held for held, _, _ in found) == found[0][2]
@@ -326,14 +326,14 @@ def test_each_rank_updates_its_shard(on_gpus, monkeypatch, layout, seen, rule, c
 def test_what_gpus_cannot_do_is_named(on_gpus, monkeypatch):
     net = network()
     elsewhere = {id(each): number for number, each in enumerate(net.parameters())}
-    monkeypatch.setattr(exchange, "gpu_of", lambda tensor: gpu(elsewhere[id(tensor)] // 4))
+    monkeypatch.setattr(tensors, "gpu_of", lambda tensor: gpu(elsewhere[id(tensor)] // 4))
     with pytest.raises(UnsupportedError, match=r"\[3.weight\]: expected all parameters on cpu"):
-        threads.run(1, lambda world: DistributedDataParallel(net, world))
+        thread_comm.run(1, lambda world: DistributedDataParallel(net, world))
 
 
 def test_ranks_without_a_gpu_beside_ones_with_are_told(on_gpus, monkeypatch):
-    there = exchange.gpu_of
-    monkeypatch.setattr(exchange, "gpu_of", lambda tensor: None if threads_rank() == 1 else there(tensor))
+    there = tensors.gpu_of
+    monkeypatch.setattr(tensors, "gpu_of", lambda tensor: None if threads_rank() == 1 else there(tensor))
 
     def threads_rank():
         return getattr(on_gpus.of_thread, "rank", 0)
@@ -344,14 +344,14 @@ def test_ranks_without_a_gpu_beside_ones_with_are_told(on_gpus, monkeypatch):
         with pytest.raises(MismatchError, match="on a GPU"):
             DistributedDataParallel(network(), world)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_without_cupy_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr(exchange, "gpu_of", lambda tensor: gpu(1))
+    monkeypatch.setattr(tensors, "gpu_of", lambda tensor: gpu(1))
     with pytest.raises(ConfigError) as caught:
-        threads.run(1, lambda world: DistributedDataParallel(network(), world))
+        thread_comm.run(1, lambda world: DistributedDataParallel(network(), world))
     assert str(caught.value).startswith(
         "DistributedDataParallel [0.weight]: expected CuPy, for what is on gpu(1), got no module named cupy; "
         "pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]'"
@@ -360,18 +360,18 @@ def test_without_cupy_one_line_says_what_to_install(monkeypatch):
 
 def test_other_devices_are_refused():
     with pytest.raises(UnsupportedError, match=r"in CPU memory or on a CUDA GPU, got torch.strided, meta"):
-        threads.run(1, lambda world: DistributedDataParallel(nn.Linear(2, 2, device="meta"), world))
+        thread_comm.run(1, lambda world: DistributedDataParallel(nn.Linear(2, 2, device="meta"), world))
 
 
 def test_a_tensor_and_its_array_share_memory(on_gpus):
     tensor = torch.arange(6.0).reshape(2, 3)
-    array = exchange.as_array(tensor)
+    array = tensors.as_array(tensor)
     array[0] = 7
     assert type(array).__module__ == "cupy"
     assert (tensor[0] == 7).all()
-    exchange.as_tensor(array)[1] = 9
+    tensors.as_tensor(array)[1] = 9
     assert (array.to_host()[1] == 9).all()
-    assert exchange.as_tensor(np.ones(2)).dtype is torch.float64
+    assert tensors.as_tensor(np.ones(2)).dtype is torch.float64
 
 
 assert hpcdp.torch

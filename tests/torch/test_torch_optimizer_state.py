@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import nn
 
 import hpcdp.torch
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, UnsupportedError
 
 SEEDING = threading.Lock()  # all thread ranks draw from one generator
@@ -49,7 +49,7 @@ def test_every_rank_has_the_state_of_the_root(make, root):
                 came, value = torch.as_tensor(found["state"][number][name]), torch.as_tensor(value)
                 assert torch.equal(came, value) and came.stride() == value.stride(), name
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def test_what_cannot_be_given_is_refused():
@@ -64,4 +64,4 @@ def test_what_cannot_be_given_is_refused():
         with pytest.raises(UnsupportedError, match="expected tensors and numbers, got set"):
             hpcdp.torch.broadcast_optimizer_state(optimizer, 0, world)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)

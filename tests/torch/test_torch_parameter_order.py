@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import nn
 
 from hpcdp import checkpoint
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.torch import DistributedDataParallel, ShardedOptimizer, broadcast_optimizer_state
 
@@ -73,7 +73,7 @@ def save(folder, owner, named, names="abc", groups=None, wrap=lambda optimizer: 
             manager.save(1, {"net": model, "optimizer": wrap(optimizer)})
         return found(model, optimizer)
 
-    return threads.run(2, rank)[0]
+    return thread_comm.run(2, rank)[0]
 
 
 def restore(folder, owner, named, names, groups=None, last="c", steps=0, only=None, **options):
@@ -88,7 +88,7 @@ def restore(folder, owner, named, names, groups=None, last="c", steps=0, only=No
         step(model, optimizer, 0)  # goes on
         return result
 
-    return threads.run(1 if owner == "none" else 3, rank)[0]
+    return thread_comm.run(1 if owner == "none" else 3, rank)[0]
 
 
 @pytest.mark.parametrize(("owner", "named"), KINDS)
@@ -225,7 +225,7 @@ def test_a_sharded_optimizer_matches_by_name_what_it_is_given():
         ):
             into.load_state_dict(state)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_a_state_is_given_to_optimizers_of_the_same_order_only():
@@ -234,4 +234,4 @@ def test_a_state_is_given_to_optimizers_of_the_same_order_only():
         with pytest.raises(MismatchError, match="broadcast_optimizer_state"):
             broadcast_optimizer_state(optimizer, 0, world)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)

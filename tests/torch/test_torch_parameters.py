@@ -9,7 +9,7 @@ from toy import SEEDING
 
 import hpcdp.torch
 from hpcdp import checkpoint
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import MismatchError, UnsupportedError
 
 LAYOUTS = [(1, None), (2, None), (3, 1), (4, 2)]
@@ -53,7 +53,7 @@ def test_fused_optimizers_update_channels_last_and_transposed_parameters(n, rank
                 assert ours.grad.stride() == theirs.grad.stride()
                 torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
-    threads.run(n, rank, ranks_per_node)
+    thread_comm.run(n, rank, ranks_per_node)
 
 
 def strided():
@@ -109,7 +109,7 @@ def test_a_sharded_optimizer_keeps_strides(n, tmp_path):
                 assert found[number][name].stride() == torch.empty_like(value).stride()
         world.barrier()
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 def test_ranks_whose_strides_differ_are_told_so():
@@ -120,7 +120,7 @@ def test_ranks_whose_strides_differ_are_told_so():
         with pytest.raises(MismatchError, match=r"strides \(27, 1, 9, 3\)"):
             hpcdp.torch.DistributedDataParallel(net, world, owner="shard")
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("change", ["there and back", "layout"])
@@ -139,7 +139,7 @@ def test_gradients_are_averaged_after_the_module_was_changed_as_a_whole(n, ranks
             for ours, theirs in zip(model.parameters(), expected(world, network()), strict=True):
                 assert torch.allclose(ours.grad, theirs, atol=1e-5)
 
-    threads.run(n, rank, ranks_per_node)
+    thread_comm.run(n, rank, ranks_per_node)
 
 
 def test_a_longer_dtype_than_when_the_module_was_wrapped_is_refused_also_after_a_backward():
@@ -150,4 +150,4 @@ def test_a_longer_dtype_than_when_the_module_was_wrapped_is_refused_also_after_a
         with pytest.raises(UnsupportedError, match="change dtypes before wrapping"):
             loss_of(model, world.rank, torch.float64).backward()
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcdp.launched import launched_ranks
+from hpcdp.core.environment import launched_ranks
 
 pytestmark = pytest.mark.mpi
 if launched_ranks() in (1, 2, 4) and not os.environ.get("HPCDP_TEST_THOROUGH"):

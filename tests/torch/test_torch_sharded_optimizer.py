@@ -11,7 +11,7 @@ from torch import nn
 from toy import SEEDING, alike, batch, loss_of
 
 import hpcdp.torch
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, MismatchError, UnsupportedError
 
 NODES = [(1, None), (2, None), (3, None), (3, 1), (4, 2), (5, (2, 3))]
@@ -60,7 +60,7 @@ def test_the_numbers_are_those_of_torch(layout, rule_and_settings, clip):
             assert alike(model, reference), step
             world.barrier()
 
-    threads.run(n, rank, ranks_per_node)
+    thread_comm.run(n, rank, ranks_per_node)
 
 
 FROZEN = [
@@ -131,7 +131,7 @@ def test_what_is_frozen_in_mid_run_or_used_by_no_rank_stays_as_torchs_optimizers
                         assert torch.allclose(mine[name], torch.as_tensor(value), atol=1e-5), (step, name)
         world.barrier()
 
-    threads.run(n, rank, ranks_per_node)
+    thread_comm.run(n, rank, ranks_per_node)
 
 
 @pytest.mark.parametrize("layout", NODES)
@@ -165,7 +165,7 @@ def test_parameters_are_changed_by_hand_once(layout):
         world.barrier()
         assert alike(model, reference)
 
-    threads.run(n, rank, ranks_per_node)
+    thread_comm.run(n, rank, ranks_per_node)
 
 
 @pytest.mark.parametrize(("n", "ranks_per_node"), [(1, None), (3, None), (2, 1)])
@@ -188,7 +188,7 @@ def test_other_memory_of_a_parameter_is_an_error_of_all_ranks(who, n, ranks_per_
         loss_of(model, 1, world.rank).backward()
         ours.step()
 
-    threads.run(n, rank, ranks_per_node)
+    thread_comm.run(n, rank, ranks_per_node)
 
 
 @pytest.mark.parametrize(("rule", "settings"), RULES[1:])
@@ -213,7 +213,7 @@ def test_states_go_to_torch_and_back(rule, settings):
             assert alike(model, reference), step
             world.barrier()
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def test_several_backwards_before_a_step_add_up():
@@ -229,7 +229,7 @@ def test_several_backwards_before_a_step_add_up():
         assert alike(model, reference)
         assert all(param.grad is None for param in model.parameters())
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_parameters_outside_of_all_groups_stay_as_they_are():
@@ -242,7 +242,7 @@ def test_parameters_outside_of_all_groups_stay_as_they_are():
         changed = [not torch.equal(a, b) for a, b in zip(model.parameters(), network(0).parameters(), strict=True)]
         assert changed == [True, False, False, False]
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_what_the_kernels_cannot_do_is_refused_by_name():
@@ -260,4 +260,4 @@ def test_what_the_kernels_cannot_do_is_refused_by_name():
         with pytest.raises(ConfigError, match="owner='shard'"):
             sharded(wrapped("rank"))
 
-    threads.run(1, rank)
+    thread_comm.run(1, rank)

@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hpcdp import checkpoint
-from hpcdp.checkpoint.leaves import as_array
-from hpcdp.comm import threads
+from hpcdp.checkpoint.flatten import as_array
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, UnsupportedError
 from hpcdp.torch import DistributedDataParallel, DistributedSampler, GradScaler, ShardedOptimizer
 
@@ -30,7 +30,7 @@ def save_and_restore(folder, make, change, n=1, m=None):
         assert not restored.missing and not restored.left_over
         return state, restored.state
 
-    return threads.run(n, save)[0], threads.run(m or n, restore)[0]
+    return thread_comm.run(n, save)[0], thread_comm.run(m or n, restore)[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "bool", "uint8", "complex64"])
@@ -174,8 +174,8 @@ def test_an_optimizer_by_shards_goes_on_on_any_number_of_ranks(m, tmp_path):
         with checkpoint.Manager(tmp_path, world) as manager:
             manager.save(1, state)
 
-    threads.run(2, save)
-    assert threads.run(m, restore) == [saved[0]] * m
+    thread_comm.run(2, save)
+    assert thread_comm.run(m, restore) == [saved[0]] * m
 
 
 @pytest.mark.parametrize(("n", "per_node"), [(2, 1), (3, 2), (4, 2)])
@@ -198,14 +198,14 @@ def test_what_compression_has_not_sent_goes_on_with_the_same_bits(n, per_node, t
                 manager.save(1, state | {"step": state["step"] + steps})
         return model.module.weight.detach().clone()
 
-    threads.run(n, lambda world: run(world, 3, save=True), per_node)
-    resumed = threads.run(n, lambda world: run(world, 3, restore=True), per_node)
-    straight = threads.run(n, lambda world: run(world, 6), per_node)
-    plain = threads.run(n, lambda world: run(world, 6, compression=None), per_node)
+    thread_comm.run(n, lambda world: run(world, 3, save=True), per_node)
+    resumed = thread_comm.run(n, lambda world: run(world, 3, restore=True), per_node)
+    straight = thread_comm.run(n, lambda world: run(world, 6), per_node)
+    plain = thread_comm.run(n, lambda world: run(world, 6, compression=None), per_node)
     assert torch.equal(resumed[0], straight[0]) and not torch.equal(straight[0], plain[0])
-    threads.run(2, lambda world: run(world, 1, restore=True), 1)
+    thread_comm.run(2, lambda world: run(world, 1, restore=True), 1)
     with pytest.warns(UserWarning, match="what compression had not sent yet is lost"):
-        threads.run(1, lambda world: run(world, 0, restore=True, compression=None))
+        thread_comm.run(1, lambda world: run(world, 0, restore=True, compression=None))
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -231,17 +231,17 @@ def test_samplers_draw_as_torchs_do_and_go_on_anywhere(n, shuffle, drop_last):
         return list(sampler)
 
     whole = [torchs(rank) for rank in range(n)]
-    assert [drawn for drawn, _, _ in threads.run(n, lambda world: draw(world, None, None))] == whole
+    assert [drawn for drawn, _, _ in thread_comm.run(n, lambda world: draw(world, None, None))] == whole
     for count in range(len(whole[0])):
-        first = threads.run(n, lambda world, c=count: draw(world, None, c))
+        first = thread_comm.run(n, lambda world, c=count: draw(world, None, c))
         state = first[0][1]
         assert all(each == state for _, each, _ in first)
         assert state["done"] == count * n
-        rest = threads.run(n, lambda world, s=state: draw(world, s, None))
+        rest = thread_comm.run(n, lambda world, s=state: draw(world, s, None))
         assert [a + b for (a, _, _), (b, _, _) in zip(first, rest, strict=True)] == whole
         sampler = rest[0][2]
         assert list(sampler) == whole[0]  # whole again
-        others = threads.run(2, lambda world, s=state: draw(world, s, None))
+        others = thread_comm.run(2, lambda world, s=state: draw(world, s, None))
         seen = [index for drawn, _, _ in [*first, *others] for index in drawn]
         assert len(set(seen)) >= len(data) - (2 if drop_last else 0) and len(seen) <= len(data) + 1
 
@@ -261,7 +261,7 @@ def test_a_sampler_whose_loader_draws_ahead_is_told_what_was_used():
             DistributedSampler(range(21), world=world).load_state_dict(state)
         return state["done"]
 
-    assert threads.run(2, rank) == [12, 12]
+    assert thread_comm.run(2, rank) == [12, 12]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -292,6 +292,6 @@ def test_running_statistics_are_those_of_each_rank_and_elsewhere_the_mean(n, wra
         assert all(torch.equal(x, torch.full_like(x, 0.5)) for x in net.parameters())
         return float(mean[0]), int(count)
 
-    threads.run(n, save)
-    assert threads.run(n, restore) == [(rank, 7 + rank) for rank in range(n)]
-    assert threads.run(n + 1, restore) == [((n - 1) / 2, 7)] * (n + 1)
+    thread_comm.run(n, save)
+    assert thread_comm.run(n, restore) == [(rank, 7 + rank) for rank in range(n)]
+    assert thread_comm.run(n + 1, restore) == [((n - 1) / 2, 7)] * (n + 1)

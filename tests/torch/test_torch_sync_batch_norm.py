@@ -9,7 +9,7 @@ from pairs import pairs
 from torch import nn
 
 import hpcdp.torch
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 
 KINDS = {(): nn.BatchNorm1d, (5,): nn.BatchNorm1d, (4, 3): nn.BatchNorm2d, (2, 3, 2): nn.BatchNorm3d}
 SAMPLES = [3, 5, 1, 0]
@@ -48,7 +48,7 @@ def test_output_gradients_and_statistics_are_those_of_the_whole_batch(n, setting
             assert np.allclose(np.sum(world.comm.allgather_json(mine.tolist()), axis=0), param.grad, atol=1e-4)
         assert torch.allclose(ours.eval()(whole.detach()), reference.eval()(whole.detach()), atol=1e-5)
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -75,7 +75,7 @@ def test_in_16_bits_too(n, affine, dtype):
             assert np.allclose(total, param.grad, atol=0.1)
         assert torch.allclose(ours.running_mean.float(), reference.running_mean, atol=0.03)
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -104,7 +104,7 @@ def test_a_wrapped_model_learns_as_one_process_with_the_whole_batch(overlap):
                 assert torch.allclose(mine, other, atol=1e-4), (step, name)
 
     start = net().state_dict()
-    threads.run(3, lambda world: rank(world, start), 1 if overlap else None)
+    thread_comm.run(3, lambda world: rank(world, start), 1 if overlap else None)
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -132,7 +132,7 @@ def test_from_a_gpu_sums_alone_go_through_the_host(monkeypatch, n):
         assert torch.allclose(mine.grad, whole.grad[place], atol=1e-5)
         assert torch.allclose(ours.running_var, reference.running_var, atol=1e-5)
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
     assert sorted(moved) == [2 * 6] * n + [2 * 6 + 1] * n
 
 
@@ -144,7 +144,7 @@ def test_one_rank_may_evaluate_alone(settings):
             x, _ = samples(1, (), 0)
             assert torch.equal(ours(x), nn.BatchNorm1d(6, **settings).eval()(x))
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_gradients_of_gradients_are_refused():
@@ -155,7 +155,7 @@ def test_gradients_of_gradients_are_refused():
         with pytest.raises(RuntimeError, match="differentiate twice"):
             gradient.sum().backward()
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_statistics_that_are_no_longer_tracked_stay_as_they_are():
@@ -165,7 +165,7 @@ def test_statistics_that_are_no_longer_tracked_stay_as_they_are():
         ours(samples(world.rank, (), 0)[0])
         assert ours.running_mean.tolist() == [0.0] * 6 and ours.num_batches_tracked == 0
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_inputs_that_have_no_statistics_are_refused():
@@ -176,4 +176,4 @@ def test_inputs_that_have_no_statistics_are_refused():
         with pytest.raises(ValueError, match="more than 1 value per channel over all ranks, got 1"):
             layer(torch.ones(1 - world.rank, 6))
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)

@@ -5,7 +5,7 @@ from graph_checks import arrays, on_gpu, same
 
 import hpcdp
 from hpcdp import autograd, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.train import TrainStep
 
 F = nn.functional
@@ -66,7 +66,7 @@ def batches(shape, count=STEPS, host=False):
 
 
 def alone():
-    return threads.run(1, lambda world: world)[0]
+    return thread_comm.run(1, lambda world: world)[0]
 
 
 def compare(world, shape=(4, 6), count=STEPS, host=False, between=lambda number, net, trainer: None, **options):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from train_command import RUN, train
 
-from hpcdp.gradients import buckets
+from hpcdp.data_parallel import buckets
 
 
 @pytest.fixture(scope="session")
@@ -24,5 +24,5 @@ def finished(made_once) -> tuple[Path, str]:
 @pytest.fixture
 def one_bucket_each(monkeypatch):
     """For each parameter one, but for small ones that lie side by side."""
-    module = "hpcdp.train.trainers.bucket_trainer.plan"
+    module = "hpcdp.data_parallel.bucket_trainer.plan"
     monkeypatch.setattr(module, lambda params, cap, room_for: buckets.plan(params, 1e-4, 1e-4, room_for))

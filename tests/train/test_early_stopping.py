@@ -7,13 +7,13 @@ import pytest
 
 from hpcdp import data, nn, optim
 from hpcdp.checkpoint import Manager
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError
 from hpcdp.train.callbacks import Callback, EarlyStopping
 from hpcdp.train.checkpoints import Checkpoints
 from hpcdp.train.evaluate import Evaluation
 from hpcdp.train.fit import fit
-from hpcdp.train.trainers.trainer import Trainer
 
 X, Y = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32), np.arange(20) % 3
 SAMPLES = data.ArrayDataset(X, Y)
@@ -53,7 +53,7 @@ def train(world, losses, callbacks, epochs=9, folder=None, resume=False):
     ],
 )
 def test_it_ends_after_epochs_that_are_no_better(ranks, losses, settings, last):
-    ended = threads.run(ranks, lambda world: train(world, losses, [EarlyStopping("test_loss", **settings)]))
+    ended = thread_comm.run(ranks, lambda world: train(world, losses, [EarlyStopping("test_loss", **settings)]))
     assert ended == [list(range(1, last + 1))] * ranks
 
 
@@ -63,7 +63,7 @@ def test_ranks_whose_numbers_differ_end_alike():
         stopping = EarlyStopping("test_loss", patience=2)
         return train(world, losses, [stopping], epochs=5), stopping.best, stopping.waited
 
-    assert threads.run(3, job) == [([1, 2, 3], 1, 2)] * 3
+    assert thread_comm.run(3, job) == [([1, 2, 3], 1, 2)] * 3
 
 
 def test_a_callback_of_one_rank_ends_the_training_of_all():
@@ -74,7 +74,7 @@ def test_a_callback_of_one_rank_ends_the_training_of_all():
     def job(world):
         return train(world, [], [Enough()] if world.rank == world.size - 1 else [])
 
-    assert threads.run(3, job) == [[1, 2]] * 3
+    assert thread_comm.run(3, job) == [[1, 2]] * 3
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -92,9 +92,9 @@ def test_a_resumed_run_goes_on_counting_and_is_at_its_end_then(ranks, tmp_path):
         return train(world, losses, [stopping, *more], folder=tmp_path / "a", resume=resume), stopping.best
 
     with pytest.raises(Killed):
-        threads.run(ranks, lambda world: job(world, [3, 1, 2], Kill(), resume=False))
-    assert threads.run(ranks, lambda world: job(world, [2, 2, 2, 2, 2, 2])) == [([4, 5], 1)] * ranks
-    assert threads.run(ranks, lambda world: job(world, [2])) == [([], 1)] * ranks
+        thread_comm.run(ranks, lambda world: job(world, [3, 1, 2], Kill(), resume=False))
+    assert thread_comm.run(ranks, lambda world: job(world, [2, 2, 2, 2, 2, 2])) == [([4, 5], 1)] * ranks
+    assert thread_comm.run(ranks, lambda world: job(world, [2])) == [([], 1)] * ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -103,11 +103,11 @@ def test_a_run_that_it_has_ended_goes_on_for_more_epochs_where_it_was(ranks, tmp
         callbacks = [EarlyStopping("test_loss", patience=patience)]
         return train(world, losses, callbacks, epochs=epochs, folder=tmp_path / "a", resume=resume)
 
-    assert threads.run(ranks, lambda world: job(world, [3, 3, 3], 6, resume=False)) == [[1, 2, 3]] * ranks
-    assert threads.run(ranks, lambda world: job(world, [1], 6, patience=9)) == [[]] * ranks
-    assert threads.run(ranks, lambda world: job(world, [2, 1, 1, 1], 8)) == [[4, 5, 6, 7]] * ranks
-    assert threads.run(ranks, lambda world: job(world, [1], 8, patience=9)) == [[]] * ranks
-    assert threads.run(ranks, lambda world: job(world, [1, 1], 9, patience=9)) == [[8, 9]] * ranks
+    assert thread_comm.run(ranks, lambda world: job(world, [3, 3, 3], 6, resume=False)) == [[1, 2, 3]] * ranks
+    assert thread_comm.run(ranks, lambda world: job(world, [1], 6, patience=9)) == [[]] * ranks
+    assert thread_comm.run(ranks, lambda world: job(world, [2, 1, 1, 1], 8)) == [[4, 5, 6, 7]] * ranks
+    assert thread_comm.run(ranks, lambda world: job(world, [1], 8, patience=9)) == [[]] * ranks
+    assert thread_comm.run(ranks, lambda world: job(world, [1, 1], 9, patience=9)) == [[8, 9]] * ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -118,11 +118,11 @@ def test_a_resumed_run_may_have_it_or_not(before, after, ranks, tmp_path):
         callbacks = [] if settings is None else [EarlyStopping("test_loss", **settings)]
         return train(world, losses, callbacks, epochs=epochs, folder=tmp_path / "a", resume=resume)
 
-    first = threads.run(ranks, lambda world: job(world, [1, 2], before, 2, resume=False))
+    first = thread_comm.run(ranks, lambda world: job(world, [1, 2], before, 2, resume=False))
     assert first == [[1, 2]] * ranks
     losses = [1.5, 1.5, 1.5, 1.5]
     last = 6 if after is None else 3 if before == after else 5  # one of which it has counted; the first, and two more
-    found = threads.run(ranks, lambda world: job(world, losses, after, 6))
+    found = thread_comm.run(ranks, lambda world: job(world, losses, after, 6))
     assert found == [list(range(3, last + 1))] * ranks
 
 
@@ -146,8 +146,8 @@ def test_what_it_cannot_do_is_named(settings, says):
 
 def test_numbers_that_nobody_evaluates_are_missed_before_the_first_step():
     with pytest.raises(ConfigError, match=r"expected one of loss, accuracy, got 'test_loss'; give fit an evaluate"):
-        threads.run(2, lambda world: train(world, [], [EarlyStopping("test_loss", patience=1)]))
-    assert threads.run(2, lambda world: train(world, [], [EarlyStopping("loss", patience=1)], epochs=2))
+        thread_comm.run(2, lambda world: train(world, [], [EarlyStopping("test_loss", patience=1)]))
+    assert thread_comm.run(2, lambda world: train(world, [], [EarlyStopping("loss", patience=1)], epochs=2))
 
 
 def test_what_is_no_state_is_refused():

@@ -5,13 +5,13 @@ import pytest
 
 from hpcdp import nn
 from hpcdp.autograd import is_recording, is_training
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset
 from hpcdp.errors import ConfigError, UnsupportedError
 from hpcdp.train import SyncBatchNorm
+from hpcdp.train.chrome_trace import traced
 from hpcdp.train.evaluate import Evaluation, evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.tracing import traced
 
 
 def dataset(n: int) -> ArrayDataset:
@@ -37,7 +37,7 @@ def first_four() -> nn.Module:
 @pytest.mark.parametrize("n", [1, 2, 5, 64])
 def test_any_number_of_ranks_sees_every_sample_once(ranks, n):
     samples = dataset(n)
-    results = threads.run(ranks, lambda world: evaluate(first_four(), samples, world, batch_size=3))
+    results = thread_comm.run(ranks, lambda world: evaluate(first_four(), samples, world, batch_size=3))
     correct, loss = expected(samples.x, samples.y)
     assert set(results) == {results[0]}
     assert (results[0].correct, results[0].count) == (correct, n)
@@ -46,7 +46,7 @@ def test_any_number_of_ranks_sees_every_sample_once(ranks, n):
 
 
 def test_no_samples_give_zeros():
-    results = threads.run(2, lambda world: evaluate(first_four(), dataset(0), world))
+    results = thread_comm.run(2, lambda world: evaluate(first_four(), dataset(0), world))
     assert results == [Evaluation(0.0, 0.0, 0, 0)] * 2
 
 
@@ -62,14 +62,14 @@ def test_labels_that_are_not_integers_are_refused_in_one_line(targets):
     with pytest.raises(
         UnsupportedError, match=r"expected logits .*classes\) and integer labels.*; pass evaluate\(loss="
     ):
-        threads.run(1, lambda world: evaluate(first_four(), samples, world))
+        thread_comm.run(1, lambda world: evaluate(first_four(), samples, world))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_regression_is_evaluated_by_its_own_loss(ranks):
     rng = np.random.default_rng(0)
     samples = ArrayDataset(rng.normal(size=(10, 6)).astype("f4"), rng.normal(size=(10, 4)).astype("f4"))
-    found = threads.run(ranks, lambda world: evaluate(first_four(), samples, world, 3, loss=nn.functional.l2_loss))
+    found = thread_comm.run(ranks, lambda world: evaluate(first_four(), samples, world, 3, loss=nn.functional.l2_loss))
     expected = ((samples.x[:, :4] - samples.y) ** 2 / 2).mean()
     assert {each.count for each in found} == {10} and len({each.loss for each in found}) == 1
     assert found[0].loss == pytest.approx(expected, rel=1e-5) and math.isnan(found[0].accuracy)
@@ -81,9 +81,11 @@ def test_a_loss_has_all_outputs_and_softmax_the_first():
             return first_four()(x), x
 
     samples = dataset(5)
-    (all_of_them,) = threads.run(1, lambda world: evaluate(Two(), samples, world, loss=lambda out, y: out[1][:, 0] * 2))
+    (all_of_them,) = thread_comm.run(
+        1, lambda world: evaluate(Two(), samples, world, loss=lambda out, y: out[1][:, 0] * 2)
+    )
     assert all_of_them.loss == pytest.approx(2 * samples.x[:, 0].mean(), rel=1e-5)
-    assert threads.run(1, lambda world: evaluate(Two(), samples, world))[0].loss == pytest.approx(
+    assert thread_comm.run(1, lambda world: evaluate(Two(), samples, world))[0].loss == pytest.approx(
         expected(samples.x, samples.y)[1], rel=1e-5
     )
 
@@ -95,13 +97,13 @@ def test_a_loss_has_all_outputs_and_softmax_the_first():
 )  # fmt: skip
 def test_what_is_no_loss_per_sample_is_refused(loss, message):
     with pytest.raises(ConfigError, match=message):
-        threads.run(1, lambda world: evaluate(first_four(), dataset(4), world, loss=loss))
+        thread_comm.run(1, lambda world: evaluate(first_four(), dataset(4), world, loss=loss))
 
 
 @pytest.mark.parametrize("net", ["lenet", None, np.tanh])
 def test_what_is_no_network_is_refused(net):
     with pytest.raises(ConfigError, match=r"evaluate \[net\]: expected a network, got (a|an) \w+"):
-        threads.run(1, lambda world: evaluate(net, dataset(4), world))
+        thread_comm.run(1, lambda world: evaluate(net, dataset(4), world))
 
 
 def test_the_network_is_in_predict_mode():
@@ -112,13 +114,13 @@ def test_the_network_is_in_predict_mode():
             seen.append((is_training(), is_recording()))
             return first_four()(x)
 
-    threads.run(1, lambda world: evaluate(Watched(), dataset(4), world))
+    thread_comm.run(1, lambda world: evaluate(Watched(), dataset(4), world))
     assert seen == [(False, False)]
 
 
 def test_a_network_finds_its_shapes_when_it_is_evaluated():
     net = nn.Dense(None, 4)
-    (result,) = threads.run(1, lambda world: evaluate(net, dataset(5), world))
+    (result,) = thread_comm.run(1, lambda world: evaluate(net, dataset(5), world))
     assert result.count == 5
     assert net.weight.shape == (6, 4)
 

@@ -5,17 +5,17 @@ import pytest
 
 from hpcdp import nn, optim
 from hpcdp.checkpoint import Manager
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError
-from hpcdp.nn.losses import l2_loss
+from hpcdp.nn.functional import l2_loss
 from hpcdp.train.callbacks import Callback, EarlyStopping, ShowProgress
 from hpcdp.train.checkpoints import Checkpoints
 from hpcdp.train.evaluate import Evaluation, evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.plots import draw_curves
+from hpcdp.train.progress import draw_curves
 from hpcdp.train.sync_batch_norm import SyncBatchNorm
-from hpcdp.train.trainers.trainer import Trainer
 
 RNG = np.random.default_rng(11)
 CENTRES = RNG.normal(size=(3, 5)) * 2
@@ -76,8 +76,8 @@ def test_any_number_of_ranks_trains_as_one(ranks, owner):
         sampler = ShardedSampler(len(SAMPLES), 16, world.size, world.rank, seed=4)
         return train(world, sampler, epochs=3, owner=owner)
 
-    ((one_records, one_params),) = threads.run(1, job)
-    for records, params in threads.run(ranks, job):
+    ((one_records, one_params),) = thread_comm.run(1, job)
+    for records, params in thread_comm.run(ranks, job):
         assert_same_parameters(params, one_params)
         for record, one in zip(records, one_records, strict=True):
             assert record["loss"] == pytest.approx(one["loss"], rel=1e-4)
@@ -120,7 +120,7 @@ def test_a_regression_has_a_loss_and_no_accuracy(ranks, targets, tmp_path):
         with Manager(tmp_path, world) as manager:
             return regress(world, targets, shown, Checkpoints(manager, every="epoch"))
 
-    for records in threads.run(ranks, job):
+    for records in thread_comm.run(ranks, job):
         assert records[-1]["loss"] < records[0]["loss"]
     assert {record["kind"] for record in told} == {"step", "epoch"}
     assert [record["accuracy"] for record in told] == [None] * len(told)
@@ -131,7 +131,7 @@ def test_a_regression_may_have_a_loss_of_the_test_set(capsys):
     def job(world):
         return regress(world, TARGETS, [ShowProgress()], evaluate=lambda: Evaluation(math.nan, 0.25, math.nan, 70))
 
-    (records,) = threads.run(1, job)
+    (records,) = thread_comm.run(1, job)
     assert [(each["test_loss"], each["test_accuracy"]) for each in records] == [(0.25, None)] * 2
     assert "nan" not in capsys.readouterr().out
 
@@ -140,7 +140,7 @@ def test_a_callback_that_waits_for_an_accuracy_which_there_is_not_is_refused():
     with pytest.raises(
         ConfigError, match=r"EarlyStopping \[metric\]: expected one of loss, got 'accuracy'; .*integer labels"
     ):
-        threads.run(1, lambda world: regress(world, TARGETS, [EarlyStopping("accuracy", patience=1)]))
+        thread_comm.run(1, lambda world: regress(world, TARGETS, [EarlyStopping("accuracy", patience=1)]))
 
 
 def test_records_are_alike_on_every_rank():
@@ -154,7 +154,7 @@ def test_records_are_alike_on_every_rank():
         sampler = ShardedSampler(len(SAMPLES), 7, world.size, world.rank, seed=1)
         return train(world, sampler, epochs=2, callbacks=[Listen()])[0], told
 
-    results = threads.run(3, job)
+    results = thread_comm.run(3, job)
     assert results[1] == results[0]
     assert results[2] == results[0]
     records, told = results[0]
@@ -172,8 +172,8 @@ def test_ranks_with_fewer_batches_and_empty_ones_take_part_in_every_step():
         2: [],
     }
     whole = [[0, 1, 2, 3], [4, 5, 9, 10, 11], [6, 7, 8]]
-    ((one_records, one_params),) = threads.run(1, lambda world: train(world, Batches(*whole), epochs=2))
-    for records, params in threads.run(3, lambda world: train(world, Batches(*pieces[world.rank]), epochs=2)):
+    ((one_records, one_params),) = thread_comm.run(1, lambda world: train(world, Batches(*whole), epochs=2))
+    for records, params in thread_comm.run(3, lambda world: train(world, Batches(*pieces[world.rank]), epochs=2)):
         assert_same_parameters(params, one_params)
         assert [r["samples"] for r in records] == [12, 12]
         assert records[-1]["loss"] == pytest.approx(one_records[-1]["loss"], rel=1e-4)
@@ -181,7 +181,7 @@ def test_ranks_with_fewer_batches_and_empty_ones_take_part_in_every_step():
 
 def test_an_epoch_without_any_samples_changes_nothing():
     before = [np.array(p.data) for p in network().parameters()]
-    for records, params in threads.run(2, lambda world: train(world, Batches([], []))):
+    for records, params in thread_comm.run(2, lambda world: train(world, Batches([], []))):
         assert_same_parameters(params, before)
         assert (records[0]["samples"], records[0]["loss"]) == (0, 0)
 
@@ -192,8 +192,8 @@ def test_epochs_of_different_length_where_short_batches_roll_over(ranks):
         sampler = ShardedSampler(len(SAMPLES), 16, world.size, world.rank, seed=4, last="rollover")
         return train(world, sampler, epochs=3)
 
-    ((_, one_params),) = threads.run(1, job)
-    for records, params in threads.run(ranks, job):
+    ((_, one_params),) = thread_comm.run(1, job)
+    for records, params in thread_comm.run(ranks, job):
         assert [r["samples"] for r in records] == [64, 64, 80]
         assert [r["epoch"] for r in records] == [1, 2, 3]
         assert_same_parameters(params, one_params)
@@ -228,12 +228,12 @@ def test_arguments_of_another_kind_are_refused_on_every_rank(wrong, message):
         with pytest.raises(ConfigError, match="fit " + message):
             fit(**given | (wrong if world.rank == 0 else {}))
 
-    threads.run(2, job)
+    thread_comm.run(2, job)
 
 
 def test_the_sampler_is_told_each_epoch():
     sampler = Batches([0, 1])
-    threads.run(1, lambda world: train(world, sampler, epochs=3))
+    thread_comm.run(1, lambda world: train(world, sampler, epochs=3))
     assert sampler.epochs == [0, 1, 2]
 
 
@@ -256,7 +256,7 @@ def test_callbacks_are_told_every_step_and_the_end_also_of_a_failure():
         with pytest.raises(RuntimeError, match="stop here"):
             train(world, Batches([0, 1], [2]), epochs=5, callbacks=[Watch()])
 
-    threads.run(1, job)
+    thread_comm.run(1, job)
     assert events == [("start", 5, 2), ("step", 1, 1), ("step", 1, 2), ("step", 2, 1), ("end",)]
 
 
@@ -285,7 +285,7 @@ def test_each_callback_is_told_the_end_where_another_one_fails(failing, tmp_path
                 callbacks = [Named("before"), failed, Named("behind")]
                 train(world, ShardedSampler(70, 35), epochs=2, callbacks=callbacks, checkpoints=going_on)
 
-    threads.run(1, job)
+    thread_comm.run(1, job)
     begun = failing not in ("on_resume", "on_start")
     assert [name for name in ended if name != "failed"] == (["before", "behind"] if begun else ["before"])
 
@@ -314,7 +314,7 @@ def test_a_loss_that_is_not_per_sample_is_refused_before_it_trains(ranks, count,
     got = got.replace("{count}", str(count)).replace("{flat}", str(3 * count))
     expected = rf"^train step \[loss\]: expected one a sample, shape \({count},\), got {got}"
     with pytest.raises(ConfigError, match=expected):
-        threads.run(ranks, lambda world: fitted(world, loss, [list(range(count))]))
+        thread_comm.run(ranks, lambda world: fitted(world, loss, [list(range(count))]))
 
 
 @pytest.mark.parametrize(
@@ -327,11 +327,11 @@ def test_a_loss_that_is_not_per_sample_is_refused_before_it_trains(ranks, count,
 )
 def test_a_loss_that_is_no_tensor_is_refused(loss, got):
     with pytest.raises(ConfigError, match=rf"^train step \[loss\]: expected a Tensor, got {got}; return what "):
-        threads.run(2, lambda world: fitted(world, loss, [[0, 1]]))
+        thread_comm.run(2, lambda world: fitted(world, loss, [[0, 1]]))
 
 
 def test_losses_of_one_sample_and_of_none_are_per_sample():
-    threads.run(2, lambda world: fitted(world, PER_SAMPLE, [[0], [1, 2, 3]] if world.rank else [[4]]))
+    thread_comm.run(2, lambda world: fitted(world, PER_SAMPLE, [[0], [1, 2, 3]] if world.rank else [[4]]))
     net = nn.Sequential(nn.Dense(5, 3), SyncBatchNorm(3))  # by which ranks without samples compute, too
 
     def job(world):
@@ -339,7 +339,7 @@ def test_losses_of_one_sample_and_of_none_are_per_sample():
         loader = DataLoader(SAMPLES, Batches([], [0, 1]), prefetch=0)
         return fit(net, trainer, loader, epochs=1, world=world)[0]["samples"]
 
-    assert threads.run(1, job) == [2]
+    assert thread_comm.run(1, job) == [2]
 
 
 def test_a_loss_of_pieces_of_text_is_per_sample():
@@ -351,4 +351,4 @@ def test_a_loss_of_pieces_of_text_is_per_sample():
         loader = DataLoader(ArrayDataset(tokens, tokens), Batches([0, 1, 2, 3]), prefetch=0)
         return fit(net, trainer, loader, epochs=1, world=world)[0]["samples"]
 
-    assert threads.run(1, job) == [4]
+    assert thread_comm.run(1, job) == [4]

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from hpcdp import checkpoint, data, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import MismatchError
 from hpcdp.train import SyncBatchNorm
 from hpcdp.train.callbacks import Callback, EarlyStopping
 from hpcdp.train.checkpoints import Checkpoints
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.trainers.trainer import Trainer
-from hpcdp.train.work_load import AdaptWorkLoad
+from hpcdp.train.load_balance import AdaptWorkLoad
 
 X, Y = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32), np.arange(40) % 3
 
@@ -94,7 +94,7 @@ def test_what_differs_is_named(ranks, odd, expected, got, tmp_path):
             train(world, odd, tmp_path)
         return True
 
-    assert threads.run(ranks, job) == [True] * ranks
+    assert thread_comm.run(ranks, job) == [True] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -108,12 +108,12 @@ def test_ranks_with_one_part_of_the_data_are_refused(ranks):
             train(world, "part")
         return True
 
-    assert threads.run(ranks, job) == [True] * ranks
+    assert thread_comm.run(ranks, job) == [True] * ranks
 
 
 @pytest.mark.parametrize("odd", [None, "order"])
 def test_callbacks_that_only_watch_and_who_has_which_part_may_differ(odd):
-    assert threads.run(3, lambda world: train(world, odd)) == [2] * 3
+    assert thread_comm.run(3, lambda world: train(world, odd)) == [2] * 3
 
 
 @pytest.mark.parametrize("odd", ["seed", "batch_size"])
@@ -127,4 +127,4 @@ def test_virtual_shards_are_compared_too(odd):
             fit(net, trainer, data.DataLoader(data.ArrayDataset(X, Y), sampler), epochs=1, world=world)
         return True
 
-    assert threads.run(2, job) == [True] * 2
+    assert thread_comm.run(2, job) == [True] * 2

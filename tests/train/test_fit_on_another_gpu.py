@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from hpcdp import data, kernels, nn, optim
-from hpcdp.arrays import to_host
-from hpcdp.comm import threads
-from hpcdp.devices import Device, cpu, gpu
+from hpcdp.comm import thread_comm
+from hpcdp.core.arrays import to_host
+from hpcdp.core.devices import Device, cpu, gpu
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
 from hpcdp.train.metrics import BatchSums
 from hpcdp.train.sync_batch_norm import SyncBatchNorm
-from hpcdp.train.trainers.trainer import Trainer
 
 N = 30
 RNG = np.random.default_rng(3)
@@ -65,20 +65,20 @@ def assert_same(found, wanted):
 
 @pytest.mark.parametrize("batches", BATCHES)
 def test_batches_come_to_where_the_network_is(gpus_on_host, batches):
-    found = threads.run(1, lambda world: trained(world, THERE, BATCHES[batches]))
-    assert_same(found, threads.run(1, lambda world: trained(world, cpu(0), None)))
+    found = thread_comm.run(1, lambda world: trained(world, THERE, BATCHES[batches]))
+    assert_same(found, thread_comm.run(1, lambda world: trained(world, cpu(0), None)))
 
 
 @pytest.mark.filterwarnings("ignore:gradients on GPUs are summed in host memory")
 def test_so_do_those_of_a_rank_that_has_no_more(gpus_on_host):
     """Its empty batches are read for the layers that all ranks compute together."""
-    found = threads.run(2, lambda world: trained(world, THERE, None, joint=True, n=10))
-    assert_same(found, threads.run(2, lambda world: trained(world, cpu(0), None, joint=True, n=10)))
+    found = thread_comm.run(2, lambda world: trained(world, THERE, None, joint=True, n=10))
+    assert_same(found, thread_comm.run(2, lambda world: trained(world, cpu(0), None, joint=True, n=10)))
 
 
 def test_batches_on_a_gpu_come_to_a_network_on_the_host(gpus_on_host):
-    found = threads.run(1, lambda world: trained(world, cpu(0), BATCHES["all"]))
-    assert_same(found, threads.run(1, lambda world: trained(world, cpu(0), None)))
+    found = thread_comm.run(1, lambda world: trained(world, cpu(0), BATCHES["all"]))
+    assert_same(found, thread_comm.run(1, lambda world: trained(world, cpu(0), None)))
 
 
 def test_sums_are_where_the_last_batch_was(gpus_on_host):

@@ -9,14 +9,15 @@ import pytest
 from pairs import in_turn, pairs
 
 from hpcdp import checkpoint, data, kernels, nn, optim
-from hpcdp.arrays import from_host, to_host
-from hpcdp.comm import gpus, threads
-from hpcdp.comm.gpus import Gpu
+from hpcdp.comm import thread_comm
+from hpcdp.comm import world as comm_world
+from hpcdp.comm.world import Gpu
+from hpcdp.core.arrays import from_host, to_host
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.train.checkpoints import Checkpoints
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
 from hpcdp.train.sync_batch_norm import SyncBatchNorm
-from hpcdp.train.trainers.trainer import Trainer
 
 N, BATCH = 181, 18
 """The last of an epoch's 11 batches has one sample, and so some ranks have none."""
@@ -32,7 +33,7 @@ def place(gpus_on_host, monkeypatch):
     def set_place(kind):
         count = 8 if kind == "gpu" else 0
         found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(count))
-        monkeypatch.setattr(gpus, "visible", lambda: found)
+        monkeypatch.setattr(comm_world, "visible", lambda: found)
 
     return set_place
 
@@ -67,7 +68,7 @@ def train(world, epochs=2, norm=nn.BatchNorm, folder=None, resume=False, **optio
 @functools.cache
 def run_on_host(n, nodes=None, **options):
     """What several tests compare with; ``place("host")`` has been called."""
-    return threads.run(n, lambda world: train(world, **options), nodes)
+    return thread_comm.run(n, lambda world: train(world, **options), nodes)
 
 
 MEASURED = ("loss", "accuracy", "samples", "test_loss", "test_accuracy")
@@ -89,7 +90,7 @@ def test_a_run_on_gpus_is_that_on_the_host(place, layout):
     place("host")
     wanted = run_on_host(n, nodes)
     place("gpu")
-    found = threads.run(n, train, nodes)
+    found = thread_comm.run(n, train, nodes)
     assert [each[0] for each in found] == ["cupy"] * n
     assert_same_run(found, wanted)
 
@@ -99,7 +100,7 @@ def test_ranks_without_samples_take_part_in_joint_batch_normalisation_on_gpus(pl
     place("host")
     wanted = run_on_host(3, norm=SyncBatchNorm)
     place("gpu")
-    assert_same_run(threads.run(3, lambda world: train(world, norm=SyncBatchNorm)), wanted)
+    assert_same_run(thread_comm.run(3, lambda world: train(world, norm=SyncBatchNorm)), wanted)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +113,9 @@ def test_a_run_goes_on_from_a_checkpoint_of_either(place, tmp_path, ends, n):
     place("host")
     wanted = run_on_host(n)
     place(before)
-    threads.run(n, lambda world: train(world, epochs=1, folder=tmp_path))
+    thread_comm.run(n, lambda world: train(world, epochs=1, folder=tmp_path))
     place(after)
-    found = threads.run(n, lambda world: train(world, folder=tmp_path, resume=True))
+    found = thread_comm.run(n, lambda world: train(world, folder=tmp_path, resume=True))
     assert_same_run(found, [(kind, records[1:], arrays) for kind, records, arrays in wanted])
 
 
@@ -127,9 +128,11 @@ def test_each_rank_updates_its_shard_and_a_run_goes_on_from_its_checkpoint(place
     place("host")
     wanted = run_on_host(n, nodes, **options)
     place("gpu")
-    threads.run(n, lambda world: train(world, epochs=1, folder=tmp_path, **options), nodes)
+    thread_comm.run(n, lambda world: train(world, epochs=1, folder=tmp_path, **options), nodes)
     after = [(kind, records[1:], arrays) for kind, records, arrays in wanted]
-    assert_same_run(threads.run(n, lambda world: train(world, folder=tmp_path, resume=True, **options), nodes), after)
+    assert_same_run(
+        thread_comm.run(n, lambda world: train(world, folder=tmp_path, resume=True, **options), nodes), after
+    )
 
 
 def test_states_of_shards_on_gpus_are_saved_whole(place, tmp_path):
@@ -156,8 +159,8 @@ def test_states_of_shards_on_gpus_are_saved_whole(place, tmp_path):
         return found, {name: x.copy() for name, x in np.load(path).items() if x.ndim}
 
     place("gpu")
-    everywhere = threads.run(4, lambda world: rank(world, owner="rank"), 2)
-    by_shards = threads.run(4, lambda world: rank(world, owner="shard"), 2)
+    everywhere = thread_comm.run(4, lambda world: rank(world, owner="rank"), 2)
+    by_shards = thread_comm.run(4, lambda world: rank(world, owner="shard"), 2)
     assert sum(found[0] for found, _ in by_shards) == sum(found[0] for found, _ in everywhere) // 2
     for (mine, saved), (theirs, wanted) in zip(by_shards, everywhere, strict=True):
         for x, y in zip(mine[1:], theirs[1:], strict=True):
@@ -178,6 +181,6 @@ def test_nothing_waits_for_the_gpu_in_each_step(place, monkeypatch):
     met = []
     for epochs in (1, 3):
         waits.clear()
-        threads.run(1, lambda world, epochs=epochs: train(world, epochs))
+        thread_comm.run(1, lambda world, epochs=epochs: train(world, epochs))
         met.append(len(waits))
     assert met[1] - met[0] <= 2 * 3  # in an epoch: for one exchange of metrics, and one of an evaluation

@@ -7,7 +7,7 @@ from trained_by_plans import OPTIONS, convolutional, require_same_bits
 import hpcdp
 from hpcdp import nn, optim
 from hpcdp.autograd import predict_mode, record
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.train.sync_batch_norm import SyncBatchNorm
 
 F = nn.functional
@@ -48,8 +48,8 @@ def trained(world, hybrid, sync=False, accumulate=False, **options):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_training_is_the_same_bits(n, name):
-    with_plans = threads.run(n, lambda world: trained(world, True, **OPTIONS[name]))
-    without = threads.run(n, lambda world: trained(world, False, **OPTIONS[name]))
+    with_plans = thread_comm.run(n, lambda world: trained(world, True, **OPTIONS[name]))
+    without = thread_comm.run(n, lambda world: trained(world, False, **OPTIONS[name]))
     require_same_bits(with_plans, without)
 
 
@@ -73,5 +73,5 @@ def test_the_update_behind_a_replay_is_one_call_a_bucket(monkeypatch):
             trainer.step(2)
         return len(trainer.reducer.buckets), len(net.parameters())
 
-    assert threads.run(1, job) == [(1, 42)]
+    assert thread_comm.run(1, job) == [(1, 42)]
     assert len(calls) == 1

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from hpcdp.errors import ConfigError
-from hpcdp.train import plots
-from hpcdp.train.plots import draw_curves
+from hpcdp.train import progress
+from hpcdp.train.progress import draw_curves
 
 
 def records(epochs: int, loss: float = 0.5) -> list[dict]:
@@ -57,7 +57,7 @@ def test_drawing_again_replaces_the_picture_and_leaves_no_other_file(tmp_path):
 
 
 def test_lines_grow_with_every_point(tmp_path):
-    animator = plots.Animator(tmp_path / "test.png", "epoch", ("training", "test"), "accuracy")
+    animator = progress.Animator(tmp_path / "test.png", "epoch", ("training", "test"), "accuracy")
     sizes = []
     for epoch in (1, 2, 3):
         animator.add(epoch, (0.5 * epoch, None if epoch == 1 else 0.25 * epoch))
@@ -66,7 +66,7 @@ def test_lines_grow_with_every_point(tmp_path):
     assert len(set(sizes)) == 3 and list(tmp_path.iterdir()) == [tmp_path / "test.png"]
     with pytest.raises(ConfigError, match=r"Animator\.add: expected a list of 2 values, got 1"):
         animator.add(4, (1.0,))
-    gone = plots.Animator(tmp_path / "test.png", "epoch", ("a",))
+    gone = progress.Animator(tmp_path / "test.png", "epoch", ("a",))
     gone.path = tmp_path / "none" / "test.png"
     with pytest.raises(OSError):
         gone.add(1, (2.0,))
@@ -76,11 +76,11 @@ def test_lines_grow_with_every_point(tmp_path):
     ("make", "message"),
     [
         (
-            lambda: plots.Animator("a.xyz", "epoch", ["loss"]),
+            lambda: progress.Animator("a.xyz", "epoch", ["loss"]),
             r"Animator \[path\]: expected a name in .png, got 'a.xyz'",
         ),
         (
-            lambda: plots.Animator("a.png", "epoch", "loss"),
+            lambda: progress.Animator("a.png", "epoch", "loss"),
             r"Animator \[legend\]: expected a name for each line, in a list",
         ),
         (lambda: draw_curves([], "a"), r"draw_curves \[path\]: expected a name in .png, got 'a'"),
@@ -93,10 +93,10 @@ def test_other_files_and_names_that_are_no_list_are_refused(make, message):
 
 def test_what_an_animator_cannot_draw_is_refused_when_it_is_said(tmp_path):
     with pytest.raises(ConfigError, match=r"Animator \[path\]: expected a name in a folder that is there"):
-        plots.Animator(tmp_path / "none" / "a.png", "epoch", ["loss"])
+        progress.Animator(tmp_path / "none" / "a.png", "epoch", ["loss"])
     with pytest.raises(ConfigError, match=r"add: expected a list of 1 values, got a float"):
-        plots.Animator(tmp_path / "a.png", "epoch", ["loss"]).add(1, 0.5)
-    animator = plots.Animator(tmp_path / "a.png", "epoch", ["loss", "accuracy"])
+        progress.Animator(tmp_path / "a.png", "epoch", ["loss"]).add(1, 0.5)
+    animator = progress.Animator(tmp_path / "a.png", "epoch", ["loss", "accuracy"])
     animator.add(1, (0.5, 0.5))
     with pytest.raises(ConfigError, match=r"add: expected numbers, or None"):
         animator.add(2, (0.5, "x"))

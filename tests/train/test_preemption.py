@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.core.environment import SAVE_AT, started_by_srun
 from hpcdp.errors import ConfigError
-from hpcdp.launched import SAVE_AT, started_by_srun
-from hpcdp.train import preemption, stop_signal
+from hpcdp.train import preemption
 from hpcdp.train.preemption import Agreement, Reason, StopRequests
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
@@ -43,7 +43,7 @@ def test_a_command_that_is_at_its_end_dies_of_none(run, numbers):
     """Python gives its handlers up before it has ended."""
     command = (
         "import atexit, os, signal\n"
-        "from hpcdp.train import stop_signal\n"
+        "from hpcdp.train import preemption as stop_signal\n"
         "from hpcdp.train.preemption import StopRequests\n"
         "stop_signal.note()\n"
         f"{run}\n"
@@ -159,13 +159,13 @@ def test_all_ranks_agree_a_step_later(ranks, per_node):
         return heard, agreement.finish(), agreement.exchange(1, 1), agreement.finish()
 
     expected = [[0, 0], [0, 0], [0, 1], [ranks - 1, 2], [0, 3]], [0, 4], [0, 0], [1, 1]
-    assert threads.run(ranks, job, per_node) == [expected] * ranks
+    assert thread_comm.run(ranks, job, per_node) == [expected] * ranks
 
 
 def test_a_signal_that_came_early_is_taken_once():
     before = signal.getsignal(signal.SIGUSR1)
     try:
-        stop_signal.note()
+        preemption.note()
         os.kill(os.getpid(), signal.SIGUSR1)
         with StopRequests(environ={}) as stop:
             assert stop.reason is Reason.SIGUSR1

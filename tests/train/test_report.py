@@ -12,9 +12,9 @@ from html.parser import HTMLParser
 import pytest
 
 from hpcdp.cli import main
-from hpcdp.train import report, report_figures
+from hpcdp.train import report
 from hpcdp.train.metrics import read_metrics
-from hpcdp.train.plots import draw_curves
+from hpcdp.train.progress import draw_curves
 
 
 def write_run(folder, epochs=3, ranks=2, lr=0.1, torn=False):
@@ -128,26 +128,26 @@ def test_a_place_in_a_folder_that_is_not_there_is_refused(option, tmp_path, caps
 
 def test_times_of_ranks_are_those_of_a_step_after_the_first_epoch(tmp_path):
     (run,) = report.read_runs([write_run(tmp_path / "a", epochs=3, ranks=3)])
-    found = report_figures._by_rank(run)
+    found = report._by_rank(run)
     assert found["compute_s"] == pytest.approx([10.0, 20.0, 30.0])
 
 
 @pytest.fixture
 def drawn(monkeypatch):
     """The axes of each picture that a test draws."""
-    kept, styled = [], report_figures.styled
+    kept, styled = [], report.styled
 
     def keep(*arguments):
         figure, axes = styled(*arguments)
         kept.append(axes)
         return figure, axes
 
-    monkeypatch.setattr(report_figures, "styled", keep)
+    monkeypatch.setattr(report, "styled", keep)
     return kept
 
 
 def test_bars_of_several_runs_have_one_scale(tmp_path, drawn):
-    report_figures.draw_all(
+    report.draw_all(
         report.read_runs([write_run(tmp_path / "a", ranks=4), write_run(tmp_path / "b"), write_run(tmp_path / "c", 1)])
     )
     assert len(drawn[-1]) == 3
@@ -159,7 +159,7 @@ def test_bars_of_several_runs_have_one_scale(tmp_path, drawn):
 def test_a_run_that_was_killed_early_or_goes_on(epochs, tmp_path):
     run = write_run(tmp_path / "a", epochs=epochs, torn=True)
     assert main(["report", str(run)]) == 0
-    assert ("Loss" in report_figures.draw_all(report.read_runs([run]))) == bool(epochs)
+    assert ("Loss" in report.draw_all(report.read_runs([run]))) == bool(epochs)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from hpcdp import nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
-from hpcdp.gradients.critical_path import BucketTimes
-from hpcdp.trace import Trace
-from hpcdp.train import step_report
+from hpcdp.data_parallel.profiling import BucketTimes
+from hpcdp.data_parallel.trainer import Trainer
+from hpcdp.engine.trace import Trace
+from hpcdp.train import report as train_report
 from hpcdp.train.fit import fit
-from hpcdp.train.step_report import StepReport, compare
-from hpcdp.train.trainers.trainer import Trainer
+from hpcdp.train.report import StepReport, compare
 
 RNG = np.random.default_rng(3)
 SAMPLES = ArrayDataset(RNG.normal(size=(64, 5)).astype(np.float32), RNG.integers(0, 3, size=64))
@@ -82,7 +82,7 @@ def train(world, hinder, callbacks=()):
 
 
 def test_fit_names_a_rank_that_is_late(monkeypatch):
-    monkeypatch.setattr(step_report.socket, "gethostname", lambda: "node7")
+    monkeypatch.setattr(train_report.socket, "gethostname", lambda: "node7")
 
     def hinder(world):
         def transform(x, y):
@@ -91,7 +91,7 @@ def test_fit_names_a_rank_that_is_late(monkeypatch):
 
         return transform
 
-    results = threads.run(3, lambda world: train(world, hinder))
+    results = thread_comm.run(3, lambda world: train(world, hinder))
     assert results[1] == results[0] == results[2]
     for record in results[0][1:]:  # the first epoch may compile
         assert record["slowest_rank"] == 1
@@ -108,7 +108,7 @@ def test_phases_of_fit_are_in_the_trace():
         train(world, lambda world: None)
         return trace
 
-    for rank_number, trace in enumerate(threads.run(2, job)):
+    for rank_number, trace in enumerate(thread_comm.run(2, job)):
         names = [each.name for each in trace.slices if each.lane == "main"]
         own = [name for name in names if name in ("data", "forward", "backward", "step")]
         assert own == ["data", "forward", "backward", "step"] * 8
@@ -118,13 +118,13 @@ def test_phases_of_fit_are_in_the_trace():
 
 def test_buckets_count_for_the_backward_that_made_them(monkeypatch):
     """Also where the trainer knows their times a step later; those of a step without samples are left out."""
-    world, _ = threads.run(2, lambda world: world)
+    world, _ = thread_comm.run(2, lambda world: world)
     trainer = SimpleNamespace(
         bucket_times=[], measure_on_gpu=lambda: None, stats=SimpleNamespace(exposed_s=0.0), policy=None
     )
     report = StepReport(trainer, world)
     now = iter(range(0, 10**12, 10**9)).__next__
-    monkeypatch.setattr(step_report.time, "perf_counter_ns", now)
+    monkeypatch.setattr(train_report.time, "perf_counter_ns", now)
 
     def backward(times):
         with report.phase["backward"]:
@@ -143,7 +143,7 @@ def test_buckets_count_for_the_backward_that_made_them(monkeypatch):
 
 
 def test_of_a_long_epoch_one_step_in_eight_is_looked_at():
-    world, _ = threads.run(2, lambda world: world)
+    world, _ = thread_comm.run(2, lambda world: world)
     trainer = SimpleNamespace(bucket_times=[], measure_on_gpu=lambda: None, stats=SimpleNamespace(exposed_s=0.0))
     report = StepReport(trainer, world)
     durations = [7] * 8 + [1] * 88  # looked at: the first eight, and eleven of the others

@@ -5,14 +5,13 @@ import pytest
 
 import hpcdp
 from hpcdp import nn, optim
-from hpcdp.arrays import dtype_of, to_host
 from hpcdp.autograd import Tensor, record
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.core.arrays import dtype_of, to_host
+from hpcdp.core.devices import Device, Streams, cpu, gpu
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
-from hpcdp.devices import Device, cpu, gpu
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.nn.functional import softmax_cross_entropy
-from hpcdp.streams import Streams
 from hpcdp.train.fit import fit
 from hpcdp.train.sync_batch_norm import SyncBatchNorm
 
@@ -59,7 +58,7 @@ def test_output_gradients_and_statistics_are_those_of_the_whole_batch(n, shape, 
         x = samples(0, shape, 9, dtype)[0]
         np.testing.assert_allclose(ours(x).data, reference(x).data, rtol=tolerance, atol=tolerance)
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -90,8 +89,8 @@ def test_of_a_batch_on_a_gpu_sums_alone_go_through_the_host(gpus_on_host, monkey
         cupy.cuda.get_current_stream().synchronize()
         return found
 
-    host = threads.run(n, lambda world: rank(world, False))
-    found = threads.run(n, lambda world: rank(world, True))
+    host = thread_comm.run(n, lambda world: rank(world, False))
+    found = thread_comm.run(n, lambda world: rank(world, True))
     assert sorted(moved) == [2 * 6] * n + [2 * 6 + 1] * n
     for mine, theirs in zip(found, host, strict=True):
         for x, y in zip(mine, theirs, strict=True):
@@ -111,8 +110,8 @@ def test_a_batch_on_another_gpu_than_the_current_one_is_computed_there(gpus_on_h
         assert {Device.of(each) for each in found} == {gpu(1) if there else cpu(0)}
         return [to_host(each).astype("f4") for each in found]
 
-    host = threads.run(2, lambda world: rank(world, False))
-    for mine, theirs in zip(threads.run(2, lambda world: rank(world, True)), host, strict=True):
+    host = thread_comm.run(2, lambda world: rank(world, False))
+    for mine, theirs in zip(thread_comm.run(2, lambda world: rank(world, True)), host, strict=True):
         for x, y in zip(mine, theirs, strict=True):
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
@@ -124,7 +123,7 @@ def test_running_variance_is_biased():
         through(layer, x, gy)
         return x, layer.running_var.data
 
-    found = threads.run(3, rank)
+    found = thread_comm.run(3, rank)
     whole = np.concatenate([x for x, _ in found])
     for _, variance in found:
         np.testing.assert_allclose(variance, whole.var(axis=0), rtol=1e-5)
@@ -136,7 +135,7 @@ def test_a_mean_far_from_zero_costs_no_digits():
         x = (1000 + np.random.default_rng(world.rank).standard_normal((50, 1, 8))).astype("f4")
         return x, through(layer, x, np.ones_like(x))[0]
 
-    found = threads.run(3, rank)
+    found = thread_comm.run(3, rank)
     x, y = (np.concatenate(each).astype("f8") for each in zip(*found, strict=True))
     np.testing.assert_allclose(y, (x - x.mean()) / x.std(), atol=1e-3)
 
@@ -148,7 +147,7 @@ def test_no_samples_anywhere_move_nothing():
         assert y.shape == dx.shape == (0, 6, 2)
         assert not layer.gamma.grad.any() and not layer.running_mean.data.any() and (layer.running_var.data == 1).all()
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def network():
@@ -172,8 +171,8 @@ def test_training_on_any_number_of_ranks_is_that_of_one(n):
         records = fit(net, trainer, loader, epochs=3, loss=softmax_cross_entropy, world=world)
         return records[-1]["loss"], {name: array.copy() for name, array in net.state_dict().items()}
 
-    (loss, alone), *_ = threads.run(1, rank)
-    for found, state in threads.run(n, rank):
+    (loss, alone), *_ = thread_comm.run(1, rank)
+    for found, state in thread_comm.run(n, rank):
         assert found == pytest.approx(loss, rel=1e-4)
         for name, array in alone.items():
             np.testing.assert_allclose(state[name], array, rtol=2e-3, atol=2e-4, err_msg=name)
@@ -189,7 +188,7 @@ def test_what_it_replaces_keeps_parameters_and_buffers():
         assert repr(net[1]) == "Sequential(\n  (0): SyncBatchNorm(6, momentum=0.9, eps=0.001)\n)"
         assert SyncBatchNorm.convert(net, world)[1][0].eps == 1e-3
 
-    threads.run(1, rank)
+    thread_comm.run(1, rank)
 
 
 def test_a_reproducible_trainer_is_refused():
@@ -203,7 +202,7 @@ def test_a_reproducible_trainer_is_refused():
             net(np.ones((2, 1, 6, 6), "f4"))
         assert trainer.step_count == 0
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("settings", [{}, {"kvstore": "dist_sync"}])
@@ -219,4 +218,4 @@ def test_ranks_without_the_layer_are_named_when_the_trainer_is_made(settings):
         with pytest.raises(MismatchError, match=said):
             hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, **settings)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 import hpcdp
 from hpcdp import optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.engine import Engine
+from hpcdp.engine.trace import Slice, Trace
 from hpcdp.errors import ConfigError
-from hpcdp.trace import Slice, Trace
-from hpcdp.train import tracing
-from hpcdp.train.tracing import measure_offsets, traced, tracks
+from hpcdp.train import chrome_trace
+from hpcdp.train.chrome_trace import measure_offsets, traced, tracks
 
 
 def read(path: Path) -> dict:
@@ -69,7 +69,7 @@ def test_a_traced_run_on_cpus_looks_for_no_gpu(tmp_path, monkeypatch):
             hpcdp.Trainer([Parameter(np.zeros(3, "f4"))], optim.SGD(lr=1), world=world)
             assert recording.trace.ranges is None
 
-    threads.run(2, job)
+    thread_comm.run(2, job)
 
 
 def test_spans_are_ranges_for_the_profiler_from_a_trainer_on_a_gpu_on(tmp_path, monkeypatch, gpus_on_host):
@@ -85,7 +85,7 @@ def test_spans_are_ranges_for_the_profiler_from_a_trainer_on_a_gpu_on(tmp_path, 
             with recording.trace.span("step"):
                 pass
 
-    threads.run(1, job)
+    thread_comm.run(1, job)
     assert told == ["step", "end"]
 
 
@@ -107,7 +107,7 @@ def test_all_ranks_and_lanes_are_in_one_file(tmp_path):
         assert engine.observer is None
         return recording.num_slices, recording.num_dropped, recording.failure
 
-    assert threads.run(3, job) == [(12, 0, None)] * 3
+    assert thread_comm.run(3, job) == [(12, 0, None)] * 3
     trace = read(path)
     assert trace["otherData"]["ranks"] == 3
     assert_drawable(trace)
@@ -150,7 +150,7 @@ def test_clocks_are_aligned(tmp_path):
                 with trace.span(f"moment {moment}"):
                     time.sleep(0.001)
 
-    threads.run(4, job)
+    thread_comm.run(4, job)
     trace = read(path)
     starts = defaultdict(list)
     for slices in by_track(trace).values():
@@ -165,7 +165,7 @@ def test_clocks_are_aligned(tmp_path):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_shared_clock_has_no_offset_beyond_its_uncertainty(n):
-    measured = threads.run(n, lambda world: measure_offsets(world.comm, time.perf_counter_ns))
+    measured = thread_comm.run(n, lambda world: measure_offsets(world.comm, time.perf_counter_ns))
     assert [len(each) for each in measured] == [n - 1] + [0] * (n - 1)
     assert all(abs(offset.ahead_ns) <= offset.uncertainty_ns for offset in measured[0])
 
@@ -184,7 +184,7 @@ def test_clocks_of_one_machine_differ_by_less_than_a_millisecond(tmp_path_factor
 
 def test_pieces_are_joined_without_a_seam(tmp_path, monkeypatch):
     """Far more lines than fit in a piece, from ranks with different numbers of them, one with none."""
-    monkeypatch.setattr(tracing, "PIECE_NBYTES", 300)
+    monkeypatch.setattr(chrome_trace, "PIECE_NBYTES", 300)
     path = tmp_path / "out.json"
     counts = [40, 0, 77]
 
@@ -194,7 +194,7 @@ def test_pieces_are_joined_without_a_seam(tmp_path, monkeypatch):
                 now = recording.trace.clock()
                 recording.trace.slice(f'näm\\e "{number}"\n', "io", now, now + 1, rank=world.rank)
 
-    threads.run(3, job)
+    thread_comm.run(3, job)
     slices = by_track(read(path))
     assert {pid: len(slices[pid, tid]) for pid, tid in slices} == {0: 40, 2: 77}
     assert [name for *_, name, _ in slices[2, 0]] == [f'näm\\e "{number}"\n' for number in range(77)]
@@ -209,13 +209,13 @@ def test_what_was_dropped_is_told(tmp_path):
                 recording.trace.slice("x", "io", number, number + 1)
         return recording.num_slices, recording.num_dropped
 
-    assert threads.run(3, job) == [(15, 3)] * 3
+    assert thread_comm.run(3, job) == [(15, 3)] * 3
     assert read(path)["otherData"]["dropped"] == [0, 1, 2]
 
 
 def test_an_exception_leaves_the_earlier_trace_and_no_other_file(tmp_path):
     path = tmp_path / "out.json"
-    (world,) = threads.run(1, lambda world: world)
+    (world,) = thread_comm.run(1, lambda world: world)
     with traced(path, world):
         pass
     before = path.read_bytes()
@@ -230,7 +230,7 @@ def test_a_relative_name_is_that_of_where_it_began(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "out.json").write_text("mine")
     monkeypatch.chdir(tmp_path)
-    (world,) = threads.run(1, lambda world: world)
+    (world,) = thread_comm.run(1, lambda world: world)
     with traced("out.json", world) as recording:
         monkeypatch.chdir("elsewhere")
     assert recording.failure is None
@@ -242,14 +242,14 @@ def test_an_interrupt_while_it_is_written_leaves_nothing(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tracing, "_receive", interrupted)
+    monkeypatch.setattr(chrome_trace, "_receive", interrupted)
 
     def job(world):
         with traced(tmp_path / "out.json", world):
             pass
 
     with pytest.raises(KeyboardInterrupt):
-        threads.run(2, job)
+        thread_comm.run(2, job)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -259,7 +259,7 @@ def refused(path, ranks: int = 2) -> str:
             pytest.fail("traced something")
         return str(caught.value)
 
-    lines = threads.run(ranks, job)
+    lines = thread_comm.run(ranks, job)
     assert len(set(lines)) == 1
     return lines[0]
 
@@ -288,7 +288,7 @@ def test_a_file_that_is_no_trace_of_ours_is_not_replaced(tmp_path, content):
 
 def test_a_file_that_the_run_itself_has_made_is_not_replaced(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
-    (world,) = threads.run(1, lambda world: world)
+    (world,) = thread_comm.run(1, lambda world: world)
     with traced(path, world) as recording:
         path.write_text("{}\n")
     assert isinstance(recording.failure, FileExistsError)
@@ -299,18 +299,18 @@ def test_a_file_that_the_run_itself_has_made_is_not_replaced(tmp_path, capsys):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_disk_that_gets_full_is_told_once_and_no_rank_hangs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tracing, "own_part_of", lambda path: path.with_name("full"))
+    monkeypatch.setattr(chrome_trace, "own_part_of", lambda path: path.with_name("full"))
     (tmp_path / "full").symlink_to("/dev/full")
 
     def job(world):
         recording = traced(tmp_path / "out.json", world)
-        monkeypatch.setattr(tracing, "check_path", lambda path: None)
+        monkeypatch.setattr(chrome_trace, "check_path", lambda path: None)
         with recording:
             for number in range(5000):
                 recording.trace.slice("x", "io", number, number + 1)
         return recording.failure
 
-    failures = threads.run(3, job)
+    failures = thread_comm.run(3, job)
     assert [failure is None for failure in failures] == [False, True, True]
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"hpcdp: cannot write {tmp_path}/out.json: No space left on device"
@@ -318,7 +318,7 @@ def test_a_disk_that_gets_full_is_told_once_and_no_rank_hangs(tmp_path, monkeypa
 
 
 def test_a_world_is_traced_once_at_a_time(tmp_path):
-    (world,) = threads.run(1, lambda world: world)
+    (world,) = thread_comm.run(1, lambda world: world)
     with (
         traced(tmp_path / "a.json", world),
         pytest.raises(ConfigError, match="not traced"),
@@ -342,7 +342,7 @@ def test_what_it_is_given(wrong, message, tmp_path):
 
 
 def test_values_that_json_lacks_become_strings(tmp_path):
-    (world,) = threads.run(1, lambda world: world)
+    (world,) = thread_comm.run(1, lambda world: world)
     with hpcdp.train.traced(tmp_path / "out.json", world) as recording:
         recording.trace.slice("x", "main", 1, 2, loss=float("nan"), count=np.int64(5))
     ((_, _, _, args),) = by_track(read(tmp_path / "out.json"))[0, 0]
@@ -393,7 +393,7 @@ def test_the_loop_of_the_guide_runs(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hpcdp, "init", lambda: own.world)
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
     trace = read(tmp_path / "out.json")
     assert_drawable(trace)
     for rank in (0, 1):

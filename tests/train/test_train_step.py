@@ -11,7 +11,7 @@ from trained_by_plans import OPTIONS, convolutional, require_same_bits
 
 import hpcdp
 from hpcdp import autograd, data, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, HpcdpError, StaleGradientError
 from hpcdp.train import SyncBatchNorm, TrainStep
 from hpcdp.train.evaluate import evaluate
@@ -104,16 +104,16 @@ CASES = OPTIONS | {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_step_is_the_lines_that_it_stands_for(n, name):
-    expected = threads.run(n, lambda world: trained(world, "by hand", **CASES[name]))
+    expected = thread_comm.run(n, lambda world: trained(world, "by hand", **CASES[name]))
     for way in ("python", "plan"):
-        found = threads.run(n, lambda world, way=way: trained(world, way, **CASES[name]))
+        found = thread_comm.run(n, lambda world, way=way: trained(world, way, **CASES[name]))
         require_same_bits(found, expected)
 
 
 def alone(build=convolutional, loss=loss_of_first, **options):
     """On one rank: net, trainer and a step by a plan."""
     net = build(0)
-    world = threads.run(1, lambda world: world)[0]
+    world = thread_comm.run(1, lambda world: world)[0]
     trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1, momentum=0.9), world, **options)
     return net, trainer, planned(net, trainer, loss)
 
@@ -154,7 +154,7 @@ def test_hooks_of_a_program_see_each_gradient_when_it_is_complete(way):
     seen = {}
     for how in ("by hand", way):
         net = convolutional(0)
-        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0])
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), thread_comm.run(1, lambda world: world)[0])
         step, of = WAYS[how](net, trainer, loss_of_first), seen.setdefault(how, [])
         for param in net.parameters():
             own = param.grad_hook
@@ -188,7 +188,7 @@ def test_changes_are_noticed():
     for way in ("by hand", "plan"):
         net = Branched(0)
         trainer = hpcdp.Trainer(
-            net.parameters(), optim.SGD(lr=0.1, momentum=0.9), threads.run(1, lambda world: world)[0],
+            net.parameters(), optim.SGD(lr=0.1, momentum=0.9), thread_comm.run(1, lambda world: world)[0],
             policy=hpcdp.Policy(unused="zero"),
         )  # fmt: skip
         step = WAYS[way](net, trainer, loss_of_first)
@@ -236,7 +236,7 @@ def test_a_parameter_without_a_gradient_is_an_error_each_time():
 def test_a_loss_that_is_not_one_a_sample_is_refused(loss, expected):
     for way in ("python", "plan"):
         net = convolutional(0)
-        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0])
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), thread_comm.run(1, lambda world: world)[0])
         with pytest.raises(ConfigError, match=expected):
             WAYS[way](net, trainer, loss)(*batch())
 
@@ -288,7 +288,7 @@ def test_a_loss_gets_the_labels_as_they_are_where_nothing_is_traced(n):
         step = TrainStep(net, hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world), squares)
         return step(*batch(seed=world.rank))[0].asnumpy()
 
-    for found in threads.run(n, job):
+    for found in thread_comm.run(n, job):
         assert found.shape == (4,)
 
 
@@ -308,7 +308,9 @@ def test_fit_hybridized_is_fit(n, store):
         told = [{name: each[name] for name in ("loss", "accuracy", "samples", "step")} for each in records]
         return told, [np.array(value) for value in net.state_dict().values()]
 
-    found = [threads.run(n, lambda world, hybridize=hybridize: job(world, hybridize)) for hybridize in (False, True)]
+    found = [
+        thread_comm.run(n, lambda world, hybridize=hybridize: job(world, hybridize)) for hybridize in (False, True)
+    ]
     for (told, values), (told_too, others) in zip(*found, strict=True):
         assert told == told_too
         for a, b in zip(values, others, strict=True):
@@ -347,16 +349,16 @@ def test_gradients_go_on_into_what_has_made_the_input(way):
         return seen
 
     kind = "by hand"
-    wanted = threads.run(1, job)[0]
+    wanted = thread_comm.run(1, job)[0]
     kind = way
-    for a, b in zip(threads.run(1, job)[0], wanted, strict=True):
+    for a, b in zip(thread_comm.run(1, job)[0], wanted, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("way", ["python", "plan"])
 def test_labels_and_samples_may_be_lists(way):
     net = nn.Sequential(nn.Dense(2, 3))
-    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0])
+    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), thread_comm.run(1, lambda world: world)[0])
     step = WAYS[way](net, trainer, F.softmax_cross_entropy)
     for _ in range(4):
         losses, output = step([[1.0, 2.0], [3.0, 4.0]], [0, 2])
@@ -371,7 +373,7 @@ def test_labels_and_samples_may_be_lists(way):
 def test_a_network_without_gradients_is_told_so_each_time(way):
     net, other = nn.Sequential(nn.Dense(36, 3)), nn.Dense(2, 2)
     trainer = hpcdp.Trainer(
-        [*net.parameters(), *other.parameters()], optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0],
+        [*net.parameters(), *other.parameters()], optim.SGD(lr=0.1), thread_comm.run(1, lambda world: world)[0],
         policy=hpcdp.Policy(unused="zero"),
     )  # fmt: skip
     step = WAYS[way](net, trainer, F.softmax_cross_entropy)
@@ -414,7 +416,7 @@ def test_a_network_may_return_whatever_its_loss_takes(what, kind):
 
     for way in ("python", "plan"):
         net = Returning(what)
-        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0])
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), thread_comm.run(1, lambda world: world)[0])
         step = WAYS[way](net, trainer, loss)
         for number in range(4):
             if (way == "plan" and kind is dict) or (kind is tuple and len(what(1)) > 1 and way == "plan"):
@@ -430,7 +432,7 @@ def test_a_network_may_return_whatever_its_loss_takes(what, kind):
 
 def test_a_plan_keeps_no_input():
     net = nn.Sequential(nn.Dense(6, 3))
-    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0])
+    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), thread_comm.run(1, lambda world: world)[0])
     step = planned(nn.Sequential(nn.Tanh(), nn.ReLU(), net), trainer, F.softmax_cross_entropy)
     y = np.zeros(8000, np.int64)
     for _ in range(4):
@@ -459,7 +461,7 @@ def test_large_results_of_chains_are_those_without_a_plan(what):
         net = nn.Dense(8, 1, weight_init=nn.init.Xavier(1)) if what == "losses" else Gated()
         for number, param in enumerate(net.parameters()):
             param.data[...] = np.random.default_rng(number).standard_normal(param.shape) / 8
-        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.01), threads.run(1, lambda world: world)[0])
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.01), thread_comm.run(1, lambda world: world)[0])
         step = WAYS[way](net, trainer, F.l2_loss if what == "losses" else loss_of_first)
         kept = []
         for _ in range(5):
@@ -477,7 +479,7 @@ def test_large_results_of_chains_are_those_without_a_plan(what):
 @pytest.mark.parametrize("y", [None, 3, np.array(3)], ids=str)
 def test_labels_that_are_none_for_each_sample_are_refused(way, y):
     net = convolutional(0)
-    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0])
+    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), thread_comm.run(1, lambda world: world)[0])
     with pytest.raises(ConfigError, match=r"train step \[y\]: expected a label for each sample, got"):
         WAYS[way](net, trainer, F.softmax_cross_entropy)(batch()[0], y)
 
@@ -485,7 +487,7 @@ def test_labels_that_are_none_for_each_sample_are_refused(way, y):
 @pytest.mark.parametrize("hybridize", [False, True])
 def test_fit_takes_networks_of_several_results(hybridize):
     net = Branched(0)
-    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0])
+    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), thread_comm.run(1, lambda world: world)[0])
     loader = data.DataLoader(data.ArrayDataset(*batch(32)), data.ShardedSampler(32, 8))
     (record,) = fit(net, trainer, loader, epochs=1, loss=loss_of_first, world=trainer.world, hybridize=hybridize)
     assert 0 <= record["accuracy"] <= 1
@@ -494,7 +496,7 @@ def test_fit_takes_networks_of_several_results(hybridize):
 
 def test_fit_and_evaluate_refuse_results_without_an_accuracy():
     net = Returning(lambda y: {"logits": y})
-    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0])
+    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), thread_comm.run(1, lambda world: world)[0])
     dataset = data.ArrayDataset(*batch(32))
     loader = data.DataLoader(dataset, data.ShardedSampler(32, 8))
     for call in (

@@ -9,7 +9,7 @@ from graph_checks import needs_compiler, on_gpu, same
 
 import hpcdp
 from hpcdp import autograd, nn, optim
-from hpcdp.arrays import to_host
+from hpcdp.core.arrays import to_host
 from hpcdp.errors import HpcdpError, NonFiniteGradientError
 from hpcdp.kernels import cuda
 

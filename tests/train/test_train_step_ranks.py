@@ -12,7 +12,7 @@ from compared_steps import RULES, by_hand, check_alike, made, planned
 from graph_checks import needs_compiler, on_gpu
 
 from hpcdp import nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 
 TRAINERS = {
     "momentum": {"rule": RULES["momentum"]},
@@ -63,7 +63,7 @@ def test_ranks_sum_beside_backward_to_the_same_bits(graphs_on_host, one_bucket_e
         return pairs[1][1]
 
     name, num_ranks, ranks_per_node = RUNS[run]
-    trainer = threads.run(num_ranks, train, ranks_per_node)[0]
+    trainer = thread_comm.run(num_ranks, train, ranks_per_node)[0]
     num_buckets = len(trainer.reducer.buckets)
     assert num_buckets > 2 and len(graphs_on_host.launches) > num_ranks * 2 * num_buckets, "a part for each, and twice"
     assert trainer.step_count > 2 and (trainer.num_nonfinite > 0) == trainer.is_scaling

@@ -6,14 +6,14 @@ import pytest
 import hpcdp
 from hpcdp import data, nn, optim
 from hpcdp.autograd import record
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.parallel import Pipeline
 from hpcdp.train import SyncBatchNorm, TrainStep
 from hpcdp.train.evaluate import Evaluation, evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.work_load import AdaptWorkLoad
+from hpcdp.train.load_balance import AdaptWorkLoad
 
 CE = nn.functional.softmax_cross_entropy
 RNG = np.random.default_rng(3)
@@ -44,7 +44,7 @@ def test_replicas_refuse_layers_of_all_ranks():
         with pytest.raises(ConfigError, match=r"convert: expected a network, got an int"):
             SyncBatchNorm.convert(3, world)
 
-    threads.run(1, job)
+    thread_comm.run(1, job)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -57,7 +57,7 @@ def test_a_pipeline_refuses_layers_of_all_ranks_on_all_ranks(n):
         with pytest.raises(ConfigError, match="got a Pipeline, which cuts it"):
             SyncBatchNorm.convert(Pipeline(stages(), CE, world), world)
 
-    threads.run(n, job)
+    thread_comm.run(n, job)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -80,7 +80,7 @@ def test_a_pipeline_trains_by_its_own_step(n):
             net(X[:4])
         assert net.step(trainer, X[:4], Y[:4]) > 0 and net(X[:4]).shape == (4, 3)
 
-    threads.run(n, job)
+    thread_comm.run(n, job)
 
 
 class Returns(nn.Module):
@@ -107,7 +107,7 @@ def test_stages_that_are_none(stage, expected):
             trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas)
             net.step(trainer, X[:4], Y[:4])
 
-    threads.run(1, job)
+    thread_comm.run(1, job)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -118,7 +118,7 @@ def test_ranks_that_do_not_wait_take_no_layers_of_all(n):
             hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore="dist_async")
         hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore="dist_sync")
 
-    threads.run(n, job)
+    thread_comm.run(n, job)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -149,7 +149,7 @@ def test_layers_that_become_those_of_all_ranks_are_found(n):
         with pytest.raises(ConfigError, match=r"layers of this rank alone with dist_async"):
             trainer.step(1)
 
-    threads.run(n, job)
+    thread_comm.run(n, job)
 
 
 def test_evaluate_by_ranks_of_which_some_say_own_data_is_refused():
@@ -157,12 +157,12 @@ def test_evaluate_by_ranks_of_which_some_say_own_data_is_refused():
         evaluate(network(), ArrayDataset(X, Y), world, own_data=world.rank == 1)
 
     with pytest.raises(MismatchError, match=r"evaluate.*own_data=True on all"):
-        threads.run(3, job)
+        thread_comm.run(3, job)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_evaluate_of_data_of_ones_own_counts_all_of_it(n):
-    whole = threads.run(1, lambda world: evaluate(network(), ArrayDataset(X, Y), world))[0]
+    whole = thread_comm.run(1, lambda world: evaluate(network(), ArrayDataset(X, Y), world))[0]
 
     def job(world):
         ends = [len(X) * number // n for number in range(n + 1)]
@@ -171,7 +171,7 @@ def test_evaluate_of_data_of_ones_own_counts_all_of_it(n):
         own = slice(ends[world.rank], ends[world.rank + 1])
         return evaluate(network(), ArrayDataset(X[own], Y[own]), world, batch_size=7, own_data=True)
 
-    for found in threads.run(n, job):
+    for found in thread_comm.run(n, job):
         assert (found.count, found.correct) == (101, whole.correct)
         np.testing.assert_allclose(found.loss, whole.loss, rtol=1e-6)
 
@@ -187,7 +187,7 @@ def test_evaluate_refuses_data_that_differ_between_ranks(n):
 
     for job, expected in ((other_length, "of 101 samples"), (other_samples, "a first sample with CRC-32")):
         with pytest.raises(MismatchError, match=f"evaluate.*{expected}.*own_data=True on all"):
-            threads.run(n, job)
+            thread_comm.run(n, job)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_evaluate_refuses_data_that_differ_between_ranks(n):
 )
 def test_what_cannot_be_is_refused_in_a_line(call, expected):
     with pytest.raises(ConfigError, match=expected):
-        threads.run(1, call)
+        thread_comm.run(1, call)
 
 
 def test_fit_takes_an_evaluation_and_the_loaders_own_shares():
@@ -244,8 +244,8 @@ def test_fit_takes_an_evaluation_and_the_loaders_own_shares():
         ({"callbacks": [other]}, r"AdaptWorkLoad \[sampler\]: expected that of fit's loader"),
     ):
         with pytest.raises(ConfigError, match=expected):
-            threads.run(1, lambda world, options=options: fitted(world, **options))
-    found = threads.run(1, lambda world: fitted(world, evaluate=lambda: Evaluation(0.5, 1.0, 1, 2)))[0]
+            thread_comm.run(1, lambda world, options=options: fitted(world, **options))
+    found = thread_comm.run(1, lambda world: fitted(world, evaluate=lambda: Evaluation(0.5, 1.0, 1, 2)))[0]
     assert found[0]["test_accuracy"] == 0.5
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from hpcdp import nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError
 from hpcdp.train.fit import fit
+from hpcdp.train.load_balance import AdaptWorkLoad, adapted, parse_work_load
 from hpcdp.train.runs.config import TrainConfig
-from hpcdp.train.trainers.trainer import Trainer
-from hpcdp.train.work_load import AdaptWorkLoad, adapted, parse_work_load
 
 RNG = np.random.default_rng(3)
 SAMPLES = ArrayDataset(RNG.standard_normal((96, 5)).astype(np.float32), RNG.integers(0, 3, 96))
@@ -40,8 +40,8 @@ def train(world, epochs, seconds=None):
 
 
 def test_a_slow_rank_gets_less_and_nothing_else_changes():
-    ((_, expected, _, _),) = threads.run(1, lambda world: train(world, 4))
-    for records, params, weights, (adapting,) in threads.run(2, lambda world: train(world, 4, (0.0005, 0.002))):
+    ((_, expected, _, _),) = thread_comm.run(1, lambda world: train(world, 4))
+    for records, params, weights, (adapting,) in thread_comm.run(2, lambda world: train(world, 4, (0.0005, 0.002))):
         shares = [each["work_load"] for each in records]
         assert shares[0] == [1.0, 1.0]
         assert [each for _, each in adapting.history] == shares

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp import cli
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 
 ENVIRONMENT = {
     key: value
@@ -43,7 +43,7 @@ def train_on_threads(monkeypatch: pytest.MonkeyPatch, folder: Path, ranks: int, 
         patch.setenv("OMPI_COMM_WORLD_SIZE", str(ranks))
         for name in ("hpcdp.train.runs.run.init", "hpcdp.comm.init"):
             patch.setattr(name, lambda: own.world)
-        return threads.run(ranks, rank)
+        return thread_comm.run(ranks, rank)
 
 
 def start(folder: Path, *arguments: str, **environ: str) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""Floor 3: data, the script that wrote digits.h5 from the copy in scikit-learn. Imports: nothing of hpcdp.
+"""The script that wrote digits.h5 from the copy in scikit-learn.
 
 Run once, where scikit-learn is installed: ``python export_digits.py digits.h5``. The package never imports this file.
 """

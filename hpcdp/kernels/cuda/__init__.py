@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import Array, dtype_name
-from ...data_files import data_folder
+from ...core.arrays import Array, dtype_name
+from ...core.files import data_folder
 from ...errors import UnsupportedError
 
 OPTIONS = ("-std=c++17", "--fmad=false")
@@ -44,7 +44,8 @@ _TYPES = {
     "float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", "uint16": "f16", "int16": "bf16",
     "int32": "i32", "int64": "i64",
 }  # fmt: skip
-"""The last part of a kernel's name by the dtype that it is for: of 16 bits itself, or what `hpcdp.arrays.words` has."""
+"""The last part of a kernel's name by the dtype that it is for: of 16 bits itself, or what `hpcdp.core.arrays.words`
+has."""
 
 
 def source(file: str) -> str:

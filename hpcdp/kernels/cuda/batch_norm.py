@@ -3,15 +3,15 @@
 `reference.batch_norm` is the specification: same names, same arguments, sums up to rounding in float64, and the same
 bits for the same sums, of 16 bits those of float32, rounded once. What has one number a channel is float32 where ``x``
 has 16 bits.
-Forward and backward are three launches each; where a batch has other parts (`nn.joint`), what has one number a channel
-is computed by CuPy's own operations.
+Forward and backward are three launches each; where a batch has other parts (`nn.functional`), what has one number a
+channel is computed by CuPy's own operations.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 from .. import cuda
 from .channels import pieces_of, shape
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import Array, from_host
+from ...core.arrays import Array, from_host
 from ...errors import UnsupportedError
 from .cublas import Cublas
 

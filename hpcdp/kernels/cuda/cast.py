@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...arrays import Array
+from ...core.arrays import Array
 from .. import cuda
 
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ...arrays import Array
+from ...core.arrays import Array
 from .. import cuda
 
 _BLOCKS, _PER_BLOCK = 2112, 16 * cuda.THREADS

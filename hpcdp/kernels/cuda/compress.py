@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...arrays import Array, array_namespace
-from ...arrays import words as bits_of
+from ...core.arrays import Array, array_namespace
+from ...core.arrays import words as bits_of
 from .. import cuda
 from ..reference.compress import num_blocks
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...arrays import Array
+from ...core.arrays import Array
 from .. import cuda
 
 _KEPT = 8

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import Array, array_namespace, is_bfloat16, is_cupy
+from ...core.arrays import Array, array_namespace, is_bfloat16, is_cupy
 from ...errors import DeviceError, UnsupportedError
 
 _AS_IT_IS, _TURNED = 0, 1

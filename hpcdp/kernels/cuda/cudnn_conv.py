@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ...arrays import Array, array_namespace, dtype_name, is_half
+from ...core.arrays import Array, array_namespace, dtype_name, is_half
 from ...errors import ConfigError
 from ..reference.windows import Pair
 from . import conv, elementwise, epilogue, times

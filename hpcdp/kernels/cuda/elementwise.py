@@ -6,21 +6,21 @@ kernels do not take.
 
 from __future__ import annotations
 
-from ...arrays import Array, dtype_name
+from ...core.arrays import Array, dtype_name
 from .. import cuda
-from ..reference import elementwise as reference
+from ..reference import elementwise
 
 
 def add(a: Array, b: Array, out: Array) -> None:
     """See `reference.elementwise.add`."""
     if not _launched("add", a, b, out):
-        reference.add(a, b, out)
+        elementwise.add(a, b, out)
 
 
 def relu(x: Array, out: Array) -> None:
     """See `reference.elementwise.relu`."""
     if not _launched("relu", x, out):
-        reference.relu(x, out)
+        elementwise.relu(x, out)
 
 
 def _launched(name: str, *arrays: Array) -> bool:

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from ...arrays import Array, array_namespace, dtype_name
+from ...core.arrays import Array, array_namespace, dtype_name
 from .. import cuda
 from .channels import pieces_of, shape
 

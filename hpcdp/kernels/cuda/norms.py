@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ...arrays import Array, array_namespace, to_host
+from ...core.arrays import Array, array_namespace, to_host
 from .. import cuda
 
 _DTYPES = ("uint16", "int16", "float32", "float64")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...arrays import Array, dtype_name
+from ...core.arrays import Array, dtype_name
 from .. import cuda
 from ..reference.windows import Pair
 from .windows import windows

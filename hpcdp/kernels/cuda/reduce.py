@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...arrays import Array
+from ...core.arrays import Array
 from ...errors import UnsupportedError
 from .. import cuda
 from ..reference.reduce import EVERY_ROW, Rows

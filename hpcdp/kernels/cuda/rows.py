@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import Array, array_namespace, words
+from ...core.arrays import Array, array_namespace, words
 from .. import cuda
 
 _DTYPES = ("uint16", "int16", "float32", "float64")

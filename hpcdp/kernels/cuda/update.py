@@ -7,7 +7,7 @@ the place of theirs, shape ``(1,)``.
 
 from __future__ import annotations
 
-from ...arrays import Array
+from ...core.arrays import Array
 from .. import cuda
 
 Coefficients = tuple[float, ...] | Array

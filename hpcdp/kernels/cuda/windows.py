@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...arrays import Array
+from ...core.arrays import Array
 from .. import cuda
 from ..reference.windows import Pair
 

@@ -1,11 +1,11 @@
-"""Floor 0: batch normalisation in plain array operations, the specification of `batch_norm`. Imports: arrays.
+"""Batch normalisation in plain array operations, the specification of `batch_norm`.
 
 Results are written into the arrays given for them, all of one float dtype; those must not overlap with the operands.
 """
 
 from __future__ import annotations
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 
 
 def batch_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Array, Array], eps: float) -> None:

@@ -1,5 +1,4 @@
-"""Floor 0: casts to the 16-bit formats and scaling in plain array operations, the specification of `cast`.
-Imports: arrays.
+"""Casts to the 16-bit formats and scaling in plain array operations, the specification of `cast`.
 
 All arrays are 1-D, contiguous and do not overlap. The 16-bit numbers of casts are given as their bits in uint16. Casts
 to them round to nearest, ties to even (IEEE 754, section 4.3.1): what is too large becomes infinite, subnormals are
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 
 
 def to_float16(x: Array, out: Array) -> None:
@@ -48,7 +47,8 @@ def from_bfloat16(x: Array, out: Array) -> None:
 
 
 def widened(x: Array) -> Any:
-    """``x``, of any shape, in the type that it is computed in: `hpcdp.arrays.words` as float32, all else as it is."""
+    """``x``, of any shape, in the type that it is computed in: `hpcdp.core.arrays.words` as float32, all else as it
+    is."""
     xp = array_namespace(x)
     if x.dtype not in (xp.uint16, xp.int16):
         return x
@@ -68,7 +68,7 @@ def narrowed(wide: Array, like: Array) -> Any:
 
 
 def follow(wide: Array, x: Array) -> None:
-    """Elements of ``wide``, float32, that are not rounded to those of `hpcdp.arrays.words` ``x`` become these."""
+    """Elements of ``wide``, float32, that are not rounded to those of `hpcdp.core.arrays.words` ``x`` become these."""
     xp = array_namespace(wide, x)
     xp.copyto(wide, widened(x), where=narrowed(wide, x) != x)
 
@@ -76,7 +76,7 @@ def follow(wide: Array, x: Array) -> None:
 def scale(x: Array, factor: float) -> None:
     """``x *= factor``, in place; ``factor`` is rounded to the dtype first.
 
-    `hpcdp.arrays.words` are multiplied in float32 and rounded once.
+    `hpcdp.core.arrays.words` are multiplied in float32 and rounded once.
     """
     scale_into(x, factor, x)
 

@@ -1,13 +1,10 @@
-"""Floor 0: what elementwise operations of chains compute, in plain array operations: the specification of `chain`.
-
-Imports: arrays.
-"""
+"""What elementwise operations of chains compute, in plain array operations: the specification of `chain`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 from .sequences import gelu, gelu_gradient
 
 

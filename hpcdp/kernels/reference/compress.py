@@ -1,4 +1,4 @@
-"""Floor 0: gradients encoded for the wire in plain array operations, the specification of `compress`. Imports: arrays.
+"""Gradients encoded for the wire in plain array operations, the specification of `compress`.
 
 All arrays are 1-D, contiguous and do not overlap; any number of elements, also none. Gradients, residuals and results
 are float32 or float64, in 1 and 2 bits also the bits of float16 in uint16. Every encoder begins with
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 from . import cast
 from .quantise import _floats, pack_one_bit, pack_two_bit, unpack_one_bit, unpack_two_bit
 

@@ -1,4 +1,4 @@
-"""Floor 0: convolution in plain array operations, the specification of `conv`. Imports: arrays, cublas, windows.
+"""Convolution in plain array operations, the specification of `conv`.
 
 Images are ``(batch, channels, height, width)``, weights ``(out, in, kernel height, kernel width)``. Pairs ``kernel``,
 ``stride`` and ``padding`` are (vertical, horizontal); padding is zeros, on both sides. Results are written into the
@@ -7,7 +7,7 @@ arrays given for them, all of one float dtype; those must not overlap with the o
 
 from __future__ import annotations
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 from ..cuda.cublas import matmul_of
 from .windows import Pair, offsets, padded, window
 

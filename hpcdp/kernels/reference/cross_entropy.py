@@ -1,12 +1,11 @@
-"""Floor 0: softmax and cross-entropy in plain array operations, the specification of `cross_entropy`.
-Imports: arrays.
+"""Softmax and cross-entropy in plain array operations, the specification of `cross_entropy`.
 
 All arrays are contiguous and do not overlap; floats are of one dtype. NumPy arrays have no other kernels for it.
 """
 
 from __future__ import annotations
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 
 
 def softmax_cross_entropy(logits: Array, labels: Array, chances: Array, losses: Array) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 
 
 def add(a: Array, b: Array, out: Array) -> None:

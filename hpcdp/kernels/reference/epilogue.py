@@ -1,12 +1,12 @@
-"""Floor 0: bias and activation after a product or a convolution, in plain array operations, the specification of
-`epilogue`. Imports: arrays.
+"""Bias and activation after a product or a convolution, in plain array operations, the specification of
+`epilogue`.
 
 All arrays are of one float dtype.
 """
 
 from __future__ import annotations
 
-from ...arrays import Array, array_namespace, is_half
+from ...core.arrays import Array, array_namespace, is_half
 
 
 def add_bias(y: Array, bias: Array, relu: bool) -> None:

@@ -1,5 +1,4 @@
-"""Floor 0: SGD of a layer at a rate that its norms give, in plain array operations, the specification of `lars`.
-Imports: arrays, update.
+"""SGD of a layer at a rate that its norms give, in plain array operations, the specification of `lars`.
 
 Arrays are as for `reference.update`, and ``squares`` beside them, float64, shape ``(2,)``: of the norms of the layer's
 weights and of its gradient before ``scale``, as `reference.norms.segment_squares` has them. Coefficients are those of
@@ -8,7 +7,7 @@ weights and of its gradient before ``scale``, as `reference.norms.segment_square
 
 from __future__ import annotations
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 from . import update
 
 

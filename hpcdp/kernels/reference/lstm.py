@@ -1,11 +1,11 @@
-"""Floor 0: the steps of an LSTM in plain array operations, the specification of `lstm`. Imports: arrays.
+"""The steps of an LSTM in plain array operations, the specification of `lstm`.
 
 Results are written into the arrays given for them, all of one float dtype.
 """
 
 from __future__ import annotations
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 
 
 def lstm_step(bias: Array, product: Array, t: int, gates: Array, cells: Array, inputs: Array) -> None:

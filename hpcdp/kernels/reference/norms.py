@@ -1,7 +1,6 @@
-"""Floor 0: norms and the search for infinities and NaNs in plain array operations, the specification of `norms`.
-Imports: arrays, cast.
+"""Norms and the search for infinities and NaNs in plain array operations, the specification of `norms`.
 
-Arrays are 1-D and contiguous, float32, float64 or `hpcdp.arrays.words`; any number of elements, also none.
+Arrays are 1-D and contiguous, float32, float64 or `hpcdp.core.arrays.words`; any number of elements, also none.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 from .cast import widened
 
 

@@ -1,4 +1,4 @@
-"""Floor 0: average and max pooling in plain array operations, the specification of `pool`. Imports: arrays, windows.
+"""Average and max pooling in plain array operations, the specification of `pool`.
 
 Images and pairs are as in `reference.conv`. Results are written into the arrays given for them, all of one float dtype;
 those must not overlap with the operands.
@@ -6,7 +6,7 @@ those must not overlap with the operands.
 
 from __future__ import annotations
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 from .windows import Pair, offsets, padded, window
 
 

@@ -1,8 +1,8 @@
-"""Floor 0: what a matrix product is, in the functions that NumPy and CuPy share. Imports: arrays, cublas."""
+"""What a matrix product is, in the functions that NumPy and CuPy share."""
 
 from __future__ import annotations
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 from ..cuda.cublas import matmul_of
 
 

@@ -1,5 +1,4 @@
-"""Floor 0: gradients in 2 bits or 1 bit an element in plain array operations, the specification of `quantise`.
-Imports: arrays.
+"""Gradients in 2 bits or 1 bit an element in plain array operations, the specification of `quantise`.
 
 All arrays are 1-D, contiguous and do not overlap; any number of elements, also none. Gradients, residuals and results
 are float32, float64, or the bits of float16 in uint16; threshold and magnitude are rounded to their dtype first. A
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 
 
 def _floats(x: Array) -> Array:

@@ -1,15 +1,14 @@
-"""Floor 0: n-way reductions in plain array operations, the specification of `reduce`. Imports: arrays,
-cast.
+"""N-way reductions in plain array operations, the specification of `reduce`.
 
 Rows are reduced in their order, so the result has the same bits on every rank and in every run. Floats of 16 bits, as
-`hpcdp.arrays.words`, are accumulated in float32 and rounded once. A NaN wins in minimum and maximum.
+`hpcdp.core.arrays.words`, are accumulated in float32 and rounded once. A NaN wins in minimum and maximum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 from .cast import narrowed, widened
 
 SUM, PROD, MIN, MAX, MEAN = 0, 1, 2, 3, 4

@@ -1,4 +1,4 @@
-"""Floor 0: additions to some rows of a table in plain array operations, the specification. Imports: arrays.
+"""Additions to some rows of a table in plain array operations, the specification.
 
 What is added to one row is added in the order in which it is given, so that the same run has the same bits again.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 
 
 def add_rows(table: Array, rows: Array, values: Array) -> None:

@@ -1,4 +1,4 @@
-"""Floor 0: the kernels of networks on sequences in plain array operations, the specification. Imports: arrays.
+"""The kernels of networks on sequences in plain array operations, the specification.
 
 Sequences are ``(batch, time, features)``. Results are written into the arrays given for them, all of one float dtype.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 
 _SLOPE, _CUBE = math.sqrt(2 / math.pi), 0.044715
 

@@ -1,4 +1,4 @@
-"""Floor 0: optimizer updates in plain array operations, the specification of `update`. Imports: arrays.
+"""Optimizer updates in plain array operations, the specification of `update`.
 
 All arrays are 1-D, contiguous, of one float dtype and one size, and do not overlap. Coefficients are Python floats and
 are rounded to the arrays' dtype before use. Every operation is elementwise, in the order in which it stands here.
@@ -6,7 +6,7 @@ are rounded to the arrays' dtype before use. Every operation is elementwise, in 
 
 from __future__ import annotations
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 
 
 def sgd(param: Array, grad: Array, coefficients: tuple[float, float, float]) -> None:

@@ -1,4 +1,4 @@
-"""Floor 0: the windows of convolutions and pooling, in plain array operations. Imports: arrays.
+"""The windows of convolutions and pooling, in plain array operations.
 
 Images are ``(batch, channels, height, width)``. Pairs ``kernel``, ``stride`` and ``padding`` are (vertical,
 horizontal); padding is on both sides.
@@ -6,7 +6,7 @@ horizontal); padding is on both sides.
 
 from __future__ import annotations
 
-from ...arrays import Array, array_namespace
+from ...core.arrays import Array, array_namespace
 
 Pair = tuple[int, int]
 

@@ -19,14 +19,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from ... import errors
-from ...collectives.progress import wait_for
 from ...comm import Communicator, Request, World
-from ...comm.roles import ENDED, short_name_of
-from ...comm.weak_methods import weakly
+from ...comm.communicator import ENDED, short_name_of, wait_for
+from ...comm.world import weakly
+from ...data_parallel.overlap import Lane
 from ...errors import HpcdpError, to_stderr
-from ...gradients.lane import Lane
 from ..updaters import described
-from .wire import Kind, Message, decode, following_nbytes, pieces
+from .protocol import Kind, Message, decode, following_nbytes, pieces
 
 REQUESTS, ANSWERS = 1, 2
 """Tags."""

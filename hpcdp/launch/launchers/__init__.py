@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Protocol, cast
 
-from ...launched import batch_system
-from ..job import Job, Plan
+from ...core.environment import batch_system
+from ..spec import Job, Plan
 
 LAUNCHERS = {
     "local": "this machine",

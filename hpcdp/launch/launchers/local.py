@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable
 
 from ...errors import LaunchError
-from .. import interfaces, mpi_library
+from .. import hosts, mpi_library
 from ..checks import check, check_binding, missing_module, warn_of_other_library
-from ..dialect import Dialect, program
 from ..environment import environment
-from ..job import Command, Job, Plan, server
-from ..supervise import supervise
+from ..mpi_library import Dialect, program
+from ..runner import supervise
+from ..spec import Command, Job, Plan, server
 
 
 def run(job: Job, usr1_has_come: Callable[[], bool] | None = None) -> int:
@@ -24,7 +24,7 @@ def run(job: Job, usr1_has_come: Callable[[], bool] | None = None) -> int:
     the rank that failed first, which is named on stderr where mpirun does not. Of a program whose ranks all take
     SIGUSR1 at some time, and then save and end, ``usr1_has_come`` says whether it has come before: it is held back
     until they do, and ends nobody that starts; for SIGINT, SIGTERM and SIGHUP they get the signals of
-    `hpcdp.launched.SAVE_AT`, at which they save, too.
+    `hpcdp.core.environment.SAVE_AT`, at which they save, too.
     Raises `LaunchError` for a missing program, mpirun or MPI library, and `ConfigError` for a limit of the watchdog
     that every rank would refuse.
     """
@@ -33,7 +33,7 @@ def run(job: Job, usr1_has_come: Callable[[], bool] | None = None) -> int:
     processes = job.ranks + job.servers
     return supervise(
         command.argv, environ, processes, library.family, job.servers, usr1_has_come, asked=job.mpi_args,
-        verbose=job.verbose, interface=interfaces.loopback(), missing_module=functools.partial(missing_module, job),
+        verbose=job.verbose, interface=hosts.loopback(), missing_module=functools.partial(missing_module, job),
     )  # fmt: skip
 
 

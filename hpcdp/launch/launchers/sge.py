@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+from ...core.environment import module
 from ...errors import ConfigError, LaunchError, to_stderr
-from ...interpreter import module
-from ..batch_systems import batch, batch_values
-from ..job import Command, Job, Plan
+from .. import batch
+from ..spec import Command, Job, Plan
 
 _AGAIN = 99
 """The exit status of a job that Grid Engine is to start again."""
@@ -86,11 +86,11 @@ def run(job: Job) -> int:
 
 
 def _check_values(arguments: list[str]) -> None:
-    given = list(batch_values.of_words(arguments))
-    batch_values.check("launch --batch-args", given, batch_values.SGE)
+    given = list(batch.of_words(arguments))
+    batch.check_values("launch --batch-args", given, batch.SGE)
     resources = [each.partition("=") for name, value in given if name == "l" for each in value.split(",")]
     found = [(name, value) for name, equals, value in resources if equals]
-    batch_values.check("launch --batch-args", found, batch_values.SGE_RESOURCES)
+    batch.check_values("launch --batch-args", found, batch.SGE_RESOURCES)
 
 
 def _stop_s(arguments: list[str]) -> float:
@@ -127,7 +127,7 @@ def _script(job: Job, folder: Path, stop_s: float, *, has_hosts: bool) -> str:
         hosts = '"$hosts"'
     runner = [
         sys.executable,
-        *module("hpcdp.launch.batch_systems.batch_runner"),
+        *module("hpcdp.launch.batch_runner"),
         str(folder),
         str(_AGAIN),
         f"{stop_s:g}",

@@ -17,15 +17,14 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ...errors import LaunchError
-from .. import mpi_library
-from ..batch_systems import batch_values
-from ..batch_systems.slurm_allocation import Allocation, allocation
+from .. import batch, mpi_library
 from ..checks import check, missing_module, warn_of_other_library
-from ..dialect import Dialect, program
 from ..environment import blas_threads
 from ..hosts import of_ranks, place
-from ..job import Command, Job, Plan, server
-from ..supervise import supervise
+from ..mpi_library import Dialect, program
+from ..runner import supervise
+from ..slurm.allocation import Allocation, allocation
+from ..spec import Command, Job, Plan, server
 
 MPI_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}
 """What a library of either family speaks with srun."""
@@ -68,9 +67,7 @@ def plan(job: Job) -> Plan:
     given = allocation()
     checked = job if given is not None else dataclasses.replace(job, interface=None)  # the nodes may have others
     further = check(checked, several_hosts=given is not None and len(given.hosts) > 1)
-    batch_values.check(
-        "launch --mpi-args", batch_values.of_words(further, batch_values.SLURM_SHORT), batch_values.SLURM
-    )
+    batch.check_values("launch --mpi-args", batch.of_words(further, batch.SLURM_SHORT), batch.SLURM)
     if job.sync_dst_dir is not None:
         raise LaunchError(
             "launch --sync-dst-dir", expected="a file system that all hosts of a Slurm job see", got=job.sync_dst_dir,

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from ...errors import LaunchError
-from ..job import Job, Plan
-from . import over_hosts
+from ..spec import Job, Plan
+from . import mpi
 
 
 def plan(job: Job) -> Plan:
     """The mpirun of ``job``. Raises as `run` does, but for what only the hosts can tell."""
     _check(job)
-    return over_hosts.plan(job, by_ssh=True)
+    return mpi.plan_mpirun(job, by_ssh=True)
 
 
 def run(job: Job) -> int:
-    """Runs ``job`` and returns its exit status. Raises as `hpcdp.launch.launchers.over_hosts.run` does."""
+    """Runs ``job`` and returns its exit status. Raises as `hpcdp.launch.launchers.mpi.run_mpirun` does."""
     _check(job)
-    return over_hosts.run(job, by_ssh=True)
+    return mpi.run_mpirun(job, by_ssh=True)
 
 
 def _check(job: Job) -> None:

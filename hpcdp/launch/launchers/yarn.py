@@ -17,12 +17,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ...core.environment import module
 from ...errors import ConfigError, LaunchError, to_stderr
-from ...interpreter import module
-from ..batch_systems import batch, batch_values
-from ..batch_systems.containers import agent_script, container_name
-from ..job import Command, Job, Plan
-from ..orphans import bound
+from .. import batch
+from ..cleanup import bound
+from ..spec import Command, Job, Plan
+from ..yarn_containers import agent_script, container_name
 
 _CLIENT = "org.apache.hadoop.yarn.applications.distributedshell.Client"
 _JAR = "hadoop-yarn-applications-distributedshell*.jar"
@@ -46,7 +46,7 @@ def plan(job: Job) -> Plan:
     if ":" in str(folder):
         raise ConfigError("launch --launcher yarn", where=folder, expected="a working folder without : in its name")
     arguments = batch.split(job.batch_args, [f"{dashes}{name}" for dashes in ("-", "--") for name in _OURS])
-    batch_values.check("launch --batch-args", batch_values.of_words(arguments), batch_values.YARN)
+    batch.check_values("launch --batch-args", batch.of_words(arguments), batch.YARN)
     given = {word.lstrip("-") for word in arguments}
     slots = job.ranks + job.servers
     in_each = min(slots, job.ranks_per_node or slots)
@@ -114,7 +114,7 @@ def _files(job: Job, folder: Path, sizes: Sequence[int]) -> dict[Path, str]:
         "fi",
         f"exec /bin/bash {shlex.quote(str(script))}",
     ]
-    runner = [sys.executable, *module("hpcdp.launch.batch_systems.containers"), str(folder), str(len(sizes))]
+    runner = [sys.executable, *module("hpcdp.launch.yarn_containers"), str(folder), str(len(sizes))]
     lines = ["#!/bin/bash", "# Runs in each container of hpcdp launch --launcher yarn."]
     lines += [f"cd {shlex.quote(str(Path.cwd()))} || exit 1", *batch.exports()]
     if len(sizes) > 1:

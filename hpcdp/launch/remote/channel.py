@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..banners import Banners
-from ..quiet import Quiet
+from ..mpirun_output import Banners, Quiet
 from .guard import FIRST_WORDS
 
 SSH = ("ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR")

@@ -24,13 +24,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ...listening import keep_to_interface
-from ...permissions import who_else_may_write
-from .. import interfaces, machine, segments
-from ..dialect import LOST_AFTER_S, STALLED_S
+from ...core.files import who_else_may_write
+from ...core.sockets import keep_to_interface
+from .. import cleanup, hosts
+from ..cleanup import adopt, bound, end_orphans, living
 from ..environment import blas_threads
-from ..orphans import adopt, bound, end_orphans, living
-from ..watch import Watch
+from ..mpi_library import LOST_AFTER_S, STALLED_S
+from ..process_monitor import Watch
 
 FIRST_WORDS = "hpcdp guard "
 """Before its first line: what a login script has written is not taken for it."""
@@ -73,10 +73,10 @@ class Guard:
         """Returns once the job is over here and nothing of it is left."""
         with contextlib.ExitStack() as left_behind:
             if self._folder is None:
-                left_behind.enter_context(segments.files_of_mpich_removed())
+                left_behind.enter_context(cleanup.files_of_mpich_removed())
             else:
                 try:
-                    left_behind.enter_context(segments.same_folder(self._folder))
+                    left_behind.enter_context(cleanup.same_folder(self._folder))
                 except OSError as error:
                     self._wrong.append(f"no folder for segments: {error.strerror}")
             try:
@@ -158,7 +158,7 @@ class Guard:
 
     def _tell_of_ranks(self) -> None:
         for start in self._watch.starts[self._told_starts :]:
-            tell({"rank": [start.rank, start.pid, machine.cores_of(start.pid)]})
+            tell({"rank": [start.rank, start.pid, hosts.cores_of(start.pid)]})
         self._told_starts = len(self._watch.starts)
         for end in self._watch.ends():
             if end.rank not in self._told_ends:
@@ -200,7 +200,7 @@ def problems(folder: str | None, program: str, interface: str | None, *, is_copy
     path = program if os.path.isabs(program) or folder is None else os.path.join(folder, program)
     if not os.path.isfile(path) or not os.access(path, os.X_OK):
         found.append(f"there is no program {program}; it must lie at the same path on all hosts")
-    wrong = None if interface is None else interfaces.problem(interface)
+    wrong = None if interface is None else hosts.problem(interface)
     if wrong is not None:
         found.append(wrong)
     return found

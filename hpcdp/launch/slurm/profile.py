@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ... import toml
+from ...core import files
+from ...core.files import who_else_may_write
 from ...errors import ConfigError, check_name
-from ...permissions import who_else_may_write
-from ..batch_systems.batch_values import SLURM
+from ..batch import SLURM
 
 LAUNCHERS = ("srun", "mpirun")
 FILE = "hpcdp-site.toml"
@@ -125,7 +125,7 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ
                 "site profile", where=path, expected="a file that others may not change", got=writer,
                 remedy="copy it to a folder of yours" if is_named else f"name it with --site {path} to use it",
             )  # fmt: skip
-        given = toml.read(path)
+        given = files.read_toml(path)
     except OSError as error:
         where = f"HPCDP_SITE={said}" if said else path
         raise ConfigError("site profile", where=where, expected="a file", got=error.strerror) from error

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...core.files import who_else_may_write
 from ...errors import LaunchError, listed
-from ...permissions import who_else_may_write
 from .script import Script
 
 SAVE_LIMIT_S = 150.0

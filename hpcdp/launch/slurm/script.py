@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...data_files import data_folder
+from ...core.files import data_folder, who_else_may_write
 from ...errors import ConfigError, check_name
-from ...permissions import who_else_may_write
 from .profile import Profile
 
 TEMPLATES = {

@@ -1,19 +1,169 @@
-"""The settings of one training run: their defaults, what is valid, and where they come from (flags, TOML)."""
+"""The settings of a run, by flags and by file.
+
+The settings of one training run: their defaults, what is valid, and where they come from (flags, TOML).
+
+Python's garbage collector, at rest while a program starts.
+
+What one setting is: a dataclass field with its help text and what is valid for it, which is checked here.
+
+What a run does where nobody has said otherwise, which depends on its network and on who updates.
+
+Rates were found on the sets that ship with the package, docs/models.md says how; those of another set may be others.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
+import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ... import toml
+from ...core import files
 from ...errors import ConfigError, check_name
-from .setting import check_range, parsed, setting, toml_value, typed
-from .usual import RATES, SEQUENCE_MODELS, TEXTS, usual
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Nothing is looked through for garbage meanwhile, where this process has not switched that off itself.
+
+    Modules and compiled kernels make hundreds of thousands of objects that stay: to look through them over and over was
+    a tenth of the time of a short job.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+
+
+def setting(
+    default: Any,
+    about: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    above: bool = False,
+    most: float | None = None,
+    word: str | None = None,
+):
+    """A dataclass field with its help text, its valid names, or its smallest value (itself excluded if ``above``) and
+    its largest.
+
+    A number may be the ``word`` instead.
+    """
+    metadata = {"help": about, "choices": choices, "least": least, "above": above, "most": most, "word": word}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def parsed(field: dataclasses.Field[Any], kind: type, text: str | bool) -> Any:
+    """The value that ``text`` of a command line is for a setting of the type ``kind``; `ConfigError` for another's."""
+    if text == field.metadata["word"]:
+        return text
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ConfigError(f"setting {field.name}", expected=_expected(field, kind), got=repr(text)) from error
+
+
+def typed(field: dataclasses.Field[Any], kind: type, value: Any) -> Any:
+    """``value`` as the setting's type: an int serves as float, nothing else is converted.
+
+    Raises:
+        ConfigError: it is of another type, or not finite.
+    """
+    if kind is float and type(value) is int:
+        return float(value)
+    given: type = type(value)
+    if given is str and value == field.metadata["word"]:
+        return value
+    if given is not kind:
+        raise ConfigError(f"setting {field.name}", expected=_expected(field, kind), got=repr(value))
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"setting {field.name}", expected="a finite number", got=value)
+    return value
+
+
+def _expected(field: dataclasses.Field[Any], kind: type) -> str:
+    word = field.metadata["word"]
+    return _TYPE_NAMES[kind] + (f" or {word!r}" if word else "")
+
+
+def check_range(field: dataclasses.Field[Any], value: Any) -> None:
+    """Raises `ConfigError` unless ``value`` is one of the setting's names, or in its range."""
+    if value == "":
+        raise ConfigError(f"setting {field.name}", expected="a name", got="''")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"setting {field.name}", expected="a name, which has no NUL", got=repr(value))
+    if field.metadata["choices"]:
+        check_name(field.name, value, field.metadata["choices"])
+    least, most, above = (field.metadata[name] for name in ("least", "most", "above"))
+    if isinstance(value, str):
+        return
+    if least is not None and (value < least or (above and value == least)):
+        bound = f"{'more than' if above else 'at least'} {least:g}"
+        raise ConfigError(f"setting {field.name}", expected=bound, got=value)
+    if most is not None and value > most:
+        raise ConfigError(f"setting {field.name}", expected=f"at most {most:g}", got=value)
+
+
+def toml_value(value: Any) -> str:
+    """As TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
+    return repr(value)
+
+
+LEARNING_RATE, LATE_LEARNING_RATE, LARS_LEARNING_RATE = 0.05, 0.03, 1.0
+"""For images. Late gradients push on when they should turn back, and so bear less; that of LARS is a part of another
+length."""
+SEQUENCE_LEARNING_RATES = {"char_lstm": 0.01, "gpt": 0.003}
+"""Of AdamW and Adam, by network."""
+SEQUENCE_CLIP_NORM = 1.0
+"""Gradients through many steps are small but for a few that are large (Pascanu, Mikolov and Bengio 2013)."""
+
+RATES = (
+    f"{LEARNING_RATE}, with kv_store=dist_async {LATE_LEARNING_RATE}, with optimizer=lars {LARS_LEARNING_RATE:g}, "
+    f"with adam and adamw {' and '.join(f'{lr} of {name}' for name, lr in SEQUENCE_LEARNING_RATES.items())}"
+)
+"""The rates, in words."""
+
+SEQUENCE_MODELS = tuple(SEQUENCE_LEARNING_RATES)
+TEXTS = ("shakespeare",)
+"""Data sets that are for them alone."""
+
+
+def usual(model: str, optimizer: str | None, kv_store: str | None) -> dict[str, Any]:
+    """The values of the settings that depend on others, by name; those that were said count for the rest."""
+    is_sequence = model in SEQUENCE_MODELS
+    optimizer = optimizer or ("adamw" if is_sequence else "sgd")
+    if is_sequence and optimizer in ("adam", "adamw"):
+        lr = SEQUENCE_LEARNING_RATES[model]
+    elif kv_store == "dist_async":
+        lr = LATE_LEARNING_RATE
+    else:
+        lr = LARS_LEARNING_RATE if optimizer == "lars" else LEARNING_RATE
+    return {
+        "data": TEXTS[0] if is_sequence else "digits",
+        "optimizer": optimizer,
+        "lr": lr,
+        "shift": 0 if is_sequence else 2,
+        "clip_norm": SEQUENCE_CLIP_NORM if is_sequence and kv_store is None else None,
+    }
+
 
 AUTO = "auto"
 """``resume``: go on where there is something to go on from."""
@@ -157,7 +307,7 @@ class TrainConfig:
         if self.resume not in (None, AUTO) and self.run_dir not in (None, self.resume):
             raise ConfigError("setting run_dir", expected=f"none with resume={self.resume}", got=self.run_dir)
         if self.work_load is not None:
-            from ..work_load import check_work_load  # not before, as above
+            from ..load_balance import check_work_load  # not before, as above
 
             check_work_load(self)
         self._check_reproducible()
@@ -261,7 +411,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     Raises `ConfigError` for a missing or damaged file, or an unknown key (with the valid ones).
     """
     try:
-        settings = toml.read(path)
+        settings = files.read_toml(path)
     except OSError as error:
         raise ConfigError("read the configuration", where=path, got=error.strerror) from error
     except ValueError as error:

@@ -1,12 +1,21 @@
-"""A whole training run, from settings to report: what ``hpcdp train`` does on every rank."""
+"""What ``hpcdp train`` does on every rank.
+
+A whole training run, from settings to report: what ``hpcdp train`` does on every rank.
+
+Where the ranks of a run compute: on GPUs or on the host, all alike.
+
+What a run's settings name: the data set, the network and the update rule.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
+import os
 import shlex
 import signal
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -16,39 +25,164 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ... import data, kernels, kvstore
+from ... import data, kernels, kvstore, nn, optim
 from ...autograd import record
 from ...checkpoint import Manager
 from ...collectives import allreduce
 from ...comm import World, init
-from ...comm.agreement import on_every_rank, on_rank_0
+from ...comm import world as comm_world
+from ...comm.consistency import on_every_rank, on_rank_0
+from ...comm.world import device_of
 from ...compression import pays_below
-from ...devices import Device
-from ...errors import SaveError, Terminated, listed
-from ...gradients.rail import node_nbytes
-from ...nn import Module
+from ...core.devices import MEMORY_LIMIT, Device, cpu
+from ...data_parallel.bucket_trainer import BucketTrainer
+from ...data_parallel.inter_node import node_nbytes
+from ...data_parallel.trainer import Trainer
+from ...errors import ConfigError, SaveError, Terminated, listed
+from ...kvstore.trainer import StoreTrainer
+from ...nn import Module, models
 from ...nn.functional import softmax_cross_entropy
 from ..callbacks import Callback, EarlyStopping, KeepMetrics, ShowProgress
 from ..checkpoints import AUTO, Checkpoints
+from ..chrome_trace import Recording, check_path, traced
 from ..evaluate import evaluate, perplexity
 from ..fit import fit
+from ..load_balance import MEASURED, AdaptWorkLoad, KeepWorkLoad, SharedCount, parse_work_load
 from ..metrics import Record, peak_memory_mb
 from ..preemption import StopRequests
 from ..progress import slowest_rank
-from ..tracing import Recording, traced
-from ..trainers.bucket_trainer import BucketTrainer
-from ..trainers.store_trainer import StoreTrainer
-from ..trainers.trainer import Trainer
-from ..work_load import MEASURED, AdaptWorkLoad, KeepWorkLoad, parse_work_load
-from . import inputs
-from .config import TrainConfig
-from .device import choose_device, described
-from .resume import is_finished
-from .run_dir import CHECKPOINTS, drop_empty_run_dir
-from .run_folder import RunFolder, make_run_folder, open_run_folder
-from .shared_count import SharedCount
-from .uncollected import uncollected
-from .usual import SEQUENCE_MODELS
+from .config import SEQUENCE_MODELS, TrainConfig, uncollected
+from .run_dir import CHECKPOINTS, RunFolder, drop_empty_run_dir, is_finished, make_run_folder, open_run_folder
+
+_FOR_POOLS = 0.9
+"""Of a GPU's memory, where ranks share it; the rest is for what is not in their pools."""
+
+
+def choose_device(config: TrainConfig, world: World) -> Device:
+    """Where this rank computes; a GPU becomes this thread's current one. Every rank must call.
+
+    Raises:
+        ConfigError: GPUs are asked for, and some rank has none; on every rank.
+    """
+    if config.device == "gpu":
+        on_every_rank(world.comm, lambda: require_gpu(world.device))
+    elif config.device == "cpu" or config.for_host or "cpu" in world.comm.allgather_json(world.device.kind):
+        return cpu()
+    world.device.use()
+    _share_memory(world)
+    return world.device
+
+
+def _share_memory(world: World) -> None:
+    """Ranks that share a GPU get equal parts of its memory, unless CuPy is told otherwise; every rank must call.
+
+    The pool of each keeps what it has once taken, also when another one needs it, but not beyond its limit.
+    """
+    uuid = next((each.uuid for each in comm_world.visible() if each.index == world.device.index), "")
+    found = {tuple(each) for each in world.comm.allgather_json([uuid, socket.gethostname(), os.getpid()])}
+    sharing = sum(of_other == uuid for of_other, _, _ in found)
+    if sharing > 1 and not os.environ.get(MEMORY_LIMIT):
+        world.device.limit_memory(_FOR_POOLS / sharing)
+
+
+def require_gpu(device: Device) -> None:
+    """Raises `ConfigError` unless ``device`` is a GPU, which it is where there are one and CuPy."""
+    if device.kind != "gpu":
+        there, remedy = "no GPU that CUDA's driver shows", "a machine with a GPU, or device=cpu"
+        if comm_world.visible():
+            there, remedy = "no CuPy", "pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]', or device=cpu"
+        raise ConfigError("setting device", expected="a GPU for each rank, and CuPy", got=there, remedy=remedy)
+
+
+def described(device: Device, world: World) -> str | None:
+    """The GPUs of all ranks in words, None where they compute on the host; every rank must call."""
+    if device.kind == "cpu":
+        return None
+    own = next(each for each in comm_world.visible() if each.index == device.index)
+    found = world.comm.allgather_json([world.node, own.uuid, own.name])
+    number = Counter(name for _, _, name in {tuple(each) for each in found})
+    return ", ".join(f"{count} x {name}" for name, count in sorted(number.items()))
+
+
+_IMAGE_SIZE = {"digits": 28}
+"""Data sets that are enlarged: the digits have 8x8 pixels, and LeNet's layers want 28x28."""
+
+
+def datasets(config: TrainConfig) -> tuple[data.Dataset, data.Dataset]:
+    """The training and the test set; this rank alone. Raises ConfigError or DataError."""
+    train_set, test_set = (
+        data.load(config.data, split=split, root=config.data_dir, image_size=_IMAGE_SIZE.get(config.data))
+        for split in ("train", "test")
+    )
+    return train_set, test_set
+
+
+def augmentation(config: TrainConfig, dataset: data.Dataset) -> data.Augmentation | None:
+    """The random changes of training samples like those of ``dataset``, if any. Raises ConfigError."""
+    changes: list[data.RandomCrop | data.RandomFlip] = []
+    if config.shift:
+        changes.append(data.RandomCrop(padding=config.shift))
+    if config.flip:
+        changes.append(data.RandomFlip())
+    if not changes:
+        return None
+    if len(dataset.sample_shape) != 3:
+        raise ConfigError(
+            f"setting {'shift' if config.shift else 'flip'}", expected="data of images (channels, height, width)",
+            got=f"samples of shape {tuple(dataset.sample_shape)} in {config.data}",
+        )  # fmt: skip
+    augment, no_samples = data.Augmentation(*changes, seed=config.seed), np.empty(0, np.int64)
+    augment(dataset[no_samples][0], no_samples, epoch=0)  # raises where they are too small
+    return augment
+
+
+def network(config: TrainConfig, dataset: data.Dataset, device: Device | None = None) -> nn.Module:
+    """The network for samples like those of ``dataset``, the same on every rank, on ``device``. Raises ConfigError."""
+    net = models.create(
+        config.model, input_shape=dataset.sample_shape, num_classes=dataset.num_classes, seed=config.seed
+    )
+    if config.dtype != "float32":
+        net.to(config.dtype)
+    return net if device is None or device.kind == "cpu" else net.to(device)
+
+
+def optimizer(config: TrainConfig, steps: int, updates: int = 1) -> optim.Optimizer:
+    """The update rule; its learning rate follows the schedule over epochs of ``steps`` steps.
+
+    Args:
+        updates: into how many the update of a global batch falls, each by the gradient of its samples over the count of
+            all. Together they decay weights as one does, and go as far where the rule does not see a gradient's length.
+    """
+    base, decay = float(config.lr or 0), config.weight_decay
+    if config.lr_batch_size is not None:
+        base = optim.linear_scaling(base, config.batch_size, config.lr_batch_size)
+    if config.optimizer != "sgd":
+        base /= updates
+    if config.optimizer != "adamw":  # whose decay is times the rate
+        decay /= updates
+    lr: float | optim.Schedule = base
+    if config.schedule == "cosine":
+        lr = optim.CosineSchedule(base, steps=config.epochs * steps)
+    warmup_steps = round(config.warmup_epochs * steps)
+    if warmup_steps:
+        inner = lr if isinstance(lr, optim.Schedule) else optim.ConstantSchedule(lr)
+        lr = optim.WarmupSchedule(inner, steps=warmup_steps)
+    momentum = {"momentum": config.momentum} if config.optimizer in ("sgd", "lars") else {}
+    return optim.create(config.optimizer, lr=lr, weight_decay=decay, **momentum)
+
+
+def check(config: TrainConfig) -> None:
+    """Makes the data sets, their augmentation and the network, for what they say: better by one process than by all.
+
+    Looks for a GPU, where one is asked for, and tries out the name of the trace, too.
+    """
+    if config.device == "gpu":
+        require_gpu(device_of(0))
+    train_set, _ = datasets(config)
+    network(config, train_set)
+    augmentation(config, train_set)
+    if config.trace is not None:
+        check_path(config.trace)
 
 
 def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]:
@@ -91,9 +225,9 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
         contextlib.ExitStack() as start,
     ):
         start.enter_context(uncollected())
-        train_set, test_set = on_every_rank(world.comm, lambda: inputs.datasets(config))
+        train_set, test_set = on_every_rank(world.comm, lambda: datasets(config))
         device = choose_device(config, world)
-        net = on_every_rank(world.comm, lambda: inputs.network(config, train_set, device))
+        net = on_every_rank(world.comm, lambda: network(config, train_set, device))
         with contextlib.ExitStack() as stack:
             recording = None if config.trace is None else stack.enter_context(traced(config.trace, world))
             _load_kernels(config, train_set, world, device)
@@ -192,13 +326,13 @@ def make_checkpoints(config: TrainConfig, world: World, stop: StopRequests) -> I
 
 def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World, device: Device) -> None:
     """Have the kernels compiled or loaded before the clock runs, by a step of a network that is thrown away."""
-    net = inputs.network(config, train_set, device)
+    net = network(config, train_set, device)
     x, y = (device.put(each) for each in train_set[np.arange(min(2, len(train_set)))])
     with record():
         losses = softmax_cross_entropy(net(x), y)
     losses.backward()
     flat, gradient = (device.put(np.zeros(1, np.float32)) for _ in range(2))
-    rule = inputs.optimizer(config, steps=1)
+    rule = optimizer(config, steps=1)
     rule.update(flat, gradient, rule.init_state(flat), step=1)
     allreduce(np.zeros(1), world=world)
     if world.size > 1 and device.kind == "cpu" and rule.update_is_its_kernel:
@@ -212,7 +346,7 @@ def make_trainer(config: TrainConfig, net: Module, train_set: data.Dataset, worl
     if config.kv_store is None:
         return Trainer(
             net.parameters(),
-            inputs.optimizer(config, steps=math.ceil(len(train_set) / config.batch_size)),
+            optimizer(config, steps=math.ceil(len(train_set) / config.batch_size)),
             world=world,
             owner=config.owner,
             clip_norm=config.clip_norm,
@@ -226,7 +360,7 @@ def make_trainer(config: TrainConfig, net: Module, train_set: data.Dataset, worl
     steps = math.ceil(len(train_set) / (config.batch_size // updates))
     return Trainer(
         net.parameters(),
-        inputs.optimizer(config, steps, updates),
+        optimizer(config, steps, updates),
         world=world,
         kvstore=store,
         update_on_kvstore=config.update_on_kvstore,
@@ -253,7 +387,7 @@ def make_loader(
         sampler = data.ShardedSampler(count, config.batch_size, **part, weights=shares)
     else:
         sampler = data.VirtualShardSampler(count, config.batch_size, config.virtual_shards, **part)
-    return data.DataLoader(train_set, sampler, prefetch, augment=inputs.augmentation(config, train_set), device=device)
+    return data.DataLoader(train_set, sampler, prefetch, augment=augmentation(config, train_set), device=device)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.data_files import data_folder
+from hpcdp.core.files import data_folder
 from hpcdp.errors import ConfigError
 from hpcdp.launch.slurm import script
 from hpcdp.launch.slurm.profile import Profile

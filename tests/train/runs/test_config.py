@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from hpcdp import cli
-from hpcdp.checkpoint.lock import WriterLock
+from hpcdp.checkpoint.directory import WriterLock
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import KINDS
-from hpcdp.train.runs import config, run_dir, run_folder
+from hpcdp.train.runs import config as runs_config
+from hpcdp.train.runs import run_dir
 from hpcdp.train.runs.config import TrainConfig
 
 
@@ -65,23 +66,23 @@ from hpcdp.train.runs.config import TrainConfig
 )
 def test_a_bad_setting_is_named(settings: dict, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.load(flags=settings)
+        runs_config.load(flags=settings)
     assert says in str(caught.value)
 
 
 def test_flags_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("epochs = 3\nlr = 1\n")
-    loaded = config.load(path, {"lr": 0.5})
+    loaded = runs_config.load(path, {"lr": 0.5})
     assert (loaded.epochs, loaded.lr, loaded.seed) == (3, 0.5, TrainConfig().seed)
 
 
 def test_a_flag_is_judged_together_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("epochs = 30\n")
-    assert config.load(path, {"warmup_epochs": 25}).warmup_epochs == 25
+    assert runs_config.load(path, {"warmup_epochs": 25}).warmup_epochs == 25
     with pytest.raises(ConfigError, match=r"^setting lr: expected more than 0, got -1\.0$"):
-        config.load(path, {"lr": -1})
+        runs_config.load(path, {"lr": -1})
 
 
 @pytest.mark.parametrize(
@@ -104,18 +105,18 @@ def test_a_bad_file_is_named(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        config.load(path)
+        runs_config.load(path)
     assert says in str(caught.value) and str(path) in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"\[/no/such\.toml\]: got No such file or directory"):
-        config.load("/no/such.toml")
+        runs_config.load("/no/such.toml")
 
 
 def test_a_file_may_begin_with_the_mark_of_some_editors(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbfepochs = 3\n")
-    assert config.load(tmp_path / "run.toml").epochs == 3
+    assert runs_config.load(tmp_path / "run.toml").epochs == 3
 
 
 def test_settings_may_come_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +139,9 @@ def test_toml_is_read_back() -> None:
 def test_parse_is_the_inverse_of_str() -> None:
     defaults = dataclasses.asdict(TrainConfig())
     given = {name: value for name, value in defaults.items() if value is not None and type(value) is not bool}
-    assert {name: config.parse(name, str(value)) for name, value in given.items()} == given
+    assert {name: runs_config.parse(name, str(value)) for name, value in given.items()} == given
     with pytest.raises(ConfigError, match="setting epochs: expected an integer, got"):
-        config.parse("epochs", "1.5")
+        runs_config.parse("epochs", "1.5")
 
 
 def test_ranks_that_contradict_the_launcher() -> None:
@@ -210,10 +211,10 @@ def test_a_full_disk_at_the_start_leaves_nothing(tmp_path: Path, monkeypatch: py
         assert (folder / "config.toml").exists()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_folder, "MetricsLog", full)
+    monkeypatch.setattr(run_dir, "MetricsLog", full)
     reserved = run_dir.reserve_run_dir(TrainConfig(run_dir=str(tmp_path / "run")))
     with pytest.raises(ConfigError, match="got No space left on device"):
-        run_folder.RunFolder(reserved)
+        run_dir.RunFolder(reserved)
     run_dir.drop_empty_run_dir(reserved)
     assert list(tmp_path.iterdir()) == []
 
@@ -271,15 +272,15 @@ def test_a_link_that_leads_nowhere_is_named(link: str, tmp_path: Path, monkeypat
 )
 def test_what_keeps_a_run_from_being_reproducible_is_refused(flags, said):
     with pytest.raises(ConfigError, match=said):
-        config.load(flags=flags)
+        runs_config.load(flags=flags)
 
 
 def test_a_reproducible_run_is_one_after_it_was_written_down(tmp_path):
-    made = config.load(flags={"reproducible": True})
+    made = runs_config.load(flags={"reproducible": True})
     assert made.virtual_shards == 8
     (tmp_path / "config.toml").write_text(made.to_toml())
-    assert config.load(tmp_path / "config.toml") == made
-    assert config.load(flags={"reproducible": True, "virtual_shards": 24, "ranks": 12}).virtual_shards == 24
+    assert runs_config.load(tmp_path / "config.toml") == made
+    assert runs_config.load(flags={"reproducible": True, "virtual_shards": 24, "ranks": 12}).virtual_shards == 24
     with pytest.raises(ConfigError, match="at least one for each of the 12 ranks"):
         made.for_world(12)
 
@@ -300,8 +301,8 @@ def test_the_kinds_of_stores_are_those_there_are() -> None:
 def test_what_is_said_reaches_the_ranks(given: TrainConfig) -> None:
     arguments = cli._as_arguments(given)
     parsed = vars(cli._parse(["train", *arguments]))
-    flags = {name: config.parse(name, value) for name, value in parsed.items() if name in config.names()}
-    assert config.load(flags=flags) == given
+    flags = {name: runs_config.parse(name, value) for name, value in parsed.items() if name in runs_config.names()}
+    assert runs_config.load(flags=flags) == given
 
 
 def test_what_is_usual_depends_on_the_network():

@@ -16,7 +16,7 @@ import faulty_rank
 import numpy as np
 import pytest
 
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 
 pytestmark = pytest.mark.slow
 
@@ -226,7 +226,7 @@ def test_a_job_in_which_a_rank_comes_late_ends_well_and_sees_the_last_updates_th
 def results_of(scenario, ranks_are, folder):
     """What a scenario in which nobody is to fail returns on three ranks, two of one node."""
     if ranks_are == "threads":
-        return threads.run(3, lambda world: getattr(faulty_rank, scenario)(world, {}), 2)
+        return thread_comm.run(3, lambda world: getattr(faulty_rank, scenario)(world, {}), 2)
     with Job(folder, scenario, 3, 2) as job:
         return job.results()
 
@@ -273,7 +273,7 @@ def test_fewer_batches_on_one_rank_give_the_gradient_of_the_global_batch(ranks_a
             trainer.step(len(y))
         return faulty_rank.values(params)
 
-    wanted = threads.run(1, alone)[0]
+    wanted = thread_comm.run(1, alone)[0]
     totals = [sum(faulty_rank.counts_of(step, rank) for rank in range(3)) for step in range(6)]
     assert all(each[0] == totals for rank in everyone for each in rank.values())
     (bits,) = {each[1] for rank in everyone for each in rank.values()}  # either owner, overlap or not, on every rank

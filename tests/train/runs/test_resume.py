@@ -10,18 +10,17 @@ from pairs import in_turn
 from threadpoolctl import threadpool_limits
 
 from hpcdp import data, nn, optim
-from hpcdp.checkpoint import Manager
-from hpcdp.checkpoint import folder as folders
-from hpcdp.checkpoint.lock import WriterLock
-from hpcdp.comm import threads
+from hpcdp.checkpoint import Manager, directory
+from hpcdp.checkpoint.directory import WriterLock
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, DataError, SaveError
 from hpcdp.train.callbacks import Callback
 from hpcdp.train.checkpoints import Checkpoints
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
+from hpcdp.train.load_balance import SharedCount
 from hpcdp.train.preemption import Reason, StopRequests
-from hpcdp.train.runs.shared_count import SharedCount
-from hpcdp.train.trainers.trainer import Trainer
 
 RNG = np.random.default_rng(11)
 CENTRES = RNG.normal(size=(3, 1, 4, 4)) * 2
@@ -111,11 +110,11 @@ def train(world, folder: Path, optimizer="momentum", reproducible=False, owner="
 
 def killed(ranks: int, folder: Path, **arguments) -> None:
     with pytest.raises(Killed):
-        threads.run(ranks, lambda world: train(world, folder, **arguments))
+        thread_comm.run(ranks, lambda world: train(world, folder, **arguments))
 
 
 def whole_run(ranks: int, folder: Path, **arguments):
-    return threads.run(ranks, lambda world: train(world, folder, **arguments))[0]
+    return thread_comm.run(ranks, lambda world: train(world, folder, **arguments))[0]
 
 
 @functools.cache
@@ -141,7 +140,7 @@ def test_a_killed_run_goes_on_to_the_bit(optimizer, ranks, tmp_path):
     whole = undisturbed(ranks, optimizer=optimizer)
     kill_at = int(np.random.default_rng([ranks, len(optimizer)]).integers(9, EPOCHS * STEPS))
     killed(ranks, tmp_path / "a", optimizer=optimizer, every=4, kill_at=kill_at)
-    results = threads.run(ranks, lambda world: train(world, tmp_path / "a", optimizer=optimizer, resume=True))
+    results = thread_comm.run(ranks, lambda world: train(world, tmp_path / "a", optimizer=optimizer, resume=True))
     for resumed in results:
         assert_goes_on_as(whole, resumed)
         epochs, steps = resumed[0].resumed
@@ -166,7 +165,7 @@ def test_where_short_batches_roll_over(tmp_path):
 @pytest.mark.parametrize("stop_at", [1, 5, STEPS - 1, STEPS + 7])
 def test_a_rank_that_is_asked_to_stop_stops_all(stop_at, tmp_path):
     whole = undisturbed(3)
-    results = threads.run(3, lambda world: train(world, tmp_path / "a", stop_at=stop_at))
+    results = thread_comm.run(3, lambda world: train(world, tmp_path / "a", stop_at=stop_at))
     for _, _, stopped, steps in results:
         assert stopped.reason is Reason.PROGRAM
         assert stopped.position.total == stop_at + 1
@@ -195,14 +194,14 @@ def test_a_run_is_stopped_again_and_again(tmp_path):
 def test_a_reproducible_run_goes_on_with_other_ranks(before, after, tmp_path):
     whole = undisturbed(2, reproducible=True)
     killed(before, tmp_path / "a", reproducible=True, every=5, kill_at=18)
-    for resumed in threads.run(after, lambda world: train(world, tmp_path / "a", reproducible=True, resume=True)):
+    for resumed in thread_comm.run(after, lambda world: train(world, tmp_path / "a", reproducible=True, resume=True)):
         assert_goes_on_as(whole, resumed)
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 4)])
 def test_any_run_goes_on_with_other_ranks(before, after, tmp_path):
     whole = undisturbed(before)
-    assert threads.run(before, lambda world: train(world, tmp_path / "a", stop_at=STEPS + 4))[0][2]
+    assert thread_comm.run(before, lambda world: train(world, tmp_path / "a", stop_at=STEPS + 4))[0][2]
     listen, *_ = whole_run(after, tmp_path / "a", resume=True)
     records = whole[0].records[-len(listen.records) :]
     for record, other in zip(listen.records, records, strict=True):
@@ -220,7 +219,7 @@ def test_a_checkpoint_an_epoch_has_its_numbers_and_the_last_is_of_the_end(tmp_pa
             return [manager.restore(step) for step in steps]
 
     epochs = [record for record in listen.records if record["kind"] == "epoch"]
-    for restored, record in zip(threads.run(1, job)[0], epochs[1:], strict=True):
+    for restored, record in zip(thread_comm.run(1, job)[0], epochs[1:], strict=True):
         assert restored.metrics["test_accuracy"] == record["test_accuracy"]
         assert restored.state["position"]["step"] == 0
     again = whole_run(2, tmp_path / "a", resume=True)
@@ -264,8 +263,8 @@ def test_the_users_own_entries_are_saved_and_restored(tmp_path):
             fit(net, trainer, data.DataLoader(SAMPLES, sampler), epochs=1, checkpoints=checkpoints, world=world)
         return mean, checkpoints.restored
 
-    threads.run(2, lambda world: job(world, False))
-    for mean, restored in threads.run(2, lambda world: job(world, True)):
+    thread_comm.run(2, lambda world: job(world, False))
+    for mean, restored in thread_comm.run(2, lambda world: job(world, True)):
         np.testing.assert_array_equal(mean, [0, 1, 2])
         assert restored["best"] == 7
 
@@ -294,13 +293,13 @@ def test_one_rank_stops_ranks_that_do_not_wait_for_each_other(tmp_path):
                 checkpoints=checkpoints, world=world)  # fmt: skip
         return checkpoints.stopped, listen
 
-    results = threads.run(3, lambda world: stopped(world, False))
+    results = thread_comm.run(3, lambda world: stopped(world, False))
     position = results[0][0].position
     assert all(each.position == position for each, _ in results)
     assert position.epoch == 2
     assert 4 <= position.step <= 35
     assert position.total == 35 + position.step
-    for none, listen in threads.run(2, lambda world: stopped(world, True)):
+    for none, listen in thread_comm.run(2, lambda world: stopped(world, True)):
         assert none is None
         epochs = [record for record in listen.records if record["kind"] == "epoch"]
         assert [record["samples"] for record in epochs] == [70, 70]
@@ -372,7 +371,7 @@ def test_what_else_it_is_made_of(wrong, message, tmp_path):
         with Manager(tmp_path, world) as manager:
             return Checkpoints(manager, extra={1: 2, "a": 3}).alike()[0]
 
-    assert threads.run(1, one) == ["checkpoints every=None, resume=False, extra=['1', 'a']"]
+    assert thread_comm.run(1, one) == ["checkpoints every=None, resume=False, extra=['1', 'a']"]
 
 
 def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(tmp_path):
@@ -386,21 +385,21 @@ def test_without_a_complete_checkpoint_there_is_nowhere_to_go_on(tmp_path, monke
     def full(folder, step, atomic_rename):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folders, "commit", full)
+    monkeypatch.setattr(directory, "commit", full)
     with pytest.raises(SaveError, match="make it writable, and start again: no checkpoint is complete"):
         whole_run(2, tmp_path / "a", every=4, epochs=1)
 
 
 @pytest.mark.parametrize("at", ["in between", "at the end"])
 def test_what_cannot_be_written_ends_the_training_and_says_where_to_go_on(at, tmp_path, monkeypatch):
-    commit = folders.commit
+    commit = directory.commit
 
     def full(folder, step, atomic_rename):
         if step == (8 if at == "in between" else STEPS):
             raise OSError(28, "No space left on device")
         return commit(folder, step, atomic_rename)
 
-    monkeypatch.setattr(folders, "commit", full)
+    monkeypatch.setattr(directory, "commit", full)
     newest = 4 if at == "in between" else 8
     with pytest.raises(SaveError, match=rf"No space left on device; make room .* with --resume: .* of step {newest}\b"):
         whole_run(2, tmp_path / "a", every=4, epochs=1)
@@ -409,7 +408,7 @@ def test_what_cannot_be_written_ends_the_training_and_says_where_to_go_on(at, tm
 
 
 def test_a_disk_that_is_gone_ends_the_training_and_says_so(tmp_path, monkeypatch):
-    commit, find, is_gone = folders.commit, folders.find, []
+    commit, find, is_gone = directory.commit, directory.find, []
 
     def losing(folder, step, atomic_rename):
         if step == 8:
@@ -422,7 +421,7 @@ def test_a_disk_that_is_gone_ends_the_training_and_says_so(tmp_path, monkeypatch
             raise OSError(5, "Input/output error")
         return find(folder)
 
-    monkeypatch.setattr(folders, "commit", losing)
-    monkeypatch.setattr(folders, "find", found)
+    monkeypatch.setattr(directory, "commit", losing)
+    monkeypatch.setattr(directory, "find", found)
     with pytest.raises(SaveError, match=r"save \[.*Input/output error; make room .* --resume when it can be read\b"):
         whole_run(2, tmp_path / "a", every=4, epochs=1)

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp import checkpoint
-from hpcdp.checkpoint import Manager
-from hpcdp.checkpoint.lock import WriterLock
-from hpcdp.comm import threads
+from hpcdp.checkpoint import Manager, directory
+from hpcdp.checkpoint.directory import WriterLock
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError
 from hpcdp.train.runs import run_dir
 from hpcdp.train.runs.config import TrainConfig
-from hpcdp.train.runs.resume import is_finished, settled
+from hpcdp.train.runs.run_dir import is_finished, settled
 
 
 def leave_run(folder: Path, *, complete: bool = True, epoch: int = 2, ended: int | None = None, **settings) -> None:
@@ -27,7 +26,7 @@ def leave_run(folder: Path, *, complete: bool = True, epoch: int = 2, ended: int
                 position = {"epoch": epoch, "step": 0, "total": 7} | ({} if ended is None else {"ended": ended})
                 manager.save(7, {"position": position})
 
-        threads.run(1, save)
+        thread_comm.run(1, save)
 
 
 @pytest.fixture
@@ -90,8 +89,8 @@ def test_what_may_not_be_looked_into_is_passed_over_unless_it_was_named(here, mo
 
     for number in (1, 2):
         leave_run(here / "runs" / f"mlp-digits-00{number}", model="mlp")
-    find = checkpoint.folder.find
-    monkeypatch.setattr(checkpoint.folder, "find", refuse)
+    find = directory.find
+    monkeypatch.setattr(directory, "find", refuse)
     assert settled({"resume": "auto", "model": "mlp"}, launched=False).run_dir == "runs/mlp-digits-001"
     with pytest.raises(ConfigError, match=r"\[runs/.*-002/checkpoints\]: expected a run folder, got Permission"):
         settled({"resume": "runs/mlp-digits-002"}, launched=False)

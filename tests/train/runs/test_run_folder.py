@@ -6,14 +6,14 @@ import re
 import pytest
 from train_command import train_on_threads
 
-from hpcdp.checkpoint.lock import WriterLock
-from hpcdp.comm import threads
-from hpcdp.commands import checkpoint
+from hpcdp.checkpoint.directory import WriterLock
+from hpcdp.cli import checkpoint
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError
 from hpcdp.train.metrics import read_metrics
-from hpcdp.train.runs import config as settings
+from hpcdp.train.runs import config as runs_config
 from hpcdp.train.runs.config import TrainConfig
-from hpcdp.train.runs.run_folder import RunFolder, draw_run, make_run_folder, open_run_folder
+from hpcdp.train.runs.run_dir import RunFolder, draw_run, make_run_folder, open_run_folder
 
 STEP = {"kind": "step", "step": 1, "epoch": 0.5, "loss": 1.5, "accuracy": 0.5}
 
@@ -23,7 +23,7 @@ def open_on(ranks: int, config: TrainConfig) -> list:
         made = make_run_folder(config.for_world(world.size), world)
         return made, open_run_folder(made, world)
 
-    return threads.run(ranks, job)
+    return thread_comm.run(ranks, job)
 
 
 def error_on(ranks: int, config: TrainConfig, kind: type = ConfigError) -> list[str]:
@@ -32,7 +32,7 @@ def error_on(ranks: int, config: TrainConfig, kind: type = ConfigError) -> list[
             make_run_folder(config, world)
         return str(caught.value)
 
-    return threads.run(ranks, job)
+    return thread_comm.run(ranks, job)
 
 
 def test_rank_0_opens_one_new_folder_and_all_know_its_name(tmp_path, monkeypatch):
@@ -48,7 +48,7 @@ def test_the_settings_in_the_folder_repeat_the_run_elsewhere(tmp_path):
     folder, trace = str(tmp_path / "a"), str(tmp_path / "trace.json")
     config = TrainConfig(model="mlp", lr=0.012, clip_norm=2.5, run_dir=folder, overwrite=True, trace=trace)
     open_on(2, config)
-    again = settings.load(tmp_path / "a" / "config.toml")
+    again = runs_config.load(tmp_path / "a" / "config.toml")
     assert (again.model, again.lr, again.clip_norm, again.ranks) == ("mlp", 0.012, 2.5, 2)
     assert (again.run_dir, again.overwrite, again.trace) == (None, False, None)
 
@@ -154,7 +154,7 @@ def test_a_run_whose_files_are_not_complete_fails_on_every_rank_after_its_report
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("hpcdp.train.runs.run_folder.draw_curves", full)
+    monkeypatch.setattr("hpcdp.train.runs.run_dir.draw_curves", full)
     assert train_on_threads(monkeypatch, tmp_path, 3, "mlp", "--epochs", "1", "--run-dir", "runs/a") == [1, 1, 1]
     shown = capsys.readouterr()
     assert "run folder     runs/a, not complete: No space left on device" in shown.out

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, SharedSampler
-from hpcdp.train.runs.shared_count import SharedCount
+from hpcdp.train.load_balance import SharedCount
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -25,10 +25,10 @@ def test_what_was_given_out_is_not_given_again_after_going_on(n):
                 break
         return had, loader.state_dict()
 
-    first = threads.run(n, lambda world: take(world, None))
+    first = thread_comm.run(n, lambda world: take(world, None))
     assert all(state == first[0][1] for _, state in first)
     assert first[0][1]["done"] == sum(2 + rank for rank in range(n))
-    rest = threads.run(3, lambda world: take(world, first[0][1]))
+    rest = thread_comm.run(3, lambda world: take(world, first[0][1]))
     seen = [sample for had, _ in [*first, *rest] for batch in had for sample in batch]
     assert sorted(seen) == list(range(40))
     assert rest[0][1]["done"] == 20

@@ -5,8 +5,8 @@ import pytest
 
 from hpcdp import checkpoint, data, nn, optim
 from hpcdp.autograd import record
-from hpcdp.comm import threads
-from hpcdp.train.trainers.trainer import Trainer
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 
 N, BATCH, SAVED_AT, STEPS = 50, 8, 4, 9
 """An epoch has seven steps."""
@@ -60,16 +60,16 @@ def run(world, folder, options, restore, last, save=False):
 @pytest.mark.parametrize(("n", "per_node"), [(1, None), (2, None), (3, 1), (4, 2)])
 @pytest.mark.filterwarnings("ignore:compression 2bit changes nothing")
 def test_the_same_ranks_give_the_uninterrupted_runs_bits(n, per_node, options, tmp_path):
-    threads.run(n, lambda world: run(world, tmp_path, options, False, SAVED_AT, save=True), per_node)
-    resumed = threads.run(n, lambda world: run(world, tmp_path, options, True, STEPS), per_node)
-    straight = threads.run(n, lambda world: run(world, tmp_path, options, False, STEPS), per_node)
+    thread_comm.run(n, lambda world: run(world, tmp_path, options, False, SAVED_AT, save=True), per_node)
+    resumed = thread_comm.run(n, lambda world: run(world, tmp_path, options, True, STEPS), per_node)
+    straight = thread_comm.run(n, lambda world: run(world, tmp_path, options, False, STEPS), per_node)
     np.testing.assert_array_equal(resumed, straight)
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 3), (4, 2), (2, 4)])
 def test_other_ranks_give_a_reproducible_runs_bits(n, m, tmp_path):
     options = {"reproducible": True}
-    threads.run(n, lambda world: run(world, tmp_path, options, False, SAVED_AT, save=True))
-    resumed = threads.run(m, lambda world: run(world, tmp_path, options, True, STEPS), 2)
-    straight = threads.run(1, lambda world: run(world, tmp_path, options, False, STEPS))
+    thread_comm.run(n, lambda world: run(world, tmp_path, options, False, SAVED_AT, save=True))
+    resumed = thread_comm.run(m, lambda world: run(world, tmp_path, options, True, STEPS), 2)
+    straight = thread_comm.run(1, lambda world: run(world, tmp_path, options, False, STEPS))
     np.testing.assert_array_equal(resumed[0], straight[0])

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from train_command import ENVIRONMENT, RUN, start, train, train_on_threads
 
-from hpcdp.checkpoint.lock import WriterLock
+from hpcdp.checkpoint.directory import WriterLock
 from hpcdp.data import ShardedSampler
-from hpcdp.launch import watch
+from hpcdp.launch import process_monitor
 from hpcdp.train.metrics import read_metrics
-from hpcdp.train.runs import config as settings
+from hpcdp.train.runs import config
 
 SAME = ("kind", "step", "epoch", "loss", "accuracy", "samples", "learning_rate", "test_loss", "test_accuracy")
 
@@ -26,7 +26,7 @@ def numbers(run_dir: Path) -> list[list[object]]:
 PLANTED = """
 import os, signal, time
 from pathlib import Path
-from hpcdp.launched import launched_rank
+from hpcdp.core.environment import launched_rank
 
 def waits_for_the_signal():
     noted, came = signal.getsignal(signal.SIGUSR1), []
@@ -39,7 +39,7 @@ def dies():
     os.kill(os.getpid(), signal.SIGKILL)
 
 if launched_rank() == 1:
-    from hpcdp.train.trainers.bucket_trainer import BucketTrainer
+    from hpcdp.data_parallel.bucket_trainer import BucketTrainer
 
     step = BucketTrainer.step
 
@@ -122,10 +122,10 @@ def test_a_signal_while_it_starts_is_not_lost_and_ends_nobody(moment, tmp_path):
 
 def has_come_to(moment: str, launcher: int) -> bool:
     if moment == "the launcher":  # its handler
-        return watch._takes(launcher, signal.SIGUSR1)
+        return process_monitor._takes(launcher, signal.SIGUSR1)
     if moment == "mpirun":
         return bool(Path(f"/proc/{launcher}/task/{launcher}/children").read_text())
-    return any(watch._ranks_below(launcher))
+    return any(process_monitor._ranks_below(launcher))
 
 
 @pytest.mark.thorough
@@ -188,7 +188,7 @@ def test_what_a_killed_start_has_left_is_started_over(tmp_path):
     assert "is not empty" in train(tmp_path, *quick).stderr
     done = train(tmp_path, *quick, "--resume", "auto")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert settings.load(tmp_path / "a" / "config.toml").model == "mlp"
+    assert config.load(tmp_path / "a" / "config.toml").model == "mlp"
     refused = train(tmp_path, *quick, "--resume", "auto", "--lr", "0.2", "--threads", "2", "--seed", "3")
     assert refused.returncode == 2
     assert refused.stderr == (

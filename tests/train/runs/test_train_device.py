@@ -5,19 +5,20 @@ import threading
 import pytest
 
 from hpcdp import cli, kernels
-from hpcdp.comm import gpus, threads, world
-from hpcdp.comm.gpus import Gpu
-from hpcdp.devices import cpu
+from hpcdp.comm import thread_comm
+from hpcdp.comm import world as comm_world
+from hpcdp.comm.world import Gpu
+from hpcdp.core.devices import cpu
 from hpcdp.errors import ConfigError
-from hpcdp.train.runs import device, run
+from hpcdp.train.runs import run
 from hpcdp.train.runs.config import TrainConfig
-from hpcdp.train.runs.device import choose_device, described
+from hpcdp.train.runs.run import choose_device, described
 
 A, B = (Gpu(i, f"NVIDIA {'AB'[i]}", f"0000:{i:02x}:00.0", str(i)) for i in range(2))
 
 
 def chosen(n, **settings):
-    return [repr(each) for each in threads.run(n, lambda world: choose_device(TrainConfig(**settings), world))]
+    return [repr(each) for each in thread_comm.run(n, lambda world: choose_device(TrainConfig(**settings), world))]
 
 
 @pytest.mark.parametrize(
@@ -31,12 +32,12 @@ def chosen(n, **settings):
     ],
 )
 def test_ranks_take_the_gpus_that_there_are(gpus_on_host, monkeypatch, settings, wanted):
-    monkeypatch.setattr(gpus, "visible", lambda: (A, B))
+    monkeypatch.setattr(comm_world, "visible", lambda: (A, B))
     assert chosen(3, **settings) == wanted
 
 
 def test_all_ranks_compute_on_the_host_where_one_has_no_gpu(gpus_on_host, monkeypatch):
-    monkeypatch.setattr(world, "device_of", lambda place: cpu() if place == 2 else gpus.gpu(place))
+    monkeypatch.setattr(comm_world, "device_of", lambda place: cpu() if place == 2 else comm_world.gpu(place))
     assert chosen(3) == ["cpu(0)"] * 3
     with pytest.raises(ConfigError, match="setting device: expected a GPU for each rank, and CuPy"):
         chosen(3, device="gpu")
@@ -44,8 +45,8 @@ def test_all_ranks_compute_on_the_host_where_one_has_no_gpu(gpus_on_host, monkey
 
 @pytest.mark.parametrize(("seen", "setting", "share"), [((A,), None, 0.3), ((A,), "50%", None), ((A, B), None, 0.45)])
 def test_ranks_that_share_a_gpu_share_its_memory(gpus_on_host, monkeypatch, seen, setting, share):
-    monkeypatch.setattr(gpus, "visible", lambda: seen)
-    monkeypatch.setattr(device.os, "getpid", threading.get_ident)  # thread ranks are one process, with one pool
+    monkeypatch.setattr(comm_world, "visible", lambda: seen)
+    monkeypatch.setattr(run.os, "getpid", threading.get_ident)  # thread ranks are one process, with one pool
     if setting:
         monkeypatch.setenv("CUPY_GPU_MEMORY_LIMIT", setting)
     chosen(3)
@@ -61,13 +62,13 @@ def test_what_gpus_cannot_do_is_named(settings):
 
 
 def test_the_report_names_each_gpu_once(gpus_on_host, monkeypatch):
-    monkeypatch.setattr(gpus, "visible", lambda: (A, B))
-    assert threads.run(3, lambda world: described(world.device, world)) == ["1 x NVIDIA A, 1 x NVIDIA B"] * 3
-    assert threads.run(2, lambda world: described(cpu(), world)) == [None] * 2
+    monkeypatch.setattr(comm_world, "visible", lambda: (A, B))
+    assert thread_comm.run(3, lambda world: described(world.device, world)) == ["1 x NVIDIA A, 1 x NVIDIA B"] * 3
+    assert thread_comm.run(2, lambda world: described(cpu(), world)) == [None] * 2
 
 
 def test_a_gpu_that_is_not_there_is_one_line(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(gpus, "visible", lambda: ())
+    monkeypatch.setattr(comm_world, "visible", lambda: ())
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", "mlp", "--device", "gpu"]) == 2
     said = capsys.readouterr().err
@@ -78,7 +79,7 @@ def test_a_gpu_that_is_not_there_is_one_line(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize("settings", [{}, {"kv_store": "device"}], ids=str)
 def test_a_whole_run_on_a_gpu(gpus_on_host, monkeypatch, tmp_path, capsys, settings):
-    monkeypatch.setattr(gpus, "visible", lambda: (A,))
+    monkeypatch.setattr(comm_world, "visible", lambda: (A,))
     monkeypatch.setattr(kernels, "_ON_CUDA", frozenset())  # which are tested for themselves, and slow here
     monkeypatch.chdir(tmp_path)
 
@@ -90,6 +91,6 @@ def test_a_whole_run_on_a_gpu(gpus_on_host, monkeypatch, tmp_path, capsys, setti
             )
         )
 
-    (result,) = threads.run(1, one)
+    (result,) = thread_comm.run(1, one)
     assert result["test_accuracy"] > 0.15
     assert "GPUs           1 x NVIDIA A" in capsys.readouterr().out

@@ -15,13 +15,13 @@ from train_command import ENVIRONMENT, start, train, train_on_threads
 
 from hpcdp import cli
 from hpcdp.errors import Terminated
-from hpcdp.launch.ending import end_early
+from hpcdp.launch.exit_analysis import end_early
 from hpcdp.train.metrics import read_metrics
 from hpcdp.train.preemption import StopRequests
-from hpcdp.train.runs import config as settings
+from hpcdp.train.runs import config as runs_config
 from hpcdp.train.runs.config import TrainConfig
 from hpcdp.train.runs.run import _interruptible, report
-from hpcdp.train.runs.run_folder import RunFolder
+from hpcdp.train.runs.run_dir import RunFolder
 
 
 def test_a_log_has_a_plain_line_an_epoch_and_the_report(finished):
@@ -67,7 +67,7 @@ def test_the_folder_holds_metrics_events_curves_and_settings(finished):
     assert matplotlib.image.imread(folder / "curves.png").shape[0] > 300
     config = (folder / "config.toml").read_text()
     assert "ranks = 2\n" in config and "epochs = 4\n" in config and "batch_size = 50\n" in config
-    assert settings.load(folder / "config.toml").trace is None
+    assert runs_config.load(folder / "config.toml").trace is None
 
 
 def test_records_of_an_epoch_say_where_the_time_went(finished):

@@ -10,14 +10,14 @@ from pairs import in_turn
 import hpcdp
 from hpcdp import kvstore, nn, optim
 from hpcdp.autograd import record
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler, SharedSampler
 from hpcdp.errors import ConfigError, StaleGradientError
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.train.callbacks import Callback
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.runs.shared_count import SharedCount
+from hpcdp.train.load_balance import SharedCount
 
 RNG = np.random.default_rng(11)
 CENTRES = RNG.normal(size=(3, 5)) * 2
@@ -74,7 +74,7 @@ def train(world, epochs=3, seconds=0.0, **options):
 
 @pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
 def test_it_learns_and_ends_alike_on_every_rank(ranks, per_node):
-    found = threads.run(ranks, train, per_node)
+    found = thread_comm.run(ranks, train, per_node)
     records = found[0][0]
     assert records[-1]["test_accuracy"] > 0.85 and records[-1]["loss"] < 0.7 * records[0]["loss"]
     for others, values, told, trainer in found:
@@ -99,12 +99,12 @@ def test_one_rank_alone_gets_what_it_gets_without_a_store():
         fit(net, trainer, loader, epochs=2, world=world)
         return np.concatenate([param.asnumpy().reshape(-1) for param in net.parameters()])
 
-    alone, stored = (threads.run(1, lambda world, k=kind: rank(world, k))[0] for kind in (None, "dist_async"))
+    alone, stored = (thread_comm.run(1, lambda world, k=kind: rank(world, k))[0] for kind in (None, "dist_async"))
     np.testing.assert_allclose(stored, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_a_slow_rank_does_fewer_batches_and_holds_nobody_back():
-    found = threads.run(3, lambda world: train(world, epochs=2, seconds=0.1))
+    found = thread_comm.run(3, lambda world: train(world, epochs=2, seconds=0.1))
     done = [len(told.steps) for _, _, told, _ in found]
     assert sum(done) == 2 * NUM_BATCHES
     assert done[2] < min(done[:2]) / 2
@@ -113,7 +113,7 @@ def test_a_slow_rank_does_fewer_batches_and_holds_nobody_back():
 
 
 def test_a_bound_on_staleness_holds_fast_ranks_back():
-    found = threads.run(3, lambda world: train(world, epochs=2, seconds=0.02, staleness=1))
+    found = thread_comm.run(3, lambda world: train(world, epochs=2, seconds=0.02, staleness=1))
     done = [len(told.steps) for _, _, told, _ in found]
     # In each epoch a lead of 1 that may still push, that push, one that waits behind it, and a batch already taken.
     assert max(done) - min(done) <= 2 * 4
@@ -138,7 +138,7 @@ def test_a_replay_is_that_of_the_whole_loop(prefetch, per_node):
         return np.concatenate([param.asnumpy().reshape(-1) for param in net.parameters()]).tobytes()
 
     def run(seed):
-        return threads.run(3, lambda world: rank(world, seed), per_node)
+        return thread_comm.run(3, lambda world: rank(world, seed), per_node)
 
     assert run(5) == run(5) != run(6)
 
@@ -165,7 +165,8 @@ def test_one_push_of_each_weighs_as_much_as_a_global_batch():
 
     for ranks, per_node in WORLDS:
         together, alone = (
-            threads.run(ranks, lambda world, k=kind: rank(world, k), per_node) for kind in ("dist_sync", "dist_async")
+            thread_comm.run(ranks, lambda world, k=kind: rank(world, k), per_node)
+            for kind in ("dist_sync", "dist_async")
         )
         for found in alone:
             np.testing.assert_allclose(found, together[0], rtol=1e-5, atol=1e-6)
@@ -178,7 +179,7 @@ def test_a_rank_without_samples_pushes_nothing():
         assert trainer.step(0) == 0
         assert (trainer.step_count, trainer.store.statistics()["pushes"]) == (0, 0)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_a_learning_rate_that_is_assigned_counts_from_the_next_push():
@@ -196,7 +197,7 @@ def test_a_learning_rate_that_is_assigned_counts_from_the_next_push():
         for param, value in zip(net.parameters(), before, strict=True):
             np.testing.assert_array_equal(param.asnumpy(), value)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_a_missing_gradient_is_an_error_where_it_is_missing():
@@ -206,7 +207,7 @@ def test_a_missing_gradient_is_an_error_where_it_is_missing():
             trainer.step(1)
 
     with pytest.raises(StaleGradientError, match=r"step \[rank 1\]: expected a gradient for every parameter"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
 
 
 def test_states_go_on_after_a_restart(tmp_path):
@@ -221,8 +222,8 @@ def test_states_go_on_after_a_restart(tmp_path):
         else:
             trainer.save_states(tmp_path / "states")
 
-    threads.run(2, lambda world: rank(world, False))
-    threads.run(3, lambda world: rank(world, True))
+    thread_comm.run(2, lambda world: rank(world, False))
+    thread_comm.run(3, lambda world: rank(world, True))
     with np.load(tmp_path / "states") as first, np.load(tmp_path / "again") as again:
         assert set(first.files) == set(again.files)
         for name in first.files:
@@ -231,7 +232,7 @@ def test_states_go_on_after_a_restart(tmp_path):
 
 def test_updates_on_ranks_are_refused():
     with pytest.raises(ConfigError, match=r"\[update_on_kvstore\]: expected True with dist_async, got False; leave it"):
-        threads.run(
+        thread_comm.run(
             1,
             lambda world: hpcdp.Trainer(
                 network().parameters(), optim.SGD(lr=0.1), world, kvstore="dist_async", update_on_kvstore=False
@@ -247,7 +248,7 @@ def test_batches_that_are_taken_are_not_for_ranks_that_step_together():
         fit(net, trainer, loader, epochs=1, world=world)
 
     with pytest.raises(ConfigError, match=r"fit \[loader\]: expected batches of a rank's own.*take a ShardedSampler"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
@@ -263,6 +264,6 @@ def test_a_count_gives_each_number_once_and_begins_again(ranks, per_node):
             found.append(mine)
         return found
 
-    found = threads.run(ranks, rank, per_node)
+    found = thread_comm.run(ranks, rank, per_node)
     for which, up_to in enumerate((5, 0, 12)):
         assert sorted(number for each in found for number in each[which]) == list(range(up_to))

@@ -8,9 +8,9 @@ from changed_networks import network, steps
 
 from hpcdp import allreduce, broadcast, optim, reduce_scatter
 from hpcdp.autograd import Tensor
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, HpcdpError
-from hpcdp.train.trainers.trainer import Trainer
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -30,7 +30,7 @@ def test_a_new_array_elsewhere_is_an_error_of_all_ranks_in_the_next_step(n, owne
         param.data = mine
         steps(net, trainer, world.rank, n, 1, 2)
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 def test_what_a_later_trainer_leaves_alone_is_each_ranks_own():
@@ -50,7 +50,7 @@ def test_what_a_later_trainer_leaves_alone_is_each_ranks_own():
         net[1].weight.data = net[1].weight.data.copy()
         net[1].weight *= 2
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def change_in_place(net):
@@ -91,7 +91,7 @@ def test_elsewhere_a_change_of_what_several_ranks_hold_is_refused(change):
         with pytest.raises(HpcdpError, match="in-place change"):
             change(net)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("how", [{"owner": "rank"}, {"kvstore": "dist_sync"}])
@@ -101,7 +101,7 @@ def test_what_each_rank_has_for_itself_may_be_changed(how):
         Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
         change_in_place(net)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -113,7 +113,7 @@ def test_weights_of_16_bits_that_are_set_elsewhere_are_trained_from_there(dtype)
         steps(net, trainer, world.rank, 2, 0, 1)
         assert all((param.data.astype("f4") == 3).all() for param in net.parameters())
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 REPLACED = {
@@ -141,7 +141,7 @@ def test_another_gradient_is_an_error_of_all_ranks_in_the_next_step(how, replace
         net[1].bias.grad = grad
         steps(net, trainer, world.rank, n, 0, 1)
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 def test_a_new_array_of_one_rank_on_a_store_is_an_error_of_all():
@@ -153,7 +153,7 @@ def test_a_new_array_of_one_rank_on_a_store_is_an_error_of_all():
         with pytest.raises(ConfigError, match=r"step \[1.weight, rank 0\]: expected the array in which the Trainer"):
             steps(net, trainer, world.rank, 3, 0, 1)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def as_memory(array):
@@ -189,4 +189,4 @@ def test_by_whatever_name_it_is_what_ranks_hold_together(view):
         net.load_state_dict(net.state_dict())
         del trainer
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)

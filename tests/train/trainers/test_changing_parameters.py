@@ -8,9 +8,9 @@ from changed_networks import halve, network, steps
 
 from hpcdp import nn, optim
 from hpcdp.autograd import record
-from hpcdp.comm import init, threads
+from hpcdp.comm import init, thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, HpcdpError
-from hpcdp.train.trainers.trainer import Trainer
 
 HOW = [
     {"owner": "shard"},
@@ -31,7 +31,7 @@ def run(n, per_node, how, dtype, change):
         steps(net, trainer, world.rank, n, 3, 3)
         return [param.data.astype("f4") for param in net.parameters()]
 
-    return threads.run(n, rank, per_node)
+    return thread_comm.run(n, rank, per_node)
 
 
 def within(change):
@@ -74,7 +74,7 @@ def test_copies_in_float32_follow(n, per_node, owner):
         masters = [state["master"] for state in trainer.owner.states]
         assert masters and all((master[master != 0] == 1).all() and master.any() for master in masters)
 
-    threads.run(n, rank, per_node)
+    thread_comm.run(n, rank, per_node)
 
 
 @pytest.mark.parametrize("state", ["loaded", "new array"])
@@ -110,7 +110,7 @@ def test_others_see_nothing_before_all_have_left():
                 net[0].weight *= 2
         np.testing.assert_array_equal(net[0].weight.data, after)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 @pytest.mark.parametrize("fails_on", [0, 1])
@@ -127,7 +127,7 @@ def test_an_error_within_leaves_the_parameters_in_place(fails_on):
             assert world.rank == fails_on
         return net[0].weight.data.copy()
 
-    first, second = threads.run(2, rank)
+    first, second = thread_comm.run(2, rank)
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(first, network()[0].weight.data * np.float32(0.5))
 
@@ -153,7 +153,7 @@ def test_with_an_error_all_ranks_and_nodes_have_what_rank_0_has_made(how, dtype,
         steps(net, trainer, world.rank, 3, 0, 1)
         return [param.data.astype("f4") for param in net.parameters()]
 
-    first, *others = threads.run(3, rank, 1)
+    first, *others = thread_comm.run(3, rank, 1)
     for params in others:
         for found, value in zip(params, first, strict=True):
             np.testing.assert_array_equal(found, value)
@@ -174,7 +174,7 @@ def test_another_shape_or_dtype_is_refused_on_all_ranks(how, values, ranks):
                 net[0].weight.data = values
         steps(net, trainer, world.rank, 3, 0, 2)
 
-    threads.run(3, rank, 2)
+    thread_comm.run(3, rank, 2)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -188,7 +188,7 @@ def test_arrays_that_give_the_values_stay_as_they_are(how):
             net[0].weight.data = mine
         assert (mine == world.rank).all() and not net[0].weight.data.any()
 
-    threads.run(3, rank, 2)
+    thread_comm.run(3, rank, 2)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -203,7 +203,7 @@ def test_within_itself_it_does_nothing(how):
             net[0].weight *= 5
         np.testing.assert_array_equal(net[0].weight.data, before * 3 * 5)
 
-    threads.run(3, rank, 2)
+    thread_comm.run(3, rank, 2)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -215,7 +215,7 @@ def test_steps_within_are_refused(how, call):
         with pytest.raises(ConfigError, match=message), trainer.changing_parameters():
             getattr(trainer, call)(*[1] * (call != "allreduce_grads"))
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_pushes_of_others_are_not_lost_by_a_change_of_asynchronous_ranks():
@@ -233,7 +233,7 @@ def test_pushes_of_others_are_not_lost_by_a_change_of_asynchronous_ranks():
             net.weight *= 1.0
         np.testing.assert_allclose(net.weight.data, -6.0, rtol=1e-5)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def exchange(net):
@@ -262,7 +262,7 @@ def test_arrays_may_be_exchanged_and_put_aside(how, n):
                 param.data = values
         assert [param.data.flat[0] for param in net.parameters()] == [1, 4, 3, 2]
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -291,7 +291,7 @@ def test_what_is_older_than_the_block_is_not_changed_within_it(how, n):
             np.testing.assert_array_equal(net[0].weight.data, before)
         steps(net, trainer, world.rank, n, 0, 1)
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -313,7 +313,7 @@ def test_small_updates_of_16_bits_are_not_lost_by_blocks_that_change_nothing(own
                 net.weight[...] = np.clip(net.weight.data, -2, 2)
         np.testing.assert_allclose(net.weight.data.astype("f4"), 0.98, atol=2.0**-9)
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 def test_gradients_are_the_trainers_again_behind_a_block():
@@ -326,7 +326,7 @@ def test_gradients_are_the_trainers_again_behind_a_block():
         steps(net, trainer, world.rank, 2, 0, 1)
         assert (net[0].weight.data != before).any()
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -341,7 +341,7 @@ def test_an_earlier_trainer_has_no_say(how):
             net[0].weight *= 0.5
         np.testing.assert_array_equal(net[0].weight.data, before)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 @pytest.mark.parametrize("values", [[1.0], 2.0, None])
@@ -355,7 +355,7 @@ def test_what_is_no_array_is_refused_on_all_ranks(values):
                 net[1].bias.data = values
         steps(net, trainer, world.rank, 2, 0, 1)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -369,7 +369,7 @@ def test_no_trainer_is_made_within(how):
         steps(net, trainer, world.rank, 2, 0, 1)
         Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_a_store_is_asked_nothing_within():

@@ -5,7 +5,7 @@ import pytest
 
 import hpcdp
 from hpcdp import autograd, checkpoint, kvstore, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 from hpcdp.parallel import Pipeline
 from hpcdp.train import SyncBatchNorm, TrainStep
@@ -72,7 +72,7 @@ def test_a_trainer_of_a_closed_world_is_refused(kind, per_node, tmp_path):
         hpcdp.Trainer(net.parameters(), optim.SGD(0.1), world)  # takes them over
         return True
 
-    assert threads.run(2, rank, ranks_per_node=per_node) == [True] * 2
+    assert thread_comm.run(2, rank, ranks_per_node=per_node) == [True] * 2
 
 
 @pytest.mark.parametrize("per_node", [None, 1])
@@ -103,7 +103,7 @@ def test_a_store_of_a_closed_world_is_refused(kind, per_node, tmp_path):
             refused(name.partition(" ")[0], use)
         return True
 
-    assert threads.run(2, rank, ranks_per_node=per_node) == [True] * 2
+    assert thread_comm.run(2, rank, ranks_per_node=per_node) == [True] * 2
 
 
 def test_what_else_has_a_closed_world_is_refused(tmp_path):
@@ -124,4 +124,4 @@ def test_what_else_has_a_closed_world_is_refused(tmp_path):
             refused(name, use, size=1)
         return True
 
-    assert threads.run(2, rank) == [True] * 2
+    assert thread_comm.run(2, rank) == [True] * 2

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from hpcdp import nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
+from hpcdp.data_parallel.profiling import CommunicationStats
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.train.evaluate import Evaluation
 from hpcdp.train.fit import fit
-from hpcdp.train.trainers.communication_stats import CommunicationStats
-from hpcdp.train.trainers.trainer import Trainer
 
 MS = 1_000_000
 
@@ -61,6 +61,6 @@ def test_what_an_evaluation_waits_for_is_no_part_of_the_training() -> None:
         sampler = ShardedSampler(8, 4, world.size, world.rank, seed=1)
         return fit(net, trainer, DataLoader(samples, sampler), epochs=3, evaluate=evaluate, world=world)
 
-    for record in threads.run(2, rank)[0]:
+    for record in thread_comm.run(2, rank)[0]:
         assert record["comm_exposed_s"] <= record["comm_s"] <= record["seconds"]
         assert record["compute_s"] <= record["seconds"]

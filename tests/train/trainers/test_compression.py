@@ -12,11 +12,11 @@ from written_gradients import backward, model
 
 import hpcdp
 from hpcdp import optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, DataError, MismatchError, StaleGradientError
 from hpcdp.train.runs.config import TrainConfig
 from hpcdp.train.runs.run import saved_by_compression
-from hpcdp.train.trainers.trainer import Trainer
 
 CODECS = ["fp16", "bf16", "2bit", "1bit", "topk:ratio=0.2"]
 
@@ -48,7 +48,7 @@ def trained(n, per_node, compression=None, **options):
         trainer.reducer.settle()
         return parameters(params)
 
-    return threads.run(n, rank, per_node)
+    return thread_comm.run(n, rank, per_node)
 
 
 @pytest.mark.parametrize(("layout", "codec"), in_turn([(2, 1), (3, 1), (4, 2), (5, 2)], CODECS))
@@ -78,7 +78,7 @@ def test_real_ranks_get_the_bits_of_thread_ranks(codec, overlap):
         return parameters(params)
 
     world = hpcdp.init()
-    np.testing.assert_array_equal(rank(world), threads.run(world.size, rank)[world.rank])
+    np.testing.assert_array_equal(rank(world), thread_comm.run(world.size, rank)[world.rank])
 
 
 def without_samples(params, trainer):
@@ -119,8 +119,8 @@ def test_what_follows_a_step_that_updates_nothing_is_no_part_of_it(monkeypatch, 
         world.barrier()
         return parameters(params)
 
-    expected = threads.run(n, lambda world: rank(world, "rank", False), per_node)[0]
-    for found in threads.run(n, lambda world: rank(world, "shard", True), per_node):
+    expected = thread_comm.run(n, lambda world: rank(world, "rank", False), per_node)[0]
+    for found in thread_comm.run(n, lambda world: rank(world, "shard", True), per_node):
         np.testing.assert_array_equal(found, expected)
 
 
@@ -150,8 +150,8 @@ def test_what_was_not_sent_is_part_of_the_states(tmp_path, n, per_node, codec):
         trainer.reducer.settle()
         return parameters(params)
 
-    runs = threads.run(n, straight, per_node)
-    for found in threads.run(n, lambda world: resumed(world, runs[0][0]), per_node):
+    runs = thread_comm.run(n, straight, per_node)
+    for found in thread_comm.run(n, lambda world: resumed(world, runs[0][0]), per_node):
         np.testing.assert_array_equal(found, runs[0][1])
 
 
@@ -175,17 +175,17 @@ def test_another_number_of_nodes_still_sends_all_of_it(tmp_path):
         trainer.load_states(path)
         return total_residual(trainer)
 
-    saved = sum(threads.run(4, lambda world: save_after_steps(world, path), 2))
+    saved = sum(thread_comm.run(4, lambda world: save_after_steps(world, path), 2))
     assert saved
     for n, per_node in ((3, 1), (6, 2), (2, 1), (4, 2)):
-        assert sum(threads.run(n, load, per_node)) == pytest.approx(saved, abs=1e-3)
+        assert sum(thread_comm.run(n, load, per_node)) == pytest.approx(saved, abs=1e-3)
 
 
 def test_states_that_lose_what_was_not_sent_say_so(tmp_path):
     path = tmp_path / "states.npz"
-    threads.run(2, lambda world: save_after_steps(world, path), 1)
+    thread_comm.run(2, lambda world: save_after_steps(world, path), 1)
     with pytest.warns(UserWarning, match="not sent yet is lost"):
-        threads.run(1, lambda world: make(world, None)[1].load_states(path))
+        thread_comm.run(1, lambda world: make(world, None)[1].load_states(path))
 
 
 def test_states_with_and_without_compression(tmp_path):
@@ -196,27 +196,27 @@ def test_states_with_and_without_compression(tmp_path):
         make(world, loaded_by)[1].load_states(path)
 
     for pair in (("2bit", None), (None, "2bit"), ("2bit", "1bit")):
-        threads.run(2, lambda world, pair=pair: go(world, *pair), 1)
+        thread_comm.run(2, lambda world, pair=pair: go(world, *pair), 1)
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     arrays["conv.bias/residual"] = np.zeros((2, 3), "f4")
     np.savez(path, **arrays)
     with pytest.raises(DataError, match=r"conv.bias/residual"):
-        threads.run(2, lambda world: make(world, "2bit")[1].load_states(path), 1)
+        thread_comm.run(2, lambda world: make(world, "2bit")[1].load_states(path), 1)
 
 
 def test_ranks_that_compress_in_other_ways_are_told():
     with pytest.raises(MismatchError, match=r"compression 2bit .* got compression 1bit"):
-        threads.run(2, lambda world: make(world, ["2bit", "1bit"][world.rank]), 1)
+        thread_comm.run(2, lambda world: make(world, ["2bit", "1bit"][world.rank]), 1)
 
 
 def test_one_node_says_that_nothing_is_compressed():
     with pytest.warns(UserWarning, match=r"compression 2bit changes nothing on one node"):
-        threads.run(2, lambda world: make(world, "2bit"))
+        thread_comm.run(2, lambda world: make(world, "2bit"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        threads.run(2, lambda world: make(world, "2bit:inside_nodes=on"))
-        threads.run(1, lambda world: make(world, "2bit"))
+        thread_comm.run(2, lambda world: make(world, "2bit:inside_nodes=on"))
+        thread_comm.run(1, lambda world: make(world, "2bit"))
 
 
 def test_a_run_takes_it_as_a_setting():
@@ -227,16 +227,19 @@ def test_a_run_takes_it_as_a_setting():
 
 @pytest.mark.parametrize(("n", "per_node"), [(2, 1), (4, 2), (5, 2)])
 def test_a_run_says_what_nodes_send_less(n, per_node):
-    for line in threads.run(n, lambda world: saved_by_compression(make(world, "fp16")[1]), per_node):
+    for line in thread_comm.run(n, lambda world: saved_by_compression(make(world, "fp16")[1]), per_node):
         found = re.fullmatch(r"fp16, (.+) of (.+) MB a step and node; pays below \d+ Gbit/s", line)
         sent, plain = map(float, found.groups())
         nodes = -(-n // per_node)
         assert plain == pytest.approx(2 * (nodes - 1) / nodes * 4 * 12_507 / 1e6, abs=0.006)
         assert sent == pytest.approx(plain / 2, abs=0.006)
-    for line in threads.run(3, lambda world: saved_by_compression(make(world, "fp16:inside_nodes=on")[1])):
+    for line in thread_comm.run(3, lambda world: saved_by_compression(make(world, "fp16:inside_nodes=on")[1])):
         sent, plain = map(float, re.match(r"fp16, (.+) of (.+) MB a step and node; pays below \d+ ", line).groups())
         assert (sent, plain) == pytest.approx((4 * 2 * 12_507 / 1e6, 4 * 4 * 12_507 / 1e6), abs=0.006)
     for compression in ("fp16", None):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert threads.run(2, lambda world, c=compression: saved_by_compression(make(world, c)[1])) == [None, None]
+            assert thread_comm.run(2, lambda world, c=compression: saved_by_compression(make(world, c)[1])) == [
+                None,
+                None,
+            ]

@@ -9,7 +9,7 @@ import pytest
 import hpcdp
 from hpcdp import nn, optim
 from hpcdp.autograd import record
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import UnsupportedError
 
 
@@ -40,7 +40,7 @@ def test_a_copy_of_a_network_is_one_that_nobody_trains(settings, copied):
         trainer.synchronize()
 
     for n in (1, 2, 3):
-        threads.run(n, rank)
+        thread_comm.run(n, rank)
 
 
 def test_a_trainer_is_not_copied():

@@ -6,7 +6,7 @@ import pytest
 import hpcdp
 from hpcdp import data, nn, optim
 from hpcdp.autograd import record
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 
 STEPS, GLOBAL_BATCH = 6, 32
 
@@ -39,16 +39,16 @@ def relative_difference(a, b):
 
 @pytest.fixture(scope="module")
 def alone():
-    return threads.run(1, lambda world: parameters_after(world))[0]
+    return thread_comm.run(1, lambda world: parameters_after(world))[0]
 
 
 def test_two_ranks_equal_one(alone):
-    for result in threads.run(2, lambda world: parameters_after(world)):
+    for result in thread_comm.run(2, lambda world: parameters_after(world)):
         assert relative_difference(result, alone) < 1e-5
 
 
 def test_three_ranks_with_an_uneven_split_equal_one(alone):
-    for result in threads.run(3, lambda world: parameters_after(world, weights=[3, 1, 1])):
+    for result in thread_comm.run(3, lambda world: parameters_after(world, weights=[3, 1, 1])):
         assert relative_difference(result, alone) < 1e-5
 
 

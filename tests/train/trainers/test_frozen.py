@@ -9,7 +9,7 @@ from pairs import pairs
 
 import hpcdp
 from hpcdp import Policy, autograd, kvstore, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import MismatchError, StaleGradientError
 
 SHAPES = {"all": (3, 7), "in turn": (5, 9), "frozen": (2, 11), "seldom": (33, 2), "mixed": (4, 4)}
@@ -134,7 +134,7 @@ def test_what_no_rank_uses_keeps_its_value_and_its_state(layout, rule, way):
         pytest.skip("stores update parts")
     if rule == "adamw" and is_store and WAYS[way].get("update_on_kvstore", True):
         pytest.skip("there a schedule counts the updates of each key")
-    found = threads.run(n, lambda world: train(world, RULES[rule](), **WAYS[way]), nodes)
+    found = thread_comm.run(n, lambda world: train(world, RULES[rule](), **WAYS[way]), nodes)
     for name, values in expected(RULES[rule](), n).items():
         for each in found:
             if rule == "lars" or is_store:  # stores add up gradients that are divided already
@@ -177,7 +177,7 @@ def test_a_parameter_that_all_ranks_freeze_needs_no_policy(options):
         assert not np.array_equal(net.seldom.data, after["seldom"])
         np.testing.assert_array_equal(net.frozen.data, after["frozen"])
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 @pytest.mark.parametrize("options", [{}, {"kvstore": "dist_sync"}])
@@ -199,7 +199,7 @@ def test_ranks_that_freeze_other_parameters_are_told_or_count_as_zero(options):
         np.testing.assert_allclose(net.all.data, before["all"] - 2, rtol=1e-6)
         np.testing.assert_allclose(net.frozen.data, before["frozen"] - 2 * 4 / 6, rtol=1e-6)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 @pytest.mark.parametrize("way", ["rank", "shard", "sums of dist_sync"])
@@ -229,7 +229,7 @@ def test_states_remember_how_often_a_parameter_was_updated(tmp_path, way):
             for name, value in values_of(net).items():
                 np.testing.assert_array_equal(getattr(again, name).data, value, err_msg=name)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("staleness", [None, 1])
@@ -249,7 +249,7 @@ def test_a_worker_of_dist_async_pushes_nothing_of_what_it_does_not_use(staleness
         return before, values_of(net)
 
     for nodes in (None, 1):
-        (before, after), *others = threads.run(3, rank, nodes)
+        (before, after), *others = thread_comm.run(3, rank, nodes)
         for name in ("in turn", "frozen", "seldom"):  # which rank 0 alone has pushed, its part of three
             rule, flat = RULES["momentum"](), before[name].reshape(-1)
             state, gradient = rule.init_state(flat), np.full(flat.size, 2 * 2, "f4")
@@ -283,4 +283,4 @@ def test_what_was_not_sent_of_a_parameter_waits_until_it_is_used(codec, overlap)
         step_of(trainer, net, factors)
         assert not np.array_equal(unsent("frozen"), kept)
 
-    threads.run(2, rank, 1)
+    thread_comm.run(2, rank, 1)

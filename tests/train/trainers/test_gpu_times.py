@@ -5,13 +5,12 @@ import pytest
 from parameters_on_gpus import Parameter, gradient, show_gpus
 
 from hpcdp import optim
-from hpcdp.comm import threads
-from hpcdp.devices import gpu
-from hpcdp.gradients.device_sums import DeviceSums
-from hpcdp.streams import Streams
-from hpcdp.train.step_report import BACKWARD, FORWARD, STEP, StepReport
-from hpcdp.train.trainers.gpu_times import GpuTimes
-from hpcdp.train.trainers.trainer import Trainer
+from hpcdp.comm import thread_comm
+from hpcdp.core.devices import Streams, gpu
+from hpcdp.data_parallel.gpu import DeviceSums
+from hpcdp.data_parallel.profiling import GpuTimes
+from hpcdp.data_parallel.trainer import Trainer
+from hpcdp.train.report import BACKWARD, FORWARD, STEP, StepReport
 
 
 def test_a_step_is_read_when_the_next_one_is_done(gpus_on_host, monkeypatch):
@@ -73,7 +72,7 @@ def test_the_report_has_the_times_of_the_gpu(gpus_on_host, monkeypatch, n, nodes
         return own, found, trainer.stats.exposed_s, len(trainer.reducer.buckets)
 
     sizes = np.arange(n) + 1
-    for (own, found, exposed_s, buckets), size in zip(threads.run(n, rank, nodes), sizes, strict=True):
+    for (own, found, exposed_s, buckets), size in zip(thread_comm.run(n, rank, nodes), sizes, strict=True):
         waits_s = 0.005 * steps * buckets * (2 if owner == "shard" else 1) * (n > 1)
         assert own[FORWARD] == pytest.approx(steps * size) and own[BACKWARD] == pytest.approx(0.1 * steps * size)
         assert own[STEP] == pytest.approx(waits_s) and own["exposed"] == pytest.approx(waits_s)

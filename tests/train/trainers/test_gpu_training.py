@@ -9,12 +9,13 @@ import pytest
 from gpu_on_host import streams as gpu_streams
 
 from hpcdp import autograd, data, nn, optim
-from hpcdp.arrays import to_host
-from hpcdp.comm import gpus, threads
-from hpcdp.comm.gpus import Gpu
-from hpcdp.comm.ways import Way
-from hpcdp.devices import cpu, gpu
-from hpcdp.train.trainers.trainer import Trainer
+from hpcdp.comm import thread_comm
+from hpcdp.comm import world as comm_world
+from hpcdp.comm.gpu_transports import Way
+from hpcdp.comm.world import Gpu
+from hpcdp.core.arrays import to_host
+from hpcdp.core.devices import cpu, gpu
+from hpcdp.data_parallel.trainer import Trainer
 
 N, STEPS = 48, 4
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which compiles kernels for this processor")
@@ -57,11 +58,11 @@ def check(monkeypatch, way, n, nodes, *args, **options):
     def program(world):
         return train(world, *args, **options)
 
-    monkeypatch.setattr(gpus, "visible", lambda: ())
-    host = threads.run(n, program, nodes)
+    monkeypatch.setattr(comm_world, "visible", lambda: ())
+    host = thread_comm.run(n, program, nodes)
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(8 if way is Way.NCCL else 1))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
-    there = threads.run(n, program, nodes)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
+    there = thread_comm.run(n, program, nodes)
     for (kind, losses, params), (host_kind, host_losses, host_params) in zip(there, host, strict=True):
         assert (kind, host_kind) == ("cupy", "numpy")
         np.testing.assert_allclose(losses, host_losses, rtol=1e-5)
@@ -94,7 +95,7 @@ def test_networks_on_several_gpus_are_trained_whatever_gpu_is_current(gpus_on_ho
             trainers[0].load_state_dict(state)
         return [to_host(each.data).copy() for net in nets for each in net.parameters()]
 
-    ((wanted, found),) = threads.run(1, lambda world: (trained(world, [cpu()]), trained(world, [gpu(1), gpu(2)])))
+    ((wanted, found),) = thread_comm.run(1, lambda world: (trained(world, [cpu()]), trained(world, [gpu(1), gpu(2)])))
     for mine, theirs in zip(found, wanted * 2, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
 
@@ -109,7 +110,7 @@ def test_a_program_on_gpus_is_the_program_on_the_host(gpus_on_host, monkeypatch,
 def test_the_host_waits_for_no_stream_in_a_step(gpus_on_host, monkeypatch, n, nodes):
     """What it must know it asks again and again, and lets other ranks' work go on meanwhile."""
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(8))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
     cupy = sys.modules["cupy"]
     waits: list[str] = []
 
@@ -145,7 +146,7 @@ def test_the_host_waits_for_no_stream_in_a_step(gpus_on_host, monkeypatch, n, no
         world.barrier()
         return list(waits)
 
-    assert threads.run(n, program, nodes) == [[]] * n
+    assert thread_comm.run(n, program, nodes) == [[]] * n
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_what_is_frozen_on_gpus_keeps_its_value_its_state_and_what_was_not_sent(
     gpus_on_host, monkeypatch, n, nodes, options
 ):
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(8))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(comm_world, "visible", lambda: found)
 
     def program(world):
         rng = np.random.default_rng(world.rank)
@@ -209,4 +210,4 @@ def test_what_is_frozen_on_gpus_keeps_its_value_its_state_and_what_was_not_sent(
         step()
         assert not np.array_equal(to_host(net[2].weight.data), before[0])
 
-    threads.run(n, program, nodes)
+    thread_comm.run(n, program, nodes)

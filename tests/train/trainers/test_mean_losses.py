@@ -7,7 +7,7 @@ import pytest
 
 import hpcdp
 from hpcdp import autograd, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.train import TrainStep
 
 F = nn.functional
@@ -30,7 +30,7 @@ def warned(backward, ranks=2, steps=3, **options):
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        threads.run(ranks, rank)
+        thread_comm.run(ranks, rank)
     return [each for each in caught if "single number" in str(each.message)]
 
 
@@ -145,5 +145,5 @@ def test_a_step_with_its_head_gradient_is_exact_for_uneven_batches():
         trainer.step(len(y))
         return net.weight.data.copy()
 
-    found = [threads.run(3, lambda world, m=mean: rank(world, m))[0] for mean in (False, True)]
+    found = [thread_comm.run(3, lambda world, m=mean: rank(world, m))[0] for mean in (False, True)]
     np.testing.assert_allclose(*found, rtol=1e-6)

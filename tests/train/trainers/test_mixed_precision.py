@@ -10,16 +10,16 @@ from written_gradients import Parameter
 
 import hpcdp
 from hpcdp import data, nn, optim
-from hpcdp.arrays import dtype_of, to_host
 from hpcdp.autograd import record
 from hpcdp.checkpoint import Manager
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.core.arrays import dtype_of, to_host
+from hpcdp.data_parallel import policy as data_parallel_policy
+from hpcdp.data_parallel.policy import DynamicLossScale
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.trainers import loss_scale
-from hpcdp.train.trainers.loss_scale import DynamicLossScale
-from hpcdp.train.trainers.trainer import Trainer
 
 SHAPES = {"conv.weight": (20, 1, 3, 3), "norm.gamma": (20,), "dense.weight": (300, 41), "dense.bias": (7,)}
 SINGLE = "norm.gamma"
@@ -95,7 +95,7 @@ def test_float32_copies_are_updated_and_rounded_whoever_updates(half, settings, 
         return values(params, world)
 
     wanted = expected(n, 4, 256.0, half)
-    for found in threads.run(n, rank, per_node):
+    for found in thread_comm.run(n, rank, per_node):
         for name, value in wanted.items():
             assert found[name].dtype == value.dtype
             np.testing.assert_array_equal(found[name], value, err_msg=name)
@@ -116,7 +116,7 @@ def test_reproducible_training_has_the_same_bits_on_any_ranks(n, half):
         return values(params, world)
 
     for per_node in (None, 1):
-        for found in threads.run(n, rank, per_node):
+        for found in thread_comm.run(n, rank, per_node):
             for name, value in expected(4, 3, 256.0, half).items():
                 np.testing.assert_array_equal(found[name], value, err_msg=name)
 
@@ -134,7 +134,7 @@ def test_on_a_device(half):
         trainer.step(1)
         return values(params, world), trainer.step_count, trainer.loss_scale
 
-    for found, steps, scale in threads.run(2, rank):
+    for found, steps, scale in thread_comm.run(2, rank):
         assert (steps, scale) == (2, 128.0)
         for name, value in expected(2, 2, 256.0, half).items():
             np.testing.assert_array_equal(found[name], value, err_msg=name)
@@ -152,7 +152,7 @@ def test_updates_too_small_for_16_bits_add_up(half):
         return weight.data
 
     for copies in (False, True):
-        for found in threads.run(2, lambda world, c=copies: rank(world, c)):
+        for found in thread_comm.run(2, lambda world, c=copies: rank(world, c)):
             np.testing.assert_array_equal(found, np.full(100, 8.0 - 64 * 2.0**-9))
 
 
@@ -197,7 +197,7 @@ def test_an_overflow_anywhere_is_skipped_by_all(half, spoiler, layout, settings)
             seen.append((trainer.loss_scale, trainer.step_count, trainer.num_nonfinite))
         return seen, values(params, world)
 
-    found = threads.run(n, rank, per_node)
+    found = thread_comm.run(n, rank, per_node)
     assert found[0][0] == [(2.0**16, 1, 0), (2.0**15, 1, 1), *((2.0**14, steps, 2) for steps in (1, 2, 3, 4))]
     for seen, params in found:
         assert seen == found[0][0]
@@ -221,7 +221,7 @@ def test_the_scale_is_doubled_after_2000_good_steps_in_a_row_and_never_below_1()
 
 @pytest.mark.parametrize("by", ["step", "update"])
 def test_a_trainer_follows_its_scale(by, monkeypatch):
-    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(data_parallel_policy, "GROWTH_INTERVAL", 3)
 
     def rank(world):
         params = model()
@@ -239,7 +239,7 @@ def test_a_trainer_follows_its_scale(by, monkeypatch):
         return seen, trainer.good_steps
 
     wanted = [2.0**16, 1, 1, 2, 2, 1, 1, 1, 2, 2], 1
-    assert threads.run(2, rank) == [wanted] * 2
+    assert thread_comm.run(2, rank) == [wanted] * 2
 
 
 def training(world, half, folder, steps=8, save_at=None, resume=False, settings=None):
@@ -264,7 +264,7 @@ def training(world, half, folder, steps=8, save_at=None, resume=False, settings=
 )
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(half, settings, layout, tmp_path):
     def run(folder, *more, **options):
-        return threads.run(
+        return thread_comm.run(
             n, lambda world: training(world, half, tmp_path / folder, *more, settings=settings, **options), per_node
         )
 
@@ -294,7 +294,7 @@ def test_float32_copies_come_back_whole_on_other_ranks(half, into):
             restore(trainer, state, world)
         return held(trainer.state_dict()), values(params, world)
 
-    states, params = zip(*threads.run(2, rank), strict=True)
+    states, params = zip(*thread_comm.run(2, rank), strict=True)
     before = joined(list(states))
     assert set(before["states"]["dense.weight"]) == {"master", "momentum"}
     assert set(before["states"][SINGLE]) == {"momentum"}
@@ -305,7 +305,7 @@ def test_float32_copies_come_back_whole_on_other_ranks(half, into):
         np.testing.assert_array_equal(master.astype(dtype_of(half)), params[0][name])
         assert (master != params[0][name]).any(), "the copies have bits that the parameters have not"
     n, per_node = into
-    after, _ = zip(*threads.run(n, lambda world: rank(world, before, params[0]), per_node), strict=True)
+    after, _ = zip(*thread_comm.run(n, lambda world: rank(world, before, params[0]), per_node), strict=True)
     np.testing.assert_equal({**joined(list(after)), "layout": None}, {**before, "layout": None})
 
 
@@ -322,10 +322,10 @@ def test_save_states_has_the_copies_and_the_scale(tmp_path):
             trainer.save_states(tmp_path / "states")
         return held({name: trainer.state_dict()[name] for name in ("states", "loss_scale", "good_steps")})
 
-    saved = joined(threads.run(3, rank))
+    saved = joined(thread_comm.run(3, rank))
     assert (saved["loss_scale"], saved["good_steps"]) == (2.0**15, 2)
     for n, owner in ((2, "rank"), (4, "shard")):
-        np.testing.assert_equal(joined(threads.run(n, lambda world, o=owner: rank(world, True, o))), saved)
+        np.testing.assert_equal(joined(thread_comm.run(n, lambda world, o=owner: rank(world, True, o))), saved)
 
 
 @pytest.mark.parametrize(("half", "codec"), [("float16", "2bit"), ("bfloat16", "2bit"), ("bfloat16", "topk:ratio=0.3")])
@@ -345,9 +345,9 @@ def test_gradients_of_16_bits_are_compressed_and_what_was_not_sent_is_in_saved_s
         assert {each.dtype.name for each in kept} == {half, "float32"} and all(each.any() for each in kept)
         return values(params, world)
 
-    whole = threads.run(4, lambda world: rank(world, range(6)), 2)
-    begun = threads.run(4, lambda world: rank(world, range(3)), 2)
-    for found, wanted in zip(threads.run(4, lambda w: rank(w, range(3, 6), begun[w.rank]), 2), whole, strict=True):
+    whole = thread_comm.run(4, lambda world: rank(world, range(6)), 2)
+    begun = thread_comm.run(4, lambda world: rank(world, range(3)), 2)
+    for found, wanted in zip(thread_comm.run(4, lambda w: rank(w, range(3, 6), begun[w.rank]), 2), whole, strict=True):
         for name, value in wanted.items():
             np.testing.assert_array_equal(found[name], value, err_msg=name)
 
@@ -370,7 +370,7 @@ def test_what_was_not_sent_keeps_to_a_loss_scale_that_changes(overlap):
         assert trainer.num_nonfinite == 1 and trainer.loss_scale == 2.0**15
         return -np.array(param.data)
 
-    for moved in threads.run(2, rank, 1):
+    for moved in thread_comm.run(2, rank, 1):
         assert np.all(moved <= gradient) and np.sum(moved == gradient) > 32  # the largest went with the step
 
 
@@ -386,7 +386,7 @@ def test_a_state_of_another_precision_is_refused(half):
                     trainer.load_state_dict(states[0])
             states.append(held(trainer.state_dict()))
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_parameters_that_are_written_by_hand_are_taken():
@@ -404,7 +404,7 @@ def test_parameters_that_are_written_by_hand_are_taken():
         trainer.step(1)
         return values(params, world)["dense.bias"]
 
-    for found in threads.run(2, rank):
+    for found in thread_comm.run(2, rank):
         np.testing.assert_array_equal(found, np.full(7, 3.0))
 
 
@@ -414,19 +414,19 @@ def test_parameters_that_are_written_by_hand_are_taken():
 )
 def test_a_scale_that_is_none_is_refused(scale):
     with pytest.raises(ConfigError, match=r"\[loss_scale\]: expected a positive number, or 'dynamic'"):
-        threads.run(1, lambda world: Trainer(model(), sgd(), world, loss_scale=scale))
+        thread_comm.run(1, lambda world: Trainer(model(), sgd(), world, loss_scale=scale))
 
 
 @pytest.mark.parametrize("nonfinite", ["count", "raise"])
 def test_a_policy_that_does_not_skip_is_refused_with_a_dynamic_scale(nonfinite):
     policy = hpcdp.Policy(nonfinite=nonfinite)
     with pytest.raises(ConfigError, match=r"\[policy\]: expected nonfinite='skip' with loss_scale='dynamic'"):
-        threads.run(1, lambda world: Trainer(model(), sgd(), world, loss_scale="dynamic", policy=policy))
+        thread_comm.run(1, lambda world: Trainer(model(), sgd(), world, loss_scale="dynamic", policy=policy))
 
 
 def test_scales_must_be_alike_on_all_ranks():
     with pytest.raises(MismatchError, match="loss_scale=2"):
-        threads.run(2, lambda world: Trainer(model(), sgd(), world, loss_scale=2.0 + world.rank))
+        thread_comm.run(2, lambda world: Trainer(model(), sgd(), world, loss_scale=2.0 + world.rank))
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -440,7 +440,7 @@ def test_what_stores_do_not_do(half):
             [Parameter("weight", np.ones(3, "f4"))], sgd(), world, kvstore="dist_sync", loss_scale=8
         ).loss_scale == 8.0  # fmt: skip
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def learn(world, dtype, epochs=4):
@@ -458,7 +458,7 @@ def learn(world, dtype, epochs=4):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_the_digits_are_learnt_as_well_as_in_float32(n):
-    wide, narrow, brain = (threads.run(n, lambda world, d=d: learn(world, d))[0] for d in ("float32", *HALVES))
+    wide, narrow, brain = (thread_comm.run(n, lambda world, d=d: learn(world, d))[0] for d in ("float32", *HALVES))
     assert wide[0] > 0.93 and abs(narrow[0] - wide[0]) < 0.015 and abs(brain[0] - wide[0]) < 0.02
     assert wide[1] == brain[1] == 0 and 1 <= narrow[1] < 12  # the first scales are too large, and that is all
     assert brain[2] == narrow[2] == wide[2] and narrow[3] >= 16
@@ -500,5 +500,5 @@ def test_a_loss_that_begins_backward_with_the_scale_gives_the_same_step():
             trainer.step(4)
         return np.concatenate([np.array(param.data).reshape(-1) for param in net.parameters()])
 
-    plain, scaled = (threads.run(2, lambda world, s=s: rank(world, s))[0] for s in (1.0, 1024.0))
+    plain, scaled = (thread_comm.run(2, lambda world, s=s: rank(world, s))[0] for s in (1.0, 1024.0))
     np.testing.assert_array_equal(plain, scaled)

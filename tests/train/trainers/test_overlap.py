@@ -12,7 +12,7 @@ from pairs import pairs
 import hpcdp
 from hpcdp import Policy, nn, optim
 from hpcdp.autograd import record
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, NonFiniteGradientError, StaleGradientError
 
 WIDTH = 400  # so that the first bucket, of 1 MiB, does not hold all
@@ -97,14 +97,14 @@ def samples_of_all(split, n, steps=3):
             trainer.step(len(y))
         return np.concatenate([np.array(param.data).reshape(-1) for param in net.parameters()])
 
-    return threads.run(1, rank)[0]
+    return thread_comm.run(1, rank)[0]
 
 
 @pytest.mark.parametrize(("layout", "split", "owner"), pairs(NODES, SPLITS, ["rank", "shard"]))
 def test_the_parameters_do_not_depend_on_overlap(layout, split, owner):
     n, nodes = layout
     at_the_end, meanwhile = (
-        threads.run(n, lambda world, o=o: train(world, split, owner=owner, overlap=o).tobytes(), nodes)
+        thread_comm.run(n, lambda world, o=o: train(world, split, owner=owner, overlap=o).tobytes(), nodes)
         for o in (False, True)
     )
     assert len({*at_the_end, *meanwhile}) == 1
@@ -130,7 +130,9 @@ OPTIONS = {
 def test_nor_with_options(layout, options, way):
     n, nodes = layout
     runs = [
-        threads.run(n, lambda world, o=o, w=w: train(world, "uneven", owner=w, overlap=o, **OPTIONS[options]), nodes)
+        thread_comm.run(
+            n, lambda world, o=o, w=w: train(world, "uneven", owner=w, overlap=o, **OPTIONS[options]), nodes
+        )
         for o, w in ((False, "shard"), way)
     ]
     assert len({result.tobytes() for run in runs for result in run}) == 1
@@ -155,7 +157,7 @@ def test_unused_parameters_are_an_error_that_names_them_and_the_next_step_is_rig
         assert trainer.step(2) == 2 * world.size
         return np.concatenate([np.array(p.data).reshape(-1) for p in trained]).tobytes()
 
-    assert len(set(threads.run(3, rank, 1))) == 1
+    assert len(set(thread_comm.run(3, rank, 1))) == 1
 
 
 def test_unused_parameters_are_named_once_where_asked():
@@ -165,7 +167,7 @@ def test_unused_parameters_are_named_once_where_asked():
             train(world, policy=Policy(unused="warn"), with_all=lambda rank, step: False)
         return [str(each.message) for each in told if "no gradient" in str(each.message)]
 
-    assert threads.run(1, rank)[0] == [
+    assert thread_comm.run(1, rank)[0] == [
         "rank 0: no gradient for sometimes.weight, sometimes.bias: counted as zero; left alone where no rank has one"
     ]
 
@@ -208,7 +210,7 @@ def test_gradients_that_are_not_finite(layout, nonfinite, bad, overlap, clip_nor
             finite.append(all(np.isfinite(np.array(param.data)).all() for param in net.parameters()))
         return finite, trainer.num_nonfinite, trainer.step_count
 
-    assert threads.run(n, rank, nodes) == [NOT_FINITE[nonfinite]] * n
+    assert thread_comm.run(n, rank, nodes) == [NOT_FINITE[nonfinite]] * n
 
 
 def test_a_loss_scale_is_divided_out():
@@ -226,7 +228,7 @@ def test_a_loss_scale_is_divided_out():
             trainer.step(2)
         return np.concatenate([np.array(param.data).reshape(-1) for param in net.parameters()])
 
-    plain, scaled = (threads.run(2, lambda world, s=s: rank(world, s))[0] for s in (1.0, 1024.0))
+    plain, scaled = (thread_comm.run(2, lambda world, s=s: rank(world, s))[0] for s in (1.0, 1024.0))
     np.testing.assert_array_equal(plain, scaled)  # a power of two rounds nothing
 
 
@@ -250,9 +252,9 @@ def after_turns(world, **options):
 
 def test_networks_that_train_in_turn_through_each_other_are_told_what_to_do_and_then_do():
     with pytest.raises(StaleGradientError, match=r"or make the Trainer with overlap=False; after a backward"):
-        threads.run(2, after_turns, 1)
-    expected = threads.run(1, after_turns)[0]
-    for found in threads.run(2, lambda world: after_turns(world, overlap=False), 1):
+        thread_comm.run(2, after_turns, 1)
+    expected = thread_comm.run(1, after_turns)[0]
+    for found in thread_comm.run(2, lambda world: after_turns(world, overlap=False), 1):
         for ours, alone in zip(found, expected, strict=True):
             np.testing.assert_allclose(ours, alone, rtol=1e-5, atol=1e-6)
 
@@ -287,7 +289,7 @@ def test_the_next_forward_begins_while_updates_go_on_and_who_reads_a_parameter_w
         opens.join()
         return changed, waited
 
-    assert threads.run(2, rank, 1) == [(True, True)] * 2
+    assert thread_comm.run(2, rank, 1) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("what", ["zeros", "backward"])
@@ -319,7 +321,7 @@ def test_gradients_are_what_they_were_while_an_update_reads_them(overlap, what):
         changed.set()
         return np.array(net.weight.data), np.array(net.bias.data)
 
-    for weight, bias in threads.run(2, rank, ranks_per_node=1):
+    for weight, bias in thread_comm.run(2, rank, ranks_per_node=1):
         np.testing.assert_array_equal(weight, np.full(weight.shape, 1.0 - 1.5, np.float32))
         np.testing.assert_array_equal(bias, np.zeros(2, np.float32))
 
@@ -353,7 +355,7 @@ def test_a_thread_that_reads_parameters_late_does_not_end_the_update_of_the_next
         step()
         return param.data.tolist()
 
-    assert threads.run(2, rank, 1) == [[5 - 3 * 0.5 * 1.5] * 9] * 2
+    assert thread_comm.run(2, rank, 1) == [[5 - 3 * 0.5 * 1.5] * 9] * 2
 
 
 def test_an_update_uses_the_settings_of_its_step():
@@ -371,7 +373,7 @@ def test_an_update_uses_the_settings_of_its_step():
             rule.lr = 0.1 / (step + 2)
         return np.concatenate([np.array(param.data).reshape(-1) for param in net.parameters()]).tobytes()
 
-    runs = [threads.run(3, lambda world, o=o: rank(world, o), 1) for o in (False, True)]
+    runs = [thread_comm.run(3, lambda world, o=o: rank(world, o), 1) for o in (False, True)]
     assert len({result for run in runs for result in run}) == 1
 
 

@@ -9,7 +9,7 @@ from reproducible_networks import SET, epoch, network, sampler_of, train, traine
 
 import hpcdp
 from hpcdp import Trainer, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.data import DataLoader, ShardedSampler, VirtualShardSampler
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
@@ -21,7 +21,7 @@ WORLDS = [(1, None), (2, None), (3, None), (4, None), (8, None), (2, 1), (3, 1),
 @pytest.fixture(scope="module")
 def alone():
     """What one rank trains, by the number of virtual shards and the norm that gradients are clipped to."""
-    return {(num, clip): threads.run(1, lambda world, num=num, clip=clip: epoch(world, num, clip_norm=clip))[0]
+    return {(num, clip): thread_comm.run(1, lambda world, num=num, clip=clip: epoch(world, num, clip_norm=clip))[0]
             for num in (8, 13) for clip in (None, 0.5)}  # fmt: skip
 
 
@@ -32,14 +32,14 @@ def alone():
 def test_the_number_of_ranks_and_nodes_changes_no_bit(layout, num, ways, alone):
     (ranks, per_node), (overlap, owner, clip) = layout, ways
     options = {"overlap": overlap, "owner": owner, "clip_norm": clip}
-    found = threads.run(ranks, lambda world: epoch(world, num, **options), ranks_per_node=per_node)
+    found = thread_comm.run(ranks, lambda world: epoch(world, num, **options), ranks_per_node=per_node)
     assert set(found) == {alone[num, clip]}
 
 
 @pytest.mark.parametrize("owner", ["rank", "shard"])
 def test_norms_of_layers_have_the_same_bits_too(owner):
     found = {
-        ranks: threads.run(ranks, lambda world: epoch(world, rule=optim.LARS(lr=1.0), owner=owner), per_node)[0]
+        ranks: thread_comm.run(ranks, lambda world: epoch(world, rule=optim.LARS(lr=1.0), owner=owner), per_node)[0]
         for ranks, per_node in [(1, None), (2, None), (3, None), (3, 1), (4, 2)]
     }
     assert len(set(found.values())) == 1
@@ -47,9 +47,9 @@ def test_norms_of_layers_have_the_same_bits_too(owner):
 
 def test_what_ought_to_make_a_difference_does(alone):
     assert len(set(alone.values())) == 4
-    assert threads.run(1, lambda world: epoch(world, seed=2))[0] != alone[8, None]
-    plain = threads.run(2, lambda world: epoch_without(world))
-    assert len({each[-16:] for each in [*plain, *threads.run(1, epoch_without)]}) > 1
+    assert thread_comm.run(1, lambda world: epoch(world, seed=2))[0] != alone[8, None]
+    plain = thread_comm.run(2, lambda world: epoch_without(world))
+    assert len({each[-16:] for each in [*plain, *thread_comm.run(1, epoch_without)]}) > 1
 
 
 def epoch_without(world):
@@ -67,8 +67,10 @@ def test_the_sums_are_those_of_plain_training_but_for_rounding():
         train(net, trainer_of(net, world, optim.SGD(lr=0.1, momentum=0.9), **options), sampler(world))
         return np.concatenate([np.array(param.data).reshape(-1) for param in net.parameters()])
 
-    plain = threads.run(1, lambda world: parameters(world, lambda world: ShardedSampler(75, 32), reproducible=False))[0]
-    ours = threads.run(3, lambda world: parameters(world, lambda w: VirtualShardSampler(75, 32, 8, 3, w.rank)))
+    plain = thread_comm.run(
+        1, lambda world: parameters(world, lambda world: ShardedSampler(75, 32), reproducible=False)
+    )[0]
+    ours = thread_comm.run(3, lambda world: parameters(world, lambda w: VirtualShardSampler(75, 32, 8, 3, w.rank)))
     np.testing.assert_allclose(ours[0], plain, rtol=2e-5, atol=2e-6)
 
 
@@ -91,8 +93,8 @@ def test_a_restart_at_another_number_of_ranks_goes_on_with_the_same_bits(before,
             trainer.save_states(path)
         return result, {name: np.array(each) for name, each in net.state_dict().items()}
 
-    _, values = threads.run(before[0], lambda world: some(world, 0, 2), ranks_per_node=before[1])[0]
-    found = threads.run(after[0], lambda world: some(world, 2, None, values), ranks_per_node=after[1])
+    _, values = thread_comm.run(before[0], lambda world: some(world, 0, 2), ranks_per_node=before[1])[0]
+    found = thread_comm.run(after[0], lambda world: some(world, 2, None, values), ranks_per_node=after[1])
     assert {result for result, _ in found} == {alone[8, None]}
 
 
@@ -102,7 +104,7 @@ def test_numbers_of_numpy_will_do():
         assert evaluate(network(), SET, world, num_parts=np.int64(5)).count == 75
         return trainer.virtual_shards
 
-    assert threads.run(3, one, ranks_per_node=2) == [5, 5, 5]
+    assert thread_comm.run(3, one, ranks_per_node=2) == [5, 5, 5]
 
 
 def test_records_of_fit_and_evaluation_are_alike_on_any_number_of_ranks():
@@ -115,13 +117,13 @@ def test_records_of_fit_and_evaluation_are_alike_on_any_number_of_ranks():
         names = ("loss", "accuracy", "samples", "test_loss", "test_accuracy", "step", "learning_rate")
         return [[each[name] for name in names] for each in found]
 
-    wanted = threads.run(1, records)[0]
+    wanted = thread_comm.run(1, records)[0]
     assert wanted[0][2:3] + wanted[1][5:6] == [75, 6]
     for ranks, per_node in ((2, None), (3, 2), (8, None), (5, 1)):
-        assert threads.run(ranks, records, ranks_per_node=per_node) == [wanted] * ranks
+        assert thread_comm.run(ranks, records, ranks_per_node=per_node) == [wanted] * ranks
 
 
 @pytest.mark.mpi
 def test_real_ranks_have_the_bits_of_one():
     found = epoch(hpcdp.init(), clip_norm=0.5)
-    assert found == threads.run(1, lambda world: epoch(world, clip_norm=0.5))[0]
+    assert found == thread_comm.run(1, lambda world: epoch(world, clip_norm=0.5))[0]

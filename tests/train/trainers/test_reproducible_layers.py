@@ -9,8 +9,8 @@ from reproducible_networks import IMAGES, LABELS, backward, network, trainer_of
 
 from hpcdp import Policy, Trainer, nn, optim
 from hpcdp.autograd import record
-from hpcdp.comm import threads
-from hpcdp.devices import cpu
+from hpcdp.comm import thread_comm
+from hpcdp.core.devices import cpu
 from hpcdp.errors import ConfigError, HpcdpError
 
 
@@ -30,7 +30,7 @@ def test_running_statistics_move_once_a_step_by_the_mean_over_all_samples():
     parts = [x[first:end].astype(np.float64) for first, end in pairwise(ends)]
     mean = sum(len(part) * part.mean(axis=0) for part in parts) / 20
     variance = sum(len(part) * part.var(axis=0) for part in parts) / 20
-    for running_mean, running_var in threads.run(3, moved):
+    for running_mean, running_var in thread_comm.run(3, moved):
         np.testing.assert_allclose(running_mean, 0.25 * mean, atol=1e-6)
         np.testing.assert_allclose(running_var, 0.75 + 0.25 * variance, rtol=1e-5)
 
@@ -50,9 +50,9 @@ def test_what_is_dropped_depends_on_seed_step_and_place_alone():
                 trainer.step(30)
         return masks
 
-    everyone = threads.run(4, dropped)
-    assert {key: mask for masks in everyone for key, mask in masks.items()} == threads.run(1, dropped)[0]
-    assert len(set(threads.run(1, dropped)[0].values())) == 3 * 6 * 2
+    everyone = thread_comm.run(4, dropped)
+    assert {key: mask for masks in everyone for key, mask in masks.items()} == thread_comm.run(1, dropped)[0]
+    assert len(set(thread_comm.run(1, dropped)[0].values())) == 3 * 6 * 2
 
 
 def test_dropout_without_a_seed_is_refused_and_with_a_plain_trainer_is_not():
@@ -64,8 +64,8 @@ def test_dropout_without_a_seed_is_refused_and_with_a_plain_trainer_is_not():
         return trainer.step(4)
 
     with pytest.raises(ConfigError, match=r"Dropout \[seed\]: expected a number, since the trainer is reproducible"):
-        threads.run(1, one)
-    assert threads.run(1, lambda world: one(world, reproducible=False)) == [4]
+        thread_comm.run(1, one)
+    assert thread_comm.run(1, lambda world: one(world, reproducible=False)) == [4]
 
 
 def test_a_trainer_that_is_gone_leaves_layers_as_they_were():
@@ -77,7 +77,7 @@ def test_a_trainer_that_is_gone_leaves_layers_as_they_were():
             layer(np.ones((4, 2), np.float32))
         return layer.running_mean.data.tolist()
 
-    assert threads.run(1, one) == [[0.5, 0.5]]
+    assert thread_comm.run(1, one) == [[0.5, 0.5]]
 
 
 def test_layers_that_are_called_in_some_shards_only_or_twice_change_nothing():
@@ -99,9 +99,9 @@ def test_layers_that_are_called_in_some_shards_only_or_twice_change_nothing():
                 trainer.step(count)
         return b"".join(np.array(each).tobytes() for each in net.state_dict().values())
 
-    wanted = threads.run(1, one)[0]
+    wanted = thread_comm.run(1, one)[0]
     for ranks, per_node in ((2, None), (5, 2), (8, None), (8, 3)):
-        assert set(threads.run(ranks, one, ranks_per_node=per_node)) == {wanted}
+        assert set(thread_comm.run(ranks, one, ranks_per_node=per_node)) == {wanted}
 
 
 @pytest.mark.parametrize("is_a_copy", [False, True])
@@ -125,7 +125,7 @@ def test_a_layer_whose_parameters_the_trainer_does_not_have_is_refused(is_a_copy
         except HpcdpError as error:
             return str(error)
 
-    said = threads.run(2, caught)
+    said = thread_comm.run(2, caught)
     assert said[0] == said[1] and said[0].startswith(
         "step: expected layers whose parameters the Trainer has, got a Batch"
     )
@@ -149,5 +149,5 @@ def test_layers_are_found_by_any_of_their_parameters():
         assert len({layer.running_mean.data.tobytes() for layer in net}) > 1
         return b"".join(np.array(each).tobytes() for each in net.state_dict().values())
 
-    wanted = threads.run(1, one)[0]
-    assert set(threads.run(3, one, ranks_per_node=2)) == {wanted}
+    wanted = thread_comm.run(1, one)[0]
+    assert set(thread_comm.run(3, one, ranks_per_node=2)) == {wanted}

@@ -6,11 +6,11 @@ import standin
 from reproducible_networks import IMAGES, LABELS, SET, backward, network, trainer_of
 
 from hpcdp import nn
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler, VirtualShardSampler
+from hpcdp.data_parallel import deterministic
 from hpcdp.errors import ConfigError, DataError, MismatchError
 from hpcdp.train.fit import fit
-from hpcdp.train.trainers import reproducible
 
 
 def test_states_of_another_number_of_virtual_shards_are_refused(tmp_path):
@@ -19,7 +19,7 @@ def test_states_of_another_number_of_virtual_shards_are_refused(tmp_path):
         trainer.save_states(tmp_path / f"{num}.npz")
         trainer_of(network(), world, reproducible=False).save_states(tmp_path / "plain.npz")
 
-    threads.run(2, lambda world: save(world, 5))
+    thread_comm.run(2, lambda world: save(world, 5))
 
     def load(world):
         trainer = trainer_of(network(), world)
@@ -27,31 +27,31 @@ def test_states_of_another_number_of_virtual_shards_are_refused(tmp_path):
         trainer.load_states(tmp_path / "5.npz")
 
     with pytest.raises(DataError, match=r"expected states of 8 virtual shards, got states of 5.*virtual_shards=5"):
-        threads.run(2, load)
+        thread_comm.run(2, load)
 
 
 def test_states_from_another_processor_are_taken_with_a_warning(tmp_path, monkeypatch):
     path = tmp_path / "states.npz"
-    threads.run(1, lambda world: trainer_of(network(), world).save_states(path))
-    monkeypatch.setattr("hpcdp.train.trainers.trainer_states.arithmetic", lambda: "an abacus")
+    thread_comm.run(1, lambda world: trainer_of(network(), world).save_states(path))
+    monkeypatch.setattr("hpcdp.data_parallel.trainer_state.arithmetic", lambda: "an abacus")
     with pytest.warns(
         UserWarning, match=r"saved where arithmetic was NumPy .*, and here it is an abacus: last bits may"
     ):
-        threads.run(2, lambda world: trainer_of(network(), world).load_states(path))
+        thread_comm.run(2, lambda world: trainer_of(network(), world).load_states(path))
 
 
 def test_ranks_that_compute_differently_are_told(monkeypatch):
     kinds = iter(("hard", "soft", "soft"))
-    monkeypatch.setattr(reproducible, "arithmetic", lambda: next(kinds))
+    monkeypatch.setattr(deterministic, "arithmetic", lambda: next(kinds))
     with pytest.raises(MismatchError, match=r"arithmetic (hard|soft) as on rank 0.*take nodes of one kind"):
-        threads.run(3, lambda world: trainer_of(network(), world))
+        thread_comm.run(3, lambda world: trainer_of(network(), world))
 
 
 def test_reproducible_on_some_ranks_only_is_told():
     with pytest.raises(
         MismatchError, match=r"expected virtual_shards=8 as on rank 0, got virtual_shards=None on rank 1"
     ):
-        threads.run(2, lambda world: trainer_of(network(), world, reproducible=world.rank == 0))
+        thread_comm.run(2, lambda world: trainer_of(network(), world, reproducible=world.rank == 0))
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_reproducible_on_some_ranks_only_is_told():
 )
 def test_settings_that_would_break_it_are_refused_by_name(options, said):
     with pytest.raises(ConfigError, match=said):
-        threads.run(3, lambda world: trainer_of(network(), world, **options))
+        thread_comm.run(3, lambda world: trainer_of(network(), world, **options))
 
 
 def test_gradients_that_are_added_up_are_refused():
     net = network()
     net[0].weight.grad_req = "add"
     with pytest.raises(ConfigError, match=r"\[0.weight\]: expected grad_req='write', got grad_req='add'"):
-        threads.run(1, lambda world: trainer_of(net, world))
+        thread_comm.run(1, lambda world: trainer_of(net, world))
 
 
 def test_arrays_on_a_device_are_refused():
@@ -86,7 +86,7 @@ def test_arrays_on_a_device_are_refused():
     with pytest.raises(
         ConfigError, match=r"\[params\]: expected NumPy arrays, since sums on devices have no fixed order"
     ):
-        threads.run(1, lambda world: trainer_of(net, world))
+        thread_comm.run(1, lambda world: trainer_of(net, world))
 
 
 @pytest.mark.parametrize("operation", ["no_sync", "allreduce_grads"])
@@ -100,7 +100,7 @@ def test_operations_that_have_no_fixed_order_are_refused(operation):
             trainer.allreduce_grads()
 
     with pytest.raises(ConfigError, match=f"{operation}: expected a Trainer without reproducible=True"):
-        threads.run(2, one)
+        thread_comm.run(2, one)
 
 
 def test_gradients_that_are_to_be_added_up_later_are_refused_too():
@@ -112,7 +112,7 @@ def test_gradients_that_are_to_be_added_up_later_are_refused_too():
         trainer.step(4)
 
     with pytest.raises(ConfigError, match=r"backward \[0.weight\]: expected grad_req='write' with reproducible=True"):
-        threads.run(1, one)
+        thread_comm.run(1, one)
 
 
 def test_a_loader_for_another_trainer_is_refused():
@@ -122,13 +122,13 @@ def test_a_loader_for_another_trainer_is_refused():
 
     sampler = ShardedSampler(75, 32)
     with pytest.raises(ConfigError, match="for shards 0 to 7 of 8, got one of whole batches"):
-        threads.run(1, lambda world: one(world, sampler))
+        thread_comm.run(1, lambda world: one(world, sampler))
     for options in ({"virtual_shards": 5}, {"reproducible": False}):
         with pytest.raises(ConfigError, match="got that of a VirtualShardSampler for shards 0 to 7 of 8"):
-            threads.run(1, lambda world, o=options: one(world, VirtualShardSampler(75, 32, 8), **o))
+            thread_comm.run(1, lambda world, o=options: one(world, VirtualShardSampler(75, 32, 8), **o))
     said = "for shards 0 to 3 of 8, got that of a VirtualShardSampler for shards 4 to 7 of 8"
     with pytest.raises(ConfigError, match=said):
-        threads.run(2, lambda world: one(world, VirtualShardSampler(75, 32, 8, 2, 1 - world.rank)))
+        thread_comm.run(2, lambda world: one(world, VirtualShardSampler(75, 32, 8, 2, 1 - world.rank)))
 
 
 @pytest.mark.parametrize("reproducible", [True, False])
@@ -145,4 +145,4 @@ def test_an_empty_data_set_is_refused(reproducible):
         ):
             fit(net, trainer, DataLoader(empty, sampler), epochs=1, world=world)
 
-    threads.run(2, lambda world: one(world, reproducible=reproducible))
+    thread_comm.run(2, lambda world: one(world, reproducible=reproducible))

@@ -10,7 +10,7 @@ from reproducible_networks import IMAGES, LABELS, backward, network, trainer_of
 
 from hpcdp import Policy, nn, optim
 from hpcdp.autograd import record
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import HpcdpError, MismatchError, NonFiniteGradientError, StaleGradientError
 
 
@@ -23,7 +23,7 @@ def test_another_trainer_in_between_is_told():
 
     for other in (True, False):
         with pytest.raises(HpcdpError, match="step: expected no other Trainer made in this thread since"):
-            threads.run(1, lambda world, other=other: one(world, other))
+            thread_comm.run(1, lambda world, other=other: one(world, other))
 
 
 def test_a_gradient_that_is_missing_in_any_virtual_shard_is_named_on_every_rank():
@@ -42,10 +42,10 @@ def test_a_gradient_that_is_missing_in_any_virtual_shard_is_named_on_every_rank(
         return total
 
     for missing_in in range(5):
-        said = set(threads.run(2, lambda world, m=missing_in: one(world, m, Policy())))
+        said = set(thread_comm.run(2, lambda world, m=missing_in: one(world, m, Policy())))
         assert len(said) == 1, said
         assert "none for 2.weight, 2.bias" in said.pop()
-        assert threads.run(2, lambda world, m=missing_in: one(world, m, Policy(unused="zero"))) == [5, 5]
+        assert thread_comm.run(2, lambda world, m=missing_in: one(world, m, Policy(unused="zero"))) == [5, 5]
 
 
 def test_a_sum_that_is_not_finite_is_noticed():
@@ -59,7 +59,7 @@ def test_a_sum_that_is_not_finite_is_noticed():
             trainer.step(1)
 
     with np.errstate(all="ignore"), pytest.raises(NonFiniteGradientError):
-        threads.run(3, one)
+        thread_comm.run(3, one)
 
 
 def test_steps_without_samples_change_nothing():
@@ -73,23 +73,23 @@ def test_steps_without_samples_change_nothing():
         totals += [trainer.step(2 if shard == 0 else 0) for shard in trainer.own_virtual_shards]
         return totals[-1], trainer.step_count
 
-    assert threads.run(1, one) == [(2, 1)]
+    assert thread_comm.run(1, one) == [(2, 1)]
 
 
 @pytest.mark.parametrize("how", ["dropped", "stale", "rate"])
 @pytest.mark.parametrize(("ranks", "per_node", "overlap"), [(2, None, False), (3, 2, True), (4, None, True)])
 def test_steps_that_are_given_up_leave_no_trace(how, ranks, per_node, overlap, monkeypatch):
     """Although a rank may be far ahead of the one that still adds up what is dropped."""
-    from hpcdp.collectives import fixed_tree
+    from hpcdp.data_parallel import deterministic
 
-    fold = fixed_tree.fold
+    fold = deterministic.fold
 
     def slowly(node, sums):
         if node == (0, 8):
             time.sleep(0.02 * (threading.get_ident() % 3))
         return fold(node, sums)
 
-    monkeypatch.setattr(fixed_tree, "fold", slowly)
+    monkeypatch.setattr(deterministic, "fold", slowly)
 
     def one(world, gives_up):
         net, rule = network(), optim.SGD(lr=0.1)
@@ -109,8 +109,8 @@ def test_steps_that_are_given_up_leave_no_trace(how, ranks, per_node, overlap, m
                 trainer.step(len(LABELS[part]))
         return b"".join(np.array(each).tobytes() for each in net.state_dict().values())
 
-    wanted = threads.run(1, lambda world: one(world, False))[0]
-    assert set(threads.run(ranks, lambda world: one(world, True), ranks_per_node=per_node)) == {wanted}
+    wanted = thread_comm.run(1, lambda world: one(world, False))[0]
+    assert set(thread_comm.run(ranks, lambda world: one(world, True), ranks_per_node=per_node)) == {wanted}
 
 
 def test_a_step_that_is_skipped_leaves_running_statistics():
@@ -127,7 +127,7 @@ def test_a_step_that_is_skipped_leaves_running_statistics():
         return np.array_equal(net[1].running_mean.data, before)
 
     with np.errstate(all="ignore"):
-        assert threads.run(2, one) == [True, True]
+        assert thread_comm.run(2, one) == [True, True]
 
 
 @pytest.mark.parametrize("operation", ["save_states", "load_states"])
@@ -145,5 +145,5 @@ def test_states_are_not_saved_or_loaded_in_the_middle_of_a_step(operation, began
     with pytest.raises(
         StaleGradientError, match=f"{operation}: expected the end of a step, got gradients of virtual shard"
     ):
-        threads.run(2, one)
+        thread_comm.run(2, one)
     assert not (tmp_path / "states.npz").exists()

@@ -5,9 +5,9 @@ import pytest
 from written_gradients import SHAPES, backward, model
 
 from hpcdp import optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import DataError
-from hpcdp.train.trainers.trainer import Trainer
 
 
 @pytest.mark.parametrize(("n", "per_node"), [(4, 2), (3, 2), (4, 3), (5, 2), (5, 3), (3, 1), (3, None), (1, None)])
@@ -28,8 +28,8 @@ def test_states_are_restored_on_other_numbers_of_ranks_and_owners(tmp_path, n, p
         states = [dict(state) for state in trainer.owner.states] if owner == "rank" else None
         return trainer.step_count, states
 
-    threads.run(n, lambda world: rank(world, "shard", False, True), ranks_per_node=per_node)
-    step_count, straight = threads.run(1, lambda world: rank(world, "rank", False, False))[0]
+    thread_comm.run(n, lambda world: rank(world, "shard", False, True), ranks_per_node=per_node)
+    step_count, straight = thread_comm.run(1, lambda world: rank(world, "rank", False, False))[0]
     assert step_count == 3
 
     def restored(world):
@@ -38,7 +38,7 @@ def test_states_are_restored_on_other_numbers_of_ranks_and_owners(tmp_path, n, p
         assert trainer.step_count == 3
         return trainer.owner.states
 
-    for states in threads.run(3, restored):
+    for states in thread_comm.run(3, restored):
         for state, expected in zip(states, straight, strict=True):
             for name in expected:
                 np.testing.assert_allclose(state[name], expected[name], rtol=1e-4, atol=1e-6)
@@ -60,7 +60,7 @@ def test_a_parameter_without_axes_has_a_state_too(tmp_path, per_node, compressio
         return [all(map(np.array_equal, a.values(), b.values())) and all(each.any() for each in b.values())
                 for a, b in zip(trainer.owner.states, again.owner.states, strict=True)]  # fmt: skip
 
-    assert all(map(all, threads.run(2, rank, per_node)))
+    assert all(map(all, thread_comm.run(2, rank, per_node)))
     with np.load(path) as file:
         assert file["temperature/m"].shape == ()
 
@@ -75,21 +75,21 @@ def test_states_of_another_model_or_a_damaged_file_are_refused_by_name(tmp_path)
         trainer = Trainer(model(0, shapes), optimizer, world)
         trainer.load_states(where)
 
-    threads.run(2, save)
+    thread_comm.run(2, save)
     momentum = optim.SGD(lr=0.1, momentum=0.9)
     with pytest.raises(DataError, match=r"dense.bias/momentum\]: expected \(8,\), got \(7,\)"):
-        threads.run(2, lambda world: load(world, SHAPES | {"dense.bias": (8,)}, momentum))
+        thread_comm.run(2, lambda world: load(world, SHAPES | {"dense.bias": (8,)}, momentum))
     with pytest.raises(DataError, match="expected states of adam, got states of sgd"):
-        threads.run(2, lambda world: load(world, SHAPES, optim.Adam()))
+        thread_comm.run(2, lambda world: load(world, SHAPES, optim.Adam()))
     with pytest.raises(DataError, match="No such file"):
-        threads.run(2, lambda world: load(world, SHAPES, momentum, tmp_path / "none.npz"))
+        thread_comm.run(2, lambda world: load(world, SHAPES, momentum, tmp_path / "none.npz"))
     data = path.read_bytes()
     flipped = bytearray(data)
     flipped[len(data) // 2] ^= 1
     for damaged in (data[: len(data) // 2], b"", b"not a zip", flipped):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match="expected a file of save_states"):
-            threads.run(1, lambda world: load(world, SHAPES, momentum))
+            thread_comm.run(1, lambda world: load(world, SHAPES, momentum))
 
 
 def test_states_that_cannot_be_written_are_an_error_on_every_rank(tmp_path):
@@ -97,4 +97,4 @@ def test_states_that_cannot_be_written_are_an_error_on_every_rank(tmp_path):
         Trainer(model(0), optim.SGD(lr=0.1), world).save_states(tmp_path / "no" / "such" / "folder.npz")
 
     with pytest.raises(DataError, match="No such file or directory"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)

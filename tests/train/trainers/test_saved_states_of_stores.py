@@ -6,14 +6,14 @@ from store_networks import backward, in_turn, network, rule, train, values_of
 
 import hpcdp
 from hpcdp import kvstore, nn
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.errors import DataError
 
 
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_states_go_on_on_any_number_of_ranks_and_with_either_updating(optimizer, there, tmp_path):
-    whole = threads.run(3, lambda world: train(world, optimizer, steps=5))[0]
+    whole = thread_comm.run(3, lambda world: train(world, optimizer, steps=5))[0]
 
     def part(world, steps, there, values=None):
         net = network()
@@ -36,8 +36,8 @@ def test_states_go_on_on_any_number_of_ranks_and_with_either_updating(optimizer,
             trainer.save_states(tmp_path / "states")
         return values_of(net)
 
-    values = threads.run(2, lambda world: part(world, range(3), there))[0]
-    for found in threads.run(3, lambda world: part(world, range(3, 5), not there, values), 2):
+    values = thread_comm.run(2, lambda world: part(world, range(3), there))[0]
+    for found in thread_comm.run(3, lambda world: part(world, range(3, 5), not there, values), 2):
         np.testing.assert_allclose(found, whole, rtol=2e-5, atol=2e-6)
 
 
@@ -67,7 +67,7 @@ def test_a_state_of_some_parameters_or_of_none(kind, there, tmp_path):
                     assert states[name].any() == (updated and name.startswith("int:0/"))
 
     for updated in (True, False):
-        threads.run(1, lambda world, u=updated: rank(world, u))
+        thread_comm.run(1, lambda world, u=updated: rank(world, u))
 
 
 def test_states_of_another_model_are_refused_on_every_rank(tmp_path):
@@ -83,5 +83,5 @@ def test_states_of_another_model_are_refused_on_every_rank(tmp_path):
             trainer.load_states(tmp_path / "states")
 
     for there in (True, False):
-        threads.run(2, lambda world, t=there: rank(world, (4, 6), t, False))
-        threads.run(2, lambda world, t=there: rank(world, (4, 5), t, True))
+        thread_comm.run(2, lambda world, t=there: rank(world, (4, 6), t, False))
+        thread_comm.run(2, lambda world, t=there: rank(world, (4, 5), t, True))

@@ -23,13 +23,13 @@ from store_networks import (
 import hpcdp
 from hpcdp import kvstore, nn, optim
 from hpcdp.autograd import record
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.bucket_trainer import BucketTrainer
+from hpcdp.data_parallel.policy import Policy
 from hpcdp.errors import MismatchError, StaleGradientError
-from hpcdp.kvstore.pulled import Pulled
-from hpcdp.kvstore.servers.together import serve
-from hpcdp.train.trainers.bucket_trainer import BucketTrainer
-from hpcdp.train.trainers.policy import Policy
-from hpcdp.train.trainers.store_trainer import StoreTrainer
+from hpcdp.kvstore.arguments import Pulled
+from hpcdp.kvstore.servers.handlers import serve
+from hpcdp.kvstore.trainer import StoreTrainer
 
 SYNC = ("dist_sync", "dist_device_sync")
 
@@ -39,9 +39,9 @@ SYNC = ("dist_sync", "dist_device_sync")
 )
 def test_a_store_gives_what_buckets_give(layout, split, optimizer):
     ranks, per_node = layout
-    expected = threads.run(ranks, lambda world: train(world, optimizer, split), per_node)[0]
+    expected = thread_comm.run(ranks, lambda world: train(world, optimizer, split), per_node)[0]
     for there in (True, False):
-        found = threads.run(
+        found = thread_comm.run(
             ranks,
             lambda world, t=there: train(world, optimizer, split, kvstore="dist_sync", update_on_kvstore=t),
             per_node,
@@ -54,8 +54,8 @@ def test_a_store_gives_what_buckets_give(layout, split, optimizer):
 @pytest.mark.parametrize("kind", ["local", "device", "dist", *SYNC])
 @pytest.mark.parametrize("there", [None, True, False])
 def test_every_kind_trains_on_one_rank(kind, there):
-    expected = threads.run(1, train)[0]
-    found = threads.run(1, lambda world: train(world, kvstore=kind, update_on_kvstore=there))[0]
+    expected = thread_comm.run(1, train)[0]
+    found = thread_comm.run(1, lambda world: train(world, kvstore=kind, update_on_kvstore=there))[0]
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
 
 
@@ -73,7 +73,7 @@ def test_compression_is_the_stores(kind):
 
     for ranks, per_node in [(2, None), (3, 1)]:
         plain, half, few = (
-            threads.run(ranks, lambda world, c=codec: rank(world, c), per_node) for codec in (None, "fp16", "topk")
+            thread_comm.run(ranks, lambda world, c=codec: rank(world, c), per_node) for codec in (None, "fp16", "topk")
         )
         assert 0 < np.abs(half[0] - plain[0]).max() < 1e-4 < np.abs(few[0] - plain[0]).max()
         for others in (half, few):
@@ -82,7 +82,7 @@ def test_compression_is_the_stores(kind):
 
 
 def test_a_local_store_starts_no_mpi(monkeypatch):
-    monkeypatch.setattr("hpcdp.train.trainers.store_trainer.init", lambda: pytest.fail("a local store needs no ranks"))
+    monkeypatch.setattr("hpcdp.kvstore.trainer.init", lambda: pytest.fail("a local store needs no ranks"))
     net = network()
     trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), kvstore="local")
     before = values_of(net)
@@ -94,12 +94,12 @@ def test_a_local_store_starts_no_mpi(monkeypatch):
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (3, None), (4, 2)])
 def test_gradients_can_be_changed_between_sum_and_update(ranks, per_node):
-    expected = threads.run(ranks, lambda world: train(world, split=uneven), per_node)[0]
+    expected = thread_comm.run(ranks, lambda world: train(world, split=uneven), per_node)[0]
 
     def rank(world):
         return train(world, split=uneven, by_hand=True, kvstore="dist_sync", update_on_kvstore=False)
 
-    for found in threads.run(ranks, rank, per_node):
+    for found in thread_comm.run(ranks, rank, per_node):
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
 
 
@@ -122,7 +122,7 @@ def test_accumulated_batches_are_one_batch(there):
         return values_of(net)
 
     for ranks in (1, 3):
-        whole, parts = (threads.run(ranks, lambda world, m=micro: rank(world, m)) for micro in (False, True))
+        whole, parts = (thread_comm.run(ranks, lambda world, m=micro: rank(world, m)) for micro in (False, True))
         np.testing.assert_allclose(parts[0], whole[0], rtol=2e-5, atol=2e-6)
 
 
@@ -146,7 +146,7 @@ def test_a_step_whose_push_fails_is_dropped_whole(there, monkeypatch):
         backward(net, 0, [2])
         assert trainer.step(1) == 1
 
-    threads.run(1, rank)
+    thread_comm.run(1, rank)
 
 
 @pytest.mark.parametrize("kind", ["local", "dist_sync"])
@@ -160,7 +160,7 @@ def test_unused_parameters_may_count_as_zero(kind):
         trainer.step(1)
         np.testing.assert_array_equal(values_of(net), before)
 
-    threads.run(1, rank)
+    thread_comm.run(1, rank)
 
 
 def test_frozen_parameters_are_no_keys():
@@ -178,7 +178,7 @@ def test_frozen_parameters_are_no_keys():
         assert (others[-1].asnumpy() != last).any()
         np.testing.assert_array_equal(frozen.data, before)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_a_loss_scale_is_divided_away_and_ranks_must_agree_on_it():
@@ -193,10 +193,10 @@ def test_a_loss_scale_is_divided_away_and_ranks_must_agree_on_it():
         trainer.step(1)
         return values_of(net)
 
-    plain, scaled = (threads.run(2, lambda world, s=s: rank(world, s))[0] for s in (1.0, 64.0))
+    plain, scaled = (thread_comm.run(2, lambda world, s=s: rank(world, s))[0] for s in (1.0, 64.0))
     np.testing.assert_allclose(scaled, plain, rtol=2e-5, atol=2e-6)
     with pytest.raises(MismatchError, match=r"loss scale 1\.0 as on rank 0, got loss scale 2.0 on rank 1"):
-        threads.run(2, lambda world: rank(world, 1.0 + world.rank))
+        thread_comm.run(2, lambda world: rank(world, 1.0 + world.rank))
 
 
 @pytest.mark.parametrize(("ranks", "per_node", "num_servers"), [(1, None, 0), (3, None, 0), (3, 2, 0), (2, None, 1)])
@@ -223,7 +223,7 @@ def test_what_is_written_to_parameters_counts_when_it_is_taken(kind, ranks, per_
         world.barrier()
 
     for there in (True, False) if kind == "dist_sync" else (None if kind is None else True,):
-        threads.run(ranks, lambda world, t=there: rank(world, t), per_node, num_servers, serve)
+        thread_comm.run(ranks, lambda world, t=there: rank(world, t), per_node, num_servers, serve)
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -238,7 +238,7 @@ def test_parameters_are_arrays_of_the_ranks_own(there):
         world.barrier()
         assert all((param.data == world.rank).all() for param in net.parameters())
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
@@ -260,7 +260,7 @@ def test_the_first_layers_come_first(kind):
         assert len(given) > 2 and sorted(given, key=given.get, reverse=True) == sorted(given)
         assert len(set(given.values())) == len(given)
 
-    threads.run(1, rank)
+    thread_comm.run(1, rank)
 
 
 @pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])
@@ -285,7 +285,7 @@ def test_gradients_are_scaled_in_one_place_and_stay_as_they_are(kind):
             np.testing.assert_array_equal(then, grad / 2)
             assert np.shares_memory(value, pushed[0][0])
 
-    threads.run(1, rank)
+    thread_comm.run(1, rank)
 
 
 def test_which_trainer_it_is():
@@ -298,7 +298,7 @@ def test_which_trainer_it_is():
         values = sum(param.data.nbytes for param in network().parameters())
         assert on_a_store.nbytes == {"parameters": values, "gradients": values}
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_time_that_somebody_waits_for_a_value_counts_as_communication():
@@ -311,7 +311,7 @@ def test_time_that_somebody_waits_for_a_value_counts_as_communication():
         assert trainer.stats.steps == 3
         assert 0 < trainer.stats.exposed_s == trainer.stats.total_s
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
@@ -351,4 +351,4 @@ def test_a_thread_that_reads_parameters_late_leaves_the_next_value_alone(kind, m
         assert trainer.stats.total_s > 0
         return param.data.tolist()
 
-    assert threads.run(2, rank) == [[5 - 2 * 0.5 * 1.5] * 9] * 2
+    assert thread_comm.run(2, rank) == [[5 - 2 * 0.5 * 1.5] * 9] * 2

@@ -6,9 +6,9 @@ from store_networks import backward, network, rule
 
 import hpcdp
 from hpcdp import kvstore, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.policy import Policy
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError
-from hpcdp.train.trainers.policy import Policy
 
 
 def test_a_local_store_beside_other_ranks_is_refused_without_mpi_too(monkeypatch):
@@ -33,7 +33,7 @@ def test_a_missing_gradient_is_an_error_on_every_rank_and_the_next_step_a_new_on
         backward(net, 0, [world.rank])
         assert trainer.step(1) == 3
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
     assert len(messages) == 3
     assert len(set(messages)) == 1
     assert "step [rank 1]: expected a gradient for every parameter since the last step" in messages[0]
@@ -55,7 +55,7 @@ def test_learning_rates_that_differ_are_told():
 
     for there in (True, False):
         with pytest.raises(MismatchError, match=r"learning rate 0\.1 as on rank 0, got learning rate 0.2 on rank 1"):
-            threads.run(2, lambda world, t=there: rank(world, t))
+            thread_comm.run(2, lambda world, t=there: rank(world, t))
 
 
 def test_learning_rates_that_differ_after_the_sum_are_told_too():
@@ -68,7 +68,7 @@ def test_learning_rates_that_differ_after_the_sum_are_told_too():
         trainer.update(1)
 
     with pytest.raises(MismatchError, match=r"update .*learning rate 0\.1 as on rank 0, got learning rate 0.2 on rank"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -92,7 +92,7 @@ def test_learning_rates_that_differ_after_the_sum_are_told_too():
 def test_wrong_arguments_are_refused_by_name(options, message):
     arguments = {"params": network().parameters(), "kvstore": "dist_sync"} | options
     with pytest.raises(ConfigError, match=message) as refused:
-        threads.run(2, lambda world: hpcdp.Trainer(optimizer=optim.SGD(lr=0.1), world=world, **arguments))
+        thread_comm.run(2, lambda world: hpcdp.Trainer(optimizer=optim.SGD(lr=0.1), world=world, **arguments))
     assert "\n" not in str(refused.value).partition("\nraised on")[0]
 
 
@@ -126,7 +126,7 @@ def test_stores_that_others_use_are_refused():
             hpcdp.Trainer(network().parameters(), optim.SGD(lr=0.1), world, kvstore=make(world))
 
         with pytest.raises(ConfigError, match=message):
-            threads.run(2, rank)
+            thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("kind", ["local", "dist_sync"])
@@ -137,7 +137,7 @@ def test_a_store_that_updates_neither_sums_nor_takes_updates(kind):
             with pytest.raises(ConfigError, match=rf"{operation}: expected a store that only sums.*call step"):
                 call()
 
-    threads.run(1, rank)
+    thread_comm.run(1, rank)
 
 
 def test_sums_are_neither_written_over_nor_summed_again_before_the_update():
@@ -161,7 +161,7 @@ def test_sums_are_neither_written_over_nor_summed_again_before_the_update():
         trainer.allreduce_grads()
         assert trainer.update(1) == world.size
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_ranks_with_other_models_or_settings_are_told():
@@ -175,4 +175,4 @@ def test_ranks_with_other_models_or_settings_are_told():
 
     for rank in (with_other_layers, with_other_updates):
         with pytest.raises(MismatchError, match=r"on rank 0, got .* on rank 1"):
-            threads.run(2, rank)
+            thread_comm.run(2, rank)

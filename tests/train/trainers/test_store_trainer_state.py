@@ -6,11 +6,12 @@ from pairs import pairs
 from whole_state import held, joined, restore
 
 import hpcdp
-from hpcdp import archive, checkpoint, nn, optim
+from hpcdp import checkpoint, nn, optim
 from hpcdp.autograd import record
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.core import files
 from hpcdp.errors import ConfigError, StaleGradientError
-from hpcdp.train.trainers.store_states import _with_keys
+from hpcdp.kvstore.trainer import _with_keys
 
 BATCH = 6
 KINDS = [
@@ -58,7 +59,7 @@ def run(n, per_node, options, steps, state=None, restored_first="net"):
         world.comm.barrier()
         return found
 
-    states, values = zip(*threads.run(n, rank, per_node), strict=True)
+    states, values = zip(*thread_comm.run(n, rank, per_node), strict=True)
     return joined(list(states)), values[0]
 
 
@@ -96,11 +97,11 @@ def test_ranks_that_do_not_step_together_meet_and_go_on_from_what_the_store_has(
         found = held({"trainer": trainer, "net": net})  # meets, so that all have the same values
         return found, values_of(net)
 
-    states, values = zip(*threads.run(3, lambda world: rank(world, None, 4)), strict=True)
+    states, values = zip(*thread_comm.run(3, lambda world: rank(world, None, 4)), strict=True)
     state = joined(list(states))
     assert state["trainer"]["step_count"] == 4
     for per_node in (None, 1):
-        states, again = zip(*threads.run(2, lambda world: rank(world, state, 0), per_node), strict=True)
+        states, again = zip(*thread_comm.run(2, lambda world: rank(world, state, 0), per_node), strict=True)
         assert repr(joined(list(states))) == repr(state)
         np.testing.assert_array_equal(again, [values[0]] * 2)
 
@@ -111,7 +112,7 @@ def test_a_trainer_of_one_process():
         return net, hpcdp.Trainer(net.parameters(), rule(), kvstore="local")
 
     def some(net, trainer, steps):
-        threads.run(1, lambda world: train(net, trainer, world, steps))
+        thread_comm.run(1, lambda world: train(net, trainer, world, steps))
 
     net, trainer = make()
     some(net, trainer, 2)
@@ -139,7 +140,7 @@ def test_states_of_another_way_to_update_and_of_a_step_under_way_are_refused():
         train(net, trainer, world, 1)
         trainer.load_state_dict(state)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
@@ -163,7 +164,7 @@ def test_a_state_of_other_parameters_is_refused_and_changes_nothing(first, then)
         with pytest.raises(ConfigError, match=r"load_state_dict \[a Trainer\]: .* got one without 'step_count'"):
             other.load_state_dict({"states": state["states"], "optimizer": state["optimizer"]})
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 class Registered(nn.Module):
@@ -209,7 +210,7 @@ def steps_of(net, trainer, world, count=1):
 
 
 def by_name(path):
-    header, arrays = archive.read("read", path, "hpcdp/kvstore", {"names": dict}, "save_states")
+    header, arrays = files.read_archive("read", path, "hpcdp/kvstore", {"names": dict}, "save_states")
     keys = (name.rpartition("/") for name in arrays)
     return {f"{header['names'][key]}/{state}": arrays[f"{key}/{state}"] for key, _, state in keys}
 
@@ -246,7 +247,7 @@ def test_states_follow_the_names_of_parameters(options, as_file, tmp_path):
             else:
                 assert all(np.allclose(found[name], expected[name], atol=0.02) for name in expected)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_states_by_number_are_taken_in_the_same_order_and_in_no_other(tmp_path):
@@ -265,4 +266,4 @@ def test_states_by_number_are_taken_in_the_same_order_and_in_no_other(tmp_path):
             ):
                 manager.restore(into={"net": other, "trainer": into})
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)

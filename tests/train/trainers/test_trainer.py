@@ -11,9 +11,9 @@ from written_gradients import Parameter, all_to_the_last, backward, model, sampl
 import hpcdp
 from hpcdp import nn, optim
 from hpcdp.autograd import record
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError
-from hpcdp.train.trainers.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,9 @@ from hpcdp.train.trainers.trainer import Trainer
 )
 def test_any_split_of_the_batch_gives_what_one_rank_gives(layout, split, clip_norm):
     n, per_node = layout
-    alone = threads.run(1, lambda world: train(world, owner="rank", clip_norm=clip_norm))[0]
+    alone = thread_comm.run(1, lambda world: train(world, owner="rank", clip_norm=clip_norm))[0]
     every_rank, by_shards = (
-        threads.run(n, lambda world, o=owner: train(world, split=split, owner=o, clip_norm=clip_norm), per_node)
+        thread_comm.run(n, lambda world, o=owner: train(world, split=split, owner=o, clip_norm=clip_norm), per_node)
         for owner in ("rank", "shard")
     )
     for result in every_rank + by_shards:
@@ -33,7 +33,7 @@ def test_any_split_of_the_batch_gives_what_one_rank_gives(layout, split, clip_no
 
 
 def test_the_same_run_twice_gives_the_same_bits():
-    first, second = (threads.run(3, lambda world: train(world, "adamw"))[0] for _ in range(2))
+    first, second = (thread_comm.run(3, lambda world: train(world, "adamw"))[0] for _ in range(2))
     np.testing.assert_array_equal(first, second)
 
 
@@ -47,7 +47,7 @@ def test_settings_may_be_numbers_of_numpy(number):
             param.data[...] = values.standard_normal(param.data.shape)
         compression = hpcdp.Compression(hpcdp.compression.TwoBit(number(0.5)), feedback=number(0.5))
         trainer = Trainer(
-            net.parameters(), optim.SGD(lr=0.5), threads.run(1, lambda world: world)[0], compression=compression,
+            net.parameters(), optim.SGD(lr=0.5), thread_comm.run(1, lambda world: world)[0], compression=compression,
             clip_norm=number(0.5), loss_scale=number(2), bucket_cap_mb=number(1),
         )  # fmt: skip
         for _ in range(2):
@@ -70,12 +70,12 @@ def test_one_step_by_hand():
         assert trainer.step(world.rank + 1) == 6
         return param.data.tolist()
 
-    assert threads.run(3, rank) == [[1.0 - 0.5 * 6 / 6, 2.0 - 0.5 * 30 / 6]] * 3
+    assert thread_comm.run(3, rank) == [[1.0 - 0.5 * 6 / 6, 2.0 - 0.5 * 30 / 6]] * 3
 
 
 def test_device_arrays_take_the_same_path():
-    expected = threads.run(3, lambda world: train(world, owner="rank"))[0]
-    results = threads.run(3, lambda world: train(world, owner="auto", asarray=standin.asarray))
+    expected = thread_comm.run(3, lambda world: train(world, owner="rank"))[0]
+    results = thread_comm.run(3, lambda world: train(world, owner="auto", asarray=standin.asarray))
     for result in results:
         np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-7)
 
@@ -101,7 +101,7 @@ def test_accumulated_batches_are_one_batch():
         return np.concatenate([param.data.reshape(-1) for param in params])
 
     for n in (1, 2):
-        whole, parts = (threads.run(n, lambda world, m=micro: rank(world, m)) for micro in (False, True))
+        whole, parts = (thread_comm.run(n, lambda world, m=micro: rank(world, m)) for micro in (False, True))
         np.testing.assert_allclose(parts[0], whole[0], rtol=1e-5, atol=1e-6)
 
 
@@ -126,9 +126,11 @@ def test_accumulated_batches_before_allreduce_grads_count_too():
         world.comm.barrier()
         return np.concatenate([param.data.reshape(-1) for param in params])
 
-    by_step, by_hand = (threads.run(2, lambda world, h=by_hand: rank(world, h)) for by_hand in (False, True))
+    by_step, by_hand = (thread_comm.run(2, lambda world, h=by_hand: rank(world, h)) for by_hand in (False, True))
     np.testing.assert_array_equal(by_hand[0], by_step[0])
-    np.testing.assert_allclose(by_step[0], threads.run(1, lambda world: rank(world, False))[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        by_step[0], thread_comm.run(1, lambda world: rank(world, False))[0], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_gradients_can_be_changed_between_sum_and_update():
@@ -149,7 +151,7 @@ def test_gradients_can_be_changed_between_sum_and_update():
 
     for n, per_node in [(1, None), (3, None), (4, 2)]:
         for owner in ("rank", "shard"):
-            threads.run(n, lambda world, o=owner: rank(world, o), per_node)
+            thread_comm.run(n, lambda world, o=owner: rank(world, o), per_node)
 
 
 def test_frozen_parameters_are_left_alone():
@@ -163,7 +165,7 @@ def test_frozen_parameters_are_left_alone():
         trainer.step(1)
         np.testing.assert_array_equal(params[2].data, before)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("owner", ["rank", "shard"])
@@ -178,7 +180,7 @@ def test_values_that_may_only_be_read_are_taken_and_left_as_they_are(owner):
         assert np.array_equal(given, np.array([1.0, 2.0], "f4") * (world.rank + 1))
         return param.data.tolist()
 
-    assert threads.run(3, rank) == [[1.0 - 0.5 * 6 / 3, 2.0 - 0.5 * 30 / 3]] * 3
+    assert thread_comm.run(3, rank) == [[1.0 - 0.5 * 6 / 3, 2.0 - 0.5 * 30 / 3]] * 3
 
 
 @pytest.mark.parametrize("kvstore", [None, "dist_sync"])
@@ -203,7 +205,7 @@ def test_a_parameter_that_is_unfrozen_later_is_not_trained_and_said_to_be_so_onc
         return said, all(map(np.array_equal, before, (param.data for param in below)))
 
     expected = [[], ["0.bias has a gradient", "0.weight has a gradient"], []]
-    assert threads.run(1, rank) == [(expected, True)]
+    assert thread_comm.run(1, rank) == [(expected, True)]
 
 
 def test_every_rank_has_all_of_it_where_each_updates_everything():
@@ -212,7 +214,7 @@ def test_every_rank_has_all_of_it_where_each_updates_everything():
         whole = sum(trainer.reducer.layout.counts) * 4
         assert trainer.nbytes == {"parameters": whole, "gradients": whole, "state": 2 * whole}
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
 
 
 def test_an_owner_of_a_shard_keeps_its_part_of_the_state_and_parameters_once_per_node():
@@ -224,7 +226,7 @@ def test_an_owner_of_a_shard_keeps_its_part_of_the_state_and_parameters_once_per
         assert trainer.nbytes == {"parameters": whole // 4, "gradients": whole, "state": trainer.owner.nbytes_state}
         return trainer.owner.nbytes_state, whole, address
 
-    results = threads.run(4, rank)
+    results = thread_comm.run(4, rank)
     assert sum(state for state, _, _ in results) == 2 * results[0][1]
     assert max(state for state, _, _ in results) < 2 * results[0][1] / 3
     assert len({address for _, _, address in results}) == 1
@@ -234,7 +236,7 @@ def test_an_owner_of_a_shard_keeps_its_part_of_the_state_and_parameters_once_per
 @pytest.mark.parametrize("split", [None, all_to_the_last, uneven])
 def test_real_ranks_give_what_one_rank_gives(split):
     world = hpcdp.init()
-    alone = threads.run(1, lambda lonely: train(lonely, owner="rank"))[0]
+    alone = thread_comm.run(1, lambda lonely: train(lonely, owner="rank"))[0]
     every_rank, by_shards = (train(world, split=split, owner=owner) for owner in ("rank", "shard"))
     np.testing.assert_array_equal(every_rank, by_shards)
     np.testing.assert_allclose(every_rank, alone, rtol=1e-5, atol=1e-6)
@@ -254,7 +256,7 @@ def test_gradients_that_add_up_by_themselves_are_not_reduced_beside_backward():
         np.testing.assert_allclose(found, sum(sample_gradients(world.rank, each)[1] for each in (0, 1)), rtol=1e-6)
         assert trainer.step(2) == 2 * world.size
 
-    threads.run(3, rank, ranks_per_node=1)
+    thread_comm.run(3, rank, ranks_per_node=1)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(3, 2), (5, 2), (3, [1, 2])])
@@ -266,5 +268,5 @@ def test_who_updates_is_alike_on_uneven_nodes(ranks, per_node, tmp_path):
         trainer.save_states(tmp_path / "states.npz")
         return type(trainer.owner).__name__
 
-    assert threads.run(ranks, one, ranks_per_node=per_node) == ["ShardOwner"] * ranks
-    assert threads.run(2, one, ranks_per_node=1) == ["EveryRank"] * 2
+    assert thread_comm.run(ranks, one, ranks_per_node=per_node) == ["ShardOwner"] * ranks
+    assert thread_comm.run(2, one, ranks_per_node=1) == ["EveryRank"] * 2

@@ -6,22 +6,22 @@ from pairs import pairs
 from written_gradients import SHAPES, backward, model
 
 from hpcdp import nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.bucket_trainer import BucketTrainer
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError
-from hpcdp.train.trainers.bucket_trainer import BucketTrainer
-from hpcdp.train.trainers.trainer import Trainer
 
 
 @pytest.mark.parametrize("count", [-1, 2.5, "four", None])
 def test_a_count_that_is_none_is_refused(count):
     with pytest.raises(ConfigError, match=r"step \[count\]: expected a number of samples, 0 or more"):
-        threads.run(1, lambda world: Trainer(model(0), optim.SGD(lr=0.1), world).step(count))
+        thread_comm.run(1, lambda world: Trainer(model(0), optim.SGD(lr=0.1), world).step(count))
 
 
 @pytest.mark.parametrize("kvstore", [None, "dist_sync"])
 def test_what_is_no_optimizer_is_refused(kvstore):
     with pytest.raises(ConfigError, match=r"Trainer: expected an optimizer, e\.g\. .*SGD\(lr=0\.1\), got 'sgd'"):
-        threads.run(1, lambda world: Trainer(model(0), "sgd", world, kvstore=kvstore))
+        thread_comm.run(1, lambda world: Trainer(model(0), "sgd", world, kvstore=kvstore))
 
 
 @pytest.mark.parametrize("kvstore", [None, "dist_sync"])
@@ -30,7 +30,7 @@ def test_parameters_of_other_dtypes_are_refused(kvstore):
     layer.weight.data = layer.weight.data.astype(np.longdouble)
     expected = "expected float16 or bfloat16 or float32 or float64, got float128"
     with pytest.raises(ConfigError, match=rf"Trainer \[.*weight\]: {expected}"):
-        threads.run(1, lambda world: Trainer(layer.parameters(), optim.SGD(lr=0.1), world, kvstore=kvstore))
+        thread_comm.run(1, lambda world: Trainer(layer.parameters(), optim.SGD(lr=0.1), world, kvstore=kvstore))
 
 
 def test_an_update_without_the_sum_is_refused():
@@ -41,7 +41,7 @@ def test_an_update_without_the_sum_is_refused():
         trainer.update(1)
 
     with pytest.raises(StaleGradientError, match=r"expected gradients that allreduce_grads\(\) has summed"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_an_update_without_the_sum_is_refused():
 )
 def test_wrong_settings_are_refused_by_name(setting, message):
     with pytest.raises(ConfigError, match=message):
-        threads.run(1, lambda world: Trainer(model(0), optim.SGD(lr=0.1), world, **setting))
+        thread_comm.run(1, lambda world: Trainer(model(0), optim.SGD(lr=0.1), world, **setting))
 
 
 @pytest.mark.parametrize("owner", ["rank", "shard"])
@@ -70,7 +70,7 @@ def test_a_setting_that_needs_a_state_which_nobody_keeps_is_told(owner):
         trainer.step(1)
 
     with pytest.raises(ConfigError, match=r"sgd.update \[state\]: expected momentum, got nothing"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -92,7 +92,7 @@ def test_sums_are_neither_written_over_nor_summed_again_before_the_update(overla
         assert trainer.update(1) == world.size
         assert trainer.step_count == 1
 
-    threads.run(2, rank, ranks_per_node=1 if overlap else None)
+    thread_comm.run(2, rank, ranks_per_node=1 if overlap else None)
 
 
 def test_ranks_that_step_and_update_at_once_are_told_so():
@@ -108,7 +108,7 @@ def test_ranks_that_step_and_update_at_once_are_told_so():
         except MismatchError:
             told.append(world.rank)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
     assert sorted(told) == [0, 1]
 
 
@@ -125,7 +125,7 @@ def test_a_missing_gradient_is_an_error_on_every_rank():
         except StaleGradientError as error:
             messages.append(str(error))
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
     assert len(messages) == 3
     assert len(set(messages)) == 1
     assert "step [rank 1]" in messages[0]
@@ -141,7 +141,7 @@ def test_a_second_step_without_backward_is_an_error():
         trainer.step(1)
 
     with pytest.raises(StaleGradientError, match=r"none for conv.weight, conv.bias, dense.weight"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -159,7 +159,7 @@ def test_ranks_with_other_models_are_told_on_every_rank(change, message):
         except MismatchError as error:
             errors.append(error)
 
-    threads.run(3, rank)
+    thread_comm.run(3, rank)
     assert len(errors) == 3
     for error in errors:
         with pytest.raises(MismatchError, match=message):
@@ -176,7 +176,7 @@ def test_what_is_no_world_is_refused_by_name(kvstore):
 
 def test_other_settings_are_a_mismatch_too():
     with pytest.raises(MismatchError, match=r"'lr': 0.1.*on rank 0, got .*'lr': 0.2.*on rank 1"):
-        threads.run(2, lambda world: Trainer(model(0), optim.SGD(lr=0.1 * (world.rank + 1)), world))
+        thread_comm.run(2, lambda world: Trainer(model(0), optim.SGD(lr=0.1 * (world.rank + 1)), world))
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -198,13 +198,13 @@ def test_other_settings_are_a_mismatch_too():
 def test_wrong_arguments_are_refused_by_name(arguments, message):
     arguments = {"params": model(0)} | arguments
     with pytest.raises(ConfigError, match=message):
-        threads.run(1, lambda world: Trainer(optimizer=optim.SGD(lr=0.1), world=world, **arguments))
+        thread_comm.run(1, lambda world: Trainer(optimizer=optim.SGD(lr=0.1), world=world, **arguments))
 
 
 @pytest.mark.parametrize("name", ["kvstore", "update_on_kvstore"])
 def test_what_is_for_stores_is_refused_in_buckets_by_its_own_name(name):
     with pytest.raises(ConfigError, match=rf"Trainer \[{name}\]: expected None .*, got 'local'"):
-        threads.run(1, lambda world: BucketTrainer(model(0), optim.SGD(lr=0.1), world, **{name: "local"}))
+        thread_comm.run(1, lambda world: BucketTrainer(model(0), optim.SGD(lr=0.1), world, **{name: "local"}))
 
 
 def test_a_parameter_that_no_backward_of_an_accumulation_reached_is_an_error_that_names_it():
@@ -221,7 +221,7 @@ def test_a_parameter_that_no_backward_of_an_accumulation_reached_is_an_error_tha
         trainer.step(1)
 
     with pytest.raises(StaleGradientError, match=r"got none for dense\.weight"):
-        threads.run(2, rank)
+        thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_ranks_whose_settings_part_are_told_and_can_go_on(what, n, overlap):
         backward(params, 1, [world.rank])
         assert trainer.step(1) == n
 
-    threads.run(n, rank)
+    thread_comm.run(n, rank)
 
 
 @pytest.mark.parametrize("owner", ["rank", "shard"])
@@ -266,7 +266,7 @@ def test_ranks_whose_settings_part_after_the_sum_are_told_and_can_go_on(what, ow
         trainer.allreduce_grads()
         assert trainer.update(1) == 2
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_ranks_whose_gradients_do_not_add_up_alike_are_told_so():
@@ -276,4 +276,4 @@ def test_ranks_whose_gradients_do_not_add_up_alike_are_told_so():
         with pytest.raises(MismatchError, match="grad_req='add' on rank 1"):
             Trainer(params, optim.SGD(lr=0.1), world)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)

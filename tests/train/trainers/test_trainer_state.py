@@ -11,10 +11,10 @@ from whole_state import held, joined, restore
 from written_gradients import Parameter
 
 from hpcdp import autograd, checkpoint, nn, optim
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
+from hpcdp.data_parallel.buckets import plan
+from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, StaleGradientError
-from hpcdp.gradients.buckets import plan
-from hpcdp.train.trainers.trainer import Trainer
 
 SHAPES = {"conv.weight": (20, 1, 3, 3), "conv.bias": (20,), "dense.weight": (300, 41), "dense.bias": (7,), "scale": ()}
 WORLDS = [(1, None), (2, None), (3, None), (4, 2), (4, 3), (3, 1), (3, [1, 2])]
@@ -64,7 +64,7 @@ def saved(n, per_node, owner="auto", optimizer=None, steps=3, **settings):
         train(trainer, params, world, steps)
         return held(trainer.state_dict()), values(params, world)
 
-    states, of_ranks = zip(*threads.run(n, rank, ranks_per_node=per_node), strict=True)
+    states, of_ranks = zip(*thread_comm.run(n, rank, ranks_per_node=per_node), strict=True)
     return joined(list(states)), of_ranks[0]
 
 
@@ -82,7 +82,7 @@ def gone_on(n, per_node, state, params_then, owner="auto", optimizer=None, steps
         train(trainer, params, world, steps)
         return again, held(trainer.state_dict()), values(params, world)
 
-    again, states, of_ranks = zip(*threads.run(n, rank, ranks_per_node=per_node), strict=True)
+    again, states, of_ranks = zip(*thread_comm.run(n, rank, ranks_per_node=per_node), strict=True)
     return joined(list(again)), joined(list(states)), of_ranks[0]
 
 
@@ -155,8 +155,8 @@ def test_a_checkpoint_goes_on_with_compression_on_any_number_of_nodes(then, now,
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "compression topk changes nothing|load_state_dict: what compression had not")
-        assert threads.run(3, lambda world: rank(world, False), ranks_per_node=then) == [2] * 3
-        assert threads.run(3, lambda world: rank(world, True), ranks_per_node=now) == [4] * 3
+        assert thread_comm.run(3, lambda world: rank(world, False), ranks_per_node=then) == [2] * 3
+        assert thread_comm.run(3, lambda world: rank(world, True), ranks_per_node=now) == [4] * 3
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -172,7 +172,7 @@ def test_updates_beside_the_next_forward_are_waited_for(overlap):
         train(trainer, params, world, 3)
         return held(trainer.state_dict())
 
-    state = joined(threads.run(4, rank, ranks_per_node=2))
+    state = joined(thread_comm.run(4, rank, ranks_per_node=2))
     assert state["step_count"] == 3 and all(each["m"].any() for each in state["states"].values())
 
 
@@ -190,8 +190,8 @@ def test_arrays_of_a_device():
             trainer.step(1)
         return held(trainer.state_dict())
 
-    first = joined(threads.run(2, lambda world: rank(world, None)))
-    second = joined(threads.run(2, lambda world: rank(world, first)))
+    first = joined(thread_comm.run(2, lambda world: rank(world, None)))
+    second = joined(thread_comm.run(2, lambda world: rank(world, first)))
     assert second["step_count"] == 4
 
 
@@ -206,7 +206,7 @@ def test_settings_come_back_too():
         return other.optimizer.config(), other.loss_scale, other.num_nonfinite
 
     config = optim.Adam(lr=0.5).config()
-    assert threads.run(2, rank) == [(config, 8.0, 3)] * 2
+    assert thread_comm.run(2, rank) == [(config, 8.0, 3)] * 2
 
 
 def test_what_is_no_tensor_is_refused_by_its_name():
@@ -220,7 +220,7 @@ def test_what_is_no_tensor_is_refused_by_its_name():
         ):
             trainer.load_state_dict(state)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_a_copy_in_memory_is_taken_back():
@@ -233,7 +233,7 @@ def test_a_copy_in_memory_is_taken_back():
         return held(trainer.state_dict()), copy
 
     for n in (1, 3):
-        after, before = zip(*threads.run(n, rank), strict=True)
+        after, before = zip(*thread_comm.run(n, rank), strict=True)
         same(joined(list(after)), joined(list(before)))
 
 
@@ -244,7 +244,7 @@ def test_another_layout_is_taken_with_one_warning_and_the_same_without(monkeypat
         warnings.simplefilter("error")
         gone_on(3, None, state, params_then, steps=0)
     monkeypatch.setattr(
-        "hpcdp.train.trainers.bucket_trainer.plan", lambda params, cap, room_for: plan(params, 0.001, 0.001)
+        "hpcdp.data_parallel.bucket_trainer.plan", lambda params, cap, room_for: plan(params, 0.001, 0.001)
     )
     with pytest.warns(UserWarning, match="buckets were laid out in another way") as warned:
         again, _, _ = gone_on(2, None, state, params_then, steps=0)
@@ -259,7 +259,7 @@ def test_virtual_shards_must_be_as_many_and_other_arithmetic_is_said(monkeypatch
     gone_on(2, None, state, params_then, steps=0)
     plain, params_then = saved(1, None, steps=0)
     gone_on(2, None, plain, params_then, steps=0, reproducible=True, virtual_shards=5)
-    monkeypatch.setattr("hpcdp.train.trainers.trainer_states.arithmetic", lambda: "an abacus")
+    monkeypatch.setattr("hpcdp.data_parallel.trainer_state.arithmetic", lambda: "an abacus")
     with pytest.warns(UserWarning, match="arithmetic was .* and here it is an abacus"):
         gone_on(2, None, state, params_then, steps=0, reproducible=True, virtual_shards=5)
 
@@ -305,7 +305,7 @@ def test_gradients_that_a_later_update_wants_would_be_lost(operation, by):
         trainer.step(0)
         getattr(trainer, operation)(*arguments)
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 def test_a_step_whose_virtual_shards_are_not_all_computed_has_no_state():
@@ -316,7 +316,7 @@ def test_a_step_whose_virtual_shards_are_not_all_computed_has_no_state():
         with pytest.raises(StaleGradientError, match="state_dict: expected the end of a step"):
             trainer.state_dict()
 
-    threads.run(2, rank)
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("state", [{}, {"step_count": 1}, None, []])
@@ -328,12 +328,12 @@ def test_what_is_no_state_is_refused(state, settings):
         with pytest.raises(ConfigError, match="load_state_dict"):
             trainer.load_state_dict(state)
 
-    threads.run(1, job)
+    thread_comm.run(1, job)
 
 
 def test_a_network_is_not_its_parameters():
     with pytest.raises(ConfigError, match=r"Trainer \[params\]: expected parameters, such as those of net.parameters"):
-        threads.run(1, lambda world: Trainer(nn.Dense(2, 3), optim.SGD(lr=0.1), world=world))
+        thread_comm.run(1, lambda world: Trainer(nn.Dense(2, 3), optim.SGD(lr=0.1), world=world))
 
 
 @pytest.mark.parametrize(
@@ -361,8 +361,8 @@ def test_parameters_keep_the_names_that_they_had_when_the_trainer_was_made(how):
         states = trainer.state_dict()["states"]
         return sorted(states), [param.data.copy() for param in net.parameters()]
 
-    looked = threads.run(2, lambda world: rank(world, True))
-    expected = threads.run(2, lambda world: rank(world, False))
+    looked = thread_comm.run(2, lambda world: rank(world, True))
+    expected = thread_comm.run(2, lambda world: rank(world, False))
     for (names, params), (same_names, same) in zip(looked, expected, strict=True):
         assert names == same_names == ["0.bias", "0.weight", "1.bias", "1.weight"]
         for found, value in zip(params, same, strict=True):

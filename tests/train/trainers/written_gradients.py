@@ -3,8 +3,8 @@
 import numpy as np
 
 from hpcdp import optim
-from hpcdp.arrays import to_host
-from hpcdp.train.trainers.trainer import Trainer
+from hpcdp.core.arrays import to_host
+from hpcdp.data_parallel.trainer import Trainer
 
 SHAPES = {"conv.weight": (20, 1, 3, 3), "conv.bias": (20,), "dense.weight": (300, 41), "dense.bias": (7,)}
 

@@ -1,0 +1,720 @@
+"""States as named tensors and values, and the way back.
+
+What an entry of a state has raised, as an error that names the entry.
+
+States are taken from programs' own objects, and given to them, which may raise anything, perhaps on one rank alone. To
+be told to the other ranks, see `comm.consistency`, that must be an `HpcdpError`. A `SystemExit` is told, too: the
+others would wait for a rank that ends by itself. Ctrl-C is for all ranks, and ends the job as it does elsewhere.
+
+Warnings that name the line of the program that called, not one of hpcdp's own.
+
+What may stand in a state, and how it is seen: arrays of any library as NumPy arrays, objects as states.
+
+Rooms of higher floors add kinds of their own: `as_array` and `as_stateful` by ``register``, `MAKERS` by an entry.
+
+What a `Sharded` may be: whole numbers in its shape, and parts that are runs of its elements.
+
+From a nested state to its form, which JSON can carry, and the tensors that it names; and back.
+
+Nodes of a **form**: None, true, false, integers, texts and finite floats are themselves, all else an object of one
+member: ``{"float": "nan"}``, ``{"dict": [[key, node], ...]}``, ``{"list": [...]}``, ``{"tuple": [...]}``,
+``{"tensor": name}`` (with ``"kind"`` where it is of another library than NumPy), ``{"ranks": [node of rank 0, ...]}``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+import operator
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+
+from .. import nn
+from ..autograd import waitall
+from ..collectives import allreduce
+from ..comm import World
+from ..core.arrays import (
+    bits,
+    copied_to_host,
+    from_host,
+    has_namespace,
+    is_float,
+    is_host,
+    native,
+    of_bits,
+    on_device_of,
+    to_host,
+)
+from ..core.state import FitsSaved, Part, PerRank, Sharded, Stateful
+from ..errors import ConfigError, HpcdpError, UnsupportedError, WorldAborted, shortened
+
+TOLD = (Exception, SystemExit)
+"""What is caught, to be told to all ranks."""
+
+
+def refused(operation: str, name: str, error: BaseException) -> HpcdpError:
+    """The error of an entry.
+
+    Args:
+        operation: "save" or "restore".
+        name: of the entry; empty for the whole state.
+        error: what it has raised. `WorldAborted` is raised again: nobody is left to be told.
+    """
+    if isinstance(error, WorldAborted):
+        raise error
+    if isinstance(error, HpcdpError):
+        if error.where is None:
+            error.where = name or "the state"
+        return error
+    expected = "its state, to save it" if operation == "save" else "it to take its state"
+    return raised(operation, name or "the state", expected, error)
+
+
+def raised(operation: str, where: str, expected: str, error: BaseException) -> HpcdpError:
+    """The error of something of the program's that has raised ``error`` instead of what was expected of it."""
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    named = UnsupportedError(operation, where=where, expected=expected, got=said)
+    named.__cause__ = error
+    return named
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def warn(text: str) -> None:
+    """Warn where this thread has come into the package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+class HostView(NamedTuple):
+    """An array as NumPy sees it."""
+
+    array: np.ndarray
+    """Shares memory with what it is a view of, where that is contiguous host memory."""
+    dtype: str
+    """The name of the dtype that the elements have; `array` has another only where it is bfloat16, see `bits`."""
+    kind: str = ""
+    """The key of `MAKERS` by which such an array is made again; "" for NumPy's."""
+    write_back: Callable[[np.ndarray], object] | None = None
+    """Copies values back where `array` is a copy; None where it shares memory."""
+    overlaps: bool = False
+    """Whether elements of what it is a view of share memory, and so cannot get values of their own."""
+
+
+def overlaps(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether elements share memory, as those of a broadcast array do.
+
+    Args:
+        strides: by dimension, in units of which an element has ``itemsize``.
+    """
+    span = itemsize
+    for stride, count in sorted((abs(stride), count) for stride, count in zip(strides, shape, strict=True)):
+        if count > 1 and stride < span:
+            return math.prod(shape) > 0
+        span += stride * (count - 1)
+    return False
+
+
+@functools.singledispatch
+def as_array(value: Any) -> HostView | None:
+    """``value`` as a NumPy array, None where it is no array."""
+    if has_namespace(value):
+        copied, dtype = copied_to_host(value), str(value.dtype)
+
+        def take(x: np.ndarray) -> None:
+            with on_device_of(value):
+                value[...] = from_host(of_bits(x, dtype), value)
+
+        return HostView(bits(copied), dtype, "", take)
+    return None
+
+
+@as_array.register
+def _(value: np.ndarray) -> HostView:
+    value = np.asarray(value)  # a matrix stays one of two dimensions when it is reshaped to one
+    if value.flags.carray and value.dtype.isnative:
+        return HostView(bits(value), value.dtype.name)
+    native = np.array(value, value.dtype.newbyteorder("="), order="C")
+    shared = overlaps(value.shape, value.strides, value.itemsize)
+    dtype = native.dtype.name
+    return HostView(bits(native), dtype, "", lambda x: np.copyto(value, of_bits(x, dtype)), shared)
+
+
+@as_array.register
+def _(value: np.ma.MaskedArray) -> None:
+    return None  # the mask would be lost; and what it hides is no number
+
+
+@as_array.register
+def _(value: np.generic) -> HostView:
+    return HostView(bits(np.array(value)), value.dtype.name)
+
+
+MAKERS: dict[str, Callable[[np.ndarray, str], Any]] = {"": of_bits}
+"""By `HostView.kind`: makes an array of that kind of a NumPy array, and the name of its dtype."""
+
+
+class Named(NamedTuple):
+    """The name of a parameter whose module stands in a state."""
+
+    place: str
+    """The name of the module in the state."""
+    name: str
+    """The name that the module gives the parameter."""
+    full: str
+    """The name in checkpoints: both together."""
+
+
+class Adapter(FitsSaved):
+    """An object's state for checkpoints, where it has none of its own, or another is wanted."""
+
+    takes_more = False
+    """Whether `load_state_dict` is given what was saved under names that `state_dict` does not have now, too."""
+    names: Mapping[int, Named] = {}
+    """The names of the parameters of modules in the same state, by `id`, in the order of their registration."""
+
+    def state_dict(self) -> Any:
+        """See `Stateful`; every rank calls."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Any) -> None:
+        """See `Stateful`; every rank calls."""
+        raise NotImplementedError
+
+
+@functools.singledispatch
+def as_stateful(value: Any, world: World) -> Stateful | None:
+    """What gives and takes the state of ``value``, None where it has none."""
+    return value if isinstance(value, Stateful) and not isinstance(value, type) else None
+
+
+def stateful_of(value: Any, world: World, names: Mapping[int, Named]) -> Stateful | None:
+    """Return `as_stateful`, with the names of parameters in the same state."""
+    found = as_stateful(value, world)
+    if isinstance(found, Adapter):
+        found.names = names
+    return found
+
+
+@functools.singledispatch
+def named_parameters(value: Any) -> Iterable[tuple[str, Any]]:
+    """Return the parameters of a module by name, for states that do not name them; nothing where there is no need."""
+    return ()
+
+
+@as_stateful.register
+def _(value: np.ndarray, world: World) -> None:
+    return None  # asking by protocol would take longer than all else that is done for an array
+
+
+class _Network(Adapter):
+    """Parameters, buffers, random generators of each rank.
+
+    Saving changes nothing, but running statistics differ between ranks, each of which has seen samples of its own. So
+    there is the mean of all, and what each rank has: ranks get theirs back where there are as many as before.
+    Parameters that are cut into parts are saved whole, by those that have the parts.
+    """
+
+    def __init__(self, net: nn.Module, world: World) -> None:
+        self._net, self._world = net, world
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {name: buffer.data.copy() for name, buffer in self._net.named_buffers()}
+        generators = dict(self._net.named_generators())
+        state = self._net.state_dict() | averages(own, self._world) | self._parts()
+        return state | ({GENERATORS: PerRank(generators)} if generators else {}) | of_ranks(own)
+
+    def _parts(self) -> dict[str, Sharded]:
+        """What this rank holds of the parameters that are cut, by name."""
+        cut = {name: param for name, param in self._net.named_parameters() if param.cut is not None}
+        if not cut:
+            return {}
+        mine = [param.cut.first for param in cut.values() if param.cut is not None]
+        everyone = self._world.comm.allgather_json(mine)
+        return {
+            name: _sharded(param, [firsts[number] for firsts in everyone], self._world.rank)
+            for number, (name, param) in enumerate(cut.items())
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Parameters and generators have been restored in place."""
+        own = state.get(STATISTICS) or {}
+        for name, buffer in self._net.named_buffers():
+            buffer.data[...] = own.get(name, state[name])
+
+
+def _sharded(param: nn.Parameter, firsts: list[int], rank: int) -> Sharded:
+    """What this rank holds of a whole parameter.
+
+    Args:
+        firsts: where the part of each rank begins; those of which it is the same have copies.
+    """
+    assert param.cut is not None
+    flat, shape = param.data.reshape(-1), tuple(param.data.shape)
+    parts = [Part(place, flat[first : first + count]) for first, place, count in param.cut.runs(shape, 0, flat.size)]
+    same = [other for other, first in enumerate(firsts) if first == param.cut.first]
+    return Sharded(param.cut.whole(shape), np.dtype(param.data.dtype), parts, len(same), same.index(rank))
+
+
+@as_stateful.register
+def _(value: nn.Module, world: World) -> Stateful:
+    return _Network(value, world)
+
+
+GENERATORS, STATISTICS = "random generators", "running statistics"
+"""Names of what a network's ranks have for themselves; with spaces, so no part of a network has them."""
+
+
+def of_ranks(statistics: dict[str, Any]) -> dict[str, Any]:
+    """The entry of running statistics that each rank has for itself; nothing where there are none."""
+    return {STATISTICS: PerRank(statistics)} if statistics else {}
+
+
+def averages(arrays: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """New arrays by name: the means over all ranks, or rank 0's of what is no floating array; every rank must call.
+
+    Where all ranks have the same, as with a reproducible trainer, that is the mean: the sum of equal numbers, divided,
+    may be another number in its last bit.
+    """
+    hosts = {name: np.array(to_host(x)) for name, x in arrays.items()}
+    if world.size > 1 and hosts:
+        digest = hashlib.sha256(b"".join(host.tobytes() for host in hosts.values())).hexdigest()
+        are_alike = len({*world.comm.allgather_json(digest)}) == 1
+        for host in () if are_alike else hosts.values():
+            if host.size and is_float(host.dtype):
+                allreduce(host, "mean", world)
+            elif host.size:
+                world.comm.native_broadcast(host, 0)
+    return {name: from_host(host, arrays[name]) for name, host in hosts.items()}
+
+
+class _Generator(Adapter):
+    def __init__(self, generator: np.random.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> Any:
+        return self._generator.bit_generator.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self._generator.bit_generator.state = state
+
+
+@as_stateful.register
+def _(value: np.random.Generator, world: World) -> Stateful:
+    return _Generator(value)
+
+
+class _Random(Adapter):
+    def __init__(self, generator: random.Random) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> Any:
+        return self._generator.getstate()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._generator.setstate(state)
+
+
+@as_stateful.register
+def _(value: random.Random, world: World) -> Stateful:
+    return _Random(value)
+
+
+def plain(operation: str, name: str, given: Sharded) -> Sharded:
+    """A `Sharded` whose numbers are Python's, which manifests can have; those of NumPy are as good.
+
+    Raises:
+        ConfigError: its shape, its copies or its parts are none.
+    """
+    where = name or "the state"
+    try:
+        shape = tuple(operator.index(each) for each in given.shape)
+        copies, copy = operator.index(given.copies), operator.index(given.copy)
+    except TypeError as error:
+        raise ConfigError(operation, where=where, expected="a Sharded of whole numbers", got=error) from error
+    if any(size < 0 for size in shape):
+        raise ConfigError(operation, where=where, expected="a Sharded with a shape", got=shape)
+    if not 0 <= copy < copies:
+        got = f"copy {copy} of {copies}"
+        raise ConfigError(operation, where=where, expected="a Sharded whose copy is one of its copies", got=got)
+    return dataclasses.replace(given, shape=shape, parts=_parts(operation, where, given), copies=copies, copy=copy)
+
+
+def _parts(operation: str, where: str, given: Sharded) -> list[Part]:
+    parts: Any = given.parts
+    for part in parts if isinstance(parts, list | tuple) else [parts]:
+        if not isinstance(part, Part) or isinstance(part.first, bool) or not isinstance(part.first, int | np.integer):
+            raise ConfigError(operation, where=where, expected="a Sharded with a list of Part(first, values)",
+                              got=shortened(repr(part), 40))  # fmt: skip
+        if not hasattr(part.values, "dtype") or not hasattr(part.values, "shape"):
+            raise ConfigError(operation, where=where, expected="a Part with an array of values",
+                              got=shortened(repr(part.values), 40))  # fmt: skip
+    return [Part(int(part.first), part.values) for part in parts]
+
+
+def check_parts(operation: str, name: str, whole: Sharded, parts: Iterable[Part]) -> None:
+    """Raises `UnsupportedError` unless each of ``parts``, in host memory, is a run of the whole tensor's elements."""
+    for part in parts:
+        values, dtype = part.values, np.dtype(whole.dtype)
+        if (values.ndim, values.dtype) != (1, dtype) or not values.flags.c_contiguous:
+            expected, got = f"parts of shape (count,), contiguous, {dtype}", f"{values.shape} {values.dtype}"
+            raise UnsupportedError(operation, where=name or "the state", expected=expected, got=got)
+        if not 0 <= part.first <= whole.count - values.size:
+            got = f"a part from {part.first} to {part.first + values.size}"
+            raise UnsupportedError(operation, where=name or "the state", expected=f"{whole.count} elements", got=got)
+
+
+Form = Any
+DEEPEST = 100
+"""Levels of a state."""
+MOST_AXES = 32
+"""Dimensions of a tensor that HDF5 has."""
+_DIGITS = sys.int_info.default_max_str_digits  # which JSON reads, if nobody has said otherwise
+_TOO_LONG = 10**_DIGITS
+_ROOT = "%"  # the name of a tensor that is the whole state: see `quoted`
+_OTHERS = 256  # numbers of dtypes from here on are not NumPy's own
+_SAVABLE = "arrays, numbers, texts, None, dicts, lists, tuples, and objects with state_dict() and load_state_dict()"
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What this rank holds of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """What the elements are; bfloat16 lies there as uint16."""
+    stored: np.dtype
+    parts: tuple[Part, ...]
+    copies: int
+    copy: int
+    is_own: bool = False
+    """Whether other ranks have another tensor in its place, see `PerRank`."""
+    is_copied: bool = False
+    """Whether its parts lie in memory that nobody else has: of what was on a device, or whose elements lay apart."""
+
+
+@dataclass
+class Flattened:
+    """A state as a form and tensors."""
+
+    form: Form
+    held: list[Held] = field(default_factory=list)
+    """Alike in names and order on all ranks, except what stands in a `PerRank`."""
+    error: HpcdpError | None = None
+    """What cannot be saved, named by its place; perhaps on this rank alone."""
+
+
+def quoted(key: object) -> str:
+    """A key as a part of a name: without slashes, and without what parts of tensors are told by."""
+    text = hex(key) if _is_too_long(key) else str(key)
+    text = text.replace("%", "%25").replace("/", "%2F").replace("\0", "%00").replace("@", "%40")
+    return {"": "%", ".": "%2E", "..": "%2E%2E"}.get(text, text)
+
+
+def _is_too_long(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and abs(value) >= _TOO_LONG
+
+
+def is_utf8(text: str) -> bool:
+    """Whether files can carry it: surrogates by themselves are no characters."""
+    return not any("\ud800" <= each <= "\udfff" for each in text)
+
+
+def flatten(state: Any, world: World) -> Flattened:
+    """The form and the tensors of a state; every rank must call, with states whose `outline` is the same."""
+    waitall()  # asynchronous calls under way may move running statistics and generators
+    flattening = _Flattening(world, parameter_names(state))
+    form = flattening.node(state, "", world.size, world.rank)
+    return Flattened(form, flattening.held, flattening.error)
+
+
+def outline(operation: str, state: Any) -> list[str]:
+    """What in a state has a state of its own, which ranks may make together: a line each.
+
+    Raises:
+        HpcdpError: what the state's own dicts have raised.
+    """
+    try:
+        return [f"{name} {type(value).__qualname__}" for name, value in _objects(state, "", ())]
+    except TOLD as error:
+        raise refused(operation, "", error) from error
+
+
+def parameter_names(state: Any) -> dict[int, Named]:
+    """Return the names of all parameters of modules in a state, by `id`, see `Adapter.names`."""
+    found: dict[int, Named] = {}
+    for place, value in _objects(state, "", ()):
+        for name, param in named_parameters(value):
+            found.setdefault(id(param), Named(place, name, joined(place, name)))
+    return found
+
+
+def _objects(value: Any, name: str, within: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping | list | tuple):
+        if id(value) not in within and len(within) < DEEPEST:
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            for key, each in items:
+                yield from _objects(each, joined(name, key), (*within, id(value)))
+    elif not (value is None or isinstance(value, bool | int | float | str | np.ndarray | np.generic | Sharded)):
+        yield name, value
+
+
+class _Flattening:
+    def __init__(self, world: World, names: Mapping[int, Named]) -> None:
+        self._world, self._names = world, names
+        self.held: list[Held] = []
+        self.error: HpcdpError | None = None
+        self._within: list[int] = []  # identities of what is being looked into
+        self._own = False
+
+    def node(self, value: Any, name: str, copies: int, copy: int) -> Form:
+        try:
+            return self._node(value, name, copies, copy)
+        except TOLD as error:  # goes on, or others would wait for this rank
+            self.error = self.error or refused("save", name, error)
+            return None
+
+    def _node(self, value: Any, name: str, copies: int, copy: int) -> Form:
+        if _is_too_long(value):
+            raise UnsupportedError("save", where=name or "the state", expected=f"integers of at most {_DIGITS} digits",
+                                   got="a longer one")  # fmt: skip
+        if value is None or isinstance(value, bool | int | str):
+            return str.__str__(value) if isinstance(value, str) else value  # that of an enum gives a name
+        if isinstance(value, np.generic):
+            return self._tensor(value, name, copies, copy)
+        if isinstance(value, float):
+            return float_node(value)
+        if id(value) in self._within:
+            raise UnsupportedError("save", where=name or "the state", expected="no state within itself", got="one")
+        if len(self._within) == DEEPEST:
+            raise UnsupportedError("save", where=name[:80], expected=f"at most {DEEPEST} levels", got="more")
+        self._within.append(id(value))
+        try:
+            return self._compound(value, name, copies, copy)
+        finally:
+            self._within.pop()
+
+    def _compound(self, value: Any, name: str, copies: int, copy: int) -> Form:
+        if isinstance(value, PerRank) and self._own:
+            return self.node(value.value, name, copies, copy)
+        if isinstance(value, PerRank):
+            self._own = True
+            node = self.node(value.value, joined(name, f"rank-{self._world.rank}"), 1, 0)
+            self._own = False
+            return {"ranks": node}  # of this rank; see `with_ranks`
+        if isinstance(value, Mapping):
+            return {"dict": [[key, self.node(each, joined(name, key), copies, copy)]
+                             for key, each in _checked(value, name).items()]}  # fmt: skip
+        if isinstance(value, list | tuple):
+            nodes = [self.node(each, joined(name, at), copies, copy) for at, each in enumerate(value)]
+            return {"list" if isinstance(value, list) else "tuple": nodes}
+        if isinstance(value, Sharded):
+            whole = plain("save", name, value)
+            parts = tuple(
+                part if is_host(part.values) else Part(part.first, copied_to_host(part.values)) for part in whole.parts
+            )
+            check_parts("save", name, whole, parts)
+            dtype = np.dtype(whole.dtype)
+            stored = bits(native(np.empty(0, dtype))).dtype
+            if not _has_a_place_in_files(stored):
+                got = f"a Sharded of {dtype}"
+                raise UnsupportedError("save", where=name or "the state", expected=_SAVABLE, got=got)
+            name = name or _ROOT
+            kept = tuple(Part(part.first, bits(native(part.values))) for part in parts)
+            is_copied = not any(is_host(part.values) for part in whole.parts)
+            return self._hold(
+                Held(name, whole.shape, dtype.name, stored, kept, whole.copies, whole.copy, self._own, is_copied)
+            )
+        stateful = stateful_of(value, self._world, self._names)
+        if stateful is not None:
+            return self.node(stateful.state_dict(), name, copies, copy)
+        return self._tensor(value, name, copies, copy)
+
+    def _hold(self, held: Held) -> Form:
+        """The node of a tensor of this rank."""
+        if not is_utf8(held.name):
+            where = ascii(held.name)[1:-1]
+            raise UnsupportedError("save", where=where, expected="a name that is Unicode", got="a lone surrogate")
+        if len(held.shape) > MOST_AXES:
+            expected = f"at most {MOST_AXES} dimensions"
+            raise UnsupportedError("save", where=held.name, expected=expected, got=len(held.shape))
+        self.held.append(held)
+        return {"tensor": held.name}
+
+    def _tensor(self, value: Any, name: str, copies: int, copy: int) -> Form:
+        view = as_array(value)
+        if view is None or not _has_a_place_in_files(view.array.dtype):
+            got = type(value).__name__ if view is None else f"an array of {view.array.dtype}"
+            remedy = _of_torch(value)
+            if isinstance(value, np.ma.MaskedArray):
+                remedy = "save its data and its mask as two arrays"
+            raise UnsupportedError("save", where=name or "the state", expected=_SAVABLE, got=got, remedy=remedy)
+        array, part = view.array, Part(0, view.array.reshape(-1))
+        held = Held(name or _ROOT, array.shape, view.dtype, array.dtype, (part,), copies, copy, self._own,
+                    view.write_back is not None)  # fmt: skip
+        node = self._hold(held)
+        return node | ({"kind": view.kind} if view.kind else {})
+
+
+def _has_a_place_in_files(stored: np.dtype) -> bool:
+    """Whether elements can be saved as this dtype; what other libraries add may call itself a float, too."""
+    return stored.kind in "biufc" and stored.num < _OTHERS
+
+
+def _of_torch(value: object) -> str | None:
+    """How to save an object of PyTorch that cannot be saved as it is."""
+    if type(value).__module__.partition(".")[0] != "torch":
+        return None
+    ours, name = sys.modules.get("hpcdp.torch"), type(value).__name__
+    if ours is None:
+        return "import hpcdp.torch, too"
+    return f"hpcdp.torch.{name} has a state" if hasattr(ours, name) else None
+
+
+def joined(name: str, key: object) -> str:
+    """The name of what stands under ``key`` of what is called ``name``."""
+    return f"{name}/{quoted(key)}" if name else quoted(key)
+
+
+def _checked(value: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
+    odd = [key for key in value if type(key) not in (str, int) or _is_too_long(key)]
+    if odd:
+        got = f"an integer of over {_DIGITS} digits" if _is_too_long(odd[0]) else repr(odd[0])
+        raise UnsupportedError("save", where=name or "the state", expected="keys that are str or int", got=got)
+    by_text: dict[str, Any] = {}
+    for key in value:
+        if str(key) in by_text:
+            got = " and ".join(shortened(repr(each), 40) for each in (by_text[str(key)], key))
+            raise UnsupportedError("save", where=name or "the state", expected="keys that differ as text", got=got)
+        by_text[str(key)] = key
+    return value
+
+
+def float_node(value: float) -> Form:
+    """A float as a node: JSON has no NaN and no infinities."""
+    return float(value) if math.isfinite(value) else {"float": str(float(value))}
+
+
+def own_nodes(form: Form) -> list[Form]:
+    """What a rank has for itself in its form: the nodes of each `PerRank`, in order."""
+    if not isinstance(form, dict):
+        return []
+    ((tag, content), *_) = form.items()
+    if tag == "ranks":
+        return [content]
+    nodes = [node for _, node in content] if tag == "dict" else content if tag in ("list", "tuple") else []
+    return [own for node in nodes for own in own_nodes(node)]
+
+
+def with_ranks(form: Form, everyone: Sequence[Iterator[Form]]) -> Form:
+    """The form of all ranks, of that of one of them and the `own_nodes` of each."""
+    if not isinstance(form, dict):
+        return form
+    ((tag, content), *more) = form.items()
+    if tag == "ranks":
+        return {"ranks": [next(nodes) for nodes in everyone]}
+    if tag == "dict":
+        return {"dict": [[key, with_ranks(node, everyone)] for key, node in content]}
+    if tag in ("list", "tuple"):
+        return {tag: [with_ranks(node, everyone) for node in content]}
+    return {tag: content} | dict(more)
+
+
+def alike(form: Form, name: str = "") -> Iterator[str]:
+    """What of a form must be the same on all ranks, a line a node."""
+    ((tag, content), *_) = form.items() if isinstance(form, dict) else (("", form),)
+    if tag == "ranks":
+        yield f"{name} = for each rank"
+    elif tag in ("dict", "list", "tuple"):
+        yield f"{name or 'the state'} = a {tag} of {len(content)}"
+        for key, node in content if tag == "dict" else enumerate(content):
+            yield from alike(node, joined(name, key))
+    else:
+        yield f"{name} = {form}"
+
+
+def leaves(form: Form, name: str = "") -> Iterator[tuple[str, Form]]:
+    """Name and node of all that is no dict, list or tuple."""
+    if isinstance(form, dict):
+        ((tag, content), *_) = form.items()
+        if tag == "dict":
+            for key, node in content:
+                yield from leaves(node, joined(name, key))
+            return
+        if tag in ("list", "tuple"):
+            for at, node in enumerate(content):
+                yield from leaves(node, joined(name, at))
+            return
+    yield name, form
+
+
+def entries(form: Form, name: str = "") -> Iterator[tuple[str, Form]]:
+    """As `leaves`, and what is per rank stands under the name that each rank's has."""
+    for inner, node in leaves(form, name):
+        if isinstance(node, dict) and "ranks" in node:
+            for rank, each in enumerate(node["ranks"]):
+                yield from entries(each, joined(inner, f"rank-{rank}"))
+        else:
+            yield inner, node
+
+
+def below(form: Form, name: str) -> Form:
+    """The node of that name, None where there is none."""
+    for key in name.split("/"):
+        tag, content = _opened(form)
+        if tag == "dict":
+            form = next((node for each, node in content if quoted(each) == key), None)
+        elif tag in ("list", "tuple") and key.isdecimal() and int(key) < len(content):
+            form = content[int(key)]
+        else:
+            return None
+    return form
+
+
+def without_ranks(form: Form) -> Form:
+    """A form without what is per rank: left out of dicts, None elsewhere."""
+    tag, content = _opened(form)
+    if tag == "ranks":
+        return None
+    if tag == "dict":
+        kept = [[key, node] for key, node in content if not (isinstance(node, dict) and "ranks" in node)]
+        return {"dict": [[key, without_ranks(node)] for key, node in kept]}
+    if tag in ("list", "tuple"):
+        return {tag: [without_ranks(node) for node in content]}
+    return form
+
+
+def built(form: Form, tensor: Callable[[str], Any]) -> Any:
+    """The nested state of a form without what is per rank.
+
+    Args:
+        tensor: makes what stands in the place of a tensor, from its name.
+    """
+    tag, content = _opened(form)
+    if tag == "dict":
+        return {key: built(node, tensor) for key, node in content}
+    if tag in ("list", "tuple"):
+        return (list if tag == "list" else tuple)(built(node, tensor) for node in content)
+    return tensor(content) if tag == "tensor" else value_of(form)
+
+
+def _opened(form: Form) -> tuple[str, Any]:
+    return next(iter(form.items())) if isinstance(form, dict) else ("", form)
+
+
+def value_of(node: Form) -> Any:
+    """The value of a leaf that is no tensor."""
+    return float(node["float"]) if isinstance(node, dict) else node

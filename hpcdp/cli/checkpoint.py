@@ -1,0 +1,272 @@
+"""`hpcdp checkpoint`: look at checkpoints, check and compare them, export and remove them. Needs no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, DataError, check_name, printable
+from ..launch.checks import Parser, at_least
+
+if TYPE_CHECKING:
+    from ..checkpoint.export import Writer
+
+_EPILOG = """\
+PATH is the folder of a checkpoint (step-0000000100), or a folder of several,
+or a run folder with checkpoints/ in it; of several the newest is taken.
+
+examples:
+  hpcdp checkpoint ls runs/lenet-digits-001
+  hpcdp checkpoint verify runs/lenet-digits-001
+  hpcdp checkpoint show runs/lenet-digits-001 network/0.weight
+  hpcdp checkpoint diff runs/a runs/b --rtol 1e-5
+  hpcdp checkpoint export runs/a net.pt --name network --best=-test_loss
+  hpcdp checkpoint prune runs/a --keep 3 --best=-loss --dry-run
+
+exit status: 0; 1 for faults (verify) or differences (diff); 2 for what was
+asked wrongly, or cannot be read
+"""
+_SUFFIXES = {".npz": "npz", ".safetensors": "safetensors", ".pt": "pt", ".pth": "pt"}
+
+
+def parser() -> Parser:
+    """The options of ``hpcdp checkpoint``."""
+    made = Parser(
+        prog="hpcdp checkpoint",
+        usage="hpcdp checkpoint ls | show | verify | diff | export | prune ...",
+        description="Look at checkpoints, check and compare them, export and remove them.",
+        epilog=_EPILOG,
+    )
+    made.set_defaults(run=None)
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", prog="hpcdp checkpoint")
+
+    ls = _command(commands, "ls", _ls, "one line a checkpoint, left-overs, and who saves here")
+    ls.add_argument("path", metavar="PATH", type=Path, help="a folder of checkpoints, of a run, or of one checkpoint")
+    ls.add_argument("--json", action="store_true", help="print JSON")
+
+    show = _command(commands, "show", _show, "what is in a checkpoint, or in one tensor of it")
+    show.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of several")
+    show.add_argument("name", metavar="NAME", nargs="?", default="", help="one tensor, or what lies below a name")
+    show.add_argument("--step", metavar="N", type=at_least(0), help="of several, that one instead of the newest")
+
+    verify = _command(commands, "verify", _verify, "every byte of every file against the manifest")
+    verify.add_argument("paths", metavar="PATH", type=Path, nargs="+", help="a checkpoint, or a folder: all in it")
+
+    diff = _command(commands, "diff", _diff, "in what two checkpoints differ; status 1 if they do")
+    diff.add_argument("a", metavar="A", type=Path, help="a checkpoint, or a folder of several")
+    diff.add_argument("b", metavar="B", type=Path, help="the other")
+    for name in ("rtol", "atol"):
+        diff.add_argument(f"--{name}", metavar="X", type=at_least(0.0), default=0.0,
+                          help="no difference: |a - b| <= atol + rtol |b| (0: the same bits)")  # fmt: skip
+
+    export = _command(commands, "export", _export, "to NumPy, safetensors or PyTorch")
+    export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of several")
+    export.add_argument("out", metavar="OUT", type=Path, help="a file .npz, .safetensors or .pt")
+    export.add_argument("--name", metavar="PREFIX", default="", help="what lies below it, without it; e.g. network")
+    export.add_argument("--format", metavar="NAME", help="npz, safetensors or pt (default: by the suffix of OUT)")
+    export.add_argument("--step", metavar="N", type=at_least(0), help="of several, that one instead of the newest")
+    export.add_argument(
+        "--best", metavar="METRIC", help="of several, that with the greatest; --best=-loss: the smallest"
+    )
+    export.add_argument("--overwrite", action="store_true", help="replace OUT")
+
+    prune = _command(commands, "prune", _prune, "remove old checkpoints, never the last good one")
+    prune.add_argument("path", metavar="FOLDER", type=Path, help="of checkpoints, or of a run")
+    prune.add_argument("--keep", metavar="N", type=at_least(1), required=True, help="the newest N stay")
+    prune.add_argument("--keep-every", metavar="M", type=at_least(1), help="and those whose step M divides")
+    prune.add_argument("--best", metavar="METRIC", help="and the one with the greatest; --best=-loss: the smallest")
+    prune.add_argument("--dry-run", action="store_true", help="say what would be removed")
+    return made
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str) -> Parser:
+    made: Parser = commands.add_parser(name, help=about, description=f"{name}: {about}.")
+    made.set_defaults(run=run)
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit status, see the epilog.
+
+    Raises:
+        ConfigError: it cannot be done.
+        DataError: something cannot be read or written.
+    """
+    if argv and not argv[0].startswith("-"):
+        check_name("checkpoint command", argv[0], ("ls", "show", "verify", "diff", "export", "prune"))
+    of = parser()
+    given, more = of.parse_known_args(argv)
+    if given.run is _show and not given.name and more and not more[0].startswith("-"):
+        given.name = more.pop(0)  # which argparse does not take after an option
+    if more:
+        of.error(f"unrecognized arguments: {' '.join(more)}")
+    if given.run is None:
+        raise ConfigError("checkpoint", expected="a command", got="none", remedy="hpcdp checkpoint -h lists them")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names in a checkpoint may have any characters
+    try:
+        status: int = given.run(given)
+    except OSError as error:
+        if error.filename is None:  # of what is printed
+            raise
+        raise DataError(f"checkpoint {argv[0]}", where=error.filename, got=error.strerror) from error
+    return status
+
+
+def _say(*lines: str) -> None:
+    """Print at once; what names have in them breaks no line, and does nothing to a terminal."""
+    print("\n".join(map(printable, lines)), flush=True)
+
+
+def _ls(given: argparse.Namespace) -> int:
+    from ..checkpoint.inspect import overview
+    from . import format
+
+    seen = overview(given.path)
+    if given.json:
+        _say(*json.dumps(format.as_json(seen), indent=2).splitlines())
+    else:
+        _say(*format.lines(seen))
+    return 0
+
+
+def _show(given: argparse.Namespace) -> int:
+    from ..checkpoint.inspect import chosen, offering_another
+
+    path = chosen(given.path, given.step)
+    with offering_another(given.path, path):
+        _show_one(path, given.name.strip("/"))
+    return 0
+
+
+def _show_one(path: Path, name: str) -> None:
+    from ..checkpoint import inspect, manifest
+    from . import format
+    from .format import BytesBar
+
+    found = manifest.read(path)
+    tensor = format.tensor_called(found, name) if name else None
+    if tensor is None:
+        lines = format.part(found, name) if name else format.whole(found, path)
+        _say(*itertools.dropwhile(lambda line: not line, lines))
+        return
+    with BytesBar(name, tensor.nbytes) as bar:
+        of = inspect.statistics(path, tensor, bar.tell)
+    _say(*format.one(name, tensor, of))
+
+
+def _verify(given: argparse.Namespace) -> int:
+    from ..checkpoint import directory, inspect
+    from ..checkpoint import verify as checkpoint_verify
+    from . import format
+    from .format import BytesBar
+
+    paths: list[Path] = []
+    for path in given.paths:
+        if inspect.is_checkpoint(path):
+            paths.append(path)
+            continue
+        found = [each.path for each in inspect.overview(path).checkpoints]
+        if not found:
+            raise DataError("verify", where=path, expected="checkpoints", got="none")
+        paths += found
+    good: list[Path] = []
+    gone = 0
+    for path in paths:
+        nbytes, began = inspect.size_of(path), time.monotonic()
+        with BytesBar(path.name, nbytes) as bar:
+            faults = list(checkpoint_verify.faults(path, bar.tell))
+        took = time.monotonic() - began
+        if not os.path.lexists(path):
+            _say(f"{path}: removed meanwhile")
+            gone += 1
+            continue
+        what = format.counted(len(faults), "fault") if faults else "good"
+        _say(f"{path}: {what}, {format.size(nbytes)} in {took:.1f} s")
+        for fault in faults:
+            _say(f"  {fault}")
+        if not faults:
+            good.append(path)
+    if len(paths) > 1:
+        newest = max((each for each in good if directory.is_named(each)), key=directory.step_of, default=None)
+        _say(f"newest good: {newest or 'none'}")
+    return 0 if good and len(good) + gone == len(paths) else 1
+
+
+def _diff(given: argparse.Namespace) -> int:
+    from ..checkpoint import inspect, manifest
+    from ..checkpoint.inspect import chosen
+    from . import format
+    from .format import BytesBar
+
+    a, b = chosen(given.a), chosen(given.b)
+    of = manifest.read(a)
+    _say(f"A  {a}", f"B  {b}")
+    with BytesBar("compared", of.nbytes) as bar:
+        found = list(inspect.differences(a, b, given.rtol, given.atol, bar.tell))
+    for each in inspect.folded(found):
+        _say(f"{each.name or 'the state'}: {each.what}")
+    same = f"no difference in {format.counted(len(of.tensors), 'tensor')} and all values"
+    _say(format.counted(len(found), "difference") if found else same)
+    return 1 if found else 0
+
+
+def _export(given: argparse.Namespace) -> int:
+    from ..checkpoint import export as checkpoint_export
+    from ..checkpoint.inspect import chosen, offering_another
+    from . import format
+    from .format import BytesBar
+
+    kind = given.format or _SUFFIXES.get(given.out.suffix)
+    if kind is None:
+        raise ConfigError("export", where=given.out, expected=f"a name that ends in {', '.join(_SUFFIXES)}",
+                          got=given.out.suffix or "no suffix", remedy="--format says it, too")  # fmt: skip
+    check_name("format", kind, [*checkpoint_export.WRITERS, "pt"])
+    path = chosen(given.path, given.step, given.best)
+    with offering_another(given.path, path):
+        found = checkpoint_export.choose(path, given.name)
+        writer = _torch_writer() if kind == "pt" else checkpoint_export.WRITERS[kind]
+        with BytesBar(given.out.name, found.nbytes) as bar:
+            nbytes = checkpoint_export.write(found, given.out, writer, given.overwrite, bar.tell)
+    told = f"{given.out}: {format.counted(len(found.tensors), 'tensor')} of step {found.step}, {format.size(nbytes)}"
+    left_out = [] if kind == "pt" or not found.others else [format.counted(len(found.others), "value")]
+    if found.per_rank:
+        left_out.append(f"{format.counted(len(found.per_rank), 'entry', 'entries')} that each rank has for itself")
+    _say(told + (f"; left out: {', '.join(left_out)}" if left_out else ""))
+    return 0
+
+
+def _torch_writer() -> Writer:
+    from ..torch import state
+
+    return state.write
+
+
+def _prune(given: argparse.Namespace) -> int:
+    from ..checkpoint import inspect
+    from ..checkpoint import verify as checkpoint_verify
+    from . import format
+    from .format import BytesBar
+
+    path = inspect.checkpoints_folder(given.path)
+    with BytesBar("verify what stays", inspect.size_of(path)) as bar:
+        done = checkpoint_verify.prune(path, given.keep, given.keep_every, given.best, given.dry_run, bar.tell)
+    for step, fault in done.damaged.items():
+        _say(f"step {step} stays, but is damaged: {fault}")
+    verb = "would remove" if given.dry_run else "removed"
+    for each, nbytes in done.left_over.items():
+        _say(f"{verb} {each.name}, left over: {format.size(nbytes)}")
+    for step, nbytes in done.steps.items():
+        _say(f"{verb} step {step}: {format.size(nbytes)}")
+    nbytes = sum(done.steps.values()) + sum(done.left_over.values())
+    stays = f"; step {done.good} stays and is good" if done.good is not None else ""
+    _say(f"{verb} {format.size(nbytes)} in all{stays}" if done.steps or done.left_over else "nothing to remove")
+    return 0

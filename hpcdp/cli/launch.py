@@ -1,0 +1,188 @@
+"""`hpcdp launch`: start a program as MPI ranks, here or on other machines. Never starts MPI itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import ConfigError, check_name, shortened, type_named
+from ..launch import hosts, launchers
+from ..launch.checks import Parser
+from ..launch.slurm.allocation import allocation, require_one_component
+from ..launch.spec import BINDINGS, Job
+
+_MOST_RANKS = 1_000_000
+_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+_ENV = "a variable of every rank; K alone: its value here; @FILE: those of a JSON object"
+_EPILOG = """\
+examples:
+  hpcdp launch -n 4 -- python train.py --epochs 3
+  hpcdp launch -n 4 -s 2 -- python train.py
+  hpcdp launch -n 8 -H node1:4,node2:4 -- python train.py
+  hpcdp launch -n 8 -H hosts.txt --interface ib0 --bind core -- python train.py
+  hpcdp launch -n 8 -H hosts.txt --sync-dst-dir /scratch/job -- python train.py
+  hpcdp launch -n 2 --mpi-args="--report-bindings" -- python train.py
+
+hosts.txt has a host a line, as ssh knows it: node1, node1:4 or node1 slots=4.
+"""
+
+
+def parser() -> Parser:
+    """The options of ``hpcdp launch``."""
+    made = Parser(
+        prog="hpcdp launch",
+        usage="hpcdp launch -n N [-s S] [-H HOSTS] [options] -- PROGRAM [ARGUMENT ...]",
+        description="Start a program as MPI ranks on this machine or on others.",
+        epilog=_EPILOG,
+    )
+    add = made.add_argument
+    add("-n", "--ranks", metavar="N", help="number of ranks (in a Slurm job default: its tasks)")
+    add("-s", "--servers", default="0", metavar="S", help="number of servers beside them (default: 0)")
+    add("-H", "--hosts", metavar="HOSTS", help="a file of hosts, or hosts: node1:4,node2:4")
+    add("--launcher", metavar="NAME", help=f"{', '.join(launchers.LAUNCHERS)} (default: ssh with -H, else local)")
+    add("--ranks-per-node", metavar="N", help="at most so many ranks on a host")
+    add("--sync-dst-dir", metavar="DIR", help="copy this folder to DIR on every host, and run there")
+    add("--env", action="append", default=[], metavar="K=V", help=_ENV)
+    add("--interface", metavar="IF", help="network interface of all traffic between hosts")
+    add("--bind", metavar="TO", help=f"bind each rank to a {', '.join(BINDINGS[1:])}; or none (default)")
+    add("--mpi-args", default="", metavar="ARGS", help="further arguments of mpirun, as one string")
+    add("--batch-args", default="", metavar="ARGS", help="arguments for the batch system: sge's qsub, yarn's client")
+    add("--tag-output", action="store_true", help="lead each line of output by its rank")
+    add("--dry-run", action="store_true", help="print files and commands, and do nothing")
+    add("-v", "--verbose", action="store_true", help="tell what is done, and where each rank is")
+    add("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="what every rank runs")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit status of the job.
+
+    Raises:
+        ConfigError: it cannot be asked for.
+        LaunchError: it cannot be done.
+    """
+    given, unknown = parser().parse_known_args(argv)
+    _check_options(unknown or given.program[:1])
+    name = given.launcher or launchers.usual(given.hosts is not None, os.environ)
+    check_name("launcher", name, launchers.LAUNCHERS)
+    if name in ("mpi", "slurm") or (given.launcher is None and name == "local"):
+        require_one_component()
+    job = _job(given)
+    if job.batch_args and name not in launchers.WITH_BATCH_ARGS:
+        raise ConfigError(
+            f"launch --batch-args with --launcher {name}", expected=f"{' or '.join(launchers.WITH_BATCH_ARGS)}",
+            got=repr(job.batch_args),
+        )  # fmt: skip
+    launcher = launchers.launcher(name)
+    if given.dry_run:
+        print(launcher.plan(job))
+        return 0
+    return launcher.run(job)
+
+
+def _check_options(words: Sequence[str]) -> None:
+    """Raises `ConfigError` where the first word that is taken for the program's is an option."""
+    if words and words[0].startswith("-") and words[0] != "--":
+        names = [option for option in parser()._option_string_actions if option.startswith("--")]
+        check_name("launch option", words[0].partition("=")[0], names)
+
+
+def _job(given: argparse.Namespace) -> Job:
+    env = dict(pair for text in given.env for pair in _variables(text))
+    program = _words(given.program[1:] if given.program[:1] == ["--"] else given.program, env.get("PATH"))
+    servers = _number("-s", "servers", given.servers, least=0)
+    ranks = _ranks_of_the_job(given, servers) if given.ranks is None else _number("-n", "ranks", given.ranks, least=1)
+    per_node = given.ranks_per_node
+    if not program:
+        raise ConfigError("launch", expected="a program after --", remedy="e.g. hpcdp launch -n 2 -- python train.py")
+    if given.bind is not None:
+        check_name("--bind", given.bind, BINDINGS)
+    return Job(
+        tuple(program),
+        ranks,
+        servers,
+        hosts=() if given.hosts is None else hosts.read(given.hosts),
+        ranks_per_node=None if per_node is None else _number("--ranks-per-node", "ranks", per_node, least=1),
+        env=env,
+        interface=given.interface,
+        bind=given.bind,
+        sync_dst_dir=given.sync_dst_dir,
+        mpi_args=given.mpi_args,
+        batch_args=given.batch_args,
+        tag_output=given.tag_output,
+        verbose=given.verbose,
+    )
+
+
+def _ranks_of_the_job(given: argparse.Namespace, servers: int) -> int:
+    """As many as the Slurm job has tasks, without those that are servers."""
+    allocated = None if given.hosts is not None else allocation()
+    if allocated is None:
+        parser().error("the following arguments are required: -n/--ranks")
+    if allocated.tasks <= servers:
+        raise ConfigError("launch -s", expected=f"fewer than the {allocated.tasks} tasks of the job", got=servers)
+    return allocated.tasks - servers
+
+
+def _number(option: str, what: str, text: str, *, least: int) -> int:
+    if not re.fullmatch("[0-9]{1,7}", text) or not least <= int(text) <= _MOST_RANKS:
+        raise ConfigError(
+            f"launch {option}", expected=f"a number of {what}, {least} to {_MOST_RANKS:,}", got=repr(text)
+        )
+    return int(text)
+
+
+def _words(program: Sequence[str], path: str | None) -> list[str]:
+    """Return the words of a program; its first one is split as a shell would where it has blanks and names no file,
+    as launchers of key-value stores take a program and its arguments: ``"python dist.py"``."""
+    first, *others = program or [""]
+    if not re.search(r"\s", first) or os.path.exists(first) or shutil.which(first, path=path) is not None:
+        return [*program]
+    try:
+        return [*shlex.split(first), *others]
+    except ValueError as error:
+        raise ConfigError(
+            "launch", expected="a program, or a program and its arguments in one word as a shell splits it",
+            got=f"{first!r}: {error}",
+        ) from error  # fmt: skip
+
+
+def _variables(text: str) -> list[tuple[str, str]]:
+    """Return the variables of one ``--env``, with their values."""
+    if not text.startswith("@"):
+        return [_variable(text)]
+    valid = 'an object of strings, such as {"KEY": "value"}'
+    try:
+        found = json.loads(Path(text[1:]).read_bytes())
+    except OSError as error:
+        raise ConfigError("launch --env", where=text[1:], expected="a file of variables", got=error.strerror) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("launch --env", where=text[1:], expected=valid, got="no JSON") from error
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise ConfigError("launch --env", where=text[1:], expected=valid, got=f"{type_named(found)} of another content")
+    return [_checked(name, value) for name, value in found.items()]
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals and name not in os.environ and _NAME.fullmatch(name):
+        raise ConfigError("launch --env", expected=f"{name}=VALUE, as it is not set here", got=repr(text))
+    return _checked(name, value if equals else os.environ.get(name, ""))
+
+
+def _checked(name: str, value: str) -> tuple[str, str]:
+    """Return both; no message shows the value, which may be a secret."""
+    if not _NAME.fullmatch(name):
+        expected = "NAME=VALUE, the NAME of a variable here, or @FILE"
+        raise ConfigError("launch --env", expected=expected, got=repr(shortened(name, 80)))
+    if "\0" in value:
+        raise ConfigError("launch --env", where=name, expected="a value without zero bytes", got="one with them")
+    if name == "PATH" and not value:
+        raise ConfigError("launch --env", expected="a PATH with folders, in which programs are found", got="PATH=")
+    return name, value

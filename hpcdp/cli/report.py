@@ -1,0 +1,72 @@
+"""`hpcdp report`: one page of HTML about runs. Needs no MPI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import ConfigError, printable, reason
+from ..launch.checks import Parser
+from ..train.metrics import replace_file
+
+_EPILOG = """\
+The page is complete in itself: pictures are in it, and it needs no network.
+
+examples:
+  hpcdp report runs/lenet-digits-001             writes report.html into it
+  hpcdp report runs/lenet-* --output all.html    runs side by side
+  hpcdp report runs/lenet-digits-001 --png figs  the pictures as files, too
+"""
+
+
+def parser() -> Parser:
+    """The options of ``hpcdp report``."""
+    made = Parser(
+        prog="hpcdp report", description="Make one page of HTML about a run, or about several side by side.",
+        epilog=_EPILOG,
+    )  # fmt: skip
+    made.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="the folder of a run")
+    made.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="(default: report.html, of one run in its folder)"
+    )
+    made.add_argument("--png", metavar="DIR", type=Path, help="write the pictures into this folder, too")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit status.
+
+    Raises:
+        ConfigError: no run folder, or a place that cannot be written.
+        DataError: a damaged file of a run.
+    """
+    arguments = parser().parse_args(argv)
+    from ..train import report  # after --help, which needs no matplotlib
+
+    runs = report.read_runs(arguments.runs)
+    output = arguments.output or (arguments.runs[0] if len(runs) == 1 else Path()) / "report.html"
+    if output.suffix not in (".html", ".htm"):
+        raise ConfigError("report", where="--output", expected="a name that ends in .html", got=repr(str(output)))
+    for path in filter(None, (output, arguments.png)):
+        if not os.path.isdir(path.parent):
+            raise ConfigError("report", where=path, expected=f"a folder {path.parent} that is there", got="none")
+    figures = report.draw_all(runs)
+    page = report.page(runs, figures)
+    _write(output, page)
+    print(f"report    {printable(str(output))}, {len(page) / 1e3:.0f} kB")
+    if arguments.png is not None:
+        for heading, png in figures.items():
+            name = heading.lower().replace(",", "").replace(" ", "-")
+            path = arguments.png / f"{name}.png"
+            _write(path, png)
+            print(f"picture   {printable(str(path))}")
+    return 0
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    try:
+        path.parent.mkdir(exist_ok=True)  # the folder of the pictures
+        replace_file(path, content)
+    except OSError as error:
+        raise ConfigError("report", where=path, expected="a place for it", got=reason(error)) from error

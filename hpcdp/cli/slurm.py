@@ -1,0 +1,178 @@
+"""`hpcdp slurm`: render batch scripts, submit them, look after their jobs. Needs no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, check_name
+from ..launch.checks import Parser, at_least
+
+if TYPE_CHECKING:
+    from ..launch.slurm.script import Script
+
+_EPILOG = """\
+templates: train, train-gpu, sweep, benchmark, interactive
+
+The site's partition, account, modules and way to start MPI are in a TOML
+file: $HPCDP_SITE, else ./hpcdp-site.toml, else ~/.config/hpcdp/site.toml
+
+examples:
+  hpcdp slurm render train --nodes 4 --ranks-per-node 2 -- hpcdp train lenet
+  hpcdp slurm submit train --nodes 4 --time 04:00:00 -- python train.py
+  hpcdp slurm submit sweep --settings lines.txt --at-once 8 -- hpcdp train
+  hpcdp slurm render interactive --nodes 2 >session.sh; bash session.sh
+  hpcdp slurm status
+  hpcdp slurm cancel --save 4711
+"""
+
+
+def parser() -> Parser:
+    """The options of ``hpcdp slurm``."""
+    made = Parser(
+        prog="hpcdp slurm",
+        usage="hpcdp slurm render | submit | status | cancel ...",
+        description="Render batch scripts for Slurm, submit them, look after their jobs.",
+        epilog=_EPILOG,
+    )
+    made.set_defaults(run=None)
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", prog="hpcdp slurm")
+    usage = "hpcdp slurm {} TEMPLATE [options] [-- PROGRAM [ARGUMENT ...]]"
+    _add_request(_command(commands, "render", _render, "print the script of a job", usage=usage.format("render")))
+    about = "write the script of a job beside its run, and submit it"
+    submit = _command(commands, "submit", _submit, about, usage=usage.format("submit"))
+    submit.add_argument("--dry-run", action="store_true", help="say what would be written and submitted")
+    _add_request(submit)
+    status = _command(commands, "status", _status, "how jobs are; without a number all of yours in the queue")
+    status.add_argument("jobs", metavar="JOB", nargs="*", help="its number, of a task 4711_3")
+    cancel = _command(commands, "cancel", _cancel, "end jobs")
+    cancel.add_argument("jobs", metavar="JOB", nargs="+", help="its number, of a task 4711_3")
+    cancel.add_argument("--save", action="store_true", help="with a checkpoint: USR1, and time to save, before the end")
+    return made
+
+
+def _add_request(made: Parser) -> None:
+    positive = at_least(1)
+    made.add_argument("template", metavar="TEMPLATE", help="train, train-gpu, sweep, benchmark or interactive")
+    made.add_argument("--nodes", metavar="N", type=positive, default=1, help="how many (default: 1)")
+    made.add_argument("--ranks-per-node", metavar="N", type=positive, default=1, help="on each node (default: 1)")
+    made.add_argument("--cpus-per-task", metavar="N", type=positive, default=1, help="cores of a rank (default: 1)")
+    made.add_argument("--time", metavar="TIME", help="of the job, e.g. 04:00:00 (default: the site's)")
+    made.add_argument("--partition", metavar="NAME", help="(default: the site's)")
+    made.add_argument("--account", metavar="NAME", help="(default: the site's)")
+    made.add_argument("--gres", metavar="GRES", help="of train-gpu and interactive: a node's GPUs, e.g. gpu:4")
+    made.add_argument("--name", metavar="NAME", help="of the job (default: the template's)")
+    made.add_argument("--settings", metavar="FILE", help="of a sweep: arguments of the program, one line a task")
+    made.add_argument("--at-once", metavar="N", type=positive, help="of a sweep: so many tasks run at a time")
+    about = "of what trains: it comes back so many times after a fault, if it has saved since its start (default: 3)"
+    made.add_argument("--requeues", metavar="N", type=at_least(0), help=about)
+    made.add_argument("--site", metavar="FILE", help="the site's profile")
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, **options: str) -> Parser:
+    made: Parser = commands.add_parser(name, help=about, description=f"{name}: {about}.", **options)
+    made.set_defaults(run=run)
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit status.
+
+    Raises:
+        ConfigError: it was asked wrongly, or the site's profile lacks something.
+        LaunchError: Slurm is not there, or refuses.
+    """
+    if argv and not argv[0].startswith("-"):
+        check_name("slurm command", argv[0], ("render", "submit", "status", "cancel"))
+    options, program = list(argv), []
+    if "--" in argv:
+        at = options.index("--")
+        options, program = options[:at], options[at + 1 :]
+    given = parser().parse_args(options)
+    given.program = program
+    if given.run is None:
+        raise ConfigError("slurm", expected="a command", got="none", remedy="hpcdp slurm -h lists them")
+    status: int = given.run(given)
+    return status
+
+
+def _script(given: argparse.Namespace) -> Script:
+    from ..launch.slurm import profile
+    from ..launch.slurm import script as slurm_script
+
+    check_name("template", given.template, slurm_script.TEMPLATES)
+    if given.template == "sweep" and given.settings is None:
+        raise ConfigError(
+            "sweep", expected="--settings FILE, a line of further arguments for each task", got="none",
+            remedy="e.g. a file with the lines --lr 0.1 and --lr 0.2: "
+            "hpcdp slurm submit sweep --settings lines.txt -- hpcdp train",
+        )  # fmt: skip
+    if given.gres is not None and given.template not in ("train-gpu", "interactive"):
+        raise ConfigError("--gres", expected="the template train-gpu or interactive", got=given.template)
+    said = {name: getattr(given, name) for name in ("time", "partition", "account", "gres")}
+    site = profile.load(given.site).with_flags({name: text for name, text in said.items() if text is not None})
+    request = slurm_script.Request(
+        template=given.template,
+        program=tuple(given.program),
+        nodes=given.nodes,
+        ranks_per_node=given.ranks_per_node,
+        cpus_per_task=given.cpus_per_task,
+        name=given.name,
+        settings=slurm_script.read_settings(given.settings) if given.settings is not None else (),
+        at_once=given.at_once,
+        requeues=given.requeues,
+    )
+    return slurm_script.render(request, site)
+
+
+def _render(given: argparse.Namespace) -> int:
+    print(_script(given).text, end="")
+    return 0
+
+
+def _submit(given: argparse.Namespace) -> int:
+    from ..launch.slurm import queue
+
+    if given.template == "interactive":
+        raise ConfigError(
+            "slurm submit", expected="a template of a batch job", got="interactive",
+            remedy="hpcdp slurm render interactive >session.sh; bash session.sh",
+        )  # fmt: skip
+    script = _script(given)
+    if given.dry_run:
+        print(script.text, end="")
+        print(f"# would be {os.path.join(script.folder, script.name)}-TIME.sbatch, submitted by sbatch --parsable")
+        return 0
+    path = queue.write(script)
+    try:
+        number = queue.submit(path)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    print(number)
+    return 0
+
+
+def _status(given: argparse.Namespace) -> int:
+    from ..launch.slurm import queue
+
+    found, unknown = queue.jobs(given.jobs) if given.jobs else (queue.own_jobs(), [])
+    rows = [("JOB", "STATE", "TIME", "WHERE", "NAME")]
+    rows += [(job.number, job.state, job.took, job.where, job.name) for job in found]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows if found else []:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if not given.jobs and not found:
+        print("no job of yours is in the queue")
+    queue.refuse_unknown(unknown)
+    return 0
+
+
+def _cancel(given: argparse.Namespace) -> int:
+    from ..launch.slurm import queue
+
+    for line in queue.cancel(given.jobs, given.save):
+        print(line)
+    return 0

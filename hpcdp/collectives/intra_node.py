@@ -1,0 +1,217 @@
+"""Collectives inside a node: the ranks read each other's memory, no message is sent.
+
+Every rank stages what others own, reduces its own shard, and writes the result back where it has read: the
+reduce-scatter and allgather of Rabenseifner ("Optimization of Collective Reduction Operations", 2004) with
+``2 (n - 1) / n`` sizes crossing between cores. Very short arrays are staged whole and reduced by every rank, which
+saves a wait. In a broadcast or an allgather every rank stages its own part and takes those of the others. Beside what
+it stages each rank posts the signature of its call, so ranks that have called different things notice it by that wait.
+Reductions run in the order of the local ranks, so all ranks get the same bits, run after run.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import kernels
+from ..comm import Reduction, World
+from ..comm.communicator import OPS, Steps, split
+from ..comm.consistency import Call, Calls, InMemory
+from ..comm.tasks import drive
+from ..core.arrays import words
+from ..errors import UnsupportedError
+
+CHUNK_NBYTES = 256 * 1024
+"""Longer arrays go piece by piece: one rank's part of a half of the staging buffer stays in its second-level cache."""
+
+_BYTE = np.dtype(np.uint8)
+BY_ALL_NBYTES = 4 * 1024
+"""Up to so many bytes of all other ranks together, a second wait costs more than reading all of them."""
+
+DTYPE_CHARS = "eEfdbilqBILQ"
+"""Character codes of the dtypes that the kernels reduce: all floats up to float64, integers of 8, 32 and 64 bits."""
+
+
+class _Staging:
+    """The staging buffer of a node and this rank's place in it. Made by all ranks of the node together.
+
+    The buffer has two halves with a row for every rank. Whoever writes a half again has waited for everybody at the
+    piece between, so nobody reads it any more; sums and the other reductions each have a buffer of their own.
+    """
+
+    def __init__(self, calls: InMemory) -> None:
+        memory = calls.memory
+        self._exchange, self._reduce = calls.exchange, kernels.load("reduce")
+        self._ops = {name: getattr(self._reduce, name.upper()) for name in OPS}
+        self._memory, self._calls = memory, calls
+        self._done, self._different = self._exchange.DONE, self._exchange.DIFFERENT
+        self._sum_by_all, self._sum_by_owners = self._exchange.sum_by_all, self._exchange.sum_by_owners
+        self._counters, self._state = calls.counters, calls.state
+        self._half = 0
+        self._compiled: set[np.dtype] = set()
+        shape = (2, memory.size, CHUNK_NBYTES)
+        sums = memory.alloc(shape, np.uint8)
+        self._sums = {dtype: sums.view(dtype) for dtype in self._exchange.DTYPES}
+        self._others = memory.alloc(shape, np.uint8)
+        self._share, self._parts = self._exchange.share, sums.reshape(2, -1)
+        self._by_all_nbytes = min(BY_ALL_NBYTES // max(memory.size - 1, 1), CHUNK_NBYTES)
+
+    def allreduce_now(self, flat: np.ndarray, op: str, call: Call) -> None:
+        """Reduce ``flat``, shape ``(count,)``, in place, blocking; nothing else may be under way."""
+        staging = self._sums.get(flat.dtype) if op in ("sum", "mean") else None
+        if staging is None:
+            drive(self.allreduce(flat, op, call, patient=True))
+            return
+        self._calls.be_patient()
+        exchange = self._sum_by_all if flat.nbytes <= self._by_all_nbytes else self._sum_by_owners
+        while (met := exchange(flat, staging, self._counters, self._state, call.signature)) != self._done:
+            drive(self._not_yet(met, call))
+        if op == "mean":
+            flat /= flat.dtype.type(self._memory.size)
+
+    def share_now(self, flat: np.ndarray, first: int, last: int, call: Call) -> None:
+        """Bring every rank's part of ``flat``, shape ``(nbytes,)``, uint8, to all, blocking; see `exchange.share`."""
+        calls, n = self._calls, self._memory.size
+        calls.be_patient()
+        parts, counters, state, kind = self._parts, self._counters, self._state, call.signature
+        while (met := self._share(flat, first, last, parts, counters, n, state, kind)) != self._done:
+            drive(self._not_yet(met, call))
+
+    def allreduce(self, flat: np.ndarray, op: str, call: Call, patient: bool) -> Steps:
+        """Reduce ``flat``, shape ``(count,)``, in place; a ``patient`` machine waits in the kernels."""
+        yield from self._calls.turn(self._calls.begin(), patient)
+        try:
+            staging = self._sums.get(flat.dtype) if op in ("sum", "mean") else None
+            if staging is None:
+                yield from self._reduce_by_owners(flat, op, call)
+                return
+            exchange = self._sum_by_all if flat.nbytes <= self._by_all_nbytes else self._sum_by_owners
+            while (met := exchange(flat, staging, self._counters, self._state, call.signature)) != self._done:
+                yield from self._not_yet(met, call)
+            if op == "mean":
+                flat /= flat.dtype.type(self._memory.size)
+        finally:
+            self._calls.end()
+
+    def _not_yet(self, met: int, call: Call) -> Steps:
+        """Wait after an exchange that could not be completed yet.
+
+        Raises:
+            MismatchError: ranks have made other calls.
+        """
+        if met == self._different:
+            yield from self._calls.difference(call)
+        yield [self._calls.arrival]
+
+    def _meet(self, call: Call) -> Steps:
+        n = self._memory.size
+        while (met := self._exchange.meet(self._counters, n, self._state, call.signature)) != self._done:
+            yield from self._not_yet(met, call)
+
+    def _reduce_by_owners(self, flat: np.ndarray, op: str, call: Call) -> Steps:
+        """What `kernels.exchange.sum_by_owners` does, for any dtype and reduction, with a call for every part of it."""
+        if flat.dtype.char not in DTYPE_CHARS:
+            raise UnsupportedError(
+                "allreduce",
+                where="algorithm='shared'",
+                expected="a float or an integer of 8, 32 or 64 bits",
+                got=flat.dtype,
+            )
+        n, me = self._memory.size, self._memory.rank
+        taken = words(flat)
+        staging = self._others.view(taken.dtype)
+        if taken.dtype not in self._compiled:
+            nothing = np.zeros((n, 1), taken.dtype)
+            self._reduce.combine_staged(nothing[0], nothing, me, 0, 0, self._ops[op])
+            self._compiled.add(taken.dtype)
+        for first in range(0, max(taken.size, 1), staging.shape[2]):
+            piece = taken[first : first + staging.shape[2]]
+            lo, hi = piece.size * me // n, piece.size * (me + 1) // n
+            half = staging[self._half]
+            row = half[me, : piece.size]
+            row[:lo], row[hi:] = piece[:lo], piece[hi:]
+            yield from self._meet(call)
+            self._reduce.combine_staged(piece, half, me, lo, hi, self._ops[op])
+            yield from self._meet(call)
+            piece[:lo], piece[hi:] = row[:lo], row[hi:]
+            self._half = 1 - self._half  # not where ranks differ, some of which may not have come here at all
+
+
+def allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> None:
+    """Reduce ``x``, shape ``(count,)``, in place over the ranks of a single node.
+
+    Raises:
+        UnsupportedError: a dtype that is not reduced here.
+        MismatchError: ranks have made another ``call``.
+    """
+    _staging_of(world).allreduce_now(x, op.name, call)
+
+
+def allreduce_steps(x: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:
+    """`allreduce` as a machine."""
+    return _staging_of(world).allreduce(x, op.name, call, patient=False)
+
+
+def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World, call: Call) -> None:
+    """Reduce ``x``, shape ``(count,)``, over all ranks, this rank's part into ``out``; ``x`` is overwritten.
+
+    The parts of others are written back too: inside a node that takes less time than not to write where was read.
+    """
+    allreduce(x, op, world, call)
+    out[...] = split(x, world.size)[world.rank]
+
+
+def reduce_scatter_steps(x: np.ndarray, out: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:
+    """`reduce_scatter` as a machine."""
+    yield from allreduce_steps(x, op, world, call)
+    out[...] = split(x, world.size)[world.rank]
+
+
+def reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) -> None:
+    """Reduce ``x``, shape ``(count,)``, over all ranks, in place on ``root``; elsewhere it is overwritten."""
+    allreduce(x, op, world, call)
+
+
+def broadcast(x: np.ndarray, root: int, world: World, call: Call) -> None:
+    """Overwrite ``x``, shape ``(count,)``, on all ranks with that of ``root``."""
+    nbytes = x.nbytes if world.rank == root else 0
+    _staging_of(world).share_now(_bytes_of(x), 0, nbytes, call)
+
+
+def allgather(out: np.ndarray, world: World, call: Call) -> None:
+    """Complete ``out``, shape ``(count,)``, in which every rank has written its own part."""
+    n, rank, nbytes = world.size, world.rank, out.itemsize
+    first, last = out.size * rank // n * nbytes, out.size * (rank + 1) // n * nbytes
+    _staging_of(world).share_now(_bytes_of(out), first, last, call)
+
+
+def _bytes_of(x: np.ndarray) -> np.ndarray:
+    return x.view(_BYTE)
+
+
+def can_share(world: World) -> bool:
+    """Whether all ranks share memory."""
+    return world.node_memory.size == world.size
+
+
+def can_reduce(dtype: np.dtype, op: Reduction, world: World) -> bool:
+    """Whether all ranks share memory and there are kernels for it."""
+    return op.named and dtype.char in DTYPE_CHARS and can_share(world)
+
+
+def prepare(world: World) -> None:
+    """Make the staging buffer of ``world``; all ranks call it together.
+
+    Raises:
+        UnsupportedError: several nodes, or memory that cannot be shared.
+    """
+    memory = world.node_memory
+    if memory.size != world.size:
+        raise UnsupportedError(
+            "allreduce", where="algorithm='shared'", expected="one node whose ranks share memory",
+            got=f"{world.num_nodes} nodes, {memory.size} of {world.size} ranks sharing", remedy="use algorithm='auto'",
+        )  # fmt: skip
+    world.kept[__name__] = _Staging(Calls.of(world).share_memory(memory))
+
+
+def _staging_of(world: World) -> _Staging:
+    return world.kept[__name__]  # type: ignore[no-any-return]

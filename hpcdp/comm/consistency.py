@@ -1,0 +1,700 @@
+"""Consistency checks: every collective call is compared between ranks, and errors are raised on all.
+
+The same error on every rank: where they hold different things, or where one of them has failed.
+
+So that none is left waiting for one that has given up.
+
+Stand-in for the communicators and the memory of a world in which this process may not communicate.
+
+A world is closed, or this process is a child of a rank. What is called then fails at its first use of a communicator,
+so that nothing needs to be asked where communication is possible.
+
+Comparison of collective calls: every rank must make the same one, or all of them raise the same error.
+
+A call is compared before any rank enters the MPI library with it, in each call anew, so no rank relies on what it has
+seen before. Where all ranks share memory, each posts a signature of its call beside its counter there (`InMemory`).
+Between nodes the signature travels at the head of a message that pairs of ranks exchange at growing distances
+(`ByMessages`); a short allreduce takes its data along. Where signatures differ, all ranks know it after the same
+exchange, and tell each other what they have called.
+
+Sent per rank by messages, for a call: log2 p messages of 16 bytes, p the largest power of two up to n; a rank that has
+a partner beyond p 1 more, and its partner 1 in all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+import numpy as np
+
+from .. import errors, kernels
+from ..errors import HpcdpError, MismatchError, listed
+from .communicator import OPERATION_BITS, Communicator, Reduction, Steps, Until, exchange_of, make_tag, split
+from .shared_memory import NodeMemory
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+T = TypeVar("T")
+_LONG = 160
+"""Characters of two texts that differ, above which an error shows the words that differ alone."""
+_PARTS = ("operation", "where", "expected", "got", "remedy")
+
+
+_BUILT_ALIKE = "build the same model with the same options on every rank"
+
+
+def require_same(comm: Communicator, operation: str, items: Sequence[str], remedy: str = _BUILT_ALIKE) -> None:
+    """Check that every rank passes the same ``items``; every rank must call.
+
+    One hash a rank is exchanged; the items themselves only where hashes differ.
+
+    Args:
+        comm: the ranks to compare.
+        operation: what the error says was attempted.
+        items: one line each, e.g. ``"0.weight (20, 1, 3, 3) float32"``.
+        remedy: what the error says to do.
+
+    Raises:
+        MismatchError: on every rank alike; it names the ranks and the first difference.
+    """
+    digests = _exchanged(comm, f"require_same of {operation}", _digest(items))
+    _raise_first_difference(comm, operation, items, remedy, digests)
+
+
+def _digest(items: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(list(items)).encode()).hexdigest()
+
+
+def _raise_first_difference(
+    comm: Communicator, operation: str, items: Sequence[str], remedy: str, digests: Sequence[str]
+) -> None:
+    """Where the ``digests`` of all ranks' items differ: every rank must call."""
+    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if not odd:
+        return
+    everything = comm.allgather_json(list(items) if comm.rank in (0, odd[0]) else None)
+    alike = [rank for rank in odd if digests[rank] == digests[odd[0]]]
+    raise first_difference(operation, everything[0], everything[odd[0]], alike, remedy)
+
+
+def first_difference(
+    operation: str, first: Sequence[str], other: Sequence[str], odd: Sequence[int], remedy: str
+) -> MismatchError:
+    """Return the error for ranks of which rank 0 has the items ``first``, and the ranks ``odd`` have ``other``."""
+    at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
+    longer, most = (0, len(first)) if at < len(first) else (odd[0], len(other))
+    wanted, found = _around_difference(_item(first, at), _item(other, at))
+    error = MismatchError(
+        operation,
+        where=f"item {at + 1} of {most} on rank {longer}",
+        expected=f"{wanted} as on rank 0",
+        got=f"{found} on rank{'s' if len(odd) > 1 else ''} {listed(odd, 8)}",
+        remedy=remedy,
+    )
+    error.is_on_every_rank = True
+    return error
+
+
+def _around_difference(first: str, other: str) -> tuple[str, str]:
+    """Return two texts, or of long ones the words that differ: the line of an error is cut in its middle."""
+    if len(first) + len(other) <= _LONG:
+        return first, other
+    words = first.split(" "), other.split(" ")
+    shorter = min(map(len, words))
+    begin = next((i for i in range(shorter) if words[0][i] != words[1][i]), shorter)
+    kept = next((i for i in range(shorter - begin) if words[0][-1 - i] != words[1][-1 - i]), shorter - begin)
+    if kept and shorter - kept == begin:  # a text has nothing in the place of the other's words: what follows is shown
+        kept -= 1
+    begin = max(begin - 1, 0)  # a word before, which may be the name of what differs
+    cut = [" ".join(each[begin : len(each) - kept]) for each in words]
+    before, after = "... " if begin else "", " ..." if kept else ""
+    return f"{before}{cut[0]}{after}", f"{before}{cut[1]}{after}"
+
+
+def _item(items: Sequence[str], at: int) -> str:
+    return items[at] if at < len(items) else "nothing more"
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """What a call on this rank has returned, or the error that it has raised."""
+
+    value: T | None = None
+    error: HpcdpError | None = None
+
+    @classmethod
+    def of(cls, fn: Callable[[], T]) -> Outcome[T]:
+        """Call ``fn``. What is no `HpcdpError` passes."""
+        try:
+            return cls(fn())
+        except HpcdpError as error:
+            return cls(error=error)
+
+    def get(self) -> T:
+        """The value; raises the error."""
+        if self.error is not None:
+            raise self.error
+        return self.value  # type: ignore[return-value]
+
+
+def on_every_rank(comm: Communicator, fn: Callable[[], T]) -> T:
+    """``fn()`` of this rank; every rank must call.
+
+    Where it raised an `HpcdpError` on some rank, every rank raises the error of the lowest such rank, which is named
+    unless all ranks failed. Other exceptions pass, and so end the job. A rank that does something else together with
+    others meanwhile is a `MismatchError` on all.
+    """
+    return told_to_all(comm, Outcome.of(fn))
+
+
+def told_to_all(
+    comm: Communicator, outcome: Outcome[T], operation: str = "", alike: Sequence[tuple[Sequence[str], str]] = ()
+) -> T:
+    """`on_every_rank` for what has been called already; and `require_same`, in the same exchange.
+
+    Args:
+        operation: what a `MismatchError` says was attempted.
+        alike: items that must be the same on all ranks where none has failed, with what the error says to do; as many
+            on each rank that has not failed.
+    """
+    mine = [_described(outcome.error), *([_digest(items) for items, _ in alike] if outcome.error is None else [])]
+    try:
+        everyone = _exchanged(comm, "on_every_rank", mine)
+    except MismatchError as error:  # others are elsewhere, perhaps since this rank has failed
+        raise outcome.error or error from (error if outcome.error else error.__cause__)
+    _raise_first([report for report, *_ in everyone], outcome.error)
+    for number, (items, remedy) in enumerate(alike, 1):
+        _raise_first_difference(comm, operation, items, remedy, [each[number] for each in everyone])
+    return outcome.value  # type: ignore[return-value]
+
+
+def on_rank_0(comm: Communicator, fn: Callable[[], T]) -> T:
+    """What ``fn()``, called on rank 0 alone, returned or raised (`HpcdpError`); every rank must call.
+
+    The result goes to the other ranks as JSON.
+    """
+    own = Outcome.of(fn) if comm.rank == 0 else Outcome()
+    call = f"on_rank_0 of {getattr(fn, '__qualname__', type(fn).__name__).partition('.<locals>')[0]}"
+    report, value = _exchanged(comm, call, (_described(own.error), own.value))[0]
+    _raise_first([report], own.error)
+    return value  # type: ignore[no-any-return]
+
+
+def _exchanged(comm: Communicator, call: str, value: Any) -> list[Any]:
+    """Every rank's ``value``, where all ranks make the same ``call``; else `MismatchError`, on all that are here."""
+    everyone = comm.allgather_json({"call": call, "value": value})
+    calls = [each.get("call") if isinstance(each, dict) else None for each in everyone]
+    odd = next((rank for rank, each in enumerate(calls) if each != calls[0]), None)
+    if odd is not None:
+        raise MismatchError(
+            "what ranks do together", expected=f"{calls[0] or 'another call'} as on rank 0",
+            got=f"{calls[odd] or 'another call'} on rank {odd}",
+            remedy="call what every rank must call on all ranks, in the same order",
+        )  # fmt: skip
+    return [each["value"] for each in everyone]
+
+
+def _described(error: HpcdpError | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    parts = {name: getattr(error, name) for name in _PARTS}
+    kind = next(base.__name__ for base in type(error).__mro__ if hasattr(errors, base.__name__))
+    return {"kind": kind} | {k: None if v is None else str(v) for k, v in parts.items()}
+
+
+def _raise_first(reports: list[dict[str, Any] | None], own: HpcdpError | None) -> None:
+    failed = [rank for rank, report in enumerate(reports) if report is not None]
+    if not failed:
+        return
+    report = reports[failed[0]]
+    assert report is not None
+    kind = getattr(errors, report["kind"])
+    rank = failed[0] if len(failed) < len(reports) else None
+    error = kind(**{name: report[name] for name in _PARTS}, rank=rank)
+    error.is_on_every_rank = True
+    raise error from own
+
+
+FIELDS = ("comm", "call_comm", "node_comm", "rail_comm", "node_memory", "divide")
+"""Of a `World`: what it communicates by."""
+
+
+class Refused:
+    """Raises an error for whatever is called of it, by the name of the function of hpcdp that the program has called.
+
+    Args:
+        kind: of error.
+        rank, size: what the communicator says of itself.
+        why: the parts of the error.
+    """
+
+    def __init__(self, kind: type[HpcdpError], rank: int, size: int, **why: Any) -> None:
+        self.rank, self.size = rank, size
+        self._kind, self._why = kind, why
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # copy, pickle and NumPy ask for some
+            raise AttributeError(name)
+        self._refuse()
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        self._refuse()
+
+    def __contains__(self, _: object) -> NoReturn:
+        self._refuse()
+
+    def __len__(self) -> NoReturn:
+        self._refuse()
+
+    def __getitem__(self, _: object) -> NoReturn:
+        self._refuse()
+
+    def __repr__(self) -> str:
+        return "refused"
+
+    def _refuse(self) -> NoReturn:
+        raise self._kind(called(sys._getframe(2))[1], **self._why)
+
+
+def called(frame: FrameType | None) -> tuple[str, str]:
+    """Return what a program has called: the outermost function of hpcdp below it on a stack.
+
+    Args:
+        frame: the innermost of the stack.
+
+    Returns:
+        The public name of its class, which may be empty, and its own: of what makes or calls an object the class's
+        again, of a context ``with``, of an attribute that is made on demand the attribute's.
+    """
+    package = __package__.partition(".")[0]
+    owner, name = "", "communicate"
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(f"{package}."):
+            if found := _public_name(frame, sys.modules[package].__all__):
+                owner, name = found
+        elif module != "contextlib":
+            break
+        frame = frame.f_back
+    return owner, name
+
+
+def _public_name(frame: FrameType, public: Collection[str]) -> tuple[str, str] | None:
+    code, seen = frame.f_code, frame.f_locals
+    path = code.co_qualname
+    if "<locals>" in path:  # of a decorator: what it decorates
+        path = next((seen[each].__qualname__ for each in code.co_freevars if hasattr(seen.get(each), "__code__")), "")
+        if not path or "<locals>" in path:
+            return None
+    owner, _, name = path.rpartition(".")
+    owner = owner.rpartition(".")[2]
+    if owner and code.co_argcount:
+        this = seen.get(code.co_varnames[0])
+        classes = [each.__name__ for each in (this if isinstance(this, type) else type(this)).__mro__]
+        if owner in classes:
+            owner = next((each for each in classes if each in public), classes[0])
+    if name == "__getattr__":
+        name = str(seen.get(code.co_varnames[1]))
+    elif name in ("__enter__", "__exit__"):
+        name = "with"
+    elif name.startswith("__"):
+        name = owner
+    return owner, name
+
+
+def refuse(world: World, kind: type[HpcdpError], kept: Any, **why: Any) -> None:
+    """Let all communication of ``world`` fail from now on; ``kept`` takes the place of its `World.kept`."""
+    for name in FIELDS:
+        if (before := getattr(world, name)) is not None and not isinstance(before, Refused):
+            rank, size = getattr(before, "rank", 0), getattr(before, "size", 1)
+            object.__setattr__(world, name, Refused(kind, rank, size, **why))
+    object.__setattr__(world, "kept", Refused(kind, 0, 1, **why) if kept is None else kept)
+
+
+MOST_NBYTES = 64 << 10
+"""Of the data that a message takes along with the signature of a call."""
+
+_HEADER_NBYTES = 16
+_DIFFERENT = -1
+"""In the place of a signature: some ranks have made other calls."""
+_FOLD, _RESULT = 0, 1
+"""The lanes of messages of ranks beyond a power of two, to their partner and back."""
+_TEXT_NBYTES = 1 << 10
+_MOST_SIDES = 64
+_BY_MESSAGES_FIRST = 16
+"""So many calls of a node's ranks are compared by messages: a program that makes few needs no compiled kernels."""
+_ALIKE = "call it alike, and in the same order, on all ranks"
+
+
+class Call:
+    """A collective call, as all ranks must make it.
+
+    Args:
+        operation: its name.
+        facts: one line each, all of which must be the same on all ranks.
+    """
+
+    __slots__ = ("facts", "operation", "signature")
+
+    def __init__(self, operation: str, *facts: str) -> None:
+        self.operation = operation
+        self.facts = facts or (operation,)
+        self.signature = zlib.crc32("\n".join(self.facts).encode())
+
+    def differs_from(self, everyone: Sequence[str]) -> MismatchError:
+        """Return the error for ranks that have called what ``everyone`` says, a text of each rank."""
+        items = [text.split("\n") for text in everyone]
+        odd = [rank for rank, own in enumerate(items) if own != items[0]]
+        if not odd:  # cut short, or signatures that are damaged
+            error = MismatchError(self.operation, expected="the same call on every rank", got="others", remedy=_ALIKE)
+            error.is_on_every_rank = True
+            return error
+        operation = items[0][0].partition(" ")[0]
+        alike = [rank for rank in odd if items[rank] == items[odd[0]]]
+        return first_difference(operation, items[0], items[odd[0]], alike, _ALIKE)
+
+    def __str__(self) -> str:
+        return "\n".join(self.facts)
+
+
+class InMemory:
+    """Comparison through memory that all ranks share. All ranks must make it together.
+
+    Exchanges of data between the ranks may use its counters, too: see `hpcdp.collectives.intra_node`. They are served
+    one after another, in the order in which they were begun.
+    """
+
+    def __init__(self, memory: NodeMemory) -> None:
+        sync, self.exchange = kernels.load("sync"), kernels.load("exchange")
+        self.memory = memory
+        self.counters = memory.alloc((memory.size * sync.STRIDE,), np.int32)
+        self.state = self.exchange.state_of(memory.rank, memory.patience)
+        self.arrival = _Arrival(memory, self.counters, self.state)
+        self._texts = memory.alloc((memory.size, _TEXT_NBYTES), np.uint8)
+        self._meet, self._done = self.exchange.meet, self.exchange.DONE
+        self._different = self.exchange.DIFFERENT
+        self._patient = True
+        self._tickets = self._served = 0
+
+    def agree(self, call: Call) -> None:
+        """Block until every rank has made ``call``; nothing that was begun by `steps` may be under way."""
+        self.be_patient()
+        signature, n = call.signature, self.memory.size
+        while (met := self._meet(self.counters, n, self.state, signature)) != self._done:
+            if met == self._different:
+                for stage in self.difference(call):
+                    for request in stage:
+                        request.wait()
+            self.memory.check()
+
+    def steps(self, call: Call) -> Steps:
+        """`agree` as a machine. Whatever the machine does next is done in the order of the calls."""
+        ticket = self.begin()
+        return self._steps(call, ticket)
+
+    def _steps(self, call: Call, ticket: int) -> Steps:
+        yield from self.turn(ticket, patient=False)
+        try:
+            while (met := self._meet(self.counters, self.memory.size, self.state, call.signature)) != self._done:
+                if met == self._different:
+                    yield from self.difference(call)
+                yield [self.arrival]
+        finally:
+            self.end()
+
+    def begin(self) -> int:
+        """Return the number of an exchange, whose turn comes after that of those that were begun before."""
+        self._tickets += 1
+        return self._tickets - 1
+
+    def turn(self, ticket: int, patient: bool) -> Steps:
+        """Wait for the turn of an exchange; a ``patient`` one waits in the kernels. Call `end` after it."""
+        if self._served != ticket:
+            yield [Until(lambda: self._served == ticket)]
+        self.be_patient(patient)
+
+    def end(self) -> None:
+        """Let the next exchange have its turn."""
+        self._served += 1
+
+    def be_patient(self, patient: bool = True) -> None:
+        """Choose whether kernels wait for the other ranks, or return at once where some are not there."""
+        if patient != self._patient:
+            self._patient = patient
+            self.state[[self.exchange.SPINS, self.exchange.SLEEP_NS]] = self.memory.patience if patient else 0
+
+    def difference(self, call: Call) -> Steps:
+        """Raise the error for ranks that have made different calls; all ranks come here.
+
+        Raises:
+            MismatchError: always; the same on every rank.
+        """
+        text, mine = str(call).encode()[:_TEXT_NBYTES], self._texts[self.memory.rank]
+        mine[:] = 0
+        mine[: len(text)] = np.frombuffer(text, np.uint8)
+        # The texts stay until all have arrived at another exchange, so every rank has read them.
+        while self._meet(self.counters, self.memory.size, self.state, 0) != self._done:
+            yield [self.arrival]
+        raise call.differs_from([row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in self._texts])
+
+
+class _Arrival:
+    """The arrival of every rank at the exchange in which this one is: a request."""
+
+    def __init__(self, memory: NodeMemory, counters: np.ndarray, state: np.ndarray) -> None:
+        self._memory, self._counters, self._state = memory, counters, state
+        self._wait_all = kernels.load("sync").wait_all
+        self._sequence = kernels.load("exchange").SEQUENCE
+
+    def _arrived(self, spins: int, sleep_ns: int) -> bool:
+        number = np.int64(self._state[self._sequence]).astype(np.int32)
+        return bool(self._wait_all(self._counters, self._memory.size, number, spins, sleep_ns))
+
+    def test(self) -> bool:
+        self._memory.check()
+        return self._arrived(0, 0)
+
+    def wait(self) -> None:
+        while not self._arrived(*self._memory.patience):
+            self._memory.check()
+
+
+class _Side:
+    """A message: the signature of a call, and behind it the data that it takes along."""
+
+    __slots__ = ("body", "header", "sent", "whole")
+
+    def __init__(self, whole: np.ndarray, data: np.ndarray | None) -> None:
+        nbytes = _HEADER_NBYTES + (0 if data is None else data.nbytes)
+        self.whole, self.sent = whole, whole[:nbytes]
+        self.header = whole[:8].data.cast("q")
+        self.body: Any = None if data is None else whole[_HEADER_NBYTES:nbytes].view(data.dtype)
+
+
+class _Blocks:
+    """Memory of a message to a partner and of one from it, as calls take it whose data are alike."""
+
+    def __init__(self) -> None:
+        # A partner that calls something else may send as much as there can be.
+        self._blocks = np.empty((2, _HEADER_NBYTES + MOST_NBYTES), np.uint8)
+        self._sides: dict[object, tuple[_Side, _Side]] = {}
+
+    def sides_of(self, data: np.ndarray | None) -> tuple[_Side, _Side]:
+        """Return this rank's message and the partner's, for ``data`` of this size and dtype."""
+        kind = None if data is None else (data.size, data.dtype)
+        sides = self._sides.get(kind)
+        if sides is None:
+            if len(self._sides) >= _MOST_SIDES:
+                self._sides.clear()
+            sides = self._sides[kind] = _Side(self._blocks[0], data), _Side(self._blocks[1], data)
+        return sides
+
+
+class ByMessages:
+    """Comparison by messages between pairs of ranks, at distances 1, 2, 4 and so on.
+
+    Ranks beyond the largest power of two send to a partner first, and get the result from it at last.
+
+    Args:
+        comm: all ranks; nothing else may use it.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._rounds = _rounds(comm.rank, comm.size)
+        all_pairs = all(sends and receives for _, _, sends, receives in self._rounds)
+        self._pairs = [(lane, peer) for lane, peer, _, _ in self._rounds] if all_pairs else []
+        self._number = 0
+        self._tickets = self._served = 0
+        self._blocks = _Blocks()
+
+    def agree(self, call: Call, total: np.ndarray | None = None, op: Reduction | None = None) -> None:
+        """Block until every rank has made ``call``, and reduce ``total`` meanwhile.
+
+        Args:
+            call: this rank's.
+            total: shape ``(count,)``; reduced in place over all ranks, without the division of a mean.
+            op: the reduction.
+
+        Raises:
+            MismatchError: on every rank alike; ``total`` is undefined then.
+        """
+        tag = self._next_tag()
+        if not self._pairs or (total is not None and total.nbytes > MOST_NBYTES):
+            for stage in self._exchange(call, tag, self._blocks, total, op):
+                for request in stage:
+                    request.wait()
+            return
+        mine, theirs = self._blocks.sides_of(total)
+        signature, swap = call.signature, self._comm.swap
+        mine.header[0] = signature
+        for lane, peer in self._pairs:
+            if total is not None:
+                mine.body[...] = total
+            swap(mine.sent, theirs.whole, peer, tag + lane)
+            if theirs.header[0] != signature:
+                mine.header[0] = _DIFFERENT
+            elif total is not None:
+                self._reduce(total, theirs.body, peer, op)
+        if mine.header[0] != signature:
+            self._raise_difference(call)
+
+    def steps(self, call: Call, total: np.ndarray | None = None, op: Reduction | None = None) -> Steps:
+        """`agree` as a machine. Whatever the machine does next is done in the order of the calls."""
+        exchange = self._exchange(call, self._next_tag(), _Blocks(), total, op)
+        self._tickets += 1
+        return self._in_order(exchange, self._tickets - 1)
+
+    def _in_order(self, exchange: Steps, ticket: int) -> Steps:
+        try:
+            yield from exchange
+        finally:  # the others of a failed one fail as well
+            if self._served != ticket:
+                yield [Until(lambda: self._served == ticket)]
+            self._served += 1
+
+    def _next_tag(self) -> int:
+        self._number = (self._number + 1) % (1 << OPERATION_BITS)
+        return make_tag(0, self._number)
+
+    def _exchange(self, call: Call, tag: int, blocks: _Blocks, total: np.ndarray | None, op: Reduction | None) -> Steps:
+        """Send and receive as `_rounds` says; long data in pieces, one after another."""
+        if total is None:
+            yield from self._compared(call, tag, blocks.sides_of(None))
+            return
+        for piece in split(total, max(1, -(-total.nbytes // MOST_NBYTES))):
+            yield from self._compared(call, tag, blocks.sides_of(piece), piece, op)
+
+    def _compared(
+        self,
+        call: Call,
+        tag: int,
+        sides: tuple[_Side, _Side],
+        total: np.ndarray | None = None,
+        op: Reduction | None = None,
+    ) -> Steps:
+        mine, theirs = sides
+        signature, comm = call.signature, self._comm
+        mine.header[0] = signature
+        for lane, peer, sends, receives in self._rounds:
+            if total is not None and sends:
+                mine.body[...] = total
+            requests = [comm.irecv_up_to(theirs.whole, peer, tag + lane)] if receives else []
+            yield [*requests, *([comm.isend_whole(mine.sent, peer, tag + lane)] if sends else [])]
+            if not receives:
+                continue
+            if theirs.header[0] != signature:
+                mine.header[0] = _DIFFERENT
+            elif total is not None and lane == _RESULT:
+                total[...] = theirs.body
+            elif total is not None:
+                self._reduce(total, theirs.body, peer, op)
+        if mine.header[0] != signature:
+            self._raise_difference(call)
+
+    def _reduce(self, total: np.ndarray, other: np.ndarray, peer: int, op: Any) -> None:
+        """Reduce ``other`` of rank ``peer`` into ``total``: the lower rank's stands first: the same bits on both."""
+        # Nothing is written to what was sent: the other core has just read it, and each of its lines would be fetched.
+        if peer > self._comm.rank:
+            op.into(total, other)
+        else:
+            op.into(other, total)
+            total[...] = other
+
+    def _raise_difference(self, call: Call) -> None:
+        """Raise the error for ranks that have made different calls; all ranks come here, and block."""
+        signatures = self._comm.allgather_json(call.signature)
+        odd = next((rank for rank, other in enumerate(signatures) if other != signatures[0]), 0)
+        texts = self._comm.allgather_json(str(call) if self._comm.rank in (0, odd) else None)
+        known = {signatures[0]: texts[0], signatures[odd]: texts[odd]}
+        raise call.differs_from([known.get(each, "") for each in signatures])
+
+
+def _rounds(rank: int, n: int) -> list[tuple[int, int, bool, bool]]:
+    """Return the messages of ``rank`` one after another: lane, partner, whether it sends and whether it receives."""
+    p = 1 << n.bit_length() - 1
+    if rank >= p:
+        return [(_FOLD, rank - p, True, False), (_RESULT, rank - p, False, True)]
+    rounds = [(_RESULT + 1 + bit, rank ^ 1 << bit, True, True) for bit in range(p.bit_length() - 1)]
+    if rank + p < n:
+        return [(_FOLD, rank + p, False, True), *rounds, (_RESULT, rank + p, True, False)]
+    return rounds
+
+
+class Calls:
+    """The collective calls of a world's ranks, which must all be alike. See `of`."""
+
+    def __init__(self, world: World) -> None:
+        self.messages = ByMessages(world.call_comm)
+        self.memory: InMemory | None = None
+        """None where ranks do not share memory, or have not made many calls yet."""
+        self.number = 0
+        """The number of the latest call: the same on all ranks, also after calls that differed. Whoever compares a call
+        otherwise than by `agree` and `steps` counts it."""
+        self._alone = world.size == 1
+        self._node = world.node_memory if world.node_memory.size == world.size else None
+        self._by_messages = 0
+
+    @classmethod
+    def of(cls, world: World) -> Calls:
+        """Return those of ``world``."""
+        return world.kept.get(cls) or world.keep(cls, lambda: cls(world))
+
+    def agree(self, call: Call) -> None:
+        """Block until every rank of the world has made ``call``, which no rank has done before it ends.
+
+        What was started before must have ended (`World.settle`).
+
+        Raises:
+            MismatchError: some rank has made another one; the same error on every rank.
+        """
+        self.number += 1
+        if self.memory is not None:
+            self.memory.agree(call)
+        elif not self._alone:
+            self.messages.agree(call)
+            self._by_messages += 1
+            if self._node is not None and self._by_messages >= _BY_MESSAGES_FIRST:
+                self.share_memory(self._node)
+
+    def share_memory(self, memory: NodeMemory) -> InMemory:
+        """Return what compares calls in ``memory`` of all ranks from now on; all ranks call it together."""
+        if self.memory is None:
+            self.memory = InMemory(memory)
+        return self.memory
+
+    def steps(self, call: Call) -> Steps:
+        """`agree` as a machine. Whatever the machine does next is done in the order of the calls."""
+        self.number += 1
+        return (self.messages if self.memory is None else self.memory).steps(call)
+
+
+_NAMELESS = "as in a step of fit or a report"
+_exchanges: dict[str, Call] = {}
+
+
+def compare_exchanges(world: World) -> None:
+    """Compare what all ranks of ``world`` tell each other by ``allgather_json`` with collective calls of others."""
+    exchange, ours = exchange_of(world.comm), weakref.ref(world)
+
+    def compared(value: Any) -> list[Any]:
+        if (alive := ours()) is not None:
+            alive.settle()
+            name = str(value.get("call", _NAMELESS)) if type(value) is dict else _NAMELESS
+            call = _exchanges.get(name)
+            if call is None:
+                call = _exchanges[name] = Call("exchange", f"exchange of all ranks ({name})")
+            Calls.of(alive).agree(call)
+        return exchange(value)
+
+    world.comm.allgather_json = compared  # type: ignore[method-assign]

@@ -1,0 +1,17 @@
+"""From a model's gradients to its update, on all ranks.
+
+- `buckets`: the layout of parameters in flat buckets, and their memory.
+- `reducer`: owns buckets, gradient hooks and the state of a step.
+- `inter_node`: the sum along the rails, by messages. `gpu`: buckets on GPUs.
+- `deterministic`: sums in an order that does not depend on the number of ranks.
+- `overlap`: reductions during backward, updates during the next forward.
+- `sharded_update`: every rank updates all parameters, or the owner of a shard its part.
+- `trainer`, `bucket_trainer`: the trainer; `trainer_state`: its state; `policy`: non-finite and missing gradients.
+- `parameter_edits`: changes of parameters by hand. `profiling`: times of a step.
+"""
+
+from .buckets import Layout, Slot
+from .reducer import Reducer
+from .sharded_update import Replicated, ShardedUpdate, UpdateStrategy
+
+__all__ = ["Layout", "Reducer", "Replicated", "ShardedUpdate", "Slot", "UpdateStrategy"]

@@ -1,0 +1,7 @@
+"""Networks that are traced once and replayed from a plan."""
+
+from . import guards
+from .cache import Hybrid
+from .graph import Graph
+
+__all__ = ["Graph", "Hybrid", "guards"]

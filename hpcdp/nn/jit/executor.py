@@ -1,0 +1,419 @@
+"""The plan of a traced network: its memory, laid out in advance, and its replay.
+
+Memory of a plan's results, given out again as soon as the last reader of a result is done.
+
+A plan: a graph's calls on memory that is given out once, to be made again and again.
+
+Forward is a list of functions with their arguments; backward is the tape's own, whose nodes are put on it anew by every
+recorded replay, with the pullbacks of the first: hooks come where they do without a plan, and so do gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...autograd import Tensor
+from ...autograd.dispatch import OPERATORS, Again, Call, Operator, calls_of, captured, modes
+from ...autograd.tape import Node, Pullback
+from ...autograd.tensor import value_of
+from ...core.arrays import Array
+from ...errors import UnsupportedError
+from ...kernels.buffers import empty
+from .fusion import Link, Moving, chained, direct, join, link, nowhere, reads_of
+from .graph import Graph, Held, Input, Result, Source
+from .guards import HeldArrays, state, wait_for_update
+
+_ALIGNMENT = 64
+_WASTE = 4
+"""A free block that is more times larger than what is asked for is left to larger results."""
+
+
+class _Block:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+        self._offset = -self._memory.ctypes.data % _ALIGNMENT
+
+    def as_array(self, like: np.ndarray) -> np.ndarray:
+        if like.flags.f_contiguous and not like.flags.c_contiguous:
+            return np.ndarray(like.shape, like.dtype, self._memory, self._offset, order="F")
+        return np.ndarray(like.shape, like.dtype, self._memory, self._offset)
+
+
+class Arena:
+    """Blocks of one plan."""
+
+    def __init__(self) -> None:
+        self._free: list[_Block] = []
+        self._of: dict[int, _Block] = {}
+        self.nbytes = 0
+        """Bytes of all blocks."""
+
+    def take(self, number: int, like: np.ndarray) -> np.ndarray:
+        """Uninitialised memory for the result of a node, of the shape, dtype and order of ``like``."""
+        fitting = [each for each in self._free if like.nbytes <= each.nbytes <= _WASTE * max(like.nbytes, _ALIGNMENT)]
+        if fitting:
+            block = min(reversed(fitting), key=lambda each: each.nbytes)  # the last to be free may be in the cache
+            self._free.remove(block)
+        else:
+            block = _Block(like.nbytes)
+            self.nbytes += block.nbytes
+        self._of[number] = block
+        return block.as_array(like)
+
+    def release(self, last: Sequence[int], number: int) -> None:
+        """Take back the memory of results whose ``last`` reader, by the number of the node, is up to ``number``."""
+        for node in [node for node in self._of if last[node] <= number]:
+            self._free.append(self._of.pop(node))
+
+
+_MOVES_FROM = 64 * 1024
+"""Bytes of inputs and outputs from which on to say where they are takes less time than to copy them."""
+
+
+class SplicedNode(Node):
+    """A node of a replay. While its token lives, backward may still want what the plan has computed."""
+
+    __slots__ = ("token",)
+
+    def __init__(self, value: Array, inputs: tuple[Any, ...], pullback: Pullback, token: object) -> None:
+        super().__init__(value, inputs, pullback)
+        self.token: object = token
+
+    def free(self) -> None:
+        super().free()
+        self.token = None
+
+
+class _Step:
+    """What a plan knows of one node."""
+
+    __slots__ = ("calls", "kept", "params", "pullback", "sources", "value")
+
+    def __init__(self) -> None:
+        self.value: Array = None
+        """`nowhere` where it is never written to memory; see `chains`."""
+        self.calls: list[Call] = []
+        self.kept: list[Array] = []
+        """Arrays that calls know by their addresses."""
+        self.params: list[Any] = []
+        """The parameters that it reads."""
+        self.sources: tuple[Source, ...] = ()
+        self.pullback: Pullback | None = None
+
+
+class Shortcut:
+    """A replay of one input and one output without a tape: at batch 1, choosing a plan takes as long as a layer.
+
+    Args:
+        seen: the state of all parameters at which it may be taken.
+    """
+
+    def __init__(self, place: Array, calls: list[Call], output: Array, seen: object) -> None:
+        self._place, self._calls, self._output = place, calls, output
+        self._shape, self._dtype = place.shape, place.dtype
+        self._seen, self._modules, self._signature = seen, state.modules, modes.signature
+
+    def replay(self, x: Any) -> Tensor | None:
+        """What the network returns for ``x``; None where it, or this thread's modes, are not what the plan is for."""
+        if type(x) is Tensor:
+            x = x.data
+        if (
+            type(x) is np.ndarray
+            and x.shape == self._shape
+            and x.dtype is self._dtype
+            and x.flags.c_contiguous
+            and self._seen is state.parameters
+            and self._modules is state.modules
+            and self._signature == modes.signature
+        ):
+            self._place[...] = x
+            for function, args in self._calls:
+                function(*args)
+            return Tensor(copied(self._output))
+        return None
+
+
+class _ShortcutWithLists(Shortcut):
+    """Looks at the program's lists, too, which a plan without them need not do at each call."""
+
+    def __init__(self, graph: Graph, *of_plan: Any) -> None:
+        super().__init__(*of_plan)
+        self._graph = graph
+
+    def replay(self, x: Any) -> Tensor | None:
+        return super().replay(x) if self._graph.has_its_lists() else None
+
+
+class Plan:
+    """Computes ``graph`` for inputs of its shapes; making it computes it a first time, for ``given``.
+
+    Args:
+        keeps: whether backward may follow: then nothing that it needs is overwritten, else memory is used again as soon
+            as nobody reads it.
+    """
+
+    def __init__(self, graph: Graph, given: Sequence[Tensor], keeps: bool) -> None:
+        self.graph = graph
+        self._keeps = keeps
+        self._token = object()
+        self._places: list[Any] = [np.empty_like(each.data) for each in given]
+        """Where inputs are copied to; of large ones that need no copy, where they are."""
+        self._moving_outputs: dict[Result, Moving] = {}
+        self._arena = None if keeps else Arena()
+        self._steps: list[_Step] = []
+        for place, each in zip(self._places, given, strict=True):
+            place[...] = each.data
+        self._build()
+        for step in self._steps:
+            step.calls = [direct(call) for call in step.calls]
+        self._calls = [call for step in self._steps for call in step.calls]
+        self._held = HeldArrays(graph)
+        self._outputs = {each: self._values[each] for each in graph.outputs if isinstance(each, Result)}
+        for result, moving in self._moving_outputs.items():
+            moving.array = copied(moving.array)
+            self._steps[result.node].value = self._outputs[result] = self._values[result] = nowhere(moving.array)
+
+    def _build(self) -> None:
+        """Call every operator once, in this plan's memory."""
+        last, uses = self.graph.last_uses(), self.graph.num_uses()
+        links: list[Link | None] = []
+        self._values: dict[Source, Array] = {}
+        tensors: dict[Source, Any] = {Input(i): Tensor(place) for i, place in enumerate(self._places)}
+        roots = list(range(len(self.graph.nodes)))
+        """For each node the one whose memory its result lies in."""
+        origin: dict[int, Source] = {id(each): source for source, each in tensors.items()}
+        alive: list[Any] = []  # an id is that of one object only as long as it lives
+        for number, node in enumerate(self.graph.nodes):
+            step = _Step()
+            operands = [self.graph.operand(each, tensors) for each in node.inputs]
+            alive += operands
+            for source, operand in zip(node.inputs, operands, strict=True):
+                if isinstance(operand, Tensor):
+                    origin[id(operand)] = source
+            found, told = _called(OPERATORS[node.operator], operands, node.attributes)
+            value = np.asarray(found[0].data)
+            if not any(each is found[0] for each in operands) and any(value is value_of(each) for each in operands):
+                value = value.view()  # chains know operands by their arrays: of a detached one nobody is to learn more
+            viewed = [each for each in operands if _shares(value, each)]
+            if told is not None:
+                inputs, pullback, again = told
+                step.sources = tuple(origin.get(id(each)) for each in inputs)
+                step.pullback = pullback if self._keeps and node.is_recorded else None
+                if not viewed:
+                    if self._arena is not None and _is_elementwise(again):  # it may write over what it reads
+                        self._arena.release(last, number)
+                    value = self._place(value)
+                    step.calls = list(_calls(again, value, node.operator))
+            found[0].data = step.value = value
+            links.append(link(step, node.operator, uses[number], operands, self._keeps, self.graph.held))
+            for each in node.results():
+                if viewed and any(tensors[each] is one for one in viewed):
+                    roots[number] = roots[each.node]
+                    last[roots[number]] = max(last[roots[number]], last[number])
+            step.params = [x for x in operands if hasattr(x, "held")]
+            for i, tensor in enumerate(found):
+                tensors[Result(number, i)], self._values[Result(number, i)] = tensor, tensor.data
+            self._steps.append(step)
+            if self._arena is not None:
+                self._arena.release(last, number)
+        self._join(links)
+
+    def _join(self, links: list[Link | None]) -> None:
+        """Make chains of those that follow each other."""
+        numbers = {id(each): number for number, each in enumerate(links)}
+        chains = chained(self._steps, links)
+        moving = self._moving_in(chains)
+        for chain in chains:
+            first, last = (numbers[id(chain[i])] for i in (0, -1))
+            join(chain, self._keeps, moving)
+            self._steps[first].params = [each for step in self._steps[first : last + 1] for each in step.params]
+        for number, each in enumerate(self._steps):
+            if each.value is not self._values.get(Result(number), each.value):
+                del self._values[Result(number)]
+
+    def _moving_in(self, chains: list[list[Link]]) -> dict[int, Moving]:
+        """The large inputs that ``chains`` alone read, which need not be copied, and outputs that they alone compute,
+        which can be written where they are returned; by the ids of their arrays."""
+        found: dict[int, Moving] = {}
+        sources = [*(each for node in self.graph.nodes for each in node.inputs), *self.graph.outputs]
+        read = Counter(each for each in sources if isinstance(each, (Input, Result)))
+        for number, place in enumerate(self._places):
+            reads = sum(reads_of(chain, place) for chain in chains)
+            if place.nbytes >= _MOVES_FROM and 0 < reads == read[Input(number)]:
+                found[id(place)] = self._places[number] = Moving(place)
+        for result in {each for each in self.graph.outputs if isinstance(each, Result)}:
+            value = self._values[result]
+            computed = [(chain, one) for chain in chains for one in chain if one.value is value]
+            if not computed or value.nbytes < _MOVES_FROM or self.graph.outputs.count(result) != 1:
+                continue
+            chain, own = computed[0]
+            if self._keeps and own.relu:
+                continue  # the pullback of a product with a ReLU reads it where it was
+            if read[result] == reads_of(chain, value) + 1:
+                found[id(value)] = self._moving_outputs[result] = Moving(value)
+        return found
+
+    def _place(self, value: Array) -> Array:
+        """Where a node's result lies from now on, with the values of ``value``."""
+        if self._arena is None:
+            return value
+        place = self._arena.take(len(self._steps), value)
+        place[...] = value
+        return place
+
+    @property
+    def _moves(self) -> bool:
+        return bool(self._moving_outputs) or any(isinstance(each, Moving) for each in self._places)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of results, and of inputs' copies, that the plan holds."""
+        places = sum(each.nbytes for each in self._places if not isinstance(each, Moving))
+        if self._arena is not None:
+            return places + self._arena.nbytes
+        own = {id(each.base if each.base is not None else each): each for each in self._values.values()}
+        return places + sum(each.nbytes for each in own.values())
+
+    def is_busy(self) -> bool:
+        """Whether a tape still wants what the last replay has computed."""
+        return sys.getrefcount(self._token) > 2
+
+    def fits(self) -> bool:
+        """Whether the network's tensors still have the arrays that the plan reads, and lists the numbers."""
+        return self._held.still_hold()
+
+    def first(self, given: Sequence[Tensor]) -> Any:
+        """What the network returns for ``given``, for which the plan was made."""
+        return self._returned(given)
+
+    def replay(self, given: Sequence[Tensor]) -> Any:
+        """What the network returns for ``given``, of the shapes and dtypes of the plan's, which must fit."""
+        self._compute(given)
+        return self._returned(given)
+
+    def _compute(self, given: Sequence[Tensor]) -> None:
+        for place, each in zip(self._places, given, strict=True):
+            if isinstance(place, Moving):
+                place.array = _as_kernels_take_it(each.data)
+            else:
+                place[...] = each.data
+        for moving in self._moving_outputs.values():
+            moving.array = empty(moving.array.shape, moving.array.dtype)
+        if self._held.are_settled:
+            for function, args in self._calls:
+                function(*args)
+        else:
+            self._run_behind_updates()
+        if not self._keeps:
+            for place in self._places:
+                if isinstance(place, Moving):
+                    place.array = None  # it may be large, and nobody needs it any more
+
+    def shortcut(self) -> Shortcut | None:
+        """The shorter way to the same replay, where there is one now."""
+        simple = not self._keeps and len(self._outputs) == 1 and self.graph.form == "one"
+        if not simple or len(self._places) != 1 or self._moves:
+            return None
+        if not (self._held.are_parameters_only and self._held.are_settled):
+            return None
+        place, output = self._places[0], next(iter(self._outputs.values()))
+        if not (place.flags.c_contiguous and output.flags.c_contiguous):
+            return None
+        of_plan = place, self._calls, output, self._held.seen
+        return _ShortcutWithLists(self.graph, *of_plan) if self.graph.lists else Shortcut(*of_plan)
+
+    def _run_behind_updates(self) -> None:
+        """Wait before each step for the updates of the parameters that it reads, as operators do."""
+        for step in self._steps:
+            for param in step.params:
+                wait_for_update(param)
+            for function, args in step.calls:
+                function(*args)
+
+    def _returned(self, given: Sequence[Tensor]) -> Any:
+        """The outputs of the last run, which nobody overwrites, on the tape if this thread records."""
+        return self._copies(given, self._spliced(given) if self._keeps else None)
+
+    def _copies(self, given: Sequence[Tensor], nodes: list[Node | None] | None) -> Any:
+        """The outputs of the last run, on the tape if there are ``nodes`` of it."""
+        found: dict[Source, Any] = {}
+        for each, value in self._outputs.items():
+            moving = self._moving_outputs.get(each)
+            found[each] = result = Tensor(copied(value) if moving is None else moving.array)
+            if nodes is not None and each.output == 0:
+                result.node = nodes[each.node]
+        return self.graph.returned_with(found, given)
+
+    def _spliced(self, given: Sequence[Tensor]) -> list[Node | None]:
+        """The nodes of this replay, on the tape."""
+        nodes: list[Node | None] = []
+        for step in self._steps:
+            node = None
+            if step.pullback is not None:
+                sources = tuple(self._on_tape(each, nodes, given) for each in step.sources)
+                if any(source is not None for source in sources):
+                    node = SplicedNode(step.value, sources, step.pullback, self._token)
+            nodes.append(node)
+        return nodes
+
+    def _on_tape(self, source: Source, nodes: list[Node | None], given: Sequence[Tensor]) -> Any:
+        if isinstance(source, Result):
+            return nodes[source.node] if source.output == 0 else None
+        if isinstance(source, Input):
+            tensor: Any = given[source.number]
+        elif isinstance(source, Held) and not source.is_detached:
+            tensor = self.graph.held[source.number]
+        else:
+            return None
+        return source_of(tensor) if isinstance(tensor, Tensor) else None
+
+
+def source_of(tensor: Tensor) -> Any:
+    """Where a node of the tape has ``tensor`` from: the node that made it, the leaf that it is, or None."""
+    return tensor.node if tensor.node is not None else tensor if tensor.grad_req != "null" else None
+
+
+def _called(called: Operator, operands: list[Any], attributes: dict[str, Any]) -> tuple[list[Tensor], Any]:
+    """What an operator gives, as tensors, and what it told `on_tape`: its inputs, pullback and how to compute again."""
+    with captured() as told:
+        if called.takes_many:
+            found = called.function(*operands, **attributes)
+        else:
+            found = called.function(**dict(zip(called.inputs, operands, strict=True)), **attributes)
+    listed = list(found) if isinstance(found, tuple) else [found]
+    return [each if isinstance(each, Tensor) else Tensor(each) for each in listed], told[0] if told else None
+
+
+def _calls(again: Again | None, value: Array, name: str) -> Sequence[Call]:
+    if again is None:
+        raise UnsupportedError("plan", where=name, expected="an operator that says how it is computed again")
+    return calls_of(again, value)
+
+
+def _is_elementwise(again: Again | None) -> bool:
+    return isinstance(again, tuple) and getattr(np, again[0]).signature is None  # matmul has one
+
+
+def copied(value: Array, xp: Any = np) -> Array:
+    """In memory that may have been used before: to get new memory for a large array takes longer than to copy it; of
+    CuPy's, whose ``copy`` takes twice as long, ``xp`` is the namespace."""
+    if not value.flags.c_contiguous:
+        return value.copy("K")
+    copy = empty(value.shape, value.dtype, xp)
+    copy[...] = value
+    return copy
+
+
+def _as_kernels_take_it(x: Array) -> Array:
+    """``x`` itself, or a copy: they know an array by its address alone."""
+    return x if x.flags.c_contiguous and x.flags.aligned else x.copy("C")
+
+
+def _shares(value: Array, operand: Any) -> bool:
+    return isinstance(operand, Tensor) and np.may_share_memory(value, operand.data)

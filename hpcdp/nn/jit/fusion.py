@@ -1,0 +1,666 @@
+"""Fusion of elementwise operators into one compiled loop.
+
+What elementwise operators compute, forward and backward, as arithmetic on terms.
+
+It is the arithmetic of `autograd.operators` and of the layers' own, operation by operation, so that a chain that is
+made of these terms has the same bits; the tests compare every one of them.
+
+Terms made into calls that compute them: of the kernel for chains, and of NumPy, block by block.
+
+Chains: elementwise operators that follow each other in a plan, made in one pass over memory, forward and backward.
+
+A chain's forward is one `Program`, in which what the chain alone reads is never written to memory. With a tape, it is
+cut into parts with one result each; a part is one node of the tape, and its backward one program.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ... import kernels
+from ...autograd.dispatch import Call
+from ...autograd.tape import Gradient
+from ...autograd.tensor import value_of
+from ...core.arrays import Array
+from ...kernels.buffers import empty
+from ...kernels.reference.chain import OPERATIONS
+from .graph import Held, Literal, Source
+
+Number = int | float
+_numbers = itertools.count()
+
+
+class Moving:
+    """Where an input, or a result, lies in this call; in the next one it may be elsewhere."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+
+class Term:
+    """An operand of a chain, or the result of an operation on terms.
+
+    Args:
+        operation: one of `kernels.reference.chain.OPERATIONS` or of `BY_NUMPY`; "" where it is an operand.
+        value: an operand's array, `Moving` or number; None where it is told later.
+    """
+
+    __slots__ = ("number", "operands", "operation", "value")
+
+    def __init__(self, operation: str = "", operands: tuple[Term, ...] = (), value: Any = None) -> None:
+        self.operation, self.operands, self.value = operation, operands, value
+        self.number = next(_numbers)
+
+    def __add__(self, other: Term | Number) -> Term:
+        return _made("add", self, other)
+
+    def __sub__(self, other: Term | Number) -> Term:
+        return _made("subtract", self, other)
+
+    def __rsub__(self, other: Number) -> Term:
+        return _made("subtract", other, self)
+
+    def __mul__(self, other: Term | Number) -> Term:
+        return _made("multiply", self, other)
+
+    def __rmul__(self, other: Number) -> Term:
+        return _made("multiply", other, self)
+
+    def __truediv__(self, other: Term | Number) -> Term:
+        return _made("divide", self, other)
+
+    def __rtruediv__(self, other: Number) -> Term:
+        return _made("divide", other, self)
+
+    def __neg__(self) -> Term:
+        return _made("negative", self)
+
+
+def quiet_exp(x: Array, out: Array | None = None) -> Array:
+    """`numpy.exp` without a warning that it is too large, where an infinity is as good."""
+    with np.errstate(over="ignore"):
+        return np.exp(x, out=out)
+
+
+BY_NUMPY: dict[str, Callable[..., Any]] = {"tanh": np.tanh, "exp": np.exp, "quiet_exp": quiet_exp, "log": np.log}
+"""Operations whose results are NumPy's own choice of roundings: it computes them, block by block."""
+
+
+def _made(operation: str, *operands: Term | Number) -> Term:
+    return Term(operation, tuple(each if isinstance(each, Term) else Term(value=each) for each in operands))
+
+
+def _operation(name: str) -> Callable[..., Term]:
+    return lambda *operands: _made(name, *operands)
+
+
+_where_positive, _greater, _equal = _operation("where_positive"), _operation("greater"), _operation("equal")
+_maximum, _sign, _formulas_gelu_gradient, _quiet_exp = map(
+    _operation, ("maximum", "sign", "gelu_gradient", "quiet_exp")
+)
+
+
+def _of_extreme(loses: Callable[[Term, Term], Term]) -> tuple[Callable[..., Term], Callable[..., Term]]:
+    def gradient(g: Term, a: Term, b: Term) -> Term:
+        share = 1 - loses(a, b) - 0.5 * _equal(a, b)
+        return _where_positive(share, g * share)
+
+    return lambda g, y, a, b: gradient(g, a, b), lambda g, y, a, b: gradient(g, b, a)
+
+
+FORWARD: dict[str, Callable[..., Term]] = {
+    **{name: _operation(name) for name in ("add", "subtract", "multiply", "divide", "maximum", "minimum")},
+    **{name: _operation(name) for name in ("negative", "abs", "sqrt", "exp", "log", "tanh", "gelu")},
+    "sigmoid": lambda x: 1 / (_quiet_exp(-x) + 1),
+    "relu": lambda x: _maximum(x, 0),
+}
+"""For each operator its result, of its operands."""
+
+BACKWARD: dict[str, tuple[Callable[..., Term], ...]] = {
+    "add": (lambda g, y, a, b: g, lambda g, y, a, b: g),
+    "subtract": (lambda g, y, a, b: g, lambda g, y, a, b: -g),
+    "multiply": (lambda g, y, a, b: g * b, lambda g, y, a, b: g * a),
+    "divide": (lambda g, y, a, b: g / b, lambda g, y, a, b: -g * y / b),
+    "maximum": _of_extreme(lambda a, b: _greater(b, a)),
+    "minimum": _of_extreme(_greater),
+    "negative": (lambda g, y, x: -g,),
+    "abs": (lambda g, y, x: g * _sign(x),),
+    "sqrt": (lambda g, y, x: g / (2 * y),),
+    "exp": (lambda g, y, x: g * y,),
+    "log": (lambda g, y, x: g / x,),
+    "tanh": (lambda g, y, x: (1 - y * y) * g,),
+    "gelu": (lambda g, y, x: _formulas_gelu_gradient(g, x),),
+    "sigmoid": (lambda g, y, x: (1 - y) * y * g,),
+    "relu": (lambda g, y, x: _where_positive(y, g),),
+}
+"""For each operator the gradients of its operands, of that of its result, its result, and its operands."""
+
+
+def in_order(results: Iterable[Term]) -> list[Term]:
+    """The operations that ``results`` need, each once, in the order in which they were written down."""
+    found: dict[int, Term] = {}
+    waiting = list(results)
+    while waiting:
+        term = waiting.pop()
+        if term.operation and term.number not in found:
+            found[term.number] = term
+            waiting += term.operands
+    return [found[number] for number in sorted(found)]
+
+
+_PIECE = 32768
+"""Elements that NumPy is given at a time, where it takes part: they stay in the second-level cache, and a call of NumPy
+takes less time than they do."""
+_MOST_PIECES = 1024
+_NUMBERS = {name: number for number, name in enumerate(OPERATIONS)}
+
+
+Operation = tuple[str, int, int, int]
+"""Its name, the places of its operands, and that of its result."""
+
+
+class _Operand(NamedTuple):
+    array: Array
+    """Flat; None where it is told later."""
+    moves: bool = False
+    """Whether its elements are those of the block."""
+    is_row: bool = False
+    """Whether they begin again after each period."""
+    is_whole: bool = False
+    """Whether it has all elements, and not only those of a piece."""
+
+
+class Program:
+    """Computes terms for all elements of a chain.
+
+    Args:
+        results: terms, and the C-contiguous array for each, or a `Moving`; None: told in each run. An array may lie
+            where an operand does that no later term reads.
+        size: elements of each result. Operands have as many, or fewer, all of one number, that are repeated, or one.
+        dtype: of all arrays.
+    """
+
+    def __init__(self, results: Sequence[tuple[Term, Array | Moving | None]], size: int, dtype: np.dtype) -> None:
+        self._size, self._dtype = size, dtype
+        self._kernel = kernels.load("chain")
+        self._terms = in_order(term for term, _ in results)
+        self._is_mixed = any(term.operation in BY_NUMPY for term in self._terms)
+        self._operands: list[_Operand] = []
+        self._repeated: list[Array] = []
+        self._fillings: list[tuple[int, int, int, int]] = []
+        self._numbers: dict[Any, int] = {}
+        self._moving: list[tuple[int, Moving]] = []
+        self._places: dict[int, int] = {}
+        """Of terms, by number, among the operands."""
+        leaves = [each for term in self._terms for each in term.operands if not each.operation]
+        repeated = {each.value.size for each in leaves if isinstance(each.value, np.ndarray)} - {1, size}
+        (self._row,) = repeated or {0}
+        block = self._kernel.BLOCK
+        self._is_short = self._row <= block // 2
+        self._period = size if not self._row else block // self._row * self._row if self._is_short else self._row
+        self._piece = _piece(size, max(1, self._row))
+        self._told = [self._add(_Operand(None, moves=True, is_whole=True)) for _, array in results if array is None]
+        """The operands that are told: results, then others in the order in which they are met."""
+        operations = list(self._operations(results))
+        self._codes: list[tuple[Array, Array]] = []
+        """The code of the kernel's calls, one after the other, and how many bytes of the whole come before each."""
+        self._now: dict[int, Array] = {}
+        """Flat arrays of what was not known, in this run."""
+        self._made = list(self._pieces(operations) if self._is_mixed else self._kernel_calls(operations, [0]))
+        self.calls: list[Call] = [(self.run, ())] if self._moving else self._made
+
+    @property
+    def kept(self) -> list[Array]:
+        """The arrays that the calls know by their addresses."""
+        return [*self._repeated, *(each.array for each in self._operands)]
+
+    def run(self, told: Sequence[Array] = ()) -> None:
+        """Compute into, and from, arrays that are told: results first, then operands; C-contiguous."""
+        moved = [(number, moving.array) for number, moving in self._moving]
+        for number, array in (*zip(self._told, told, strict=True), *moved):
+            address = _address(array)
+            for codes, before in self._codes:
+                if len(before) == 1:  # a number is set in a twentieth of the time that an array is
+                    codes[0, 1 + number, 0] = address
+                else:
+                    codes[:, 1 + number, 0] = address + before
+            if self._is_mixed:
+                self._now[number] = array.reshape(-1)
+        for function, args in self._made:
+            function(*args)
+        self._now.clear()
+
+    def _whole(self, value: Array | Moving) -> int:
+        if isinstance(value, Moving):
+            number = self._add(_Operand(None, moves=True, is_whole=True))
+            self._moving.append((number, value))
+            return number
+        return self._add(_Operand(value.reshape(-1), moves=True, is_whole=True))
+
+    def _add(self, operand: _Operand) -> int:
+        self._operands.append(operand)
+        return len(self._operands) - 1
+
+    def _operations(self, results: Sequence[tuple[Term, Array | Moving | None]]) -> Iterable[Operation]:
+        """Each operation with the places of its operands and of its result."""
+        targets: dict[int, list[int]] = {}
+        told = iter(self._told)
+        for term, array in results:
+            place = next(told) if array is None else self._whole(array)
+            targets.setdefault(term.number, []).append(place)
+        last = {each.number: term.number for term in self._terms for each in term.operands}
+        free: list[int] = []
+        for term in self._terms:
+            a, b = (self._place(term.operands[i]) for i in (0, -1))
+            wanted = targets.get(term.number, [])
+            if wanted and (term.operation in BY_NUMPY or not self._overlap(wanted[0], a, b)):
+                out = wanted.pop(0)
+            else:
+                out = free.pop() if free else self._add(self._scratch())
+            self._places[term.number] = out
+            yield term.operation, a, b, out
+            for other in wanted:
+                yield "copy", out, out, other
+            scratch = {self._places[each.number] for each in (*term.operands, term)
+                       if each.operation and last.get(each.number, term.number) == term.number}  # fmt: skip
+            free += [each for each in scratch if not self._operands[each].is_whole]
+
+    def _overlap(self, target: int, *others: int) -> bool:
+        written, *read = [self._operands[each].array for each in (target, *others)]
+        return written is not None and any(x is not None and np.may_share_memory(written, x) for x in read)
+
+    def _scratch(self) -> _Operand:
+        if self._is_mixed:
+            return _Operand(np.empty(min(self._piece, self._size), self._dtype), moves=True)
+        return _Operand(np.empty(self._kernel.BLOCK, self._dtype))
+
+    def _place(self, term: Term) -> int:
+        if term.number not in self._places:
+            self._places[term.number] = self._leaf(term.value)
+        return self._places[term.number]
+
+    def _leaf(self, value: Any) -> int:
+        block = self._kernel.BLOCK
+        if value is None:
+            number = self._add(_Operand(None, moves=True, is_whole=True))
+            self._told.append(number)
+            return number
+        if isinstance(value, Moving):
+            return self._whole(value)
+        if not isinstance(value, np.ndarray):
+            if value not in self._numbers:
+                self._numbers[value] = self._add(_Operand(np.full(block, value, self._dtype)))
+            return self._numbers[value]
+        flat = value.reshape(-1)
+        if flat.size == self._size:
+            return self._whole(value)
+        if flat.size == self._row and not self._is_short:
+            return self._add(_Operand(flat, is_row=True))
+        self._repeated.append(flat)
+        filled = np.empty(block if flat.size == 1 else self._period, self._dtype)
+        self._fillings.append((_address(flat), flat.size, _address(filled), filled.size))
+        return self._add(_Operand(filled, is_row=flat.size > 1))
+
+    def _kernel_calls(self, operations: Sequence[Operation], starts: Sequence[int]) -> list[Call]:
+        """The kernel's calls of ``operations`` for the elements from each of ``starts`` on."""
+        size = self._dtype.itemsize
+        fillings = [] if self._is_mixed and operations else self._fillings
+        codes = []
+        for start in starts:
+            count = min(self._piece, self._size - start) if self._is_mixed else self._size
+            head = (count if operations else 0, min(self._period, count), len(self._operands), len(fillings))
+            places = [
+                (0 if array is None else _address(array) + start * size * is_whole, size * moves, size * is_row, 0)
+                for array, moves, is_row, is_whole in self._operands
+            ]
+            codes.append([head, *places, *fillings, *((_NUMBERS[name], a, b, out) for name, a, b, out in operations)])
+        self._codes.append((np.array(codes, np.int64), size * np.array(starts)))
+        zero = self._dtype.type(0)
+        function, _ = direct((self._kernel.run, (self._codes[-1][0][0], zero)))
+        return [(function, (code, zero)) for code in self._codes[-1][0]]
+
+    def _pieces(self, operations: Iterable[Operation]) -> Iterable[Call]:
+        """Calls of the kernel and of NumPy in turn, for one piece after the other."""
+        starts = range(0, self._size, self._piece)
+        parts = []
+        for by_numpy, some in itertools.groupby(operations, lambda each: each[0] in BY_NUMPY):
+            if not by_numpy:
+                parts.append(self._kernel_calls(list(some), starts))
+                continue
+            for name, a, _, out in some:
+                is_known = all(self._operands[each].array is not None for each in (a, out))
+                make = self._bound if is_known else self._to_bind
+                parts.append([make(BY_NUMPY[name], a, out, start) for start in starts])
+        yield from self._kernel_calls([], [0]) if self._fillings else ()
+        for calls in zip(*parts, strict=True):
+            yield from calls
+
+    def _bound(self, function: Callable[..., Any], a: int, out: int, start: int) -> Call:
+        return function, (self._of_piece(a, start), self._of_piece(out, start))
+
+    def _to_bind(self, function: Callable[..., Any], a: int, out: int, start: int) -> Call:
+        return lambda: function(self._of_piece(a, start), self._of_piece(out, start)), ()
+
+    def _of_piece(self, number: int, start: int) -> Array:
+        operand = self._operands[number]
+        array = self._now[number] if operand.array is None else operand.array
+        first = start if operand.is_whole else 0
+        return array[first : first + min(self._piece, self._size - start)]
+
+
+def direct(call: Call) -> Call:
+    """A compiled kernel without the choice among its versions, which takes as long again as a call of a small one."""
+    function: Any = call[0]
+    args = call[1]
+    if not hasattr(function, "typeof_pyval"):
+        return call
+    return function.compile(tuple(map(function.typeof_pyval, args))), args
+
+
+def _piece(size: int, row: int) -> int:
+    """How many elements NumPy is given at a time: whole rows."""
+    least = max(_PIECE, -(-size // _MOST_PIECES))
+    return max(1, least // row) * row
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def evaluated(terms: Sequence[Term], told: dict[int, Array]) -> list[Array]:
+    """The values of ``terms`` one operation after the other, laid out in memory as NumPy does it.
+
+    Args:
+        told: arrays of the terms that were not known, by number.
+    """
+    values: dict[int, Any] = dict(told)
+    functions: dict[str, Callable[..., Any]] = {**OPERATIONS, **BY_NUMPY, "gelu_gradient": _gelu_gradient}
+    for term in in_order(terms):
+        given = [values.get(each.number, each.value) for each in term.operands]
+        operands = [each.array if isinstance(each, Moving) else each for each in given]
+        values[term.number] = functions[term.operation](*operands)
+    return [values[term.number] for term in terms]
+
+
+def _gelu_gradient(gy: Array, x: Array) -> Array:
+    out = np.empty_like(x)
+    kernels.load("sequences").gelu_gradient(np.ascontiguousarray(gy), x, out)
+    return out
+
+
+_WITH_EPILOGUE = ("affine", "dense")
+_LONGEST = 64
+"""So many operators are a chain at most: each is compared with all before it, and has a block of the cache."""
+
+
+class Link:
+    """What a chain knows of one operator's call.
+
+    Args:
+        operands: arrays and numbers; None where the call is an epilogue alone: a bias, and perhaps a ReLU, that are
+            added in place to what a product has written to ``value``.
+    """
+
+    def __init__(self, step: Any, operator: str, uses: int, operands: list[Any] | None) -> None:
+        self.step, self.operator, self.uses = step, operator, uses
+        self.operands = operands
+        self.bias: Array = None
+        self.relu = False
+
+    @property
+    def value(self) -> Array:
+        return self.step.value
+
+
+def link(step: Any, operator: str, uses: int, operands: Sequence[Any], keeps: bool, held: Sequence[Any]) -> Link | None:
+    """The call as part of a chain, where it can be one; ``keeps`` says whether backward may follow."""
+    value = step.value
+    is_known = value.dtype.char in "fd" and value.dtype.isnative and value.flags.c_contiguous
+    if not step.calls or not is_known or not value.size:
+        return None
+    if operator in _WITH_EPILOGUE and step.calls[-1][0] is kernels.load("epilogue").add_bias:
+        into, bias, relu = step.calls[-1][1]
+        found = Link(step, operator, uses, None)
+        found.bias, found.relu = bias, relu
+        return found if into.size == value.size else None
+    if operator not in FORWARD or (keeps and step.pullback is None):
+        return None
+    given = [value_of(each) for each in operands]
+    whole = [each for each in given if isinstance(each, np.ndarray) and each.shape == value.shape]
+    rows = [each for each in given if isinstance(each, np.ndarray) and each.shape != value.shape]
+    if any(isinstance(each, list) for each in given):  # kernels know arrays and numbers
+        return None
+    if not whole or not all(each.dtype == value.dtype and each.flags.c_contiguous for each in (*whole, *rows)):
+        return None
+    if not all(_is_row_of(each, value) for each in rows):
+        return None
+    for each, source in zip(given, step.sources, strict=True):
+        if keeps and isinstance(each, np.ndarray) and each.shape != value.shape and _may_want_gradient(source, held):
+            return None  # that would be a sum, whose order is NumPy's
+    return Link(step, operator, uses, given)
+
+
+def _is_row_of(x: Array, value: Array) -> bool:
+    lead = next((i for i, n in enumerate(x.shape) if n != 1), x.ndim)
+    return value.shape[value.ndim - (x.ndim - lead) :] == x.shape[lead:]
+
+
+def _may_want_gradient(source: Source, held: Sequence[Any]) -> bool:
+    if isinstance(source, Held):
+        return not source.is_detached and hasattr(held[source.number], "grad_req")
+    return source is not None and not isinstance(source, Literal)
+
+
+def chained(steps: Sequence[Any], links: Sequence[Link | None]) -> list[list[Link]]:
+    """The links that follow each other, where that saves a pass over memory: where the kernel makes two operations.
+
+    Steps without calls, which are views, break no chain.
+    """
+    chains: list[list[Link]] = [[]]
+    for step, each in zip(steps, links, strict=True):
+        if each is None:
+            if step.calls:
+                chains.append([])
+            continue
+        if each.operands is None or len(chains[-1]) == _LONGEST or not _fits(chains[-1], each):
+            chains.append([])
+        chains[-1].append(each)
+    return [chain for chain in chains if len(chain) > 1 and _num_compiled(chain) > 1]
+
+
+def _num_compiled(chain: list[Link]) -> int:
+    terms = in_order(_forward(each, {}, {}) for each in chain)
+    return sum(term.operation not in BY_NUMPY for term in terms)
+
+
+def _fits(chain: list[Link], following: Link) -> bool:
+    value = following.value
+    if chain and (value.size != chain[0].value.size or value.dtype != chain[0].value.dtype):
+        return False
+    before = [x for one in chain for x in _read(one)]
+    own = _read(following)
+    if len({x.size for x in (*before, *own)} - {1, value.size}) > 1:
+        return False  # rows of several lengths
+    written = [one.value for one in chain]
+    if any(_is_hazard(value, x) for x in (*before, *own, *written)):
+        return False
+    return not any(_is_hazard(target, x) for target in written for x in own)
+
+
+def _read(one: Link) -> list[Array]:
+    return [one.bias] if one.operands is None else [each for each in one.operands if isinstance(each, np.ndarray)]
+
+
+def _is_hazard(target: Array, x: Array) -> bool:
+    """Whether a block of one may lie in another block of the other."""
+    if target is x or not np.may_share_memory(target, x):
+        return False
+    return target.size != x.size or target.ctypes.data != x.ctypes.data
+
+
+def reads_of(chain: Sequence[Link], array: Array) -> int:
+    """How often ``chain`` reads all of ``array``, in its order."""
+    return sum(x is array for each in chain for x in each.operands or () if each.value.size == array.size)
+
+
+def join(chain: list[Link], keeps: bool, moving: Mapping[int, Moving]) -> None:
+    """Have the steps of ``chain`` computed by the first one's calls; what the others alone would hold is given up.
+
+    Args:
+        moving: where arrays are in a call that may be elsewhere in the next, by their ids.
+    """
+    first = chain[0].step
+    parts = _parts([each for each in chain if each.operands is not None], moving) if keeps else []
+    needed = {id(array) for part in parts for array in part.needs()}
+    terms: dict[int, Term] = {}
+    results: list[tuple[Term, Array | Moving | None]] = []
+    given_up = []
+    for each in chain:
+        made = _forward(each, terms, moving)
+        terms[id(each.value)] = made
+        reads = reads_of(chain, each.value)
+        if each.uses > reads or id(each.value) in needed or each.relu:
+            results.append((made, moving.get(id(each.value), each.value)))
+        elif each.operands is not None:  # else a product is there
+            given_up.append(each)
+    program = Program(results, chain[0].value.size, chain[0].value.dtype)
+    first.calls = [*(first.calls[:-1] if chain[0].operands is None else ()), *program.calls]
+    first.kept = program.kept
+    for each in chain[1:]:
+        each.step.calls = []
+    for part in parts:
+        part.take_place(given_up)
+    if keeps:
+        for each in given_up:
+            each.step.value = nowhere(each.value)
+
+
+def nowhere(array: Array) -> Array:
+    """What stands for an array of this shape and dtype that is not there: nodes of the tape ask for no more."""
+    return np.broadcast_to(np.empty((), array.dtype), array.shape)
+
+
+def _forward(one: Link, terms: Mapping[int, Term], moving: Mapping[int, Moving]) -> Term:
+    if one.operands is None:
+        made = FORWARD["add"](Term(value=one.value), Term(value=one.bias))
+        return FORWARD["relu"](made) if one.relu else made
+    return FORWARD[one.operator](*[terms.get(id(x)) or Term(value=moving.get(id(x), x)) for x in one.operands])
+
+
+def _parts(links: list[Link], moving: Mapping[int, Moving]) -> list[_Part]:
+    """``links`` cut so that of each part only the last result is read by others."""
+    parts, waiting = [], [links] if links else []
+    while waiting:
+        part = waiting.pop()
+        reads = {id(each.value): 0 for each in part}
+        for one in part:
+            for array in one.operands or ():
+                if id(array) in reads:
+                    reads[id(array)] += 1
+        cut = next((i for i, each in enumerate(part[:-1], 1) if each.uses > reads[id(each.value)]), None)
+        if cut is None:
+            parts.append(_Part(part, moving))
+        else:
+            waiting += [part[:cut], part[cut:]]
+    return parts
+
+
+class _Part:
+    """Links of which one result is read by others: one node of the tape, and its pullback."""
+
+    def __init__(self, links: list[Link], moving: Mapping[int, Moving]) -> None:
+        self._links = links
+        own = {id(each.value): number for number, each in enumerate(links)}
+        self._operators = [each.operator for each in links]
+        self._values = [Term(value=moving.get(id(each.value), each.value)) for each in links]
+        self._operands = [
+            [own.get(id(x), Term(value=moving.get(id(x), x))) for x in each.operands or ()] for each in links
+        ]
+        """Of each link: the numbers of earlier ones, and terms."""
+        self._size, self._dtype, self._shape = links[-1].value.size, links[-1].value.dtype, links[-1].value.shape
+        self._programs: dict[tuple[bool, ...], tuple[Term, list[Term], Program | None]] = {}
+
+    def needs(self) -> list[Array]:
+        """The arrays that backward reads."""
+        count = sum(isinstance(x, Term) for operands in self._operands for x in operands)
+        _, results = self._gradients([True] * count)
+        waiting, found = list(results), []
+        while waiting:
+            term = waiting.pop()
+            waiting += term.operands
+            value = term.value.array if isinstance(term.value, Moving) else term.value
+            found += [] if term.operation else [value]
+        return found
+
+    def take_place(self, given_up: list[Link]) -> None:
+        """Be the node of the last link; those of the others are left out."""
+        steps = [each.step for each in self._links]
+        sources = []
+        for step, operands in zip(reversed(steps), reversed(self._operands), strict=True):
+            sources += [source for source, x in zip(step.sources, operands, strict=True) if isinstance(x, Term)]
+            step.pullback = None
+        steps[-1].pullback, steps[-1].sources = self._pull_back, tuple(sources)
+        for link, value in zip(self._links, self._values, strict=True):
+            if link in given_up:
+                value.value = None
+        self._links = []
+
+    def _gradients(self, wanted: Sequence[bool]) -> tuple[Term, list[Term]]:
+        """The gradient of the result, and those of the operands from outside that are wanted.
+
+        They come in the order in which backward would add them up: operators from the last to the first.
+        """
+        head = Term()
+        of: dict[int, Term] = {len(self._operators) - 1: head}
+        results = []
+        flags = iter(wanted)
+        for number in range(len(self._operators) - 1, -1, -1):
+            operands = self._operands[number]
+            given = [x if isinstance(x, Term) else self._values[x] for x in operands]
+            for x, formula in zip(operands, BACKWARD[self._operators[number]], strict=True):
+                if isinstance(x, Term):
+                    if next(flags):
+                        results.append(formula(of[number], self._values[number], *given))
+                else:
+                    gradient = formula(of[number], self._values[number], *given)
+                    of[x] = of[x] + gradient if x in of else gradient
+        return head, results
+
+    def _pull_back(self, gy: Array, *gradients: Gradient | None) -> None:
+        wanted = tuple(each is not None for each in gradients)
+        if wanted not in self._programs:
+            head, results = self._gradients(wanted)
+            made = [(each, None) for each in results if each is not head]
+            self._programs[wanted] = head, results, Program(made, self._size, self._dtype) if made else None
+        head, results, program = self._programs[wanted]
+        into = [each for each in gradients if each is not None]
+        if not _lies_in_order(gy):  # sums that follow would see another order in memory, and round otherwise
+            for gradient, found in zip(into, evaluated(results, {head.number: gy}), strict=True):
+                gradient.add(found)
+            return
+        places = []
+        met = set()
+        for gradient, term in zip(into, results, strict=True):
+            if term is not head:
+                is_first = id(gradient) not in met
+                places.append(gradient.empty() if is_first else empty(self._shape, self._dtype))
+            met.add(id(gradient))
+        if program is not None:
+            program.run([*places, np.ascontiguousarray(gy)])
+        found = iter(places)
+        for gradient, term in zip(into, results, strict=True):
+            gradient.add(gy if term is head else next(found))
+
+
+def _lies_in_order(x: Array) -> bool:
+    """Whether operations on ``x`` give C-contiguous arrays."""
+    if x.flags.c_contiguous:
+        return True
+    strides = [stride for stride, n in zip(x.strides, x.shape, strict=True) if n > 1 and stride]
+    return all(stride > 0 for stride in strides) and strides == sorted(strides, reverse=True)

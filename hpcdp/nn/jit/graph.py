@@ -1,0 +1,487 @@
+"""Graphs of operators, passes over them, and their drawing.
+
+The graph of a network: which operators are called with what.
+
+Rewriting: what a graph computes in fewer passes over memory, to the same bits.
+
+A graph for people: a table of its operations, and a drawing.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...autograd import Tensor
+from ...autograd.dispatch import OPERATORS
+from ...core.arrays import dtype_of
+from ...errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of the network."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor or array that the network has as an attribute."""
+
+    number: int
+    is_detached: bool = False
+    """Whether the array of the tensor is meant, through which no gradient goes."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an earlier node has computed."""
+
+    node: int
+    output: int = 0
+
+
+@dataclass(frozen=True)
+class Literal:
+    """A number, or numbers in lists, of a NumPy dtype or, where that is None, of Python."""
+
+    value: Any
+    dtype: str | None = None
+
+    def operand(self) -> Any:
+        """As operators take it."""
+        return self.value if self.dtype is None else _of_type(dtype_of(self.dtype).type, self.value)
+
+
+def _of_type(kind: Callable[[Any], Any], value: Any) -> Any:
+    return [_of_type(kind, each) for each in value] if isinstance(value, list) else kind(value)
+
+
+Source = Input | Held | Result | Literal | None
+
+
+@dataclass(frozen=True)
+class Meta:
+    """Shape and dtype of an array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * dtype_of(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Node:
+    """One call of an operator."""
+
+    operator: str
+    inputs: tuple[Source, ...]
+    attributes: dict[str, Any]
+    outputs: tuple[Meta, ...]
+    is_recorded: bool = True
+    """Whether the call was put on the tape, if the network's was: not inside ``with autograd.pause()``."""
+
+    def results(self) -> Iterator[Result]:
+        """The earlier nodes that it reads."""
+        return (each for each in self.inputs if isinstance(each, Result))
+
+
+@dataclass
+class Graph:
+    """Nodes in the order of their calls.
+
+    ``form`` says what ``outputs`` were returned as: "one", "tuple" or "list".
+    """
+
+    inputs: tuple[Meta, ...]
+    held: list[Any] = field(default_factory=list)
+    """Tensors and arrays of the network."""
+    names: list[str] = field(default_factory=list)
+    """Their paths in it."""
+    kinds: list[tuple[tuple[int, ...], Any]] = field(default_factory=list)
+    """Shape and dtype of each."""
+    lists: list[tuple[Any, Any]] = field(default_factory=list)
+    """The program's lists of numbers that became literals, and what each was."""
+    nodes: list[Node] = field(default_factory=list)
+    outputs: tuple[Source, ...] = ()
+    form: str = "one"
+    any_batch: bool = False
+    """Whether it is known to be the network's for any number of rows, and not only for that of ``inputs``."""
+
+    def summary(self) -> str:
+        """A table: a line for every operation, with what it reads, the shape and bytes of its result, parameters."""
+
+        return summary(self)
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the operations from top to bottom into a PNG, SVG or PDF, which is replaced.
+
+        Raises:
+            ConfigError: a name with another ending, or of no folder that is there.
+            OSError: it cannot be written.
+        """
+
+        draw(self, path)
+
+    def has_its_lists(self) -> bool:
+        """Whether the program's lists are as they were traced; it may have changed them since, in place."""
+        return all(now == before for now, before in self.lists)
+
+    def last_uses(self) -> list[int]:
+        """For each node the number of the last one that reads it; the number of nodes where the network returns it."""
+        last = list(range(len(self.nodes)))
+        for number, node in enumerate(self.nodes):
+            for each in node.results():
+                last[each.node] = number
+        for output in self.outputs:
+            if isinstance(output, Result):
+                last[output.node] = len(self.nodes)
+        return last
+
+    def num_uses(self) -> list[int]:
+        """How often each node is read or returned."""
+        uses = [0] * len(self.nodes)
+        for each in [*(each for node in self.nodes for each in node.results()), *self.outputs]:
+            if isinstance(each, Result):
+                uses[each.node] += 1
+        return uses
+
+    def changed_to(self, nodes: list[Node | None], moved: dict[int, int]) -> Graph:
+        """The graph of those of ``nodes``, one for each old one, that are not None.
+
+        Args:
+            moved: for a node that is gone, by number, the one that computes what it did.
+        """
+        numbers: dict[int, int] = {}
+        kept: list[Node] = []
+        for number, node in enumerate(nodes):
+            if node is not None:
+                numbers[number] = len(kept)
+                kept.append(node)
+        for number, target in moved.items():
+            numbers[number] = numbers[target]
+
+        def renumbered(source: Source) -> Source:
+            return replace(source, node=numbers[source.node]) if isinstance(source, Result) else source
+
+        kept = [replace(node, inputs=tuple(map(renumbered, node.inputs))) for node in kept]
+        return replace(self, nodes=kept, outputs=tuple(map(renumbered, self.outputs)))
+
+    def without_unused(self) -> Graph:
+        """The graph without nodes whose results nobody needs and that do nothing else."""
+        needed: set[int] = {each.node for each in self.outputs if isinstance(each, Result)}
+        for number in reversed(range(len(self.nodes))):
+            node = self.nodes[number]
+            if OPERATORS[node.operator].has_effect:
+                needed.add(number)
+            if number in needed:
+                needed |= {each.node for each in node.results()}
+        return self.changed_to([node if i in needed else None for i, node in enumerate(self.nodes)], {})
+
+    def operand(self, source: Source, tensors: Mapping[Source, Any]) -> Any:
+        """What an operator is called with; ``tensors`` are those of inputs and results."""
+        if isinstance(source, Held):
+            held = self.held[source.number]
+            return Tensor(held.data) if source.is_detached and isinstance(held, Tensor) else held
+        if isinstance(source, Literal):
+            return source.operand()
+        return None if source is None else tensors[source]
+
+    def returned(self, values: Callable[[Source], Any]) -> Any:
+        """The outputs in the form in which the network returned them."""
+        found = [values(each) for each in self.outputs]
+        return found[0] if self.form == "one" else tuple(found) if self.form == "tuple" else found
+
+    def returned_with(self, results: Mapping[Source, Any], given: Sequence[Any]) -> Any:
+        """`returned`, of ``results`` of nodes, inputs and the network's own tensors."""
+
+        def value(source: Source) -> Any:
+            if isinstance(source, Input):
+                return given[source.number]
+            return self.held[source.number] if isinstance(source, Held) else results[source]
+
+        return self.returned(value)
+
+
+_TAKES_ACTIVATION = ("affine", "conv2d", "dense")
+
+
+def rewritten(graph: Graph, recording: bool) -> Graph:
+    """The graph as it is planned; ``recording`` says whether backward may follow."""
+    return with_activations(with_biases(graph))
+
+
+def with_biases(graph: Graph) -> Graph:
+    """Products together with the bias that is added to each by the very next operator, which alone reads it."""
+    uses = graph.num_uses()
+    nodes: list[Node | None] = list(graph.nodes)
+    moved = {}
+    for number, node in enumerate(graph.nodes):
+        before = graph.nodes[number - 1] if number else node
+        if node.operator != "add" or before.operator != "matmul" or uses[number - 1] != 1:
+            continue
+        bias = next((each for each in node.inputs if each != Result(number - 1)), None)
+        if before.is_recorded == node.is_recorded and _is_bias(graph, bias, before.outputs[0]):
+            inputs = (*before.inputs, bias)
+            nodes[number - 1] = replace(before, operator="affine", inputs=inputs, attributes={"activation": None})
+            nodes[number] = None
+            moved[number] = number - 1
+    return graph.changed_to(nodes, moved)
+
+
+def _is_bias(graph: Graph, source: Source, product: Meta) -> bool:
+    if not isinstance(source, Held) or dtype_of(product.dtype).char not in "fd":
+        return False
+    shape, dtype = graph.kinds[source.number]
+    return shape == product.shape[-1:] != () and str(dtype) == product.dtype
+
+
+def with_activations(graph: Graph) -> Graph:
+    """Convolutions, dense layers and products with a bias together with the ReLU that alone reads them.
+
+    The node stands where the convolution stood, so backward adds up gradients in the same order.
+    """
+    uses = graph.num_uses()
+    nodes: list[Node | None] = list(graph.nodes)
+    moved = {}
+    for number, node in enumerate(graph.nodes):
+        source = node.inputs[0] if node.operator == "relu" else None
+        if not isinstance(source, Result) or uses[source.node] != 1:
+            continue
+        before = graph.nodes[source.node]
+        if (
+            before.operator in _TAKES_ACTIVATION
+            and before.attributes["activation"] is None
+            and before.is_recorded == node.is_recorded
+        ):
+            nodes[source.node] = replace(before, attributes={**before.attributes, "activation": "relu"})
+            nodes[number] = None
+            moved[number] = source.node
+    return graph.changed_to(nodes, moved)
+
+
+_BOX = (1.9, 0.62)
+_STEP = (2.3, 1.05)
+"""Inches from one box to the next, to the side and downwards."""
+_COLORS = {
+    "dense": "#d7e5f7",
+    "conv2d": "#d7e5f7",
+    "matmul": "#d7e5f7",
+    "batch_norm": "#f6ead2",
+    "batch_norm_by_running": "#f6ead2",
+    "input": "#e3f1df",
+}
+_MOST_INCHES = 200.0
+_ENDINGS = (".png", ".svg", ".pdf")
+_COLUMNS = 80
+_READS, _LEAST_READS = 2, 16
+"""The column of a table that is wrapped where a line is too long, and how narrow it may become."""
+
+
+def summary(graph: Graph) -> str:
+    """A line for every operation: what it reads, its result's shape and bytes, and the parameters that it is the first
+    to read."""
+    seen: set[int] = set()
+    rows = [("", "operation", "reads", "shape", "parameters", "bytes")]
+    rows += [("", f"input {i}", "", _shape(each.shape), "", f"{each.nbytes:,}") for i, each in enumerate(graph.inputs)]
+    for number, node in enumerate(graph.nodes):
+        count = _count_new(graph, node, seen)
+        reads = ", ".join(filter(None, (_name(graph, each) for each in node.inputs)))
+        out = node.outputs[0]
+        rows.append(
+            (str(number), title(node), reads, _shape(out.shape), f"{count:,}" if count else "", f"{out.nbytes:,}")
+        )
+    table = [line for row in rows for line in _wrapped(row, _reads_width(rows))]
+    widths = [max(len(row[i]) for row in table) for i in range(len(rows[0]))]
+    left = (False, True, True, True, False, False)
+    lines = [
+        "  ".join(
+            cell.ljust(width) if to_left else cell.rjust(width)
+            for cell, width, to_left in zip(row, widths, left, strict=True)
+        ).rstrip()
+        for row in table
+    ]
+    total = sum(math.prod(shape) for held, (shape, _) in zip(graph.held, graph.kinds, strict=True) if _learnt(held))
+    nbytes = sum(each.outputs[0].nbytes for each in graph.nodes)
+    outputs = ", ".join(_name(graph, each) for each in graph.outputs)
+    whole = f"{len(graph.nodes)} operations, {total:,} parameters, {nbytes:,} bytes of results; returns {outputs}"
+    return "\n".join([*lines, *textwrap.wrap(whole, _COLUMNS)])
+
+
+def _reads_width(rows: Sequence[tuple[str, ...]]) -> int:
+    """What the other columns leave of a line for what operations read."""
+    others = [max(len(row[i]) for row in rows) + 2 for i in range(len(rows[0])) if i != _READS]
+    return max(_COLUMNS - sum(others), _LEAST_READS)
+
+
+def _wrapped(row: tuple[str, ...], width: int) -> Iterator[tuple[str, ...]]:
+    words = " ".join(_cut(word, width) for word in row[_READS].split())
+    first, *rest = textwrap.wrap(words, width, break_on_hyphens=False) or [""]
+    yield (*row[:_READS], first, *row[_READS + 1 :])
+    for more in rest:
+        yield tuple(more if i == _READS else "" for i in range(len(row)))
+
+
+def _cut(path: str, width: int) -> str:
+    """A path that is too long for a line, with blanks behind some of its dots."""
+    if len(path) <= width:
+        return path
+    return " ".join(line.replace(". ", ".") for line in textwrap.wrap(path.replace(".", ". "), width))
+
+
+def title(node: Node) -> str:
+    """The operator, with what distinguishes this call of it."""
+    attributes = node.attributes
+    text = str(attributes["name"]) if node.operator == "compare" else node.operator.replace("_", " ")
+    if attributes.get("activation") is not None:
+        text += f" + {attributes['activation']}"
+    if node.operator == "conv2d":
+        text += f", stride {'x'.join(map(str, _pair(attributes['stride'])))}"
+    return text
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _learnt(held: Any) -> bool:
+    return hasattr(held, "held")
+
+
+def _count_new(graph: Graph, node: Node, seen: set[int]) -> int:
+    count = 0
+    for each in node.inputs:
+        if isinstance(each, Held) and each.number not in seen and _learnt(graph.held[each.number]):
+            seen.add(each.number)
+            count += math.prod(graph.kinds[each.number][0])
+    return count
+
+
+def _name(graph: Graph, source: Source) -> str:
+    if isinstance(source, Input):
+        return f"input {source.number}"
+    if isinstance(source, Held):
+        return graph.names[source.number]
+    if isinstance(source, Literal):
+        return f"number {source.value:g}" if isinstance(source.value, float) else f"number {source.value}"
+    return "" if source is None else str(source.node)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "number"
+
+
+def draw(graph: Graph, path: str | Path) -> None:
+    """Draw the graph from top to bottom into ``path``, a PNG, SVG or PDF by its ending, which is replaced.
+
+    A box is an operation with its result's shape and the parameters that it reads; arrows are results that it reads.
+
+    Raises:
+        ConfigError: another ending, or no such folder.
+        OSError: the file cannot be written.
+    """
+    if Path(path).suffix not in _ENDINGS:
+        raise ConfigError("draw", where="path", expected=f"a name in {', '.join(_ENDINGS)}", got=repr(str(path)))
+    if not Path(path).parent.is_dir():
+        raise ConfigError("draw", where=path, expected=f"a folder {Path(path).parent} that is there", got="none")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import FancyBboxPatch
+
+    places = _places(graph)
+    columns = [x for x, _ in places.values()]
+    depth = max(y for _, y in places.values()) + 1
+    width, height = (max(columns) - min(columns) + 1) * _STEP[0] + 0.6, depth * _STEP[1] + 0.2
+    figure = Figure((min(width, _MOST_INCHES), min(height, _MOST_INCHES)))
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim((min(columns) - 0.5) * _STEP[0] - 0.3, (max(columns) + 0.5) * _STEP[0] + 0.3)
+    axes.set_ylim(-(depth - 0.5) * _STEP[1] - 0.1, 0.5 * _STEP[1] + 0.1)
+    axes.set_axis_off()
+    middle = {source: (x * _STEP[0], -y * _STEP[1]) for source, (x, y) in places.items()}
+    for number, node in enumerate(graph.nodes):
+        target = Result(number)
+        for each in node.inputs:
+            source = Result(each.node) if isinstance(each, Result) else each
+            if source in middle:
+                _arrow(axes, middle[source], middle[target], places[target][1] - places[source][1])
+    seen: set[int] = set()
+    for source, (x, y) in middle.items():
+        lines, color = _texts(graph, source, seen)
+        corner = x - _BOX[0] / 2, y - _BOX[1] / 2
+        axes.add_patch(FancyBboxPatch(corner, *_BOX, boxstyle="round,pad=0,rounding_size=0.09", facecolor=color,
+                                      edgecolor="#555555", linewidth=0.8, zorder=2))  # fmt: skip
+        offset = (len(lines) - 1) / 2
+        for i, line in enumerate(lines):
+            axes.text(x, y + (offset - i) * 0.17, line, ha="center", va="center", fontsize=8 if i == 0 else 7,
+                      color="#111111" if i == 0 else "#444444", zorder=3)  # fmt: skip
+    figure.savefig(path, dpi=110)
+
+
+def _texts(graph: Graph, source: Source, seen: set[int]) -> tuple[list[str], str]:
+    """The lines in a box, and its color."""
+    if isinstance(source, Input):
+        return [f"input {source.number}", _shape(graph.inputs[source.number].shape)], _COLORS["input"]
+    assert isinstance(source, Result)
+    node = graph.nodes[source.node]
+    lines = [title(node), _shape(node.outputs[0].shape)]
+    count = _count_new(graph, node, seen)
+    if count:
+        lines.append(f"{count:,} parameters")
+    if source.node in [each.node for each in graph.outputs if isinstance(each, Result)]:
+        lines[0] += " (returned)"
+    return lines, _COLORS.get(node.operator, "#f4f4f4")
+
+
+def _arrow(axes: Any, source: tuple[float, float], target: tuple[float, float], steps: int) -> None:
+    """From the lower edge of one box to the upper edge of another, around those between them."""
+    begin, end = (source[0], source[1] - _BOX[1] / 2), (target[0], target[1] + _BOX[1] / 2)
+    bend = "arc3,rad=0"
+    if steps > 1:
+        side = _BOX[0] / 2
+        begin, end = (source[0] + side, source[1]), (target[0] + side, target[1])
+        bend = f"arc3,rad={-min(0.55, 1.1 / (steps + 1)):.2f}"
+    axes.annotate("", end, begin, zorder=1, arrowprops={
+        "arrowstyle": "-|>", "color": "#777777", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0, "connectionstyle": bend,
+    })  # fmt: skip
+
+
+def _places(graph: Graph) -> dict[Source, tuple[float, int]]:
+    """Column and row of every input and node: below what it reads; what reads no input, just above its first reader."""
+    rows: dict[Source, int] = {Input(i): 0 for i in range(len(graph.inputs))}
+    readers: dict[int, list[int]] = {}
+    for number, node in enumerate(graph.nodes):
+        found = [rows[key] for each in node.inputs
+                 if (key := Result(each.node) if isinstance(each, Result) else each) in rows]  # fmt: skip
+        for each in node.results():
+            readers.setdefault(each.node, []).append(number)
+        if found:
+            rows[Result(number)] = max(found) + 1
+    for number in reversed(range(len(graph.nodes))):
+        if Result(number) not in rows:
+            rows[Result(number)] = min((rows[Result(each)] for each in readers.get(number, [])), default=1) - 1
+    lowest = min(rows.values(), default=0)
+    members: dict[int, list[Source]] = {}
+    for source, row in rows.items():
+        members.setdefault(row - lowest, []).append(source)
+    return {
+        source: (place - (len(sources) - 1) / 2, row)
+        for row, sources in members.items()
+        for place, source in enumerate(sorted(sources, key=lambda each: _depends_last(graph, each)))
+    }
+
+
+def _depends_last(graph: Graph, source: Source) -> int:
+    """In a row, what reads results of others stands left of what reads only parameters."""
+    if isinstance(source, Result):
+        return 0 if any(True for _ in graph.nodes[source.node].results()) else 1
+    return 0
