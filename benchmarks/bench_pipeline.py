@@ -19,6 +19,7 @@ from threadpoolctl import threadpool_limits
 from bench_harness import programs
 from hpcdp import comm, nn, optim
 from hpcdp.bench.measure import largest_difference, median_ratio
+from hpcdp.bench.probe import sleeping_barrier
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
 from hpcdp.comm import thread_comm
 from hpcdp.data_parallel.trainer import Trainer
@@ -26,7 +27,7 @@ from hpcdp.errors import ConfigError
 from hpcdp.launch.checks import Parser, at_least
 from hpcdp.parallel import SCHEDULES, Pipeline
 
-_LAYERS_A_STAGE, _CLASSES, _NAP_S = 4, 10, 0.0005
+_LAYERS_A_STAGE, _CLASSES = 4, 10
 _LOSS_TOLERANCE = 1e-5
 
 
@@ -73,7 +74,7 @@ def measure(
             if alone is not None:
                 alone(x, y)
             taken["alone"].append(time.perf_counter() - begin)
-            sleep_until_all_have_come(world)
+            sleeping_barrier(world)
         stages, pieces = world.size, min(number, batch)  # no micro-batch is empty
         found[number] = {
             "pipeline_s": float(np.median(taken["together"])),
@@ -83,13 +84,6 @@ def measure(
             "loss_difference": largest_difference(*np.transpose(losses)),
         }
     return found
-
-
-def sleep_until_all_have_come(world: comm.World) -> None:
-    """Wait for ranks that work, and leave them the cores."""
-    request = world.comm.native_iallreduce(np.zeros(1, np.int32), "sum")
-    while not request.test():
-        time.sleep(_NAP_S)
 
 
 def _table(found: dict[int, dict[str, float]]) -> str:

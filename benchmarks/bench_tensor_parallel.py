@@ -16,9 +16,9 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench_harness import programs
-from bench_pipeline import sleep_until_all_have_come
 from hpcdp import autograd, comm, nn, optim
 from hpcdp.bench.measure import largest_difference, median_ratio
+from hpcdp.bench.probe import sleeping_barrier
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
 from hpcdp.collectives import allreduce
 from hpcdp.comm import thread_comm
@@ -77,7 +77,7 @@ def measure(world: comm.World, batch: int, width: int, turns: int) -> dict[str, 
         if alone is not None:
             alone(x, y)
         taken["alone"].append(time.perf_counter() - begin)
-        sleep_until_all_have_come(world)
+        sleeping_barrier(world)
     medians = {f"{name}_s": float(np.median(seconds)) for name, seconds in taken.items()}
     least_s = medians["alone_s"] / world.size + medians["allreduce_s"] * (world.size > 1)
     return medians | {

@@ -9,19 +9,155 @@ answers that it reports it itself, or knows of a lower one; the higher one gives
 are some n log n messages.
 
 Messages fit in any library's eager ones. No receive is posted, so nothing is kept for each other rank.
+
+Ranks that wait for each other in different calls, where the calls themselves do not compare what ranks do.
+
+Steps of a Trainer and pushes to a store send nothing beside their data, so a rank in a step and another one in a
+collective would wait for each other. Both are calls that no rank ends before all have begun them, and each rank counts
+those of a kind. A rank that waits says in which call, of what number, and whoever has begun fewer of that kind is
+behind it. Where a rank is behind one that is behind itself, and both wait, neither call can end. A rank that computes
+waits for nobody, however long.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import WorldAborted
+from ..errors import MismatchError, WorldAborted, listed
 from .communicator import Communicator, Request, make_tag
+from .shared_memory import NodeMemory
+
+KIND_NBYTES, TEXT_NBYTES = 40, 200
+_LOOKS = 2
+"""So often must a rank have looked itself while it seems to wait: what it has said before may be over."""
+_MOST_NAMES = 8
+
+
+class Waiting(NamedTuple):
+    """A call in which a rank waits for all others."""
+
+    kind: str
+    """Of calls that are counted together."""
+    item: int
+    """Which of several of that kind."""
+    number: int
+    """How many of these the rank has begun, with this one."""
+    text: str
+    """What it is, for errors."""
+
+    def is_same(self, other: Waiting) -> bool:
+        """Return whether two ranks wait in the same call."""
+        return self[:3] == other[:3]
+
+
+class DifferentCalls:
+    """What the ranks of a node wait in, in its memory. All of them must make it together.
+
+    Args:
+        memory: the node's.
+        ranks: those of the node, as the world numbers them.
+        begun: how many calls of a kind and item this rank has begun.
+    """
+
+    def __init__(self, memory: NodeMemory, ranks: Sequence[int], begun: Callable[[str, int], int]) -> None:
+        n = memory.size
+        said = np.dtype(
+            [
+                ("looks", "i8"), ("call", "i8"), ("kind", f"S{KIND_NBYTES}"), ("item", "i8"), ("number", "i8"),
+                ("text", f"S{TEXT_NBYTES}"), ("behind", "i8", (n,)), ("different", "i8", (n,)),
+            ]
+        )  # fmt: skip
+        self._said, self._me, self._ranks, self._begun = memory.alloc((n,), said), memory.rank, ranks, begun
+        self._waiting: Waiting | None = None
+        self._number = 0
+        self._suspects: dict[int, int] = {}
+        """Local ranks that wait for this one and for which it waits, with how often they had looked when it was seen
+        first."""
+
+    def look(self, waiting: Waiting | None, decides: bool = False) -> dict[int, Waiting]:
+        """Say what this rank waits in, and look for ranks that wait for it in another call.
+
+        Args:
+            waiting: None: it waits for nobody.
+            decides: whether it has waited long enough to say so, and not only to follow another rank that does.
+
+        Returns:
+            What ranks wait in, by rank, with this one, where it and others wait for each other; else nothing.
+        """
+        said, me = self._said, self._me
+        said["looks"][me] += 1
+        if waiting != self._waiting:
+            self._say(waiting)
+        if waiting is None:
+            return {}
+        for other in range(len(said)):
+            if said["different"][other, me] == self._number:  # it may be in this call no more, and has the error
+                return self._waiting_in(np.flatnonzero(said["different"][other]))
+        if any([self._is_different(other) for other in range(len(said)) if other != me]) and decides:
+            same = [
+                local for local in range(len(said)) if said["call"][local] and self._call_of(local).is_same(waiting)
+            ]
+            found = sorted({*same, *self._suspects})
+            said["different"][me, found] = said["call"][found]
+            return self._waiting_in(found)
+        return {}
+
+    def _say(self, waiting: Waiting | None) -> None:
+        said, me = self._said, self._me
+        self._waiting = waiting
+        self._suspects.clear()
+        said["call"][me], said["behind"][me] = 0, 0
+        if waiting is not None:
+            said["kind"][me], said["text"][me] = waiting.kind.encode(), waiting.text.encode()[:TEXT_NBYTES]
+            said["item"][me], said["number"][me], said["different"][me] = waiting.item, waiting.number, 0
+            self._number += 1
+            said["call"][me] = self._number
+
+    def _is_different(self, other: int) -> bool:
+        said, me = self._said, self._me
+        call, theirs = int(said["call"][other]), self._call_of(other)
+        is_behind = call != 0 and self._begun(theirs.kind, theirs.item) < theirs.number
+        said["behind"][me, other] = call if is_behind else 0
+        if not is_behind or said["behind"][other, me] != self._number:
+            self._suspects.pop(other, None)
+            return False
+        looks = int(said["looks"][other])
+        return looks - self._suspects.setdefault(other, looks) >= _LOOKS
+
+    def _call_of(self, local: int) -> Waiting:
+        row = self._said[local]
+        kind, text = row["kind"].decode(errors="ignore"), row["text"].decode(errors="ignore")
+        return Waiting(kind, int(row["item"]), int(row["number"]), text)
+
+    def _waiting_in(self, found: Iterable[int]) -> dict[int, Waiting]:
+        return {self._ranks[local]: self._call_of(local) for local in found}
+
+
+def mismatch(waiting: Mapping[int, Waiting]) -> MismatchError:
+    """Return the error for ranks that wait for each other in different calls, by rank; the same on all of them."""
+    first = min(waiting)
+    others = [rank for rank in waiting if not waiting[rank].is_same(waiting[first])]
+    odd = min(others, default=first)  # none where a rank has gone on to the call of the others
+    named = []
+    for call in (waiting[first], waiting[odd]):
+        ranks = [rank for rank in sorted(waiting) if waiting[rank].is_same(call)]
+        kind = f", one of the {call.kind}," if waiting[first].text == waiting[odd].text else ""
+        where = f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, _MOST_NAMES)}"
+        named.append((f"{call.text}{kind}", where))
+    error = MismatchError(
+        waiting[first].text.partition(" ")[0],
+        expected=" as on ".join(named[0]),
+        got=" on ".join(named[1]),
+        remedy="call the same on all ranks, in the same order",
+    )
+    error.is_on_every_rank = True
+    return error
+
 
 LATE, EARLIER, SILENT = "has not come", "is in an earlier call", "does not answer"
 LEFT, CLOSED, GONE, STOPPED = "has left the program", "has closed this world", "is gone", "is stopped"
@@ -34,10 +170,13 @@ _MOST = 9
 _MESSAGE = np.dtype(
     [
         ("kind", "i1"), ("alone", "?"), ("first", "i4"), ("number", "i4"), ("calls", "i8"), ("total", "i4"),
-        ("named", "i1"), ("ranks", "i4", _MOST), ("words", "i1", _MOST), ("call", "S119"),
+        ("named", "i1"), ("ranks", "i4", _MOST), ("words", "i1", _MOST), ("call", f"S{TEXT_NBYTES}"),
+        ("compares", "?"), ("other", "i4"), ("kind_of_calls", f"S{KIND_NBYTES}"), ("item", "i8"), ("begun", "i8"),
     ]
 )  # fmt: skip
 _QUESTION, _AT_WORK, _ANSWER, _REPORTED, _LEAVE = range(5)
+_COMPARES = -1
+"""In the place of the number of a call, which a comparison of calls does not ask about."""
 _TAG = make_tag(0, 0)
 _ANSWER_S = 1.0
 """How long an answer may take, beside the time until the other watchdog looks."""
@@ -79,6 +218,10 @@ class _Roll:
         self.found: dict[int, str] = {}
         self.uncounted = 0
         """Missing ranks that are not named."""
+        self.waiting: Waiting | None = None
+        """What the root waits in, where ranks are asked for what they wait in, and not for how far they are."""
+        self.other: tuple[int, Waiting] | None = None
+        """A rank that is behind this call, and waits in another one."""
 
     @property
     def is_over(self) -> bool:
@@ -97,12 +240,21 @@ class RollCall:
         look_s: how often ranks look for questions.
         about: returns what this rank knows to be wrong with itself, and with ranks that it can see, where another one
             waits in a call of this number.
+        differs: returns what this rank waits in, where another one waits in a call that this one has not begun.
     """
 
-    def __init__(self, comm: Communicator, look_s: float, about: Callable[[int], dict[int, str]]) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        look_s: float,
+        about: Callable[[int], dict[int, str]],
+        differs: Callable[[Waiting], Waiting | None],
+    ) -> None:
         self.left: dict[int, int] = {}
         """Of each rank that has left, and has notified this one: how many calls it has begun."""
-        self._comm, self._about = comm, about
+        self._comm, self._about, self._differs = comm, about, differs
+        self._compared: dict[tuple[str, int], tuple[int, int]] = {}
+        """By kind and item of calls the latest one that another rank has asked about, and that rank."""
         self._step_s = look_s + _ANSWER_S
         self._rolls: dict[tuple[int, int], _Roll] = {}
         self._numbers = 0
@@ -127,6 +279,24 @@ class RollCall:
         if not alone:
             self._reporter = calls, self._comm.rank, time.monotonic()
         self._begin(roll)
+
+    def compare(self, waiting: Waiting) -> None:
+        """Ask all ranks whether one waits in another call than this one; `compared` tells what comes of it."""
+        self._numbers += 1
+        self._own = roll = _Roll(self._comm.rank, self._numbers, _COMPARES, waiting.text.encode(), True, None)
+        roll.waiting = waiting
+        self._begin(roll)
+
+    def compared(self) -> tuple[int, Waiting] | None:
+        """Return a rank that waits in another call, and which. The roll call ends here."""
+        own = self._own
+        self.result()
+        return None if own is None else own.other
+
+    def is_compared(self, waiting: Waiting) -> bool:
+        """Return whether a lower rank has asked about the same call."""
+        number, rank = self._compared.get((waiting.kind, waiting.item), (0, 0))
+        return number == waiting.number and rank < self._comm.rank
 
     @property
     def is_over(self) -> bool:
@@ -179,6 +349,8 @@ class RollCall:
                 roll.at_work.pop(source, None)
                 roll.found.pop(source, None)  # it was late
                 self._add(roll, {int(rank): _WORDS[word] for rank, word in _entries(said)}, int(said["total"]))
+                if said["compares"]:
+                    roll.other = int(said["other"]), _waiting_of(said)
         for roll in list(self._rolls.values()):
             self._go_on(roll)
 
@@ -203,6 +375,9 @@ class RollCall:
         key = first, int(said["number"])
         if key in self._rolls:
             return
+        waiting = _waiting_of(said) if said["compares"] else None
+        if waiting is not None:
+            self._compared[waiting.kind, waiting.item] = waiting.number, first
         if not said["alone"]:
             if waits == calls and self._comm.rank < first and self.reporter(calls) is None:
                 self._wanted = calls
@@ -215,14 +390,19 @@ class RollCall:
             for roll in [each for each in self._rolls.values() if each.calls == calls and each.first > first]:
                 self._give_up(roll)
         roll = _Roll(*key, calls, said["call"], bool(said["alone"]), source)
+        roll.waiting = waiting
         self._begin(roll)
         if not roll.is_over:
             self._send(source, kind=_AT_WORK, first=first, number=key[1])
-        yield Question(first, calls, said["call"].decode(errors="ignore"))
+        if waiting is None:
+            yield Question(first, calls, said["call"].decode(errors="ignore"))
 
     def _begin(self, roll: _Roll) -> None:
         self._rolls[roll.first, roll.number] = roll
-        self._add(roll, self._about(roll.calls))
+        if roll.waiting is None:
+            self._add(roll, self._about(roll.calls))
+        elif (own := self._differs(roll.waiting)) is not None:
+            roll.other = self._comm.rank, own
         self._ask_below(roll, self._place(roll, self._comm.rank))
 
     def _ask_below(self, roll: _Roll, place: int) -> None:
@@ -237,7 +417,7 @@ class RollCall:
                 roll.asked[rank] = time.monotonic() + self._step_s
                 self._send(
                     rank, kind=_QUESTION, alone=roll.alone, first=roll.first, number=roll.number, calls=roll.calls,
-                    call=roll.call,
+                    **({"call": roll.call} | _fields_of(roll.waiting)),
                 )  # fmt: skip
 
     def _go_on(self, roll: _Roll) -> None:
@@ -251,9 +431,10 @@ class RollCall:
             missing, total = roll.missing
             named = list(missing.items())[:_MOST]
             ranks, words = [rank for rank, _ in named], [_WORDS.index(why) for _, why in named]
+            other, theirs = roll.other or (-1, None)
             self._send(
                 roll.above, kind=_ANSWER, first=roll.first, number=roll.number, total=total, named=len(named),
-                ranks=ranks, words=words,
+                ranks=ranks, words=words, other=other, **_fields_of(theirs),
             )  # fmt: skip
 
     def _give_up(self, roll: _Roll) -> None:
@@ -327,3 +508,16 @@ class RollCall:
 def _entries(said: Any) -> Iterator[tuple[int, int]]:
     named = int(said["named"])
     return zip(said["ranks"][:named].tolist(), said["words"][:named].tolist(), strict=True)
+
+
+def _fields_of(waiting: Waiting | None) -> dict[str, Any]:
+    """Return what a message says of ``waiting``."""
+    if waiting is None:
+        return {}
+    kind, item, number, text = waiting
+    return {"compares": True, "kind_of_calls": kind.encode(), "item": item, "begun": number, "call": text.encode()}
+
+
+def _waiting_of(said: Any) -> Waiting:
+    text = said["call"].decode(errors="ignore")
+    return Waiting(said["kind_of_calls"].decode(), int(said["item"]), int(said["begun"]), text)

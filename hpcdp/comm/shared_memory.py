@@ -216,8 +216,17 @@ class NodeMemory(Protocol):
         """Called now and then by who waits: raises when waiting has become pointless."""
         ...
 
+    failure: HpcdpError | None
+    """What the next `check` raises, once: set by a watchdog, see `different_calls`."""
     patience: np.ndarray
     """Shape ``(2,)`` int64, for the kernels that wait: looks before sleeping, nanoseconds of sleep before a `check`."""
+
+
+def raise_failure(memory: NodeMemory) -> None:
+    """Raise the `NodeMemory.failure`, if no other thread has."""
+    failure, memory.failure = memory.failure, None
+    if failure is not None:
+        raise failure
 
 
 def patience_for(ranks: int, cores: int) -> np.ndarray:
@@ -346,6 +355,7 @@ class ProcessMemory:
         self.rank = comm.rank
         self.size = comm.size
         self.patience = patience_for(comm.size, cores)
+        self.failure: HpcdpError | None = None
         self._comm = comm
         self._allocate = allocate
 
@@ -362,7 +372,9 @@ class ProcessMemory:
         return block[:nbytes].view(kind).reshape(shape)
 
     def check(self) -> None:
-        """Processes need none: returning to Python lets signals through, and the launcher ends us when a rank dies."""
+        """See `NodeMemory.check`. Returning to Python lets signals through; the launcher ends us when a rank dies."""
+        if self.failure is not None:
+            raise_failure(self)
 
 
 class PrivateMemory:
@@ -373,6 +385,7 @@ class PrivateMemory:
 
     def __init__(self) -> None:
         self.patience = patience_for(1, 1)
+        self.failure: HpcdpError | None = None
 
     def alloc(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.zeros(shape, dtype)

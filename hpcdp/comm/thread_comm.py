@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..core.environment import enter_replica_of_thread
-from ..errors import ConfigError, MismatchError, WorldAborted
+from ..errors import ConfigError, HpcdpError, MismatchError, WorldAborted
 from .communicator import Request, Traffic, disagree, disagreement, name_of, reduce_in_order, resolve, split
 from .consistency import compare_exchanges
-from .shared_memory import patience_for
+from .shared_memory import patience_for, raise_failure
 from .world import World
 
 T = TypeVar("T")
@@ -254,6 +254,7 @@ class ThreadMemory:
         self.rank = comm.rank
         self.size = comm.size
         self.patience = patience
+        self.failure: HpcdpError | None = None
         self._comm = comm
         self._job = job
 
@@ -263,6 +264,8 @@ class ThreadMemory:
         return block
 
     def check(self) -> None:
+        if self.failure is not None:
+            raise_failure(self)
         self._job.check(lambda: False)
 
 

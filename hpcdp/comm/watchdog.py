@@ -31,9 +31,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 import numpy as np
 
 from .. import kernels
-from ..errors import ConfigError, WorldAborted, listed, report_directly
+from ..errors import ConfigError, MismatchError, WorldAborted, listed, report_directly
 from .communicator import exchange_of
-from .roll_call import CLOSED, EARLIER, GONE, LATE, LEFT, STOPPED, Missing, Question, RollCall
+from .consistency import Calls, called
+from .roll_call import (
+    CLOSED,
+    EARLIER,
+    GONE,
+    LATE,
+    LEFT,
+    STOPPED,
+    TEXT_NBYTES,
+    DifferentCalls,
+    Missing,
+    Question,
+    RollCall,
+    Waiting,
+    mismatch,
+)
 from .shared_memory import LINE_NUMBERS, Gate, NodeMemory
 
 if TYPE_CHECKING:
@@ -76,6 +91,15 @@ _LONGEST_LOOK_S = 1.0
 _GRACE_S = 1.0
 _DEATH_S = 3.0
 """For so long a call must go on after a rank has gone: it may have done its part of it, and come to its end."""
+_COMPARE_S = 3.0
+"""After so long ranks that wait compare in which calls."""
+_SHORT_LOOK_S = 0.25
+"""How often a rank looks that waits."""
+_WAITS_IN = tuple(f"hpcdp.{each}." for each in ("comm", "collectives", "gradients", "kvstore", "engine"))
+"""The packages in whose functions the main thread is while it waits for other ranks."""
+_WAITS_BY = ("threading", "contextlib", "hpcdp.kernels.")
+"""Modules that these call for it."""
+_CALLS = "collective calls"
 _MOST_NAMES = 8
 _SHORTEST_LIMIT_S = 0.1
 _NAP_S = 0.01
@@ -128,6 +152,8 @@ class Watchdog:
         """How many calls this rank has begun."""
         self.asked: Asked | None = None
         """What this rank asks for in vain now and then, between other things."""
+        self.counts: dict[str, weakref.WeakMethod[Callable[[int], int]]] = {}
+        """By kind of calls that no rank ends before all have begun them: how many of an item this rank has begun."""
         self._comm, self._memory, self._world = world.comm, world.node_memory, weakref.ref(world)
         self._stall_s, self._timeout_s = stall_s, timeout_s
         self._stream = stream
@@ -142,6 +168,12 @@ class Watchdog:
         """What this rank was in at the last look."""
         self._lasted, self._told, self._is_left_to_others = 0.0, False, False
         self._gone_at: float | None = None
+        self._waiting: Waiting | None = None
+        """What this rank was in at the last look, where it waits for all others there."""
+        self._asked_about: tuple[Any, ...] | None = None
+        """The call in which this rank has asked those of other nodes what they wait in."""
+        self._mismatch: tuple[float, MismatchError] | None = None
+        """How long the call had lasted when others were found to be in another one, and the error for that."""
         self._looked = time.monotonic()
         self._patrol: Patrol | None = None
         if stall_s > 0 or timeout_s > 0:
@@ -174,8 +206,19 @@ class Watchdog:
             assert watchdog is not None  # it is who goes on with roll calls
             return watchdog._about(calls)
 
+        def differs(theirs: Waiting) -> Waiting | None:
+            watchdog = own()
+            assert watchdog is not None
+            return watchdog._differs(theirs)
+
+        def begun(kind: str, item: int) -> int:
+            watchdog = own()
+            assert watchdog is not None
+            return watchdog._begun(kind, item)
+
+        self._different = DifferentCalls(world.node_memory, self._neighbours, begun)
         asks = world.concurrent and self._strangers
-        self._roll = RollCall(world.comm.duplicate(), self._look_s, about) if asks else None
+        self._roll = RollCall(world.comm.duplicate(), self._look_s, about, differs) if asks else None
 
         def watched(value: Any) -> list[Any]:
             watchdog = own()
@@ -190,8 +233,17 @@ class Watchdog:
         """That of ``world``; one that watches nothing where `hpcdp.init` has not made it."""
         return world.kept.get(cls) or world.keep(cls, lambda: cls(world, 0, 0))
 
+    def count(self, kind: str, begun: Callable[[int], int]) -> None:
+        """Count calls of a kind, which no rank ends before all have begun them; see `counts`."""
+        self.counts = {other: method for other, method in self.counts.items() if method() is not None}
+        self.counts[kind] = weakref.WeakMethod(begun)
+
     def watching(
-        self, operation: str, x: object = None, behind: Callable[[], Sequence[int]] | None = None
+        self,
+        operation: str,
+        x: object = None,
+        behind: Callable[[], Sequence[int]] | None = None,
+        counted: tuple[str, int] | None = None,
     ) -> _Watching:
         """A context: watch what is done meanwhile; all ranks come here, so who has not can be told.
 
@@ -200,8 +252,10 @@ class Watchdog:
             x: what it is done to: an array, or a function that says so when it must be reported.
             behind: the local ranks that are waited for; default those that have made fewer calls. `nobody` where
                 the call needs no other rank, and so goes on when one dies.
+            counted: of which kind it is, and which item of it, where it is counted (see `count`); default: as those of
+                `Calls`.
         """
-        return _Watching(self, (operation, x, behind))
+        return _Watching(self, (operation, x, behind) if counted is None else (operation, x, behind, counted))
 
     @property
     def call(self) -> tuple[Any, ...] | None:
@@ -241,7 +295,8 @@ class Watchdog:
             return not self._ended.is_set()
         with self._looking, contextlib.suppress(WorldAborted):  # there is nobody left to ask
             if not self._ended.is_set() and self._look():
-                self.due = time.monotonic() + self._look_s
+                is_waiting = self._waiting is not None
+                self.due = time.monotonic() + min(self._look_s, _SHORT_LOOK_S if is_waiting else self._look_s)
                 return True
         self._ended.set()
         return False
@@ -259,7 +314,10 @@ class Watchdog:
         call, now, asked = self._watched_call, self._now(), self.asked
         if asked is not None and now is asked.call:
             self._lasted = asked.waited_s
+        self._waiting = self._waits_in(call) if call is not None and now is call else None
         if now is not call or call is None:
+            self._different.look(None)
+            self._memory.failure = self._mismatch = None
             if self._told and call is not None:
                 self._say(f"{_described(call)} has ended after {self._lasted:.1f} s, and the job goes on")
             self._watched_call, self._lasted, self._gone_at = now, 0.0, None
@@ -273,6 +331,8 @@ class Watchdog:
             return False
         if kernels.loading():
             self._lasted = 0.0
+        elif self._is_different(call):
+            return False
         elif 0 < self._timeout_s < self._lasted:
             reports = self._reports(call, self._lasted - self._timeout_s)
             if reports and self._report(call, self._timeout_s, "the job ends now (HPCDP_TIMEOUT_S)"):
@@ -288,6 +348,74 @@ class Watchdog:
                 self._told = self._report(call, self._stall_s, f"the job goes on{until}")
                 self._is_left_to_others = not self._told
         return True
+
+    def _waits_in(self, call: tuple[Any, ...]) -> Waiting | None:
+        """Return what ``call`` is for `DifferentCalls`; None where the main thread does not wait for all ranks."""
+        counted = call[3] if len(call) > 3 else None
+        if not _is_of_all(call) or self.call is not call or (counted is None and call[2:] not in ((), (None,))):
+            return None
+        inner = sys._current_frames().get(self._watched)
+        while inner is not None and inner.f_globals.get("__name__", "").startswith(_WAITS_BY):
+            inner = inner.f_back
+        if inner is None or not inner.f_globals.get("__name__", "").startswith(_WAITS_IN):
+            return None  # it computes, and another thread waits
+        kind, item = counted or (_CALLS, 0)
+        owner, name = called(inner)
+        text = _described(call)
+        if not text.startswith(name):
+            text = f"{owner}.{name} ({text})" if owner not in ("", name) else f"{name} ({text})"
+        return Waiting(kind, item, self._begun(kind, item), text.encode()[:TEXT_NBYTES].decode(errors="ignore"))
+
+    def _begun(self, kind: str, item: int) -> int:
+        """Return how many calls of a kind this rank has begun; of what it does not have, or no longer, 0."""
+        if kind == _CALLS:
+            world = self._world()
+            calls = None if world is None else world.kept.get(Calls)
+            return 0 if calls is None else calls.number
+        method = self.counts.get(kind)
+        begun = None if method is None else method()
+        return 0 if begun is None else begun(item)
+
+    def _differs(self, theirs: Waiting) -> Waiting | None:
+        """Return what this rank waits in, where it has not begun what another one waits in."""
+        is_there = self._waiting is not None and self._now() is self._watched_call
+        return self._waiting if is_there and self._begun(theirs.kind, theirs.item) < theirs.number else None
+
+    def _is_different(self, call: tuple[Any, ...]) -> bool:
+        """Look whether this rank and others wait for each other in different calls; return whether the job ends.
+
+        Where it waits through the node's memory it gets an error, which may come too late or not at all: then the job
+        ends a little later.
+        """
+        waiting = self._waiting
+        found = self._different.look(waiting, self._lasted >= _COMPARE_S)
+        if waiting is None:
+            return False
+        if self._mismatch is None:
+            found = found or self._waiting_on_other_nodes(waiting, call)
+            if found and self._now() is call:
+                self._mismatch = self._lasted, mismatch(found)
+                self._memory.failure = self._mismatch[1]
+        elif self._lasted - self._mismatch[0] > _GRACE_S:
+            self._say(f"{self._mismatch[1]}; the job ends now")
+            self._comm.abort(1)
+            return True
+        return False
+
+    def _waiting_on_other_nodes(self, waiting: Waiting, call: tuple[Any, ...]) -> dict[int, Waiting]:
+        """Ask ranks of other nodes once in a call, and unless a lower rank does, in which one they wait."""
+        roll, rank = self._roll, self._comm.rank
+        if roll is None or self._asked_about is call or roll.is_compared(waiting):
+            return {}
+        if self._lasted < _COMPARE_S + rank.bit_length() * _HOP_S:
+            return {}
+        self._asked_about = call
+        roll.compare(waiting)
+        self._answer_for(roll.limit_s, lambda: roll.is_over or self._now() is not call)
+        found = roll.compared()
+        if found is None or self._begun(found[1].kind, found[1].item) >= found[1].number:
+            return {}
+        return {rank: waiting, found[0]: found[1]}
 
     def _now(self) -> tuple[Any, ...] | None:
         asked = self.asked

@@ -196,10 +196,11 @@ class StepSync:
         gate: of this node's ranks.
         lane: where messages progress beside others; None: in this thread.
         signature: see `make_tag`.
+        name: of these steps among all of the world.
     """
 
     def __init__(
-        self, world: World, comm: Communicator | None, gate: WatchedGate, lane: Lane | None, signature: int
+        self, world: World, comm: Communicator | None, gate: WatchedGate, lane: Lane | None, signature: int, name: str
     ) -> None:
         self._size = world.size
         self._progress = Progress.of(world)
@@ -207,12 +208,19 @@ class StepSync:
         self._gate = gate
         self._lane = lane
         self._signature = signature
+        self._counted = name, 0
+        self._begun = 0
+        self._progress.watchdog.count(name, self._number_of)
+
+    def _number_of(self, item: int) -> int:
+        return self._begun
 
     def tally(self, *numbers: float) -> list[float]:
         """The sums of a few ``numbers`` over all ranks, the same bits on each; all must call with as many, and wait."""
         if self._size == 1:
             return list(numbers)
-        with self._progress.watchdog.watching("the closing exchange of a step"):
+        self._begun += 1
+        with self._progress.watchdog.watching("the closing exchange of a step", counted=self._counted):
             self._progress.finish()  # as before any blocking collective
             if self._comm is None:
                 return self._gate.tally(*numbers)
@@ -297,7 +305,7 @@ class Reducer:
         serial = world.kept["number of reducers"] = world.kept.get("number of reducers", 0) + 1
         self._signature = zlib.crc32(f"{serial} {layout.digest}".encode())
         self._share_communicators(rail, everyone, between_nodes)
-        self.closing = StepSync(world, everyone, self.gate, lane, self._signature)
+        self.closing = StepSync(world, everyone, self.gate, lane, self._signature, f"steps of trainer {serial}")
         if len(layout.counts) > CLOSING_OPERATION:
             expected = f"at most {CLOSING_OPERATION} buckets"
             raise ConfigError("Reducer", where="layout", expected=expected, got=len(layout.counts),

@@ -365,6 +365,8 @@ class Entry:
     """Of this worker, so far."""
     spared_nbytes: int = 0
     """By encoding them."""
+    number: int = 0
+    """Of the key among those of its store, where workers push together."""
 
     @property
     def plain_nbytes(self) -> int:

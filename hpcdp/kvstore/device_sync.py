@@ -44,7 +44,8 @@ class DeviceSyncStore(SyncStore):
                 self._entries[key] = self._new(key, first)
             else:
                 on_gpus[key] = brought(first, value)
-                self._entries[key] = Entry(key, on_gpus[key], self._engine.variable(f"key {key!r}"))
+                variable = self._engine.variable(f"key {key!r}")
+                self._entries[key] = Entry(key, on_gpus[key], variable, number=len(self._entries))
         keys = list(on_gpus)
         for at in range(0, len(keys), gpu_keys.MOST_KEYS):
             self._keep_on_gpus({key: on_gpus[key] for key in keys[at : at + gpu_keys.MOST_KEYS]})

@@ -79,6 +79,8 @@ class SyncStore(WorldStore):
         self._watchdog = Progress.of(world).watchdog
         self._reduce = kernels.load("reduce")
         serial = world.kept["number of stores"] = world.kept.get("number of stores", 0) + 1
+        self._name = f"pushes to store {serial}"
+        self._watchdog.count(self._name, self._pushes_of)
         self._rail: InterNodeReduction | None = None
         if world.num_nodes > 1 and world.rail_comm is not None:
             self._rail = InterNodeReduction(
@@ -123,13 +125,19 @@ class SyncStore(WorldStore):
         alone = min(range(self._memory.size), key=self._held_nbytes.__getitem__)
         self._held_nbytes[alone] += value.nbytes
         width = self._direct.width(value.dtype)
-        rows = Rows(self._memory, len(self._entries), key, value, self._world.num_rails, alone, width)
+        number = len(self._entries)
+        rows = Rows(self._memory, self._name, number, key, value, self._world.num_rails, alone, width)
         exchange = self._direct.exchange_of(rows) if self._world.num_nodes == 1 else None
         if exchange is not None:
             self._exchanges[key] = exchange
         self._rows[key] = rows
         self._code(key)
-        return Entry(key, rows.stored, self._engine.variable(f"key {key!r}"))
+        return Entry(key, rows.stored, self._engine.variable(f"key {key!r}"), number=number)
+
+    def _pushes_of(self, number: int) -> int:
+        """Return how often this rank has pushed the key of a number."""
+        entry = next((entry for entry in self._entries.values() if entry.number == number), None)
+        return 0 if entry is None else entry.pushes
 
     def _compress(self, compression: Compression | None) -> None:
         pushes = [f"{entry.pushes} pushes of key {key!r}" for key, entry in self._entries.items()]
@@ -187,7 +195,7 @@ class SyncStore(WorldStore):
         """
         watchdog, failure = self._watchdog, None
         rows, updater = self._rows[entry.key], self._updater
-        call = rows.label, None, rows.behind
+        call = rows.label, None, rows.behind, rows.counted
         if (self._rail is not None and self._of_world.turns) or not self._engine.hold(entry.variable):
             return False
         try:
@@ -302,7 +310,8 @@ class SyncStore(WorldStore):
         return True
 
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
-        with self._watchdog.watching(f"wait for {variable.name}", behind=partial(self._behind, entry)):
+        counted = self._name, entry.number
+        with self._watchdog.watching(f"wait for {variable.name}", None, partial(self._behind, entry), counted):
             self._of_world.wait(variable)
 
     def _behind(self, entry: Entry) -> list[int]:

@@ -64,6 +64,7 @@ class Pool:
 
     def __init__(self, memory: NodeMemory) -> None:
         self.rank, self.size, self.patience = memory.rank, memory.size, memory.patience
+        self.failure: HpcdpError | None = None
         self._memory = memory
         self._block, self._used = np.empty(0, np.uint8), 0
 
@@ -94,6 +95,7 @@ class Rows:
 
     Args:
         memory: the node's.
+        store: what pushes to the key's store are counted as, see `Watchdog.count`.
         number: of the key in its store.
         value: what the key begins with.
         num_parts: how many ranks of the node own a part.
@@ -104,6 +106,7 @@ class Rows:
     def __init__(
         self,
         memory: NodeMemory,
+        store: str,
         number: int,
         key: Key,
         value: np.ndarray,
@@ -130,6 +133,7 @@ class Rows:
         self.milestones = Milestones(memory)
         self.counters = self.milestones.counters()
         self.label = f"pushpull of key {key!r}"
+        self.counted = store, number
         self.updates_alone = updates_alone
         self.rounds = 0
         """Pushes of this rank; that of the same number of every rank makes a round."""

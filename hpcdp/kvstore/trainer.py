@@ -747,11 +747,12 @@ class StoreTrainer(Trainer, FitsSaved):
 def _closing(world: World, more_numbers: int) -> StepSync:
     """What the ranks' steps end with, of a few numbers and ``more_numbers``; every rank must call."""
     serial = world.kept["number of store trainers"] = world.kept.get("number of store trainers", 0) + 1
-    signature = zlib.crc32(f"store trainer {serial}".encode())
+    name = f"steps of store trainer {serial}"
+    signature = zlib.crc32(name.encode())
     gate = WatchedGate(world.node_memory, Progress.of(world).watchdog, LINE_NUMBERS + more_numbers)
     if world.node_memory.size == world.size:
-        return StepSync(world, None, gate, None, signature)
+        return StepSync(world, None, gate, None, signature, name)
     comm = world.keep(("reducers", id(world.comm)), world.comm.duplicate)
     comm.users.add(signature % comm.signatures)
     world.barrier()  # before any rank sends what another would take for a mistake
-    return StepSync(world, comm, gate, Lane.of(world), signature)
+    return StepSync(world, comm, gate, Lane.of(world), signature, name)

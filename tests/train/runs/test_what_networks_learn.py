@@ -60,7 +60,7 @@ def test_lenet_is_reproducible_to_the_bit_on_any_ranks_and_nodes(tmp_path: Path)
     for ranks, per_node in [(1, 1), *((n, size) for n in (2, 3, 4, 8) for size in sorted({1, 2, n}))]:
         folder = tmp_path / f"{ranks} ranks, {per_node} a node"
         folder.mkdir()
-        settings = ("lenet", "--ranks", str(ranks), "--batch-size", "32", "--epochs", "2", "--reproducible")
+        settings = ("lenet", "--ranks", str(ranks), "--batch-size", "128", "--epochs", "2", "--reproducible")
         records = epochs(folder, *settings, HPCDP_RANKS_PER_NODE=str(per_node))
         runs[folder.name] = [[float(record[name]).hex() for name in MEASURED] for record in records]
     first, *others = runs.values()
