@@ -30,7 +30,7 @@ from ..comm.consistency import on_every_rank, require_same
 from ..compression import Compression, Settings
 from ..core.arrays import Array, from_host, is_cupy, on_device_of
 from ..core.devices import Device, Streams
-from ..core.state import cut_of
+from ..core.state import FitsSaved, Saved, cut_of
 from ..errors import ConfigError, HpcdpError, StaleGradientError, is_number
 from ..kernels.cuda.capture import numbers
 from ..nn.microbatch import enter_shard
@@ -272,7 +272,7 @@ class GraphUpdate:
 _SAVED_WHOLE = "save all of its ranks' state: checkpoint.Manager(path, world).save(step, {'trainer': trainer})"
 
 
-class BucketTrainer(Trainer):
+class BucketTrainer(Trainer, FitsSaved):
     """See `Trainer`: what it makes without a ``kvstore``."""
 
     @may_wait
@@ -678,6 +678,10 @@ class BucketTrainer(Trainer):
         trainer_state.take_over(self, state)
         if self._reproducible is not None:
             self._reproducible.begin(self.step_count + 1)
+
+    def fitted(self, form: Any, saved: Saved) -> Any:
+        """See `FitsSaved.fitted`."""
+        return trainer_state.fitted(form)
 
     def save_states(self, path: str | Path) -> None:
         """See `Trainer.save_states`."""

@@ -165,6 +165,14 @@ def unfinished(operation: str) -> StaleGradientError:
     )  # fmt: skip
 
 
+def completed(form: Any, later: Mapping[str, Any]) -> Any:
+    """Return the form of a saved state with the entries ``later`` that it lacks, because earlier versions had none."""
+    if not isinstance(form, dict) or "dict" not in form:
+        return form
+    names = {name for name, _ in form["dict"]}
+    return {"dict": [*form["dict"], *([name, node] for name, node in later.items() if name not in names)]}
+
+
 _NEAR = 1e-3
 
 

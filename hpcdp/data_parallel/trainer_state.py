@@ -35,7 +35,7 @@ from .buckets import Slot
 from .deterministic import arithmetic
 from .reducer import Reducer
 from .sharded_update import MASTER, UpdateStrategy
-from .trainer import require_same_parameters
+from .trainer import completed, require_same_parameters
 
 if TYPE_CHECKING:
     from .bucket_trainer import BucketTrainer
@@ -174,6 +174,11 @@ def state_of(trainer: BucketTrainer) -> dict[str, Any]:
     }  # fmt: skip
     own = residuals(trainer.reducer, trainer.compression)
     return state | ({"residuals": own} if own else {})
+
+
+def fitted(form: Any) -> Any:
+    """See `FitsSaved.fitted`: states of version 0.1.0 had no updates that were passed over, and first no good steps."""
+    return completed(form, {"good_steps": 0, "passed_over": {"dict": []}})
 
 
 def _of_first_part(world: World, layout: dict[str, Any]) -> dict[str, Any]:

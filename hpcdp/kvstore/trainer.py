@@ -50,6 +50,7 @@ from ..data_parallel.trainer import (
     MeanLosses,
     Trainer,
     checked_count,
+    completed,
     may_wait,
     require_alike,
     require_same_parameters,
@@ -116,10 +117,15 @@ def _with_keys(store: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, A
 def fitted(trainer: StoreTrainer, form: Any, saved: Saved) -> Any:
     """See `FitsSaved.fitted`: states of version 0.1.0 had the numbers of parameters in the place of their names.
 
+    Where every rank updates, they had no updates that were passed over.
+
     Raises:
         ConfigError: the network in the same checkpoint has its parameters in another order.
     """
     members = _members(form)
+    if "states" in members:
+        form = completed(form, {"passed_over": {"dict": []}})
+        members = _members(form)
     store = _members(members.get("store"))
     parts = {name: _members(store[name]) for name in _BY_KEY if name in store}
     if not parts or any(type(key) is not int for part in parts.values() for key in part):
