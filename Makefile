@@ -74,11 +74,12 @@ test-cupy:  ## run CuPy itself without a GPU, for its calls and waits, not for v
 bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (ten to twenty quiet minutes)
 	@$(BIN)/python benchmarks/bench_suite.py $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)
 
-check: $(VENV)/installed-dev  ## lint, formatting, types, floors
+check: $(VENV)/installed-dev  ## lint, formatting, types, order of the packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_floors.py
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_imports.py
 
 clean:  ## remove the environments and caches, never a run
 	rm -rf $(foreach venv,.venv .venv-mpich .venv-system,$(venv) $(venv)-cupy) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
