@@ -23,8 +23,8 @@ from hpcdp import comm, kernels
 from hpcdp.bench.measure import Schedule, alternate, median_ratio, turn_medians
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
 from hpcdp.kernels import buffers
-from hpcdp.kernels.reference import conv
-from hpcdp.kernels.reference.windows import output_size
+from hpcdp.kernels.reference import convolution
+from hpcdp.kernels.reference.convolution import output_size
 from hpcdp.launch.checks import Parser, at_least
 
 _TOLERANCE = 2e-4
@@ -128,7 +128,7 @@ class Arrays:
     def wrong(self) -> dict[str, int]:
         """How many elements of each pass are not the reference's."""
         expected = {name: np.empty_like(x) for name, x in self.results.items()}
-        for module, into in ((kernels.load("conv"), self.results), (conv, expected)):
+        for module, into in ((kernels.load("convolution"), self.results), (convolution, expected)):
             for call in self.ours(module, into).values():
                 call()
         return {
@@ -142,7 +142,7 @@ def measure(layer: Layer, turns: int, torch: Any) -> Iterator[dict[str, Any]]:
     time over ours, or None), ``gflop_s`` of hpcdp, ``wrong``."""
     arrays = Arrays(layer)
     wrong = arrays.wrong()
-    calls = {"hpcdp": arrays.ours(kernels.load("conv"), arrays.results), "product": arrays.products()}
+    calls = {"hpcdp": arrays.ours(kernels.load("convolution"), arrays.results), "product": arrays.products()}
     if torch:
         calls["PyTorch"] = arrays.torch(torch)
     for each in PASSES:

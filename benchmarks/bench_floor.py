@@ -1,7 +1,7 @@
 """The machine's own limits: bare exchanges over memory shared by the ranks, copy rates, latency between cores.
 
 ``mpirun -n 2 python benchmarks/bench_floor.py -m 4:256M`` prints, for each size, what bare compiled access patterns
-(`hpcdp.kernels.access_patterns`) need for the exchange of an allreduce. The best of the four that work on shared arrays
+(`bench_harness.access_patterns`) need for the exchange of an allreduce. The best of the four that work on shared arrays
 is the floor that hpcdp's allreduce is compared with; a fifth one is for arrays that are not in shared memory.
 """
 
@@ -44,8 +44,10 @@ class Floor:
             raise UnsupportedError(
                 "floor", expected="2 ranks or more on one node", got=f"{world.size} ranks on {world.num_nodes} nodes"
             )
-        self.kernel = kernels.load("access_patterns")
-        self.stride = kernels.load("sync").STRIDE
+        self.stride = kernels.load("shm_allreduce").STRIDE
+        from bench_harness import access_patterns  # not before: Numba would be loaded with the module
+
+        self.kernel = access_patterns
         self.world = world
         count = max(1, max_nbytes // 4)
         memory = world.node_memory

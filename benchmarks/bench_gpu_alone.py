@@ -117,11 +117,11 @@ def _flat(count: int) -> Iterator[Case]:
     x, wide, half = _random(rng, count), np.zeros(count, np.float32), np.zeros(count, np.uint16)
     for word in ("float16", "bfloat16"):
         for name, both in ((f"to_{word}", (x, half)), (f"from_{word}", (half, wide))):
-            yield Case(name.replace("_", " "), "cast", _named(name), both, nbytes * 3 // 2)
+            yield Case(name.replace("_", " "), "elementwise", _named(name), both, nbytes * 3 // 2)
     scaled = _named("scale", -1.0)
-    yield Case("scale", "cast", scaled, (x,), 2 * nbytes)
-    yield Case("sum of squares", "norms", _sum_of_squares, (x,), nbytes)
-    yield Case("all finite", "norms", _named("all_finite"), (x,), nbytes)
+    yield Case("scale", "elementwise", scaled, (x,), 2 * nbytes)
+    yield Case("sum of squares", "reduce", _sum_of_squares, (x,), nbytes)
+    yield Case("all finite", "reduce", _named("all_finite"), (x,), nbytes)
     yield Case("add", "elementwise", _named("add"), (x, x[::-1].copy(), wide), 3 * nbytes)
     yield Case("ReLU", "elementwise", _named("relu"), (x, wide), 2 * nbytes)
     for n in (2, 4, 8):
@@ -132,7 +132,7 @@ def _flat(count: int) -> Iterator[Case]:
 
 def _sum_of_squares(module: ModuleType, x: Array) -> Any:
     """Left on the GPU, as for a trainer's clipping."""
-    return module.sum_of_squares(x) if module is kernels.specification("norms") else module.all_squares([x])[0]
+    return module.sum_of_squares(x) if module is kernels.specification("reduce") else module.all_squares([x])[0]
 
 
 def _sum_rows(count: int, module: ModuleType, rows: Array, out: Array) -> None:
@@ -144,10 +144,10 @@ def _of_layers(count: int) -> Iterator[Case]:
     params, grads, velocity = _random(np.random.default_rng(4), 3, count)
     bounds, squares = np.arange(_LAYERS + 1) * count // _LAYERS, np.zeros((_LAYERS, 2))
     of_norms = (params, grads, bounds, squares)
-    yield Case("LARS norms", "norms", _named("segment_squares"), of_norms, 2 * params.nbytes, _ROUNDED)
+    yield Case("LARS norms", "reduce", _named("segment_squares"), of_norms, 2 * params.nbytes, _ROUNDED)
     into = (params, grads, velocity, np.array([4.0, 9.0]))
-    update = _named("sgd_momentum", (0.1, 1e-4, 0.5, 0.9, 1e-3))
-    yield Case("LARS", "lars", update, into, 5 * params.nbytes)
+    update = _named("lars_sgd_momentum", (0.1, 1e-4, 0.5, 0.9, 1e-3))
+    yield Case("LARS", "update", update, into, 5 * params.nbytes)
 
 
 def _codecs(count: int) -> Iterator[Case]:
@@ -180,8 +180,8 @@ def _bits(count: int) -> Iterator[Case]:
         words, of_name = np.zeros(-(-count // width), np.uint32), name.replace(" ", "_")
         pack = _named(f"pack_{of_name}", 0.5, 0.5, behind=2)
         unpack = _named(f"unpack_{of_name}", 0.5, behind=1)
-        yield Case(f"pack {name}", "quantise", pack, (grad, residual, words), 3 * grad.nbytes + words.nbytes)
-        yield Case(f"unpack {name}", "quantise", unpack, (words + 7, grad), grad.nbytes + words.nbytes)
+        yield Case(f"pack {name}", "compress", pack, (grad, residual, words), 3 * grad.nbytes + words.nbytes)
+        yield Case(f"unpack {name}", "compress", unpack, (words + 7, grad), grad.nbytes + words.nbytes)
 
 
 def _rows(count: int) -> Iterator[Case]:
@@ -190,7 +190,7 @@ def _rows(count: int) -> Iterator[Case]:
     values, table = _random(rng, count, _FEATURES), np.zeros((-(-count // _PER_ROW), _FEATURES), np.float32)
     rows = rng.integers(0, len(table), count)
     moved = values.nbytes + rows.nbytes + 2 * table.nbytes
-    yield Case("add to rows", "rows", _named("add_rows"), (table, rows, values), moved)
+    yield Case("add to rows", "sequences", _named("add_rows"), (table, rows, values), moved)
 
 
 def _layers(batch: int) -> Iterator[Case]:
@@ -203,30 +203,30 @@ def _layers(batch: int) -> Iterator[Case]:
         ("max_pool", (x, small, chosen)), ("max_pool_gradient", (gy[:, :, ::2, ::2].copy(), chosen, np.zeros_like(x))),
     ):  # fmt: skip
         moved = sum(each.nbytes for each in pooled)
-        yield Case(name.replace("_", " "), "pool", _named(name, *twice), pooled, moved)
+        yield Case(name.replace("_", " "), "convolution", _named(name, *twice), pooled, moved)
     planes = x.reshape(batch, _CHANNELS, -1)
     scale, shift, *saved = abs(rng.standard_normal((4, _CHANNELS), np.float32))
     for name, dtype, error in (("batch norm", np.float32, _ROUNDED), ("batch norm, float16", np.float16, 2.0**-10)):
         own = planes.astype(dtype)
         into = (own, scale, shift, np.zeros_like(own), *saved)
-        yield Case(name, "batch_norm", _batch_norm, into, 3 * own.nbytes, error)
+        yield Case(name, "normalisation", _batch_norm, into, 3 * own.nbytes, error)
     grads, dx, of_channels = gy.reshape(planes.shape), np.zeros_like(planes), np.zeros((2, _CHANNELS), np.float32)
     into = (grads, planes, scale, planes.mean(axis=(0, 2)), planes.var(axis=(0, 2)), dx, *of_channels)
-    yield Case("batch norm gradient", "batch_norm", _batch_norm_gradients, into, 5 * x.nbytes, _ROUNDED)
+    yield Case("batch norm gradient", "normalisation", _batch_norm_gradients, into, 5 * x.nbytes, _ROUNDED)
     into, of_bias = (grads, np.maximum(planes, 0), dx, of_channels[0]), _named("bias_gradient")
-    yield Case("bias gradient, ReLU", "epilogue", of_bias, into, 3 * x.nbytes, _ROUNDED)
+    yield Case("bias gradient, ReLU", "elementwise", of_bias, into, 3 * x.nbytes, _ROUNDED)
     rows = x.reshape(-1, _CHANNELS * _SIDE)
-    yield Case("bias, ReLU", "epilogue", _named("add_bias", True), (rows, rows[0].copy()), 2 * x.nbytes)
+    yield Case("bias, ReLU", "elementwise", _named("add_bias", True), (rows, rows[0].copy()), 2 * x.nbytes)
     logits = x.reshape(-1)[: x.size // _CLASSES * _CLASSES].reshape(-1, _CLASSES)
     labels = rng.integers(0, _CLASSES, len(logits))
     losses = np.zeros(len(logits), np.float32)
     call, of_rows = _named("softmax_cross_entropy"), (logits, labels, np.zeros_like(logits), losses)
-    yield Case("softmax, loss", "cross_entropy", call, of_rows, 2 * logits.nbytes, _ROUNDED)
+    yield Case("softmax, loss", "sequences", call, of_rows, 2 * logits.nbytes, _ROUNDED)
 
 
 def _batch_norm(module: ModuleType, *arrays: Array) -> None:
     x, scale, shift, out, mean, variance = arrays
-    if module is kernels.specification("batch_norm"):
+    if module is kernels.specification("normalisation"):
         x = x.astype(np.float32)  # in which the kernels compute with 16 bits
     module.batch_norm(x, scale, shift, out, (mean, variance), 1e-5)
 

@@ -25,9 +25,8 @@ from hpcdp import comm, kernels
 from hpcdp.bench.measure import Schedule, alternate, format_size, median_ratio, size_range, turn_medians
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
 from hpcdp.kernels import buffers
-from hpcdp.kernels.reference import cast as reference_cast
-from hpcdp.kernels.reference import norms as reference_norms
-from hpcdp.kernels.reference import quantise, update
+from hpcdp.kernels.reference import compress, elementwise, update
+from hpcdp.kernels.reference import reduce as reference_reduce
 
 _THRESHOLD = 0.5
 _LAYERS = 50  # as ResNet-50's
@@ -162,7 +161,7 @@ def updates(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
 
 def casts(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
     """Both ways between float32 and the 16-bit formats, and scaling in place."""
-    cast = kernels.load("cast")
+    cast = kernels.load("elementwise")
     for word in ("float16", "bfloat16"):
         wide, narrow = arrays.normal(), arrays.zeros(np.uint16)
         down = up = None
@@ -171,14 +170,14 @@ def casts(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
             down = partial(into.copy_, source)
             up = partial(torch.empty(arrays.count).copy_, source.to(into.dtype))
         for name, xs, peer in ((f"to_{word}", (wide, narrow), down), (f"from_{word}", (narrow, arrays.zeros()), up)):
-            call, reference = getattr(cast, name), getattr(reference_cast, name)
+            call, reference = getattr(cast, name), getattr(elementwise, name)
             yield Kernel(name.replace("_", " "), xs, call, reference, wide.nbytes + narrow.nbytes, peer)
 
     def scale(module: Any, x: np.ndarray) -> None:
         module.scale(x, _FACTOR)
 
     times = partial(torch.from_numpy(arrays.normal()).mul_, _FACTOR) if torch else None
-    call, reference = partial(scale, cast), partial(scale, reference_cast)
+    call, reference = partial(scale, cast), partial(scale, elementwise)
     yield Kernel("scale", (arrays.normal(),), call, reference, 2 * arrays.nbytes, times)
 
 
@@ -197,7 +196,7 @@ def packing(arrays: Arrays) -> Iterator[Kernel]:
         else:
             module.unpack_two_bit(words, _THRESHOLD, out)
 
-    modules = (kernels.load("quantise"), quantise)
+    modules = (kernels.load("compress"), compress)
     for bits, in_a_word in (("two", 16), ("one", 32)):
         words, out = arrays.zeros(np.uint32, in_a_word), arrays.zeros()
         call, reference = (partial(pack, module, bits) for module in modules)
@@ -238,7 +237,7 @@ def sums(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
 
 def norms(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
     """The sum of squares, and the search for what is not finite, which finds nothing here; both only read."""
-    module = kernels.load("norms")
+    module = kernels.load("reduce")
     for name, rule in (("sum of squares", "sum_of_squares"), ("all finite", "all_finite")):
         x = arrays.normal()
         peer = None
@@ -246,7 +245,7 @@ def norms(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
             tensor = torch.from_numpy(x)
             norm = partial(torch.linalg.vector_norm, tensor)
             peer = norm if rule == "sum_of_squares" else partial(_all_finite_in_torch, torch, tensor)
-        yield Kernel(name, (x,), getattr(module, rule), getattr(reference_norms, rule), arrays.nbytes, peer)
+        yield Kernel(name, (x,), getattr(module, rule), getattr(reference_reduce, rule), arrays.nbytes, peer)
 
 
 def layer_norms(arrays: Arrays) -> Iterator[Kernel]:
@@ -257,7 +256,7 @@ def layer_norms(arrays: Arrays) -> Iterator[Kernel]:
 
     bounds = np.linspace(0, arrays.count, _LAYERS + 1).astype(np.int64)
     inputs = (arrays.normal(), arrays.normal(), bounds, np.zeros((_LAYERS, 2)))
-    call, reference = (partial(squares, module) for module in (kernels.load("norms"), reference_norms))
+    call, reference = (partial(squares, module) for module in (kernels.load("reduce"), reference_reduce))
     yield Kernel("LARS norms", inputs, call, reference, 2 * arrays.nbytes, rtol=1e-12)
 
 

@@ -1,4 +1,4 @@
-// Batch normalisation. reference.py is the specification: sums are in float64, of 16 bits those of a pack in float32
+// Batch normalisation. As reference/normalisation.py: sums are in float64, of 16 bits those of a pack in float32
 // where a centre was subtracted, in an order that depends on the shape alone; what is done element by element has its
 // bits, of 16 bits those of its float32 rounded once. What has one element a channel is wide.
 //

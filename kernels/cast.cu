@@ -1,4 +1,4 @@
-// Casts between float32 and the 16-bit formats, and scaling. reference/cast.py is the specification: same bits, but for
+// Casts between float32 and the 16-bit formats, and scaling. As reference/elementwise.py: same bits, but for
 // those of a NaN's payload in float16.
 #include "common.cuh"
 

@@ -12,7 +12,7 @@ struct BFloat16 {  // no number, so that nothing computes with its bits
     Half bits;
 };
 
-enum { THREADS = 256, WARP = 32 };  // of a block, as cuda.py launches it, and of those that vote together
+enum { THREADS = 256, WARP = 32 };  // of a block, as cuda/__init__.py launches it, and of those that vote together
 
 #ifdef __CUDACC__
 __device__ inline float float_from_half(Half x) {

@@ -1,4 +1,4 @@
-// What a convolution does beside its product (im2col). reference.py is the specification: same order of additions, same
+// What a convolution does beside its product (im2col). As reference/convolution.py: same order of additions, same
 // bits, of 16 bits those of its float32 rounded once. Images are (batch, channels, positions), factors and results of
 // products (rows, batch x positions), so that one product does for all images. A thread computes one element, which it
 // collects from where it lies: no atomics.

@@ -1,4 +1,4 @@
-// Softmax and cross-entropy. reference/cross_entropy.py is the specification: the same numbers up to the rounding of
+// Softmax and cross-entropy. reference/sequences.py is the specification: the same numbers up to the rounding of
 // exp, log and a quotient, and the same bits of the gradient for the same chances. Sums are in float64, in an order
 // that depends on the number of classes and their type alone. Of logits of 16 bits chances and losses are float32, and
 // the gradient is that of float32 rounded once. A label that is out of range, which nobody can see without waiting for

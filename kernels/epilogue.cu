@@ -1,6 +1,6 @@
-// Bias and activation after a product or a convolution, in one pass over memory, and back. reference.py is the
-// specification: same bits, of 16 bits those of its float32 rounded once, but sums: in float64, in an order that depends
-// on the shape alone.
+// Bias and activation after a product or a convolution, in one pass over memory, and back. As
+// reference/elementwise.py: same bits, of 16 bits those of its float32 rounded once, but sums: in float64, in an order
+// that depends on the shape alone.
 #include "common.cuh"
 #include "channels.cuh"
 
@@ -69,7 +69,7 @@ __device__ void bias_gradient_of_images(
     if (threadIdx.x == 0) store_sum(total, part.channel, part.piece, part.pieces, partial, sums);
 }
 
-enum { COLUMNS = 16 };  // of a block, epilogue.py says so, too: 32 bytes of float16, which memory gives at once
+enum { COLUMNS = 16 };  // of a block, cuda/elementwise.py says so, too: 32 bytes of float16, which memory gives at once
 
 // The same of rows: neighbouring threads have the columns of a row, and a block's pieces those rows between the others.
 template <class T>

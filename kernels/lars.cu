@@ -1,4 +1,4 @@
-// SGD of a layer at a rate that its norms give: LARS. reference/lars.py is the specification: same bits.
+// SGD of a layer at a rate that its norms give: LARS. reference/update.py is the specification: same bits.
 #include "common.cuh"
 #include "sgd.cuh"
 

@@ -1,4 +1,4 @@
-// Average and max pooling. reference.py is the specification: same order of additions, same bits, of 16 bits those of
+// Average and max pooling. As reference/convolution.py: same order of additions, same bits, of 16 bits those of
 // its float32 rounded once. A thread computes one element of the result, or of the gradient, for which it collects from
 // all windows that it lies in: no atomics. Of windows of 2 x 2 side by side, the usual ones, it takes 16 bytes of a row
 // at once: of two rows for results, of one for the gradient.

@@ -1,4 +1,4 @@
-// Gradients in 2 bits or 1 bit an element, the rest being kept. reference/quantise.py is the specification: same bits.
+// Gradients in 2 bits or 1 bit an element, the rest being kept. reference/compress.py is the specification: same bits.
 #include "common.cuh"
 #include "codes.cuh"
 

@@ -1,4 +1,4 @@
-// Rows added to those of a table, each in its turn: reference/rows.py is the specification, and the bits are its own,
+// Rows added to those of a table, each in its turn, to the bits of reference/sequences.py,
 // for additions to one row come in the order in which they are given, by one thread for each column. Atomic additions
 // would come in another order in each run.
 //

@@ -25,7 +25,7 @@ from ..errors import UnsupportedError
 from ..kernels import kernels_for
 from ..kernels.buffers import empty
 from ..kernels.cuda.cublas import matmul_of
-from ..kernels.sums import ROWS_AT_ONCE, add_up_rows
+from ..kernels.reference.reduce import ROWS_AT_ONCE, add_up_rows
 from . import tensor
 from .dispatch import Again, Call, modes, operator
 from .tape import Gradient, Pullback
@@ -536,7 +536,7 @@ def _taken(x: Tensor, *indices: Any, key: tuple[Any, ...], places: tuple[int, ..
     def derivative(gy: Array) -> Array:
         dx = xp.zeros(shape, dtype=gy.dtype)
         if indices:
-            kernels_for("rows", dx).add_at(dx, chosen, gy)
+            kernels_for("sequences", dx).add_at(dx, chosen, gy)
         else:
             dx[chosen] = gy
         return dx

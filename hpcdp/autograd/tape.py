@@ -96,7 +96,7 @@ class Gradient:
                 self.value = self._home
                 self._private = True
         else:
-            first, kernels = self.value, kernels_for("elementwise", self.value)
+            first, kernels = self.value, kernels_for("elementwise", self.value, plain_on_host=True)
             if not self._private:  # it is somebody else's array
                 self.value, self._private = empty(self.shape, self.dtype, self._xp), True
             kernels.add(first, contribution, self.value)

@@ -69,7 +69,7 @@ class _Staging:
             flat /= flat.dtype.type(self._memory.size)
 
     def share_now(self, flat: np.ndarray, first: int, last: int, call: Call) -> None:
-        """Bring every rank's part of ``flat``, shape ``(nbytes,)``, uint8, to all, blocking; see `exchange.share`."""
+        """Bring every rank's part of ``flat``, ``(nbytes,)`` uint8, to all, blocking; see `shm_allreduce.share`."""
         calls, n = self._calls, self._memory.size
         calls.be_patient()
         parts, counters, state, kind = self._parts, self._counters, self._state, call.signature
@@ -108,7 +108,7 @@ class _Staging:
             yield from self._not_yet(met, call)
 
     def _reduce_by_owners(self, flat: np.ndarray, op: str, call: Call) -> Steps:
-        """What `kernels.exchange.sum_by_owners` does, for any dtype and reduction, with a call for every part of it."""
+        """Do as `shm_allreduce.sum_by_owners`, for any dtype and reduction, with a call for every part of it."""
         if flat.dtype.char not in DTYPE_CHARS:
             raise UnsupportedError(
                 "allreduce",

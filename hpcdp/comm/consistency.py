@@ -375,9 +375,9 @@ class InMemory:
     """
 
     def __init__(self, memory: NodeMemory) -> None:
-        sync, self.exchange = kernels.load("sync"), kernels.load("exchange")
+        self.exchange = kernels.load("shm_allreduce")
         self.memory = memory
-        self.counters = memory.alloc((memory.size * sync.STRIDE,), np.int32)
+        self.counters = memory.alloc((memory.size * self.exchange.STRIDE,), np.int32)
         self.state = self.exchange.state_of(memory.rank, memory.patience)
         self.arrival = _Arrival(memory, self.counters, self.state)
         self._texts = memory.alloc((memory.size, _TEXT_NBYTES), np.uint8)
@@ -453,8 +453,8 @@ class _Arrival:
 
     def __init__(self, memory: NodeMemory, counters: np.ndarray, state: np.ndarray) -> None:
         self._memory, self._counters, self._state = memory, counters, state
-        self._wait_all = kernels.load("sync").wait_all
-        self._sequence = kernels.load("exchange").SEQUENCE
+        exchange = kernels.load("shm_allreduce")
+        self._wait_all, self._sequence = exchange.wait_all, exchange.SEQUENCE
 
     def _arrived(self, spins: int, sleep_ns: int) -> bool:
         number = np.int64(self._state[self._sequence]).astype(np.int32)

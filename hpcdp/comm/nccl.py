@@ -30,7 +30,7 @@ import numpy as np
 
 from ..core.devices import Event, Streams
 from ..errors import DeviceError, UnsupportedError
-from ..kernels.cuda import cast
+from ..kernels.cuda import elementwise
 from .communicator import Communicator, Steps, Until, wait_for
 from .consistency import on_rank_0
 from .gpu_transports import Offer, OwnedPart, Part, RowSize, refuse_shared
@@ -102,8 +102,8 @@ _SUM = 0
 """Of ``ncclRedOp_t``."""
 
 _CASTS = {
-    "float16": (cast.from_float16, cast.to_float16),
-    "bfloat16": (cast.from_bfloat16, cast.to_bfloat16),
+    "float16": (elementwise.from_float16, elementwise.to_float16),
+    "bfloat16": (elementwise.from_bfloat16, elementwise.to_bfloat16),
 }
 """To float32 and back."""
 

@@ -246,7 +246,7 @@ class Gate:
 
     def __init__(self, memory: NodeMemory, most_numbers: int = LINE_NUMBERS) -> None:
         self._memory = memory
-        self._exchange = exchange = kernels.load("exchange")
+        self._exchange = exchange = kernels.load("shm_allreduce")
         self._counters = memory.alloc((memory.size * exchange.STRIDE,), np.int32)
         capacity = -(-most_numbers // LINE_NUMBERS) * LINE_NUMBERS  # no two ranks write to one line
         self._board = memory.alloc((2, memory.size, capacity), np.float64)
@@ -306,7 +306,7 @@ class Milestones:
 
     def __init__(self, memory: NodeMemory, things: int = 1) -> None:
         self._memory = memory
-        self._sync = kernels.load("sync")
+        self._sync = kernels.load("shm_allreduce")
         self._counters = memory.alloc((things, memory.size * self._sync.STRIDE), np.int32)
 
     def post(self, number: int, thing: int = 0) -> None:
@@ -326,7 +326,8 @@ class Milestones:
             self._memory.check()
 
     def counters(self, thing: int = 0) -> np.ndarray:
-        """As the kernels take them (see `kernels.sync`); behind each is space for 30 more words of its rank."""
+        """As the kernels take them (see `kernels.shm_allreduce`); behind each is space for 30 more words of its
+        rank."""
         return self._counters[thing]
 
     def behind(self, number: int, thing: int = 0) -> list[int]:

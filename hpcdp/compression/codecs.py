@@ -74,7 +74,7 @@ def _kernels(x: Array) -> ModuleType:
 
 
 def _casts(x: Array) -> ModuleType:
-    return kernels.kernels_for("cast", x)
+    return kernels.kernels_for("elementwise", x)
 
 
 def _scaled(wire: Array, count: int) -> tuple[Array, Array]:

@@ -257,7 +257,7 @@ def _depth(run: range, root: Node) -> int:
 
 def arithmetic() -> str:
     """The libraries and the processor that decide what the last bits of a product or a sum are, in words."""
-    from ..kernels.machine_code import target  # not before: Numba would be loaded with every Trainer
+    from ..kernels.jit_cache import target  # not before: Numba would be loaded with every Trainer
 
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
     pools = [pool for pool in pools if "numpy" in pool["filepath"]] or pools

@@ -143,8 +143,7 @@ class InterNodeReduction:
         """See `Coder`."""
         self._shards = [each.shard for each in buckets]
         if self.feedback:
-            for name in ("compress", "cast"):
-                kernels.load(name)  # not in the first step, for which all ranks wait
+            kernels.load("compress")  # not in the first step, for which all ranks wait
         self._padding = [padding(each.slots, each.shard) for each in buckets] if self.feedback else []
 
     def tag(self, bucket: Bucket) -> int:

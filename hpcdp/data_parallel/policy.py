@@ -22,7 +22,7 @@ from ..comm import Communicator
 from ..comm.consistency import require_same
 from ..core.arrays import Array, is_cupy
 from ..errors import ConfigError, NonFiniteGradientError, StaleGradientError, is_number, listed
-from ..kernels.reference.norms import clipped_scale
+from ..kernels.reference.reduce import clipped_scale
 from . import sharded_update
 from .buckets import Parameter, UsageCounts
 

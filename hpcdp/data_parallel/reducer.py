@@ -392,8 +392,8 @@ class Reducer:
         """Not in the first step, for which all ranks wait."""
         nothing = np.zeros((1, 1), kind)
         self._reduce.combine_into(nothing, 0, 0, 0, self._reduce.SUM)
-        kernels.load("norms").sum_of_squares(nothing[0])
-        kernels.load("cast")
+        kernels.load("reduce").sum_of_squares(nothing[0])
+        kernels.load("elementwise")
 
     def _written(self, name: str, param: Parameter) -> None:
         """Of the parameter that had this name when it was taken over; the parameters of a part have others."""

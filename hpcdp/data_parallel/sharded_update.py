@@ -100,7 +100,7 @@ def round_to(param: Array, master: Array) -> None:
 
 
 def _casts(x: Array) -> Any:
-    return kernels.kernels_for("cast", x)
+    return kernels.kernels_for("elementwise", x)
 
 
 Squares = tuple[float, float]
@@ -134,12 +134,12 @@ def squares_of_model(reducer: Reducer) -> float:
 
 
 def clipped_scale_on_gpu(reducer: Reducer, scale: float | Array, most: float) -> Array:
-    """`reference.norms.clipped_scale` of all sums, which the rank has on its GPU: float64, shape ``(1,)``, there.
+    """`reference.reduce.clipped_scale` of all sums, which the rank has on its GPU: float64, shape ``(1,)``, there.
 
     Nothing waits for it.
     """
     sums = [words(bucket.mine) for bucket in reducer.buckets]
-    kernel = kernels.kernels_for("norms", sums[0])
+    kernel = kernels.kernels_for("reduce", sums[0])
     return kernel.clipped_scale(kernel.all_squares(sums), scale, most)
 
 
@@ -593,18 +593,20 @@ class ShardedUpdate(_Flat):
             self.update(step, scale)
 
     def _sum_and_update(self, step: int, scale: float) -> None:
-        reducer, fused = self.reducer, kernels.load("reduce_update")
+        reducer, fused = self.reducer, kernels.load("update")
         for bucket in reducer.buckets:
             pieces = self.pieces[bucket.number]
             rules = [each.rule_at(step) for each in pieces]
             kernels_of = [
                 rule.kernel(own_step, scale) if rule.update_is_its_kernel else ("", ()) for rule, own_step in rules
             ]
-            if bucket.mine.dtype in fused.DTYPES and all(name in fused.RULES for name, _ in kernels_of):
+            if bucket.mine.dtype in fused.REDUCING_DTYPES and all(
+                name in fused.REDUCING_RULES for name, _ in kernels_of
+            ):
                 for piece, (name, coefficients) in zip(pieces, kernels_of, strict=True):
                     flat, _, state = self._views_of(bucket, piece)
                     arrays = piece.rule.arrays_of(state)
-                    fused.RULES[name](bucket.rows, piece.first, piece.last, flat, *arrays, coefficients)
+                    fused.REDUCING_RULES[name](bucket.rows, piece.first, piece.last, flat, *arrays, coefficients)
             else:
                 reducer.sum_shard(bucket)
                 self._update_own(bucket, pieces, step, scale)

@@ -1,9 +1,14 @@
 """Compute kernels.
 
-``reference/X.py`` is the specification, in the functions that NumPy and CuPy share; ``cuda/X.py`` is for CuPy arrays,
-with the CUDA sources ``kernels/X.cu`` beside the package. The files here are Numba versions for NumPy arrays, reached
-through `load`. Those are compiled for the types of their arguments when they are first called with them, by one process
-of a node while the others wait and then read the cache (`machine_code`). `kernels_for` chooses by the array.
+There are seven families: `elementwise`, `convolution`, `normalisation`, `sequences`, `reduce`, `update` and `compress`.
+``reference/X.py`` has the plain implementations of the family X, in the functions that NumPy and CuPy share: what they
+compute is the specification. ``cuda/X.py`` is for CuPy arrays, with CUDA sources in the folder ``kernels`` of
+`hpcdp.core.files`. ``X.py`` here has the Numba kernels for NumPy arrays, reached through `load`. Those are compiled for
+the types of their arguments when they are first called with them, by one process of a node while the others wait and
+then read the cache (`jit_cache`). `kernels_for` chooses by the array.
+
+Not of a family: `shm_allreduce` and `pushpull` for memory shared by ranks, `products` by BLAS, `buffers`; `simd` for
+all Numba kernels.
 """
 
 from __future__ import annotations
@@ -37,15 +42,6 @@ _warned = False
 _said: set[str] = set()
 _all_kept = True
 _queues = True
-_ON_CUDA = frozenset(
-    {
-        "batch_norm", "cast", "compress", "conv", "cross_entropy", "elementwise", "epilogue", "lars", "norms", "pool",
-        "quantise", "reduce", "rows", "update",
-    }
-)  # fmt: skip
-"""What CuPy arrays have kernels of their own for."""
-_PLAIN_ON_HOST = frozenset({"cross_entropy", "elementwise", "lars"})
-"""Of these what NumPy arrays have none for."""
 _PRIVATE = "a folder that this user alone may write"
 _private: set[str] = set()
 """Folders that no other user may change."""
@@ -153,7 +149,8 @@ def compiled_dir() -> Path:
     By what they say and not by where they are: all clones and environments with the same kernels compile them once.
     """
     folder = Path(__file__).parent
-    sources = sorted(folder.glob("*.py")) + sorted(folder.glob("reference/*.py"))  # kernels have numbers of these
+    patterns = ("*.py", "convolution/*.py", "reference/*.py")  # kernels have numbers of the last ones
+    sources = [source for pattern in patterns for source in sorted(folder.glob(pattern))]
     stamps = [(source, source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
     found = cache_dir() / "numba" / _digest(*stamps)
     with contextlib.suppress(OSError):  # it is not made yet
@@ -164,11 +161,11 @@ def compiled_dir() -> Path:
 @lru_cache(maxsize=1)
 def _digest(*stamps: tuple[Path, int, int]) -> str:
     """Of the sources and what else machine code depends on; they are read again when a stamp has changed."""
-    from .machine_code import target
+    from .jit_cache import target
 
     digest = hashlib.blake2b(target().encode(), digest_size=6)
     for source, _, _ in stamps:
-        digest.update(source.name.encode() + source.read_bytes())
+        digest.update(f"{source.parent.name}/{source.name}".encode() + source.read_bytes())
     return digest.hexdigest()
 
 
@@ -246,7 +243,7 @@ def loading() -> bool:
 
 
 def load(name: str) -> ModuleType:
-    """The Numba kernels of ``hpcdp/kernels/<name>.py``, each compiled at most once a node for its arguments' types.
+    """The Numba kernels of ``hpcdp.kernels.<name>``, each compiled at most once a node for its arguments' types.
 
     May be called by any thread of any rank, alone. The first call in a process takes 0.3 s (Numba's import), that of a
     kernel a few milliseconds, and on a machine where it is new its compilation, by this process or another. Rank 0 says
@@ -268,25 +265,32 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def kernels_for(name: str, x: Array) -> ModuleType:
-    """What has the functions of the specification ``name`` for arrays like ``x``: Numba's kernels (`load`) for NumPy,
-    CUDA's for CuPy, where there are any, else the specification itself, which every namespace can do. Convolutions of
-    CuPy's arrays are cuDNN's (`cuda.cudnn_conv`) where that is installed.
+def kernels_for(family: str, x: Array, plain_on_host: bool = False) -> ModuleType:
+    """Return the module of a family of kernels for arrays like ``x``.
+
+    It is Numba's (`load`) for NumPy arrays and CUDA's for CuPy arrays, with convolutions by cuDNN where that is
+    installed (`cuda.cudnn_conv`). For all others it is the reference, which every namespace can do.
+
+    Args:
+        family: the name of a module of `reference`.
+        x: the array that a function of the module is to be called with.
+        plain_on_host: take the reference for NumPy arrays, too. It is for functions that NumPy does as fast by itself,
+            which have no Numba kernels: a program that calls no others need not load Numba.
 
     Raises:
         ConfigError: as `load`.
     """
     if is_host(x):
-        return specification(name) if name in _PLAIN_ON_HOST else load(name)
-    if name not in _ON_CUDA or not is_cupy(x):
-        return specification(name)
-    return _for_cuda("cudnn_conv" if name == "conv" and _for_cuda("cudnn_conv").is_there() else name)
+        return specification(family) if plain_on_host else load(family)
+    if not is_cupy(x):
+        return specification(family)
+    return _for_cuda("cudnn_conv" if family == "convolution" and _for_cuda("cudnn_conv").is_there() else family)
 
 
 @cache
-def specification(name: str) -> ModuleType:
-    """The plain array operations of the kernels ``name``."""
-    return importlib.import_module(f"{__name__}.reference.{name}")
+def specification(family: str) -> ModuleType:
+    """Return the reference module of a family of kernels."""
+    return importlib.import_module(f"{__name__}.reference.{family}")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Matrix products of NumPy arrays by BLAS, in the pieces in which it is fastest.
+"""Matrix products: of NumPy arrays by BLAS, in the pieces in which it is fastest; of others by their namespace.
 
 OpenBLAS copies ("packs") both matrices of a product before it multiplies. Where one of them has few rows, that is a
 large part of the time. For processors with AVX-512 it also has kernels that take matrices as they lie, but it uses
@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.arrays import Array, array_namespace, is_half, is_host
 from .buffers import empty
+from .cuda.cublas import matmul_of
 
 MOST = 1_000_000
 """Multiplications up to which OpenBLAS takes float32 matrices as they lie."""
@@ -153,8 +155,17 @@ def _by_tiles(a: np.ndarray, b: np.ndarray, out: np.ndarray, rows: int, columns:
 
 
 @np.errstate(over="ignore", invalid="ignore")  # as numpy.dot: who cares for overflows looks for them
-def multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """See `reference.products.multiply`."""
+def multiply(a: Array, b: Array, out: Array) -> None:
+    """Write ``out = a @ b``, where ``out`` shares no memory with the others.
+
+    Args:
+        a: shape ``(..., m, k)``, the axes before broadcast against those of ``b``.
+        b: shape ``(..., k, n)``.
+        out: shape ``(..., m, n)``; all of one floating dtype, in any order in memory.
+    """
+    if not is_host(out) or is_half(out):
+        matmul_of(array_namespace(a, b))(a, b, out=out)
+        return
     m, k = a.shape[-2:]
     n = b.shape[-1]
     is_large = m * k * n > MOST and out.size * k >= _WORTH and min(m, n) >= _FEWEST

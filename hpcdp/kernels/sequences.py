@@ -1,103 +1,24 @@
-"""Layer normalisation, GELU and causal softmax of NumPy arrays.
+"""Kernels of networks on sequences, for NumPy arrays: causal softmax, LSTM, additions to rows of a table.
 
-`reference.sequences` is the specification. Sums over a row run in as many lanes as a vector register has (``reassoc``),
-the same in every run.
+Functions have the names and arguments of `reference.sequences`; cross-entropy is the reference's, which NumPy does as
+fast by itself. Sums over a row run in as many lanes as a vector register has (``reassoc``), the same in every run.
+Loops of an LSTM write one array each: with more the compiler would have to compare too many places to be sure that they
+are apart, and would not use vector registers.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 
-from . import hyperbolic
-from .hyperbolic import GELU_CUBE, GELU_SLOPE
-from .machine_code import kernel
+from .elementwise import tanh
+from .jit_cache import kernel
+from .reference import sequences
 
 _FLOATS = (numba.float32, numba.float64)
 _LANES = {"reassoc", "contract"}
-
-
-@kernel(
-    [numba.void(f[:, ::1], f[::1], f[::1], f[:, ::1], numba.types.UniTuple(f[::1], 2), numba.float64) for f in _FLOATS],
-    fastmath=_LANES,
-)
-def layer_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def]
-    """See `reference.sequences.layer_norm`."""
-    count = x.shape[1]
-    for n in range(x.shape[0]):
-        row, into = x[n], out[n]
-        total = x.dtype.type(0)
-        for j in range(count):
-            total += row[j]
-        mean = x.dtype.type(total / count)
-        squares = x.dtype.type(0)
-        for j in range(count):
-            squares += (row[j] - mean) * (row[j] - mean)
-        inverse = x.dtype.type(1.0 / np.sqrt(squares / count + eps))
-        for j in range(count):
-            into[j] = (row[j] - mean) * inverse * scale[j] + shift[j]
-        saved[0][n] = mean
-        saved[1][n] = inverse
-
-
-@kernel(
-    [
-        numba.void(
-            f[:, ::1], f[:, ::1], f[::1], numba.types.UniTuple(f[::1], 2),
-            numba.types.Tuple((f[:, ::1], f[::1], f[::1])),
-        )
-        for f in _FLOATS
-    ],
-    fastmath=_LANES,
-)  # fmt: skip
-def layer_norm_gradients(gy, x, scale, saved, into):  # type: ignore[no-untyped-def]
-    """See `reference.sequences.layer_norm_gradients`."""
-    dx, dscale, dshift = into
-    count = x.shape[1]
-    dscale[:] = 0
-    dshift[:] = 0
-    for n in range(x.shape[0]):
-        row, g, to = x[n], gy[n], dx[n]
-        mean, inverse = saved[0][n], saved[1][n]
-        total, along = x.dtype.type(0), x.dtype.type(0)
-        for j in range(count):
-            scaled = g[j] * scale[j]
-            total += scaled
-            along += scaled * (row[j] - mean) * inverse
-        total /= count
-        along /= count
-        for j in range(count):
-            dscale[j] += g[j] * (row[j] - mean) * inverse
-        for j in range(count):
-            dshift[j] += g[j]
-        for j in range(count):
-            to[j] = (g[j] * scale[j] - total - (row[j] - mean) * inverse * along) * inverse
-
-
-@kernel([numba.void(f[::1], f[::1]) for f in _FLOATS])
-def _gelu(x, out):  # type: ignore[no-untyped-def]
-    kind = x.dtype.type
-    half, one, slope, cube = kind(0.5), kind(1), kind(GELU_SLOPE), kind(GELU_CUBE)
-    for i in range(x.size):
-        out[i] = hyperbolic.gelu(x[i], half, one, slope, cube)
-
-
-def gelu(x: np.ndarray, out: np.ndarray) -> None:
-    """See `reference.sequences.gelu`; the arrays must be C-contiguous."""
-    _gelu(x.reshape(-1), out.reshape(-1))
-
-
-@kernel([numba.void(f[::1], f[::1], f[::1]) for f in _FLOATS])
-def _gelu_gradient(gy, x, dx):  # type: ignore[no-untyped-def]
-    kind = x.dtype.type
-    half, one, slope, cube = kind(0.5), kind(1), kind(GELU_SLOPE), kind(GELU_CUBE)
-    for i in range(x.size):
-        dx[i] = hyperbolic.gelu_gradient(gy[i], x[i], half, one, slope, cube)
-
-
-def gelu_gradient(gy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
-    """See `reference.sequences.gelu_gradient`; the arrays must be C-contiguous."""
-    _gelu_gradient(gy.reshape(-1), x.reshape(-1), dx.reshape(-1))
 
 
 @kernel([numba.void(f[:, :, ::1], numba.float64) for f in _FLOATS])
@@ -147,3 +68,82 @@ def softmax_gradient(chances, gradients, factor):  # type: ignore[no-untyped-def
                 along += row[j] * to[j]
             for j in range(row.size):
                 to[j] = row[j] * (to[j] - along) * by
+
+
+@kernel(
+    [numba.void(f[::1], f[:, ::1], numba.int64, f[:, :, ::1], f[:, :, ::1], f[:, :, ::1]) for f in _FLOATS],
+    fastmath={"contract"},
+)
+def lstm_step(bias, product, t, gates, cells, inputs):  # type: ignore[no-untyped-def]
+    """See `reference.sequences.lstm_step`."""
+    size = cells.shape[2]
+    first_hidden = inputs.shape[2] - size
+    half = gates.dtype.type(0.5)
+    for b in range(gates.shape[1]):
+        for number in range(4):
+            first, end = number * size, (number + 1) * size
+            gate, total, offset = gates[t, b, first:end], product[b, first:end], bias[first:end]
+            if number == 2:
+                for j in range(size):
+                    gate[j] = tanh(total[j] + offset[j])
+            else:
+                for j in range(size):
+                    gate[j] = half * tanh(half * (total[j] + offset[j])) + half
+        for j in range(size):
+            cells[t + 1, b, j] = gates[t, b, j] * gates[t, b, 2 * size + j] + gates[t, b, size + j] * cells[t, b, j]
+        for j in range(size):
+            inputs[t + 1, b, first_hidden + j] = gates[t, b, 3 * size + j] * tanh(cells[t + 1, b, j])
+
+
+@kernel(
+    [
+        numba.void(f[:, :, ::1], f[:, :, ::1], f[:, ::1], numba.int64, f[:, :, ::1], f[:, :, ::1], f[:, :, ::1], f[::1])
+        for f in _FLOATS
+    ],
+    fastmath={"contract"},
+)
+def lstm_step_gradients(gy, dinputs, dcell, t, gates, cells, dgates, dbias):  # type: ignore[no-untyped-def]
+    """See `reference.sequences.lstm_step_gradients`."""
+    size = dcell.shape[1]
+    one = gates.dtype.type(1)
+    for b in range(gates.shape[1]):
+        dhidden = dinputs[t + 1, b, dinputs.shape[2] - size :]
+        for j in range(size):
+            dhidden[j] += gy[b, t, j]
+        for j in range(size):
+            dgates[t, b, 3 * size + j] = tanh(cells[t + 1, b, j])
+        for j in range(size):
+            y = dgates[t, b, 3 * size + j]
+            dcell[b, j] += dhidden[j] * gates[t, b, 3 * size + j] * (one - y * y)
+        for j in range(size):
+            i = gates[t, b, j]
+            dgates[t, b, j] = dcell[b, j] * gates[t, b, 2 * size + j] * i * (one - i)
+        for j in range(size):
+            f = gates[t, b, size + j]
+            dgates[t, b, size + j] = dcell[b, j] * cells[t, b, j] * f * (one - f)
+        for j in range(size):
+            g = gates[t, b, 2 * size + j]
+            dgates[t, b, 2 * size + j] = dcell[b, j] * gates[t, b, j] * (one - g * g)
+        for j in range(size):
+            o = gates[t, b, 3 * size + j]
+            dgates[t, b, 3 * size + j] *= dhidden[j] * o * (one - o)
+        for j in range(size):
+            dcell[b, j] *= gates[t, b, size + j]
+        for j in range(4 * size):
+            dbias[j] += dgates[t, b, j]
+
+
+@kernel(
+    [numba.void(f[:, ::1], numba.int64[::1], f[:, ::1]) for f in _FLOATS],
+)
+def add_rows(table, rows, values):  # type: ignore[no-untyped-def]
+    """See `reference.sequences.add_rows`."""
+    for k in range(rows.size):
+        row, value = table[rows[k]], values[k]
+        for j in range(row.size):
+            row[j] += value[j]
+
+
+def add_at(table: np.ndarray, key: Any, values: np.ndarray) -> None:
+    """See `reference.sequences.add_at`: NumPy adds in their order."""
+    sequences.add_at(table, key, values)

@@ -288,7 +288,7 @@ class Direct:
     """
 
     def __init__(self, memory: NodeMemory) -> None:
-        self._memory, self._merge, self._busy = memory, kernels.load("merge"), threading.Lock()
+        self._memory, self._merge, self._busy = memory, kernels.load("pushpull"), threading.Lock()
         buffer = memory.alloc((self._merge.SLOTS, memory.size, CHUNK_NBYTES), np.uint8)
         self._staging = {dtype: buffer.view(dtype) for dtype in self._merge.DTYPES}
 
@@ -306,7 +306,7 @@ class Exchange:
     """How ranks push and pull one key in one, piece by piece."""
 
     def __init__(self, rows: Rows, staging: np.ndarray, memory: NodeMemory, busy: threading.Lock) -> None:
-        merge = kernels.load("merge")
+        merge = kernels.load("pushpull")
         self._rows, self._memory = rows, memory
         self._acquire, self._release = busy.acquire, busy.release
         self._shape, self._dtype = rows.stored.shape, rows.stored.dtype

@@ -221,8 +221,7 @@ class Codes:
     """
 
     def __init__(self, compression: Compression, ends: Sequence[int], dtype: np.dtype) -> None:
-        for name in ("compress", "cast"):
-            kernels.load(name)  # not in the first push, for which others wait
+        kernels.load("compress")  # not in the first push, for which others wait
         self._feedback = compression.for_array(int(ends[-1]), dtype)
         self.parts = [slice(int(first), int(last)) for first, last in pairwise(ends)]
         """The elements of each part."""

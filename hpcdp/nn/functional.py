@@ -34,14 +34,17 @@ from ..errors import ConfigError, DataError, UnsupportedError, type_named
 from ..kernels.buffers import empty
 from ..kernels.cuda.capture import fill
 from ..kernels.cuda.cublas import dot_of, matmul_of
-from ..kernels.reference.windows import output_size
+from ..kernels.products import multiply
+from ..kernels.reference.convolution import output_size
 from .microbatch import move
 from .module import in_float32
 
 
-def kernels_for(name: str, x: Array) -> Any:
-    """The kernels for arrays like ``x``; of 16 bits there are CUDA's alone, for what `half` leaves in them."""
-    return kernels.specification(name) if is_half(x) and not is_cupy(x) else kernels.kernels_for(name, x)
+def kernels_for(family: str, x: Array, plain_on_host: bool = False) -> Any:
+    """As `kernels.kernels_for`; of 16 bits there are CUDA's kernels alone, for what `half` leaves in them."""
+    if is_half(x) and not is_cupy(x):
+        return kernels.specification(family)
+    return kernels.kernels_for(family, x, plain_on_host)
 
 
 def alike(operation: str, x: Array, *others: Array | None, wide: bool = False) -> Any:
@@ -95,7 +98,7 @@ def product(a: Array, b: Array, out: Array) -> Call:
     """The call that writes ``out = a @ b``, shapes ``(m, k)`` and ``(k, n)``; ``out`` is C-contiguous."""
     if a.size * out.shape[1] <= _SMALL:
         return dot_of(a), (b, out)  # half of matmul's overhead
-    return kernels_for("products", a).multiply, (a, b, out)
+    return multiply, (a, b, out)
 
 
 def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
@@ -136,7 +139,7 @@ def _cross_entropy(logits: Any, labels: Any) -> Tensor:
     numbers = contiguous(y) if y.dtype == np.int64 and not is_host(y) else xp.empty(y.shape, dtype=xp.int64)
     wide = np.dtype(np.float32) if is_half(a) else a.dtype
     chances, losses = xp.empty(a.shape, dtype=wide), xp.empty(y.shape, dtype=wide)
-    functions = kernels_for("cross_entropy", a)
+    functions = kernels_for("sequences", a, plain_on_host=True)
 
     def flat(x: Array) -> Array:
         return x if y.ndim == 1 else x.reshape(math.prod(y.shape), *x.shape[y.ndim :])
@@ -248,7 +251,7 @@ def batch_norm(
     planes = a.reshape(*a.shape[:2], math.prod(a.shape[2:]))
     mean, variance = xp.empty(gamma.shape, dtype=gamma.dtype), xp.empty(gamma.shape, dtype=gamma.dtype)
     out = empty(planes.shape, a.dtype, xp)
-    compute = kernels_for("batch_norm", a).batch_norm
+    compute = kernels_for("normalisation", a).batch_norm
     compute(planes, gamma, beta, out, (mean, variance), eps)
     if not a.size:  # 0 / 0 would go on into the gradients of scale and shift
         mean[...], variance[...] = 0, 0
@@ -268,7 +271,7 @@ def batch_norm(
         places = [xp.empty(gamma.shape, dtype=gamma.dtype) if each is None else each.empty() for each in gradients[1:]]
         dx = empty(planes.shape, planes.dtype, xp)
         g = contiguous(gy).reshape(planes.shape)
-        kernels_for("batch_norm", g).batch_norm_gradients(g, planes, gamma, (mean, variance), (dx, *places), eps)
+        kernels_for("normalisation", g).batch_norm_gradients(g, planes, gamma, (mean, variance), (dx, *places), eps)
         for gradient, place in zip(gradients, (dx.reshape(a.shape), *places), strict=True):
             if gradient is not None:
                 gradient.add(place)
@@ -340,7 +343,7 @@ def joint_batch_norm(
     require_channels(a, gamma, beta)
     channels = a.shape[1]
     planes = a.reshape(a.shape[0], channels, math.prod(a.shape[2:]))
-    compute = kernels_for("batch_norm", a)
+    compute = kernels_for("normalisation", a)
     flat = xp.empty(2 * channels + 1, dtype=xp.float64)
     sums = flat[:-1].reshape(2, channels)
     compute.channel_sums(planes, sums)
@@ -447,14 +450,14 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
     added = None
     if b is not None or relu:
         added = xp.zeros(w.shape[1:], dtype=w.dtype) if b is None else contiguous(b)
-        kernels_for("epilogue", a).add_bias(out, added, relu)
+        kernels_for("elementwise", a).add_bias(out, added, relu)
 
     def again(place: Array) -> list[Call]:
         into = place.reshape(out.shape)
         calls = [*refreshed(whole, a), product(rows, w, into)]
         if added is not None:
             calls += [] if b is None else refreshed(added, b)
-            calls += [(kernels_for("epilogue", a).add_bias, (into, added, relu))]
+            calls += [(kernels_for("elementwise", a).add_bias, (into, added, relu))]
         return calls
 
     def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None) -> None:
@@ -462,10 +465,10 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
         masked = empty(out.shape, out.dtype, xp) if relu else g
         if dbias is not None:
             place = dbias.empty()
-            kernels_for("epilogue", g).bias_gradient(g, out if relu else None, masked, place)
+            kernels_for("elementwise", g).bias_gradient(g, out if relu else None, masked, place)
             dbias.add(place)
         elif relu:
-            kernels_for("epilogue", g).relu_gradient(g, out, masked)
+            kernels_for("elementwise", g).relu_gradient(g, out, masked)
         g = masked
         if dweight is not None:
             place = dweight.empty()
@@ -497,7 +500,7 @@ def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
     whole, relu = contiguous(row), is_relu(activation)
     xp = array_namespace(x, y, row)
     out = matmul_of(xp)(x, y)
-    add_bias = kernels_for("epilogue", out).add_bias
+    add_bias = kernels_for("elementwise", out).add_bias
     flat = math.prod(out.shape[:-1]), row.size
     add_bias(out.reshape(flat), whole, relu)
     of_product = operators.gradients_of_product(x, y)
@@ -506,7 +509,7 @@ def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
         g = gy
         if relu:
             g = empty(out.shape, out.dtype, xp)
-            kernels_for("epilogue", gy).relu_gradient(contiguous(gy), out, g)
+            kernels_for("elementwise", gy).relu_gradient(contiguous(gy), out, g)
         if dbias is not None:
             dbias.add(operators.sum_to(g, row.shape))
         of_product(g, da, db)
@@ -560,7 +563,7 @@ def conv2d(
         )
     size = _windows("conv2d", a, w.shape[2:], steps, zeros)
     out = empty((a.shape[0], w.shape[0], *size), a.dtype, xp)
-    compute = kernels_for("conv", a).conv2d
+    compute = kernels_for("convolution", a).conv2d
     compute(a, w, b, out, steps, zeros, relu)
 
     def again(place: Array) -> list[Call]:
@@ -570,7 +573,7 @@ def conv2d(
     def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None) -> None:
         wanted = (dx, dweight, dbias)
         into = tuple(None if each is None else each.empty() for each in wanted)
-        kernels_for("conv", a).conv2d_gradients(a, w, contiguous(gy), out if relu else None, into, steps, zeros)
+        kernels_for("convolution", a).conv2d_gradients(a, w, contiguous(gy), out if relu else None, into, steps, zeros)
         for gradient, place in zip(wanted, into, strict=True):
             if gradient is not None:
                 gradient.add(place)
@@ -586,13 +589,13 @@ def avg_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
     steps = kernel if stride is None else pair(stride)
     xp = alike("avg_pool2d", a)
     out = empty((*a.shape[:2], *_windows("avg_pool2d", a, kernel, steps, zeros)), a.dtype, xp)
-    compute = kernels_for("pool", a).average_pool
+    compute = kernels_for("convolution", a).average_pool
     compute(a, out, kernel, steps, zeros)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             place = dx.empty()
-            kernels_for("pool", gy).average_pool_gradient(contiguous(gy), place, kernel, steps, zeros)
+            kernels_for("convolution", gy).average_pool_gradient(contiguous(gy), place, kernel, steps, zeros)
             dx.add(place)
 
     given = as_tensor(x).data
@@ -610,13 +613,13 @@ def max_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
         raise UnsupportedError("max_pool2d", where="padding", expected=f"at most half of {kernel}", got=zeros)
     out = empty((*a.shape[:2], *_windows("max_pool2d", a, kernel, steps, zeros)), a.dtype, xp)
     chosen = empty(out.shape, xp.int32, xp)
-    compute = kernels_for("pool", a).max_pool
+    compute = kernels_for("convolution", a).max_pool
     compute(a, out, chosen, kernel, steps, zeros)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             place = dx.empty()
-            kernels_for("pool", gy).max_pool_gradient(contiguous(gy), chosen, place, kernel, steps, zeros)
+            kernels_for("convolution", gy).max_pool_gradient(contiguous(gy), chosen, place, kernel, steps, zeros)
             dx.add(place)
 
     def again(place: Array) -> list[Call]:
@@ -633,12 +636,12 @@ def relu(x: Any) -> Tensor:
     # which refuses it, for the kernel of the gradient; integers, which have none, have a ReLU
     xp = array_namespace(a) if a.dtype.isnative else alike("relu", a)
     out = empty(a.shape, a.dtype, xp)
-    kernels_for("elementwise", a).relu(a, out)
+    kernels_for("elementwise", a, plain_on_host=True).relu(a, out)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             place = dx.empty()
-            kernels_for("epilogue", gy).relu_gradient(contiguous(gy), out, place)
+            kernels_for("elementwise", gy).relu_gradient(contiguous(gy), out, place)
             dx.add(place)
 
     return on_tape(out, (x,), pullback, ("maximum", a, 0))

@@ -20,6 +20,7 @@ from ..errors import ConfigError, DataError, UnsupportedError, is_number, whole_
 from ..kernels.buffers import empty
 from ..kernels.cuda.capture import fill
 from ..kernels.cuda.cublas import matmul_of
+from ..kernels.products import multiply
 from . import module
 from .functional import alike, called, contiguous, kernels_for, refreshed
 from .init import Initialiser, Normal, Ones, Xavier, Zeros
@@ -58,8 +59,7 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
             got=", ".join(str(tuple(each.shape)) for each in (a, w, u, b)),
         )  # fmt: skip
     batch, time, features = a.shape
-    compute = kernels_for("lstm", a)
-    multiply = kernels_for("products", a).multiply
+    compute = kernels_for("sequences", a)
     both = features + size
     inputs, gates = empty((time + 1, batch, both), a.dtype, xp), empty((time, batch, 4 * size), a.dtype, xp)
     cells, out = empty((time + 1, batch, size), a.dtype, xp), empty((batch, time, size), a.dtype, xp)
@@ -201,7 +201,7 @@ def embedding(tokens: Any, weight: Any) -> Tensor:
             place = dweight.empty()
             place[...] = 0
             values = contiguous(gy).reshape(out.shape)
-            kernels_for("rows", w).add_rows(place, rows, values)
+            kernels_for("sequences", w).add_rows(place, rows, values)
             dweight.add(place)
 
     return on_tape(
@@ -228,7 +228,7 @@ def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
             got=", ".join(str(tuple(each.shape)) for each in (a, gamma, beta)),
         )  # fmt: skip
     rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
-    compute = kernels_for("sequences", a)
+    compute = kernels_for("normalisation", a)
     out = empty(rows.shape, a.dtype, xp)
     saved = xp.empty(rows.shape[0], dtype=a.dtype), xp.empty(rows.shape[0], dtype=a.dtype)
     compute.layer_norm(rows, gamma, beta, out, saved, eps)
@@ -255,7 +255,7 @@ def gelu(x: Any) -> Tensor:
     given = as_tensor(x).data
     a = contiguous(given)
     xp = alike("gelu", a)
-    compute = kernels_for("sequences", a)
+    compute = kernels_for("elementwise", a)
     out = empty(a.shape, a.dtype, xp)
     compute.gelu(a, out)
 

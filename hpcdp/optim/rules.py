@@ -182,14 +182,14 @@ class LARS(SGD):
         arrays = (param, grad, *self.arrays_of(state))
         require_alike("lars.update", arrays)
         name, coefficients = self.kernel(step, scale)
-        lars = kernels.kernels_for("lars", param)
-        getattr(lars, name)(*arrays, of_layer, (*coefficients, self.trust))
+        update = kernels.kernels_for("update", param, plain_on_host=True)
+        getattr(update, f"lars_{name}")(*arrays, of_layer, (*coefficients, self.trust))
 
 
 def segment_squares(params: Array, grads: Array, bounds: Array) -> Array:
-    """What `reference.norms.segment_squares` finds, on the device of flat ``params``; waits for nothing."""
+    """What `reference.reduce.segment_squares` finds, on the device of flat ``params``; waits for nothing."""
     out = array_namespace(params).empty((bounds.size - 1, 2), dtype=np.float64)
-    norms = kernels.kernels_for("norms", params)
+    norms = kernels.kernels_for("reduce", params)
     norms.segment_squares(words(params), words(grads), bounds, out)
     return out
 
@@ -198,7 +198,7 @@ def squares(xs: Sequence[Array]) -> list[float]:
     """The squared norms of flat arrays, all on one device, summed in float64; for a GPU the host waits once."""
     if not xs:
         return []
-    return kernels.kernels_for("norms", xs[0]).sums_of_squares(map(words, xs))  # type: ignore[no-any-return]
+    return kernels.kernels_for("reduce", xs[0]).sums_of_squares(map(words, xs))  # type: ignore[no-any-return]
 
 
 def linear_scaling(lr: float, batch_size: int, base_batch_size: int = 256) -> float:

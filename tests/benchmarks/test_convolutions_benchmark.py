@@ -36,7 +36,7 @@ def test_pytorch_computes_the_same() -> None:
 
 @pytest.mark.parametrize("value", [0, np.nan])
 def test_wrong_results_are_told(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
-    conv = convolutions.kernels.load("conv")
+    conv = convolutions.kernels.load("convolution")
     monkeypatch.setattr(conv, "conv2d", lambda x, weight, bias, out, stride, padding, relu: out.fill(value))
     assert Arrays(LAYER).wrong() == {"forward": 2 * 5 * 4 * 4, "to weights": 0, "to input": 0}
 

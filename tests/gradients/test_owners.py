@@ -76,14 +76,14 @@ def test_an_update_of_ones_own_on_the_object_counts_too():
 
 
 def test_a_rule_with_the_update_of_all_is_fused_with_the_sum(monkeypatch):
-    fused, calls = kernels.load("reduce_update"), []
+    fused, calls = kernels.load("update"), []
 
     def counted(*args):
         calls.append(args)
         rule(*args)
 
-    rule = fused.RULES["sgd"]
-    monkeypatch.setitem(fused.RULES, "sgd", counted)
+    rule = fused.REDUCING_RULES["sgd"]
+    monkeypatch.setitem(fused.REDUCING_RULES, "sgd", counted)
     thread_comm.run(2, lambda world: trained(world, ShardedUpdate, optim.SGD(lr=0.5), steps=1))
     assert calls
     calls.clear()

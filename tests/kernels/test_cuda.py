@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,17 +16,16 @@ import standin
 from hpcdp import kernels, optim
 from hpcdp.core.files import data_folder
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels import cuda
-from hpcdp.kernels.cuda import cast, compress, cross_entropy, epilogue, norms, reduce, update
+from hpcdp.kernels import cuda, reference
+from hpcdp.kernels.cuda import compress, elementwise, reduce, sequences, update
 from hpcdp.kernels.reference import compress as reference_compress
-from hpcdp.kernels.reference import lstm
 from hpcdp.kernels.reference import reduce as reference_reduce
 from hpcdp.kernels.reference import update as reference_update
 
 FOLDER = Path(cuda.__file__).parent
 SOURCES = data_folder("kernels")
-NAMES = sorted(kernels._ON_CUDA)
-ON_GPUS_ALONE = {"norms": "all_squares", "update": "scale"}
+FAMILIES = sorted(path.stem for path in Path(reference.__file__).parent.glob("*.py") if path.stem != "__init__")
+ON_GPUS_ALONE = {"reduce": "all_squares", "update": "scale"}
 """Functions, and arguments of them, by which nothing waits, which others need not have."""
 
 
@@ -34,7 +34,7 @@ def test_kernels_are_chosen_by_the_array(cupy: ModuleType) -> None:
     chosen = [kernels.kernels_for("update", x) for x in (host, standin.asarray(host))]
     assert chosen == [kernels.load("update"), reference_update]
     assert kernels.kernels_for("update", cupy.asarray(host)) is update
-    assert kernels.kernels_for("lstm", cupy.asarray(host)) is lstm, "CUDA has none of that name"
+    assert kernels.kernels_for("update", host, plain_on_host=True) is reference_update
 
 
 def test_numpy_does_not_import_cupy() -> None:
@@ -43,17 +43,18 @@ def test_numpy_does_not_import_cupy() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_functions_are_those_of_the_specification(name: str) -> None:
-    """All those of it that Numba has, too; where Numba has none, all."""
+    """All those of it that Numba has, too; some are the specification's own."""
     module, specification = importlib.import_module(f"hpcdp.kernels.cuda.{name}"), kernels.specification(name)
-    file = Path(specification.__file__ or "") if name in kernels._PLAIN_ON_HOST else FOLDER.parent / f"{name}.py"
+    file = Path(kernels.load(name).__file__ or "")
     needed = {each.name for each in ast.parse(file.read_text()).body if isinstance(each, ast.FunctionDef)}
+    modules = (module.__name__, specification.__name__)
     ours, theirs = (
         {
             function: [each for each in inspect.signature(found).parameters if each != ON_GPUS_ALONE.get(name)]
             for function, found in vars(of).items()
-            if inspect.isfunction(found) and found.__module__ == of.__name__ and not function.startswith("_")
+            if inspect.isfunction(found) and found.__module__ in modules and not function.startswith("_")
         }
         for of in (module, specification)
     )
@@ -61,12 +62,12 @@ def test_the_functions_are_those_of_the_specification(name: str) -> None:
     assert ours == {name: parameters for name, parameters in theirs.items() if name in needed | ours.keys()}
 
 
-def test_every_cuda_file_has_its_module_and_its_specification() -> None:
-    names, headers = ({path.stem for path in SOURCES.glob(f"*.{end}")} for end in ("cu", "cuh"))
-    modules = {path.stem for path in FOLDER.glob("*.py")}
-    of_cupy = {"__init__", "capture", "cublas", "cudnn_conv"}
-    assert names | headers == modules - of_cupy | {"codes", "common", "sgd", "top_k"}
-    assert names - {"times"} == set(NAMES), "what kernels_for chooses exists"
+def test_every_family_has_a_module_of_each_kind_and_every_source_is_launched() -> None:
+    modules = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
+    assert set(modules) - {"__init__", "capture", "cublas", "cudnn_conv"} == set(FAMILIES)
+    sources = {path.stem for path in SOURCES.glob("*.cu")}
+    named = {name for text in modules.values() for name in re.findall(r'"(\w+)"', text)}
+    assert sources <= named, sources - named
 
 
 def test_an_optimizer_updates_by_one_launch(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +98,7 @@ def test_arrays_that_kernels_cannot_read_are_refused(cupy: ModuleType) -> None:
     with pytest.raises(UnsupportedError, match="got 8 float64"):
         update.sgd(x, x.astype(np.float64), (0.1, 0.0, 1.0))
     with pytest.raises(UnsupportedError, match=r"to_float16.*uint16.*int32"):
-        cast.to_float16(x, x.astype(np.int32))
+        elementwise.to_float16(x, x.astype(np.int32))
 
 
 def test_a_source_is_complete_and_asks_for_no_header() -> None:
@@ -109,9 +110,9 @@ def test_a_source_is_complete_and_asks_for_no_header() -> None:
 
 def test_numbers_that_two_files_say_agree() -> None:
     assert f"THREADS = {cuda.THREADS}, WARP = {cuda.WARP} " in cuda.source("update")
-    assert f"PIECES = {norms._PIECES} " in cuda.source("norms")
-    assert f"KEPT = {cross_entropy._KEPT} " in cuda.source("cross_entropy")
-    assert f"COLUMNS = {epilogue._COLUMNS} " in cuda.source("epilogue")
+    assert f"PIECES = {reduce._PIECES} " in cuda.source("norms")
+    assert f"KEPT = {sequences._KEPT} " in cuda.source("cross_entropy")
+    assert f"COLUMNS = {elementwise._COLUMNS} " in cuda.source("epilogue")
     assert f"MAX_ROWS = {reduce.MAX_ROWS} " in cuda.source("reduce")
     assert f"BLOCK = {reference_compress.BLOCK} }};" in cuda.source("compress")
     constants = f"SHARE = {reference_compress.SHARE}, LARGEST = {reference_compress._LARGEST:.7e};".replace("e+", "e")
@@ -187,5 +188,5 @@ def test_the_host_refuses_what_a_gpu_would_misread(on_host: ModuleType) -> None:
 def test_kernels_use_no_float_atomics_and_no_wait() -> None:
     """Those of top-k and of rows count: `cuda_on_host.h` has none but of integers. Who measures waits."""
     for path in [*SOURCES.iterdir(), *FOLDER.glob("*.py")]:
-        assert path.name == "times.py" or "synchronize" not in path.read_text(), path
+        assert path.name == "cudnn_conv.py" or "synchronize" not in path.read_text(), path
         assert path.name in ("top_k.cuh", "rows.cu") or "atomicAdd" not in path.read_text(), path

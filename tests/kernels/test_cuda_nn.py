@@ -14,14 +14,11 @@ from hpcdp.autograd import Tensor, record
 from hpcdp.core.arrays import dtype_of, is_half
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels import cuda
-from hpcdp.kernels.cuda import batch_norm, conv, cudnn_conv, elementwise, epilogue, pool
-from hpcdp.kernels.cuda import channels as cuda_channels
-from hpcdp.kernels.reference import batch_norm as reference_batch_norm
-from hpcdp.kernels.reference import conv as reference_conv
+from hpcdp.kernels.cuda import convolution, cudnn_conv, elementwise, normalisation
+from hpcdp.kernels.reference import convolution as reference_convolution
 from hpcdp.kernels.reference import elementwise as reference_elementwise
-from hpcdp.kernels.reference import epilogue as reference_epilogue
-from hpcdp.kernels.reference import pool as reference_pool
-from hpcdp.kernels.reference.windows import output_size
+from hpcdp.kernels.reference import normalisation as reference_normalisation
+from hpcdp.kernels.reference.convolution import output_size
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 WINDOWS = [((2, 2), (2, 2), (0, 0)), ((3, 3), (2, 2), (1, 1)), ((3, 2), (1, 3), (1, 0)), ((2, 2), (3, 3), (0, 0))]
@@ -59,13 +56,13 @@ def test_add_bias_and_relu_gradient(dtype: str, relu: bool, cupy: ModuleType) ->
         y, bias, gy = (normal(shape, dtype, seed) for seed, shape in enumerate(shapes))
         y[:1, 0] = np.nan
         on_device = [cupy.asarray(x) for x in (y, bias, gy, np.empty_like(y))]
-        epilogue.add_bias(on_device[0], on_device[1], relu)
+        elementwise.add_bias(on_device[0], on_device[1], relu)
         summed = wide(y)
-        reference_epilogue.add_bias(summed, wide(bias), relu)
+        reference_elementwise.add_bias(summed, wide(bias), relu)
         same_in(y.dtype, on_device[0], summed)
         expected = np.empty_like(summed)
-        epilogue.relu_gradient(on_device[2], on_device[0], on_device[3])
-        reference_epilogue.relu_gradient(wide(gy), summed, expected)
+        elementwise.relu_gradient(on_device[2], on_device[0], on_device[3])
+        reference_elementwise.relu_gradient(wide(gy), summed, expected)
         same_in(y.dtype, on_device[3], expected)
 
 
@@ -105,10 +102,10 @@ def test_add_bias_to_images(dtype: str, relu: bool, cupy: ModuleType) -> None:
     for shape in ((0, 3, 4), (2, 3, 0), (3, 5, 1), (2, 3, 3), (2, 5, 3, 3), (3, 2, 4, 4), (2, 3, 37)):
         y, bias = normal(shape, dtype, 1), normal(shape[1], dtype, 2)
         expected = wide(y.copy())
-        reference_epilogue.add_bias(expected, wide(bias), relu)
+        reference_elementwise.add_bias(expected, wide(bias), relu)
         for offset in (0, 1):
             ours = beginning_at(offset, cupy.asarray(y))
-            epilogue.add_bias(ours, cupy.asarray(bias), relu)
+            elementwise.add_bias(ours, cupy.asarray(bias), relu)
             same_in(y.dtype, ours, expected, f"{shape}")
 
 
@@ -128,15 +125,15 @@ def test_bias_gradient(dtype: str, relu: bool, shape: tuple[int, ...], cupy: Mod
     gy.reshape(-1)[-1:] += 100  # what is added up twice, or not, is no rounding
     masked, expected = wide(gy.copy()), np.empty(shape[1])
     if relu:
-        reference_epilogue.relu_gradient(wide(gy), wide(y), masked)
-    reference_epilogue.bias_gradient(masked.astype("f8"), None, None, expected)
+        reference_elementwise.relu_gradient(wide(gy), wide(y), masked)
+    reference_elementwise.bias_gradient(masked.astype("f8"), None, None, expected)
     few = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6, "float64": 1e-12}[dtype]
     found = []
     for offset in (0, 1):
         there = beginning_at(offset, cupy.asarray(gy))
         on_device = (beginning_at(offset, cupy.asarray(y)), beginning_at(offset, cupy.asarray(np.full_like(gy, 7))))
         dbias = cupy.asarray(np.full(shape[1], 7, gy.dtype))
-        epilogue.bias_gradient(there, *(on_device if relu else (None, None)), dbias)
+        elementwise.bias_gradient(there, *(on_device if relu else (None, None)), dbias)
         same_in(gy.dtype, there, wide(gy))
         if relu:
             same_in(gy.dtype, on_device[1], masked)
@@ -166,8 +163,8 @@ def test_pooling(
 
     def same(name: str, *arrays: np.ndarray) -> None:
         on_device, given = [beginning_at(offset, cupy.asarray(each)) for each in arrays], [wide(x) for x in arrays]
-        getattr(pool, name)(*on_device, *steps)
-        getattr(reference_pool, name)(*given, *steps)
+        getattr(convolution, name)(*on_device, *steps)
+        getattr(reference_convolution, name)(*given, *steps)
         for ours, theirs in zip(on_device, given, strict=True):
             same_in(x.dtype, ours, theirs, name)
         if given[-1] is not chosen and name == "max_pool":
@@ -201,23 +198,25 @@ def test_convolution(
     for added in (bias, None):
         out = wide(np.full_like(gy, 7))
         ours = [None if each is None else cupy.asarray(each) for each in (x, weight, added, np.full_like(gy, 7))]
-        conv.conv2d(*ours, stride, padding, relu)
-        reference_conv.conv2d(wide(x), wide(weight), None if added is None else wide(added), out, stride, padding, relu)
+        convolution.conv2d(*ours, stride, padding, relu)
+        reference_convolution.conv2d(
+            wide(x), wide(weight), None if added is None else wide(added), out, stride, padding, relu
+        )
         same(ours[3], out)
     into = [cupy.asarray(np.full_like(each, 7)) for each in (x, weight, bias)]
     wanted = [wide(np.full_like(each, 7)) for each in (x, weight, bias)]
     x, out = np.where(np.isnan(x), np.zeros_like(x), x), out.astype(gy.dtype)
     arrays = (x, weight, gy, out) if relu else (x, weight, gy)
     on_device = [cupy.asarray(each) for each in arrays] + [None] * (4 - len(arrays))
-    conv.conv2d_gradients(*on_device, tuple(into), stride, padding)
+    convolution.conv2d_gradients(*on_device, tuple(into), stride, padding)
     given = *map(wide, (x, weight, gy)), wide(out) if relu else None
-    reference_conv.conv2d_gradients(*given, tuple(wanted), stride, padding)
+    reference_convolution.conv2d_gradients(*given, tuple(wanted), stride, padding)
     for ours, theirs in zip(into[:2], wanted, strict=False):
         same(ours, theirs)
     few = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-5, "float64": 1e-13}[dtype]
     same_in(gy.dtype, into[2], wanted[2], error=few)
     alone = [None, cupy.asarray(np.zeros_like(weight)), None]
-    conv.conv2d_gradients(*on_device, tuple(alone), stride, padding)
+    convolution.conv2d_gradients(*on_device, tuple(alone), stride, padding)
     same(alone[1], wanted[1])
 
 
@@ -238,8 +237,8 @@ def test_batch_norm(dtype: str, shape: tuple[int, int, int], cupy: ModuleType) -
     def same(name: str, *arrays: Any, eps: tuple[float, ...] = (1e-5,), exact: bool = False) -> None:
         on_device = [tuple(map(cupy.asarray, x)) if isinstance(x, tuple) else cupy.asarray(x) for x in arrays]
         given = [tuple(map(wide, x)) if isinstance(x, tuple) else wide(x) for x in arrays]
-        getattr(batch_norm, name)(*on_device, *eps)
-        getattr(reference_batch_norm, name)(*given, *eps)
+        getattr(normalisation, name)(*on_device, *eps)
+        getattr(reference_normalisation, name)(*given, *eps)
         for ours, theirs in zip(flat(on_device), flat(given), strict=True):
             error = 0 if exact else of_element if ours.dtype == x.dtype else few
             found, wanted = wide(ours.to_host()), wide(theirs.astype(ours.dtype))
@@ -264,12 +263,12 @@ def test_one_reading_is_enough_for_a_variance(dtype: str, cupy: ModuleType) -> N
     x[0, 1:3, 0] += 1e6
     x[0, 3, 0], x[0, 4, 0], x[2, 5, 7] = np.inf, np.nan, np.inf
     wanted = [np.empty(6), np.empty(6)]
-    reference_batch_norm.batch_norm(
+    reference_normalisation.batch_norm(
         x.astype("f8"), np.ones(6), np.zeros(6), np.empty_like(x, "f8"), tuple(wanted), 1e-5
     )
     saved = tuple(cupy.asarray(np.empty(6, dtype)) for _ in wanted)
     of_channels = (cupy.asarray(np.full(6, value, dtype)) for value in (1, 0))
-    batch_norm.batch_norm(cupy.asarray(x), *of_channels, cupy.asarray(x), saved, 1e-5)
+    normalisation.batch_norm(cupy.asarray(x), *of_channels, cupy.asarray(x), saved, 1e-5)
     for ours, theirs in zip(saved, wanted, strict=True):
         np.testing.assert_allclose(ours.to_host(), theirs, rtol=max(1e-10, 2 * np.finfo(dtype).eps))
 
@@ -283,7 +282,7 @@ def test_variances_of_16_bits_do_not_go_by_one_element_that_is_far_from_all_othe
         x[0, 0, far] = 1000
         ones, zeros = (cupy.asarray(np.full(1, each, "f4")) for each in (1, 0))
         saved = cupy.empty(1, dtype="f4"), cupy.empty(1, dtype="f4")
-        batch_norm.batch_norm(cupy.asarray(x), ones, zeros, cupy.asarray(x), saved, 1e-5)
+        normalisation.batch_norm(cupy.asarray(x), ones, zeros, cupy.asarray(x), saved, 1e-5)
         np.testing.assert_allclose(saved[1].to_host(), x.astype("f8").var(), rtol=1e-6)
 
 
@@ -295,7 +294,7 @@ def test_a_variance_that_rounding_makes_negative_is_zero(of_type: str, cupy: Mod
     sums = cupy.asarray(np.array([off, off**2 * (1 - 1.8e-7)]).reshape(2, 1, 1) * x.size)
     mean, variance, factor = (cupy.empty(1, dtype="f4") for _ in range(3))
     of_channels = sums, cupy.asarray(np.ones(1, "f4")), np.float32(1e-8), mean, variance, factor
-    cuda.launch("batch_norm", f"statistics_{of_type}", 1, x, *of_channels, cuda_channels.shape(x), np.int64(1))
+    cuda.launch("batch_norm", f"statistics_{of_type}", 1, x, *of_channels, cuda.shape_of_channels(x), np.int64(1))
     assert variance.to_host() == 0
     np.testing.assert_allclose(factor.to_host(), 1e4, rtol=1e-6)
 
@@ -303,7 +302,7 @@ def test_a_variance_that_rounding_makes_negative_is_zero(of_type: str, cupy: Mod
 def test_batch_norm_refuses_channels_of_16_bits(cupy: ModuleType) -> None:
     x, ones = (cupy.asarray(np.ones(shape, np.float16)) for shape in ((2, 3, 4), 3))
     with pytest.raises(UnsupportedError, match="expected float32, got float16"):
-        batch_norm.gradient_sums(x, x, (ones, ones), cupy.asarray(np.empty((2, 3))), 0.0)
+        normalisation.gradient_sums(x, x, (ones, ones), cupy.asarray(np.empty((2, 3))), 0.0)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -318,11 +317,11 @@ def test_channels_have_the_same_sums_wherever_their_elements_begin(
     for y in x[:1, 1:, :1], gy[1:, 1:, 3:4]:
         y[...] = np.inf
     expected, found = np.empty((2, shape[1])), []
-    reference_batch_norm.gradient_sums(wide(gy), wide(x), (mean, ones), expected, 0.0)
+    reference_normalisation.gradient_sums(wide(gy), wide(x), (mean, ones), expected, 0.0)
     for offset in (0, 1):
         views = [beginning_at(offset, cupy.asarray(y)) for y in (gy, x)]
         sums = cupy.asarray(np.empty_like(expected))
-        batch_norm.gradient_sums(*views, (cupy.asarray(mean), cupy.asarray(ones)), sums, 0.0)
+        normalisation.gradient_sums(*views, (cupy.asarray(mean), cupy.asarray(ones)), sums, 0.0)
         found.append(sums.to_host())
     np.testing.assert_array_equal(found[0], found[1])
     few = 1e-12 if dtype == "float64" else 1e-5

@@ -13,9 +13,9 @@ from pairs import pairs
 from hpcdp import kernels
 from hpcdp.core.arrays import dtype_of, is_half
 from hpcdp.errors import ConfigError
-from hpcdp.kernels.cuda import conv, cudnn_conv, times
-from hpcdp.kernels.reference import conv as reference_conv
-from hpcdp.kernels.reference.windows import output_size
+from hpcdp.kernels.cuda import convolution, cudnn_conv
+from hpcdp.kernels.reference import convolution as reference_convolution
+from hpcdp.kernels.reference.convolution import output_size
 from hpcdp.nn import functional
 
 CASES = [((1, 1), (0, 0)), ((2, 1), (1, 2)), ((1, 2), (2, 0))]
@@ -149,11 +149,15 @@ class Graph:
             into = self.out.at(at[self.out])
             out = wide(into)
             if self.name == "conv_fprop":
-                reference_conv.conv2d(first, second, None, out, *self.steps, False)
+                reference_convolution.conv2d(first, second, None, out, *self.steps, False)
             elif self.name == "conv_dgrad":
-                reference_conv.conv2d_gradients(np.zeros_like(out), second, first, None, (out, None, None), *self.steps)
+                reference_convolution.conv2d_gradients(
+                    np.zeros_like(out), second, first, None, (out, None, None), *self.steps
+                )
             else:
-                reference_conv.conv2d_gradients(first, np.zeros_like(out), second, None, (None, out, None), *self.steps)
+                reference_convolution.conv2d_gradients(
+                    first, np.zeros_like(out), second, None, (None, out, None), *self.steps
+                )
             into[...] = out
 
         cupy_module.give(run)
@@ -215,7 +219,9 @@ def test_it_is_the_specification_and_what_cudnn_refuses_goes_by_im2col(cudnn, dt
     for added in (bias, None):
         there = to_gpu(np.full_like(gy, 7))
         cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), to_gpu(added), there, stride, padding, relu)
-        reference_conv.conv2d(wide(x), wide(weight), None if added is None else wide(added), out, stride, padding, relu)
+        reference_convolution.conv2d(
+            wide(x), wide(weight), None if added is None else wide(added), out, stride, padding, relu
+        )
         close(there, out)
     out = out.astype(x.dtype) if relu else None
     for wanted in ((x, weight, bias), (None, weight, None), (x, None, bias)):
@@ -223,7 +229,7 @@ def test_it_is_the_specification_and_what_cudnn_refuses_goes_by_im2col(cudnn, dt
         theirs = [None if each is None else wide(np.full_like(each, 7)) for each in wanted]
         cudnn_conv.conv2d_gradients(*map(to_gpu, (x, weight, gy, out)), tuple(ours), stride, padding)
         given = (None if each is None else wide(each) for each in (x, weight, gy, out))
-        reference_conv.conv2d_gradients(*given, tuple(theirs), stride, padding)
+        reference_convolution.conv2d_gradients(*given, tuple(theirs), stride, padding)
         for mine, each in zip(ours, theirs, strict=True):
             assert (mine is None) == (each is None)
             if mine is not None:
@@ -259,11 +265,11 @@ def test_the_fastest_plan_is_taken_where_that_is_asked_for(cudnn, monkeypatch):
     cudnn.plans = [ValueError("left out"), 3.0, NotSupported(), 0.5, 2.0]
     x, weight, _, gy = arrays("f4", (1, 1), (0, 0))
     there = to_gpu(gy)
-    for ran in (3 * (1 + times._TIMES) + 1, 1):
+    for ran in (3 * (1 + cudnn_conv._RUNS) + 1, 1):
         cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), None, there, (1, 1), (0, 0), False)
         assert len(cudnn.took) == ran and cudnn.took[-1] == 0.5
         cudnn.took.clear()
-    reference_conv.conv2d(x, weight, None, gy, (1, 1), (0, 0), False)
+    reference_convolution.conv2d(x, weight, None, gy, (1, 1), (0, 0), False)
     np.testing.assert_allclose(there.to_host(), gy, rtol=1e-4, atol=1e-4)
     monkeypatch.setenv("HPCDP_CUDNN_BENCHMARK", "0")
     cudnn_conv.conv2d(to_gpu(x[:1]), to_gpu(weight), None, to_gpu(gy[:1]), (1, 1), (0, 0), False)
@@ -296,7 +302,7 @@ def test_plans_of_which_none_can_be_measured_are_chosen_by_heuristics(cudnn, mon
 def test_what_the_host_takes_to_launch_is_not_measured(gpus_on_host):
     """The first run is not either, for which kernels are loaded."""
     took = iter([9.0, 2.0, 1.0, 7.0])
-    assert times.milliseconds(lambda: gpus_on_host.take_ms(next(took))) == 2.0
+    assert cudnn_conv.milliseconds(lambda: gpus_on_host.take_ms(next(took))) == 2.0
     assert gpus_on_host.log.count("kernel") == 3
 
 
@@ -305,7 +311,7 @@ def test_tensor_cores_multiply_what_has_16_bits_and_add_up_in_float32(cudnn, dty
     x, weight, _, gy = arrays(dtype, (1, 1), (0, 0))
     cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), None, to_gpu(gy), (1, 1), (0, 0), False)
     assert cudnn.graphs[0].left_out == {"DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "NONDETERMINISTIC"}
-    assert kernels.kernels_for("conv", to_gpu(x)) is cudnn_conv
+    assert kernels.kernels_for("convolution", to_gpu(x)) is cudnn_conv
     functional.conv2d(to_gpu(x), to_gpu(weight))
     assert cudnn.executed == ["conv_fprop"] * 2
 
@@ -318,7 +324,7 @@ def test_a_frontend_without_the_library_is_none(cudnn):
 
     cudnn.backend_version = missing
     with pytest.warns(UserWarning, match="go by im2col, for cuDNN does not start: Unable to find symbol"):
-        assert kernels.kernels_for("conv", to_gpu(np.zeros(3))) is conv
+        assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is convolution
 
 
 def test_a_batch_of_nothing_does_not_ask_cudnn(cudnn):
@@ -336,14 +342,14 @@ def test_memory_that_does_not_begin_at_16_bytes_goes_by_im2col(cudnn, moved):
         offset = int(number == moved)
         there.append(to_gpu(np.append(np.zeros(offset, "f4"), each))[offset:].reshape(each.shape))
     cudnn_conv.conv2d(*there[:2], None, there[2], (1, 1), (0, 0), False)
-    reference_conv.conv2d(x, weight, None, gy, (1, 1), (0, 0), False)
+    reference_convolution.conv2d(x, weight, None, gy, (1, 1), (0, 0), False)
     np.testing.assert_allclose(there[2].to_host(), gy, rtol=1e-4, atol=1e-4)
     assert not cudnn.graphs
 
 
 def test_networks_take_it_where_it_is_installed(cudnn):
     x, weight, _, _ = arrays("f4", (1, 1), (0, 0))
-    assert kernels.kernels_for("conv", to_gpu(x)) is cudnn_conv
+    assert kernels.kernels_for("convolution", to_gpu(x)) is cudnn_conv
     functional.conv2d(to_gpu(x), to_gpu(weight))
     assert cudnn.executed == ["conv_fprop"]
 
@@ -351,7 +357,7 @@ def test_networks_take_it_where_it_is_installed(cudnn):
 def test_without_it_convolutions_go_by_im2col(cudnn, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cudnn_conv.is_there.cache_clear()
-    assert kernels.kernels_for("conv", to_gpu(np.zeros(3))) is conv
+    assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is convolution
 
 
 def test_a_stand_in_for_cupy_has_none_where_it_is_installed(cudnn):
@@ -372,5 +378,5 @@ def test_one_that_does_not_start_is_told_once(cudnn, monkeypatch):
     monkeypatch.setattr("importlib.import_module", refuses)
     with pytest.warns(UserWarning, match=r"go by im2col, for cuDNN does not start: no libcudnn\.so\.9") as told:
         for _ in range(2):
-            assert kernels.kernels_for("conv", to_gpu(np.zeros(3))) is conv
+            assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is convolution
     assert len(told) == 1

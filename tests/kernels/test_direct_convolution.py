@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels import lanes
-from hpcdp.kernels.reference import conv as reference_conv
-from hpcdp.kernels.reference.windows import output_size
+from hpcdp.kernels import simd
+from hpcdp.kernels.reference import convolution
+from hpcdp.kernels.reference.convolution import output_size
 
 CASES = [  # batch, in channels, (height, width), out channels, kernel, stride, padding
     (1, 1, (1, 1), 1, (1, 1), (1, 1), (0, 0)),
@@ -39,8 +39,8 @@ def in_doubles(x, weight, bias, gy, stride, padding, relu):
     """The result and the gradients of x, weights and bias by the plain convolution."""
     x, weight, bias, gy = (each.astype(np.float64) for each in (x, weight, bias, gy))
     out, into = np.empty_like(gy), tuple(np.empty_like(each) for each in (x, weight, bias))
-    reference_conv.conv2d(x, weight, bias, out, stride, padding, relu)
-    reference_conv.conv2d_gradients(x, weight, gy, out if relu else None, into, stride, padding)
+    convolution.conv2d(x, weight, bias, out, stride, padding, relu)
+    convolution.conv2d_gradients(x, weight, gy, out if relu else None, into, stride, padding)
     return out, *into
 
 
@@ -51,7 +51,7 @@ def assert_close(found, expected):
 @pytest.fixture
 def stale_memory(monkeypatch):
     """What a kernel gets to write in is full of what was there before."""
-    direct = kernels.load("direct")
+    direct = kernels.load("convolution.direct")
     real = direct._aligned
 
     def full(size):
@@ -63,7 +63,7 @@ def stale_memory(monkeypatch):
 
 
 def check(case, relu):
-    direct, steps = kernels.load("direct"), case[-2:]
+    direct, steps = kernels.load("convolution.direct"), case[-2:]
     x, weight, bias, gy = arrays(case)
     found = [np.full_like(each, np.nan) for each in (gy, x, weight)]
     direct.conv2d(x, weight, bias, found[0], *steps, relu)
@@ -98,7 +98,7 @@ def test_what_is_not_finite_stays_in_the_patches_that_see_it(value):
     x[1, 3, 0, 0] = value
     for relu in (False, True):
         out = np.zeros_like(gy)
-        kernels.load("direct").conv2d(x, weight, None, out, (1, 1), (1, 1), relu)
+        kernels.load("convolution.direct").conv2d(x, weight, None, out, (1, 1), (1, 1), relu)
         assert not np.isfinite(out[1, :, :2, :2]).any() or relu
         assert np.isnan(out[1, :, :2, :2]).all() or not np.isnan(value)
         assert np.isfinite(out[1, :, 2:]).all()
@@ -112,8 +112,8 @@ CHOSEN = (2, 24, (16, 16), 32, (3, 3), (2, 2), (1, 1))
 
 @pytest.mark.parametrize("relu", [False, True])
 def test_where_vectors_are_of_eight_floats_a_convolution_goes_this_way(relu, monkeypatch):
-    monkeypatch.setattr(lanes, "are_eight", lambda: True)
-    conv, direct, steps = kernels.load("conv"), kernels.load("direct"), CHOSEN[-2:]
+    monkeypatch.setattr(kernels.load("convolution"), "are_eight", lambda: True)
+    conv, direct, steps = kernels.load("convolution"), kernels.load("convolution.direct"), CHOSEN[-2:]
     x, weight, bias, gy = arrays(CHOSEN)
     out, same = (np.full_like(gy, np.nan) for _ in range(2))
     conv.conv2d(x, weight, bias, out, *steps, relu)
@@ -157,8 +157,8 @@ def test_where_vectors_are_of_eight_floats_a_convolution_goes_this_way(relu, mon
 def test_which_convolutions_do(change, passes, monkeypatch):
     given = {"dtype": np.float32, "kernel": (3, 3), "stride": (2, 2), "padding": (1, 1), "inputs": 24, "outputs": 32,
              "batch": 2, "size": (16, 16), "eight": True} | change  # fmt: skip
-    monkeypatch.setattr(lanes, "are_eight", lambda: given["eight"])
-    conv = kernels.load("conv")
+    monkeypatch.setattr(kernels.load("convolution"), "are_eight", lambda: given["eight"])
+    conv = kernels.load("convolution")
     results = map(output_size, given["size"], given["kernel"], given["stride"], given["padding"])
     x = np.empty((given["batch"], given["inputs"], *given["size"]), given["dtype"])
     weight = np.empty((given["outputs"], given["inputs"], *given["kernel"]), given["dtype"])
@@ -176,5 +176,5 @@ def test_which_convolutions_do(change, passes, monkeypatch):
     ],
 )
 def test_which_processors_have_vectors_of_eight_floats(features, are, monkeypatch):
-    monkeypatch.setattr(lanes.binding, "get_host_cpu_features", lambda: features)
-    assert lanes.are_eight.__wrapped__() is are
+    monkeypatch.setattr(simd.binding, "get_host_cpu_features", lambda: features)
+    assert simd.are_eight.__wrapped__() is are

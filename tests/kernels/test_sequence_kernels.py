@@ -30,7 +30,7 @@ def draw(request):
 @pytest.mark.parametrize(("batch", "time", "size"), [(1, 1, 1), (3, 4, 5), (2, 3, 33), (0, 2, 4)])
 def test_steps_of_an_lstm(draw, batch, time, size):
     dtype, normal = draw
-    modules = [kernels.specification("lstm"), kernels.load("lstm")]
+    modules = [kernels.specification("sequences"), kernels.load("sequences")]
     features = 3
     for t in range(time):
         arrays = [
@@ -51,7 +51,7 @@ def test_steps_of_an_lstm(draw, batch, time, size):
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (4, 65), (0, 3)])
 def test_layer_norm(draw, shape):
     dtype, normal = draw
-    modules = [sequences, kernels.load("sequences")]
+    modules = [kernels.specification("normalisation"), kernels.load("normalisation")]
     x, gy, scale, shift = normal(*shape), normal(*shape), normal(shape[1]), normal(shape[1])
     assert_alike(
         lambda n, out, mean, inverse: modules[n].layer_norm(x, scale, shift, out, (mean, inverse), 1e-3),
@@ -69,7 +69,7 @@ def test_layer_norm(draw, shape):
 @pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 3, 17), (0, 3)])
 def test_gelu(draw, shape):
     dtype, normal = draw
-    modules = [sequences, kernels.load("sequences")]
+    modules = [kernels.specification("elementwise"), kernels.load("elementwise")]
     x, gy = 3 * normal(*shape), normal(*shape)
     assert_alike(lambda n, out: modules[n].gelu(x, out), [normal(*shape)], dtype)
     assert_alike(lambda n, dx: modules[n].gelu_gradient(gy, x, dx), [normal(*shape)], dtype)
@@ -95,7 +95,7 @@ def test_causal_softmax(draw, matrices, time):
 
 
 def test_what_is_not_finite_stays_so():
-    module = kernels.load("lstm")
+    module = kernels.load("sequences")
     for bad in (np.nan, np.inf):
         shapes = (32,), (1, 32), (1, 1, 32), (2, 1, 8), (2, 1, 9)
         bias, product, gates, cells, inputs = (np.zeros(shape, np.float32) for shape in shapes)
@@ -108,3 +108,13 @@ def test_what_is_not_finite_stays_so():
     kernels.load("sequences").causal_shift(scores, 1.0)
     assert np.isnan(scores[0, 1]).any()
     assert not np.isnan(scores[0, 0]).any()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rows_that_come_more_than_once_are_added_in_their_order(dtype):
+    rng, rows = np.random.default_rng(3), np.array([3, 0, 3, 3, 1])
+    table, values = rng.standard_normal((4, 7)).astype(dtype), rng.standard_normal((5, 7)).astype(dtype)
+    expected = table.copy()
+    sequences.add_rows(expected, rows, values)
+    kernels.load("sequences").add_rows(table, rows, values)
+    np.testing.assert_array_equal(table, expected)

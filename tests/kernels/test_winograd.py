@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels.reference import conv as reference_conv
-from hpcdp.kernels.reference.windows import output_size
+from hpcdp.kernels.reference import convolution
+from hpcdp.kernels.reference.convolution import output_size
 
 CASES = [  # batch, in channels, (height, width), out channels, padding
     (1, 1, (3, 3), 1, (0, 0)),
@@ -32,8 +32,8 @@ def in_doubles(x, weight, bias, gy, padding, relu=False):
     """The result and the gradients of x, weights and bias by the plain convolution."""
     x, weight, bias, gy = (each.astype(np.float64) for each in (x, weight, bias, gy))
     out, into = np.empty_like(gy), tuple(np.empty_like(each) for each in (x, weight, bias))
-    reference_conv.conv2d(x, weight, bias, out, (1, 1), padding, relu)
-    reference_conv.conv2d_gradients(x, weight, gy, out if relu else None, into, (1, 1), padding)
+    convolution.conv2d(x, weight, bias, out, (1, 1), padding, relu)
+    convolution.conv2d_gradients(x, weight, gy, out if relu else None, into, (1, 1), padding)
     return out, *into
 
 
@@ -43,7 +43,7 @@ def assert_close(found, expected):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_pass_is_that_of_the_plain_convolution(case):
-    winograd, padding = kernels.load("winograd"), case[-1]
+    winograd, padding = kernels.load("convolution.winograd"), case[-1]
     x, weight, bias, gy = arrays(case)
     found = [np.full_like(each, np.nan) for each in (gy, x, weight)]
     winograd.conv2d(x, weight, bias, found[0], padding, False)
@@ -59,7 +59,7 @@ CHOSEN = (2, 16, (16, 15), 18, (1, 1))
 
 @pytest.mark.parametrize("relu", [False, True])
 def test_a_convolution_of_many_channels_goes_this_way(relu):
-    conv, winograd, padding = kernels.load("conv"), kernels.load("winograd"), CHOSEN[-1]
+    conv, winograd, padding = kernels.load("convolution"), kernels.load("convolution.winograd"), CHOSEN[-1]
     x, weight, bias, gy = arrays(CHOSEN)
     out, same, without = (np.full_like(gy, np.nan) for _ in range(3))
     conv.conv2d(x, weight, bias, out, (1, 1), padding, relu)
@@ -98,7 +98,7 @@ def test_a_convolution_of_many_channels_goes_this_way(relu):
 def test_other_convolutions_do_not(change):
     given = {"dtype": np.float32, "kernel": (3, 3), "stride": (1, 1), "padding": (1, 1), "inputs": 16, "outputs": 16,
              "batch": 2, "size": (16, 16)}  # fmt: skip
-    conv = kernels.load("conv")
+    conv = kernels.load("convolution")
 
     def goes(dtype, kernel, stride, padding, inputs, outputs, batch, size):
         x = np.empty((batch, inputs, *size), dtype)
@@ -115,7 +115,7 @@ def test_what_is_not_finite_stays_in_the_tiles_that_see_it(value):
     x[1, 3, 0, 0] = value
     for relu in (False, True):
         out = np.zeros_like(gy)
-        kernels.load("winograd").conv2d(x, weight, bias, out, (1, 1), relu)
+        kernels.load("convolution.winograd").conv2d(x, weight, bias, out, (1, 1), relu)
         assert np.isnan(out[1, :, :4, :4]).all()
         assert np.isfinite(out[1, :, 4:]).all()
         assert np.isfinite(out[0]).all()

@@ -1,15 +1,16 @@
-"""CUDA kernels for CuPy arrays: how they are compiled, and how one is launched. Imports: arrays, errors, data_files.
+"""CUDA kernels for CuPy arrays: how they are compiled, and how one is launched.
 
-``X.cu`` has the kernels and ``X.py`` the functions that launch them, with the names and arguments of the specification
-``reference/X.py``. Beside them are `capture`, for CUDA graphs, `cublas` and `cudnn_conv`. CuPy is imported when the
-first of its arrays arrives, and compiles a file for the GPU that is there (NVRTC), once for each user: it keeps what it
-has compiled in ``~/.cupy/kernel_cache``.
+``X.py`` has the functions that launch the kernels of a family, with the names and arguments of ``reference/X.py``. The
+kernels are in sources ``*.cu`` in the folder ``kernels`` of `hpcdp.core.files`. Beside them are `capture`, for CUDA
+graphs, `cublas` and `cudnn_conv`. CuPy is imported when the first of its arrays arrives, and compiles a file for the
+GPU that is there (NVRTC), once for each user: it keeps what it has compiled in ``~/.cupy/kernel_cache``.
 
 A launch goes to the current stream and waits for nothing.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cache, lru_cache
 from typing import Any
@@ -36,6 +37,11 @@ since the order of additions must not depend on it."""
 
 NOWHERE = np.uintp(0)
 """The address that a kernel is given for an array that there is not."""
+
+_CHANNEL_BLOCKS, _PER_BLOCK = 2112, 16 * THREADS
+"""About so many blocks sum all channels where there is enough to sum, each at least so many elements."""
+
+_CHANNELS = np.dtype([("at", np.int64, 3)])
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """What kernels of networks take."""
@@ -115,6 +121,16 @@ def structure(dtype: np.dtype, *fields: Any) -> np.ndarray:
     made = np.array([fields], dtype)
     made.flags.writeable = False
     return made.view(f"V{made.nbytes}")
+
+
+def pieces_of(parts: int, size: int) -> int:
+    """How many blocks sum each of ``parts`` of ``size`` elements; the order of additions depends on it."""
+    return max(1, min(-(-_CHANNEL_BLOCKS // max(parts, 1)), size // _PER_BLOCK))
+
+
+def shape_of_channels(x: Array) -> np.ndarray:
+    """The structure ``Shape`` of `channels.cuh`: batch, channels and positions."""
+    return structure(_CHANNELS, (*x.shape[:2], math.prod(x.shape[2:])))
 
 
 def launch(file: str, name: str, grid: int, *args: Array | np.generic | np.ndarray) -> None:

@@ -1,7 +1,5 @@
 """CUDA graphs: what a function launches is captured once, and launched again at once.
 
-Imports: arrays, errors, cublas.
-
 What holds in a capture (CUDA's programming guide, "CUDA Graphs"; CuPy's ``cuda/stream.pyx`` and ``cuda/memory.pyx``):
 
 - Nothing runs: a launch is noted, with the addresses and numbers that it is given. Whoever waits for a result, or

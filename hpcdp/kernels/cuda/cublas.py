@@ -1,4 +1,4 @@
-"""Matrix products of CuPy arrays, which a CUDA graph can capture, too. Imports: arrays, errors.
+"""Matrix products of CuPy arrays, which a CUDA graph can capture, too.
 
 CuPy refuses to call cuBLAS while a stream is captured (``setStream`` in ``cupy_backends/cuda/libs/cublas.pyx``; CuPy's
 issue 6290), though cuBLAS allows it where numbers are read from the host and the workspace is the caller's (its manual,

@@ -1,12 +1,10 @@
-"""Convolution of CuPy arrays by cuDNN, through its Python frontend.
-
-Imports: conv, elementwise, epilogue, times.
+"""Convolution of CuPy arrays by cuDNN, through its Python frontend; pooling is that of `cuda.convolution`.
 
 ``pip install nvidia-cudnn-frontend nvidia-cudnn-cu12`` (or ``cu13``); without them, for what cuDNN has no engine for,
-and for arrays that begin where it takes none, `conv` computes. `reference.conv` is the specification: same names, same
-arguments, sums in another order. Engines that round to fewer bits than the arrays have (TF32 on tensor cores), or whose
-bits differ from run to run, are left out. What has 16 bits is multiplied on tensor cores, which add up in float32, and
-rounded; what a bias is added to is rounded once more.
+and for arrays that begin where it takes none, `cuda.convolution` computes. Functions have the names and arguments of
+`reference.convolution`, sums in another order. Engines that round to fewer bits than the arrays have (TF32 on tensor
+cores), or whose bits differ from run to run, are left out. What has 16 bits is multiplied on tensor cores, which add up
+in float32, and rounded; what a bias is added to is rounded once more.
 
 The first engine that cuDNN's heuristics name computes, or, with ``HPCDP_CUDNN_BENCHMARK=1``, the one that is fastest
 when a convolution of new shapes is first computed.
@@ -21,15 +19,19 @@ import functools
 import importlib
 import importlib.util
 import os
+import statistics
 import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ...core.arrays import Array, array_namespace, dtype_name, is_half
 from ...errors import ConfigError
-from ..reference.windows import Pair
-from . import conv, elementwise, epilogue, times
+from .. import cuda
+from ..reference.convolution import Pair
+from . import convolution, elementwise
 
 _TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT", "float64": "DOUBLE"}
 _ALIGNED = 16
@@ -60,11 +62,11 @@ def is_there() -> bool:
 
 
 def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair, padding: Pair, relu: bool) -> None:
-    """See `reference.conv.conv2d`."""
+    """See `reference.convolution.conv2d`."""
     if not _run("conv_fprop", {"image": x, "weight": weight}, out, stride, padding):
-        conv.conv2d(x, weight, bias, out, stride, padding, relu)
+        convolution.conv2d(x, weight, bias, out, stride, padding, relu)
     elif bias is not None:
-        epilogue.add_bias(out, bias, relu)
+        elementwise.add_bias(out, bias, relu)
     elif relu:
         elementwise.relu(out, out)
 
@@ -78,19 +80,19 @@ def conv2d_gradients(
     stride: Pair,
     padding: Pair,
 ) -> None:
-    """See `reference.conv.conv2d_gradients`."""
+    """See `reference.convolution.conv2d_gradients`."""
     dx, dweight, dbias = into
     loss = gy if out is None else array_namespace(gy).empty(gy.shape, dtype=gy.dtype)
     if dbias is not None:
-        epilogue.bias_gradient(gy, out, loss, dbias)
+        elementwise.bias_gradient(gy, out, loss, dbias)
     elif out is not None:
-        epilogue.relu_gradient(gy, out, loss)
+        elementwise.relu_gradient(gy, out, loss)
     if dx is not None and _run("conv_dgrad", {"loss": loss, "filter": weight}, dx, stride, padding):
         dx = None
     if dweight is not None and _run("conv_wgrad", {"image": x, "loss": loss}, dweight, stride, padding):
         dweight = None
     if dx is not None or dweight is not None:
-        conv.conv2d_gradients(x, weight, loss, None, (dx, dweight, None), stride, padding)
+        convolution.conv2d_gradients(x, weight, loss, None, (dx, dweight, None), stride, padding)
 
 
 def _run(operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair) -> bool:
@@ -182,7 +184,7 @@ def _build_fastest(cudnn: Any, graph: Any, execute: Callable[[], None]) -> None:
         # one that is left out, that this GPU cannot run, or whose workspace finds no room
         with contextlib.suppress(cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, MemoryError):
             graph.build_plan_at_index(index)
-            measured[index] = times.milliseconds(execute)
+            measured[index] = milliseconds(execute)
         if len(measured) == _MOST_TRIED:
             break
     if measured:
@@ -194,3 +196,28 @@ def _build_fastest(cudnn: Any, graph: Any, execute: Callable[[], None]) -> None:
 def _strides(x: Array) -> list[int]:
     """In elements."""
     return [each // x.dtype.itemsize for each in x.strides]
+
+
+_RUNS = 3
+_NAP_TICKS = 600_000
+"""Of the GPU's clock, some 0.3 ms."""
+
+
+def milliseconds(work: Callable[[], None]) -> float:
+    """The median of a few runs of what ``work`` gives the current stream, after a first one; waits for them.
+
+    The stream naps before each, so that the host has given it all of ``work`` when it begins.
+    """
+    import cupy
+
+    work()
+    found = []
+    for _ in range(_RUNS):
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        cuda.launch("times", "nap", 1, np.int64(_NAP_TICKS))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        found.append(cupy.cuda.get_elapsed_time(begin, end))
+    return statistics.median(found)

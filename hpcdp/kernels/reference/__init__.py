@@ -1,6 +1,6 @@
-"""What each kernel computes, in the operations that NumPy and CuPy share: the specification that the others are tested
-against, and what computes for arrays that have no kernel.
+"""Reference implementations of all kernels, in the operations that NumPy and CuPy share.
 
-``X.py`` has what ``kernels/X.py`` has for NumPy arrays and ``kernels/cuda/X.py`` for CuPy's, with the same names and
-arguments.
+They are the specification that the compiled kernels are tested against, and compute for arrays that have no kernel.
+``X.py`` has the functions of ``hpcdp/kernels/X.py`` for NumPy arrays and of ``hpcdp/kernels/cuda/X.py`` for CuPy's,
+with the same names and arguments.
 """

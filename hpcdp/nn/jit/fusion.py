@@ -27,7 +27,7 @@ from ...autograd.tape import Gradient
 from ...autograd.tensor import value_of
 from ...core.arrays import Array
 from ...kernels.buffers import empty
-from ...kernels.reference.chain import OPERATIONS
+from ...kernels.reference.elementwise import OPERATIONS
 from .graph import Held, Literal, Source
 
 Number = int | float
@@ -47,7 +47,7 @@ class Term:
     """An operand of a chain, or the result of an operation on terms.
 
     Args:
-        operation: one of `kernels.reference.chain.OPERATIONS` or of `BY_NUMPY`; "" where it is an operand.
+        operation: one of `kernels.reference.elementwise.OPERATIONS` or of `BY_NUMPY`; "" where it is an operand.
         value: an operand's array, `Moving` or number; None where it is told later.
     """
 
@@ -188,7 +188,7 @@ class Program:
 
     def __init__(self, results: Sequence[tuple[Term, Array | Moving | None]], size: int, dtype: np.dtype) -> None:
         self._size, self._dtype = size, dtype
-        self._kernel = kernels.load("chain")
+        self._kernel = kernels.load("elementwise")
         self._terms = in_order(term for term, _ in results)
         self._is_mixed = any(term.operation in BY_NUMPY for term in self._terms)
         self._operands: list[_Operand] = []
@@ -201,7 +201,7 @@ class Program:
         leaves = [each for term in self._terms for each in term.operands if not each.operation]
         repeated = {each.value.size for each in leaves if isinstance(each.value, np.ndarray)} - {1, size}
         (self._row,) = repeated or {0}
-        block = self._kernel.BLOCK
+        block = self._kernel.CHAIN_BLOCK
         self._is_short = self._row <= block // 2
         self._period = size if not self._row else block // self._row * self._row if self._is_short else self._row
         self._piece = _piece(size, max(1, self._row))
@@ -278,7 +278,7 @@ class Program:
     def _scratch(self) -> _Operand:
         if self._is_mixed:
             return _Operand(np.empty(min(self._piece, self._size), self._dtype), moves=True)
-        return _Operand(np.empty(self._kernel.BLOCK, self._dtype))
+        return _Operand(np.empty(self._kernel.CHAIN_BLOCK, self._dtype))
 
     def _place(self, term: Term) -> int:
         if term.number not in self._places:
@@ -286,7 +286,7 @@ class Program:
         return self._places[term.number]
 
     def _leaf(self, value: Any) -> int:
-        block = self._kernel.BLOCK
+        block = self._kernel.CHAIN_BLOCK
         if value is None:
             number = self._add(_Operand(None, moves=True, is_whole=True))
             self._told.append(number)
@@ -322,7 +322,7 @@ class Program:
             codes.append([head, *places, *fillings, *((_NUMBERS[name], a, b, out) for name, a, b, out in operations)])
         self._codes.append((np.array(codes, np.int64), size * np.array(starts)))
         zero = self._dtype.type(0)
-        function, _ = direct((self._kernel.run, (self._codes[-1][0][0], zero)))
+        function, _ = direct((self._kernel.run_chain, (self._codes[-1][0][0], zero)))
         return [(function, (code, zero)) for code in self._codes[-1][0]]
 
     def _pieces(self, operations: Iterable[Operation]) -> Iterable[Call]:
@@ -390,7 +390,7 @@ def evaluated(terms: Sequence[Term], told: dict[int, Array]) -> list[Array]:
 
 def _gelu_gradient(gy: Array, x: Array) -> Array:
     out = np.empty_like(x)
-    kernels.load("sequences").gelu_gradient(np.ascontiguousarray(gy), x, out)
+    kernels.load("elementwise").gelu_gradient(np.ascontiguousarray(gy), x, out)
     return out
 
 
@@ -424,7 +424,7 @@ def link(step: Any, operator: str, uses: int, operands: Sequence[Any], keeps: bo
     is_known = value.dtype.char in "fd" and value.dtype.isnative and value.flags.c_contiguous
     if not step.calls or not is_known or not value.size:
         return None
-    if operator in _WITH_EPILOGUE and step.calls[-1][0] is kernels.load("epilogue").add_bias:
+    if operator in _WITH_EPILOGUE and step.calls[-1][0] is kernels.load("elementwise").add_bias:
         into, bias, relu = step.calls[-1][1]
         found = Link(step, operator, uses, None)
         found.bias, found.relu = bias, relu

@@ -338,7 +338,8 @@ def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World, de
     if world.size > 1 and device.kind == "cpu" and rule.update_is_its_kernel:
         name, coefficients = rule.kernel(1, 1.0)
         arrays = rule.arrays_of(rule.init_state(flat))
-        kernels.load("reduce_update").RULES[name](np.zeros((1, 1), np.float32), 0, 1, flat, *arrays, coefficients)
+        rules = kernels.load("update").REDUCING_RULES
+        rules[name](np.zeros((1, 1), np.float32), 0, 1, flat, *arrays, coefficients)
 
 
 def make_trainer(config: TrainConfig, net: Module, train_set: data.Dataset, world: World) -> Trainer:

@@ -1,0 +1,341 @@
+"""Sums over memory shared by a node's ranks, and the counters by which the ranks wait for each other.
+
+A counter is an ``int32`` that only grows (and wraps: comparisons are by difference). Waiting spins for a while, since a
+peer on another core answers within a microsecond, then sleeps in the kernel on a futex (Drepper, "Futexes Are Tricky",
+2011), since a peer that shares our core cannot run while we spin. The word after each counter says how many sleep on
+it, so that posting makes a system call only when somebody does. A plain loop over an array never sees another process's
+store (the load is hoisted), hence the intrinsics.
+
+An exchange of private arrays is one call that can stop and go on. The ranks use the two halves of a staging buffer in
+turn: whoever writes a half again has waited for everybody in the exchange between, so nobody reads it any more. Sums
+run in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .jit_cache import kernel
+
+STRIDE = 32
+"""``int32`` words from one counter to the next: 128 bytes, two cache lines, because the prefetcher fetches pairs."""
+
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_FUTEX_CALL = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98}.get(platform.machine(), -1)
+_IS_X86 = platform.machine() == "x86_64"
+
+_counters_t = types.Array(types.int32, 1, "C")
+_syscall = types.ExternalFunction(
+    "syscall",
+    types.int64(types.int64, types.voidptr, types.int64, types.int64, types.voidptr),
+)
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+def _word(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    data = cgutils.create_struct_proxy(array_type)(context, builder, array).data
+    return builder.gep(data, [index])
+
+
+@intrinsic
+def load(typingctx: Any, counters: Any, index: Any) -> Any:
+    """The counter, so that what was written before it was posted is visible after."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_word(context, builder, signature.args[0], *args), "seq_cst", 4)
+
+    return types.int32(counters, types.intp), generate
+
+
+@intrinsic
+def store(typingctx: Any, counters: Any, index: Any, value: Any) -> Any:
+    """Set the counter; what was written before is visible to whoever reads the new value."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _word(context, builder, signature.args[0], args[0], args[1])
+        builder.store_atomic(args[2], pointer, "seq_cst", 4)
+        return context.get_dummy_value()
+
+    return types.none(counters, types.intp, types.int32), generate
+
+
+@intrinsic
+def add(typingctx: Any, counters: Any, index: Any, value: Any) -> Any:
+    """Add to the counter in one step and return what it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _word(context, builder, signature.args[0], args[0], args[1])
+        return builder.atomic_rmw("add", pointer, args[2], "seq_cst")
+
+    return types.int32(counters, types.intp, types.int32), generate
+
+
+@intrinsic
+def _address(typingctx: Any, array: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _word(context, builder, signature.args[0], *args)
+        return builder.bitcast(pointer, ir.IntType(8).as_pointer())
+
+    return types.voidptr(array, types.intp), generate
+
+
+@intrinsic
+def _pause(typingctx: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if _IS_X86:
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.none(), generate
+
+
+@kernel(types.void(_counters_t, types.intp, types.int32))
+def post(counters: np.ndarray, index: int, value: int) -> None:
+    """Set counter ``index`` (shape ``(n * STRIDE,)``, int32) and wake whoever sleeps on it."""
+    at = index * STRIDE
+    store(counters, at, value)
+    if _FUTEX_CALL >= 0 and load(counters, at + 1) > 0:
+        _syscall(_FUTEX_CALL, _address(counters, at), _FUTEX_WAKE, 2**31 - 1, _address(counters, at))
+
+
+@kernel(types.boolean(_counters_t, types.intp, types.int32, types.int64, types.int64))
+def wait(counters: np.ndarray, index: int, target: int, spins: int, timeout_ns: int) -> bool:
+    """Wait until counter ``index`` has reached ``target``; false when ``timeout_ns`` of sleep did not bring it.
+
+    ``spins`` is how often to look before sleeping; one look takes 15 to 50 ns.
+    """
+    at = index * STRIDE
+    if np.int32(load(counters, at) - target) >= 0:
+        return True
+    for _ in range(spins):
+        _pause()
+        if np.int32(load(counters, at) - target) >= 0:
+            return True
+    if timeout_ns <= 0:
+        return False
+    if _FUTEX_CALL < 0:
+        for _ in range(timeout_ns // 1000):
+            _sched_yield()
+            if np.int32(load(counters, at) - target) >= 0:
+                return True
+        return False
+    limit = np.empty(2, np.int64)
+    limit[0] = timeout_ns // 1_000_000_000
+    limit[1] = timeout_ns % 1_000_000_000
+    add(counters, at + 1, 1)
+    seen = load(counters, at)
+    timed_out = False
+    while np.int32(seen - target) < 0 and not timed_out:
+        timed_out = _syscall(_FUTEX_CALL, _address(counters, at), _FUTEX_WAIT, seen, _address(limit, 0)) != 0
+        now = load(counters, at)
+        # Any return but a wake-up: EAGAIN (the value moved: look again), ETIMEDOUT or EINTR (give Python a turn).
+        timed_out = timed_out and now == seen
+        seen = now
+    add(counters, at + 1, -1)
+    return bool(np.int32(seen - target) >= 0)
+
+
+@kernel(types.boolean(_counters_t, types.intp, types.int32, types.int64, types.int64))
+def wait_all(counters: np.ndarray, n: int, target: int, spins: int, timeout_ns: int) -> bool:
+    """Wait until the counters 0 to ``n - 1`` have all reached ``target``; false as `wait`."""
+    for index in range(n):  # noqa: SIM110, Numba has no all()
+        if not wait(counters, index, target, spins, timeout_ns):
+            return False
+    return True
+
+
+NOT_YET, DONE, DIFFERENT = 0, 1, 2
+"""What an exchange returns: a peer was not there in time (the same call again goes on from there), done, or the ranks
+have called with different arrays or reductions."""
+
+SEQUENCE, HALF, POSITION, PHASE, ME, SPINS, SLEEP_NS = range(7)
+STATE_LENGTH = 8
+"""What an exchange knows, int64: the number of its last post and the half to use (kept from call to call), the first
+element of the current chunk and the phase in it (zero between calls), and what never changes: this rank's number in the
+node, how often to look before sleeping, nanoseconds of sleep before giving up."""
+
+DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
+"""What these are called for."""
+
+_BLOCK = 2048
+
+
+def state_of(rank: int, patience: np.ndarray) -> np.ndarray:
+    """The state of this rank before its first exchange; ``patience`` as `hpcdp.comm.shared_memory.NodeMemory` has
+    it."""
+    state = np.zeros(STATE_LENGTH, np.int64)
+    state[ME], state[[SPINS, SLEEP_NS]] = rank, patience
+    return state
+
+
+_state_t = types.Array(types.int64, 1, "C")
+
+
+@njit(inline="always")
+def _copy(out, x):  # type: ignore[no-untyped-def]
+    for i in range(out.size):  # a slice assignment would compile for three seconds, for its error messages
+        out[i] = x[i]
+
+
+@njit(inline="always")
+def _arrive(counters, state, kind):  # type: ignore[no-untyped-def]
+    # Beside its counter a rank says what it has come for. Two places in turn: whoever writes one again has waited for
+    # everybody at the arrival between, so nobody reads it any more.
+    state[SEQUENCE] += 1
+    state[PHASE] += 1
+    counters[state[ME] * STRIDE + 2 + (state[SEQUENCE] & 1)] = np.int32(kind)
+    post(counters, state[ME], np.int32(state[SEQUENCE]))
+
+
+@njit(inline="always")
+def _all_arrived(counters, n, state, kind):  # type: ignore[no-untyped-def]
+    if not wait_all(counters, n, np.int32(state[SEQUENCE]), state[SPINS], state[SLEEP_NS]):
+        return NOT_YET
+    for rank in range(n):
+        if counters[rank * STRIDE + 2 + (state[SEQUENCE] & 1)] != np.int32(kind):
+            state[POSITION] = 0
+            state[PHASE] = 0
+            return DIFFERENT
+    return DONE
+
+
+@njit(inline="always")
+def _finish_chunk(state, position):  # type: ignore[no-untyped-def]
+    state[POSITION] = position
+    state[PHASE] = 0
+    state[HALF] = 1 - state[HALF]
+
+
+@kernel(types.int64(_counters_t, types.intp, _state_t, types.int64))
+def meet(counters, n, state, kind):  # type: ignore[no-untyped-def]
+    """A barrier of ``n`` ranks that have come for the same ``kind``; arguments as `sum_by_all`."""
+    if state[PHASE] == 0:
+        _arrive(counters, state, kind)
+    met = _all_arrived(counters, n, state, kind)
+    if met == DONE:
+        state[PHASE] = 0
+    return met
+
+
+@kernel()
+def sum_by_all(x, staging, counters, state, kind):  # type: ignore[no-untyped-def]
+    """Every rank stages its array, waits for all, and sums what all have staged: one wait, ``n - 1`` sizes read.
+
+    Args:
+        x: shape ``(count,)``, contiguous, ``count <= chunk``; replaced by the sum.
+        staging: shape ``(2, n, chunk)``, shared.
+        counters: the ranks' arrival counters, shared (see `wait`).
+        state: shape ``(STATE_LENGTH,)``, this rank's.
+        kind: a number for dtype, reduction and count; its low 32 bits are compared over the ranks.
+
+    Returns:
+        `NOT_YET`, `DONE` or `DIFFERENT`.
+    """
+    half, n = staging[state[HALF]], staging.shape[1]
+    if state[PHASE] == 0:
+        _copy(half[state[ME], : x.size], x)
+        _arrive(counters, state, kind)
+    met = _all_arrived(counters, n, state, kind)
+    if met != DONE:
+        return met
+    first, second = half[0, : x.size], half[1, : x.size]
+    for i in range(x.size):
+        x[i] = first[i] + second[i]
+    for rank in range(2, n):
+        row = half[rank, : x.size]
+        for i in range(x.size):
+            x[i] += row[i]
+    _finish_chunk(state, 0)
+    return DONE
+
+
+@kernel()
+def sum_by_owners(x, staging, counters, state, kind):  # type: ignore[no-untyped-def]
+    """Every rank stages what others own, sums its own shard, and writes the sum back where it has read.
+
+    Two waits a chunk, ``2 (n - 1) / n`` sizes read. The lines that the owner has read are those that it writes, so each
+    changes hands between cores once; a result in lines of its own would be fetched twice. Arguments as `sum_by_all`,
+    any ``count``.
+    """
+    n, chunk, me = staging.shape[1], staging.shape[2], state[ME]
+    partial = np.empty(_BLOCK, x.dtype)
+    while state[POSITION] < x.size:
+        count = min(chunk, x.size - state[POSITION])
+        piece = x[state[POSITION] : state[POSITION] + count]
+        half = staging[state[HALF]]
+        lo, hi = count * me // n, count * (me + 1) // n
+        if state[PHASE] == 0:
+            _copy(half[me, :lo], piece[:lo])
+            _copy(half[me, hi:count], piece[hi:])
+            _arrive(counters, state, kind)
+        if state[PHASE] == 1:
+            met = _all_arrived(counters, n, state, kind)
+            if met != DONE:
+                return met
+            if n == 2:
+                mine, others = piece[lo:hi], half[1 - me, lo:hi]
+                for i in range(mine.size):
+                    total = mine[i] + others[i]
+                    mine[i] = total
+                    others[i] = total
+            else:
+                for first in range(lo, hi, _BLOCK):
+                    last = min(first + _BLOCK, hi)
+                    _copy(partial[: last - first], piece[first:last] if me == 0 else half[0, first:last])
+                    for rank in range(1, n):
+                        row = piece[first:last] if me == rank else half[rank, first:last]
+                        for i in range(row.size):
+                            partial[i] += row[i]
+                    for rank in range(n):
+                        _copy(piece[first:last] if me == rank else half[rank, first:last], partial)
+            _arrive(counters, state, kind)
+        met = _all_arrived(counters, n, state, kind)
+        if met != DONE:
+            return met
+        _copy(piece[:lo], half[me, :lo])
+        _copy(piece[hi:], half[me, hi:count])
+        _finish_chunk(state, state[POSITION] + count)
+    state[POSITION] = 0
+    return DONE
+
+
+@kernel()
+def share(x, first, last, staging, counters, n, state, kind):  # type: ignore[no-untyped-def]
+    """Bring every rank's part of an array to all ranks: each stages its own part, waits for all and takes the others'.
+
+    Args:
+        x: shape ``(nbytes,)``, uint8, contiguous; this rank has written its elements ``first`` to ``last``, and the
+            ranks' parts are all of it.
+        first, last: see ``x``.
+        staging: shape ``(2, chunk)``, uint8, shared.
+        counters, n, state, kind: as for `meet`.
+
+    Returns:
+        `NOT_YET`, `DONE` or `DIFFERENT`.
+    """
+    chunk = staging.shape[1]
+    while True:
+        start = state[POSITION]
+        count = min(chunk, x.size - start)
+        lo, hi = min(max(first - start, 0), count), min(max(last - start, 0), count)
+        piece, half = x[start : start + count], staging[state[HALF], :count]
+        if state[PHASE] == 0:
+            _copy(half[lo:hi], piece[lo:hi])
+            _arrive(counters, state, kind)
+        met = _all_arrived(counters, n, state, kind)
+        if met != DONE:
+            return met
+        _copy(piece[:lo], half[:lo])
+        _copy(piece[hi:], half[hi:])
+        _finish_chunk(state, start + count)
+        if state[POSITION] >= x.size:
+            state[POSITION] = 0
+            return DONE

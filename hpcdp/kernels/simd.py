@@ -1,0 +1,284 @@
+"""LLVM instructions that Numba lacks, for use inside kernels: vectors, floats of 16 bits, runs of elements.
+
+LLVM turns operations on these vectors into what the processor has, whatever its own vectors' width.
+
+Numba knows neither 16-bit format, so a kernel is given their bits as integers (`hpcdp.core.arrays.words`) and tells one
+from the other by the sign of these: uint16 is float16 (IEEE binary16), int16 is bfloat16, the upper half of a float32.
+They are widened to float32 to be computed with, and rounded once.
+
+Short runs of elements are moved as vectors: from a loop the compiler makes vectors of 32 elements at once and leaves
+what is over to single ones, which is most of a row of a small image.
+"""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+from typing import Any
+
+import numba
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+WORD = ir.IntType(32)
+
+
+@functools.cache
+def are_eight() -> bool:
+    """Whether the processor's vectors are of eight floats, which it multiplies and adds at once: not of sixteen."""
+    features = binding.get_host_cpu_features()
+    return bool(features.get("avx2") and features.get("fma") and not features.get("avx512f"))
+
+
+class Lanes:
+    """``width`` elements of an array from ``index`` on as one vector; uint16 holds the bits of float16."""
+
+    def __init__(self, context: Any, builder: Any, array: tuple[Any, Any], index: Any, width: int) -> None:
+        array_type, value = array
+        stored = {types.uint16: ir.HalfType(), types.float32: ir.FloatType()}.get(array_type.dtype, ir.DoubleType())
+        computed = ir.FloatType() if stored == ir.HalfType() else stored
+        self._builder, self._width = builder, width
+        self._stored, self._computed = ir.VectorType(stored, width), ir.VectorType(computed, width)
+        self._alignment = array_type.dtype.bitwidth // 8
+        data = cgutils.create_struct_proxy(array_type)(context, builder, value).data
+        self._pointer = builder.bitcast(builder.gep(data, [index]), self._stored.as_pointer())
+
+    def load(self) -> Any:
+        return self._widened(self._builder.load(self._pointer, align=self._alignment))
+
+    def store(self, value: Any) -> None:
+        self._builder.store(self._narrowed(value), self._pointer, align=self._alignment)
+
+    def store_bits(self, value: Any) -> None:
+        """Store a vector of integers of the elements' size."""
+        self._builder.store(self._builder.bitcast(value, self._stored), self._pointer, align=self._alignment)
+
+    def rounded(self, value: Any) -> Any:
+        """``value`` as it would be read after it was stored."""
+        return self._widened(self._narrowed(value))
+
+    def _widened(self, value: Any) -> Any:
+        return value if self._stored == self._computed else self._builder.fpext(value, self._computed)
+
+    def _narrowed(self, value: Any) -> Any:
+        return value if self._stored == self._computed else self._builder.fptrunc(value, self._stored)
+
+    def repeat(self, number: Any) -> Any:
+        """A float64 in all lanes, rounded as an element."""
+        builder = self._builder
+        kind = self._computed.element
+        number = number if kind == ir.DoubleType() else builder.fptrunc(number, kind)
+        one = builder.insert_element(ir.Constant(self._computed, ir.Undefined), number, WORD(0))
+        zeros = ir.Constant(ir.VectorType(WORD, self._width), None)
+        return self.rounded(builder.shuffle_vector(one, one, zeros))
+
+    def constant(self, number: float) -> Any:
+        return ir.Constant(self._computed, [number] * self._width)
+
+    def bits(self, flags: Any) -> Any:
+        """A vector of truth values as a 32-bit number, the first one lowest."""
+        number = self._builder.bitcast(flags, ir.IntType(self._width))
+        return number if self._width == 32 else self._builder.zext(number, WORD)
+
+    def flags(self, number: Any, lowest: int) -> Any:
+        """The bits of a 32-bit number from ``lowest`` on as a vector of truth values: each shifted to be a sign."""
+        kind = ir.VectorType(WORD, self._width)
+        one = self._builder.insert_element(ir.Constant(kind, ir.Undefined), number, WORD(0))
+        numbers = self._builder.shuffle_vector(one, one, ir.Constant(kind, None))
+        shifts = ir.Constant(kind, [31 - lowest - lane for lane in range(self._width)])
+        return self._builder.icmp_signed("<", self._builder.shl(numbers, shifts), ir.Constant(kind, None))
+
+
+_float16, _bfloat16 = types.uint16, types.int16
+_HALF = ir.IntType(16)
+
+
+def nearest_bfloat16(builder: Any, value: Any, width: int) -> Any:
+    """Floats that are no NaN, ``width`` of them, as the nearest bfloat16, ties to even; in 32 bits, where Numba would
+    take 64."""
+    word, half = ir.VectorType(WORD, width), ir.VectorType(_HALF, width)
+    sixteen, one, below_half = (ir.Constant(word, [number] * width) for number in (16, 1, 0x7FFF))
+    bits = builder.bitcast(value, word)
+    odd = builder.and_(builder.lshr(bits, sixteen), one)
+    return builder.trunc(builder.lshr(builder.add(bits, builder.add(odd, below_half)), sixteen), half)
+
+
+def any_bfloat16(builder: Any, value: Any) -> Any:
+    """A float32 as the bits of the nearest bfloat16; a NaN is made quiet so that it does not become an infinity."""
+    quiet = builder.or_(builder.lshr(builder.bitcast(value, WORD), WORD(16)), WORD(0x40))
+    rounded = builder.bitcast(nearest_bfloat16(builder, value, 1), _HALF)
+    return builder.select(builder.fcmp_unordered("uno", value, value), builder.trunc(quiet, _HALF), rounded)
+
+
+def of_bfloat16(builder: Any, bits: Any) -> Any:
+    """The float32 that the bits of a bfloat16 stand for."""
+    return builder.bitcast(builder.shl(builder.zext(bits, WORD), WORD(16)), ir.FloatType())
+
+
+@intrinsic
+def widen(typingctx: Any, value: Any) -> Any:
+    """The value as its accumulator's type: a float of 16 bits as float32, anything else unchanged."""
+    if value not in (_float16, _bfloat16):
+        return value(value), lambda context, builder, signature, args: args[0]
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if value == _bfloat16:
+            return of_bfloat16(builder, args[0])
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(value), generate
+
+
+@intrinsic
+def narrow(typingctx: Any, value: Any, like: Any) -> Any:
+    """An accumulator as an element of the array ``like``, rounded to nearest even."""
+    dtype = like.dtype
+    if dtype not in (_float16, _bfloat16):
+        return dtype(dtype, like), lambda context, builder, signature, args: args[0]  # integers wrap
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if dtype == _bfloat16:
+            return any_bfloat16(builder, args[0])
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), _HALF)
+
+    return dtype(types.float32, like), generate
+
+
+@intrinsic
+def magnitude_bits(typingctx: Any, value: Any) -> Any:
+    """The bits of a float without the sign, as an unsigned integer of its size; of `hpcdp.core.arrays.words` in their
+    own type, which tells the format."""
+    bits = value.bitwidth
+    result = {32: types.uint32, 64: types.uint64}.get(bits, value)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(bits)
+        return builder.and_(builder.bitcast(args[0], word), word((1 << (bits - 1)) - 1))
+
+    return result(value), generate
+
+
+def _moves_eight(adds: bool) -> Any:
+    """An intrinsic that copies, or ``adds``, eight elements of one flat array, from an index on, to another's."""
+
+    @intrinsic
+    def move(context: Any, source: Any, first: Any, target: Any, start: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            read = Lanes(context, builder, (signature.args[0], args[0]), args[1], 8).load()
+            into = Lanes(context, builder, (signature.args[2], args[2]), args[3], 8)
+            into.store(builder.fadd(into.load(), read) if adds else read)
+            return context.get_dummy_value()
+
+        return types.none(source, types.intp, target, types.intp), generate
+
+    return move
+
+
+_copy_eight, _add_eight = _moves_eight(False), _moves_eight(True)
+
+
+@intrinsic
+def _copy_every_other(context: Any, source: Any, first: Any, target: Any, start: Any) -> Any:
+    """As ``_copy_eight``, of fifteen elements every second."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = partial(Lanes, context, builder)
+        last = builder.add(args[1], args[1].type(7))
+        one, two = (lanes((signature.args[0], args[0]), index, 8).load() for index in (args[1], last))
+        chosen = ir.Constant(ir.VectorType(WORD, 8), [0, 2, 4, 6, 9, 11, 13, 15])
+        lanes((signature.args[2], args[2]), args[3], 8).store(builder.shuffle_vector(one, two, chosen))
+        return context.get_dummy_value()
+
+    return types.none(source, types.intp, target, types.intp), generate
+
+
+@intrinsic
+def _add_in_turn(context: Any, source: Any, first: Any, other: Any, target: Any, start: Any) -> Any:
+    """Add sixteen elements, in turn one of the eight from ``first`` on and one of those from ``other`` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = partial(Lanes, context, builder)
+        one, two = (lanes((signature.args[0], args[0]), args[k], 8).load() for k in (1, 2))
+        into = lanes((signature.args[3], args[3]), args[4], 16)
+        in_turn = [lane // 2 + lane % 2 * 8 for lane in range(16)]
+        both = builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(WORD, 16), in_turn))
+        into.store(builder.fadd(into.load(), both))
+        return context.get_dummy_value()
+
+    return types.none(source, types.intp, types.intp, target, types.intp), generate
+
+
+@intrinsic
+def _copy_in_turn(context: Any, source: Any, first: Any, other: Any, target: Any, start: Any) -> Any:
+    """Write sixteen elements, in turn one of the eight from ``first`` on and one of those from ``other`` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = partial(Lanes, context, builder)
+        one, two = (lanes((signature.args[0], args[0]), args[k], 8).load() for k in (1, 2))
+        in_turn = [lane // 2 + lane % 2 * 8 for lane in range(16)]
+        both = builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(WORD, 16), in_turn))
+        lanes((signature.args[3], args[3]), args[4], 16).store(both)
+        return context.get_dummy_value()
+
+    return types.none(source, types.intp, types.intp, target, types.intp), generate
+
+
+@numba.njit(inline="always")
+def copy_run(source, first, target, start, size):  # type: ignore[no-untyped-def]
+    """Copy ``size`` elements of one flat array, from an index on, to another's."""
+    if size < 8:
+        for k in range(size):
+            target[start + k] = source[first + k]
+        return
+    for k in range(0, size - 8, 8):
+        _copy_eight(source, first + k, target, start + k)
+    _copy_eight(source, first + size - 8, target, start + size - 8)  # of which some were copied before
+
+
+@numba.njit(inline="always")
+def add_run(source, first, target, start, size):  # type: ignore[no-untyped-def]
+    """As `copy_run`, but add them."""
+    whole = size - size % 8
+    for k in range(0, whole, 8):
+        _add_eight(source, first + k, target, start + k)
+    for k in range(whole, size):
+        target[start + k] += source[first + k]
+
+
+@numba.njit(inline="always")
+def copy_strided(source, first, stride, target, start, size):  # type: ignore[no-untyped-def]
+    """As `copy_run`, of elements ``stride`` apart."""
+    if stride == 1:
+        copy_run(source, first, target, start, size)
+        return
+    whole = size - size % 8 if stride == 2 else 0
+    for k in range(0, whole, 8):
+        _copy_every_other(source, first + 2 * k, target, start + k)
+    for k in range(whole, size):
+        target[start + k] = source[first + stride * k]
+
+
+@numba.njit(inline="always")
+def add_both(source, even, odd, wide, target, line, width, padding):  # type: ignore[no-untyped-def]
+    """Add rows of both components to a line of the plane, whose first sample is one of the even's or of the odd's."""
+    first, other = (odd, even) if padding % 2 else (even, odd)
+    first += (padding + 1) // 2 - padding % 2
+    other += (padding + 1) // 2
+    seen = min(width, 2 * wide - padding)
+    whole = seen - seen % 16
+    for x in range(0, whole, 16):
+        _add_in_turn(source, first + x // 2, other + x // 2, target, line + x)
+    for x in range(whole, seen):
+        target[line + x] += source[(other if x % 2 else first) + x // 2]
+
+
+@numba.njit(inline="always")
+def weave_run(source, even, odd, target, start, size):  # type: ignore[no-untyped-def]
+    """Write ``size`` elements, in turn one of two runs."""
+    whole = size - size % 16
+    for k in range(0, whole, 16):
+        _copy_in_turn(source, even + k // 2, odd + k // 2, target, start + k)
+    for k in range(whole, size):
+        target[start + k] = source[(odd if k % 2 else even) + k // 2]

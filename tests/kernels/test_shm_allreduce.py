@@ -1,0 +1,59 @@
+import threading
+import time
+
+import numpy as np
+
+from hpcdp import kernels
+
+
+def test_a_post_is_seen_and_a_missing_one_times_out():
+    sync = kernels.load("shm_allreduce")
+    counters = np.zeros(2 * sync.STRIDE, np.int32)
+    sync.post(counters, 1, np.int32(5))
+    assert counters[sync.STRIDE] == 5
+    assert sync.wait(counters, 1, np.int32(5), 10, 0)
+    began = time.monotonic()
+    assert not sync.wait(counters, 1, np.int32(6), 10, 20_000_000)
+    assert 0.015 < time.monotonic() - began < 5
+    assert not sync.wait_all(counters, 2, np.int32(5), 10, 0)
+
+
+def test_a_sleeper_is_woken_long_before_its_timeout():
+    sync = kernels.load("shm_allreduce")
+    counters = np.zeros(sync.STRIDE, np.int32)
+    threading.Timer(0.05, lambda: sync.post(counters, 0, np.int32(1))).start()
+    began = time.monotonic()
+    assert sync.wait(counters, 0, np.int32(1), 0, 30_000_000_000)
+    assert time.monotonic() - began < 10
+    assert counters[1] == 0  # nobody is counted as sleeping any more
+
+
+def test_counters_wrap_around():
+    sync = kernels.load("shm_allreduce")
+    counters = np.full(sync.STRIDE, np.int32(-(2**31)))  # one past the largest
+    assert sync.wait(counters, 0, np.int32(2**31 - 1), 0, 0)
+
+
+def test_a_barrier_of_threads_keeps_step_over_many_rounds():
+    sync, n, rounds = kernels.load("shm_allreduce"), 3, 300
+    counters, board, torn = np.zeros(n * sync.STRIDE, np.int32), np.zeros(n, np.int64), []
+
+    def rank(me):
+        for number in range(1, rounds + 1):
+            board[me] = number
+            sync.post(counters, me, np.int32(2 * number - 1))
+            while not sync.wait_all(counters, n, np.int32(2 * number - 1), 50, 10**7):
+                pass
+            if not (board == number).all():
+                torn.append((me, number))
+            sync.post(counters, me, np.int32(2 * number))
+            while not sync.wait_all(counters, n, np.int32(2 * number), 50, 10**7):
+                pass
+
+    threads = [threading.Thread(target=rank, args=(me,)) for me in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not torn
+    assert (board == rounds).all()
