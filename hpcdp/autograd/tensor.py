@@ -18,7 +18,6 @@ from ..core.arrays import Array, array_namespace, on_device_of, to_host
 from ..core.devices import brought_values
 from ..core.state import refuse_change
 from ..errors import HpcdpError, UnsupportedError, shortened
-from . import operators
 from .dispatch import Again, catch_up, modes
 from .tape import Gradient, Node, Pullback, Way, backward, pairs_of
 
@@ -486,3 +485,6 @@ class RepeatedBackward:
         finally:  # also where a hook has raised
             for _, own, _, _ in self._turns:
                 own.begin()
+
+
+from . import operators  # noqa: E402  tensors and operators need each other

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from hpcdp import data
-from hpcdp.data import catalog, cifar
+from hpcdp.data import catalog
+from hpcdp.data import images as data_images
 from hpcdp.errors import ConfigError, DataError
 
 
@@ -69,7 +70,7 @@ def test_missing_files_say_where_they_belong(small_mnist) -> None:
     with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte\.gz.*no network.*put it into") as caught:
         data.load("mnist", "test", root=root)
     assert str(root / "mnist") in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(DataError, match=cifar.ARCHIVE):
+    with pytest.raises(DataError, match=data_images.ARCHIVE):
         data.load("cifar10", root=root)
 
 
@@ -104,21 +105,21 @@ def test_a_pair_that_cannot_be_trained_on(tmp_path: Path, count: int, label: int
 
 
 def test_cifar10_is_unpacked_once(tmp_path: Path, monkeypatch) -> None:
-    record = {name: bytes([i]) + bytes([40 * i]) * 3072 for i, name in enumerate(cifar.TRAIN + cifar.TEST)}
+    record = {name: bytes([i]) + bytes([40 * i]) * 3072 for i, name in enumerate(data_images.TRAIN + data_images.TEST)}
     folder = tmp_path / "cifar10"
     folder.mkdir()
-    with tarfile.open(folder / cifar.ARCHIVE, "w:gz") as tar:
+    with tarfile.open(folder / data_images.ARCHIVE, "w:gz") as tar:
         for name, content in record.items():
             info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     with pytest.raises(DataError, match=r"checksum.*cifar-10-binary"):
         data.load("cifar10", root=tmp_path)
-    md5 = hashlib.md5((folder / cifar.ARCHIVE).read_bytes()).hexdigest()
-    monkeypatch.setitem(catalog._MD5, "cifar10", {cifar.ARCHIVE: md5})
+    md5 = hashlib.md5((folder / data_images.ARCHIVE).read_bytes()).hexdigest()
+    monkeypatch.setitem(catalog._MD5, "cifar10", {data_images.ARCHIVE: md5})
     x, y = data.load("cifar10", "train", root=tmp_path)[:]
     assert x.shape == (5, 3, 32, 32) and y.tolist() == [0, 1, 2, 3, 4]
-    (folder / cifar.ARCHIVE).unlink()
+    (folder / data_images.ARCHIVE).unlink()
     x, y = data.load("cifar10", "test", root=tmp_path)[:]
     assert y.tolist() == [5] and np.allclose(x, 200 / 255)
 
@@ -126,7 +127,7 @@ def test_cifar10_is_unpacked_once(tmp_path: Path, monkeypatch) -> None:
 def test_a_cifar10_batch_that_lacks_records_or_a_file_is_named(tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / "cifar10"
     folder.mkdir()
-    for i, name in enumerate(cifar.TRAIN):
+    for i, name in enumerate(data_images.TRAIN):
         (folder / name).write_bytes((bytes([i]) + bytes(3072)) * (3 if i == 1 else 10))
     with pytest.raises(DataError, match=r"data_batch_2\.bin\]: expected 30730 bytes, as data_batch_1.*, got 9219"):
         data.load("cifar10", "train", root=tmp_path)

@@ -7,9 +7,8 @@ import pytest
 from gpu_on_host import pinned_nbytes
 
 from hpcdp import data
-from hpcdp.devices import cpu, gpu
+from hpcdp.core.devices import Streams, cpu, gpu
 from hpcdp.errors import ConfigError, DeviceError
-from hpcdp.streams import Streams
 
 N = 37
 

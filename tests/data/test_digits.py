@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from hpcdp import data
-from hpcdp.data import digits
+from hpcdp.data import catalog
 from hpcdp.errors import ConfigError, DataError
 
 
@@ -23,17 +23,17 @@ def test_the_split_is_stratified_fixed_and_whole() -> None:
 def test_the_pictures_are_those_of_scikit_learn() -> None:
     datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed: its copy is not compared")
     source = datasets.load_digits()
-    with h5py.File(digits.PATH, "r") as file:
+    with h5py.File(catalog.PATH, "r") as file:
         np.testing.assert_array_equal(file["images"][:], source.images)
         np.testing.assert_array_equal(file["labels"][:], source.target)
 
 
 def test_the_file_says_where_it_comes_from() -> None:
-    with h5py.File(digits.PATH, "r") as file:
+    with h5py.File(catalog.PATH, "r") as file:
         assert "10.24432/C50P49" in file.attrs["citation"] and "Alpaydin" in file.attrs["citation"]
         assert "CC BY 4.0" in file.attrs["licence"]
         assert all(file[name].chunks is None for name in ("images", "labels", "split"))
-    notice = (digits.PATH.parent / "LICENSE-digits.txt").read_text()
+    notice = (catalog.PATH.parent / "LICENSE-digits.txt").read_text()
     assert "10.24432/C50P49" in notice and "CC BY 4.0" in notice
 
 
@@ -57,7 +57,7 @@ def test_enlarged_for_the_documents_lenet() -> None:
 
 def test_damage_is_named(tmp_path, monkeypatch) -> None:
     damaged = tmp_path / "digits.h5"
-    damaged.write_bytes(digits.PATH.read_bytes()[:5000])
-    monkeypatch.setattr(digits, "PATH", damaged)
+    damaged.write_bytes(catalog.PATH.read_bytes()[:5000])
+    monkeypatch.setattr(catalog, "PATH", damaged)
     with pytest.raises(DataError, match=r"digits\.h5"):
         data.load("digits")

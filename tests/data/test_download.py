@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.data.download import check_md5, fetch, folder_lock
+from hpcdp.data.catalog import check_md5, fetch, folder_lock
 from hpcdp.errors import DataError
 
 CONTENT = gzip.compress(b"real digits" * 1000, mtime=0)
@@ -116,7 +116,7 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch) -> None:
 FETCH = """
 import sys
 from pathlib import Path
-from hpcdp.data.download import fetch
+from hpcdp.data.catalog import fetch
 fetch((sys.argv[1],), Path(sys.argv[2]), sys.argv[3])
 """
 

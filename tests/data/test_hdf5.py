@@ -5,7 +5,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdp.data import HDF5Dataset, visiting
+from hpcdp.data import HDF5Dataset, hdf5
 from hpcdp.errors import DataError
 
 
@@ -227,8 +227,8 @@ def test_files_of_a_virtual_data_set_that_are_numbered_by_hdf5(tmp_path: Path) -
 
 
 def test_any_damage_is_a_data_error(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(visiting, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(visiting, "LIMIT_S", 0.3)
+    monkeypatch.setattr(hdf5, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(hdf5, "LIMIT_S", 0.3)
     path = tmp_path / "d.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("x", data=np.arange(80.0).reshape(40, 2), chunks=(10, 2), compression="gzip")

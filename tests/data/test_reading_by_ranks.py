@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdp.comm import threads
+from hpcdp.comm import thread_comm
 from hpcdp.data import BatchSampler, DataLoader, HDF5Dataset, RandomSampler, ShardedSampler, read_csv
 from hpcdp.engine import Engine
 
@@ -29,7 +29,7 @@ def test_an_hdf5_file(tmp_path, ranks):
         dataset.close()
         return batches
 
-    by_rank = threads.run(ranks, job)
+    by_rank = thread_comm.run(ranks, job)
     whole = ShardedSampler(N, 8, seed=4)
     whole.set_epoch(3)
     for step, indices in enumerate(whole):
@@ -47,6 +47,6 @@ def test_a_table_of_which_each_rank_reads_a_part(tmp_path, ranks):
         batches = BatchSampler(RandomSampler(len(part), seed=1), 4, epoch_size=N // 4 // world.size)
         return part.x.ravel().tolist(), [len(y) for _, y in DataLoader(part, batches, prefetch=0)]
 
-    seen, lengths = zip(*threads.run(ranks, job), strict=True)
+    seen, lengths = zip(*thread_comm.run(ranks, job), strict=True)
     assert sorted(chain(*seen)) == list(range(N))
     assert set(map(tuple, lengths)) == {(4,) * (N // 4 // ranks)}

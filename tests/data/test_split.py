@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcdp.data import split_batch
-from hpcdp.data.split import piece_bounds
+from hpcdp.data.datasets import piece_bounds
 from hpcdp.errors import ConfigError
 
 

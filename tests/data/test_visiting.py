@@ -11,8 +11,8 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdp.data import HDF5Dataset, visiting
-from hpcdp.data.named_arrays import read_arrays, write_arrays
+from hpcdp.data import HDF5Dataset, hdf5
+from hpcdp.data.hdf5 import read_arrays, write_arrays
 from hpcdp.errors import DataError
 
 ENDLESS = zlib.decompress(
@@ -33,9 +33,9 @@ GIVES_UP = (
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch) -> Path:
     """An empty folder of what visits have found, and no memory of any."""
-    monkeypatch.setattr(visiting, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(visiting, "_visited", set())
-    monkeypatch.setattr(visiting, "LIMIT_S", 0.1)
+    monkeypatch.setattr(hdf5, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(hdf5, "_visited", set())
+    monkeypatch.setattr(hdf5, "LIMIT_S", 0.1)
     return tmp_path / "hdf5"
 
 
@@ -48,13 +48,13 @@ def good(tmp_path: Path) -> Path:
 
 def visits(monkeypatch) -> list[str]:
     """The names of files that are visited from now on."""
-    found, visit = [], visiting._child.visit
+    found, visit = [], hdf5._child.visit
 
     def noted(asked):
         found.append(os.path.basename(asked[0]))
         return visit(asked)
 
-    monkeypatch.setattr(visiting._child, "visit", noted)
+    monkeypatch.setattr(hdf5._child, "visit", noted)
     return found
 
 
@@ -78,7 +78,7 @@ def test_a_version_of_a_file_is_visited_once_a_node(good: Path, kept: Path, monk
     visited = visits(monkeypatch)
     for _ in range(2):
         HDF5Dataset(good).close()
-        visiting._visited.clear()  # as in another process
+        hdf5._visited.clear()  # as in another process
     assert visited == ["good.h5"]
     with h5py.File(good, "a") as file:
         file["z"] = 1
@@ -95,26 +95,26 @@ def test_a_version_of_a_file_is_visited_once_a_node(good: Path, kept: Path, monk
 
 def test_a_child_that_was_ended_is_started_again(good: Path, tmp_path: Path) -> None:
     HDF5Dataset(good).close()
-    process = visiting._child._process
+    process = hdf5._child._process
     assert process is not None
     process.kill()
     process.wait()
     HDF5Dataset(good, "y", "x").close()
-    assert visiting._child._process is not process
+    assert hdf5._child._process is not process
 
 
 def test_without_a_child_files_are_read_with_a_warning(good: Path, monkeypatch) -> None:
     for program, says in (("/nowhere/python", "No such file"), ("/bin/false", "fails to start")):
-        monkeypatch.setattr(visiting, "_child", visiting._Child())
-        monkeypatch.setattr(visiting, "_visited", set())
+        monkeypatch.setattr(hdf5, "_child", hdf5._Child())
+        monkeypatch.setattr(hdf5, "_visited", set())
         monkeypatch.setattr("sys.executable", program)
         with pytest.warns(UserWarning, match=f"without a visit by a child process.*{says}"):
             HDF5Dataset(good).close()
 
 
 def test_a_crash_of_hdf5_is_one_line(good: Path, monkeypatch) -> None:
-    child = visiting._Child()
-    monkeypatch.setattr(visiting, "_child", child)
+    child = hdf5._Child()
+    monkeypatch.setattr(hdf5, "_child", child)
     started = child._started
 
     def crashed():

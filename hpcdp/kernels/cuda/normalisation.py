@@ -2,8 +2,8 @@
 
 Functions have the names and arguments of `reference.normalisation`, sums up to rounding in float64, and the same bits
 for the same sums, of 16 bits those of float32, rounded once. What has one number a channel is float32 where ``x`` has
-16 bits. Forward and backward are three launches each; where a batch has other parts (`nn.functional`), what has one number a
-channel is computed by CuPy's own operations. Layer normalisation is the reference's.
+16 bits. Forward and backward are three launches each; where a batch has other parts (`nn.functional`), what has one
+number a channel is computed by CuPy's own operations. Layer normalisation is the reference's.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def test_a_network_learns_what_the_table_says(
     assert last["test_loss"] < 1.3 * float(loss) + 0.02
 
 
-@pytest.mark.thorough  # tests/train/trainers/test_compression.py has steps
+@pytest.mark.thorough  # tests/data_parallel/test_compression.py has steps
 @pytest.mark.parametrize("codec", [*CODECS, "1bit:feedback=0"])
 def test_lenet_learns_with_each_codec_and_error_feedback(codec: str, tmp_path: Path) -> None:
     """On two nodes, as docs/compression.md has it: one bit without feedback learns nothing."""
