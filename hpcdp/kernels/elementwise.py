@@ -20,6 +20,8 @@ from numba import float32, types, uint16
 from numba.extending import intrinsic, overload
 
 from .jit_cache import kernel
+from .reference.elementwise import add as add
+from .reference.elementwise import relu as relu
 from .reference.reduce import add_up_rows
 from .simd import WORD, Lanes, any_bfloat16, narrow, nearest_bfloat16, of_bfloat16, widen
 

@@ -23,7 +23,9 @@ from numba.extending import intrinsic
 
 from ..core.arrays import Array
 from .jit_cache import kernel
-from .reference.reduce import EVERY_ROW, MEAN, MIN, PROD, SUM
+from .reference.reduce import EVERY_ROW as EVERY_ROW
+from .reference.reduce import MAX as MAX
+from .reference.reduce import MEAN, MIN, PROD, SUM
 from .simd import magnitude_bits, narrow, widen
 
 BLOCK = 2048

@@ -16,6 +16,8 @@ import numpy as np
 from .elementwise import tanh
 from .jit_cache import kernel
 from .reference import sequences
+from .reference.sequences import softmax_cross_entropy as softmax_cross_entropy
+from .reference.sequences import softmax_cross_entropy_gradient as softmax_cross_entropy_gradient
 
 _FLOATS = (numba.float32, numba.float64)
 _LANES = {"reassoc", "contract"}

@@ -20,6 +20,9 @@ from numba import types
 from .jit_cache import kernel
 from .reduce import combine
 from .reference.reduce import SUM
+from .reference.update import lars_sgd as lars_sgd
+from .reference.update import lars_sgd_momentum as lars_sgd_momentum
+from .reference.update import lars_sgd_nesterov as lars_sgd_nesterov
 
 _FLAT = (numba.float32[::1], numba.float64[::1])
 

@@ -32,6 +32,10 @@ from ...errors import ConfigError
 from .. import cuda
 from ..reference.convolution import Pair
 from . import convolution, elementwise
+from .convolution import average_pool as average_pool
+from .convolution import average_pool_gradient as average_pool_gradient
+from .convolution import max_pool as max_pool
+from .convolution import max_pool_gradient as max_pool_gradient
 
 _TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT", "float64": "DOUBLE"}
 _ALIGNED = 16

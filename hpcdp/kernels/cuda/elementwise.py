@@ -14,6 +14,8 @@ import numpy as np
 from ...core.arrays import Array, array_namespace, dtype_name
 from .. import cuda
 from ..reference import elementwise
+from ..reference.elementwise import gelu as gelu
+from ..reference.elementwise import gelu_gradient as gelu_gradient
 
 
 def add(a: Array, b: Array, out: Array) -> None:

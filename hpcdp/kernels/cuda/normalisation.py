@@ -12,6 +12,8 @@ import numpy as np
 
 from ...core.arrays import Array, array_namespace
 from .. import cuda
+from ..reference.normalisation import layer_norm as layer_norm
+from ..reference.normalisation import layer_norm_gradients as layer_norm_gradients
 
 _FILE = "batch_norm"
 

@@ -16,6 +16,11 @@ import numpy as np
 
 from ...core.arrays import Array, array_namespace, words
 from .. import cuda
+from ..reference.sequences import causal_shift as causal_shift
+from ..reference.sequences import lstm_step as lstm_step
+from ..reference.sequences import lstm_step_gradients as lstm_step_gradients
+from ..reference.sequences import normalise_rows as normalise_rows
+from ..reference.sequences import softmax_gradient as softmax_gradient
 
 _KEPT = 8
 """Packs of 16 bytes of a row that a thread keeps; `cross_entropy.cu` says so, too."""
