@@ -8,8 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .comm import abort
-from .core.environment import is_launched
+from .core.environment import is_launched, record_exit_status
 
 if TYPE_CHECKING:
     from . import (
@@ -96,7 +95,7 @@ _HOMES = {
 
 
 if is_launched():
-    abort.note()
+    record_exit_status()
 
 
 def __getattr__(name: str) -> Any:

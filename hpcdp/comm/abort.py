@@ -1,15 +1,7 @@
-"""How a rank ends: exit statuses, the traceback of a rank that fails alone, and leaving the job.
+"""How a rank ends: the abort of the job by a rank that fails alone, and leaving at the end of the program.
 
-With what status this program ends, told before it has.
-
-Python calls no hook for SystemExit. But when nobody has caught it, the interpreter asks it for its code: so in jobs of
-several ranks `sys.exit` raises one here that notes being asked. This is so from the import of hpcdp on: in
-``sys.exit(main())`` the name is looked up before ``main`` is called. What a program makes itself, ``raise
-SystemExit(3)``, is not seen.
-
-Ends the whole job, in the way of each MPI library.
-
-A rank that fails alone ends the whole job, and names those whose death has made it fail.
+A rank that fails alone ends the whole job, in the way of each MPI library, and names the ranks whose death has made it
+fail.
 
 A rank that leaves by `sys.exit` with a status that tells of a failure ends the job, unless all others leave, too.
 
@@ -30,49 +22,14 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
+from ..core.environment import exit_status, record_exit_status
 from ..errors import HpcdpError, Terminated, report_directly
 from .communicator import name_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-
-_status = 0
-
-
-def status() -> int:
-    """What `sys.exit` was last called with when nobody caught it: that of this program, at its end; 0 before."""
-    return _status
-
-
-class _Exit(SystemExit):
-    __module__ = "builtins"
-
-    @property
-    def code(self) -> Any:  # type: ignore[override]
-        code = vars(SystemExit)["code"].__get__(self)
-        if sys._getframe().f_back is None:  # no function asks, so that the program has ended
-            global _status
-            _status = code & 0xFF if isinstance(code, int) else int(code is not None)
-        return code
-
-    def __reduce__(self) -> tuple[type[SystemExit], tuple[Any, ...]]:  # to be sent to another process
-        return SystemExit, self.args
-
-
-_Exit.__name__ = _Exit.__qualname__ = SystemExit.__name__  # in tracebacks
-
-
-def _exit(status: object = None, /) -> NoReturn:
-    """As `sys.exit`."""
-    raise _Exit(status)
-
-
-def note() -> None:
-    """From now on `status` is kept."""
-    sys.exit = _exit
 
 
 _OUTLIVES_RANKS = "OMPI_MCA_mpi_ft_enable"
@@ -200,7 +157,7 @@ def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
     from mpi4py import MPI
 
     comm = comm_world.Dup()
-    note()  # also where hpcdp was imported before a launcher's variables were set
+    record_exit_status()  # also where hpcdp was imported before a launcher's variables were set
 
     def leave(*_: object) -> None:
         if MPI.Is_finalized():
@@ -208,10 +165,10 @@ def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
         all_leave = comm.Ibarrier()
         deadline = time.monotonic() + GRACE_S
         while not all_leave.Test():
-            if status() not in (0, os.EX_TEMPFAIL) and time.monotonic() > deadline:
+            if exit_status() not in (0, os.EX_TEMPFAIL) and time.monotonic() > deadline:
                 name = name_of(comm_world.rank, workers)
-                report_directly(f"{name} has left with status {status()}, and others go on")
-                end_job(comm_world, status())
+                report_directly(f"{name} has left with status {exit_status()}, and others go on")
+                end_job(comm_world, exit_status())
                 return  # with MPICH, which ends the process a little later
             time.sleep(_NAP_S)
 
@@ -231,7 +188,7 @@ def leave_as_child() -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # closed, or replaced
                 stream.flush()
-        os._exit(status() or int(hasattr(sys, "last_value")))
+        os._exit(exit_status() or int(hasattr(sys, "last_value")))
 
-    note()
+    record_exit_status()
     atexit.register(leave)  # the first to be called of those that are there by now

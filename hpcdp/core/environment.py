@@ -1,13 +1,7 @@
-"""The environment of a process: its launcher, its interpreter, the replica that it computes.
-
-How this process starts others of its Python.
-
-What launchers and batch systems have put into this process's environment.
+"""The environment of a process: its launcher, its interpreter, its exit status, the replica that it computes.
 
 Of several launchers, such as an mpirun in a job of srun, the innermost one counts: inside of mpirun the variables of
 Slurm describe its daemons.
-
-The number of the model replica that this process computes.
 
 Layers that draw random numbers mix it into their seeds: replicas draw different numbers, and ranks that hold one
 replica together draw the same ones. It is 0 before ``hpcdp.init()``, then the rank, and under tensor or pipeline
@@ -21,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from typing import Any, NoReturn
 
 
 def apart() -> tuple[str, ...]:
@@ -123,3 +118,45 @@ def enter_replica(number: int) -> None:
 def enter_replica_of_thread(number: int) -> None:
     """Give this thread a number of its own, as a rank that is a thread needs."""
     _of_thread.number = number
+
+
+_status = 0
+
+
+def exit_status() -> int:
+    """Return the status of the last `sys.exit` that nobody caught: at its end, that of this program; 0 before."""
+    return _status
+
+
+class _Exit(SystemExit):
+    __module__ = "builtins"
+
+    @property
+    def code(self) -> Any:  # type: ignore[override]
+        code = vars(SystemExit)["code"].__get__(self)
+        if sys._getframe().f_back is None:  # no function asks, so that the program has ended
+            global _status
+            _status = code & 0xFF if isinstance(code, int) else int(code is not None)
+        return code
+
+    def __reduce__(self) -> tuple[type[SystemExit], tuple[Any, ...]]:  # to be sent to another process
+        return SystemExit, self.args
+
+
+_Exit.__name__ = _Exit.__qualname__ = SystemExit.__name__  # in tracebacks
+
+
+def _exit(status: object = None, /) -> NoReturn:
+    """As `sys.exit`."""
+    raise _Exit(status)
+
+
+def record_exit_status() -> None:
+    """Record the status that the program passes to `sys.exit` from now on: `exit_status` returns it.
+
+    Python calls no hook for SystemExit. But when nobody has caught it, the interpreter reads its code: so in jobs of
+    several ranks `sys.exit` raises an exception that records the reading. hpcdp calls this when it is imported, since
+    in ``sys.exit(main())`` the name is looked up before ``main`` is called. A SystemExit that the program makes itself,
+    ``raise SystemExit(3)``, is not recorded.
+    """
+    sys.exit = _exit

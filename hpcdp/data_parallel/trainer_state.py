@@ -27,7 +27,7 @@ from ..comm import Communicator, World
 from ..comm.communicator import join_parts
 from ..comm.consistency import on_every_rank, on_rank_0
 from ..compression import Compression
-from ..core import files
+from ..core import archive
 from ..core.arrays import Array, from_host, to_host
 from ..core.state import Cut, Part, Sharded, cut_of, require_state, take
 from ..errors import ConfigError, DataError
@@ -267,7 +267,7 @@ def save(trainer: BucketTrainer, path: Path) -> None:
     if trainer.is_scaling:
         header |= {"loss_scale": trainer.loss_scale, "good_steps": trainer.good_steps}
 
-    on_rank_0(trainer.world.comm, lambda: files.write_archive("save_states", path, _HEADER, header, arrays))
+    on_rank_0(trainer.world.comm, lambda: archive.write("save_states", path, _HEADER, header, arrays))
 
 
 def _gather(trainer: BucketTrainer, number: int, name: str) -> np.ndarray:
@@ -301,7 +301,7 @@ def load(trainer: BucketTrainer, path: Path) -> None:
 
 def _read(trainer: BucketTrainer, path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     fields = {"step_count": int, "optimizer": str}
-    header, arrays = files.read_archive("load_states", path, _HEADER, fields, "save_states")
+    header, arrays = archive.read("load_states", path, _HEADER, fields, "save_states")
     mine, num_shards = trainer.optimizer.config()["name"], header.get("virtual_shards", trainer.virtual_shards)
     if header["optimizer"] != mine:
         got = f"states of {header['optimizer']}"

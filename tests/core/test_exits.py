@@ -8,10 +8,11 @@ import sys
 
 import pytest
 
-from hpcdp.comm import abort
+from hpcdp.core import environment
 
 TELLS = (
-    "import atexit, sys, hpcdp; from hpcdp.comm import abort as exits; atexit.register(lambda: print(exits.status())); "
+    "import atexit, sys, hpcdp; from hpcdp.core.environment import exit_status; "
+    "atexit.register(lambda: print(exit_status())); "
 )
 
 
@@ -44,7 +45,7 @@ def test_without_a_launcher_nothing_is_replaced():
 
 def test_what_is_raised_is_taken_for_its_like(monkeypatch):
     monkeypatch.setattr(sys, "exit", sys.exit)
-    abort.note()
+    environment.record_exit_status()
     with pytest.raises(SystemExit) as caught:
         sys.exit(5)
     sent = pickle.loads(pickle.dumps(caught.value))
@@ -52,4 +53,4 @@ def test_what_is_raised_is_taken_for_its_like(monkeypatch):
     assert repr(caught.value) == "SystemExit(5)"
     with pytest.raises(SystemExit, match="2"):
         argparse.ArgumentParser().parse_args(["--what"])
-    assert abort.status() == 0
+    assert environment.exit_status() == 0
