@@ -98,7 +98,7 @@ def test_without_nccl_it_is_skipped(one_gpu, monkeypatch):
 
 def test_a_case_on_a_machine_without_a_gpu_is_skipped_with_its_reason(monkeypatch, capsys):
     monkeypatch.setattr(comm_world, "visible", lambda: ())
-    monkeypatch.setattr(gpu_sums.comm, "init", lambda: thread_comm.run(1, lambda world: world)[0])
+    monkeypatch.setattr(gpu_sums.comm_module, "init", lambda: thread_comm.run(1, lambda world: world)[0])
     assert gpu_sums.main(["shared", "-m", "4K"]) == 0
     assert capsys.readouterr().out == "skipped: no NVIDIA GPU, or no CuPy\n"
 
