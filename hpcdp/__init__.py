@@ -104,7 +104,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
     else:
-        value = importlib.import_module(f"hpcdp.{name}")
+        value = importlib.import_module("hpcdp.core.devices" if name == "devices" else f"hpcdp.{name}")
     globals()[name] = value
     return value
 

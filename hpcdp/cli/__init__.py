@@ -103,9 +103,9 @@ def _show_warning(
 
 def _main(argv: Sequence[str]) -> int:
     if argv[:1] == ["train"]:  # first of all: what follows takes seconds
-        from ..train import preemption
+        from ..train import stop_signal
 
-        preemption.note()
+        stop_signal.note()
     try:
         if argv[:1] in (["train"], ["launch"]):
             _require_working_folder(argv[0])
@@ -246,7 +246,7 @@ def _train_here(config: TrainConfig, said: dict[str, Any]) -> int:
     from ..launch.exit_analysis import fail
     from ..launch.launchers import local
     from ..launch.spec import Job
-    from ..train import preemption
+    from ..train import stop_signal
     from ..train.runs import run as runs_run
     from ..train.runs import run_dir as runs_run_dir
 
@@ -261,9 +261,9 @@ def _train_here(config: TrainConfig, said: dict[str, Any]) -> int:
         config = runs_run_dir.reserve_run_dir(config)
     try:
         program = (sys.executable, *module("hpcdp.cli"), "train", *_as_arguments(config))
-        status = local.run(Job(program, ranks, servers), usr1_has_come=preemption.has_come)
+        status = local.run(Job(program, ranks, servers), usr1_has_come=stop_signal.has_come)
     finally:
-        preemption.ignore()
+        stop_signal.ignore()
         runs_run_dir.drop_empty_run_dir(config)
     if status == os.EX_TEMPFAIL:  # rank 0 has said how to go on
         return status

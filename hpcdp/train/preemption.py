@@ -1,8 +1,6 @@
 """Requests to stop: SIGTERM, SIGUSR1, Ctrl-C, a time limit.
 
 Asking a run to stop, so that it can go on later: who asks, and how all ranks stop after the same step.
-
-SIGUSR1 to a command that has just been started: noted, since it must neither end a process nor be lost.
 """
 
 from __future__ import annotations
@@ -27,49 +25,7 @@ from ..comm.communicator import Request
 from ..comm.watchdog import Watchdog
 from ..core.environment import SAVE_AT, speaks, started_by_srun
 from ..errors import ConfigError, is_number
-
-_has_come = False
-
-
-def note() -> None:
-    """Note SIGUSR1 from now on, until `StopRequests` takes it; in the main thread, else nothing.
-
-    Those of the launcher that were ignored get their default effect: it sends them when ranks take or ignore them.
-    """
-    take()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGUSR1, _note)
-        for number in SAVE_AT.values():
-            signal.signal(number, signal.SIG_DFL)
-
-
-def takes(handler: object) -> bool:
-    """Whether a signal's handler is that of `note`: of a command, which ends when its run has."""
-    return handler is _note
-
-
-def ignore() -> None:
-    """Ignore SIGUSR1 from now on where it was noted: the command is at its end, and Python gives handlers up first."""
-    if takes(signal.getsignal(signal.SIGUSR1)):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def has_come() -> bool:
-    """Whether it has come since `note`."""
-    return _has_come
-
-
-def take() -> bool:
-    """Whether it has come; from now on it has not."""
-    global _has_come
-    came, _has_come = _has_come, False
-    return came
-
-
-def _note(number: int, frame: FrameType | None) -> None:
-    global _has_come
-    _has_come = True
-
+from . import stop_signal
 
 STOPPED = os.EX_TEMPFAIL
 """The exit status 75 of a run that has stopped early and can go on: start it again with ``--resume auto``."""
@@ -157,14 +113,14 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
             self._handlers = {each: signal.signal(each, self._note) for each in self._signals}
-            if take():
+            if stop_signal.take():
                 self._noted = Reason.SIGUSR1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_command = takes(self._handlers.get(signal.SIGUSR1))
+        is_command = stop_signal.takes(self._handlers.get(signal.SIGUSR1))
         for each, before in self._handlers.items():
             # A further one must not kill a rank that has stopped and waits for others to end, nor a command that is at
             # its end: when Python itself ends, it gives up every handler, but not that a signal is ignored.

@@ -11,7 +11,7 @@ import pytest
 from hpcdp.comm import thread_comm
 from hpcdp.core.environment import SAVE_AT, started_by_srun
 from hpcdp.errors import ConfigError
-from hpcdp.train import preemption
+from hpcdp.train import preemption, stop_signal
 from hpcdp.train.preemption import Agreement, Reason, StopRequests
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
@@ -165,7 +165,7 @@ def test_all_ranks_agree_a_step_later(ranks, per_node):
 def test_a_signal_that_came_early_is_taken_once():
     before = signal.getsignal(signal.SIGUSR1)
     try:
-        preemption.note()
+        stop_signal.note()
         os.kill(os.getpid(), signal.SIGUSR1)
         with StopRequests(environ={}) as stop:
             assert stop.reason is Reason.SIGUSR1
