@@ -43,7 +43,7 @@ def test_a_command_that_is_at_its_end_dies_of_none(run, numbers):
     """Python gives its handlers up before it has ended."""
     command = (
         "import atexit, os, signal\n"
-        "from hpcdp.train import preemption as stop_signal\n"
+        "from hpcdp.train import stop_signal\n"
         "from hpcdp.train.preemption import StopRequests\n"
         "stop_signal.note()\n"
         f"{run}\n"
