@@ -32,7 +32,7 @@ from hpcdp.bench.collective import ours
 from hpcdp.bench.measure import (
     Candidate,
     FreshData,
-    Schedule,
+    MeasuringSchedule,
     alternate,
     format_size,
     gather,
@@ -69,7 +69,7 @@ def compare(
         *patterns,
         *peers,
     ]
-    found = gather(world, alternate(candidates, floor.barrier, Schedule.for_size(nbytes, iterations, warmup)))
+    found = gather(world, alternate(candidates, floor.barrier, MeasuringSchedule.for_size(nbytes, iterations, warmup)))
     taken = {name: turn_medians(ranks) for name, ranks in found.items()}
     medians = {name: float(np.median(us)) for name, us in taken.items()}
     best_pattern = min((each.name for each in patterns[:STAGED]), key=medians.__getitem__)

@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_limits
 from bench_harness import programs
 from bench_kernels import Repeated, torch_or_reason
 from hpcdp import comm, kernels
-from hpcdp.bench.measure import Schedule, alternate, median_ratio, turn_medians
+from hpcdp.bench.measure import MeasuringSchedule, alternate, median_ratio, turn_medians
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
 from hpcdp.kernels import buffers
 from hpcdp.kernels.reference import convolution
@@ -147,7 +147,9 @@ def measure(layer: Layer, turns: int, torch: Any) -> Iterator[dict[str, Any]]:
         calls["PyTorch"] = arrays.torch(torch)
     for each in PASSES:
         found = alternate(
-            [Repeated(name, passes[each]) for name, passes in calls.items()], lambda: None, Schedule(turns, 3, 2),
+            [Repeated(name, passes[each]) for name, passes in calls.items()],
+            lambda: None,
+            MeasuringSchedule(turns, 3, 2),
             validate=False,
         )  # fmt: skip
         taken = {name: turn_medians([series]) for name, series in found.items()}

@@ -32,9 +32,9 @@ from hpcdp import comm
 from hpcdp.bench.collective import ours
 from hpcdp.bench.measure import (
     Candidate,
-    Exchange,
     FreshData,
-    Schedule,
+    MeasuredCollective,
+    MeasuringSchedule,
     alternate,
     bus_factor,
     format_size,
@@ -74,7 +74,7 @@ def usable(world: comm.World, names: Sequence[str]) -> list[str]:
 
 
 def measure(
-    world: comm.World, names: Sequence[str], peers: Sequence[Any], nbytes: int, schedule: Schedule
+    world: comm.World, names: Sequence[str], peers: Sequence[Any], nbytes: int, schedule: MeasuringSchedule
 ) -> dict[str, Any]:
     """One size; every rank must call.
 
@@ -85,7 +85,7 @@ def measure(
     count = max(1, nbytes // 4)
     data = FreshData(world.rank, world.size)
     x = np.empty(count, np.float32)
-    candidates: list[Candidate] = [Exchange(PEER, data, x, x, lambda: world.comm.native_allreduce(x, "sum"))]
+    candidates: list[Candidate] = [MeasuredCollective(PEER, data, x, x, lambda: world.comm.native_allreduce(x, "sum"))]
     candidates += [ours(name, data, x, world, {"algorithm": name, "op": "sum"}) for name in names]
     candidates += [peer.exchange(data, x) for peer in peers]
     found = gather(world, alternate(candidates, lambda: sleeping_barrier(world), schedule))
@@ -116,7 +116,7 @@ def job(args: argparse.Namespace) -> int:
     gloo, reason = (None, "") if args.peer_only else gloo_or_reason(world)
     link, rows = [link_rates(world)], []
     for nbytes in map(parse_size, args.sizes.split(",")):
-        schedule = Schedule.for_size(nbytes, args.iterations, args.warmup)
+        schedule = MeasuringSchedule.for_size(nbytes, args.iterations, args.warmup)
         rows.append(measure(world, names, [gloo] if gloo else [], nbytes, schedule))
         if world.rank == 0:
             print(format_size(nbytes), {name: round(ms, 3) for name, ms in rows[-1]["median_ms"].items()})

@@ -16,7 +16,7 @@ import numpy as np
 
 from bench_harness import programs
 from hpcdp import comm, kernels
-from hpcdp.bench.measure import FreshData, Schedule, alternate, format_size, gather, size_range, timing, wrong
+from hpcdp.bench.measure import FreshData, MeasuringSchedule, alternate, format_size, gather, size_range, timing, wrong
 from hpcdp.bench.probe import copy_rates
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
 from hpcdp.errors import UnsupportedError
@@ -148,7 +148,7 @@ def sweep(world: comm.World, sizes: list[int], iterations: int, warmup: int) -> 
     floor = Floor(world, max(sizes))
     rows = []
     for nbytes in sizes:
-        schedule, count = Schedule.for_size(nbytes, iterations, warmup), max(1, nbytes // 4)
+        schedule, count = MeasuringSchedule.for_size(nbytes, iterations, warmup), max(1, nbytes // 4)
         found = gather(world, alternate(floor.patterns(count), floor.barrier, schedule))
         medians = {name: timing(ranks).median for name, ranks in found.items()}
         rows.append(

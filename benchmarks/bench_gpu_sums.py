@@ -26,10 +26,10 @@ from hpcdp.comm.communicator import Steps
 from hpcdp.comm.cuda_memory import CudaIpc
 from hpcdp.comm.gpu_transports import NodeRows, RowSize, lone_rows, offers, own_offer
 from hpcdp.comm.nccl import Nccl
-from hpcdp.comm.tasks import drive
+from hpcdp.comm.tasks import run_until_complete
 from hpcdp.core.arrays import Array, to_host
 from hpcdp.core.devices import Streams
-from hpcdp.data_parallel.gpu import Staging
+from hpcdp.data_parallel.gpu_reduction import Staging
 from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import DeviceError
 from hpcdp.launch.checks import Parser
@@ -81,7 +81,7 @@ def _sums(world: World, streams: Streams, row: NodeRows, source: Array) -> tuple
         streams.synchronize(row.stream)
         world.comm.barrier()
         begin = time.perf_counter()
-        drive(row.allreduce())
+        run_until_complete(row.allreduce())
         streams.synchronize(row.stream)
         return time.perf_counter() - begin
 
@@ -128,7 +128,7 @@ def staging(world: World, count: int) -> Found:
 
     def turn() -> float:
         begin = time.perf_counter()
-        drive(machine())
+        run_until_complete(machine())
         streams.synchronize(row.stream)
         return time.perf_counter() - begin
 

@@ -25,7 +25,7 @@ from hpcdp import comm, optim
 from hpcdp.bench.measure import (
     Candidate,
     FreshData,
-    Schedule,
+    MeasuringSchedule,
     alternate,
     count_wrong,
     format_size,
@@ -212,7 +212,7 @@ def compare_updates(
         TrainerStep("every rank", world, data, count, "rank"),
         *peers,
     ]
-    found = gather(world, alternate(candidates, floor.barrier, Schedule.for_size(nbytes, iterations, warmup)))
+    found = gather(world, alternate(candidates, floor.barrier, MeasuringSchedule.for_size(nbytes, iterations, warmup)))
     taken = {name: turn_medians(ranks) for name, ranks in found.items()}
     medians = {name: float(np.median(us)) for name, us in taken.items()}
     peer = min((each.name for each in peers), key=medians.__getitem__)

@@ -24,7 +24,7 @@ from bench_harness import programs
 from bench_harness.peers import MODELS, training_step
 from bench_kernels import torch_or_reason
 from hpcdp import autograd, comm, kernels, nn, optim
-from hpcdp.bench.measure import Schedule, alternate, median_ratio, turn_medians
+from hpcdp.bench.measure import MeasuringSchedule, alternate, median_ratio, turn_medians
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
 from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.launch.checks import Parser, at_least
@@ -63,7 +63,7 @@ def turn_by_turn(calls: Mapping[str, Callable[[], Any]], turns: int, as_often_as
     calls[as_often_as]()
     number = max(1, min(50, int(_TURN_S / (time.perf_counter() - begin))))
     candidates = [Calls(name, call, number) for name, call in calls.items()]
-    series = alternate(candidates, lambda: None, Schedule(turns, 5, 3), validate=False)
+    series = alternate(candidates, lambda: None, MeasuringSchedule(turns, 5, 3), validate=False)
     return {name: turn_medians([each]) for name, each in series.items()}
 
 

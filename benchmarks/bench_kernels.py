@@ -22,7 +22,7 @@ import numpy as np
 from bench_harness import programs
 from bench_harness.programs import sweep_parser
 from hpcdp import comm, kernels
-from hpcdp.bench.measure import Schedule, alternate, format_size, median_ratio, size_range, turn_medians
+from hpcdp.bench.measure import MeasuringSchedule, alternate, format_size, median_ratio, size_range, turn_medians
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
 from hpcdp.kernels import buffers
 from hpcdp.kernels.reference import compress, elementwise, update
@@ -289,7 +289,7 @@ def measure_kernel(kernel: Kernel, nbytes: int, iterations: int, warmup: int) ->
         Repeated("copy", partial(np.copyto, target, source)),
         *([Repeated("peer", kernel.peer)] if kernel.peer else []),
     ]
-    schedule = Schedule.for_size(nbytes, iterations, warmup)
+    schedule = MeasuringSchedule.for_size(nbytes, iterations, warmup)
     found = alternate(candidates, lambda: None, schedule, validate=False)
     taken = {name: turn_medians([series]) for name, series in found.items()}
     medians = {name: float(np.median(us)) for name, us in taken.items()}

@@ -33,9 +33,9 @@ from bench_harness.programs import sweep_parser
 from hpcdp import collectives, comm, kvstore, optim
 from hpcdp.bench.collective import ours
 from hpcdp.bench.measure import (
-    Exchange,
     FreshData,
-    Schedule,
+    MeasuredCollective,
+    MeasuringSchedule,
     alternate,
     count_wrong,
     format_size,
@@ -54,7 +54,7 @@ PUSH_THEN_PULL, UPDATED = "push, then pull", "pushpull, SGD"
 _KEYS, _MOST_NBYTES = 8, 16 << 20
 
 
-class Updating(Exchange):
+class Updating(MeasuredCollective):
     """A push and pull of a store that subtracts what is pushed from a value of zeros."""
 
     def __init__(self, data: FreshData, x: np.ndarray, call: Callable[[], object]) -> None:
@@ -92,8 +92,8 @@ def compare(world: comm.World, store: kvstore.KVStore, nbytes: int, *, iteration
         store.push(count, x)
         store.pull(count, out)
 
-    def call(name: str, result: np.ndarray, do: Callable[[], object]) -> Exchange:
-        return Exchange(name, data, x, result, do)
+    def call(name: str, result: np.ndarray, do: Callable[[], object]) -> MeasuredCollective:
+        return MeasuredCollective(name, data, x, result, do)
 
     candidates = [
         call(f"pushpull {IN_PLACE}", x, lambda: store.pushpull(count, x)),
@@ -104,11 +104,15 @@ def compare(world: comm.World, store: kvstore.KVStore, nbytes: int, *, iteration
         call(PUSH_THEN_PULL, out, push_then_pull),
         Updating(data, x, lambda: updating.pushpull(count, x)),
         call("MPI in place", x, lambda: world.comm.native_allreduce(x, "sum")),
-        Exchange("copy", data, x, out, partial(np.copyto, out, x), lambda result, _: int((result != x).sum())),
+        MeasuredCollective(
+            "copy", data, x, out, partial(np.copyto, out, x), lambda result, _: int((result != x).sum())
+        ),
     ]
     if world.num_nodes > 1:
         candidates.append(ours(RING, data, x, world, {"algorithm": "ring"}))
-    found = gather(world, alternate(candidates, world.comm.barrier, Schedule.for_size(nbytes, iterations, warmup)))
+    found = gather(
+        world, alternate(candidates, world.comm.barrier, MeasuringSchedule.for_size(nbytes, iterations, warmup))
+    )
     taken = {name: turn_medians(ranks) for name, ranks in found.items()}
     ratio = {how: median_ratio(taken[f"allreduce {how}"], taken[f"pushpull {how}"]) for how in (IN_PLACE, APART)}
     own = taken[f"pushpull {IN_PLACE}"]
@@ -180,7 +184,9 @@ def compare_asynchronous(world: comm.World, nbytes: int, *, iterations: int, war
         Rounds(PUSH_THEN_PULL, data, x, push_then_pull, total),
         Rounds("pushpull", data, x, lambda key: store.pushpull(key, x[key], out[key]), total),
     ]
-    found = gather(world, alternate(candidates, world.comm.barrier, Schedule(iterations, 1, warmup), validate=False))
+    found = gather(
+        world, alternate(candidates, world.comm.barrier, MeasuringSchedule(iterations, 1, warmup), validate=False)
+    )
     store.barrier()
     for key in keys:
         store.pull(key, out[key])

@@ -18,7 +18,7 @@ from hpcdp import autograd, data, kvstore, nn, optim
 from hpcdp.comm.cuda_memory import CudaIpc
 from hpcdp.comm.gpu_transports import RowSize, offers, own_offer, parts_of
 from hpcdp.comm.nccl import Nccl
-from hpcdp.comm.tasks import drive
+from hpcdp.comm.tasks import run_until_complete
 from hpcdp.core.arrays import from_host, to_host
 from hpcdp.core.devices import Device, Streams, cpu
 from hpcdp.data_parallel import Reducer, buckets
@@ -56,7 +56,7 @@ def _check_rows(world, streams, rows):
             row.mine[...] = from_host(mine, row.mine)
             streams.follow(row.stream)
             for call in calls:
-                drive(call())
+                run_until_complete(call())
                 streams.synchronize(row.stream)
                 assert (to_host(row.mine)[first:last] == wanted[first:last]).all(), row.size
             assert (to_host(row.mine) == wanted).all(), row.size

@@ -3,7 +3,7 @@
 import numpy as np
 
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_transports import Way
+from hpcdp.comm.gpu_transports import GpuTransport
 from hpcdp.comm.world import Gpu
 from hpcdp.core.devices import gpu
 
@@ -37,14 +37,14 @@ def use_gpu(world, way):
 
 
 def device_of(world, way):
-    return gpu({Way.NCCL: world.place, Way.GROUPS: 2 * world.node + world.local_rank % 2}.get(way, 0))
+    return gpu({GpuTransport.NCCL: world.place, GpuTransport.GROUPS: 2 * world.node + world.local_rank % 2}.get(way, 0))
 
 
 def way_of(world, way):
     """The one that ranks of a node go on the GPUs of `device_of`."""
     if world.local_size == 1:
-        return Way.ALONE
-    return Way.NCCL if way is Way.GROUPS and world.local_size == 2 else way
+        return GpuTransport.ALONE
+    return GpuTransport.NCCL if way is GpuTransport.GROUPS and world.local_size == 2 else way
 
 
 def gradient(rank, step, shape):

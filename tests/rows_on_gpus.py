@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hpcdp.comm.tasks import drive
+from hpcdp.comm.tasks import run_until_complete
 
 
 def to_gpu(x):
@@ -22,10 +22,10 @@ def write(row, values):
 def summed_and_brought_to_all(row, parts, rank, values):
     """What is in a rank's own part of its row after its sum, and in the whole row after the parts were brought."""
     write(row, values)
-    drive(row.reduce_scatter(parts))
+    run_until_complete(row.reduce_scatter(parts))
     row.stream.synchronize()
     own = row.mine[slice(*parts[rank])].to_host()
-    drive(row.allgather(parts))
+    run_until_complete(row.allgather(parts))
     row.stream.synchronize()
     return own, row.mine.to_host()
 

@@ -105,7 +105,7 @@ REFUSED = {
 }
 NOT_TRIED = {
     # Made by others alone, for a moment or as what a call returns.
-    autograd.Gradient, checkpoint.Part, checkpoint.PerRank, checkpoint.Restored, checkpoint.Sharded, kvstore.Pulled,
+    autograd.Gradient, checkpoint.Part, checkpoint.PerRank, checkpoint.Restored, checkpoint.Sharded, kvstore.PullHandle,
     nn.VirtualShard,
     # Abstract.
     compression.Codec, data.Dataset, optim.Optimizer, optim.Schedule,

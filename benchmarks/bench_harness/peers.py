@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hpcdp import comm
-from hpcdp.bench.measure import Exchange, FreshData
+from hpcdp.bench.measure import FreshData, MeasuredCollective
 from hpcdp.errors import ConfigError
 
 
@@ -39,10 +39,10 @@ class Gloo:
             "gloo", init_method=(Path(store) / "store").as_uri(), rank=world.rank, world_size=world.size
         )
 
-    def exchange(self, data: FreshData, x: np.ndarray) -> Exchange:
+    def exchange(self, data: FreshData, x: np.ndarray) -> MeasuredCollective:
         """The sum of ``x`` over all ranks, in place."""
         tensor = self.torch.from_numpy(x)
-        return Exchange("gloo", data, x, x, lambda: self._group.all_reduce(tensor))
+        return MeasuredCollective("gloo", data, x, x, lambda: self._group.all_reduce(tensor))
 
     def close(self) -> None:
         """Leave the group."""
@@ -52,7 +52,7 @@ class Gloo:
             self._folder.cleanup()
 
 
-def mpi_exchanges(world: comm.World, data: FreshData, x: np.ndarray, out: np.ndarray) -> list[Exchange]:
+def mpi_exchanges(world: comm.World, data: FreshData, x: np.ndarray, out: np.ndarray) -> list[MeasuredCollective]:
     """The MPI library's sum of ``x``: in place, and from ``x`` into ``out``; which is faster depends on the size.
 
     Thread ranks have no MPI library: then there are none.
@@ -61,8 +61,8 @@ def mpi_exchanges(world: comm.World, data: FreshData, x: np.ndarray, out: np.nda
     if library is None:
         return []
     return [
-        Exchange("MPI in place", data, x, x, lambda: world.comm.native_allreduce(x, "sum")),
-        Exchange("MPI", data, x, out, lambda: library.Allreduce(x, out)),
+        MeasuredCollective("MPI in place", data, x, x, lambda: world.comm.native_allreduce(x, "sum")),
+        MeasuredCollective("MPI", data, x, out, lambda: library.Allreduce(x, out)),
     ]
 
 

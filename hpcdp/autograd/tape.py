@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.arrays import Array, array_namespace, is_cupy, on_device_of
-from ..core.devices import brought
+from ..core.devices import to_device_of
 from ..errors import HpcdpError, type_named
 from ..kernels import kernels_for
 from ..kernels.buffers import empty
@@ -223,7 +223,7 @@ def grad(
 def leaves_below(heads: Sequence[Tensor]) -> list[Tensor]:
     """The leaves from which ``heads``, results of recorded operations, were computed, in the order in which `backward`
     completes their gradients."""
-    return [leaf for _, completed in Way([(head, head.data) for head in heads]).turns() for leaf in completed]
+    return [leaf for _, completed in GraphWalk([(head, head.data) for head in heads]).turns() for leaf in completed]
 
 
 def add_gradients(
@@ -287,10 +287,10 @@ def _seed_of(value: Array, given: Any) -> Array:
     seed = given if hasattr(given, "shape") else np.full(value.shape, given, dtype=value.dtype)
     if tuple(seed.shape) != value.shape:
         raise HpcdpError("backward", where="head_grads", expected=f"shape {value.shape}", got=tuple(seed.shape))
-    return brought(seed, value) if is_cupy(seed) or is_cupy(value) else seed
+    return to_device_of(seed, value) if is_cupy(seed) or is_cupy(value) else seed
 
 
-class Way:
+class GraphWalk:
     """What lies below the heads of ``pairs``, each a head and its gradient."""
 
     def __init__(self, pairs: list[tuple[Tensor, Array]]) -> None:
@@ -330,7 +330,7 @@ class Way:
             yield node, completed
 
 
-class _Pass(Way):
+class _Pass(GraphWalk):
     """One run through the tape; ``wanted`` are the nodes and leaves that `grad` asks for, None means backward."""
 
     def __init__(self, pairs: list[tuple[Tensor, Array]], wanted: list[Any] | None) -> None:

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import Array, array_namespace, on_device_of, to_host
-from ..core.devices import brought_values
+from ..core.devices import values_on_device_of
 from ..core.state import refuse_change
 from ..errors import HpcdpError, UnsupportedError, shortened
 from .dispatch import Again, catch_up, modes
-from .tape import Gradient, Node, Pullback, Way, backward, pairs_of
+from .tape import Gradient, GraphWalk, Node, Pullback, backward, pairs_of
 
 
 def array_of(data: Any) -> np.ndarray:
@@ -204,7 +204,7 @@ class Tensor:
         self._refuse_recorded()
         with on_device_of(self.data):
             place = self.changeable()
-            place[operators.index(key)] = brought_values(value_of(value), place)
+            place[operators.index(key)] = values_on_device_of(value_of(value), place)
 
     def _refuse_recorded(self) -> None:
         """The operation that made a tensor may need its elements until backward has freed the tape, and others until
@@ -452,7 +452,7 @@ class RepeatedBackward:
     """
 
     def __init__(self, head: Tensor) -> None:
-        way = Way(pairs_of(head, None))
+        way = GraphWalk(pairs_of(head, None))
         gradients = {node: Gradient(node, np) for node in way.nodes}
         self._leaves = {leaf: Gradient(leaf, np) for leaf in way.uses if leaf.grad_req != "null"}
         wanted = gradients | self._leaves

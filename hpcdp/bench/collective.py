@@ -12,11 +12,22 @@ import numpy as np
 from .. import collectives
 from ..comm import World
 from ..comm.communicator import bounds, reducible, split
-from .measure import Exchange, FreshData, Schedule, Series, Timing, alternate, bus_factor, gather, timing, wrong
+from .measure import (
+    FreshData,
+    MeasuredCollective,
+    MeasuringSchedule,
+    Series,
+    Timing,
+    alternate,
+    bus_factor,
+    gather,
+    timing,
+    wrong,
+)
 
 
 @dataclass(frozen=True)
-class Sweep:
+class CollectiveSweep:
     """What is the same at every size.
 
     Args:
@@ -41,11 +52,11 @@ class Sweep:
     out_of_place: bool = False
     root: int = 0
 
-    def schedule(self, nbytes: int, usual: int, candidates: int = 1) -> Schedule:
+    def schedule(self, nbytes: int, usual: int, candidates: int = 1) -> MeasuringSchedule:
         """``iterations`` where they were given, else about ``usual``, and fewer of large messages."""
         if self.iterations is None:
-            return Schedule.for_size(nbytes, usual, self.warmup)
-        return Schedule.exactly(self.iterations, self.warmup, candidates)
+            return MeasuringSchedule.for_size(nbytes, usual, self.warmup)
+        return MeasuringSchedule.exactly(self.iterations, self.warmup, candidates)
 
 
 class Buffers:
@@ -57,13 +68,13 @@ class Buffers:
         world: whose ranks take part.
     """
 
-    def __init__(self, sweep: Sweep, count: int, world: World) -> None:
+    def __init__(self, sweep: CollectiveSweep, count: int, world: World) -> None:
         self.world = world
         self.data = FreshData(world.rank, world.size, sweep.dtype, sweep.op)
         self.x, self.out = (np.empty(size, sweep.dtype) for size in elements(sweep, count, world.size))
 
 
-def elements(sweep: Sweep, count: int, ranks: int) -> tuple[int, int]:
+def elements(sweep: CollectiveSweep, count: int, ranks: int) -> tuple[int, int]:
     """How many elements a rank's input and its result need for a message of ``count`` elements.
 
     The message of an allgather is what each rank brings, as in OSU's benchmarks; of all others it is the whole array.
@@ -73,7 +84,7 @@ def elements(sweep: Sweep, count: int, ranks: int) -> tuple[int, int]:
     return count, count if sweep.out_of_place else 0
 
 
-Call = Callable[[np.ndarray, np.ndarray, Sweep, World], Any]
+Call = Callable[[np.ndarray, np.ndarray, CollectiveSweep, World], Any]
 """Does one collective on this rank's input and result, which may lie in each other."""
 
 CALLS: dict[str, Call] = {
@@ -97,12 +108,14 @@ LIBRARY: dict[str, Call] = {
 """The MPI library's own, in place."""
 
 
-def ours(name: str, data: FreshData, x: np.ndarray, world: World, how: dict[str, str]) -> Exchange:
+def ours(name: str, data: FreshData, x: np.ndarray, world: World, how: dict[str, str]) -> MeasuredCollective:
     """hpcdp's allreduce of ``x`` in place, to be timed beside others; ``how`` holds ``algorithm`` and ``op``."""
-    return Exchange(name, data, x, x, lambda: collectives.allreduce(x, world=world, **how))
+    return MeasuredCollective(name, data, x, x, lambda: collectives.allreduce(x, world=world, **how))
 
 
-def exchange(how: Sweep, buffers: Buffers, count: int, *, in_place: bool = True, library: bool = False) -> Exchange:
+def exchange(
+    how: CollectiveSweep, buffers: Buffers, count: int, *, in_place: bool = True, library: bool = False
+) -> MeasuredCollective:
     """One collective of ``count`` elements (see `elements`), and what its result must be."""
     name, world, data = how.collective, buffers.world, buffers.data
     x, out = buffers.x[:count], buffers.out[:count]
@@ -125,10 +138,12 @@ def exchange(how: Sweep, buffers: Buffers, count: int, *, in_place: bool = True,
         result = x
         check = lambda result, iteration: data.wrong_input(result, iteration, world.rank)  # noqa: E731
     do = (LIBRARY if library else CALLS)[name]
-    return Exchange(name, data, x, result, lambda: do(x, result, how, world), check)
+    return MeasuredCollective(name, data, x, result, lambda: do(x, result, how, world), check)
 
 
-def sweep(how: Sweep, sizes: list[int], world: World, *, beside_library: bool = False) -> Iterator[dict[str, Any]]:
+def sweep(
+    how: CollectiveSweep, sizes: list[int], world: World, *, beside_library: bool = False
+) -> Iterator[dict[str, Any]]:
     """Time a collective at every size; every rank must go through it, and gets a row a size.
 
     A row has ``nbytes`` as asked for, ``count``, ``total_nbytes`` (that of the whole array: of an allgather, of all
@@ -142,7 +157,7 @@ def sweep(how: Sweep, sizes: list[int], world: World, *, beside_library: bool = 
         count = nbytes // how.dtype.itemsize
         total = nbytes * (world.size if how.collective == "allgather" else 1)
 
-        def measured(*candidates: Exchange, total: int = total) -> list[dict[str, Any]]:
+        def measured(*candidates: MeasuredCollective, total: int = total) -> list[dict[str, Any]]:
             schedule = how.schedule(total, 200, len(candidates))
             found = gather(world, alternate(candidates, world.comm.barrier, schedule, how.validate))
             return [_figures(how.collective, found[each.name], total, world.size) for each in candidates]
@@ -206,7 +221,7 @@ class Overlapped:
         tests: how often ``test()`` is called meanwhile.
     """
 
-    exchange: Exchange
+    exchange: MeasuredCollective
     start: Start
     compute: Compute
     steps: int
@@ -241,7 +256,7 @@ class Overlapped:
 
 
 def overlap_sweep(
-    how: Sweep, sizes: list[int], world: World, *, tests: int = 0, beside_library: bool = False
+    how: CollectiveSweep, sizes: list[int], world: World, *, tests: int = 0, beside_library: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Time `iallreduce` alone, then with as much computing beside it; every rank must go through it.
 
@@ -259,7 +274,9 @@ def overlap_sweep(
         ways = _ways_to_start(how, buffers, count, beside_library)
         schedule = how.schedule(nbytes, 100, len(ways))
 
-        def timed(steps: Sequence[int], tests: int, schedule: Schedule = schedule, ways: Any = ways) -> list[_Phases]:
+        def timed(
+            steps: Sequence[int], tests: int, schedule: MeasuringSchedule = schedule, ways: Any = ways
+        ) -> list[_Phases]:
             candidates = [
                 Overlapped(plain, start, compute, each, tests) for (plain, start), each in zip(ways, steps, strict=True)
             ]
@@ -274,13 +291,17 @@ def overlap_sweep(
         yield {"nbytes": nbytes, "count": count, **own, **({"library": library[0]} if library else {})}
 
 
-def _ways_to_start(how: Sweep, buffers: Buffers, count: int, beside_library: bool) -> list[tuple[Exchange, Start]]:
+def _ways_to_start(
+    how: CollectiveSweep, buffers: Buffers, count: int, beside_library: bool
+) -> list[tuple[MeasuredCollective, Start]]:
     """hpcdp's, and the MPI library's own, of which a mean is a sum; each with what its result must be."""
     plain, world = exchange(replace(how, collective="allreduce"), buffers, count), buffers.world
     x, op = plain.x, "sum" if how.op == "mean" else how.op
-    found: list[tuple[Exchange, Start]] = [(plain, lambda: collectives.iallreduce(x, how.op, world, how.algorithm))]
+    found: list[tuple[MeasuredCollective, Start]] = [
+        (plain, lambda: collectives.iallreduce(x, how.op, world, how.algorithm))
+    ]
     if beside_library and reducible(x[:0]).dtype == x.dtype:
-        own = Exchange("the MPI library", FreshData(world.rank, world.size, how.dtype, op), x, x, plain.call)
+        own = MeasuredCollective("the MPI library", FreshData(world.rank, world.size, how.dtype, op), x, x, plain.call)
         found.append((own, lambda: world.comm.native_iallreduce(x, op)))
     return found
 

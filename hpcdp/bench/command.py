@@ -349,7 +349,9 @@ def _rows(settings: Settings, world: World) -> Iterator[Row]:
     library_lacks = settings.op == "mean" and dtype.kind in "iu"
     beside = beside and settings.algorithm != "native" and not library_lacks
     asked: dict[str, Any] = {"op": settings.op, "algorithm": settings.algorithm, **timings}
-    how = bench_collective.Sweep(settings.benchmark, out_of_place=settings.style == "nccl", root=settings.root, **asked)
+    how = bench_collective.CollectiveSweep(
+        settings.benchmark, out_of_place=settings.style == "nccl", root=settings.root, **asked
+    )
     if settings.benchmark == "iallreduce":
         return bench_collective.overlap_sweep(how, sizes, world, tests=settings.tests, beside_library=beside)
     return bench_collective.sweep(how, sizes, world, beside_library=beside)

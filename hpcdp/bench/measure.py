@@ -112,7 +112,7 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 @dataclass
-class Exchange:
+class MeasuredCollective:
     """A collective that is called from Python.
 
     Args:
@@ -153,7 +153,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class MeasuringSchedule:
     """How often to time a candidate: ``turns`` of ``repeats`` in a row, after ``warmup`` single ones."""
 
     turns: int
@@ -161,7 +161,7 @@ class Schedule:
     warmup: int
 
     @classmethod
-    def for_size(cls, nbytes: int, iterations: int, warmup: int) -> Schedule:
+    def for_size(cls, nbytes: int, iterations: int, warmup: int) -> MeasuringSchedule:
         """About ``iterations`` timings up to 1 MB and fewer above, at least 5.
 
         Small exchanges are repeated within a turn: after an idle millisecond the first one takes some 20 us more.
@@ -172,14 +172,14 @@ class Schedule:
         return cls(max(1, iterations // repeats), repeats, warmup)
 
     @classmethod
-    def exactly(cls, iterations: int, warmup: int, candidates: int) -> Schedule:
+    def exactly(cls, iterations: int, warmup: int, candidates: int) -> MeasuringSchedule:
         """``iterations`` timings; of several candidates up to 10 in a row, for the reason that `for_size` has."""
         repeats = max(n for n in range(1, 11) if iterations % n == 0) if candidates > 1 else 1
         return cls(iterations // repeats, repeats, warmup)
 
 
 def alternate(
-    candidates: Sequence[Candidate], barrier: Callable[[], Any], schedule: Schedule, validate: bool = True
+    candidates: Sequence[Candidate], barrier: Callable[[], Any], schedule: MeasuringSchedule, validate: bool = True
 ) -> dict[str, Series]:
     """Time the candidates turn by turn, so that whatever else the machine does meets all of them.
 

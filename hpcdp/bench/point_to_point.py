@@ -16,7 +16,7 @@ import numpy as np
 
 from ..comm import World
 from ..errors import ConfigError
-from .measure import FreshData, Schedule, Series, alternate, gather, wrong
+from .measure import FreshData, MeasuringSchedule, Series, alternate, gather, wrong
 
 PATTERNS = ("latency", "bandwidth", "bibandwidth", "multi_pair")
 
@@ -24,7 +24,7 @@ _TOKEN, _DATA = 1, 2  # tags
 
 
 @dataclass(frozen=True)
-class Messages:
+class PairMessages:
     """How messages go: hpcdp's communicator, or the MPI library's calls."""
 
     send: Callable[[np.ndarray, int], Any]
@@ -32,7 +32,7 @@ class Messages:
     finish: Callable[[Sequence[Any]], Any]
 
 
-def own_messages(world: World) -> Messages:
+def own_messages(world: World) -> PairMessages:
     """Through hpcdp's communicator."""
     comm = world.comm
 
@@ -40,15 +40,15 @@ def own_messages(world: World) -> Messages:
         for request in requests:
             request.wait()
 
-    return Messages(lambda x, to: comm.isend(x, to, _DATA), lambda x, of: comm.irecv(x, of, _DATA), finish)
+    return PairMessages(lambda x, to: comm.isend(x, to, _DATA), lambda x, of: comm.irecv(x, of, _DATA), finish)
 
 
-def library_messages(world: World) -> Messages | None:
+def library_messages(world: World) -> PairMessages | None:
     """Through the MPI library itself; thread ranks have none."""
     mpi = getattr(world.comm, "mpi", None)
     if mpi is None:
         return None
-    return Messages(
+    return PairMessages(
         lambda x, to: mpi.Isend(x.view(np.uint8), to, _DATA),
         lambda x, of: mpi.Irecv(x.view(np.uint8), of, _DATA),
         lambda requests: requests[0].Waitall(requests),
@@ -56,7 +56,7 @@ def library_messages(world: World) -> Messages | None:
 
 
 @dataclass
-class Exchange:
+class PairExchange:
     """One pattern at one size, on one rank of a pair.
 
     Args:
@@ -72,7 +72,7 @@ class Exchange:
 
     name: str
     pattern: str
-    messages: Messages
+    messages: PairMessages
     data: FreshData
     x: np.ndarray
     y: np.ndarray
@@ -188,12 +188,14 @@ class Sweep:
     validate: bool = True
     window: int = 64
 
-    def schedule(self, nbytes: int, candidates: int) -> Schedule:
+    def schedule(self, nbytes: int, candidates: int) -> MeasuringSchedule:
         """``iterations`` where they were given, else as many as suit the size."""
         if self.iterations is not None:
-            return Schedule.exactly(self.iterations, self.warmup, candidates)
+            return MeasuringSchedule.exactly(self.iterations, self.warmup, candidates)
         latency = self.pattern == "latency"
-        return Schedule.for_size(nbytes * (1 if latency else self.window), 1000 if latency else 100, self.warmup)
+        return MeasuringSchedule.for_size(
+            nbytes * (1 if latency else self.window), 1000 if latency else 100, self.warmup
+        )
 
 
 def sweep(how: Sweep, sizes: list[int], world: World, *, beside_library: bool = False) -> Iterator[dict[str, Any]]:
@@ -216,7 +218,7 @@ def sweep(how: Sweep, sizes: list[int], world: World, *, beside_library: bool = 
         found = {name: Series([], 1) for name in ways}
         if ranks.active:
             mine = (data, x[:count], y[:count], world.rank, ranks.peer, how.window)
-            candidates = [Exchange(name, how.pattern, messages, *mine) for name, messages in ways.items()]
+            candidates = [PairExchange(name, how.pattern, messages, *mine) for name, messages in ways.items()]
             found = alternate(candidates, ranks.meet, how.schedule(nbytes, len(ways)), how.validate)
         ranks.rejoin()
         taken = {name: _figures(how, series, ranks, nbytes) for name, series in gather(world, found).items()}

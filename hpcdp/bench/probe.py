@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..collectives import allreduce, cost_model, registry
-from ..collectives.cost_model import ETHERNET, Link, Machine, Rates
+from ..collectives.cost_model import ETHERNET, Link, MachineModel, Rates
 from ..comm import World
 from ..comm.communicator import Steps, resolve
-from ..comm.shared_memory import Gate
-from ..comm.tasks import LANES, Together
+from ..comm.shared_memory import NodeBarrier
+from ..comm.tasks import LANES, TaskGroup
 from ..errors import HpcdpError
 from .command import PAIRS, REDUCING, Settings
 from .measure import FreshData
@@ -34,7 +34,7 @@ _COPIED_NBYTES = 256 << 20  # more than caches hold
 Row = dict[str, Any]
 
 
-def probe(world: World) -> Machine:
+def probe(world: World) -> MachineModel:
     """The links of ``world`` as they are; every rank must call, and gets the same.
 
     What it cannot have, such as a link between nodes where there is one node, is what the model assumes.
@@ -65,12 +65,12 @@ def probe(world: World) -> Machine:
         gamma_s_per_byte=gamma,
         by_size=tuple(rates),
         message_s=_between(world, pairs, lambda _, peer: _machines_s(world, peer)),
-        wait_s=_slowest(world, _median_s(Gate(world.node_memory).barrier, 200)),
+        wait_s=_slowest(world, _median_s(NodeBarrier(world.node_memory).barrier, 200)),
         call_s=_slowest(world, _call_s(world)),
     )
 
 
-def describe(machine: Machine, several_nodes: bool) -> list[str]:
+def describe(machine: MachineModel, several_nodes: bool) -> list[str]:
     """The figures as lines of text."""
     links = {"inside a node": machine.inside} | ({"across nodes": machine.across} if several_nodes else {})
     lines = [
@@ -199,7 +199,7 @@ class _Staging:
     def __init__(self, world: World) -> None:
         self._memory = world.node_memory
         self._rows = self._memory.alloc((self._memory.size, 2, _STAGED_NBYTES // 4), np.float32)
-        self._gate = Gate(self._memory)
+        self._gate = NodeBarrier(self._memory)
 
     def copied_and_reduced_s(self, nbytes: int) -> tuple[float, float]:
         """Seconds to copy so many bytes, half of them to the area and half from what a neighbour wrote, and to reduce
@@ -251,7 +251,7 @@ def _machines_s(world: World, peer: int) -> float:
     taken = []
     for _ in range(7):
         begin = time.perf_counter()
-        Together([swap(_DATA + lane) for lane in range(LANES)]).wait()
+        TaskGroup([swap(_DATA + lane) for lane in range(LANES)]).wait()
         taken.append((time.perf_counter() - begin) / (rounds * LANES))
     return float(np.median(taken))
 
@@ -359,7 +359,7 @@ def predictor(settings: Settings, world: World) -> tuple[Predictor | None, str]:
     return made(settings, world, machine), f"Predicted for links and cores {basis}."
 
 
-def _of_messages(settings: Settings, world: World, machine: Machine) -> Predictor:
+def _of_messages(settings: Settings, world: World, machine: MachineModel) -> Predictor:
     """Half a round trip takes ``alpha + nbytes beta``, and half of what a call does.
 
     In a window the links carry one message while cores do what the next one needs: in a node these are the same cores,
@@ -387,7 +387,7 @@ def _of_messages(settings: Settings, world: World, machine: Machine) -> Predicto
     return latency_us if name == "latency" else bandwidth_mb_s
 
 
-def _of_collective(settings: Settings, world: World, machine: Machine) -> Predictor:
+def _of_collective(settings: Settings, world: World, machine: MachineModel) -> Predictor:
     """See `cost.predicted_s`; of "auto", the algorithm that it chooses."""
     collective, dtype = settings.benchmark.removeprefix("i"), np.dtype(settings.dtype)
     op = resolve(collective, settings.op, dtype) if settings.benchmark in REDUCING else None

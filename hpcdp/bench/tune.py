@@ -19,7 +19,7 @@ from ..errors import ConfigError, listed
 from ..launch.checks import Parser
 
 if TYPE_CHECKING:
-    from ..collectives.cost_model import Machine
+    from ..collectives.cost_model import MachineModel
     from ..collectives.registry import Table
     from ..comm import World
 
@@ -189,7 +189,7 @@ def usable(world: World, collective: str) -> list[str]:
 
     from ..collectives import ALGORITHMS
     from ..errors import UnsupportedError
-    from .collective import CALLS, Sweep
+    from .collective import CALLS, CollectiveSweep
 
     found = []
     for name in ALGORITHMS[collective]:
@@ -197,7 +197,7 @@ def usable(world: World, collective: str) -> list[str]:
         out = x if collective in ("allreduce", "broadcast", "reduce") else np.ones(1, np.float32)
         arrays = (out, x) if collective == "allgather" else (x, out)
         try:
-            CALLS[collective](*arrays, Sweep(collective, x.dtype, algorithm=name), world)
+            CALLS[collective](*arrays, CollectiveSweep(collective, x.dtype, algorithm=name), world)
         except UnsupportedError:
             continue
         found.append(name)
@@ -216,14 +216,14 @@ def measure(world: World, collective: str, names: Sequence[str], nbytes: int, ef
     """
     import numpy as np
 
-    from .collective import Buffers, Sweep, exchange
-    from .measure import Schedule, alternate, gather, median_ratio, turn_medians, wrong
+    from .collective import Buffers, CollectiveSweep, exchange
+    from .measure import MeasuringSchedule, alternate, gather, median_ratio, turn_medians, wrong
 
-    how = Sweep(collective, np.dtype(np.float32))
+    how = CollectiveSweep(collective, np.dtype(np.float32))
     count = nbytes // 4 // (world.size if collective == "allgather" else 1)
     buffers = Buffers(how, count, world)
 
-    def timed(algorithms: Sequence[str], schedule: Schedule) -> tuple[dict[str, Any], dict[str, int]]:
+    def timed(algorithms: Sequence[str], schedule: MeasuringSchedule) -> tuple[dict[str, Any], dict[str, int]]:
         candidates = [_named(exchange(replace(how, algorithm=each), buffers, count), each) for each in algorithms]
         found = gather(world, alternate(candidates, world.comm.barrier, schedule))
         turns = {name: turn_medians(ranks) for name, ranks in found.items()}
@@ -231,7 +231,7 @@ def measure(world: World, collective: str, names: Sequence[str], nbytes: int, ef
 
     affordable = [name for name in names if name != "reference" or world.size * nbytes <= _REFERENCE_NBYTES]
     long = nbytes > 1 << 20
-    heat, faults = timed(affordable, Schedule(1 if long else 3, 1 if long else 5, 1))
+    heat, faults = timed(affordable, MeasuringSchedule(1 if long else 3, 1 if long else 5, 1))
     median_us = {name: float(np.median(us)) for name, us in heat.items()}
     right = [name for name in affordable if not faults[name] and name != "reference"]
     best = min((median_us[name] for name in right), default=0.0)
@@ -255,9 +255,9 @@ def _named(made: Any, name: str) -> Any:
 
 
 def _finals(nbytes: int, once_us: float, effort: Effort) -> Any:
-    from .measure import Schedule
+    from .measure import MeasuringSchedule
 
-    schedule = Schedule.for_size(nbytes, effort.iterations, 1)
+    schedule = MeasuringSchedule.for_size(nbytes, effort.iterations, 1)
     affordable = int(effort.seconds * 1e6 / max(once_us * schedule.repeats, 1.0))
     return replace(schedule, turns=max(3, min(schedule.turns, affordable)))
 
@@ -304,7 +304,7 @@ def entries(sizes: Sequence[int], names: Sequence[str]) -> list[list[Any]]:
 
 
 def predictions(
-    world: World, machine: Machine, collective: str, nbytes: int, algorithms: Iterable[str]
+    world: World, machine: MachineModel, collective: str, nbytes: int, algorithms: Iterable[str]
 ) -> dict[str, float]:
     """Microseconds that the model expects, by algorithm; every rank must call."""
     from ..collectives.cost_model import predicted_s

@@ -21,7 +21,7 @@ from . import directory, flatten, inspect, manifest
 from .directory import WriterLock
 from .hdf5_file import ShardReader
 from .inspect import pieces, read_whole, widened
-from .manifest import Manifest, Tensor
+from .manifest import Manifest, StoredTensor
 
 Tell = Callable[[int], object]
 """Is told of so many bytes more that have been read."""
@@ -37,7 +37,7 @@ class Chosen:
     step: int
     form: flatten.Form
     """The state, without what is per rank."""
-    tensors: dict[str, Tensor]
+    tensors: dict[str, StoredTensor]
     """By their new names."""
     manifest: Manifest
     others: list[str]
@@ -70,7 +70,7 @@ def choose(folder: Path, prefix: str = "") -> Chosen:
                           got=repr(prefix), remedy=inspect.remedy(found.state, prefix))  # fmt: skip
     per_rank = [name for name, node in flatten.leaves(form, prefix) if isinstance(node, dict) and "ranks" in node]
     form = flatten.without_ranks(form)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     others = []
     for name, node in flatten.leaves(form):
         if isinstance(node, dict) and "tensor" in node:
@@ -211,7 +211,7 @@ def write_safetensors(chosen: Chosen, path: Path, tell: Tell) -> None:
         raise OSError(str(error)) from error  # which `write` tells, with the name that the file was to have
 
 
-def read(folder: Path, tensors: Mapping[str, Tensor], tell: Tell) -> Iterator[tuple[str, np.ndarray]]:
+def read(folder: Path, tensors: Mapping[str, StoredTensor], tell: Tell) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors, by the names that they have in ``tensors``; each a new array, of its stored dtype.
 
     Raises:

@@ -166,7 +166,7 @@ MAKERS: dict[str, Callable[[np.ndarray, str], Any]] = {"": of_bits}
 """By `HostView.kind`: makes an array of that kind of a NumPy array, and the name of its dtype."""
 
 
-class Named(NamedTuple):
+class NamedTensor(NamedTuple):
     """The name of a parameter whose module stands in a state."""
 
     place: str
@@ -182,7 +182,7 @@ class Adapter(FitsSaved):
 
     takes_more = False
     """Whether `load_state_dict` is given what was saved under names that `state_dict` does not have now, too."""
-    names: Mapping[int, Named] = {}
+    names: Mapping[int, NamedTensor] = {}
     """The names of the parameters of modules in the same state, by `id`, in the order of their registration."""
 
     def state_dict(self) -> Any:
@@ -200,7 +200,7 @@ def as_stateful(value: Any, world: World) -> Stateful | None:
     return value if isinstance(value, Stateful) and not isinstance(value, type) else None
 
 
-def stateful_of(value: Any, world: World, names: Mapping[int, Named]) -> Stateful | None:
+def stateful_of(value: Any, world: World, names: Mapping[int, NamedTensor]) -> Stateful | None:
     """Return `as_stateful`, with the names of parameters in the same state."""
     found = as_stateful(value, world)
     if isinstance(found, Adapter):
@@ -389,7 +389,7 @@ _SAVABLE = "arrays, numbers, texts, None, dicts, lists, tuples, and objects with
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class HeldTensor:
     """What this rank holds of a tensor."""
 
     name: str
@@ -411,7 +411,7 @@ class Flattened:
     """A state as a form and tensors."""
 
     form: Form
-    held: list[Held] = field(default_factory=list)
+    held: list[HeldTensor] = field(default_factory=list)
     """Alike in names and order on all ranks, except what stands in a `PerRank`."""
     error: HpcdpError | None = None
     """What cannot be saved, named by its place; perhaps on this rank alone."""
@@ -453,12 +453,12 @@ def outline(operation: str, state: Any) -> list[str]:
         raise refused(operation, "", error) from error
 
 
-def parameter_names(state: Any) -> dict[int, Named]:
+def parameter_names(state: Any) -> dict[int, NamedTensor]:
     """Return the names of all parameters of modules in a state, by `id`, see `Adapter.names`."""
-    found: dict[int, Named] = {}
+    found: dict[int, NamedTensor] = {}
     for place, value in _objects(state, "", ()):
         for name, param in named_parameters(value):
-            found.setdefault(id(param), Named(place, name, joined(place, name)))
+            found.setdefault(id(param), NamedTensor(place, name, joined(place, name)))
     return found
 
 
@@ -473,9 +473,9 @@ def _objects(value: Any, name: str, within: tuple[int, ...]) -> Iterator[tuple[s
 
 
 class _Flattening:
-    def __init__(self, world: World, names: Mapping[int, Named]) -> None:
+    def __init__(self, world: World, names: Mapping[int, NamedTensor]) -> None:
         self._world, self._names = world, names
-        self.held: list[Held] = []
+        self.held: list[HeldTensor] = []
         self.error: HpcdpError | None = None
         self._within: list[int] = []  # identities of what is being looked into
         self._own = False
@@ -536,14 +536,14 @@ class _Flattening:
             kept = tuple(Part(part.first, bits(native(part.values))) for part in parts)
             is_copied = not any(is_host(part.values) for part in whole.parts)
             return self._hold(
-                Held(name, whole.shape, dtype.name, stored, kept, whole.copies, whole.copy, self._own, is_copied)
+                HeldTensor(name, whole.shape, dtype.name, stored, kept, whole.copies, whole.copy, self._own, is_copied)
             )
         stateful = stateful_of(value, self._world, self._names)
         if stateful is not None:
             return self.node(stateful.state_dict(), name, copies, copy)
         return self._tensor(value, name, copies, copy)
 
-    def _hold(self, held: Held) -> Form:
+    def _hold(self, held: HeldTensor) -> Form:
         """The node of a tensor of this rank."""
         if not is_utf8(held.name):
             where = ascii(held.name)[1:-1]
@@ -563,7 +563,7 @@ class _Flattening:
                 remedy = "save its data and its mask as two arrays"
             raise UnsupportedError("save", where=name or "the state", expected=_SAVABLE, got=got, remedy=remedy)
         array, part = view.array, Part(0, view.array.reshape(-1))
-        held = Held(name or _ROOT, array.shape, view.dtype, array.dtype, (part,), copies, copy, self._own,
+        held = HeldTensor(name or _ROOT, array.shape, view.dtype, array.dtype, (part,), copies, copy, self._own,
                     view.write_back is not None)  # fmt: skip
         node = self._hold(held)
         return node | ({"kind": view.kind} if view.kind else {})

@@ -44,7 +44,7 @@ from isal.isal_zlib import crc32
 from ..core.arrays import BFLOAT16
 from ..engine import Engine
 from ..errors import DataError
-from .flatten import Held
+from .flatten import HeldTensor
 
 if TYPE_CHECKING:
     import h5py  # type: ignore[import-untyped]
@@ -58,7 +58,7 @@ _LINE_NBYTES = 64
 _SAMPLES, _ENDS = 64, 256
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """A run of a tensor's elements that this rank writes."""
 
     name: str
@@ -76,21 +76,21 @@ class Piece(NamedTuple):
         return self.name if self.first == 0 else f"{self.name}@{self.first}"
 
 
-def own_pieces(held: Iterable[Held]) -> Iterator[Piece]:
+def own_pieces(held: Iterable[HeldTensor]) -> Iterator[FilePiece]:
     """What this rank writes of what it holds."""
     for each in held:
         for part in each.parts:
             first, last = _own_run(each, part.values.size, part.values.itemsize)
             if last > first:
-                yield Piece(each.name, part.first + first, part.values[first:last], each.dtype, each.is_copied)
+                yield FilePiece(each.name, part.first + first, part.values[first:last], each.dtype, each.is_copied)
 
 
-def _writer(held: Held) -> int:
+def _writer(held: HeldTensor) -> int:
     """Which copy of a short tensor is written."""
     return zlib.crc32(held.name.encode(errors="surrogatepass")) % held.copies
 
 
-def _own_run(held: Held, count: int, itemsize: int) -> tuple[int, int]:
+def _own_run(held: HeldTensor, count: int, itemsize: int) -> tuple[int, int]:
     if count * itemsize < WHOLE_NBYTES:
         return (0, count) if _writer(held) == held.copy else (0, 0)
     per_line = max(1, _LINE_NBYTES // itemsize)
@@ -99,7 +99,7 @@ def _own_run(held: Held, count: int, itemsize: int) -> tuple[int, int]:
     return first, min(last, count)
 
 
-def described(held: Iterable[Held], copies: int) -> list[str]:
+def described(held: Iterable[HeldTensor], copies: int) -> list[str]:
     """What ranks compare before they save: a line a tensor, with a checksum of a sample where all should hold the same.
 
     Args:
@@ -217,7 +217,7 @@ def failing(operation: str, where: Callable[[], object]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Room:
+class DatasetSpace:
     """A data set of a file that is to be laid out."""
 
     dataset: str
@@ -228,11 +228,11 @@ class Room:
     """See `Piece.dtype`."""
 
     @classmethod
-    def of(cls, piece: Piece) -> Room:
+    def of(cls, piece: FilePiece) -> DatasetSpace:
         return cls(piece.dataset, piece.values.size, piece.values.dtype.str, piece.dtype)
 
 
-def lay_out(path: Path, rooms: Sequence[Room]) -> list[int]:
+def lay_out(path: Path, rooms: Sequence[DatasetSpace]) -> list[int]:
     """Make a file of data sets without elements; where those of each are to go, in bytes.
 
     Raises:
@@ -279,7 +279,7 @@ class Maker:
         self._plain.set_fill_time(h5d.FILL_TIME_NEVER)
         self._plain.set_obj_track_times(False)
 
-    def make(self, room: Room) -> h5py.h5d.DatasetID:
+    def make(self, room: DatasetSpace) -> h5py.h5d.DatasetID:
         """One more."""
         from h5py import h5d, h5s
 
@@ -307,7 +307,7 @@ def type_of(stored: str) -> h5py.h5t.TypeID:
     return h5t.py_create(np.dtype(stored), logical=True)
 
 
-def fill(path: Path, pieces: Sequence[Piece], offsets: Sequence[int | None]) -> list[Stored]:
+def fill(path: Path, pieces: Sequence[FilePiece], offsets: Sequence[int | None]) -> list[Stored]:
     """Write the elements of ``pieces`` to their places in a file, down to the disk; what each has become.
 
     Args:
@@ -388,7 +388,7 @@ COMPRESSIONS = ("gzip", "lzf")
 _LANE = "compress"
 
 
-def write_compressed(path: Path, pieces: Sequence[Piece], compression: str) -> None:
+def write_compressed(path: Path, pieces: Sequence[FilePiece], compression: str) -> None:
     """Make a file of compressed data sets.
 
     Raises:
@@ -413,7 +413,7 @@ def _beside_signals(work: Callable[[threading.Event], None]) -> None:
             raise
 
 
-def _write(path: Path, pieces: Sequence[Piece], compression: str, stop: threading.Event) -> None:
+def _write(path: Path, pieces: Sequence[FilePiece], compression: str, stop: threading.Event) -> None:
     """Write until something has failed, or ``stop`` is set."""
     import h5py  # type: ignore[import-untyped]
     from h5py import h5s
@@ -434,7 +434,7 @@ def _write(path: Path, pieces: Sequence[Piece], compression: str, stop: threadin
         os.close(descriptor)
 
 
-def _chunks(file: Any, pieces: Sequence[Piece], compression: str) -> Iterator[tuple[Any, int, np.ndarray]]:
+def _chunks(file: Any, pieces: Sequence[FilePiece], compression: str) -> Iterator[tuple[Any, int, np.ndarray]]:
     """What is to be written to an open file: data set, number of the first element, elements."""
     how: dict[str, Any] = {"compression": compression, "shuffle": True, "fletcher32": True}
     if compression == "gzip":

@@ -31,12 +31,12 @@ from ..core.arrays import BFLOAT16
 from ..errors import ConfigError, DataError, listed, shortened
 from . import directory, flatten, manifest
 from .hdf5_file import PADDED, ShardReader
-from .manifest import Manifest, Tensor
+from .manifest import Manifest, StoredTensor
 
 PIECE_NBYTES = 16 << 20
 
 
-def read_elements(reader: ShardReader, tensor: Tensor, first: int, out: np.ndarray) -> None:
+def read_elements(reader: ShardReader, tensor: StoredTensor, first: int, out: np.ndarray) -> None:
     """Fill ``out``, shape ``(count,)``, of the tensor's stored dtype, with its elements from number ``first`` on.
 
     Raises:
@@ -53,14 +53,14 @@ def read_elements(reader: ShardReader, tensor: Tensor, first: int, out: np.ndarr
             reader.read(part, begin - part.first, out[begin - first : end - first])
 
 
-def read_whole(reader: ShardReader, tensor: Tensor) -> np.ndarray:
+def read_whole(reader: ShardReader, tensor: StoredTensor) -> np.ndarray:
     """A new array of a tensor's shape and stored dtype. Raises what `read_elements` does."""
     array = np.empty(tensor.shape, tensor.stored_dtype)
     read_elements(reader, tensor, 0, array.reshape(-1))
     return array
 
 
-def pieces(reader: ShardReader, tensor: Tensor) -> Iterator[np.ndarray]:
+def pieces(reader: ShardReader, tensor: StoredTensor) -> Iterator[np.ndarray]:
     """All elements in C order, at most `PIECE_NBYTES` at once, in memory that the next piece takes, too.
 
     Raises:
@@ -92,7 +92,7 @@ def remedy(form: flatten.Form, name: str) -> str | None:
 
 
 @dataclass
-class Statistics:
+class TensorStatistics:
     """Of the elements that are finite, if not said otherwise; of complex ones, of their absolute values."""
 
     count: int = 0
@@ -107,13 +107,15 @@ class Statistics:
     infinities: int = 0
 
 
-def statistics(folder: Path, tensor: Tensor, tell: Callable[[int], object] = lambda nbytes: None) -> Statistics:
+def statistics(
+    folder: Path, tensor: StoredTensor, tell: Callable[[int], object] = lambda nbytes: None
+) -> TensorStatistics:
     """The statistics of a tensor of the checkpoint in ``folder``; ``tell`` is called with bytes that have been read.
 
     Raises:
         DataError: a file is missing or damaged.
     """
-    of = Statistics()
+    of = TensorStatistics()
     spread = 0.0
     with ShardReader(folder, "show") as reader, np.errstate(over="ignore", invalid="ignore"):  # a run may have diverged
         for piece in pieces(reader, tensor):
@@ -401,7 +403,12 @@ def _as_float(x: np.ndarray) -> np.ndarray:
 
 
 def _compared(
-    a: ShardReader, b: ShardReader, tensors: tuple[Tensor, Tensor], rtol: float, atol: float, tell: Callable[[int], Any]
+    a: ShardReader,
+    b: ShardReader,
+    tensors: tuple[StoredTensor, StoredTensor],
+    rtol: float,
+    atol: float,
+    tell: Callable[[int], Any],
 ) -> str | None:
     apart = _Apart()
     for x, y in zip(pieces(a, tensors[0]), pieces(b, tensors[1]), strict=True):

@@ -30,7 +30,7 @@ from . import manifest as checkpoint_manifest
 from .flatten import MAKERS, TOLD, Form, as_array, check_parts, plain, quoted, raised, refused, stateful_of
 from .hdf5_file import ShardReader, failing
 from .inspect import read_elements, unquoted, widened
-from .manifest import Manifest, Tensor
+from .manifest import Manifest, StoredTensor
 
 
 def new_names(form: Form, rename: Mapping[str, str] | Callable[[str], str] | None) -> dict[str, str]:
@@ -153,7 +153,7 @@ class Restored:
 class _Read(NamedTuple):
     """Elements to be read."""
 
-    tensor: Tensor
+    tensor: StoredTensor
     first: int
     out: np.ndarray
     """Shape ``(count,)``."""
@@ -363,7 +363,7 @@ class Filling:
                    for at, (each, node) in enumerate(zip(template, content, strict=True))]  # fmt: skip
         return lambda: kind(value() for value in planned)
 
-    def _tensor(self, node: flatten.Form, name: str) -> Tensor:
+    def _tensor(self, node: flatten.Form, name: str) -> StoredTensor:
         if not (isinstance(node, dict) and "tensor" in node):
             raise _misfit(name, "a tensor", node)
         return self._manifest.tensors[node["tensor"]]
@@ -380,7 +380,7 @@ class Filling:
         make = MAKERS.get(node.get("kind", ""), MAKERS[""])
         return lambda: make(array, tensor.dtype)
 
-    def _filled(self, template: Any, tensor: Tensor, name: str) -> Value:
+    def _filled(self, template: Any, tensor: StoredTensor, name: str) -> Value:
         view = as_array(template)
         if view is None:
             raise _misfit(name, _told(template), f"a tensor of shape {tensor.shape}")
@@ -402,7 +402,7 @@ class Filling:
             self._write_back.append((name, lambda: write(array)))
         return lambda: template
 
-    def _sharded(self, template: Sharded, tensor: Tensor, name: str) -> Value:
+    def _sharded(self, template: Sharded, tensor: StoredTensor, name: str) -> Value:
         whole = plain("restore", name, template)
         parts = whole.parts
         check_parts("restore", name, whole, [part for part in parts if is_host(part.values)])
@@ -417,7 +417,7 @@ class Filling:
                 self._part(tensor, part, name)
         return lambda: template
 
-    def _part(self, tensor: Tensor, part: Part, name: str, rows: int | None = None) -> None:
+    def _part(self, tensor: StoredTensor, part: Part, name: str, rows: int | None = None) -> None:
         place = part.values
         if is_host(place):
             _require_writable(place, name)

@@ -31,7 +31,7 @@ from .directory import WriterLock
 from .flatten import is_utf8
 from .hdf5_file import COMPRESSIONS, described, failing, own_pieces
 from .load import Restored
-from .save import WRITERS, Group, Saving, Staging, by_rank, check_shards
+from .save import WRITERS, Group, Saving, StagedSave, by_rank, check_shards
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -230,7 +230,7 @@ class Manager:
         self._engine = Engine(lanes=(_SAVES, _REMOVALS))
         self._saving: Saving | None = None
         self._is_registered = self._is_claimed = self._is_closed = self._is_left = False
-        self._staging = Staging()
+        self._staging = StagedSave()
         self.world.endings.add(self._let_end)
 
     def __reduce__(self) -> Any:

@@ -42,7 +42,7 @@ _ITEMSIZES[BFLOAT16] = 2
 
 
 @dataclass(frozen=True)
-class Tensor:
+class StoredTensor:
     """One tensor of a checkpoint."""
 
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Manifest:
 
     step: int
     state: flatten.Form
-    tensors: dict[str, Tensor]
+    tensors: dict[str, StoredTensor]
     files: list[File]
     world: dict[str, Any] = field(default_factory=dict)
     """``size``, ``num_nodes`` of the job that saved."""
@@ -101,7 +101,7 @@ class Manifest:
         return body + f'"crc32": "{zlib.crc32(body):08x}"}}\n'.encode()
 
 
-def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
+def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
     parts = []
     for part in tensor.parts:
         members = dict(vars(part))
@@ -110,7 +110,7 @@ def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": tensor.dtype, "parts": parts}
 
 
-def join(held: Sequence[flatten.Held], stored: Sequence[Stored]) -> dict[str, Tensor]:
+def join(held: Sequence[flatten.HeldTensor], stored: Sequence[Stored]) -> dict[str, StoredTensor]:
     """The tensors of what all ranks hold, and have stored.
 
     Raises:
@@ -123,7 +123,7 @@ def join(held: Sequence[flatten.Held], stored: Sequence[Stored]) -> dict[str, Te
     for one in held:
         if one.name not in tensors:
             own = tuple(sorted(parts.get(one.name, ()), key=lambda part: (part.first, part.count)))
-            tensors[one.name] = Tensor(tuple(one.shape), one.dtype, own)
+            tensors[one.name] = StoredTensor(tuple(one.shape), one.dtype, own)
             gap = _gap(tensors[one.name])
             if gap is not None:
                 expected = "each element held by one rank, or by all that say they have a copy"
@@ -132,7 +132,7 @@ def join(held: Sequence[flatten.Held], stored: Sequence[Stored]) -> dict[str, Te
     return tensors
 
 
-def _gap(tensor: Tensor) -> str | None:
+def _gap(tensor: StoredTensor) -> str | None:
     """What is missing or double among a tensor's parts, in words."""
     at = 0
     for part in tensor.parts:
@@ -225,7 +225,7 @@ def _built(members: Mapping[str, Any]) -> Manifest:
     )  # fmt: skip
 
 
-def _built_tensor(name: str, members: Mapping[str, Any], files: Mapping[str, File]) -> Tensor:
+def _built_tensor(name: str, members: Mapping[str, Any], files: Mapping[str, File]) -> StoredTensor:
     dtype = members["dtype"]
     if dtype not in _ITEMSIZES:
         raise ValueError(f"dtype {dtype!r} of {name}")
@@ -247,7 +247,7 @@ def _built_tensor(name: str, members: Mapping[str, Any], files: Mapping[str, Fil
         if offset is not None and offset + part.count * itemsize > file.nbytes:
             raise ValueError(f"elements of {name} behind the end of {part.file}")
         parts.append(part)
-    tensor = Tensor(shape, dtype, tuple(parts))
+    tensor = StoredTensor(shape, dtype, tuple(parts))
     gap = _gap(tensor)
     if gap is not None:
         raise ValueError(f"{name}: {gap}")
@@ -268,7 +268,7 @@ def _name(value: Any) -> str:
     return value
 
 
-def _check_form(form: Any, tensors: Mapping[str, Tensor], depth: int) -> None:
+def _check_form(form: Any, tensors: Mapping[str, StoredTensor], depth: int) -> None:
     if depth > flatten.DEEPEST:
         raise ValueError("a state nested too deeply")
     if form is None or isinstance(form, bool | int | float | str):
@@ -339,7 +339,7 @@ def boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[slice
 
 
 def write(
-    path: Path, tensors: Mapping[str, Tensor], state: Any, attributes: Mapping[str, int | str]
+    path: Path, tensors: Mapping[str, StoredTensor], state: Any, attributes: Mapping[str, int | str]
 ) -> tuple[int, int]:
     """Write the index, down to the disk; its size in bytes, and its checksum.
 
@@ -360,7 +360,7 @@ def write(
         return len(content), crc32(content)
 
 
-def _made(tensors: Mapping[str, Tensor], state: Any, attributes: Mapping[str, int | str]) -> bytes:
+def _made(tensors: Mapping[str, StoredTensor], state: Any, attributes: Mapping[str, int | str]) -> bytes:
     import h5py  # type: ignore[import-untyped]
 
     name = f"index-{uuid.uuid4()}.h5"  # HDF5 wants one, and no other open file may have it
@@ -381,7 +381,7 @@ def as_pattern(name: str) -> str:
     return name.replace("%", "%%")
 
 
-def _virtual(file: Any, name: str, tensor: Tensor, links: Any) -> Any:
+def _virtual(file: Any, name: str, tensor: StoredTensor, links: Any) -> Any:
     from h5py import h5d, h5p, h5s  # h5py's VirtualLayout takes ten times as long
 
     how, space = h5p.create(h5p.DATASET_CREATE), h5s.create_simple(tensor.shape)

@@ -27,10 +27,10 @@ from ..comm.consistency import Outcome, on_every_rank, on_rank_0, told_to_all
 from ..errors import ConfigError, DataError, HpcdpError
 from . import directory, flatten, manifest
 from .hdf5_file import (
+    DatasetSpace,
     File,
+    FilePiece,
     Maker,
-    Piece,
-    Room,
     Stored,
     failing,
     fill,
@@ -45,7 +45,7 @@ from .hdf5_file import (
 _LINE_NBYTES = 64
 
 
-class Staging:
+class StagedSave:
     """Memory that is used for each save again."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Staging:
         """How much of it there is."""
         return self._memory.nbytes
 
-    def copied(self, pieces: Iterable[Piece]) -> list[Piece]:
+    def copied(self, pieces: Iterable[FilePiece]) -> list[FilePiece]:
         """What training may change, copied, until the next call; the rest as it is.
 
         Raises:
@@ -108,12 +108,12 @@ class Group:
         torn.append(self)
 
 
-def by_rank(folder: Path, pieces: Sequence[Piece], group: Group, compression: str | None = None) -> Written:
+def by_rank(folder: Path, pieces: Sequence[FilePiece], group: Group, compression: str | None = None) -> Written:
     """A file for each rank."""
     path = folder / f"shard-{group.world.rank:05d}.h5"
     offsets: Sequence[int | None]
     if compression is None:
-        offsets = lay_out(path, [Room.of(piece) for piece in pieces])
+        offsets = lay_out(path, [DatasetSpace.of(piece) for piece in pieces])
     else:
         write_compressed(path, pieces, compression)
         offsets = [None] * len(pieces)
@@ -121,7 +121,7 @@ def by_rank(folder: Path, pieces: Sequence[Piece], group: Group, compression: st
     return stored, [seen(path, _spans(stored, pieces))]
 
 
-def by_node(folder: Path, pieces: Sequence[Piece], group: Group) -> Written:
+def by_node(folder: Path, pieces: Sequence[FilePiece], group: Group) -> Written:
     """A file for each node: its first rank lays it out, and all of its ranks write to it."""
     path, comm = folder / f"shard-{group.world.node:05d}.h5", group.node_comm
     rooms = _rooms_of_all(pieces, comm)
@@ -131,7 +131,7 @@ def by_node(folder: Path, pieces: Sequence[Piece], group: Group) -> Written:
     return stored, _told_by_first(path, stored, pieces, comm)
 
 
-def by_all(folder: Path, pieces: Sequence[Piece], group: Group) -> Written:
+def by_all(folder: Path, pieces: Sequence[FilePiece], group: Group) -> Written:
     """One file, which all ranks make and write through parallel HDF5 (its driver "mpio")."""
     import h5py  # type: ignore[import-untyped]
 
@@ -172,18 +172,18 @@ def check_shards(shards: str, compression: str | None, group: Group) -> None:
             )  # fmt: skip
 
 
-def _rooms_of_all(pieces: Sequence[Piece], comm: Communicator) -> list[list[Room]]:
-    everyone = comm.allgather_json([astuple(Room.of(piece)) for piece in pieces])
-    return [[Room(*each) for each in rank] for rank in everyone]
+def _rooms_of_all(pieces: Sequence[FilePiece], comm: Communicator) -> list[list[DatasetSpace]]:
+    everyone = comm.allgather_json([astuple(DatasetSpace.of(piece)) for piece in pieces])
+    return [[DatasetSpace(*each) for each in rank] for rank in everyone]
 
 
-def _told_by_first(path: Path, stored: Sequence[Stored], pieces: Sequence[Piece], comm: Communicator) -> list[File]:
+def _told_by_first(path: Path, stored: Sequence[Stored], pieces: Sequence[FilePiece], comm: Communicator) -> list[File]:
     """What is known of a file that all ranks of ``comm`` have written to, on the first of them."""
     covered = [each for rank in comm.allgather_json(_spans(stored, pieces)) for each in rank]
     return [seen(path, covered)] if comm.rank == 0 else []
 
 
-def _spans(stored: Sequence[Stored], pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+def _spans(stored: Sequence[Stored], pieces: Sequence[FilePiece]) -> list[tuple[int, int]]:
     return [span(each, piece.values.itemsize) for each, piece in zip(stored, pieces, strict=True)]
 
 
@@ -211,7 +211,7 @@ class Saving:
         path: Path,
         flat: flatten.Flattened,
         prepared: Outcome[None],
-        pieces: Outcome[list[Piece]],
+        pieces: Outcome[list[FilePiece]],
         header: Mapping[str, Any],
         write: Callable[..., Written],
         commit: Callable[[], Path],
@@ -263,7 +263,7 @@ class Saving:
                 shutil.rmtree(self._path, ignore_errors=True)
             raise
 
-    def _write(self, pieces: Sequence[Piece]) -> Written:
+    def _write(self, pieces: Sequence[FilePiece]) -> Written:
         directory.wait_for(self._path)
         return self._write_files(self._path, pieces, self._group)
 
@@ -273,7 +273,8 @@ class Saving:
         held = [*self._flat.held]
         for rank in everyone[1:]:
             held += [
-                flatten.Held(name, tuple(shape), dtype, np.dtype("u1"), (), 1, 0) for name, shape, dtype in rank["own"]
+                flatten.HeldTensor(name, tuple(shape), dtype, np.dtype("u1"), (), 1, 0)
+                for name, shape, dtype in rank["own"]
             ]
         tensors = manifest.join(held, stored)
         form = flatten.with_ranks(self._flat.form, [iter(rank["nodes"]) for rank in everyone])

@@ -42,7 +42,7 @@ def faults(path: Path, tell: Tell = lambda nbytes: None) -> Iterator[str]:
     if found.commit_file and not (path / directory.COMMITTED).is_file():
         yield f"{directory.COMMITTED}: No such file, so it is not complete"
     yield from inspect.wrong_sizes(path, found)
-    parts: dict[str, list[tuple[manifest.Tensor, Stored]]] = {file.name: [] for file in found.files}
+    parts: dict[str, list[tuple[manifest.StoredTensor, Stored]]] = {file.name: [] for file in found.files}
     for tensor in found.tensors.values():
         for part in tensor.parts:
             parts[part.file].append((tensor, part))
@@ -60,7 +60,7 @@ def faults(path: Path, tell: Tell = lambda nbytes: None) -> Iterator[str]:
 
 
 def _file_faults(
-    path: Path, file: File, parts: list[tuple[manifest.Tensor, Stored]], reader: ShardReader, tell: Tell
+    path: Path, file: File, parts: list[tuple[manifest.StoredTensor, Stored]], reader: ShardReader, tell: Tell
 ) -> Generator[str, None, bool]:
     """Yield what is wrong; return whether HDF5 may open the file: it may follow damage for ever."""
     sound = False
@@ -89,7 +89,7 @@ def _file_faults(
     return sound
 
 
-def _beside(path: Path, parts: list[tuple[manifest.Tensor, Stored]]) -> int:
+def _beside(path: Path, parts: list[tuple[manifest.StoredTensor, Stored]]) -> int:
     covered = [(part.offset, part.offset + part.count * tensor.stored_dtype.itemsize)
                for tensor, part in parts if part.offset is not None]  # fmt: skip
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -114,7 +114,7 @@ def _read(reader: ShardReader, part: Stored, dtype: np.dtype, tell: Tell) -> Non
         raise
 
 
-def _layout_faults(path: Path, parts: list[tuple[manifest.Tensor, Stored]]) -> Iterator[str]:
+def _layout_faults(path: Path, parts: list[tuple[manifest.StoredTensor, Stored]]) -> Iterator[str]:
     """Whether those who read through HDF5 get the elements that have been checked."""
     import h5py  # type: ignore[import-untyped]
 
@@ -166,7 +166,7 @@ def _index_faults(path: Path, found: manifest.Manifest, is_sound: bool) -> Itera
         yield _line(error, path)
 
 
-def _view_faults(path: Path, dataset: Any, tensor: manifest.Tensor) -> Iterator[str]:
+def _view_faults(path: Path, dataset: Any, tensor: manifest.StoredTensor) -> Iterator[str]:
     if dataset is None:
         yield "no such data set"
         return

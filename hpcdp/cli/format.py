@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import Any
 
 from ..checkpoint import flatten, inspect
-from ..checkpoint.inspect import Overview, Seen, Statistics
-from ..checkpoint.manifest import Manifest, Tensor
+from ..checkpoint.inspect import Overview, Seen, TensorStatistics
+from ..checkpoint.manifest import Manifest, StoredTensor
 from ..errors import ConfigError, printable, shortened, to_stderr
 from ..train.progress import terminal_columns
 
@@ -260,7 +260,7 @@ def _values(form: flatten.Form) -> Any:
     return (tuple if tag == "tuple" else list)(_TENSORS if value is _NO_VALUE else value for value in listed)
 
 
-def tensor_called(found: Manifest, name: str) -> Tensor | None:
+def tensor_called(found: Manifest, name: str) -> StoredTensor | None:
     """The tensor of that name, None where other things lie below it.
 
     Raises:
@@ -276,7 +276,7 @@ def tensor_called(found: Manifest, name: str) -> Tensor | None:
                       remedy=inspect.remedy(found.state, name) or "without a name it shows all")  # fmt: skip
 
 
-def one(name: str, tensor: Tensor, of: Statistics) -> Iterator[str]:
+def one(name: str, tensor: StoredTensor, of: TensorStatistics) -> Iterator[str]:
     """One tensor and its statistics."""
     yield from fact("tensor", name)
     yield from fact("shape", f"{shape(tensor.shape)} {tensor.dtype}, {size(tensor.nbytes)}")

@@ -113,7 +113,7 @@ def _script(given: argparse.Namespace) -> Script:
         raise ConfigError("--gres", expected="the template train-gpu or interactive", got=given.template)
     said = {name: getattr(given, name) for name in ("time", "partition", "account", "gres")}
     site = profile.load(given.site).with_flags({name: text for name, text in said.items() if text is not None})
-    request = slurm_script.Request(
+    request = slurm_script.ScriptRequest(
         template=given.template,
         program=tuple(given.program),
         nodes=given.nodes,

@@ -18,18 +18,18 @@ import numpy as np
 from ..comm import Monoid, Reduction, Request, World, init
 from ..comm.communicator import Quotients, Steps, bounds, resolve
 from ..comm.consistency import Call
-from ..comm.tasks import Progress
+from ..comm.tasks import ProgressEngine
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, array_namespace, copied_to_host, from_host, is_cupy, is_float, on_device_of, to_host
 from ..core.devices import Device, Streams
-from ..core.devices import brought as brought_to
+from ..core.devices import to_device_of as brought_to
 from ..core.state import refuse_change
 from ..errors import UnsupportedError
 from . import registry
 from .registry import CHOICES, Algorithm, find
 
 
-def brought(x: Array) -> np.ndarray:
+def to_host_memory(x: Array) -> np.ndarray:
     """A copy of ``x`` in host memory, contiguous."""
     if not _is_quick(x):
         return np.asarray(copied_to_host(x), order="C")
@@ -41,7 +41,7 @@ def brought(x: Array) -> np.ndarray:
 
 def on_host(x: Array) -> np.ndarray:
     """`arrays.to_host`, and quickly."""
-    return brought(x) if is_cupy(x) else to_host(x)
+    return to_host_memory(x) if is_cupy(x) else to_host(x)
 
 
 def bring_back(host: np.ndarray, target: Array) -> None:
@@ -151,7 +151,7 @@ def iallreduce(
             bring_back(staged, target)
 
     with Watchdog.of(world).watching("iallreduce", staged):  # the first one of an algorithm may wait for the others
-        return Progress.of(world).start(then_copied_back(), staged)
+        return ProgressEngine.of(world).start(then_copied_back(), staged)
 
 
 def reduce_scatter(
@@ -396,7 +396,7 @@ def _planned(operation: str, x: Array, op: str | Monoid, algorithm: str, world: 
         with world.meeting(), Watchdog.of(world).watching(operation, x):
             if algorithm == "auto" and not registry.is_loaded(world):
                 # To choose, ranks tell each other of their nodes: first all must have made this call.
-                progress = Progress.of(world)
+                progress = ProgressEngine.of(world)
                 progress.finish()
                 progress.calls.agree(_call(operation, x, op, algorithm, root))
             plan = _validated(operation, x, op, algorithm, world, root)
@@ -504,4 +504,4 @@ def _staged(operation: str, target: Array, where: str = "x") -> np.ndarray:
         return target
     _check_array(operation, where, target)
     _check_writeable(operation, where, target)
-    return brought(target)
+    return to_host_memory(target)

@@ -75,7 +75,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineModel:
     """What predictions depend on, beside the topology."""
 
     inside: Link
@@ -95,7 +95,7 @@ class Machine:
     by_size: tuple[Rates, ...] = ()
     """Where they depend on it, ``(nbytes, copy, gamma)`` of some sizes of a rank's array, the least first."""
 
-    def at(self, nbytes: float) -> Machine:
+    def at(self, nbytes: float) -> MachineModel:
         """The same machine for arrays of ``nbytes``, which its caches hold or not."""
         if not self.by_size:
             return self
@@ -122,7 +122,7 @@ class Topology:
         return len(self.local_sizes)
 
 
-ETHERNET = Machine(
+ETHERNET = MachineModel(
     inside=Link(1e-6, 1e-10, 1e-11),
     across=Link(20e-6, 8e-10, 8e-10),
     copy_s_per_byte=1e-10,
@@ -136,7 +136,7 @@ FABRIC = replace(ETHERNET, across=Link(2e-6, 8e-11, 8e-11))
 """An adapter for remote memory access, 100 Gbit/s."""
 
 
-def assumed(topology: Topology, base: Machine = ETHERNET) -> Machine:
+def assumed(topology: Topology, base: MachineModel = ETHERNET) -> MachineModel:
     """The machine that is taken where nothing was measured: `ETHERNET`, or `FABRIC` where nodes have such adapters."""
     at_once_s_per_byte = max(topology.local_sizes) * base.inside.shared_s_per_byte
     return replace(base, copy_s_per_byte=max(base.copy_s_per_byte, at_once_s_per_byte))
@@ -171,7 +171,7 @@ class Load:
     a_rank: int = 1
     """That the busiest rank receives."""
 
-    def cost(self, nbytes: float, machine: Machine) -> Cost:
+    def cost(self, nbytes: float, machine: MachineModel) -> Cost:
         """What the stage costs with messages of ``nbytes``."""
         posted_s = self.a_rank * machine.message_s
         network_s, core_s = (
@@ -250,7 +250,7 @@ def double_levels(topology: Topology) -> tuple[Load, ...]:
     return tuple(_load(source, dest, topology) for source, dest in sources_and_dests)
 
 
-Formula = Callable[[float, Topology, Machine], Cost]
+Formula = Callable[[float, Topology, MachineModel], Cost]
 """What so many bytes cost, sent as one segment."""
 
 
@@ -258,32 +258,32 @@ def _busy(seconds: float) -> Cost:
     return Cost(seconds, 0.0, seconds)
 
 
-def _reduced(nbytes: float, of: Machine) -> Cost:
+def _reduced(nbytes: float, of: MachineModel) -> Cost:
     return _busy(nbytes * of.gamma_s_per_byte)
 
 
-def _moving(of: Machine) -> Machine:
+def _moving(of: MachineModel) -> MachineModel:
     """The same machine for what is not reduced."""
     return replace(of, gamma_s_per_byte=0.0)
 
 
-def _ring_reduce_scatter(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _ring_reduce_scatter(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """(n - 1) (alpha + S / n (beta + gamma)) (Patarasu and Yuan, 2009, section 3)."""
     part = nbytes / on.ranks
     return (on.ranks - 1) * (neighbours(on).cost(part, of) + _reduced(part, of))
 
 
-def _ring_allgather(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _ring_allgather(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """(n - 1) (alpha + S / n beta) (Thakur et al., 2005, section 4.1)."""
     return _ring_reduce_scatter(nbytes, on, _moving(of))
 
 
-def _ring(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _ring(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """2 (n - 1) alpha + 2 (n - 1) / n S beta + (n - 1) / n S gamma (Patarasu and Yuan, 2009, section 3)."""
     return _ring_reduce_scatter(nbytes, on, of) + _ring_allgather(nbytes, on, of)
 
 
-def _both_ways(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _both_ways(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """A ring already sends and receives at once, so halves in two directions only double the messages."""
     return _ring(nbytes, on, of) + _busy(2 * (on.ranks - 1) * of.message_s)
 
@@ -293,19 +293,19 @@ def _folded(on: Topology) -> bool:
     return on.ranks & (on.ranks - 1) != 0
 
 
-def _fold(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _fold(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """2 alpha + S beta + S / 2 gamma: pairs exchange halves and hand one over (Rabenseifner, 2004, section 4)."""
     if not _folded(on):
         return Cost()
     return 2 * pairs(on).cost(nbytes / 2, of) + _reduced(nbytes / 2, of)
 
 
-def _unfold(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _unfold(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """alpha + S beta: the other rank of a pair gets the result."""
     return pairs(on).cost(nbytes, of) if _folded(on) else Cost()
 
 
-def _halving(nbytes: float, on: Topology, of: Machine, nearest_first: bool = True) -> Cost:
+def _halving(nbytes: float, on: Topology, of: MachineModel, nearest_first: bool = True) -> Cost:
     """log2 p alpha + (p - 1) / p S (beta + gamma), p the power of two (Thakur et al., 2005, section 4.3)."""
     distances = [1 << bit for bit in range(on.ranks.bit_length() - 1)]
     cost = Cost()
@@ -314,23 +314,23 @@ def _halving(nbytes: float, on: Topology, of: Machine, nearest_first: bool = Tru
     return cost
 
 
-def _halving_reduce_scatter(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _halving_reduce_scatter(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     far_first = _halving(nbytes, on, of, nearest_first=False)
     return _fold(nbytes, on, of) + far_first + _unfold(nbytes / on.ranks, on, of)
 
 
-def _doubling(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _doubling(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """log2 n alpha + (n - 1) / n S beta: the way back from halving (Thakur et al., 2005, section 4.1)."""
     return _halving(nbytes, on, _moving(of), nearest_first=False) + _unfold(nbytes, on, of)
 
 
-def _halving_doubling(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _halving_doubling(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """2 log2 p alpha + 2 (p - 1) / p S beta + (p - 1) / p S gamma (Thakur et al., 2005, section 4.5)."""
     there, back = _halving(nbytes, on, of), _halving(nbytes, on, _moving(of))
     return _fold(nbytes, on, of) + there + back + _unfold(nbytes, on, of)
 
 
-def _recursive_doubling(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _recursive_doubling(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """log2 n (alpha + S beta + S gamma), for short arrays (Thakur et al., 2005, section 4.5)."""
     cost = _unfold(nbytes, on, of) + _reduced(nbytes, of) if _folded(on) else Cost()
     for bit in range(on.ranks.bit_length() - 1):
@@ -338,12 +338,12 @@ def _recursive_doubling(nbytes: float, on: Topology, of: Machine) -> Cost:
     return cost + _unfold(nbytes, on, of)
 
 
-def _tree_up(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _tree_up(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """log2 n (alpha + S beta + S gamma) (Chan et al., 2007, section 4.1)."""
     return sum((load.cost(nbytes, of) + _reduced(nbytes, of) for load in levels(on)), Cost())
 
 
-def _tree_down(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _tree_down(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """log2 n (alpha + S beta) (Chan et al., 2007, section 4.1)."""
     return _tree_up(nbytes, on, _moving(of))
 
@@ -353,11 +353,11 @@ def _up_and_down(up: Cost, down: Cost) -> Cost:
     return Cost(up.alone_s + down.alone_s, max(up.network_s, down.network_s), up.core_s + down.core_s)
 
 
-def _tree(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _tree(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     return _up_and_down(_tree_up(nbytes, on, of), _tree_down(nbytes, on, of))
 
 
-def _double_tree(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _double_tree(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """2 log2 n steps for the first segment; a rank receives and sends 2 S at most (Sanders et al., 2009, section 3).
 
     A rank is an inner one in one tree alone. There it receives and reduces halves of two children and gets one result
@@ -372,46 +372,46 @@ def _double_tree(nbytes: float, on: Topology, of: Machine) -> Cost:
     return replace(both, core_s=core.core_s)
 
 
-def _reference(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _reference(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """alpha + (n - 1) S (beta + gamma): all send all to all."""
     return everybody(on).cost(nbytes, of) + (on.ranks - 1) * _reduced(nbytes, of)
 
 
-def _reference_moving(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _reference_moving(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """alpha + (n - 1) S / n beta: all send their parts to all."""
     return everybody(on).cost(nbytes / on.ranks, of)
 
 
-def _reference_broadcast(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _reference_broadcast(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """alpha + (n - 1) S beta: the root sends to all."""
     n, local = on.ranks, on.local_sizes[0]
     return Load(n - local, local - 1, n - 1).cost(nbytes, of)
 
 
-def _shared_reduce_scatter(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _shared_reduce_scatter(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """2 waits a chunk, (n - 1) / n S copied to where others read it, and (n - 1) / n S reduced."""
     chunks = max(1, -(-int(nbytes) // intra_node.CHUNK_NBYTES))
     share = (on.ranks - 1) / on.ranks * nbytes
     return _busy(2 * chunks * of.wait_s + share * of.copy_s_per_byte) + _reduced(share, of)
 
 
-def _shared(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _shared(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """The same, and (n - 1) / n S copied back: a reduce-scatter and an allgather in memory."""
     return _shared_reduce_scatter(nbytes, on, of) + _busy((on.ranks - 1) / on.ranks * nbytes * of.copy_s_per_byte)
 
 
-def _shared_allgather(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _shared_allgather(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """1 wait a chunk, S / n copied to where others read it, and (n - 1) / n S from there."""
     chunks = max(1, -(-int(nbytes) // (intra_node.CHUNK_NBYTES * on.ranks)))
     return _busy(chunks * of.wait_s + nbytes * of.copy_s_per_byte)
 
 
-def _shared_broadcast(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _shared_broadcast(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """1 wait a chunk, S copied by the root to where others read it, and S from there."""
     return _shared_allgather(nbytes, on, of) + _busy(nbytes * of.copy_s_per_byte)
 
 
-def _hierarchical(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _hierarchical(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """Staged, summed and taken in memory; between, r rings of m ranks share a link: 2 (m - 1) (alpha + S / m beta).
 
     A rank reduces its shard S / r over its node and in its ring (Cho et al., "BlueConnect", 2019).
@@ -426,12 +426,12 @@ def _hierarchical(nbytes: float, on: Topology, of: Machine) -> Cost:
     return memory + 3 * _busy(of.wait_s + of.message_s) + network
 
 
-def _scatter_allgather(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _scatter_allgather(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """(log2 n + n - 1) alpha + 2 (n - 1) / n S beta, for long broadcasts (Thakur et al., 2005, section 4.2)."""
     return _doubling(nbytes, on, of) + _ring_allgather(nbytes, on, of)
 
 
-def _halving_gather(nbytes: float, on: Topology, of: Machine) -> Cost:
+def _halving_gather(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """2 log2 n alpha + 2 (n - 1) / n S beta + (n - 1) / n S gamma, for long reduces (Thakur et al., 2005, 4.4)."""
     return _halving_reduce_scatter(nbytes, on, of) + _doubling(nbytes, on, of)
 
@@ -491,7 +491,7 @@ _OURS: dict[str, dict[str, tuple[Formula, Callable[[Topology], float]]]] = {
 
 
 def predicted_s(
-    collective: str, algorithm: str, nbytes: int, topology: Topology, machine: Machine | None = None
+    collective: str, algorithm: str, nbytes: int, topology: Topology, machine: MachineModel | None = None
 ) -> float:
     """Seconds of a collective over all ranks of ``topology``.
 
@@ -532,7 +532,7 @@ def model_choice(
     dtype_itemsize: int,
     topology: Topology,
     candidates: Iterable[str],
-    machine: Machine | None = None,
+    machine: MachineModel | None = None,
 ) -> str:
     """The algorithm of ``candidates`` for worlds in which nothing was measured.
 

@@ -26,8 +26,8 @@ import itertools
 import numpy as np
 
 from ..comm import Reduction, Request, World
-from ..comm.communicator import Steps, Until, bounds
-from ..comm.shared_memory import Milestones, NodeMemory
+from ..comm.communicator import PolledRequest, Steps, bounds
+from ..comm.shared_memory import NodeMemory, ProgressCounters
 from ..comm.tasks import LANES, MESSAGE_NBYTES, segments, together
 from . import ring
 
@@ -47,7 +47,7 @@ class _Lane:
 
     def __init__(self, memory: NodeMemory, rails: int, nbytes: int) -> None:
         self._memory, self._rails = memory, rails
-        self._milestones = Milestones(memory)
+        self._milestones = ProgressCounters(memory)
         self._rows = memory.alloc((memory.size, nbytes), np.uint8)
         self._passed = 0
         self._staged = self._total = self._rows
@@ -56,7 +56,7 @@ class _Lane:
 
     def _arrived(self, number: int) -> Request:
         """That every rank of the node has posted ``number``."""
-        return Until(lambda: self._milestones.reached(number))
+        return PolledRequest(lambda: self._milestones.reached(number))
 
     def _post(self) -> int:
         self._passed += 1
@@ -109,7 +109,7 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
         nonlocal begun
         ticket, lane.tickets = lane.tickets, lane.tickets + 1
         # Staging everything before anything is sent would leave the network idle meanwhile.
-        yield [Until(lambda: begun >= number and lane.served == ticket)]
+        yield [PolledRequest(lambda: begun >= number and lane.served == ticket)]
         try:
             for piece in pieces[number :: len(lanes)]:
                 yield from lane.stage(piece, op)

@@ -16,7 +16,7 @@ from .. import kernels
 from ..comm import Reduction, World
 from ..comm.communicator import OPS, Steps, split
 from ..comm.consistency import Call, Calls, InMemory
-from ..comm.tasks import drive
+from ..comm.tasks import run_until_complete
 from ..core.arrays import words
 from ..errors import UnsupportedError
 
@@ -59,12 +59,12 @@ class _Staging:
         """Reduce ``flat``, shape ``(count,)``, in place, blocking; nothing else may be under way."""
         staging = self._sums.get(flat.dtype) if op in ("sum", "mean") else None
         if staging is None:
-            drive(self.allreduce(flat, op, call, patient=True))
+            run_until_complete(self.allreduce(flat, op, call, patient=True))
             return
         self._calls.be_patient()
         exchange = self._sum_by_all if flat.nbytes <= self._by_all_nbytes else self._sum_by_owners
         while (met := exchange(flat, staging, self._counters, self._state, call.signature)) != self._done:
-            drive(self._not_yet(met, call))
+            run_until_complete(self._not_yet(met, call))
         if op == "mean":
             flat /= flat.dtype.type(self._memory.size)
 
@@ -74,7 +74,7 @@ class _Staging:
         calls.be_patient()
         parts, counters, state, kind = self._parts, self._counters, self._state, call.signature
         while (met := self._share(flat, first, last, parts, counters, n, state, kind)) != self._done:
-            drive(self._not_yet(met, call))
+            run_until_complete(self._not_yet(met, call))
 
     def allreduce(self, flat: np.ndarray, op: str, call: Call, patient: bool) -> Steps:
         """Reduce ``flat``, shape ``(count,)``, in place; a ``patient`` machine waits in the kernels."""

@@ -30,11 +30,11 @@ from .. import kernels
 from ..comm import Reduction, World
 from ..comm.communicator import OPS, Steps
 from ..comm.consistency import Call, on_rank_0
-from ..comm.tasks import Progress, drive
+from ..comm.tasks import ProgressEngine, run_until_complete
 from ..core.files import own_part_of, replaced
 from ..errors import ConfigError, HpcdpError, UnsupportedError, reason, to_stderr
-from . import cost_model, halving_doubling, hierarchical, intra_node, naive, native, recursive_doubling, ring, tree
-from .cost_model import ETHERNET, FABRIC, Link, Machine, Topology, assumed
+from . import cost_model, halving_doubling, hierarchical, intra_node, mpi_native, naive, recursive_doubling, ring, tree
+from .cost_model import ETHERNET, FABRIC, Link, MachineModel, Topology, assumed
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Algorithm:
     def machine(self, world: World, call: Call, x: np.ndarray, *others: object) -> Steps:
         """Return one that is still to be driven; ``x`` and the ``others`` are the collective's arguments."""
         assert self.steps is not None
-        progress = Progress.of(world)
+        progress = ProgressEngine.of(world)
         if self.prepare is not None and self.prepare not in progress.prepared:
             self._prepare(world, call)
         if self.compares:
@@ -86,7 +86,7 @@ class Algorithm:
             self._run(world, call, x, *others)
 
     def _run(self, world: World, call: Call, x: np.ndarray, *others: object) -> None:
-        progress = Progress.of(world)
+        progress = ProgressEngine.of(world)
         watchdog = progress.watchdog
         watchdog.calls += 1
         watched = call.operation, x
@@ -103,12 +103,12 @@ class Algorithm:
             if self.blocking is not None:
                 self.blocking(x, *others, world)
             elif self.steps is not None:
-                drive(self.steps(x, *others, world, progress.tag(call.signature)))
+                run_until_complete(self.steps(x, *others, world, progress.tag(call.signature)))
         finally:
             watchdog.leave(watched)
 
     def _prepare(self, world: World, call: Call) -> None:
-        progress = Progress.of(world)
+        progress = ProgressEngine.of(world)
         progress.finish()
         progress.calls.agree(call)
         self.prepare(world)  # type: ignore[misc]
@@ -143,7 +143,7 @@ def _by_name(*algorithms: Algorithm) -> dict[str, Algorithm]:
 ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "allreduce": _by_name(
         _flat("reference", naive.allreduce),
-        Algorithm("native", native.allreduce_steps, native.allreduce, any_monoid=False),
+        Algorithm("native", mpi_native.allreduce_steps, mpi_native.allreduce, any_monoid=False),
         _shared(intra_node.allreduce, intra_node.allreduce_steps, any_monoid=False),
         _flat("ring", ring.allreduce),
         _flat("bidirectional", ring.bidirectional_allreduce),
@@ -157,26 +157,26 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     ),
     "reduce_scatter": _by_name(
         _flat("reference", naive.reduce_scatter),
-        Algorithm("native", None, native.reduce_scatter, any_monoid=False),
+        Algorithm("native", None, mpi_native.reduce_scatter, any_monoid=False),
         _shared(intra_node.reduce_scatter, intra_node.reduce_scatter_steps, any_monoid=False),
         _flat("ring", ring.reduce_scatter),
         _flat("halving_doubling", halving_doubling.reduce_scatter),
     ),
     "allgather": _by_name(
         _flat("reference", naive.allgather),
-        Algorithm("native", None, native.allgather),
+        Algorithm("native", None, mpi_native.allgather),
         _shared(intra_node.allgather),
         _flat("ring", ring.allgather),
     ),
     "broadcast": _by_name(
         _flat("reference", naive.broadcast),
-        Algorithm("native", None, native.broadcast),
+        Algorithm("native", None, mpi_native.broadcast),
         _shared(intra_node.broadcast),
         _flat("tree", tree.broadcast),
     ),
     "reduce": _by_name(
         _flat("reference", naive.reduce),
-        Algorithm("native", None, native.reduce, spares_input=True, any_monoid=False),
+        Algorithm("native", None, mpi_native.reduce, spares_input=True, any_monoid=False),
         _shared(intra_node.reduce, any_monoid=False),
         _flat("tree", tree.reduce),
     ),
@@ -257,7 +257,7 @@ def topology(world: World) -> Topology:
     return Topology(tuple(found["ranks_per_node"]), found["shared_memory"], bool(crowded(world)))
 
 
-def machine(world: World) -> Machine:
+def machine(world: World) -> MachineModel:
     """What was measured of links and cores in ``world``, else what is assumed; every rank must call the first time."""
     table = loaded(world)
     if table is None:
@@ -275,10 +275,10 @@ def crowded(world: World) -> str:
     return f"{full[-1][0]} ranks share {full[-1][1]} core{'s' if full[-1][1] > 1 else ''}" if full else ""
 
 
-def _machine(values: dict[str, Any]) -> Machine:
+def _machine(values: dict[str, Any]) -> MachineModel:
     inside, across = (Link(**_seconds(values[name])) for name in ("inside", "across"))
     rest = {name: value for name, value in values.items() if name not in ("inside", "across")}
-    return Machine(inside, across, **_seconds(rest))
+    return MachineModel(inside, across, **_seconds(rest))
 
 
 def _seconds(values: dict[str, Any]) -> dict[str, Any]:
@@ -411,7 +411,7 @@ def _is_row(row: Any, algorithms: Container[str]) -> bool:
     return known and all(name in each for each in needed for name in ("native", chosen))  # type: ignore[operator]
 
 
-def make(world: World, measured: Machine, choices: dict[str, list[list[Any]]], details: Any) -> Table:
+def make(world: World, measured: MachineModel, choices: dict[str, list[list[Any]]], details: Any) -> Table:
     """A table for ``world`` of what was measured there; every rank must call the first time."""
     return {
         "version": VERSION,

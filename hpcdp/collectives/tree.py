@@ -59,7 +59,7 @@ SEGMENT_NBYTES = MESSAGE_NBYTES
 
 
 @dataclass(frozen=True)
-class Place:
+class TreePlace:
     """A rank's neighbours in a tree."""
 
     parent: int | None
@@ -68,16 +68,16 @@ class Place:
     """In the order in which their sums are added."""
 
 
-def binomial(rank: int, n: int, root: int) -> Place:
+def binomial(rank: int, n: int, root: int) -> TreePlace:
     """The place of ``rank`` in the binomial tree over ``n`` ranks."""
     number = (rank - root) % n
     lowest = number & -number or 1 << (n - 1).bit_length()
     distances = [1 << bit for bit in range(lowest.bit_length() - 1) if number + (1 << bit) < n]
     parent = None if number == 0 else (number - lowest + root) % n
-    return Place(parent, tuple((number + distance + root) % n for distance in distances))
+    return TreePlace(parent, tuple((number + distance + root) % n for distance in distances))
 
 
-def reduce_segment(total: np.ndarray, op: Reduction, place: Place, comm: Communicator, tag: int) -> Steps:
+def reduce_segment(total: np.ndarray, op: Reduction, place: TreePlace, comm: Communicator, tag: int) -> Steps:
     """Reduce ``total``, shape ``(count,)``, into that of the root; elsewhere a partial result is left in it."""
     received = [np.empty_like(total) for _ in place.children]
     pairs = zip(received, place.children, strict=True)
@@ -89,14 +89,14 @@ def reduce_segment(total: np.ndarray, op: Reduction, place: Place, comm: Communi
         yield [comm.isend(total, place.parent, tag)]
 
 
-def broadcast_segment(x: np.ndarray, place: Place, comm: Communicator, tag: int) -> Steps:
+def broadcast_segment(x: np.ndarray, place: TreePlace, comm: Communicator, tag: int) -> Steps:
     """Overwrite ``x``, shape ``(count,)``, with that of the root."""
     if place.parent is not None:
         yield [comm.irecv(x, place.parent, tag)]
     yield [comm.isend(x, child, tag) for child in reversed(place.children)]
 
 
-def allreduce_segment(x: np.ndarray, op: Reduction, place: Place, comm: Communicator, tag: int) -> Steps:
+def allreduce_segment(x: np.ndarray, op: Reduction, place: TreePlace, comm: Communicator, tag: int) -> Steps:
     """Reduce ``x``, shape ``(count,)``, in place over all ranks."""
     total = op.widened(x)
     yield from reduce_segment(total, op, place, comm, tag)
@@ -141,20 +141,20 @@ def reduce(x: np.ndarray, op: Reduction, root: int, comm: Communicator, tag: int
 """Longer halves go in segments of about so many bytes."""
 
 
-def in_order_tree(number: int, n: int) -> Place:
+def in_order_tree(number: int, n: int) -> TreePlace:
     """The place of ``number`` in the first tree over ``n`` ranks."""
     if number == 0:
-        return Place(None, (1 << (n - 1).bit_length() - 1,) if n > 1 else ())
+        return TreePlace(None, (1 << (n - 1).bit_length() - 1,) if n > 1 else ())
     lowest = number & -number
     above = (number ^ lowest) | (lowest << 1)
     parent = above if above < n else number ^ lowest
     half = lowest >> 1
     if not half:
-        return Place(parent, ())
+        return TreePlace(parent, ())
     right = half
     while number + right >= n and right:
         right >>= 1
-    return Place(parent, (number - half, number + right) if right else (number - half,))
+    return TreePlace(parent, (number - half, number + right) if right else (number - half,))
 
 
 def tree_numbers(rank: int, n: int) -> tuple[int, int]:
@@ -162,7 +162,7 @@ def tree_numbers(rank: int, n: int) -> tuple[int, int]:
     return rank, n - 1 - rank if n % 2 == 0 else (rank - 1) % n
 
 
-def double_trees(rank: int, n: int) -> tuple[Place, Place]:
+def double_trees(rank: int, n: int) -> tuple[TreePlace, TreePlace]:
     """The places of ``rank`` in both trees over ``n`` ranks."""
 
     def numbered(number: int) -> int:
@@ -171,7 +171,7 @@ def double_trees(rank: int, n: int) -> tuple[Place, Place]:
 
     first, second = (in_order_tree(number, n) for number in tree_numbers(rank, n))
     parent = None if second.parent is None else numbered(second.parent)
-    return first, Place(parent, tuple(numbered(child) for child in second.children))
+    return first, TreePlace(parent, tuple(numbered(child) for child in second.children))
 
 
 def double_tree_allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
@@ -179,7 +179,7 @@ def double_tree_allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag:
     machines: list[Steps] = []
     for place, half in zip(double_trees(comm.rank, comm.size), split(x, 2), strict=True):
 
-        def segment(piece: np.ndarray, own_tag: int, place: Place = place) -> Steps:
+        def segment(piece: np.ndarray, own_tag: int, place: TreePlace = place) -> Steps:
             return allreduce_segment(piece, op, place, comm, own_tag)
 
         machines += in_lanes(segments(half, SEGMENT_NBYTES), segment, tag + len(machines))

@@ -386,7 +386,7 @@ StepsTo = Generator[Sequence[Request], None, T]
 _YIELDS, _NAP_S = 10, 50e-6
 
 
-class Until:
+class PolledRequest:
     """That ``test()`` has become true: a request for what is no message.
 
     Args:

@@ -37,7 +37,7 @@ import numpy as np
 
 from .. import errors, kernels
 from ..errors import HpcdpError, MismatchError, listed
-from .communicator import OPERATION_BITS, Communicator, Reduction, Steps, Until, exchange_of, make_tag, split
+from .communicator import OPERATION_BITS, Communicator, PolledRequest, Reduction, Steps, exchange_of, make_tag, split
 from .shared_memory import NodeMemory
 
 if TYPE_CHECKING:
@@ -420,7 +420,7 @@ class InMemory:
     def turn(self, ticket: int, patient: bool) -> Steps:
         """Wait for the turn of an exchange; a ``patient`` one waits in the kernels. Call `end` after it."""
         if self._served != ticket:
-            yield [Until(lambda: self._served == ticket)]
+            yield [PolledRequest(lambda: self._served == ticket)]
         self.be_patient(patient)
 
     def end(self) -> None:
@@ -560,7 +560,7 @@ class ByMessages:
             yield from exchange
         finally:  # the others of a failed one fail as well
             if self._served != ticket:
-                yield [Until(lambda: self._served == ticket)]
+                yield [PolledRequest(lambda: self._served == ticket)]
             self._served += 1
 
     def _next_tag(self) -> int:

@@ -46,10 +46,10 @@ from ..core.environment import apart
 from ..errors import ConfigError, DeviceError, UnsupportedError
 from ..kernels.cuda import reduce
 from ..kernels.reference.reduce import EVERY_ROW, SUM
-from .communicator import Communicator, Steps, Until, split
+from .communicator import Communicator, PolledRequest, Steps, split
 from .consistency import on_every_rank
 from .gpu_transports import SUMMED_KINDS, Part, RowSize
-from .shared_memory import Milestones, NodeMemory
+from .shared_memory import NodeMemory, ProgressCounters
 from .world import World
 
 SETTING = "HPCDP_GPU_MESSAGES"
@@ -58,7 +58,7 @@ MESSAGES = ("auto", "direct", "staged")
 memory."""
 
 _COUNTS = (100, 1 << 17)
-"""Of int64: what a library sends at once, and the longest message of `data_parallel.gpu`."""
+"""Of int64: what a library sends at once, and the longest message of `data_parallel.gpu_reduction`."""
 _TIMED, _IN_FLIGHT, _TURNS = 1 << 20, 4, 3
 """Of float32, in so many messages at once."""
 _LIMIT_S = 120.0
@@ -241,8 +241,8 @@ class CudaIpc:
         self.comm, self.memory, self.streams = comm, memory, streams
         self.is_leader = comm.rank == _LEADER
         self._streams_of_rows = [streams.stream() for _ in sizes]
-        self.written = Milestones(memory, max(len(sizes), 1))
-        self.summed = Milestones(memory, max(len(sizes), 1))
+        self.written = ProgressCounters(memory, max(len(sizes), 1))
+        self.summed = ProgressCounters(memory, max(len(sizes), 1))
         self._cupy: Any = importlib.import_module("cupy")
         self._allocated: list[int] = []
         self._mapped: list[int] = []
@@ -362,17 +362,17 @@ class IpcRows:
         node, streams, number = self._node, self._node.streams, self._number
         self._round += 1
         if not node.is_leader:
-            yield [Until(lambda: streams.is_idle(self.stream) and all(map(streams.query, after)), _YIELDS)]
+            yield [PolledRequest(lambda: streams.is_idle(self.stream) and all(map(streams.query, after)), _YIELDS)]
         node.written.post(self._round, number)
         if node.is_leader:
-            yield [Until(lambda: node.written.reached(self._round, number), _YIELDS)]
+            yield [PolledRequest(lambda: node.written.reached(self._round, number), _YIELDS)]
             streams.wait_events(self.stream, after)
             with streams.on_device(), self.stream:
                 work()
-            yield [Until(lambda: streams.is_idle(self.stream), _YIELDS)]
+            yield [PolledRequest(lambda: streams.is_idle(self.stream), _YIELDS)]
             node.summed.post(self._round, number)
         else:
-            yield [Until(lambda: node.summed.reached(self._round, number, ranks=_LEADER + 1), _YIELDS)]
+            yield [PolledRequest(lambda: node.summed.reached(self._round, number, ranks=_LEADER + 1), _YIELDS)]
 
     def reduce_scatter(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
         def work() -> None:

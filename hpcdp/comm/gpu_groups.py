@@ -31,7 +31,19 @@ from ..errors import DeviceError
 from .communicator import Communicator, Steps, StepsTo
 from .consistency import on_every_rank
 from .cuda_memory import CudaIpc, IpcRows
-from .gpu_transports import NodeRows, Offer, OwnedPart, Part, RowSize, Way, by_gpu, choose, lone_rows, offers, own_offer
+from .gpu_transports import (
+    GpuTransport,
+    NodeRows,
+    Offer,
+    OwnedPart,
+    Part,
+    RowSize,
+    by_gpu,
+    choose,
+    lone_rows,
+    offers,
+    own_offer,
+)
 from .nccl import Nccl, NcclGroup, NcclRows, require_rows
 from .world import World
 
@@ -177,7 +189,7 @@ class _Given:
             self.group.close()
 
 
-def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequence[NodeRows], Way]:
+def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequence[NodeRows], GpuTransport]:
     """Rows on this rank's GPU, and how they are summed over its node; every rank of the world must call.
 
     Where some node can go no way, no node does: all ranks have a `LoneRow` for each size then, and rank 0 warns.
@@ -197,17 +209,17 @@ def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequ
     way, why = choose(found)
     own = found[comm.rank].bus_id
     everyone = world.comm.allgather_json([way.name, why, world.node, own])
-    reasons = [reason for name, reason, *_ in everyone if name == Way.HOST.name]
+    reasons = [reason for name, reason, *_ in everyone if name == GpuTransport.HOST.name]
     if reasons:
         if world.rank == 0:
-            warnings.warn(f"gradients on GPUs are summed {Way.HOST.value}: {reasons[0]}", stacklevel=6)
-        return lone_rows(streams, sizes), Way.HOST
+            warnings.warn(f"gradients on GPUs are summed {GpuTransport.HOST.value}: {reasons[0]}", stacklevel=6)
+        return lone_rows(streams, sizes), GpuTransport.HOST
 
-    several = any(name == Way.GROUPS.name for name, *_ in everyone)
+    several = any(name == GpuTransport.GROUPS.name for name, *_ in everyone)
     parts = _parts_by_gpu(world, [(node, bus_id) for _, _, node, bus_id in everyone]) if several else None
 
     def make_group() -> NcclGroup | CudaIpc | GpuGroups | None:
-        if way is Way.GROUPS:
+        if way is GpuTransport.GROUPS:
             assert parts is not None
             groups = by_gpu(found)
             firsts = [found[ranks[0]] for ranks in groups]
@@ -217,10 +229,10 @@ def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequ
                 return _communicator(parts.firsts, streams, firsts, world.rank).group(sizes, arrays)
 
             return GpuGroups(parts.shared, groups, comm, streams, sizes, between)
-        if way is Way.NCCL:
+        if way is GpuTransport.NCCL:
             require_rows(sizes)
             return _communicator(world, streams, found, world.rank).group(sizes)
-        return CudaIpc(comm, memory, streams, sizes) if way is Way.CUDA_IPC else None
+        return CudaIpc(comm, memory, streams, sizes) if way is GpuTransport.CUDA_IPC else None
 
     group = on_every_rank(world.comm, make_group)  # or other nodes would wait for one that has failed
     if isinstance(group, NcclGroup):

@@ -31,7 +31,7 @@ from . import world
 from .communicator import Communicator, Steps, bounds
 
 
-class Way(Enum):
+class GpuTransport(Enum):
     """How a node's ranks sum what they have on their GPUs."""
 
     ALONE = "this node has one rank"
@@ -77,31 +77,37 @@ def offers(comm: Communicator, mine: Offer) -> list[Offer]:
     return [Offer(**each) for each in comm.allgather_json(asdict(mine))]
 
 
-def choose(found: Sequence[Offer]) -> tuple[Way, str]:
+def choose(found: Sequence[Offer]) -> tuple[GpuTransport, str]:
     """The way of a node whose ranks have these offers, and a word on why; alike on all ranks, which have the same."""
     if len(found) == 1:
-        return Way.ALONE, Way.ALONE.value
+        return GpuTransport.ALONE, GpuTransport.ALONE.value
     without = [rank for rank, each in enumerate(found) if not each.bus_id]
     if without:
-        return Way.HOST, f"local rank {without[0]} has no GPU"
+        return GpuTransport.HOST, f"local rank {without[0]} has no GPU"
     if not all(each.shares_memory for each in found):
-        return Way.HOST, "its ranks share no host memory, in which they say how far they are"
+        return GpuTransport.HOST, "its ranks share no host memory, in which they say how far they are"
     groups = by_gpu(found)
     for ranks in groups:
         if len({found[rank].uuid for rank in ranks}) > 1:
             first, second = ranks[:2]
-            return Way.HOST, f"local ranks {first} and {second} have instances of one GPU (MIG), which share no memory"
+            return (
+                GpuTransport.HOST,
+                f"local ranks {first} and {second} have instances of one GPU (MIG), which share no memory",
+            )
         if len({found[rank].pid for rank in ranks}) < len(ranks):
-            return Way.HOST, "its ranks are threads of one process, and CUDA IPC opens no handle of its own process"
+            return (
+                GpuTransport.HOST,
+                "its ranks are threads of one process, and CUDA IPC opens no handle of its own process",
+            )
     if len(groups) == 1:
-        return Way.CUDA_IPC, Way.CUDA_IPC.value
+        return GpuTransport.CUDA_IPC, GpuTransport.CUDA_IPC.value
     without = [rank for rank, each in enumerate(found) if not each.nccl]
     if without:
-        return Way.HOST, f"local rank {without[0]} has no NCCL; pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]'"
+        return GpuTransport.HOST, f"local rank {without[0]} has no NCCL; pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]'"
     versions = sorted({each.nccl for each in found})
     if len(versions) > 1:
-        return Way.HOST, f"its ranks have different versions of NCCL, {' and '.join(map(str, versions))}"
-    way = Way.NCCL if len(groups) == len(found) else Way.GROUPS
+        return GpuTransport.HOST, f"its ranks have different versions of NCCL, {' and '.join(map(str, versions))}"
+    way = GpuTransport.NCCL if len(groups) == len(found) else GpuTransport.GROUPS
     return way, way.value
 
 

@@ -82,7 +82,7 @@ _LAUNCHER = {
 }
 
 
-def refuse_lonely_world(library: str, size: int, environ: Mapping[str, str]) -> None:
+def check_singleton_world(library: str, size: int, environ: Mapping[str, str]) -> None:
     """Refuse a world of one whose innermost launcher started more processes; say why and what to do.
 
     The variable of the loaded MPI library's own launcher decides where it is set: inside ``mpirun`` in a batch job the
@@ -445,7 +445,7 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
     everyone = MpiCommunicator(MPI.COMM_WORLD.Dup())
     if everyone.size == 1:
         shared_memory.remove(everyone)
-    refuse_lonely_world(MPI.get_vendor()[0], everyone.size, os.environ)
+    check_singleton_world(MPI.get_vendor()[0], everyone.size, os.environ)
     workers = _count_workers(everyone, serves)
     abort_at_end = abort_when_one_fails(MPI.COMM_WORLD, workers) if everyone.size > 1 else None
     if everyone.size > 1:

@@ -31,10 +31,10 @@ import numpy as np
 from ..core.devices import Event, Streams
 from ..errors import DeviceError, UnsupportedError
 from ..kernels.cuda import elementwise
-from .communicator import Communicator, Steps, Until, wait_for
+from .communicator import Communicator, PolledRequest, Steps, wait_for
 from .consistency import on_rank_0
 from .gpu_transports import Offer, OwnedPart, Part, RowSize, refuse_shared
-from .shared_memory import Milestones, NodeMemory
+from .shared_memory import NodeMemory, ProgressCounters
 
 THINGS = 1024
 """So many may be told apart."""
@@ -49,8 +49,8 @@ class AgreedOrder:
 
     def __init__(self, memory: NodeMemory) -> None:
         self._decides = memory.rank == 0
-        self._ready = Milestones(memory, THINGS)
-        self._decided = Milestones(memory)
+        self._ready = ProgressCounters(memory, THINGS)
+        self._decided = ProgressCounters(memory)
         # None is overwritten too early: a thing is decided again only when all have started what it was decided for.
         self._decisions = memory.alloc((THINGS,), np.int64)
         self._rounds = np.zeros(THINGS, np.int64)
@@ -321,7 +321,7 @@ class NcclRows:
             node.check()
             return order.is_turn(self._number)
 
-        yield [Until(is_turn)]
+        yield [PolledRequest(is_turn)]
         node.streams.wait_events(self.stream, after)
         act()
         order.pass_on()

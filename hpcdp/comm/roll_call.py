@@ -38,7 +38,7 @@ _LOOKS = 2
 _MOST_NAMES = 8
 
 
-class Waiting(NamedTuple):
+class WaitingCall(NamedTuple):
     """A call in which a rank waits for all others."""
 
     kind: str
@@ -50,7 +50,7 @@ class Waiting(NamedTuple):
     text: str
     """What it is, for errors."""
 
-    def is_same(self, other: Waiting) -> bool:
+    def is_same(self, other: WaitingCall) -> bool:
         """Return whether two ranks wait in the same call."""
         return self[:3] == other[:3]
 
@@ -73,13 +73,13 @@ class DifferentCalls:
             ]
         )  # fmt: skip
         self._said, self._me, self._ranks, self._begun = memory.alloc((n,), said), memory.rank, ranks, begun
-        self._waiting: Waiting | None = None
+        self._waiting: WaitingCall | None = None
         self._number = 0
         self._suspects: dict[int, int] = {}
         """Local ranks that wait for this one and for which it waits, with how often they had looked when it was seen
         first."""
 
-    def look(self, waiting: Waiting | None, decides: bool = False) -> dict[int, Waiting]:
+    def look(self, waiting: WaitingCall | None, decides: bool = False) -> dict[int, WaitingCall]:
         """Say what this rank waits in, and look for ranks that wait for it in another call.
 
         Args:
@@ -107,7 +107,7 @@ class DifferentCalls:
             return self._waiting_in(found)
         return {}
 
-    def _say(self, waiting: Waiting | None) -> None:
+    def _say(self, waiting: WaitingCall | None) -> None:
         said, me = self._said, self._me
         self._waiting = waiting
         self._suspects.clear()
@@ -129,16 +129,16 @@ class DifferentCalls:
         looks = int(said["looks"][other])
         return looks - self._suspects.setdefault(other, looks) >= _LOOKS
 
-    def _call_of(self, local: int) -> Waiting:
+    def _call_of(self, local: int) -> WaitingCall:
         row = self._said[local]
         kind, text = row["kind"].decode(errors="ignore"), row["text"].decode(errors="ignore")
-        return Waiting(kind, int(row["item"]), int(row["number"]), text)
+        return WaitingCall(kind, int(row["item"]), int(row["number"]), text)
 
-    def _waiting_in(self, found: Iterable[int]) -> dict[int, Waiting]:
+    def _waiting_in(self, found: Iterable[int]) -> dict[int, WaitingCall]:
         return {self._ranks[local]: self._call_of(local) for local in found}
 
 
-def mismatch(waiting: Mapping[int, Waiting]) -> MismatchError:
+def mismatch(waiting: Mapping[int, WaitingCall]) -> MismatchError:
     """Return the error for ranks that wait for each other in different calls, by rank; the same on all of them."""
     first = min(waiting)
     others = [rank for rank in waiting if not waiting[rank].is_same(waiting[first])]
@@ -218,9 +218,9 @@ class _Roll:
         self.found: dict[int, str] = {}
         self.uncounted = 0
         """Missing ranks that are not named."""
-        self.waiting: Waiting | None = None
+        self.waiting: WaitingCall | None = None
         """What the root waits in, where ranks are asked for what they wait in, and not for how far they are."""
-        self.other: tuple[int, Waiting] | None = None
+        self.other: tuple[int, WaitingCall] | None = None
         """A rank that is behind this call, and waits in another one."""
 
     @property
@@ -248,7 +248,7 @@ class RollCall:
         comm: Communicator,
         look_s: float,
         about: Callable[[int], dict[int, str]],
-        differs: Callable[[Waiting], Waiting | None],
+        differs: Callable[[WaitingCall], WaitingCall | None],
     ) -> None:
         self.left: dict[int, int] = {}
         """Of each rank that has left, and has notified this one: how many calls it has begun."""
@@ -280,20 +280,20 @@ class RollCall:
             self._reporter = calls, self._comm.rank, time.monotonic()
         self._begin(roll)
 
-    def compare(self, waiting: Waiting) -> None:
+    def compare(self, waiting: WaitingCall) -> None:
         """Ask all ranks whether one waits in another call than this one; `compared` tells what comes of it."""
         self._numbers += 1
         self._own = roll = _Roll(self._comm.rank, self._numbers, _COMPARES, waiting.text.encode(), True, None)
         roll.waiting = waiting
         self._begin(roll)
 
-    def compared(self) -> tuple[int, Waiting] | None:
+    def compared(self) -> tuple[int, WaitingCall] | None:
         """Return a rank that waits in another call, and which. The roll call ends here."""
         own = self._own
         self.result()
         return None if own is None else own.other
 
-    def is_compared(self, waiting: Waiting) -> bool:
+    def is_compared(self, waiting: WaitingCall) -> bool:
         """Return whether a lower rank has asked about the same call."""
         number, rank = self._compared.get((waiting.kind, waiting.item), (0, 0))
         return number == waiting.number and rank < self._comm.rank
@@ -510,7 +510,7 @@ def _entries(said: Any) -> Iterator[tuple[int, int]]:
     return zip(said["ranks"][:named].tolist(), said["words"][:named].tolist(), strict=True)
 
 
-def _fields_of(waiting: Waiting | None) -> dict[str, Any]:
+def _fields_of(waiting: WaitingCall | None) -> dict[str, Any]:
     """Return what a message says of ``waiting``."""
     if waiting is None:
         return {}
@@ -518,6 +518,6 @@ def _fields_of(waiting: Waiting | None) -> dict[str, Any]:
     return {"compares": True, "kind_of_calls": kind.encode(), "item": item, "begun": number, "call": text.encode()}
 
 
-def _waiting_of(said: Any) -> Waiting:
+def _waiting_of(said: Any) -> WaitingCall:
     text = said["call"].decode(errors="ignore")
-    return Waiting(said["kind_of_calls"].decode(), int(said["item"]), int(said["begun"]), text)
+    return WaitingCall(said["kind_of_calls"].decode(), int(said["item"]), int(said["begun"]), text)

@@ -195,7 +195,7 @@ _SLEEP_NS = 50_000_000
 _TOKEN_BYTES = 16
 
 LINE_NUMBERS = 8
-"""So many float64 fill a cache line: a `Gate` holds no fewer."""
+"""So many float64 fill a cache line: a `NodeBarrier` holds no fewer."""
 
 
 class NodeMemory(Protocol):
@@ -234,7 +234,7 @@ def patience_for(ranks: int, cores: int) -> np.ndarray:
     return np.array([_SPINS_WITH_A_CORE_EACH if ranks <= cores else _SPINS_WITHOUT, _SLEEP_NS], np.int64)
 
 
-class Gate:
+class NodeBarrier:
     """Where a node's ranks wait for each other, on a counter each: about a microsecond when every rank has a core.
 
     Every rank of the node must make it and pass it in the same order.
@@ -294,7 +294,7 @@ class Gate:
         self._memory.check()
 
 
-class Milestones:
+class ProgressCounters:
     """How far every rank of a node has got with each of several things: numbers that only grow, for all to see.
 
     Every rank of the node must make it. Nothing is sent, and nobody needs to be asked.

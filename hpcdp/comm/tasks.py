@@ -6,7 +6,7 @@ A machine is a generator. It posts the messages of a stage together, yields thei
 them are complete; a local variable is its state. So an algorithm reads from top to bottom like a blocking one, and yet
 many of them can progress together, in any order, in one thread.
 
-Segments are pipelined in the same way: each lane of segments is a machine with a tag of its own, `Together` is a
+Segments are pipelined in the same way: each lane of segments is a machine with a tag of its own, `TaskGroup` is a
 request that is complete when all its machines have ended, and so one stage of a machine can be a whole set of others.
 """
 
@@ -38,7 +38,7 @@ _abandoned: list[object] = []
 """Requests that nobody waits for any more after an error: MPI may still write into their arrays."""
 
 
-def drive(steps: Steps) -> None:
+def run_until_complete(steps: Steps) -> None:
     """Run one machine to its end, blocking."""
     for stage in steps:
         try:
@@ -88,7 +88,7 @@ class Watched:
         wait_for(self.test)
 
 
-class Machine:
+class RunningTask:
     """One machine and the requests that it waits for."""
 
     __slots__ = ("_steps", "_waiting")
@@ -124,15 +124,15 @@ class Machine:
         return False
 
 
-class Together:
+class TaskGroup:
     """Machines that progress together, in any order; itself a request."""
 
     def __init__(self, machines: Iterable[Steps]) -> None:
-        self.running = [Machine(steps) for steps in machines]
+        self.running = [RunningTask(steps) for steps in machines]
 
     def add(self, steps: Steps) -> None:
         """Start one more machine."""
-        machine = Machine(steps)
+        machine = RunningTask(steps)
         if not machine.advance():
             self.running.append(machine)
 
@@ -156,7 +156,7 @@ def together(machines: Sequence[Steps]) -> Steps:
     if len(machines) == 1:
         yield from machines[0]
     else:
-        yield [Together(machines)]
+        yield [TaskGroup(machines)]
 
 
 LANES = 16
@@ -190,7 +190,7 @@ def in_lanes(
     return [one_after_another(lane) for lane in range(most)]
 
 
-class Progress:
+class ProgressEngine:
     """The operations of a world that have been started and have not ended, and the tags that tell them apart.
 
     Those of all worlds that are parts of one progress together: ranks may wait for them in different orders.
@@ -202,17 +202,17 @@ class Progress:
         self.prepared: set[object] = set()
         """What algorithms have had made in this world, see `Algorithm.prepare`."""
         self._signatures = world.comm.signatures
-        self._active = Together([])
+        self._active = TaskGroup([])
         self._turn = threading.RLock()
         """Of who lets `_active` progress: worlds may be used by different threads."""
         self._round = 0
-        self._all: list[weakref.ref[Progress]] = world.common.setdefault(Progress, [])
+        self._all: list[weakref.ref[ProgressEngine]] = world.common.setdefault(ProgressEngine, [])
         self._all[:] = [each for each in self._all if each() is not None]
         self._all.append(weakref.ref(self))
         world.under_way.add(self.finish)
 
     @classmethod
-    def of(cls, world: World) -> Progress:
+    def of(cls, world: World) -> ProgressEngine:
         """That of ``world``; every rank must call the first time."""
         return world.kept.get(cls) or world.keep(cls, lambda: cls(world))
 

@@ -46,10 +46,10 @@ from .roll_call import (
     Missing,
     Question,
     RollCall,
-    Waiting,
+    WaitingCall,
     mismatch,
 )
-from .shared_memory import LINE_NUMBERS, Gate, NodeMemory
+from .shared_memory import LINE_NUMBERS, NodeBarrier, NodeMemory
 
 if TYPE_CHECKING:
     from .world import World
@@ -150,7 +150,7 @@ class Watchdog:
         """The calls of all threads that have begun and not ended, in that order, by their identities."""
         self.calls = 0
         """How many calls this rank has begun."""
-        self.asked: Asked | None = None
+        self.asked: WatchedCall | None = None
         """What this rank asks for in vain now and then, between other things."""
         self.counts: dict[str, weakref.WeakMethod[Callable[[int], int]]] = {}
         """By kind of calls that no rank ends before all have begun them: how many of an item this rank has begun."""
@@ -168,7 +168,7 @@ class Watchdog:
         """What this rank was in at the last look."""
         self._lasted, self._told, self._is_left_to_others = 0.0, False, False
         self._gone_at: float | None = None
-        self._waiting: Waiting | None = None
+        self._waiting: WaitingCall | None = None
         """What this rank was in at the last look, where it waits for all others there."""
         self._asked_about: tuple[Any, ...] | None = None
         """The call in which this rank has asked those of other nodes what they wait in."""
@@ -206,7 +206,7 @@ class Watchdog:
             assert watchdog is not None  # it is who goes on with roll calls
             return watchdog._about(calls)
 
-        def differs(theirs: Waiting) -> Waiting | None:
+        def differs(theirs: WaitingCall) -> WaitingCall | None:
             watchdog = own()
             assert watchdog is not None
             return watchdog._differs(theirs)
@@ -349,7 +349,7 @@ class Watchdog:
                 self._is_left_to_others = not self._told
         return True
 
-    def _waits_in(self, call: tuple[Any, ...]) -> Waiting | None:
+    def _waits_in(self, call: tuple[Any, ...]) -> WaitingCall | None:
         """Return what ``call`` is for `DifferentCalls`; None where the main thread does not wait for all ranks."""
         counted = call[3] if len(call) > 3 else None
         if not _is_of_all(call) or self.call is not call or (counted is None and call[2:] not in ((), (None,))):
@@ -364,7 +364,7 @@ class Watchdog:
         text = _described(call)
         if not text.startswith(name):
             text = f"{owner}.{name} ({text})" if owner not in ("", name) else f"{name} ({text})"
-        return Waiting(kind, item, self._begun(kind, item), text.encode()[:TEXT_NBYTES].decode(errors="ignore"))
+        return WaitingCall(kind, item, self._begun(kind, item), text.encode()[:TEXT_NBYTES].decode(errors="ignore"))
 
     def _begun(self, kind: str, item: int) -> int:
         """Return how many calls of a kind this rank has begun; of what it does not have, or no longer, 0."""
@@ -376,7 +376,7 @@ class Watchdog:
         begun = None if method is None else method()
         return 0 if begun is None else begun(item)
 
-    def _differs(self, theirs: Waiting) -> Waiting | None:
+    def _differs(self, theirs: WaitingCall) -> WaitingCall | None:
         """Return what this rank waits in, where it has not begun what another one waits in."""
         is_there = self._waiting is not None and self._now() is self._watched_call
         return self._waiting if is_there and self._begun(theirs.kind, theirs.item) < theirs.number else None
@@ -402,7 +402,7 @@ class Watchdog:
             return True
         return False
 
-    def _waiting_on_other_nodes(self, waiting: Waiting, call: tuple[Any, ...]) -> dict[int, Waiting]:
+    def _waiting_on_other_nodes(self, waiting: WaitingCall, call: tuple[Any, ...]) -> dict[int, WaitingCall]:
         """Ask ranks of other nodes once in a call, and unless a lower rank does, in which one they wait."""
         roll, rank = self._roll, self._comm.rank
         if roll is None or self._asked_about is call or roll.is_compared(waiting):
@@ -684,7 +684,7 @@ def nobody() -> list[int]:
     return []
 
 
-class Asked(Protocol):
+class WatchedCall(Protocol):
     """Something that was started, and that is asked for until it is there."""
 
     call: tuple[Any, ...]
@@ -710,13 +710,13 @@ class _Watching:
         self._watchdog.leave(self._call)
 
 
-class WatchedGate(Gate):
+class WatchedBarrier(NodeBarrier):
     """A gate under the eyes of a watchdog.
 
     Args:
-        memory: see `Gate`.
+        memory: see `NodeBarrier`.
         watchdog: that of this rank.
-        most_numbers: see `Gate`.
+        most_numbers: see `NodeBarrier`.
     """
 
     def __init__(self, memory: NodeMemory, watchdog: Watchdog, most_numbers: int = LINE_NUMBERS) -> None:

@@ -144,7 +144,7 @@ def lie_together(x: Array, y: Array) -> bool:
     return array_namespace(x) is array_namespace(y) and Device.of(x) == Device.of(y)
 
 
-def brought(x: Array, like: Array) -> Array:
+def to_device_of(x: Array, like: Array) -> Array:
     """``x`` where ``like`` is: itself, if it is there, else a copy."""
     if lie_together(x, like):
         return x
@@ -155,13 +155,13 @@ def brought(x: Array, like: Array) -> Array:
     return from_host(to_host(x), like)
 
 
-def brought_values(x: Any, like: Array) -> Any:
+def values_on_device_of(x: Any, like: Array) -> Any:
     """``x`` for ``like`` to be given: arrays are `brought`, to a GPU also what NumPy takes for one; numbers stay."""
     if has_namespace(x):
-        return brought(x, like)
+        return to_device_of(x, like)
     if is_host(like) or isinstance(x, int | float | np.generic):
         return x
-    return brought(np.asarray(x), like)
+    return to_device_of(np.asarray(x), like)
 
 
 def _copied_between_gpus(cupy: Any, x: Array, index: int) -> Array:

@@ -25,7 +25,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from ..errors import ConfigError, HpcdpError, type_named
 from .arrays import Array, on_device_of
-from .devices import brought
+from .devices import to_device_of
 
 _held: dict[int, tuple[int, str]] = {}
 """By the address of the first byte of each: that behind the last one, and what a change would be."""
@@ -241,9 +241,9 @@ def take(where: str, own: Sharded, given: Any) -> None:
     for part, run, number in zip(own.parts, runs, range(len(runs)), strict=True):
         with on_device_of(part.values):
             if theirs is None:
-                part.values[...] = brought(given.reshape(-1)[run], part.values)
+                part.values[...] = to_device_of(given.reshape(-1)[run], part.values)
             elif not _same_memory(part.values, given.parts[number].values):
-                part.values[...] = brought(given.parts[number].values, part.values)
+                part.values[...] = to_device_of(given.parts[number].values, part.values)
 
 
 def _same_memory(x: Array, y: Array) -> bool:

@@ -27,7 +27,7 @@ from ..engine import Engine, Variable, default_engine
 from ..errors import ConfigError, type_named, whole_number
 from .augment import Augmentation
 from .datasets import ArrayDataset, Batch, Dataset, require_dataset
-from .samplers import BatchIndices, Position, Resumable, SharedSampler
+from .samplers import BatchIndices, Resumable, SamplerPosition, SharedSampler
 
 
 class _Slot:
@@ -207,7 +207,7 @@ class DataLoader:
         self.device = device
         self.dataset, self.sampler, self.prefetch = dataset, sampler, prefetch
         self.transform, self.augment, self._engine = transform, augment, engine
-        self._position = Position()
+        self._position = SamplerPosition()
 
     @property
     def epoch(self) -> int:

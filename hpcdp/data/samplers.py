@@ -110,7 +110,7 @@ class Loop:
     ended: bool = False
 
 
-class Position:
+class SamplerPosition:
     """Where loops over epochs are, and where the next one begins."""
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ from .policy import (
     update_scale,
 )
 from .profiling import EXPOSED, BucketTimes, CommunicationStats, GpuTimes
-from .sharded_update import Piece, lies_once_per_node
+from .sharded_update import UpdateRange, lies_once_per_node
 from .trainer import (
     MeanLosses,
     Trainer,
@@ -252,12 +252,12 @@ class GraphUpdate:
 
         self._trainer.step_by(update, count)
 
-    def _coefficients(self, piece: Piece) -> tuple[float, ...]:
+    def _coefficients(self, piece: UpdateRange) -> tuple[float, ...]:
         step, scale = self._now
         rule, own_step = piece.rule_at(step)
         return rule.kernel(own_step, scale)[1]
 
-    def _kernels(self) -> list[tuple[Piece, str]]:
+    def _kernels(self) -> list[tuple[UpdateRange, str]]:
         self._trainer.leave_out_unused(self._not_in_graph)
         names: dict[int, str] = {}
         found = []

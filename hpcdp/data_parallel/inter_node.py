@@ -20,7 +20,7 @@ from .. import kernels
 from ..collectives import compressed, halving_doubling, ring
 from ..comm import Communicator, Reduction, Request, World
 from ..comm.communicator import Messages, Steps, make_tag, resolve
-from ..comm.tasks import MESSAGE_NBYTES, drive, in_lanes, segments, together
+from ..comm.tasks import MESSAGE_NBYTES, in_lanes, run_until_complete, segments, together
 from ..compression import Compression, ErrorFeedback
 from ..core.arrays import Array, from_host, to_host
 from .buckets import Bucket, Slot
@@ -75,7 +75,7 @@ def _seconds(comm: Communicator, lengths: tuple[int, int], nbytes: int) -> tuple
         pairs = list(zip(segments(own, length), segments(received, length), strict=True))
         comm.barrier()
         begin = time.perf_counter()
-        drive(together(in_lanes(pairs, exchanged, make_tag(0, 0))))
+        run_until_complete(together(in_lanes(pairs, exchanged, make_tag(0, 0))))
         return time.perf_counter() - begin
 
     turns = [[seconds(length) for length in lengths] for _ in range(_TURNS)]

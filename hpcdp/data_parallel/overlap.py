@@ -26,9 +26,9 @@ from functools import partial
 from typing import Any
 
 from ..comm import World
-from ..comm.communicator import Steps, Until, wait_for
-from ..comm.shared_memory import Milestones, NodeMemory
-from ..comm.tasks import Machine
+from ..comm.communicator import PolledRequest, Steps, wait_for
+from ..comm.shared_memory import NodeMemory, ProgressCounters
+from ..comm.tasks import RunningTask
 from ..comm.watchdog import Watchdog
 from ..comm.world import weakly
 from ..engine import Done, Engine, Variable
@@ -43,7 +43,7 @@ STALLED_S = 2e-3
 """A machine that has begun no message for so long does not hold up less urgent ones: its peers have not come."""
 
 
-class Turn:
+class SendPriority:
     """A machine's place in the queue for the network: a request, complete while no more urgent machine gets on.
 
     Front layers are needed first by the next forward, so their messages should not queue behind those of others
@@ -51,7 +51,7 @@ class Turn:
     begun go on: ranks may have begun others, and each waits for the messages of all.
     """
 
-    def __init__(self, lane: Lane, priority: int) -> None:
+    def __init__(self, lane: CommunicationLane, priority: int) -> None:
         self.priority = priority
         self.began = 0.0
         self._lane = lane
@@ -69,30 +69,30 @@ class Turn:
         wait_for(self.test)
 
 
-_busy: set[Lane] = set()
+_busy: set[CommunicationLane] = set()
 """Those with something under way, which goes on when nobody holds their worlds any more: other ranks wait for it."""
 
 
-class Lane:
+class CommunicationLane:
     """What a rank has under way beside its computation. Use `of`: one for a world."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.turns: list[Turn] = []
+        self.turns: list[SendPriority] = []
         """Of the machines under way, the most urgent first."""
-        self._machines: list[tuple[Machine, Done]] = []
+        self._machines: list[tuple[RunningTask, Done]] = []
         self._awaited = 0
         engine.add_lane(UPDATE)
         engine.add_lane(COMMUNICATION, idle=weakly(self._poll))  # a thread would keep it, and so the engine, for ever
 
     @classmethod
-    def of(cls, world: World) -> Lane:
+    def of(cls, world: World) -> CommunicationLane:
         """That of ``world``."""
         return world.kept.get(cls) or world.keep(cls, lambda: cls(_engine_of(world)))
 
     def launch(
         self,
-        steps: Callable[[Turn], Steps],
+        steps: Callable[[SendPriority], Steps],
         writes: Sequence[Variable],
         priority: int,
         name: str,
@@ -108,10 +108,10 @@ class Lane:
         """
 
         def start(done: Done) -> None:
-            turn = Turn(self, priority)
+            turn = SendPriority(self, priority)
             place = bisect.bisect_right(self.turns, -priority, key=lambda each: -each.priority)
             self.turns.insert(place, turn)
-            self._machines.insert(place, (Machine(steps(turn)), done))
+            self._machines.insert(place, (RunningTask(steps(turn)), done))
             _busy.add(self)
 
         self.engine.push_deferred(start, reads, writes, lane=COMMUNICATION, priority=priority, name=name)
@@ -186,7 +186,7 @@ class OverlapScheduler:
         memory: NodeMemory,
         buckets: Sequence[Bucket],
         params: Mapping[str, Parameter],
-        lane: Lane,
+        lane: CommunicationLane,
     ) -> None:
         self.times: list[BucketTimes] = []
         """When the buckets of the last step that is over were ready, launched and done."""
@@ -200,7 +200,7 @@ class OverlapScheduler:
         """What owners post for the update of a bucket that is under way."""
         self._ending = threading.Lock()
         self._computes = threading.get_ident()
-        self._milestones = Milestones(memory, len(buckets))
+        self._milestones = ProgressCounters(memory, len(buckets))
         self._variables = [lane.engine.variable(f"bucket {each.number}") for each in buckets]
 
     def begin_step(self) -> None:
@@ -210,7 +210,7 @@ class OverlapScheduler:
         self._step += 1
         self._computes = threading.get_ident()
 
-    def launch(self, bucket: Bucket, reduction: Callable[[Turn], Steps]) -> None:
+    def launch(self, bucket: Bucket, reduction: Callable[[SendPriority], Steps]) -> None:
         """Run the machine that ``reduction(turn)`` makes, when all ranks of the node have filled the bucket."""
         number = bucket.number
         bucket.state = State.LAUNCHED
@@ -218,9 +218,9 @@ class OverlapScheduler:
         filled = _PHASES * self._step + _FILLED  # now: when the machine begins, this rank may be a step further
         self._milestones.post(filled, number)
 
-        def when_filled(turn: Turn) -> Steps:
+        def when_filled(turn: SendPriority) -> Steps:
             if self._memory.size > 1:
-                yield [Until(lambda: self._milestones.reached(filled, number))]
+                yield [PolledRequest(lambda: self._milestones.reached(filled, number))]
             yield from reduction(turn)
 
         self._lane.launch(when_filled, [self._variables[number]], number, f"bucket {number}")

@@ -33,17 +33,17 @@ from ..collectives import halving_doubling
 from ..comm import Communicator, Request, World
 from ..comm.communicator import OPERATION_BITS, Steps, make_tag, resolve
 from ..comm.shared_memory import LINE_NUMBERS, NodeMemory, PrivateMemory
-from ..comm.tasks import Progress, Together, drive
-from ..comm.watchdog import WatchedGate
+from ..comm.tasks import ProgressEngine, TaskGroup, run_until_complete
+from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression
 from ..core.arrays import Array, array_namespace, is_cupy, is_half, is_host, words
 from ..errors import ConfigError, StaleGradientError
 from . import inter_node
 from .buckets import Bucket, Layout, Parameter, Slot, State
 from .deterministic import VirtualShards
-from .gpu import DeviceSums, streams_of
+from .gpu_reduction import DeviceSums, streams_of
 from .inter_node import Coder, InterNodeReduction
-from .overlap import Lane, OverlapScheduler
+from .overlap import CommunicationLane, OverlapScheduler
 from .profiling import BucketTimes
 
 _TAKING = (State.FILLING, State.READY)
@@ -200,10 +200,16 @@ class StepSync:
     """
 
     def __init__(
-        self, world: World, comm: Communicator | None, gate: WatchedGate, lane: Lane | None, signature: int, name: str
+        self,
+        world: World,
+        comm: Communicator | None,
+        gate: WatchedBarrier,
+        lane: CommunicationLane | None,
+        signature: int,
+        name: str,
     ) -> None:
         self._size = world.size
-        self._progress = Progress.of(world)
+        self._progress = ProgressEngine.of(world)
         self._comm = comm
         self._gate = gate
         self._lane = lane
@@ -226,7 +232,7 @@ class StepSync:
                 return self._gate.tally(*numbers)
             sums = np.array(numbers, np.float64)
             if self._lane is None:
-                drive(self._machine(sums, self._comm))
+                run_until_complete(self._machine(sums, self._comm))
             else:
                 asked, comm = self._lane.engine.variable("closing exchange"), self._comm
                 self._lane.launch(lambda turn: self._machine(sums, comm), [asked], CLOSING_OPERATION, asked.name)
@@ -297,9 +303,9 @@ class Reducer:
             self.overlap and not on_gpus and all(hasattr(param, "data_hook") for param in params)
         )  # on GPUs they are given to the stream of the next forward, and nobody waits
         """Whether updates may go on when a step has ended, because who reads a parameter will wait for its own."""
-        self._watchdog = Progress.of(world).watchdog
-        self.gate = WatchedGate(self.memory, self._watchdog, LINE_NUMBERS + more_numbers)
-        lane = Lane.of(world) if self.overlap else None
+        self._watchdog = ProgressEngine.of(world).watchdog
+        self.gate = WatchedBarrier(self.memory, self._watchdog, LINE_NUMBERS + more_numbers)
+        lane = CommunicationLane.of(world) if self.overlap else None
         self._namespace = array_namespace(*(param.data for param in params))
         self._reduce = kernels.load("reduce")
         serial = world.kept["number of reducers"] = world.kept.get("number of reducers", 0) + 1
@@ -543,7 +549,7 @@ class Reducer:
                 for bucket in self.buckets:
                     self.gpus.filled(bucket)
             with self._watchdog.watching("reduction", self._unreduced):
-                Together(
+                TaskGroup(
                     [self._reduction(bucket, self._unsent.get(bucket.number, ()), None) for bucket in self.buckets]
                 ).wait()
         if self.gpus is not None:
@@ -595,7 +601,7 @@ class Reducer:
             for bucket in self.buckets:
                 self.gpus.filled(bucket)
             with self._watchdog.watching("allgather", lambda: "shards on GPUs"):
-                Together([self.gpus.gather(bucket) for bucket in self.buckets]).wait()
+                TaskGroup([self.gpus.gather(bucket) for bucket in self.buckets]).wait()
             for bucket in self.buckets:
                 self.gpus.summed(bucket)
 

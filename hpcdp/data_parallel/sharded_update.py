@@ -45,7 +45,7 @@ import numpy as np
 from .. import kernels
 from ..collectives import allreduce
 from ..comm import Communicator
-from ..comm.tasks import Progress
+from ..comm.tasks import ProgressEngine
 from ..comm.watchdog import nobody
 from ..core import state as core_state
 from ..core.arrays import Array, array_namespace, from_host, is_half, is_host, to_host, words
@@ -234,12 +234,12 @@ def _told_by(comm: Communicator | None, reducer: Reducer, value: Any) -> list[An
     """Every rank's ``value``, by rank, where other ranks have more of the model; all must call."""
     if comm is None:
         return [value]
-    watchdog = Progress.of(reducer.world).watchdog
+    watchdog = ProgressEngine.of(reducer.world).watchdog
     with watchdog.watching("norms of a model that several ranks have", behind=nobody):
         return comm.allgather_json(value)
 
 
-class Piece(NamedTuple):
+class UpdateRange(NamedTuple):
     """Columns of a bucket that are updated by one rule, in the same step of theirs."""
 
     first: int
@@ -251,7 +251,7 @@ class Piece(NamedTuple):
     layer: str = ""
     """The parameter whose norms the rule needs; none where it goes by elements."""
 
-    def joins(self, following: Piece) -> bool:
+    def joins(self, following: UpdateRange) -> bool:
         alike = self.rule is following.rule and self.passed_over == following.passed_over
         alike = alike and self.layer == following.layer
         return alike and self.last == following.first
@@ -340,11 +340,11 @@ class UpdateStrategy(Protocol):
         ...
 
     @property
-    def pieces(self) -> list[list[Piece]]:
+    def pieces(self) -> list[list[UpdateRange]]:
         """For every bucket the columns that this rank updates alike."""
         ...
 
-    def update_piece(self, bucket: Bucket, piece: Piece, rule: Rule) -> None:
+    def update_piece(self, bucket: Bucket, piece: UpdateRange, rule: Rule) -> None:
         """Update these columns by ``rule``, from gradients that are summed."""
         ...
 
@@ -438,10 +438,10 @@ class _Flat:
     def nbytes_parameters(self) -> int:
         return sum(flat.nbytes for flat in self.flats)
 
-    def _divide(self, bucket: Bucket) -> list[Piece]:
+    def _divide(self, bucket: Bucket) -> list[UpdateRange]:
         """The columns of this rank's span that are updated alike."""
         first, last = self.span(bucket)
-        pieces: list[Piece] = []
+        pieces: list[UpdateRange] = []
         slots = sorted((slot for slot in bucket.slots if slot.count), key=lambda slot: slot.offset)
         ends = [*(slot.offset for slot in slots[1:]), bucket.mine.shape[0]]
         for slot, next_offset in zip(slots, ends, strict=False):
@@ -450,7 +450,7 @@ class _Flat:
             if rule is None or end <= begin:
                 continue
             layer = slot.name if rule.by_layer and len(slot.shape) > 1 else ""
-            piece = Piece(begin, end, rule, self.passed_over.get(slot.name, 0), layer)
+            piece = UpdateRange(begin, end, rule, self.passed_over.get(slot.name, 0), layer)
             if pieces and pieces[-1].joins(piece):
                 piece = piece._replace(first=pieces.pop().first)
             pieces.append(piece)
@@ -480,7 +480,7 @@ class _Flat:
         self.pieces = [self._divide(bucket) for bucket in self.reducer.buckets]
         self._views: dict[tuple[int, int, int], tuple[Array, Array, dict[str, Array]]] = {}
 
-    def _views_of(self, bucket: Bucket, piece: Piece) -> tuple[Array, Array, dict[str, Array]]:
+    def _views_of(self, bucket: Bucket, piece: UpdateRange) -> tuple[Array, Array, dict[str, Array]]:
         """Its parameters, gradients and state; kept, since CuPy takes as long for three views as for a launch."""
         key = bucket.number, piece.first, piece.last
         found = self._views.get(key)
@@ -491,12 +491,12 @@ class _Flat:
             found = self._views[key] = self.flats[bucket.number][columns], bucket.mine[columns], state
         return found
 
-    def _update_own(self, bucket: Bucket, pieces: Sequence[Piece], step: int, scale: float | Array) -> None:
+    def _update_own(self, bucket: Bucket, pieces: Sequence[UpdateRange], step: int, scale: float | Array) -> None:
         for each in pieces:
             rule, own_step = each.rule_at(step) if each.passed_over else (each.rule, step)
             self.update_piece(bucket, each, partial(rule.update, step=own_step, scale=scale))
 
-    def update_piece(self, bucket: Bucket, piece: Piece, rule: Rule) -> None:
+    def update_piece(self, bucket: Bucket, piece: UpdateRange, rule: Rule) -> None:
         flat, gradient, state = self._views_of(bucket, piece)
         update(rule, flat, gradient, dict(state))  # a copy, which a rule of the user's may change
 

@@ -37,7 +37,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..errors import ConfigError, UnsupportedError, to_stderr
-from .scheduler import DeferredTask, Failure, Lane, Schedule, Task, Variable, silent_bell, throw
+from .scheduler import DeferredTask, Failure, Lane, Task, TaskSchedule, Variable, silent_bell, throw
 
 SLICE_NS = 100_000
 """The shortest that Linux grants."""
@@ -97,7 +97,7 @@ def living_workers() -> list[Workers]:
 class Workers:
     """Runs tasks, tells the schedule of their end, and the observer when."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: TaskSchedule) -> None:
         self.observer: Observer | None = None
         self._schedule = schedule
         self._turn = threading.Lock()  # of one pusher to run tasks inline
@@ -302,7 +302,7 @@ class Engine:
         if not isinstance(max_inflight, int) or max_inflight < 1:
             raise ConfigError("Engine", where="max_inflight", expected="an integer, at least 1", got=repr(max_inflight))
         self.synchronous = _asked_in_environment() if synchronous is None else synchronous
-        self._schedule = Schedule(max_inflight)
+        self._schedule = TaskSchedule(max_inflight)
         self._workers = Workers(self._schedule)
         for name, threads in dict(lanes if isinstance(lanes, Mapping) else dict.fromkeys(lanes, 1)).items():
             self.add_lane(name, threads)
@@ -498,7 +498,7 @@ class Engine:
             self.shutdown()
 
 
-def _abandon(schedule: Callable[[], Schedule | None]) -> None:
+def _abandon(schedule: Callable[[], TaskSchedule | None]) -> None:
     """Let the threads of an engine that is gone end; they hold its schedule, so without one there are none."""
     if (found := schedule()) is not None:
         found.abandon()

@@ -201,7 +201,7 @@ _LOOK_S = 0.5
 _MOST_UNSEEN = 100  # each holds the local variables of what has failed
 
 
-class Schedule:
+class TaskSchedule:
     """Tasks that have been pushed and are not finished, by lane and by variable.
 
     [Note: what drops under the lock] The last reference to a closure or an exception may be the last one to anything.

@@ -7,8 +7,8 @@
 - `updaters`: optimizers and functions that update values. `trainer`: the trainer on a store.
 """
 
-from .arguments import KINDS, Pulled
+from .arguments import KINDS, PullHandle
 from .factory import create
 from .store import KVStore
 
-__all__ = ["KINDS", "KVStore", "Pulled", "create"]
+__all__ = ["KINDS", "KVStore", "PullHandle", "create"]

@@ -41,14 +41,14 @@ from ..core.arrays import (
     to_host,
     words,
 )
-from ..core.devices import brought, lie_together
+from ..core.devices import lie_together, to_device_of
 from ..engine import Variable
 from ..errors import ConfigError, UnsupportedError, type_named
 from ..kernels import kernels_for
 from ..kernels.reference.reduce import SUM
 
 
-class Kind(NamedTuple):
+class StoreKind(NamedTuple):
     """What a name means."""
 
     scope: str
@@ -60,17 +60,17 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "local": Kind("process", "host", "the process, at each push"),
-    "device": Kind("process", "device", "the process, at each push"),
-    "dist_sync": Kind("world", "host", "the owners of its parts, when all ranks have pushed"),
-    "dist": Kind("world", "host", "as dist_sync, which it stands for"),
-    "dist_device_sync": Kind("world", "device", "the owners of its parts, when all ranks have pushed"),
-    "dist_async": Kind("world", "host", "whoever pushes, or the server that keeps it, at each push"),
+    "local": StoreKind("process", "host", "the process, at each push"),
+    "device": StoreKind("process", "device", "the process, at each push"),
+    "dist_sync": StoreKind("world", "host", "the owners of its parts, when all ranks have pushed"),
+    "dist": StoreKind("world", "host", "as dist_sync, which it stands for"),
+    "dist_device_sync": StoreKind("world", "device", "the owners of its parts, when all ranks have pushed"),
+    "dist_async": StoreKind("world", "host", "whoever pushes, or the server that keeps it, at each push"),
 }
 """The valid names of `create`."""
 
 
-class Pulled:
+class PullHandle:
     """A value that was asked for. It waits where it is read: `wait`, ``numpy.asarray``, indexing."""
 
     def __init__(self, until_filled: Callable[[], None], place: Array, version: Callable[[], int]) -> None:
@@ -116,14 +116,14 @@ def can_wait(target: Any) -> bool:
 class Failed:
     """What a parameter calls before it is read where its value has not come: raises why, again and again."""
 
-    def __init__(self, pulled: Pulled) -> None:
+    def __init__(self, pulled: PullHandle) -> None:
         self._pulled = pulled
 
     def __call__(self, parameter: Any) -> None:
         self._pulled.wait()
 
 
-class OnItsWay:
+class PendingPull:
     """What a parameter calls before it is read while its value is on its way.
 
     Several threads may: one that comes late from its wait leaves the hook of the next pull alone.
@@ -131,7 +131,7 @@ class OnItsWay:
 
     _ending = threading.Lock()
 
-    def __init__(self, pulled: Pulled) -> None:
+    def __init__(self, pulled: PullHandle) -> None:
         self._pulled, self._thread = pulled, threading.get_ident()
         self.waited: Callable[[int, int], None] = lambda begin_ns, end_ns: None
         """Told of each wait of the thread that has pulled."""
@@ -399,7 +399,7 @@ def carry(value: Array, target: Array) -> None:
     """Write ``value`` to ``target``, wherever both are; cast to its dtype, without a word of what becomes infinite."""
     casts = value.dtype != target.dtype
     with on_device_of(target), np.errstate(over="ignore") if casts else contextlib.nullcontext():
-        target[...] = brought(value, target)
+        target[...] = to_device_of(value, target)
 
 
 def fill(place: Array, value: Array, rows: np.ndarray | None) -> None:
@@ -419,7 +419,7 @@ def sum_into(out: Array, arrays: Sequence[Array]) -> None:
     Args:
         out: on a device, contiguous; apart from them.
     """
-    here = [brought(x, out) for x in arrays]
+    here = [to_device_of(x, out) for x in arrays]
     with on_device_of(out):
         if len(here) == 1 or np.dtype(out.dtype).name not in SUMMED_KINDS:
             out[...] = here[0] if len(here) == 1 else merged(here)

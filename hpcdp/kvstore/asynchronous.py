@@ -26,21 +26,21 @@ import numpy as np
 from ..comm import World
 from ..comm.communicator import Steps
 from ..comm.consistency import require_same
-from ..comm.tasks import Progress, drive
+from ..comm.tasks import ProgressEngine, run_until_complete
 from ..comm.watchdog import nobody
 from ..compression import Compression
 from ..core.arrays import Array
 from ..core.state import Part, Sharded
-from ..data_parallel.overlap import COMMUNICATION, Lane, Turn
+from ..data_parallel.overlap import COMMUNICATION, CommunicationLane, SendPriority
 from ..engine import Variable
 from ..errors import ConfigError
 from ..optim import Optimizer, Schedule
-from .arguments import Entry, Key, Pulled, can_wait, checked_file, checked_integer, merged
+from .arguments import Entry, Key, PullHandle, can_wait, checked_file, checked_integer, merged
 from .servers import handlers
 from .servers.client import Own, StateTransfer, Transfer
 from .servers.handlers import Replay, Requests
 from .servers.key_directory import Table, no_updater, require_same_by_name
-from .servers.protocol import AWAY, BACK, NO_STATE, VALUE, Kind, Message
+from .servers.protocol import AWAY, BACK, NO_STATE, VALUE, Message, MessageKind
 from .servers.server import Server
 from .store import WorldStore
 from .store_state import States, read_states, write_states
@@ -65,12 +65,12 @@ class AsyncStore(WorldStore):
         group = world if world.whole is None else world.whole
         if (group.num_nodes > 1 or group.size > world.size) and not group.concurrent:
             raise ConfigError("kvstore", where=kind, expected="an MPI library with MPI_THREAD_MULTIPLE", got="less")
-        self._of_group = Lane.of(group)
+        self._of_group = CommunicationLane.of(group)
         super().__init__(kind, world, self._of_group.engine, COMMUNICATION)
         self._own: dict[Key, Own] = {}
         self._told: Schedule | None = None
         """That of this worker's learning rate which servers know."""
-        self._watchdog = Progress.of(world).watchdog
+        self._watchdog = ProgressEngine.of(world).watchdog
         with world.meeting():
             self._begin(group, staleness, replay)
         self._dropped = weakref.finalize(self, _let_go, self._transfer, self._replay, world.rank)
@@ -108,7 +108,7 @@ class AsyncStore(WorldStore):
         if self._server is not None and self.rank == 0:
             text = json.dumps({"do": do, "store": self._number, **arguments})
             for dest in self._own_servers:
-                self._server.ask(dest, Message.of_text(Kind.COMMAND, text)).wait()
+                self._server.ask(dest, Message.of_text(MessageKind.COMMAND, text)).wait()
 
     def _make(self, values: dict[Key, Array]) -> None:
         self._check_new(values)
@@ -194,13 +194,13 @@ class AsyncStore(WorldStore):
         entry.count(own.codes_nbytes)
         if self._replay is not None:
             with self._replay.turn(self.rank, lambda: self._may_push_anywhere(entry.key)):
-                drive(self._transfer.push(own, merged(arrays).reshape(-1), rate, out, None))
+                run_until_complete(self._transfer.push(own, merged(arrays).reshape(-1), rate, out, None))
         elif self._is_quick(own) and self._engine.hold(entry.variable):
             failure: BaseException | None = None
             try:
                 value = arrays[0] if len(arrays) == 1 and arrays[0].flags.carray else merged(arrays)
                 with self._watching(f"push of {entry.variable.name}"):  # a rank that has stopped may have its lock
-                    drive(self._transfer.push(own, value.reshape(-1), rate, out, None))
+                    run_until_complete(self._transfer.push(own, value.reshape(-1), rate, out, None))
             except BaseException as error:
                 failure = error
                 raise
@@ -209,7 +209,7 @@ class AsyncStore(WorldStore):
         else:
             value = merged(arrays).reshape(-1)
 
-            def steps(turn: Turn) -> Steps:
+            def steps(turn: SendPriority) -> Steps:
                 yield from self._transfer.push(own, value, rate, out, turn)  # keeps the store: see `_let_go`
 
             self._of_group.launch(steps, [entry.variable], priority, f"push of {entry.variable.name}")
@@ -229,7 +229,7 @@ class AsyncStore(WorldStore):
                 self._transfer.pass_over(item)
             return
 
-        def steps(turn: Turn) -> Steps:
+        def steps(turn: SendPriority) -> Steps:
             yield [turn]
             self._transfer.pass_over(item)
 
@@ -259,24 +259,24 @@ class AsyncStore(WorldStore):
         cells = (table.items[key].cells[0] for table in self._shared)
         return all(self._table.may_go_on(cell, self.rank) for cell in cells if cell is not None)
 
-    def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
+    def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> PullHandle:
         own, versions = self._own[entry.key], list[int]()
         is_near = not own.item.in_order and own.item.cells[0] is not None
         if self._replay is not None or (is_near and self._engine.hold(entry.variable, unless_spoilt=True)):
             try:
                 with self._replayed(), self._watching(f"pull of {entry.variable.name}"):
-                    drive(self._transfer.pull(own, place, rows, versions, None))
+                    run_until_complete(self._transfer.pull(own, place, rows, versions, None))
             finally:
                 if self._replay is None:
                     self._engine.release(entry.variable)
-            return Pulled(lambda: None, place, lambda: versions[0])
+            return PullHandle(lambda: None, place, lambda: versions[0])
         variable = self._engine.variable(f"pull of {entry.key!r}")
 
-        def steps(turn: Turn) -> Steps:
+        def steps(turn: SendPriority) -> Steps:
             return self._transfer.pull(own, place, rows, versions, turn)
 
         self._of_group.launch(steps, [variable], priority, variable.name, [entry.variable])
-        return Pulled(lambda: self._wait_for(entry, variable), place, lambda: versions[0])
+        return PullHandle(lambda: self._wait_for(entry, variable), place, lambda: versions[0])
 
     def _replayed(self) -> AbstractContextManager[None]:
         if self._replay is None:

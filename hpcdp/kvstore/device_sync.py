@@ -14,14 +14,14 @@ import numpy as np
 
 from ..comm import World
 from ..core.arrays import Array, is_cupy, is_host
-from ..core.devices import brought
+from ..core.devices import to_device_of
 from ..core.state import Part, Sharded
 from ..engine import Variable
 from . import gpu_keys
-from .arguments import Entry, Key, Pulled, carry
+from .arguments import Entry, Key, PullHandle, carry
 from .gpu_keys import GpuKeys, can_stay
 from .store import KVStore
-from .store_state import KeepsState
+from .store_state import StateDictMixin
 from .sync import SyncStore
 
 
@@ -43,7 +43,7 @@ class DeviceSyncStore(SyncStore):
             if is_host(value):
                 self._entries[key] = self._new(key, first)
             else:
-                on_gpus[key] = brought(first, value)
+                on_gpus[key] = to_device_of(first, value)
                 variable = self._engine.variable(f"key {key!r}")
                 self._entries[key] = Entry(key, on_gpus[key], variable, number=len(self._entries))
         keys = list(on_gpus)
@@ -95,7 +95,7 @@ class DeviceSyncStore(SyncStore):
             lambda turn: gpus.round(entry.key, number, updater, turn), [entry.variable], priority, name
         )
 
-    def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
+    def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> PullHandle:
         gpus = self._on_gpus.get(entry.key)
         if gpus is None:
             return super()._pull(entry, place, priority, rows)
@@ -107,7 +107,7 @@ class DeviceSyncStore(SyncStore):
             self._wait_for(entry, variable)
             arrive()
 
-        return Pulled(until_there, place, lambda: version)
+        return PullHandle(until_there, place, lambda: version)
 
     def _pushpull(self, entry: Entry, arrays: list[Array], targets: list[Any], priority: int) -> None:
         how = KVStore if entry.key in self._on_gpus else SyncStore
@@ -136,9 +136,9 @@ class DeviceSyncStore(SyncStore):
         return self._held(entry, entry.stored.reshape(-1)) if on_gpu else super()._values_of(entry)
 
     def _own_part(self, entry: Entry, whole: Array) -> Array:
-        how = KeepsState if entry.key in self._on_gpus else SyncStore
+        how = StateDictMixin if entry.key in self._on_gpus else SyncStore
         return how._own_part(self, entry, whole)
 
     def _joined(self, entry: Entry, part: Array) -> np.ndarray:
-        how = KeepsState if entry.key in self._on_gpus else SyncStore
+        how = StateDictMixin if entry.key in self._on_gpus else SyncStore
         return how._joined(self, entry, part)

@@ -19,7 +19,7 @@ from ..core.state import Part
 from ..engine import Engine, Variable
 from ..engine.scheduler import throw
 from ..errors import ConfigError
-from .arguments import KINDS, Entry, Key, Pulled, carry, check_storable, fill, like, merged, sum_into
+from .arguments import KINDS, Entry, Key, PullHandle, carry, check_storable, fill, like, merged, sum_into
 from .asynchronous import AsyncStore
 from .device_sync import DeviceSyncStore
 from .store import KVStore
@@ -167,14 +167,14 @@ class LocalStore(KVStore):
                     self._engine.release(each.variable)
             self._settled.add(each.key)
 
-    def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
+    def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> PullHandle:
         if is_host(entry.stored):
             return super()._pull(entry, place, priority, rows)
         failure, version = entry.variable.failure, entry.pushes
         self._in_turn(entry)
         with on_device_of(place):
             fill(place, entry.stored, rows)
-        return Pulled(lambda: throw(failure), place, lambda: version)
+        return PullHandle(lambda: throw(failure), place, lambda: version)
 
 
 def _decoded(codes: Codes, value: np.ndarray) -> np.ndarray:

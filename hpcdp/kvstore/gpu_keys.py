@@ -1,7 +1,7 @@
 """Keys that every rank keeps on its GPU: ``dist_device_sync``, where values are CuPy arrays.
 
 A push is added up on the GPU, over the node, and over nodes as the gradients of a `Trainer` are (see
-`data_parallel.gpu`); then every rank updates its value. Sums have streams of their own, updates and pulls one
+`data_parallel.gpu_reduction`); then every rank updates its value. Sums have streams of their own, updates and pulls one
 together; events order these and the stream that is current where the program pushes and pulls.
 
 Source: as `sync`; there is no owner, since a GPU updates a value faster than it gets one from another.
@@ -20,12 +20,12 @@ import numpy as np
 from ..comm import Communicator, World
 from ..comm.communicator import OPERATION_BITS, Steps
 from ..comm.gpu_transports import SUMMED_KINDS
-from ..comm.shared_memory import Milestones
+from ..comm.shared_memory import ProgressCounters
 from ..core.arrays import Array
 from ..core.devices import Device, Event, Streams
 from ..data_parallel.buckets import LINE_NBYTES, Bucket, Layout, Slot
-from ..data_parallel.gpu import DeviceSums
-from ..data_parallel.overlap import Turn
+from ..data_parallel.gpu_reduction import DeviceSums
+from ..data_parallel.overlap import SendPriority
 from ..errors import MismatchError, UnsupportedError
 from .arguments import STORABLE, Key, fill, sum_into
 from .sync_rounds import Reached
@@ -76,7 +76,7 @@ class GpuKey:
         self.rounds = 0
         self._name, self._memory = name, world.node_memory
         self._neighbours = world.node_comm.allgather_json(world.rank)
-        self._milestones = Milestones(world.node_memory)
+        self._milestones = ProgressCounters(world.node_memory)
         self._rates = world.node_memory.alloc((world.node_memory.size,), np.float64)
 
     def behind(self) -> list[int]:
@@ -154,7 +154,7 @@ class GpuKeys:
         mine.rounds += 1
         return mine.rounds
 
-    def round(self, key: Key, number: int, updater: Updater, turn: Turn | None) -> Steps:
+    def round(self, key: Key, number: int, updater: Updater, turn: SendPriority | None) -> Steps:
         """Sum what all ranks have pushed, and update; it has ended when that is given to the GPU."""
         mine = self.keys[key]
         yield from mine.say_rate(number, updater.rate(key))

@@ -21,15 +21,15 @@ from ..comm import World
 from ..comm.consistency import on_every_rank, on_rank_0, require_same
 from ..compression import Compression, Settings
 from ..core.arrays import Array, is_host, to_host
-from ..core.devices import brought
+from ..core.devices import to_device_of
 from ..engine import Engine, Variable
 from ..errors import ConfigError, UnsupportedError, is_number, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer
 from .arguments import (
     Entry,
     Key,
-    OnItsWay,
-    Pulled,
+    PendingPull,
+    PullHandle,
     can_wait,
     carry,
     check_array,
@@ -45,11 +45,11 @@ from .arguments import (
     rows_of_each,
 )
 from .gpu_keys import check_one_gpu
-from .store_state import KeepsState
+from .store_state import StateDictMixin
 from .updaters import ByFunction, ByOptimizer, Function, Replace, check_codable, name_of
 
 
-class KVStore(KeepsState):
+class KVStore(StateDictMixin):
     """Values under keys; see `create`.
 
     Keys are ints or strs, in one store all of one kind. A value is an array, or a list of arrays, one a device, which
@@ -131,7 +131,7 @@ class KVStore(KeepsState):
             odd = next((entry for entry, arrays in named if len(arrays) != 1), None)
             if odd is not None:
                 raise ConfigError("assign", where=f"key {odd.key!r}", expected="one array", got="several")
-            return {entry.key: brought(arrays[0], entry.stored) for entry, arrays in named}
+            return {entry.key: to_device_of(arrays[0], entry.stored) for entry, arrays in named}
 
         values = self._agreed(check)
         self._finish([self._entries[each] for each in values])
@@ -165,7 +165,7 @@ class KVStore(KeepsState):
                 None: new arrays.
 
         Returns:
-            Without ``out``, and at once, a `Pulled` for one key, a list of them for several. Else None.
+            Without ``out``, and at once, a `PullHandle` for one key, a list of them for several. Else None.
         """
         priority = checked_integer("pull", "priority", priority)
         if out is None:
@@ -194,12 +194,12 @@ class KVStore(KeepsState):
         self._push(entry, arrays, priority)
         self._pull_into([(entry, targets)], priority)
 
-    def _pull_to(self, entry: Entry, target: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
+    def _pull_to(self, entry: Entry, target: Array, priority: int, rows: np.ndarray | None = None) -> PullHandle:
         """`_pull` to an array that may lie elsewhere than the key, or be of another float dtype."""
         if lies_as(entry.stored, target):
             return self._pull(entry, target, priority, rows)
         here = self._pull(entry, like(entry.stored), priority, rows)
-        return Pulled(lambda: carry(here.wait(), target), target, lambda: here.version)
+        return PullHandle(lambda: carry(here.wait(), target), target, lambda: here.version)
 
     def _pull_into(self, places: list[tuple[Entry, list[Any]]], priority: int) -> None:
         waits = []
@@ -207,7 +207,7 @@ class KVStore(KeepsState):
             for target in targets:
                 on_its_way = self._pull_to(entry, target.data if can_wait(target) else target, priority)
                 if can_wait(target):
-                    target.data_hook = OnItsWay(on_its_way)
+                    target.data_hook = PendingPull(on_its_way)
                 else:
                     waits.append(on_its_way)
         for on_its_way in waits:
@@ -388,7 +388,7 @@ class KVStore(KeepsState):
         named = self._named("push", key, value)
         for entry, arrays in named:
             self._place(entry, arrays)
-        pushed = [(entry, [brought(each, entry.stored) for each in arrays]) for entry, arrays in named]
+        pushed = [(entry, [to_device_of(each, entry.stored) for each in arrays]) for entry, arrays in named]
         if isinstance(self._updater, ByOptimizer):
             for entry, _ in pushed:
                 if entry.stored.dtype.kind != "f":
@@ -403,14 +403,14 @@ class KVStore(KeepsState):
         there = listed([repr(each) for each in self._entries]) if self._entries else "none yet"
         raise ConfigError(operation, where=f"key {key!r}", expected=f"one of the keys that init() has made: {there}")
 
-    def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
+    def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> PullHandle:
         variable, version = self._engine.variable(f"pull of {entry.key!r}"), entry.pushes
 
         def copy() -> None:
             fill(place, entry.stored, rows)
 
         self._engine.push(copy, [entry.variable], [variable], self._lane, priority, variable.name)
-        return Pulled(lambda: self._wait_for(entry, variable), place, lambda: version)
+        return PullHandle(lambda: self._wait_for(entry, variable), place, lambda: version)
 
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..core import archive
 from ..core.arrays import Array, on_device_of, to_host
-from ..core.devices import brought
+from ..core.devices import to_device_of
 from ..core.state import Part, Sharded, take
 from ..errors import ConfigError, DataError, HpcdpError
 from ..optim import Optimizer
@@ -100,7 +100,7 @@ def read_states(
 T = TypeVar("T")
 
 
-class KeepsState(abc.ABC):
+class StateDictMixin(abc.ABC):
     """The part of a `KVStore` that gives and takes its state."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class KeepsState(abc.ABC):
 
     def _own_part(self, entry: Entry, whole: Array) -> Array:
         """Of an array of the key's shape what this worker updates, flat."""
-        return brought(whole.reshape(-1), entry.stored)
+        return to_device_of(whole.reshape(-1), entry.stored)
 
     def _joined(self, entry: Entry, part: Array) -> np.ndarray:
         """A NumPy array of the key's shape from every worker's part; every worker must call."""

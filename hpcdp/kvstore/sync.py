@@ -23,19 +23,19 @@ from .. import kernels
 from ..comm import World
 from ..comm.communicator import Steps, join_parts
 from ..comm.consistency import require_same
-from ..comm.tasks import Progress, drive
+from ..comm.tasks import ProgressEngine, run_until_complete
 from ..compression import Compression
 from ..core.arrays import Array, to_host
 from ..core.state import Part, Sharded
 from ..data_parallel.buckets import Bucket
 from ..data_parallel.inter_node import InterNodeReduction
-from ..data_parallel.overlap import UPDATE, Lane, Turn
+from ..data_parallel.overlap import UPDATE, CommunicationLane, SendPriority
 from ..engine import Variable
 from ..errors import ConfigError
 from .arguments import Entry, Key, can_wait, carry, merged
 from .store import WorldStore
 from .store_state import residuals_of
-from .sync_rounds import FILLED, SUMMED, Coded, Direct, Exchange, Pool, Rows, in_one_piece
+from .sync_rounds import FILLED, SUMMED, Coded, DirectPushPull, Pool, RowExchange, Rows, in_one_piece
 from .updaters import Replace, Updater, check_codable
 
 _LIKE_HALVES = (np.dtype("int16"), np.dtype("uint16"))
@@ -73,10 +73,10 @@ class SyncStore(WorldStore):
     def __init__(self, kind: str, world: World) -> None:
         if world.num_nodes > 1 and not world.concurrent:
             raise ConfigError("kvstore", where=kind, expected="an MPI library with MPI_THREAD_MULTIPLE", got="less")
-        self._of_world = Lane.of(world)
+        self._of_world = CommunicationLane.of(world)
         super().__init__(kind, world, self._of_world.engine, UPDATE)
         self._memory = Pool(world.node_memory)
-        self._watchdog = Progress.of(world).watchdog
+        self._watchdog = ProgressEngine.of(world).watchdog
         self._reduce = kernels.load("reduce")
         serial = world.kept["number of stores"] = world.kept.get("number of stores", 0) + 1
         self._name = f"pushes to store {serial}"
@@ -87,8 +87,8 @@ class SyncStore(WorldStore):
                 world.rail_comm.duplicate(), zlib.crc32(f"store {serial}".encode()), [], None
             )
         self._rows: dict[Key, Rows] = {}
-        self._direct = Direct(self._memory)
-        self._exchanges: dict[Key, Exchange] = {}
+        self._direct = DirectPushPull(self._memory)
+        self._exchanges: dict[Key, RowExchange] = {}
         self._coded: dict[Key, Coded] = {}
         self._held_nbytes = [0] * self._memory.size
         self._neighbours = world.node_comm.allgather_json(world.rank)
@@ -217,7 +217,7 @@ class SyncStore(WorldStore):
             self._engine.release(entry.variable, failure)
         return True
 
-    def _push_and_pull(self, push: _Push, exchange: Exchange | None, x: np.ndarray, out: np.ndarray) -> None:
+    def _push_and_pull(self, push: _Push, exchange: RowExchange | None, x: np.ndarray, out: np.ndarray) -> None:
         """What is more than an exchange, or not alike on all ranks."""
         entry, updater = push.entry, push.updater
         push.rows.say_rate(updater.rate(entry.key))
@@ -227,11 +227,11 @@ class SyncStore(WorldStore):
         in_place = self._memory.size == 1 and push.coded is None
         if in_place and out is not x:
             out[...] = x
-        drive(self._round(push, out if in_place else x, None))
+        run_until_complete(self._round(push, out if in_place else x, None))
         if not (in_place and isinstance(updater, Replace)):
             out[...] = entry.stored
 
-    def _round(self, push: _Push, value: np.ndarray, turn: Turn | None) -> Steps:
+    def _round(self, push: _Push, value: np.ndarray, turn: SendPriority | None) -> Steps:
         """Merge this rank's push with those of all others, and update; it has ended when the node's value is new.
 
         Args:

@@ -42,12 +42,12 @@ import numpy as np
 
 from .. import kernels
 from ..comm.communicator import Steps
-from ..comm.shared_memory import Milestones, NodeMemory
+from ..comm.shared_memory import NodeMemory, ProgressCounters
 from ..compression import Compression
 from ..core.arrays import Array
 from ..data_parallel.buckets import Bucket, plan
 from ..data_parallel.inter_node import InterNodeReduction
-from ..data_parallel.overlap import Turn
+from ..data_parallel.overlap import SendPriority
 from ..errors import HpcdpError, MismatchError
 from .arguments import Key, merged
 from .updaters import Codes, summary
@@ -130,7 +130,7 @@ class Rows:
         self.pieces = max(1, -(-int(np.diff(self.ends).max()) // width))
         self.phases = max(_LEAST_PHASES, 2 * self.pieces + 1)
         """How many numbers of the milestones belong to a round; the last says that the value is new."""
-        self.milestones = Milestones(memory)
+        self.milestones = ProgressCounters(memory)
         self.counters = self.milestones.counters()
         self.label = f"pushpull of key {key!r}"
         self.counted = store, number
@@ -208,7 +208,7 @@ class Rows:
 class Reached:
     """That all ranks of a node have posted a milestone: a request, so a stage of a machine."""
 
-    def __init__(self, milestones: Milestones, milestone: int) -> None:
+    def __init__(self, milestones: ProgressCounters, milestone: int) -> None:
         self._milestones, self._milestone = milestones, milestone
 
     def test(self) -> bool:
@@ -240,7 +240,7 @@ class Coded:
         self._rows, self._me, self._rail, self._members = rows, memory.rank, rail, members
         self._wires = memory.alloc((memory.size, self.codes.nbytes), np.uint8)
 
-    def sum(self, value: np.ndarray, number: int, turn: Turn | None) -> Steps:
+    def sum(self, value: np.ndarray, number: int, turn: SendPriority | None) -> Steps:
         """Encode this rank's push in round ``number``, and sum its part of all ranks' pushes into its own row."""
         self.codes.encode(value.reshape(-1), self._wires[self._me])
         yield [self._rows.post(number, FILLED)]
@@ -280,7 +280,7 @@ def in_one_piece(arrays: list[Array], target: Any) -> tuple[np.ndarray, np.ndarr
     return x, np.empty_like(x)
 
 
-class Direct:
+class DirectPushPull:
     """The exchanges of one store. Every rank of the node must make it together.
 
     All keys share one buffer. So one of a rank's threads exchanges at a time; another one meanwhile pushes in the other
@@ -296,13 +296,15 @@ class Direct:
         """Elements of a part that are exchanged at once."""
         return CHUNK_NBYTES // dtype.itemsize // self._memory.size
 
-    def exchange_of(self, rows: Rows) -> Exchange | None:
+    def exchange_of(self, rows: Rows) -> RowExchange | None:
         """That of one key; None where ranks share nothing, or there are no kernels for its dtype."""
         staging = self._staging.get(rows.flat.dtype)
-        return None if staging is None or self._memory.size == 1 else Exchange(rows, staging, self._memory, self._busy)
+        return (
+            None if staging is None or self._memory.size == 1 else RowExchange(rows, staging, self._memory, self._busy)
+        )
 
 
-class Exchange:
+class RowExchange:
     """How ranks push and pull one key in one, piece by piece."""
 
     def __init__(self, rows: Rows, staging: np.ndarray, memory: NodeMemory, busy: threading.Lock) -> None:

@@ -32,15 +32,15 @@ from .. import autograd
 from ..comm import World, init
 from ..comm.consistency import on_every_rank, on_rank_0
 from ..comm.shared_memory import LINE_NUMBERS
-from ..comm.tasks import Progress
-from ..comm.watchdog import WatchedGate
+from ..comm.tasks import ProgressEngine
+from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression, Settings
 from ..core.arrays import Array, array_namespace, from_host, is_half, on_device_of, to_host
 from ..core.environment import launched_ranks
 from ..core.state import FitsSaved, Part, Saved, Sharded, require_state, take
 from ..data_parallel.bucket_trainer import require_whole
 from ..data_parallel.buckets import Parameter
-from ..data_parallel.overlap import Lane
+from ..data_parallel.overlap import CommunicationLane
 from ..data_parallel.parameter_edits import changing, moved, moved_anywhere, places_of
 from ..data_parallel.policy import Policy, Unwritten, checked_policy, first_scale, is_dynamic, stale, stale_anywhere
 from ..data_parallel.profiling import CommunicationStats
@@ -62,7 +62,7 @@ from ..data_parallel.trainer import (
 from ..errors import ConfigError, StaleGradientError
 from ..optim import Optimizer, require_by_elements
 from . import KINDS, KVStore, create
-from .arguments import Key, OnItsWay
+from .arguments import Key, PendingPull
 from .asynchronous import AsyncStore
 from .store_state import States, read_states, write_states
 
@@ -425,7 +425,7 @@ class StoreTrainer(Trainer, FitsSaved):
         for hooked in self._params:
             param: Any = hooked
             param.grad_hook = None
-            if isinstance(getattr(param, "data_hook", None), OnItsWay):
+            if isinstance(getattr(param, "data_hook", None), PendingPull):
                 param.data_hook = None
         assert self.world is not None
         vars(self).update(store=self.world.comm, _closing=self.world.comm)
@@ -715,7 +715,7 @@ class StoreTrainer(Trainer, FitsSaved):
     def _time(self, param: Any) -> None:
         """Count for how long somebody waits for the new value of ``param``."""
         hook = getattr(param, "data_hook", None)
-        if isinstance(hook, OnItsWay):
+        if isinstance(hook, PendingPull):
             hook.waited = self.stats.waited
 
     def _sum(self) -> None:
@@ -755,10 +755,10 @@ def _closing(world: World, more_numbers: int) -> StepSync:
     serial = world.kept["number of store trainers"] = world.kept.get("number of store trainers", 0) + 1
     name = f"steps of store trainer {serial}"
     signature = zlib.crc32(name.encode())
-    gate = WatchedGate(world.node_memory, Progress.of(world).watchdog, LINE_NUMBERS + more_numbers)
+    gate = WatchedBarrier(world.node_memory, ProgressEngine.of(world).watchdog, LINE_NUMBERS + more_numbers)
     if world.node_memory.size == world.size:
         return StepSync(world, None, gate, None, signature, name)
     comm = world.keep(("reducers", id(world.comm)), world.comm.duplicate)
     comm.users.add(signature % comm.signatures)
     world.barrier()  # before any rank sends what another would take for a mistake
-    return StepSync(world, comm, gate, Lane.of(world), signature, name)
+    return StepSync(world, comm, gate, CommunicationLane.of(world), signature, name)

@@ -39,10 +39,10 @@ from ..core.files import who_else_may_write
 from ..errors import ConfigError, LaunchError, to_stderr
 from . import hosts as launch_hosts
 from . import mpi_library
-from .environment import FIND_PROGRAMS, READ_BY_PROGRAMS
 from .mpi_library import Dialect
+from .rank_environment import FIND_PROGRAMS, READ_BY_PROGRAMS
 from .runner import ENDING, FORWARDED
-from .spec import Host, Job, Plan
+from .spec import Host, Job, LaunchPlan
 
 Valid = Mapping[str, tuple[str, str]]
 """Of options by name: what a value must be, and how that is said."""
@@ -131,7 +131,7 @@ def read(environ: Mapping[str, str] = os.environ) -> tuple[Host, ...]:
     return launch_hosts.merged(list(_of_lsf(environ))) if batch == "LSF" else ()
 
 
-def placed(job: Job, given: tuple[Host, ...], mpirun: Path, dialect: Dialect) -> tuple[launch_hosts.Place, ...]:
+def placed(job: Job, given: tuple[Host, ...], mpirun: Path, dialect: Dialect) -> tuple[launch_hosts.HostSlots, ...]:
     """What ``job`` has of each of the hosts that `read` has found; nothing where this mpirun reads them itself.
 
     Raises:
@@ -304,7 +304,7 @@ def launch_command(job: Job, folder: Path, hosts: str | None) -> str:
     return f"{shlex.join(words)} {where} -- {shlex.join(job.program)}"
 
 
-def run(plan: Plan, folder: Path, submit: Callable[[], Submitted]) -> int:
+def run(plan: LaunchPlan, folder: Path, submit: Callable[[], Submitted]) -> int:
     """Writes the files of ``plan``, submits the job, hands on what it writes, and returns its status.
 
     A signal that ends this process cancels the job, 128 + its number being the status then; SIGUSR1 and SIGUSR2 reach

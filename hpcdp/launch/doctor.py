@@ -47,8 +47,8 @@ from ..core.environment import THREAD_VARIABLES, apart, launched_ranks, module
 from ..errors import DeviceError, HpcdpError, LaunchError
 from . import hosts, mpi_library
 from .cleanup import child
-from .environment import environment
 from .launchers import slurm
+from .rank_environment import environment
 from .slurm.allocation import Allocation, allocation
 
 NOT_INSTALLED = "not installed"

@@ -109,7 +109,7 @@ TOLD = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """What programs end with that take mpirun's SIGTERM, as `hpcdp train` does."""
 _BEREFT_S = 0.2
 """So long after ranks that leave because another has gone that one may be seen to end; Open MPI kills later."""
-BEREFT = 14
+LOST_CONNECTION_STATUS = 14
 """The exit status of Open MPI's ranks whose connection to another has closed."""
 _HYDRA_FAILED = 255
 """The status of MPICH's mpirun where a rank that a signal has ended ran on another host."""

@@ -285,7 +285,7 @@ def merged(hosts: Sequence[Host]) -> tuple[Host, ...]:
 
 
 @dataclass(frozen=True)
-class Place:
+class HostSlots:
     """A host of a job, with how many ranks and servers it gets."""
 
     name: str
@@ -297,7 +297,7 @@ class Place:
         return self.ranks + self.servers
 
 
-def place(job: Job) -> tuple[Place, ...]:
+def place(job: Job) -> tuple[HostSlots, ...]:
     """The hosts that get something, in their order: ranks in blocks, servers where there are fewest of them.
 
     Hosts with slots are filled one after the other, as mpirun does; a plain list shares the ranks out evenly, unless
@@ -323,13 +323,13 @@ def place(job: Job) -> tuple[Place, ...]:
     if left or sum(servers) < job.servers:
         raise _too_few(job, sum(min(slots, most) for slots in free))
     return tuple(
-        Place(host.name, count, beside)
+        HostSlots(host.name, count, beside)
         for host, count, beside in zip(job.hosts, ranks, servers, strict=True)
         if count or beside
     )
 
 
-def of_ranks(places: Sequence[Place]) -> list[str]:
+def of_ranks(places: Sequence[HostSlots]) -> list[str]:
     """The host of each rank, then of each server."""
     ranks = [place.name for place in places for _ in range(place.ranks)]
     return ranks + [place.name for place in places for _ in range(place.servers)]

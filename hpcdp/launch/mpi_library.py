@@ -26,7 +26,7 @@ from pathlib import Path
 from ..core.files import who_else_may_write
 from ..errors import LaunchError
 from . import hosts
-from .hosts import Place, of_ranks
+from .hosts import HostSlots, of_ranks
 from .spec import Job
 
 FAMILIES = {"openmpi": "Open MPI", "mpich": "MPICH"}
@@ -240,7 +240,7 @@ class Dialect:
     def _daemons(self) -> str:
         return "OMPI_MCA_oob_tcp" if self.is_open_mpi_4 else "PRTE_MCA_prte"
 
-    def host_file(self, places: Sequence[Place]) -> str:
+    def host_file(self, places: Sequence[HostSlots]) -> str:
         """The list that `placed` names: for Open MPI the host of each rank, then of each server; for hydra each host
         with how many processes it gets."""
         if not self._is_hydra:
@@ -251,7 +251,7 @@ class Dialect:
             )
         return "".join(f"{place.name}:{place.processes}\n" for place in places)
 
-    def placed(self, places: Sequence[Place], path: Path) -> list[str]:
+    def placed(self, places: Sequence[HostSlots], path: Path) -> list[str]:
         """The words that place each rank and server, with that list in ``path``; hydra fills its hosts in order."""
         if not self._is_hydra:
             return ["--map-by", "seq", "--default-hostfile", str(path)]

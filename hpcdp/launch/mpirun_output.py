@@ -22,7 +22,7 @@ import signal
 import time
 from typing import NamedTuple
 
-from .exit_analysis import BEREFT
+from .exit_analysis import LOST_CONNECTION_STATUS
 from .live import Shown
 from .process_monitor import Watch, name_of
 
@@ -292,7 +292,7 @@ _LONGEST_LINE = 10_000
 _KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 
 
-class Named(NamedTuple):
+class FailedRank(NamedTuple):
     """A rank that has failed, as far as mpirun tells: its number, its process, and its status (wait(2))."""
 
     rank: int | None
@@ -386,7 +386,7 @@ class MpirunStderr:
         self._held: bytes | None = b"" if held else None
         self._until_s = time.monotonic() + _HOLD_S
         self._lost: dict[str, str] = {}
-        self.named: Named | None = None
+        self.named: FailedRank | None = None
         """The first rank that mpirun has said to have failed."""
         self.aborted: int | None = None
         """The rank that has aborted the job, says mpirun: its program did, or Open MPI when a connection had closed."""
@@ -461,7 +461,9 @@ class MpirunStderr:
         srun tells of tasks in no certain order, so these are the first ones that were not ended because another one had
         failed, if there are some; None where srun has told of none. See also `may_have_ended`.
         """
-        of_themselves = [tasks for tasks in self._tasks if not tasks.is_killed and tasks.status != BEREFT]
+        of_themselves = [
+            tasks for tasks in self._tasks if not tasks.is_killed and tasks.status != LOST_CONNECTION_STATUS
+        ]
         alone = [tasks for tasks in self._tasks if tasks.is_killed and self._is_alone(tasks)]
         killed = [tasks for tasks in self._tasks if tasks.is_killed]
         return next(iter(of_themselves + alone + killed + self._tasks), None)
@@ -568,10 +570,10 @@ def _write(what: bytes) -> None:
         os.write(2, what)
 
 
-def _named(said: re.Match[bytes]) -> Named:
+def _named(said: re.Match[bytes]) -> FailedRank:
     found = {name: int(value) for name, value in said.groupdict().items()}
     status = found["code"] << 8 if "code" in found else found.get("signal")
-    return Named(found.get("rank"), found.get("pid"), status)
+    return FailedRank(found.get("rank"), found.get("pid"), status)
 
 
 def _status_of(words: str) -> int | None:

@@ -31,11 +31,11 @@ from ..errors import LaunchError, shortened, to_stderr
 from . import cleanup, live
 from . import hosts as launch_hosts
 from .cleanup import adopt, bound, end_orphans
-from .exit_analysis import BEREFT, TOLD, first_failure
+from .exit_analysis import LOST_CONNECTION_STATUS, TOLD, first_failure
 from .mpi_library import is_open_mpi_4, runtimes
-from .mpirun_output import MpirunStderr, Named
+from .mpirun_output import FailedRank, MpirunStderr
 from .process_monitor import End, Start, Watch, name_of
-from .remote.guards import Guards
+from .remote.guard_client import Guards
 
 # The name of a program may have line breaks.
 _START = re.compile(r"^\(rank, host, exe, pid\) = \(([0-9]+), ([^,]*), .*?, ([0-9]+)\)$", re.MULTILINE | re.DOTALL)
@@ -277,7 +277,7 @@ def supervise(
     line = _with_reason(line, status, words)
     if line is None and words.are_unread:
         return 128 + signal.SIGPIPE
-    if line is None or status == BEREFT:  # who has left that one is not known
+    if line is None or status == LOST_CONNECTION_STATUS:  # who has left that one is not known
         words.show_banners()
         if guards is not None:
             guards.show_banners()
@@ -325,12 +325,14 @@ def _explained(
     """
     first, named = first_failure(ends, code, _bereft(family)), words.named
     if first is None and words.have_closed:  # mpirun had heard of the abort, and killed that rank before it ended
-        ends = [end._replace(status=BEREFT << 8) if end.rank == words.aborted else end for end in ends]
-        first = first_failure(ends, code, BEREFT)
+        ends = [end._replace(status=LOST_CONNECTION_STATUS << 8) if end.rank == words.aborted else end for end in ends]
+        first = first_failure(ends, code, LOST_CONNECTION_STATUS)
     has_failed = code != 0 or any(end.status != 0 for end in ends)  # of a job that goes on (ULFM) the code may be 0
     if words.missing is not None and has_failed and (first is None or first.exit_status == code):
         return code or 1, _by_watchdog(words.missing)
-    invoked_by = words.invoked if words.invoked is not None and code in (words.invoked.status, BEREFT) else None
+    invoked_by = (
+        words.invoked if words.invoked is not None and code in (words.invoked.status, LOST_CONNECTION_STATUS) else None
+    )
     # MPICH's mpirun may kill a rank that has called MPI_Abort before it ends itself.
     killed_for_it = first is None or first.status is None or first.exit_status == 128 + signal.SIGKILL != code
     if invoked_by is not None and (is_blind or (family == "mpich" and killed_for_it)):
@@ -341,7 +343,11 @@ def _explained(
     is_known = named is not None or words.aborted is not None or words.are_unread
     if family == "openmpi" and code == 1 and not is_known and _have_all_heard(ends):
         return code, "mpirun has ended all ranks: it was told to by a signal, which it does not name"
-    if is_blind and named is None and (first is None or code in (0, BEREFT) or first.exit_status != code):
+    if (
+        is_blind
+        and named is None
+        and (first is None or code in (0, LOST_CONNECTION_STATUS) or first.exit_status != code)
+    ):
         return code, None
     if named is not None and (first is None or first.status is None):
         first = next((_as_named(end, named) for end in ends if named.rank == end.rank or named.pid == end.pid), first)
@@ -389,7 +395,7 @@ def _told_by_srun(words: MpirunStderr, ranks: int, code: int) -> int | None:
     if words.missing is not None:
         say(_by_watchdog(words.missing))
         return 1
-    if failed is not None and failed.is_killed and code < 128 and code != BEREFT:
+    if failed is not None and failed.is_killed and code < 128 and code != LOST_CONNECTION_STATUS:
         say(f"a rank has aborted the job with status {code}")
         return code
     if failed is not None and words.may_have_ended(failed):
@@ -406,12 +412,12 @@ def _by_watchdog(missing: str) -> str:
     return f"the watchdog has ended the job: {missing}"
 
 
-def _as_named(end: End, named: Named) -> End:
+def _as_named(end: End, named: FailedRank) -> End:
     return end if named.status is None else end._replace(status=named.status)
 
 
 def _bereft(family: str) -> int | None:
-    return BEREFT if family == "openmpi" else None
+    return LOST_CONNECTION_STATUS if family == "openmpi" else None
 
 
 def _failed(seen: End | None, ends: Sequence[End], family: str) -> End | None:

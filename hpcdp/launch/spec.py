@@ -85,7 +85,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What a launcher does: files that it writes first, then commands, one after the other; the last one is the job."""
 
     commands: Sequence[Command]

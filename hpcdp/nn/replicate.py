@@ -10,7 +10,7 @@ from typing import Any
 from ..autograd import Gradient, Tensor, concatenate, is_training, on_tape, pause
 from ..autograd.dispatch import catch_up
 from ..core.arrays import Array, on_device_of
-from ..core.devices import Device, brought, require_devices
+from ..core.devices import Device, require_devices, to_device_of
 from ..errors import ConfigError, DeviceError, type_named
 from .jit.guards import Look, array_of
 from .microbatch import KeepsStatistics
@@ -25,7 +25,7 @@ def moved(x: Tensor, device: Device) -> Tensor:
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             with on_device_of(home):  # where it is added to others
-                dx.add(brought(gy, home))
+                dx.add(to_device_of(gy, home))
 
     return on_tape(device.put(home), (x,), pullback)
 

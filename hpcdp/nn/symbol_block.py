@@ -15,7 +15,7 @@ from ..autograd.dispatch import CALLS
 from ..core.arrays import bits, dtype_of
 from ..core.files import own_part_of, replaced
 from ..errors import ConfigError, DataError, HpcdpError
-from .jit.graph import Graph, Held, Input, Literal, Result, Source
+from .jit.graph import CapturedTensor, Graph, Input, Literal, Result, Source
 from .jit.serialize import Reader, arrays_of, as_json, call, with_held
 from .module import Module
 from .parameter import Parameter
@@ -133,7 +133,7 @@ def _computed(graph: Graph, inputs: Any, check: bool = False) -> Any:
     def value(source: Source) -> Any:
         if isinstance(source, Input):
             return inputs[source.number]
-        if isinstance(source, Held):
+        if isinstance(source, CapturedTensor):
             held = graph.held[source.number]
             return held.data if source.is_detached and isinstance(held, Tensor) else held
         if isinstance(source, Result):

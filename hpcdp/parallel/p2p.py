@@ -82,7 +82,7 @@ FORWARD, BACKWARD = 1, 2
 """The numbers of the two ways, in tags."""
 
 
-class Link(Protocol):
+class StageLink(Protocol):
     """One way between two neighbouring stages; what is sent first is received first."""
 
     def begin(self, length: int) -> None:
@@ -142,7 +142,7 @@ class Queue:
         self._sent.clear()
 
 
-class Messages:
+class StageMessages:
     """Between ranks: a header with shapes and dtypes goes before the elements of each array.
 
     Args:

@@ -34,7 +34,7 @@ from ..errors import ConfigError, DataError, UnsupportedError, type_named, whole
 from ..nn import Module
 from ..nn.functional import require_per_sample
 from ..nn.jit.guards import Look
-from .p2p import BACKWARD, FORWARD, Link, Messages, Queue, share_replica
+from .p2p import BACKWARD, FORWARD, Queue, StageLink, StageMessages, share_replica
 
 
 class Action(NamedTuple):
@@ -105,15 +105,15 @@ class _Part:
 
     stage: int
     module: Module
-    before: tuple[Link, Link] | None
+    before: tuple[StageLink, StageLink] | None
     """Whence its inputs come, and where their gradients go; None at the first stage."""
-    after: tuple[Link, Link] | None
+    after: tuple[StageLink, StageLink] | None
     """Where its outputs go, and whence their gradients come; None at the last stage."""
     kept: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = field(default_factory=dict)
     """Inputs and outputs of the micro-batches whose backward is still to come."""
 
     @property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[StageLink, ...]:
         return (*(self.before or ()), *(self.after or ()))
 
 
@@ -208,9 +208,9 @@ class Pipeline(Module):
 
     def _links(
         self, world: World, column: World | None, own: range, modules: dict[int, Module]
-    ) -> dict[int, tuple[Link, Link] | None]:
+    ) -> dict[int, tuple[StageLink, StageLink] | None]:
         """By the number of the later stage, for each boundary that this rank has to do with: forward and backward."""
-        found: dict[int, tuple[Link, Link] | None] = {0: None, self._num_stages: None}
+        found: dict[int, tuple[StageLink, StageLink] | None] = {0: None, self._num_stages: None}
         if column is None:
             return found | {stage: (Queue(), Queue()) for stage in range(1, self._num_stages)}
         places = column.comm.allgather_json([world.node, world.local_rank])
@@ -221,8 +221,8 @@ class Pipeline(Module):
                 node, local_rank = places[other]
                 behind = [local_rank] if node == world.node else []
                 found[boundary] = (
-                    Messages(comm, other, FORWARD, watchdog, behind, like),
-                    Messages(comm, other, BACKWARD, watchdog, behind, like),
+                    StageMessages(comm, other, FORWARD, watchdog, behind, like),
+                    StageMessages(comm, other, BACKWARD, watchdog, behind, like),
                 )
         return found
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..comm import World, init
-from ..data.samplers import Position
+from ..data.samplers import SamplerPosition
 from ..errors import ConfigError
 
 
@@ -31,7 +31,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
     ) -> None:
         world = init() if world is None else world
         super().__init__(dataset, world.size, world.rank, shuffle, seed, drop_last)
-        self._position = Position()
+        self._position = SamplerPosition()
         self.used: int | None = None
         """How many samples of this iteration this rank's loop has had. None: as many as were drawn. To be assigned
         before `state_dict` where a loader with workers draws ahead."""

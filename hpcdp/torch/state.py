@@ -26,7 +26,7 @@ from ..checkpoint.flatten import (
     STATISTICS,
     Adapter,
     HostView,
-    Named,
+    NamedTensor,
     as_array,
     as_stateful,
     averages,
@@ -156,16 +156,16 @@ class _Optimizer(Adapter):
     def _named(self) -> list[list[str]] | None:
         """The names of the optimizer's parameters by group; None where nothing is known of any of them."""
         given: Mapping[int, str] = getattr(self._optimizer, "parameter_names", {})
-        found: list[list[Named | str | None]] = []
+        found: list[list[NamedTensor | str | None]] = []
         for group in self._optimizer.param_groups:
             own = group.get("param_names", [given.get(id(param)) for param in group["params"]])
             found.append([self.names.get(id(param), name) for param, name in zip(group["params"], own, strict=True)])
         if not any(found_name for names in found for found_name in names):
             return None
-        counts = Counter(each.name for names in found for each in names if isinstance(each, Named))
+        counts = Counter(each.name for names in found for each in names if isinstance(each, NamedTensor))
         unnamed = itertools.count()
         # Of modules that have parameters of one name, that of the module tells them apart.
-        texts = [[(each.name if counts[each.name] == 1 else each.full) if isinstance(each, Named)
+        texts = [[(each.name if counts[each.name] == 1 else each.full) if isinstance(each, NamedTensor)
                   else each or f"unnamed {next(unnamed)}" for each in names] for names in found]  # fmt: skip
         return torch_tensors.plain(texts)
 

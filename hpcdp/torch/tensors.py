@@ -36,8 +36,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..checkpoint.flatten import overlaps
 from ..comm import World, gpu_groups
-from ..comm.gpu_transports import NodeRows, RowSize, Way, lone_rows
-from ..comm.tasks import drive
+from ..comm.gpu_transports import GpuTransport, NodeRows, RowSize, lone_rows
+from ..comm.tasks import run_until_complete
 from ..core.arrays import Array, is_host
 from ..core.devices import Device, Streams, gpu
 from ..errors import ConfigError, UnsupportedError, listed
@@ -122,9 +122,9 @@ class GpuBuffers:
         way: how the gradients are summed in the node; None: on the host.
     """
 
-    def __init__(self, world: World, device: Device, way: Way | None) -> None:
+    def __init__(self, world: World, device: Device, way: GpuTransport | None) -> None:
         self._world, self.device = world, device
-        self._by_row = world.num_nodes == 1 and way in (Way.NCCL, Way.CUDA_IPC, Way.GROUPS)
+        self._by_row = world.num_nodes == 1 and way in (GpuTransport.NCCL, GpuTransport.CUDA_IPC, GpuTransport.GROUPS)
         self._streams = streams = Streams(device)
         self._filled, self._come = streams.event(), streams.event()
         self._room = 0
@@ -153,7 +153,7 @@ class GpuBuffers:
         streams, row = self._streams, self._row
         ends = [row.size.count if rank >= root else 0 for rank in range(self._world.size)]
         streams.record(self._filled, streams.current())
-        drive(row.allgather(list(zip([0, *ends], ends, strict=False)), (self._filled,)))
+        run_until_complete(row.allgather(list(zip([0, *ends], ends, strict=False)), (self._filled,)))
         streams.record(self._come, row.stream)
         streams.wait_event(streams.current(), self._come)
 

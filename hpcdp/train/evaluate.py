@@ -16,7 +16,7 @@ from ..comm import World, init
 from ..comm.consistency import require_same
 from ..comm.world import require_world
 from ..core.arrays import Array, to_host
-from ..core.devices import brought_values
+from ..core.devices import values_on_device_of
 from ..data import Dataset
 from ..data.datasets import piece_bounds, require_dataset
 from ..errors import ConfigError, UnsupportedError, type_named, whole_number
@@ -131,7 +131,7 @@ def place_of(net: Module) -> Array | None:
 
 def brought_to(x: Any, there: Array | None) -> Any:
     """``x`` of a batch where the array ``there`` is: itself, if it is there already, or is a tensor."""
-    return x if there is None or isinstance(x, Tensor) else brought_values(x, there)
+    return x if there is None or isinstance(x, Tensor) else values_on_device_of(x, there)
 
 
 def first_output(operation: str, output: Any) -> Tensor:

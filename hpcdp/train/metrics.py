@@ -24,7 +24,7 @@ import numpy as np
 from ..collectives import allreduce
 from ..comm import World
 from ..core.arrays import Array, array_namespace, on_device_of, to_host
-from ..core.devices import brought
+from ..core.devices import to_device_of
 from ..core.files import replaced
 from ..core.state import Part, Sharded
 from ..data_parallel.trainer import Trainer
@@ -153,7 +153,7 @@ class BatchSums:
     def add(self, row: int, losses: Array, logits: Array, labels: Array) -> None:
         """Add a batch: ``losses`` of shape ``(batch,)``, and what `number_correct` takes; all on one device."""
         array_namespace(losses, logits, labels)  # before anything is added
-        self._rows = brought(self._rows, losses)
+        self._rows = to_device_of(self._rows, losses)
         with on_device_of(losses):
             place = self._rows[row]
             place[0] += losses.sum()

@@ -19,7 +19,7 @@ from hpcdp.collectives import cost_model
 from hpcdp.collectives.cost_model import ETHERNET, FABRIC, Link, Topology
 from hpcdp.collectives.registry import Algorithm
 from hpcdp.comm import World, thread_comm
-from hpcdp.comm.tasks import drive
+from hpcdp.comm.tasks import run_until_complete
 from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import ConfigError
 
@@ -179,7 +179,7 @@ def _forgetful(name: str) -> Algorithm:
 
     def blocking(*arguments: object) -> None:
         *given, world = arguments
-        drive(right.steps(*given, world, 1))
+        run_until_complete(right.steps(*given, world, 1))
         result = given[1] if name == "reduce_scatter" else given[0]
         if world.rank == (0 if name == "reduce" else 1):  # type: ignore[attr-defined]
             result[-1] += 1  # type: ignore[index]
@@ -213,9 +213,9 @@ def test_a_nonblocking_one_that_is_not_waited_for_fails(monkeypatch: pytest.Monk
 def test_lost_messages_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = point_to_point.own_messages
 
-    def stale(world: World) -> point_to_point.Messages:
+    def stale(world: World) -> point_to_point.PairMessages:
         ways = honest(world)
-        return point_to_point.Messages(lambda x, to: ways.send(x * 0, to), ways.receive, ways.finish)
+        return point_to_point.PairMessages(lambda x, to: ways.send(x * 0, to), ways.receive, ways.finish)
 
     monkeypatch.setattr(point_to_point, "own_messages", stale)
     assert 1 in bench(2, name, "-m", "64:64")
@@ -491,7 +491,7 @@ def test_a_nonblocking_peer_that_reduces_in_its_own_way(given: list[str], tmp_pa
     settings = command.parse(["iallreduce", "-m", "64:64", *given, *QUICK])
 
     def rank(world: World) -> dict[str, Any]:
-        how = collective.Sweep("iallreduce", dtype_of(settings.dtype), settings.op, iterations=3, warmup=1)
+        how = collective.CollectiveSweep("iallreduce", dtype_of(settings.dtype), settings.op, iterations=3, warmup=1)
         (row,) = collective.overlap_sweep(how, [64], world, beside_library=True)
         return row
 

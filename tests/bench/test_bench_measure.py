@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdp.bench import measure
-from hpcdp.bench.measure import FreshData, Schedule, Series
+from hpcdp.bench.measure import FreshData, MeasuringSchedule, Series
 from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import ConfigError
 
@@ -98,22 +98,26 @@ def test_candidates_take_turns_with_data_of_their_own() -> None:
     log: list[tuple[str, int]] = []
     barriers: list[None] = []
     found = measure.alternate(
-        [_Recorded("a", log), _Recorded("b", log, faulty=True)], lambda: barriers.append(None), Schedule(2, 3, 1)
+        [_Recorded("a", log), _Recorded("b", log, faulty=True)],
+        lambda: barriers.append(None),
+        MeasuringSchedule(2, 3, 1),
     )
     assert [name for name, _ in log] == [*"ab", *"bbbaaa", *"aaabbb"]
     assert len({iteration for _, iteration in log}) == len(log) <= len(barriers)
     assert len(found["a"].ns) == len(found["b"].ns) == 6
     assert found["a"].wrong == 0
     assert found["b"].wrong == 14
-    assert measure.alternate([_Recorded("b", [], True)], lambda: None, Schedule(1, 1, 0), False)["b"].wrong == 0
+    assert (
+        measure.alternate([_Recorded("b", [], True)], lambda: None, MeasuringSchedule(1, 1, 0), False)["b"].wrong == 0
+    )
 
 
 def test_large_messages_are_timed_less_often() -> None:
-    small, large = Schedule.for_size(4, 100, 2), Schedule.for_size(256 << 20, 100, 2)
+    small, large = MeasuringSchedule.for_size(4, 100, 2), MeasuringSchedule.for_size(256 << 20, 100, 2)
     assert small.turns * small.repeats == 100
     assert small.repeats == 10
     assert (large.turns, large.repeats) == (5, 1)
-    assert Schedule.for_size(4, 1, 0) == Schedule(1, 1, 0)
+    assert MeasuringSchedule.for_size(4, 1, 0) == MeasuringSchedule(1, 1, 0)
 
 
 def test_statistics() -> None:
@@ -128,7 +132,7 @@ def test_statistics() -> None:
 
 def test_an_exchange_is_timed() -> None:
     x = np.zeros(3, np.float32)
-    exchange = measure.Exchange("sleep", FreshData(0, 1), x, x, lambda: time.sleep(0.002))
+    exchange = measure.MeasuredCollective("sleep", FreshData(0, 1), x, x, lambda: time.sleep(0.002))
     exchange.refresh(1)
     assert 2_000_000 <= exchange.timed() < 1_000_000_000
     assert exchange.wrong(1) == 0

@@ -6,7 +6,7 @@ import pytest
 import bench_floor as floor
 from bench_floor import Floor
 from hpcdp.bench import probe
-from hpcdp.bench.measure import Schedule, alternate
+from hpcdp.bench.measure import MeasuringSchedule, alternate
 from hpcdp.comm import World, thread_comm
 from hpcdp.errors import UnsupportedError
 
@@ -19,7 +19,7 @@ def test_every_pattern_sums(ranks: int) -> None:
         limits = Floor(world, 4 * max(counts))
         bad = []
         for count in counts:
-            found = alternate(limits.patterns(count), limits.barrier, Schedule(2, 2, 1))
+            found = alternate(limits.patterns(count), limits.barrier, MeasuringSchedule(2, 2, 1))
             bad += [(name, count, series.wrong) for name, series in found.items() if series.wrong]
             assert all(min(series.ns) > 0 for series in found.values())
         return bad

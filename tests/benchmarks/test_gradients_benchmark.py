@@ -5,7 +5,7 @@ import pytest
 
 import bench_gradients as gradients
 from bench_floor import Floor
-from hpcdp.bench.measure import FreshData, Schedule, alternate
+from hpcdp.bench.measure import FreshData, MeasuringSchedule, alternate
 from hpcdp.comm import World, thread_comm
 
 
@@ -22,7 +22,7 @@ def test_all_candidates_update_right(ranks: int) -> None:
 def test_allreduced_gradients_are_right() -> None:
     def each(world: World) -> int:
         candidate = gradients.GradientAllreduce("buckets", world, FreshData(world.rank, world.size), 50_000)
-        return alternate([candidate], world.comm.barrier, Schedule(3, 1, 1))["buckets"].wrong
+        return alternate([candidate], world.comm.barrier, MeasuringSchedule(3, 1, 1))["buckets"].wrong
 
     assert thread_comm.run(2, each) == [0, 0]
 
@@ -33,6 +33,6 @@ def test_an_update_without_the_other_ranks_is_wrong() -> None:
         grad, param = np.empty(1000, np.float32), np.zeros(1000, np.float32)
         alone = gradients.PeerStep("alone", data, gradients._Reference(world, data), grad, param, lambda: None)
         alone.step = lambda: np.subtract(param, 0.01 * grad, out=param)
-        return alternate([alone], world.comm.barrier, Schedule(2, 1, 0))["alone"].wrong
+        return alternate([alone], world.comm.barrier, MeasuringSchedule(2, 1, 0))["alone"].wrong
 
     assert min(thread_comm.run(2, each)) > 900

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcdp.checkpoint import Part, PerRank, Sharded
-from hpcdp.checkpoint.hdf5_file import File, Piece, Stored
+from hpcdp.checkpoint.hdf5_file import File, FilePiece, Stored
 from hpcdp.checkpoint.save import by_rank
 from hpcdp.comm import World
 
@@ -14,7 +14,7 @@ ROWS, COLUMNS = 41, 13
 LONG = 300_000  # float32: over `plan.WHOLE_NBYTES`, so that all ranks write a part
 
 
-def write_shard(path: Path, pieces: list[Piece], compression: str | None = None) -> tuple[list[Stored], File]:
+def write_shard(path: Path, pieces: list[FilePiece], compression: str | None = None) -> tuple[list[Stored], File]:
     """A file as the rank in its name writes it."""
     world = types.SimpleNamespace(rank=int(path.stem[-5:]))
     stored, (file,) = by_rank(path.parent, pieces, types.SimpleNamespace(world=world), compression)

@@ -15,7 +15,7 @@ from pairs import pairs
 from samples import write_shard
 
 from hpcdp.checkpoint import Manager, Part, Sharded, hdf5_file
-from hpcdp.checkpoint.hdf5_file import BLOCK_NBYTES, Piece, ShardReader, Unfailing
+from hpcdp.checkpoint.hdf5_file import BLOCK_NBYTES, FilePiece, ShardReader, Unfailing
 from hpcdp.comm import thread_comm
 from hpcdp.errors import DataError
 
@@ -76,7 +76,7 @@ def failing_from(monkeypatch, number):
 
 
 def test_each_write_may_be_the_first_that_fails(tmp_path, monkeypatch):
-    pieces = [Piece(f"layer{number}/weight", 0, np.arange(40.0), "float64") for number in range(5)]
+    pieces = [FilePiece(f"layer{number}/weight", 0, np.arange(40.0), "float64") for number in range(5)]
     path, count, opened = tmp_path / "shard-00000.h5", 0, len(os.listdir("/proc/self/fd"))
     while True:
         with monkeypatch.context() as context:
@@ -97,7 +97,7 @@ def test_each_write_may_be_the_first_that_fails(tmp_path, monkeypatch):
 def test_writes_of_chunks_may_be_short(tmp_path, monkeypatch):
     pwrite, values = os.pwrite, np.random.default_rng(0).standard_normal(1000)
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[: max(1, len(data) // 2)], offset))
-    (stored,), _ = write_shard(tmp_path / "shard-00000.h5", [Piece("a", 0, values, "float64")], "lzf")
+    (stored,), _ = write_shard(tmp_path / "shard-00000.h5", [FilePiece("a", 0, values, "float64")], "lzf")
     out = np.empty_like(values)
     with ShardReader(tmp_path) as reader:
         reader.read(stored, 0, out)
@@ -140,5 +140,5 @@ def test_a_signal_ends_the_writing_and_never_meets_hdf5(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", interrupted)
     values = np.random.default_rng(0).integers(0, 256, 20 * BLOCK_NBYTES, np.uint8)
     with pytest.raises(KeyboardInterrupt):
-        write_shard(tmp_path / "shard-00000.h5", [Piece("a", 0, values, "uint8")], "lzf")
+        write_shard(tmp_path / "shard-00000.h5", [FilePiece("a", 0, values, "uint8")], "lzf")
     assert (tmp_path / "shard-00000.h5").stat().st_size < 15 * BLOCK_NBYTES  # 8 wait in HDF5's memory

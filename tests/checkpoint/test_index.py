@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from samples import write_shard
 
 from hpcdp.checkpoint import manifest
-from hpcdp.checkpoint.hdf5_file import Piece
-from hpcdp.checkpoint.manifest import Tensor
+from hpcdp.checkpoint.hdf5_file import FilePiece
+from hpcdp.checkpoint.manifest import StoredTensor
 from hpcdp.errors import DataError
 
 
@@ -33,9 +33,9 @@ def test_the_whole_is_seen_through_parts(name, cuts, tmp_path):
     whole = np.random.default_rng(1).standard_normal((4, 5))
     parts = []
     for rank, (first, last) in enumerate(zip([0, *cuts], [*cuts, whole.size], strict=True)):
-        piece = Piece(name, first, whole.reshape(-1)[first:last], "float64")
+        piece = FilePiece(name, first, whole.reshape(-1)[first:last], "float64")
         parts += write_shard(tmp_path / f"shard-{rank:05d}.h5", [piece] if last > first else [])[0]
-    tensors = {name: Tensor((4, 5), "float64", tuple(parts)), "none": Tensor((0, 3), "int8", ())}
+    tensors = {name: StoredTensor((4, 5), "float64", tuple(parts)), "none": StoredTensor((0, 3), "int8", ())}
     manifest.write(tmp_path / manifest.INDEX_NAME, tensors, {"dict": [["step", 5]]}, {"step": 5, "format": "x"})
     with h5py.File(tmp_path / manifest.INDEX_NAME) as file:
         assert np.array_equal(file[name][...], whole)
@@ -45,9 +45,9 @@ def test_the_whole_is_seen_through_parts(name, cuts, tmp_path):
 
 
 def test_a_number_and_what_hdf5_has_no_dtype_for(tmp_path):
-    pieces = [Piece("x", 0, np.array([2.5]), "float64"), Piece("b", 0, np.array([7, 8], np.uint16), "bfloat16")]
+    pieces = [FilePiece("x", 0, np.array([2.5]), "float64"), FilePiece("b", 0, np.array([7, 8], np.uint16), "bfloat16")]
     stored = write_shard(tmp_path / "shard-00000.h5", pieces)[0]
-    tensors = {"x": Tensor((), "float64", (stored[0],)), "b": Tensor((2,), "bfloat16", (stored[1],))}
+    tensors = {"x": StoredTensor((), "float64", (stored[0],)), "b": StoredTensor((2,), "bfloat16", (stored[1],))}
     manifest.write(tmp_path / manifest.INDEX_NAME, tensors, None, {})
     with h5py.File(tmp_path / manifest.INDEX_NAME) as file:
         assert file["x"][()] == 2.5

@@ -9,7 +9,7 @@ import pytest
 
 from hpcdp.checkpoint import flatten, manifest
 from hpcdp.checkpoint.hdf5_file import BLOCK_NBYTES, File, Stored
-from hpcdp.checkpoint.manifest import Manifest, Tensor
+from hpcdp.checkpoint.manifest import Manifest, StoredTensor
 from hpcdp.errors import DataError
 
 
@@ -22,9 +22,9 @@ def sample() -> Manifest:
                       ["own", {"ranks": [{"tuple": []}, {"tensor": "b", "kind": "torch"}]}]]}  # fmt: skip
     count = BLOCK_NBYTES // 2
     tensors = {
-        "a": Tensor((count + 1, 1), "float32", (stored("a", 0, 1), stored("a", 1, count, 2, "shard-00001.h5"))),
-        "b": Tensor((), "bfloat16", (stored("b", 0, 1),)),
-        "none": Tensor((0, 5), "bool", ()),
+        "a": StoredTensor((count + 1, 1), "float32", (stored("a", 0, 1), stored("a", 1, count, 2, "shard-00001.h5"))),
+        "b": StoredTensor((), "bfloat16", (stored("b", 0, 1),)),
+        "none": StoredTensor((0, 5), "bool", ()),
     }
     files = [File("shard-00000.h5", 10_000, 1), File("shard-00001.h5", 4 << 20, 2), File("index.h5", 800, 3)]
     return Manifest(12, state, tensors, files, {"size": 2, "num_nodes": 1}, {"numpy": "2"}, {"loss": 0.5}, {"lr": [1]},
@@ -180,7 +180,7 @@ def test_states_are_read_as_deep_as_they_are_saved():
     ],
 )
 def test_each_element_is_stored_once(runs, got):
-    held = flatten.Held("a", (10,), "int8", np.dtype("i1"), (), 1, 0)
+    held = flatten.HeldTensor("a", (10,), "int8", np.dtype("i1"), (), 1, 0)
     parts = [stored("a", first, last - first) for first, last in reversed(runs)]
     with pytest.raises(DataError, match=rf"save \[a\]: expected each element held by one rank, .* got {got}"):
         manifest.join([held], parts)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdp.checkpoint.flatten import Held
+from hpcdp.checkpoint.flatten import HeldTensor
 from hpcdp.checkpoint.hdf5_file import WHOLE_NBYTES, described, own_pieces
 from hpcdp.core.state import Part
 
@@ -12,7 +12,7 @@ from hpcdp.core.state import Part
 def held(name, values, copies=1, copy=0, first=0, shape=None):
     shape = values.shape if shape is None else shape
     part = Part(first, values.reshape(-1))
-    return Held(name, shape, values.dtype.name, values.dtype, (part,), copies, copy)
+    return HeldTensor(name, shape, values.dtype.name, values.dtype, (part,), copies, copy)
 
 
 @settings(max_examples=40)
@@ -46,7 +46,7 @@ def test_short_tensors_are_spread_over_ranks():
 
 def test_parts_are_called_by_where_they_begin():
     parts = (Part(0, np.zeros(2)), Part(7, np.zeros(3)), Part(7, np.zeros(0)))
-    one = Held("a", (10,), "float64", np.dtype("f8"), parts, 1, 0)
+    one = HeldTensor("a", (10,), "float64", np.dtype("f8"), parts, 1, 0)
     assert [(piece.dataset, piece.first, piece.values.size) for piece in own_pieces([one])] == [
         ("a", 0, 2),
         ("a@7", 7, 3),
@@ -61,5 +61,5 @@ def test_values_that_should_be_alike_are_compared():
         other[at] += 1
         assert described([held("a", other, 4)], 4) != line
     assert described([held("a", values * 2, 2)], 4) == described([held("a", values, 2)], 4)
-    own = Held("b", (3,), "int8", np.dtype("i1"), (), 1, 0, is_own=True)
+    own = HeldTensor("b", (3,), "int8", np.dtype("i1"), (), 1, 0, is_own=True)
     assert described([own], 4) == []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from samples import write_shard
 
-from hpcdp.checkpoint.hdf5_file import BLOCK_NBYTES, Piece, ShardReader
+from hpcdp.checkpoint.hdf5_file import BLOCK_NBYTES, FilePiece, ShardReader
 from hpcdp.errors import DataError
 
 DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "g", "F", "D", "G"]
@@ -27,7 +27,7 @@ def same_bits(a, b):
 @pytest.mark.parametrize("compression", [None, "lzf", "gzip"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_elements_come_back_bit_by_bit(dtype, compression, tmp_path):
-    pieces = [Piece(f"a/{count}", 0, values_of(dtype, count), np.dtype(dtype).name) for count in (1, 7, 0, 1000)]
+    pieces = [FilePiece(f"a/{count}", 0, values_of(dtype, count), np.dtype(dtype).name) for count in (1, 7, 0, 1000)]
     stored, file = write_shard(tmp_path / "shard-00000.h5", pieces, compression)
     assert file.nbytes == (tmp_path / "shard-00000.h5").stat().st_size
     with ShardReader(tmp_path) as reader:
@@ -42,7 +42,7 @@ def test_elements_come_back_bit_by_bit(dtype, compression, tmp_path):
 @pytest.mark.parametrize("compression", [None, "lzf"])
 def test_a_run_of_elements_is_read_and_no_more(compression, tmp_path):
     values = np.random.default_rng(0).standard_normal(BLOCK_NBYTES // 8 * 2 + 77)
-    (stored,), _ = write_shard(tmp_path / "shard-00000.h5", [Piece("a", 0, values, "float64")], compression)
+    (stored,), _ = write_shard(tmp_path / "shard-00000.h5", [FilePiece("a", 0, values, "float64")], compression)
     block = BLOCK_NBYTES // 8
     with ShardReader(tmp_path) as reader:
         edges = [0, 1, block - 1, block, block + 1, 2 * block, values.size]
@@ -54,13 +54,13 @@ def test_a_run_of_elements_is_read_and_no_more(compression, tmp_path):
 
 
 def test_bfloat16_has_a_mark(tmp_path):
-    write_shard(tmp_path / "shard-00000.h5", [Piece("a", 0, np.arange(3, dtype=np.uint16), "bfloat16")])
+    write_shard(tmp_path / "shard-00000.h5", [FilePiece("a", 0, np.arange(3, dtype=np.uint16), "bfloat16")])
     with h5py.File(tmp_path / "shard-00000.h5") as file:
         assert file["a"].attrs["dtype"] == "bfloat16" and file["a"].dtype == np.uint16
 
 
 def test_long_data_sets_begin_on_pages(tmp_path):
-    pieces = [Piece(name, 0, np.zeros(100_001, np.uint8), "uint8") for name in "abc"]
+    pieces = [FilePiece(name, 0, np.zeros(100_001, np.uint8), "uint8") for name in "abc"]
     stored, _ = write_shard(tmp_path / "shard-00000.h5", pieces)
     assert all(each.offset is not None and each.offset % 4096 == 0 for each in stored)
 
@@ -77,13 +77,13 @@ def test_the_data_set_on_its_way_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(DataError, match=r"save \[.*shard-00000.h5, layer/a\]: got No space left on device"):
-        write_shard(tmp_path / "shard-00000.h5", [Piece("layer/a", 0, np.zeros(3), "float64")])
+        write_shard(tmp_path / "shard-00000.h5", [FilePiece("layer/a", 0, np.zeros(3), "float64")])
 
 
 def test_writes_may_be_short(tmp_path, monkeypatch):
     pwrite, values = os.pwrite, np.random.default_rng(0).standard_normal(1000)
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[: max(1, len(data) // 2)], offset))
-    (stored,), _ = write_shard(tmp_path / "shard-00000.h5", [Piece("a", 0, values, "float64")])
+    (stored,), _ = write_shard(tmp_path / "shard-00000.h5", [FilePiece("a", 0, values, "float64")])
     out = np.empty_like(values)
     with ShardReader(tmp_path) as reader:
         reader.read(stored, 0, out)
@@ -93,7 +93,7 @@ def test_writes_may_be_short(tmp_path, monkeypatch):
 @pytest.mark.parametrize("slow", ["to their place", "by the cache", "neither"])
 def test_blocks_go_the_faster_way_and_are_the_same(slow, tmp_path, monkeypatch):
     values = np.random.default_rng(0).standard_normal(BLOCK_NBYTES // 8 * 40 + 5)
-    (stored,), _ = write_shard(tmp_path / "shard-00000.h5", [Piece("a", 0, values, "float64")])
+    (stored,), _ = write_shard(tmp_path / "shard-00000.h5", [FilePiece("a", 0, values, "float64")])
     out, at_once, read = np.zeros_like(values), [], os.preadv
 
     def noted(file, places, at):
@@ -114,7 +114,7 @@ def test_blocks_go_the_faster_way_and_are_the_same(slow, tmp_path, monkeypatch):
 
 def test_damaged_elements_do_not_reach_the_array(tmp_path):
     path, values = tmp_path / "shard-00000.h5", np.random.default_rng(0).standard_normal(BLOCK_NBYTES // 8 * 2)
-    (stored,), _ = write_shard(path, [Piece("a", 0, values, "float64")])
+    (stored,), _ = write_shard(path, [FilePiece("a", 0, values, "float64")])
     with open(path, "r+b") as file:
         file.seek(stored.offset + BLOCK_NBYTES + 8)
         byte = file.read(1)
@@ -131,7 +131,7 @@ def test_damaged_elements_do_not_reach_the_array(tmp_path):
 def test_damage_of_what_is_compressed_names_file_and_data_set(compression, tmp_path):
     path, out = tmp_path / "shard-00000.h5", np.empty(5000)
     values = np.random.default_rng(0).random(5000)
-    (stored,), _ = write_shard(path, [Piece("net/w", 0, values, "float64")], compression)
+    (stored,), _ = write_shard(path, [FilePiece("net/w", 0, values, "float64")], compression)
     good = path.read_bytes()
     for at in (0, 875, len(good) - 1000):  # the file's own, a group's, a chunk's
         path.write_bytes(good[:at] + bytes([good[at] ^ 64]) + good[at + 1 :])
@@ -144,7 +144,7 @@ def test_damage_of_what_is_compressed_names_file_and_data_set(compression, tmp_p
 @pytest.mark.parametrize("compression", [None, "lzf"])
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(compression, tmp_path):
     path = tmp_path / "shard-00000.h5"
-    (stored,), _ = write_shard(path, [Piece("a", 0, np.zeros(3), "float64")], compression)
+    (stored,), _ = write_shard(path, [FilePiece("a", 0, np.zeros(3), "float64")], compression)
     path.unlink()
     os.mkfifo(path)
     with ShardReader(tmp_path) as reader, pytest.raises(DataError, match="no regular file"):

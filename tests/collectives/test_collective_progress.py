@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hpcdp.collectives import ALGORITHMS, allreduce, broadcast, halving_doubling, iallreduce, ring, tree
 from hpcdp.comm import thread_comm
-from hpcdp.comm.communicator import OPERATION_BITS, Until, disagree
-from hpcdp.comm.tasks import TAGS, Progress, Together, drive, in_lanes, segments, together
+from hpcdp.comm.communicator import OPERATION_BITS, PolledRequest, disagree
+from hpcdp.comm.tasks import TAGS, ProgressEngine, TaskGroup, in_lanes, run_until_complete, segments, together
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.errors import MismatchError, UnsupportedError
 
@@ -39,7 +39,7 @@ def test_a_machine_goes_on_when_all_requests_of_its_stage_are_complete():
         yield []
         log.append("end")
 
-    both = Together([steps()])
+    both = TaskGroup([steps()])
     assert not both.test()
     two.on = True
     assert not both.test()
@@ -57,7 +57,7 @@ def test_machines_overtake_each_other():
         yield [switches[number]]
         log.append(number)
 
-    both = Together([steps(0), steps(1)])
+    both = TaskGroup([steps(0), steps(1)])
     switches[1].on = True
     assert not both.test()
     assert log == [1]
@@ -78,7 +78,7 @@ def test_one_machine_keeps_its_stages_and_several_are_one_stage():
 
 def test_drive_waits_for_every_request():
     done = iter([False, False, True])
-    drive(iter([[Until(lambda: next(done))]]))
+    run_until_complete(iter([[PolledRequest(lambda: next(done))]]))
     assert list(done) == []
 
 
@@ -92,7 +92,7 @@ def test_lanes_share_out_all_items_with_tags_of_their_own(items, most):
 
     machines = in_lanes(range(items), steps, 640, most)
     assert len(machines) == min(items, most, TAGS)
-    Together(machines).wait()
+    TaskGroup(machines).wait()
     assert sorted(item for item, _ in seen) == list(range(items))
     assert all(tag == 640 + item % len(machines) for item, tag in seen)
 
@@ -108,7 +108,7 @@ def test_segments_cover_the_array(count, nbytes):
 
 
 def test_tags_of_consecutive_operations_do_not_meet():
-    progress, first = thread_comm.run(1, Progress.of)[0], []
+    progress, first = thread_comm.run(1, ProgressEngine.of)[0], []
     for _ in range(1000):
         progress.calls.number += 1
         first.append(progress.tag(0))
@@ -121,7 +121,7 @@ def test_tags_of_consecutive_operations_do_not_meet():
 def test_tags_of_calls_that_differ_are_apart_and_stay_within_what_mpi_allows():
     def rank(world):
         world.comm.signatures = 1 << 16
-        progress = Progress.of(world)
+        progress = ProgressEngine.of(world)
         first = progress.tag(world.rank + 5 + (1 << 31))
         progress.calls.number += 1
         return [first, progress.tag(7)]
@@ -237,7 +237,7 @@ def test_what_others_have_ended_is_asked_for_no_longer():
     """The watchdog of another rank would be told that this one is in a call."""
 
     def rank(world):
-        Progress.of(world)
+        ProgressEngine.of(world)
         if world.rank == 1:
             world.comm.barrier()  # rank 0 has asked in vain by then
         request = iallreduce(np.ones(5), "sum", world, "ring")
@@ -276,7 +276,7 @@ def test_what_blocks_until_all_have_come_ends_what_was_started_before(call):
 def test_testing_never_blocks():
     def rank(world):
         x = np.ones(5)
-        Progress.of(world)
+        ProgressEngine.of(world)
         if world.rank == 1:
             world.comm.barrier()  # rank 0 has asked in vain by then
             iallreduce(x, "sum", world, "ring").wait()
@@ -314,14 +314,14 @@ def test_an_operation_whose_segment_was_interrupted_is_not_complete_when_it_is_a
             raise KeyboardInterrupt
 
     def rank(world):
-        interrupted = Progress.of(world).start(together([segment(number) for number in range(3)]), np.ones(1))
-        other = Progress.of(world).start(segment(3), np.ones(1))
+        interrupted = ProgressEngine.of(world).start(together([segment(number) for number in range(3)]), np.ones(1))
+        other = ProgressEngine.of(world).start(segment(3), np.ones(1))
         switch.on = True
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 interrupted.wait()
         other.wait()
-        Progress.of(world).finish()
+        ProgressEngine.of(world).finish()
 
     thread_comm.run(1, rank)
 

@@ -7,7 +7,7 @@ from pairs import pairs
 from hpcdp.collectives import compressed
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import split
-from hpcdp.comm.tasks import drive
+from hpcdp.comm.tasks import run_until_complete
 from hpcdp.compression import BFloat16, ErrorFeedback, Float16, OneBit, TopK, TwoBit
 from hpcdp.core.arrays import dtype_of
 
@@ -29,7 +29,7 @@ def steps(n, codec, count, number, dtype="f4"):
         before = world.comm.traffic.messages, world.comm.traffic.nbytes
         for step in range(number):
             x = gradient(world.rank, step, count).astype(dtype_of(dtype))
-            drive(compressed.allreduce(x, feedback, world.comm, 64 * (1 + step % 3)))
+            run_until_complete(compressed.allreduce(x, feedback, world.comm, 64 * (1 + step % 3)))
             sums.append(x)
         after = world.comm.traffic.messages, world.comm.traffic.nbytes
         return sums, feedback.residual, [b - a for a, b in zip(before, after, strict=True)]
@@ -91,7 +91,7 @@ def test_a_nan_of_one_rank_arrives_everywhere_and_is_gone_in_the_next_step():
             x = gradient(world.rank, step, 100)
             if step == 0 and world.rank == 1:
                 x[90] = np.nan
-            drive(compressed.allreduce(x, feedback, world.comm, 64))
+            run_until_complete(compressed.allreduce(x, feedback, world.comm, 64))
             sums.append(x)
         return sums
 
@@ -113,7 +113,7 @@ def test_what_overflows_is_no_error_of_the_rank_that_adds(codec, dtype, large):
             x = np.ones(1000, kind)
             x[::7] = largest if large == "largest" else np.inf * (-1) ** world.rank
             with np.errstate(over="raise", invalid="raise"):
-                drive(compressed.allreduce(x, feedback, world.comm, 0))
+                run_until_complete(compressed.allreduce(x, feedback, world.comm, 0))
         return x.tobytes()
 
     assert len(set(thread_comm.run(2, rank))) == 1
@@ -127,7 +127,7 @@ def test_fixed_thresholds_follow_the_sequence_of_the_store_summed_over_ranks(n):
         feedback, sums = ErrorFeedback(TwoBit(0.5), 40, F4), []
         for value in (0.4, 0.1, 0.2, 0.3, *[0.4] * 100):
             x = np.full(40, value, "f4")
-            drive(compressed.allreduce(x, feedback, world.comm, 64))
+            run_until_complete(compressed.allreduce(x, feedback, world.comm, 64))
             sums.append(x[0])
         return sums
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcdp.collectives import ALGORITHMS, cost_model, intra_node
-from hpcdp.collectives.cost_model import ETHERNET, FABRIC, Link, Machine, Topology, model_choice, predicted_s
+from hpcdp.collectives.cost_model import ETHERNET, FABRIC, Link, MachineModel, Topology, model_choice, predicted_s
 from hpcdp.errors import UnsupportedError
 
 MB = 10**6
 NOTHING = Link(0.0, 0.0, 0.0)
 ALPHA, BETA, GAMMA = 3e-6, 2e-10, 1e-10
-PLAIN = Machine(NOTHING, Link(ALPHA, BETA, BETA), 0.0, GAMMA, 0.0, 0.0, 0.0)
+PLAIN = MachineModel(NOTHING, Link(ALPHA, BETA, BETA), 0.0, GAMMA, 0.0, 0.0, 0.0)
 """Nothing but alpha, beta and gamma: for the textbooks' formulas, with a rank a node."""
 NODES = st.lists(st.integers(1, 5), min_size=1, max_size=6).map(tuple)
 

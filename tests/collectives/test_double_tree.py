@@ -7,7 +7,7 @@ from by_numpy import Recorded
 from hpcdp.collectives import tree
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import resolve
-from hpcdp.comm.tasks import LANES, drive
+from hpcdp.comm.tasks import LANES, run_until_complete
 
 SUM = resolve("allreduce", "sum", np.dtype("f4"))
 
@@ -66,7 +66,7 @@ def test_what_is_sent(n, segments, monkeypatch):
 
     def rank(world):
         comm = Recorded(world.comm)
-        drive(tree.double_tree_allreduce(np.ones(2 * 16 * segments, "f4"), SUM, comm, 64))
+        run_until_complete(tree.double_tree_allreduce(np.ones(2 * 16 * segments, "f4"), SUM, comm, 64))
         return comm
 
     half = 64 * segments

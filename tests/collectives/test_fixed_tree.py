@@ -6,7 +6,7 @@ import pytest
 
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import bounds
-from hpcdp.comm.tasks import drive
+from hpcdp.comm.tasks import run_until_complete
 from hpcdp.data_parallel import deterministic
 
 
@@ -71,7 +71,7 @@ def allreduced(world, num, ends, size, dtype="f4"):
     held = [deterministic.cover(root, range(first, end)) for first, end in itertools.pairwise(ends)]
     own = {node: summed(node, leaves).copy() for node in held[world.rank]}
     out = np.empty(size, dtype)
-    drive(deterministic.allreduce(own, held, root, out, world.comm, 16))
+    run_until_complete(deterministic.allreduce(own, held, root, out, world.comm, 16))
     return out.tobytes()
 
 
@@ -102,7 +102,7 @@ def test_leaves_that_are_scattered_over_ranks():
     def one(world):
         out = np.empty(40, "f4")
         own = {node: summed(node, leaves).copy() for node in held[world.rank]}
-        drive(deterministic.allreduce(own, held, root, out, world.comm, 16))
+        run_until_complete(deterministic.allreduce(own, held, root, out, world.comm, 16))
         return out.tobytes()
 
     assert set(thread_comm.run(2, one)) == {summed(root, leaves).tobytes()}

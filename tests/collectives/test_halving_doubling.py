@@ -7,7 +7,7 @@ from by_numpy import Recorded, data, reduced
 from hpcdp.collectives import halving_doubling
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import resolve, split
-from hpcdp.comm.tasks import LANES, drive
+from hpcdp.comm.tasks import LANES, run_until_complete
 
 SUM = resolve("allreduce", "sum", np.dtype("f4"))
 
@@ -15,7 +15,7 @@ SUM = resolve("allreduce", "sum", np.dtype("f4"))
 def allreduced(n, count, dtype="float32"):
     def rank(world):
         comm, x = Recorded(world.comm), data(world.rank, count, dtype)
-        drive(halving_doubling.allreduce(x, SUM, comm, 64))
+        run_until_complete(halving_doubling.allreduce(x, SUM, comm, 64))
         return comm.sent
 
     return thread_comm.run(n, rank)
@@ -25,7 +25,7 @@ def reduce_scattered(n, count):
     def rank(world):
         comm, x = Recorded(world.comm), data(world.rank, count)
         out = np.empty_like(split(x, n)[world.rank])
-        drive(halving_doubling.reduce_scatter(x, out, SUM, comm, 64))
+        run_until_complete(halving_doubling.reduce_scatter(x, out, SUM, comm, 64))
         np.testing.assert_allclose(out, split(reduced(n, count), n)[world.rank], rtol=1e-5, atol=1e-5)
         return comm.sent
 
@@ -98,7 +98,9 @@ def test_partial_sums_of_half_precision_travel_in_single():
 def test_a_reduce_scatter_leaves_its_input():
     def rank(world):
         x = data(world.rank, 21)
-        drive(halving_doubling.reduce_scatter(x, split(np.empty(21, "f4"), 5)[world.rank], SUM, world.comm, 64))
+        run_until_complete(
+            halving_doubling.reduce_scatter(x, split(np.empty(21, "f4"), 5)[world.rank], SUM, world.comm, 64)
+        )
         np.testing.assert_array_equal(x, data(world.rank, 21))
 
     thread_comm.run(5, rank)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hpcdp.collectives import allgather, allreduce, reduce_scatter, ring
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import resolve
-from hpcdp.comm.tasks import LANES, TAGS, drive
+from hpcdp.comm.tasks import LANES, TAGS, run_until_complete
 
 SUM = resolve("allreduce", "sum", np.dtype("f4"))
 
@@ -33,7 +33,7 @@ def uneven(rank, count):
 
 @pytest.mark.parametrize("n", range(2, 9))
 def test_chunk_i_starts_at_position_i(n):
-    sent = recorded(n, lambda comm: drive(ring.allreduce(uneven(comm.rank, 41), SUM, comm, 64)))
+    sent = recorded(n, lambda comm: run_until_complete(ring.allreduce(uneven(comm.rank, 41), SUM, comm, 64)))
     for position in range(n):
         dest, _, first = sent[position][0]
         assert dest == (position + 1) % n
@@ -57,7 +57,7 @@ def test_a_chunk_is_added_up_on_its_way_from_its_position_on(n):
 def test_what_an_allreduce_sends(n, segments, monkeypatch):
     monkeypatch.setattr(ring, "MESSAGE_NBYTES", 4 * 6)
     count = n * 6 * segments
-    sent = recorded(n, lambda comm: drive(ring.allreduce(np.ones(count, "f4"), SUM, comm, 128)))
+    sent = recorded(n, lambda comm: run_until_complete(ring.allreduce(np.ones(count, "f4"), SUM, comm, 128)))
     for messages in sent:
         assert len(messages) == 2 * (n - 1) * segments
         assert sum(x.nbytes for _, _, x in messages) == 2 * (n - 1) * 4 * count // n
@@ -94,7 +94,7 @@ def test_each_half_alone_sends_half(n, monkeypatch):
 
 def test_long_parts_go_in_lanes(monkeypatch):
     monkeypatch.setattr(ring, "MESSAGE_NBYTES", 8 * 10)
-    sent = recorded(3, lambda comm: drive(ring.reduce_scatter(np.ones(90), np.empty(30), SUM, comm, 64)))
+    sent = recorded(3, lambda comm: run_until_complete(ring.reduce_scatter(np.ones(90), np.empty(30), SUM, comm, 64)))
     for messages in sent:
         assert {tag for _, tag, _ in messages} == {64, 65, 66}
         assert sum(x.nbytes for _, _, x in messages) == 2 * 8 * 30

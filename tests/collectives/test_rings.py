@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hpcdp.collectives import ring
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import resolve
-from hpcdp.comm.tasks import drive
+from hpcdp.comm.tasks import run_until_complete
 from hpcdp.errors import UnsupportedError
 
 SUM = resolve("allreduce", "sum", np.dtype("f4"))
@@ -19,7 +19,7 @@ EIGHT = [[node - 1 for node in order] for order in ([1, 2, 3, 4, 5, 6, 7, 8], [1
 def over(n, count, orders, weights=None):
     def rank(world):
         comm, x = Recorded(world.comm), data(world.rank, count)
-        drive(ring.multi_ring_allreduce(x, SUM, comm, 64, orders, weights))
+        run_until_complete(ring.multi_ring_allreduce(x, SUM, comm, 64, orders, weights))
         return x, comm
 
     return thread_comm.run(n, rank)
@@ -75,7 +75,7 @@ def test_any_orders_and_weights(n, count, nbytes, draw):
 def test_both_ways_sends_half_to_either_side(n):
     def rank(world):
         comm = Recorded(world.comm)
-        drive(ring.bidirectional_allreduce(np.ones(n * 8, "f4"), SUM, comm, 64))
+        run_until_complete(ring.bidirectional_allreduce(np.ones(n * 8, "f4"), SUM, comm, 64))
         return comm
 
     for number, comm in enumerate(thread_comm.run(n, rank)):

@@ -7,7 +7,7 @@ Source: Zhang et al., "Dive into Deep Learning", section 13.7, "Parameter server
 
 import pytest
 
-from hpcdp.collectives.cost_model import Link, Machine, Topology, predicted_s
+from hpcdp.collectives.cost_model import Link, MachineModel, Topology, predicted_s
 
 MB = 10**6
 
@@ -48,7 +48,7 @@ def test_numbers_of_the_documents() -> None:
 @pytest.mark.parametrize(("ranks", "bytes_per_s", "ms"), [(8, 3 * 18e9, 5.19), (4, 16e9, 15.0)])
 def test_the_model_of_a_ring_gives_them_too(ranks: int, bytes_per_s: float, ms: float) -> None:
     nothing, link = Link(0.0, 0.0, 0.0), Link(0.0, 1 / bytes_per_s, 1 / bytes_per_s)
-    free = Machine(nothing, link, 0.0, 0.0, 0.0, 0.0, 0.0)
+    free = MachineModel(nothing, link, 0.0, 0.0, 0.0, 0.0, 0.0)
     predicted = predicted_s("allreduce", "ring", 160 * MB, Topology((1,) * ranks), free)
     assert 1e3 * predicted == pytest.approx(ms, abs=5e-3)
     assert predicted == pytest.approx(ring_s(160 * MB, ranks, bytes_per_s), rel=1e-3)

@@ -7,7 +7,7 @@ from by_numpy import Recorded, data
 from hpcdp.collectives import tree
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import resolve
-from hpcdp.comm.tasks import drive
+from hpcdp.comm.tasks import run_until_complete
 
 SUM = resolve("allreduce", "sum", np.dtype("f4"))
 
@@ -17,7 +17,7 @@ def sent(n, call):
 
     def rank(world):
         comm = Recorded(world.comm)
-        drive(call(comm))
+        run_until_complete(call(comm))
         return comm
 
     return [(len(comm.sent), comm.nbytes()) for comm in thread_comm.run(n, rank)]
@@ -79,7 +79,7 @@ def test_every_rank_adds_its_children_s_sums_nearest_first():
 
     def rank(world):
         x = uneven(world.rank)
-        drive(tree.allreduce(x, SUM, world.comm, 64))
+        run_until_complete(tree.allreduce(x, SUM, world.comm, 64))
         return x
 
     for x in thread_comm.run(7, rank):

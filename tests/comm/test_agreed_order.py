@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hpcdp.comm import thread_comm
-from hpcdp.comm.communicator import Until
+from hpcdp.comm.communicator import PolledRequest
 from hpcdp.comm.nccl import THINGS, AgreedOrder
-from hpcdp.comm.shared_memory import Milestones
-from hpcdp.comm.tasks import Together
+from hpcdp.comm.shared_memory import ProgressCounters
+from hpcdp.comm.tasks import TaskGroup
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -26,13 +26,13 @@ def test_all_start_in_one_order_and_nobody_waits_for_ever(n, seed):
         def machine(thing):
             for number in range(rounds):
                 for _ in range(chance.randrange(10)):  # messages that have not come
-                    yield [Until(lambda: chance.random() < 0.5)]
+                    yield [PolledRequest(lambda: chance.random() < 0.5)]
                 order.ready(thing)
-                yield [Until(lambda: order.is_turn(thing))]
+                yield [PolledRequest(lambda: order.is_turn(thing))]
                 started.append((thing, number))
                 order.pass_on()
 
-        Together([machine(thing) for thing in chance.sample(range(things), things)]).wait()
+        TaskGroup([machine(thing) for thing in chance.sample(range(things), things)]).wait()
         return started
 
     first, *others = thread_comm.run(n, rank)
@@ -44,7 +44,7 @@ def test_threads_of_a_rank_share_an_order(monkeypatch):
     """Of two that look at once what all are ready for, one decides."""
 
     def rank(world):
-        order, looking, look = AgreedOrder(world.node_memory), threading.Barrier(2), Milestones.reached
+        order, looking, look = AgreedOrder(world.node_memory), threading.Barrier(2), ProgressCounters.reached
 
         def looked(self, *args, **kwargs):
             found = look(self, *args, **kwargs)
@@ -52,7 +52,7 @@ def test_threads_of_a_rank_share_an_order(monkeypatch):
                 looking.wait(0.2)
             return found
 
-        monkeypatch.setattr(Milestones, "reached", looked)
+        monkeypatch.setattr(ProgressCounters, "reached", looked)
         order.ready(3)
         with ThreadPoolExecutor(2) as two:
             assert all(two.map(lambda _: order.is_turn(3), range(2)))
@@ -67,7 +67,7 @@ def test_more_decisions_than_there_is_room_for_at_a_time():
         order = AgreedOrder(world.node_memory)
         for _ in range(2 * THINGS + 3):
             order.ready(7)
-            Until(lambda: order.is_turn(7)).wait()
+            PolledRequest(lambda: order.is_turn(7)).wait()
             order.pass_on()
         return True
 
@@ -84,10 +84,10 @@ def test_nothing_is_started_before_all_are_ready():
         order.ready(1 - world.rank)
 
         def machine(thing):
-            yield [Until(lambda: order.is_turn(thing))]
+            yield [PolledRequest(lambda: order.is_turn(thing))]
             order.pass_on()
 
-        Together([machine(thing) for thing in range(2)]).wait()
+        TaskGroup([machine(thing) for thing in range(2)]).wait()
         return early
 
     assert thread_comm.run(2, rank) == [[False, False]] * 2

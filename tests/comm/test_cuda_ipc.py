@@ -11,8 +11,8 @@ from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 from hpcdp.comm import gpu_groups, thread_comm
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.cuda_memory import CudaIpc
-from hpcdp.comm.gpu_transports import RowSize, Way, parts_of
-from hpcdp.comm.tasks import Together
+from hpcdp.comm.gpu_transports import GpuTransport, RowSize, parts_of
+from hpcdp.comm.tasks import TaskGroup
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import dtype_of
 from hpcdp.core.devices import Streams, gpu
@@ -66,7 +66,7 @@ def test_rows_are_written_and_summed_again_and_again_in_any_order(gpus_on_host):
             for row, x in zip(group.rows, written, strict=True):
                 streams.follow(row.stream)
                 streams.copy_async(row.mine, x, row.stream)
-            Together([group.rows[number].allreduce() for number in chance.sample(range(4), 4)]).wait()
+            TaskGroup([group.rows[number].allreduce() for number in chance.sample(range(4), 4)]).wait()
             for row in group.rows:  # else the next step's gradients come too early
                 streams.record(done, row.stream)
                 streams.wait_event(streams.current(), done)
@@ -84,7 +84,7 @@ def test_rows_are_cleared_before_others_read_them(gpus_on_host):
             if world.rank == 2:  # which clears its row later
                 gpus_on_host.push(current.ptr, lambda: None, others_ask.is_set)
             (row,) = CudaIpc(world.node_comm, world.node_memory, streams, [RowSize(COUNT, np.dtype("f4"))]).rows
-        summing = Together([row.allreduce()])
+        summing = TaskGroup([row.allreduce()])
         too_early = any(summing.test() for _ in range(200))
         world.barrier()
         others_ask.set()
@@ -110,7 +110,7 @@ def test_a_sum_has_ended_when_it_is_there_and_others_give_the_gpu_nothing_for_it
         world.barrier()
         begun = len(gpus_on_host.log)
         world.barrier()
-        Together([row.allreduce([given])]).wait()
+        TaskGroup([row.allreduce([given])]).wait()
         world.barrier()
         done = list(gpus_on_host.log[begun:])
         world.barrier()
@@ -150,7 +150,7 @@ def test_memory_is_given_back_when_nobody_has_a_view_of_a_row(gpus_on_host, monk
     def rank(world):
         streams, sizes = Streams(gpu(0)), [RowSize(3, np.dtype("f4"))] * 2
         rows, way = gpu_groups.make(world, streams, sizes)
-        assert way is Way.CUDA_IPC
+        assert way is GpuTransport.CUDA_IPC
         view = rows[1].mine[1:].reshape(2, 1)
         mine = rows[0].mine.data.ptr
         block = gpus_on_host.allocated[mine]  # nothing else gets its address

@@ -11,8 +11,8 @@ from parameters_on_gpus import show_gpus
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
 from hpcdp.comm import gpu_groups, thread_comm
-from hpcdp.comm.gpu_transports import RowSize, Way, parts_of
-from hpcdp.comm.tasks import Together
+from hpcdp.comm.gpu_transports import GpuTransport, RowSize, parts_of
+from hpcdp.comm.tasks import TaskGroup
 from hpcdp.core.arrays import dtype_of
 from hpcdp.core.devices import Streams, gpu
 from hpcdp.errors import DeviceError
@@ -60,7 +60,7 @@ def test_parts_are_summed_by_their_owners_and_brought_to_all(gpus_on_host, place
 
     def rank(world):
         (row,), way = make(world, places, RowSize(COUNT, dtype_of(dtype)))
-        assert way is Way.GROUPS and not row.mine.to_host().any()
+        assert way is GpuTransport.GROUPS and not row.mine.to_host().any()
         return summed_and_brought_to_all(row, parts, world.rank, values(world.rank, COUNT, dtype))
 
     assert_summed(thread_comm.run(n, rank), parts, total(n, COUNT, dtype))
@@ -106,7 +106,7 @@ def test_rows_are_written_and_summed_again_and_again_in_any_order(gpus_on_host, 
             for row, x in zip(rows, written, strict=True):
                 streams.follow(row.stream)
                 streams.copy_async(row.mine, x, row.stream)
-            Together([rows[number].allreduce() for number in chance.sample(range(4), 4)]).wait()
+            TaskGroup([rows[number].allreduce() for number in chance.sample(range(4), 4)]).wait()
             for row in rows:  # else the next step's gradients come too early
                 streams.record(done, row.stream)
                 streams.wait_event(streams.current(), done)
@@ -128,7 +128,9 @@ def test_nodes_go_the_way_of_each(gpus_on_host):
         return way, found[1].tolist()
 
     found = thread_comm.run(8, rank, nodes)
-    assert [way for way, _ in found] == [Way.NCCL] * 2 + [Way.CUDA_IPC] * 2 + [Way.GROUPS] * 3 + [Way.ALONE]
+    assert [way for way, _ in found] == [GpuTransport.NCCL] * 2 + [GpuTransport.CUDA_IPC] * 2 + [
+        GpuTransport.GROUPS
+    ] * 3 + [GpuTransport.ALONE]
     for first, last in ((0, 2), (2, 4), (4, 7), (7, 8)):
         wanted = sum(values(rank, 10) for rank in range(first, last)).tolist()
         assert all(each == wanted for _, each in found[first:last])
@@ -139,7 +141,7 @@ def test_rows_that_nobody_has_are_given_back_when_others_are_made(gpus_on_host):
         places = [0, 1, 0]
         for _ in range(3):
             rows, _ = make(world, places, RowSize(10, np.dtype("f4")), RowSize(20, np.dtype("f8")))
-            Together([row.allreduce() for row in rows]).wait()
+            TaskGroup([row.allreduce() for row in rows]).wait()
             del rows
         kept, _ = make(world, places, RowSize(10, np.dtype("f4")))
         world.barrier()
@@ -183,7 +185,7 @@ def test_a_rank_that_gives_up_ends_the_others(gpus_on_host, gone):
         (row,), _ = make(world, [0, 1, 0], RowSize(10, np.dtype("f4")))
         if world.rank == gone:
             raise GivesUp
-        Together([row.allreduce()]).wait()
+        TaskGroup([row.allreduce()]).wait()
 
     with pytest.raises((GivesUp, DeviceError)):
         thread_comm.run(3, rank)

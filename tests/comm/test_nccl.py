@@ -9,9 +9,9 @@ from rows_on_gpus import assert_summed, summed_and_brought_to_all, write
 
 from hpcdp.comm import gpu_groups, thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_transports import Offer, RowSize, Way, parts_of
+from hpcdp.comm.gpu_transports import GpuTransport, Offer, RowSize, parts_of
 from hpcdp.comm.nccl import Nccl
-from hpcdp.comm.tasks import Together, drive
+from hpcdp.comm.tasks import TaskGroup, run_until_complete
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import dtype_of
 from hpcdp.core.devices import Streams, gpu
@@ -53,7 +53,7 @@ def test_all_columns_are_summed_into_all_rows(gpus_on_host, name):
     def rank(world):
         (row,) = make(world, RowSize(COUNT, dtype)).rows
         write(row, values(world.rank, COUNT, dtype))
-        drive(row.allreduce())
+        run_until_complete(row.allreduce())
         row.stream.synchronize()
         return row.mine.to_host()
 
@@ -66,8 +66,8 @@ def test_equal_parts_are_one_call_and_unequal_ones_one_launch(gpus_on_host):
         group = make(world, RowSize(12, np.dtype("f4")), RowSize(13, np.dtype("f4")))
         for row in group.rows:
             parts = parts_of(row.size.count, 3, 3)
-            drive(row.reduce_scatter(parts))
-            drive(row.allgather(parts))
+            run_until_complete(row.reduce_scatter(parts))
+            run_until_complete(row.allgather(parts))
         group.rows[0].stream.synchronize()
 
     thread_comm.run(3, rank)
@@ -92,7 +92,7 @@ def test_ranks_that_are_ready_in_different_orders_launch_in_one(gpus_on_host):
                 yield from group.rows[number].reduce_scatter(parts[number])
                 yield from group.rows[number].allgather(parts[number])
 
-            Together([machine(number) for number in chance.sample(range(5), 5)]).wait()
+            TaskGroup([machine(number) for number in chance.sample(range(5), 5)]).wait()
             group.rows[0].stream.synchronize()
             for row in group.rows:
                 wanted = sum(step + values(each, row.size.count, "f4") for each in range(3))
@@ -129,14 +129,14 @@ def test_an_error_while_it_sums_ends_the_wait_and_gives_nccl_up(gpus_on_host):
     def rank(world):
         group = make(world, RowSize(8, np.dtype("f4")))
         (row,) = group.rows
-        drive(row.reduce_scatter(parts_of(8, 2, 2)))
+        run_until_complete(row.reduce_scatter(parts_of(8, 2, 2)))
         world.barrier()
         group.node._comm.failed = True
         with pytest.raises(DeviceError, match="got NCCL_ERROR_6"):
             row.check()
         assert group.node._comm.aborted
         with pytest.raises(DeviceError, match=r"given up: .*NCCL_ERROR_6"):
-            drive(row.allgather(parts_of(8, 2, 2)))
+            run_until_complete(row.allgather(parts_of(8, 2, 2)))
 
     thread_comm.run(2, rank)
 
@@ -148,7 +148,7 @@ def test_a_call_that_nccl_refuses_is_an_error_of_its_rank(gpus_on_host):
         monkey.check_async_error = lambda: None
         monkey.failed = True
         with pytest.raises(DeviceError, match="rank 0: NCCL: got NCCL_ERROR_1") as caught:
-            drive(group.rows[0].reduce_scatter([(0, 8)]))
+            run_until_complete(group.rows[0].reduce_scatter([(0, 8)]))
         assert isinstance(caught.value.__cause__, NcclError)
 
     thread_comm.run(1, rank)
@@ -180,8 +180,8 @@ def test_all_ranks_end_the_communicator_together_when_nothing_is_under_way(gpus_
     def rank(world):
         device = gpu(world.rank)
         (row,), way = gpu_groups.make(world, Streams(device), [RowSize(8, np.dtype("f4"))])
-        assert way is Way.NCCL
-        drive(row.allreduce())
+        assert way is GpuTransport.NCCL
+        run_until_complete(row.allreduce())
         return row
 
     rows = thread_comm.run(3, rank)
@@ -200,7 +200,7 @@ def test_rows_are_given_back_when_no_rank_has_them_any_more_and_others_are_made(
 
         first = make_rows()
         comms = [first[0]._node._comm]
-        drive(first[0].allreduce())
+        run_until_complete(first[0].allreduce())
         kept = first if world.rank == 2 else None
         del first
         second = make_rows()
@@ -209,7 +209,7 @@ def test_rows_are_given_back_when_no_rank_has_them_any_more_and_others_are_made(
         world.barrier()
         third = make_rows()
         ended = [each.destroyed for each in comms]
-        drive(third[0].allreduce())
+        run_until_complete(third[0].allreduce())
         return ended
 
     # Rank 2 still had the first when the second was made; nobody had either of them later.
@@ -228,7 +228,7 @@ def test_what_is_summed_side_by_side_shares_a_communicator_and_its_order(gpus_on
         for step in range(3):
             for row in rows:
                 write(row, step + values(world.rank, row.size.count, "f4"))
-            Together([row.allreduce() for row in chance.sample(rows, len(rows))]).wait()
+            TaskGroup([row.allreduce() for row in chance.sample(rows, len(rows))]).wait()
             rows[0].stream.synchronize()
             for row in rows:
                 wanted = sum(step + values(each, row.size.count, "f4") for each in range(world.size))
@@ -249,11 +249,11 @@ def test_numbers_of_rows_are_given_again_when_no_rank_has_them_any_more(gpus_on_
         (kept,) = make_rows(1)
         for _ in range(3):
             rows = make_rows(600)  # of 1024
-            drive(rows[-1].allreduce())
+            run_until_complete(rows[-1].allreduce())
             del rows
         with pytest.raises(UnsupportedError, match="NCCL: expected at most 1023 rows, got 1024"):
             make_rows(1024)
-        drive(kept.allreduce())
+        run_until_complete(kept.allreduce())
 
     thread_comm.run(2, rank)
 
@@ -271,7 +271,7 @@ def test_where_it_was_given_up_others_get_a_new_one(gpus_on_host, monkeypatch):
             with pytest.raises(DeviceError, match="NCCL_ERROR_6"):
                 first.check()
         (second,) = gpu_groups.make(world, streams, [size])[0]
-        drive(second.allreduce())
+        run_until_complete(second.allreduce())
         return second._node is first._node
 
     assert thread_comm.run(3, rank) == [False] * 3
@@ -353,7 +353,7 @@ def test_who_waits_for_its_turn_hears_that_another_rank_has_given_up(gpus_on_hos
                 group.node.check()
             return
         with pytest.raises(DeviceError, match=f"rank {world.rank}: NCCL: got rank 1 has given it up"):
-            drive(group.rows[0].allreduce())
+            run_until_complete(group.rows[0].allreduce())
         told.append(group.node._comm.aborted)
 
     thread_comm.run(3, rank)
@@ -386,9 +386,9 @@ def test_sums_of_16_bits_are_rounded_once(gpus_on_host, name):
         for row in (first, second):
             write(row, np.full(COUNT, large if world.rank == 0 else 1).astype(dtype))
         parts = parts_of(COUNT, 2, 3)
-        drive(first.allreduce())
-        drive(second.reduce_scatter(parts))
-        drive(second.allgather(parts))
+        run_until_complete(first.allreduce())
+        run_until_complete(second.reduce_scatter(parts))
+        run_until_complete(second.allgather(parts))
         first.stream.synchronize()
         return [row.mine.to_host().astype("f4") for row in (first, second)]
 

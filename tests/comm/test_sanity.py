@@ -1,6 +1,6 @@
 import pytest
 
-from hpcdp.comm.init import refuse_lonely_world, warn_of_few_descriptors, warn_of_foreign_launcher
+from hpcdp.comm.init import check_singleton_world, warn_of_few_descriptors, warn_of_foreign_launcher
 from hpcdp.errors import LaunchError
 
 MPIRUN_2 = {"OMPI_COMM_WORLD_SIZE": "2"}
@@ -21,7 +21,7 @@ HYDRA_2 = {"PMI_SIZE": "2"}
 )
 def test_separate_worlds_of_one_are_refused_with_the_remedy(library, environ, remedy):
     with pytest.raises(LaunchError) as caught:
-        refuse_lonely_world(library, 1, environ)
+        check_singleton_world(library, 1, environ)
     assert remedy in str(caught.value)
     assert f"separate worlds of one under {library}" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -43,7 +43,7 @@ def test_separate_worlds_of_one_are_refused_with_the_remedy(library, environ, re
     ],
 )
 def test_good_jobs_are_not_refused(library, size, environ):
-    refuse_lonely_world(library, size, environ)
+    check_singleton_world(library, size, environ)
 
 
 def test_mpich_under_open_mpi_is_told_on_rank_0_before_it_starts(capfd):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpcdp.comm import communicator
-from hpcdp.comm.communicator import Until
+from hpcdp.comm.communicator import PolledRequest
 
 
 @pytest.mark.parametrize(("yields", "naps"), [((), 41), ((50,), 1), ((51,), 0)])
@@ -13,5 +13,5 @@ def test_what_comes_soon_is_asked_for_longer_before_a_nap(monkeypatch, yields, n
     slept = []
     monkeypatch.setattr(communicator, "time", SimpleNamespace(sleep=slept.append))
     answers = iter([False] * 50 + [True])
-    Until(lambda: next(answers), *yields).wait()
+    PolledRequest(lambda: next(answers), *yields).wait()
     assert len(slept) == naps

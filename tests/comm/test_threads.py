@@ -5,7 +5,7 @@ import pytest
 
 from hpcdp.comm import thread_comm
 from hpcdp.comm.consistency import require_same
-from hpcdp.comm.shared_memory import Gate
+from hpcdp.comm.shared_memory import NodeBarrier
 from hpcdp.errors import ConfigError, MismatchError, WorldAborted
 
 
@@ -85,7 +85,7 @@ def test_node_memory_is_shared_inside_a_node_only():
     def rank(world):
         x = world.node_memory.alloc((world.local_size, 2), np.float32)
         x[world.local_rank] = world.rank + 1
-        Gate(world.node_memory).barrier()
+        NodeBarrier(world.node_memory).barrier()
         return x.sum()
 
     assert thread_comm.run(5, rank, ranks_per_node=2) == [6, 6, 14, 14, 10]
@@ -99,7 +99,7 @@ def test_a_failing_rank_releases_the_others_and_its_error_is_the_one_raised():
             time.sleep(0.05)
             raise KeyError("mine")
         try:
-            Gate(world.node_memory) if world.rank == 0 else world.comm.barrier()
+            NodeBarrier(world.node_memory) if world.rank == 0 else world.comm.barrier()
         except WorldAborted:
             released.append(world.rank)
             raise
@@ -112,7 +112,7 @@ def test_a_failing_rank_releases_the_others_and_its_error_is_the_one_raised():
 
 def test_a_rank_that_waits_in_shared_memory_is_released_too():
     def rank(world):
-        gate = Gate(world.node_memory)
+        gate = NodeBarrier(world.node_memory)
         if world.rank == 1:
             raise ValueError("gone")
         gate.barrier()
@@ -187,7 +187,7 @@ def test_impossible_sizes_are_refused():
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_numbers_left_at_a_gate_are_added_up(n):
     def rank(world):
-        gate, found = Gate(world.node_memory), []
+        gate, found = NodeBarrier(world.node_memory), []
         for turn in range(50):
             found.append(gate.tally(world.rank + turn, -(2**40) * world.rank, 1))
             gate.barrier()
@@ -203,7 +203,7 @@ def test_ranks_that_pass_a_gate_for_different_things_are_told():
     told = []
 
     def rank(world):
-        gate = Gate(world.node_memory)
+        gate = NodeBarrier(world.node_memory)
         try:
             gate.tally(1, 2) if world.rank else gate.tally(1)
         except MismatchError as error:

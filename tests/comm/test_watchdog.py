@@ -16,16 +16,16 @@ import pytest
 
 from hpcdp.collectives import allreduce, iallreduce
 from hpcdp.comm import thread_comm, watchdog
-from hpcdp.comm.tasks import Progress
+from hpcdp.comm.tasks import ProgressEngine
 from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, OWN, Watchdog, limits_s, look_at, nobody
 from hpcdp.errors import ConfigError, WorldAborted
 
 
 def watched(world, timeout_s, reports, stall_s=0):
     reports[world.rank] = io.StringIO()
-    world.kept.pop(Progress, None)
+    world.kept.pop(ProgressEngine, None)
     world.kept[Watchdog] = Watchdog(world, stall_s, timeout_s, reports[world.rank])
-    Progress.of(world)
+    ProgressEngine.of(world)
     return world.kept[Watchdog]
 
 

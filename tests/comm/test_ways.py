@@ -7,7 +7,7 @@ import pytest
 
 from hpcdp.comm import gpu_transports, thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_transports import Offer, Way, choose
+from hpcdp.comm.gpu_transports import GpuTransport, Offer, choose
 from hpcdp.comm.world import Gpu
 from hpcdp.core.devices import cpu, gpu
 from hpcdp.errors import DeviceError
@@ -18,19 +18,19 @@ A, B = Offer("0000:3b:00.0", "a", 22501), Offer("0000:af:00.0", "b", 22501)
 @pytest.mark.parametrize(
     ("found", "way", "why"),
     [
-        ([A], Way.ALONE, "one rank"),
-        ([A, B], Way.NCCL, "a GPU of its own"),
-        ([A, Offer()], Way.HOST, "local rank 1 has no GPU"),
-        ([A, replace(B, nccl=0)], Way.HOST, "local rank 1 has no NCCL; pip install"),
-        ([A, replace(B, nccl=22304)], Way.HOST, "different versions of NCCL, 22304 and 22501"),
-        ([A, replace(B, shares_memory=False)], Way.HOST, "share no host memory"),
-        ([A, B, replace(A, pid=8)], Way.GROUPS, "CUDA IPC among the ranks of each GPU, NCCL between the GPUs"),
-        ([A, replace(B, nccl=0), replace(A, pid=8)], Way.HOST, "local rank 1 has no NCCL"),
-        ([A, B, A], Way.HOST, "its ranks are threads of one process"),
-        ([A, B, replace(A, uuid="c", pid=8)], Way.HOST, "local ranks 0 and 2 have instances of one GPU (MIG)"),
-        ([A, replace(A, pid=8), replace(A, pid=9)], Way.CUDA_IPC, "all ranks share one GPU"),
-        ([A, replace(A, pid=8), A], Way.HOST, "its ranks are threads of one process"),
-        ([A, replace(A, uuid="c")], Way.HOST, "local ranks 0 and 1 have instances of one GPU (MIG)"),
+        ([A], GpuTransport.ALONE, "one rank"),
+        ([A, B], GpuTransport.NCCL, "a GPU of its own"),
+        ([A, Offer()], GpuTransport.HOST, "local rank 1 has no GPU"),
+        ([A, replace(B, nccl=0)], GpuTransport.HOST, "local rank 1 has no NCCL; pip install"),
+        ([A, replace(B, nccl=22304)], GpuTransport.HOST, "different versions of NCCL, 22304 and 22501"),
+        ([A, replace(B, shares_memory=False)], GpuTransport.HOST, "share no host memory"),
+        ([A, B, replace(A, pid=8)], GpuTransport.GROUPS, "CUDA IPC among the ranks of each GPU, NCCL between the GPUs"),
+        ([A, replace(B, nccl=0), replace(A, pid=8)], GpuTransport.HOST, "local rank 1 has no NCCL"),
+        ([A, B, A], GpuTransport.HOST, "its ranks are threads of one process"),
+        ([A, B, replace(A, uuid="c", pid=8)], GpuTransport.HOST, "local ranks 0 and 2 have instances of one GPU (MIG)"),
+        ([A, replace(A, pid=8), replace(A, pid=9)], GpuTransport.CUDA_IPC, "all ranks share one GPU"),
+        ([A, replace(A, pid=8), A], GpuTransport.HOST, "its ranks are threads of one process"),
+        ([A, replace(A, uuid="c")], GpuTransport.HOST, "local ranks 0 and 1 have instances of one GPU (MIG)"),
     ],
 )
 def test_what_is_chosen_and_why(found, way, why):
@@ -57,7 +57,7 @@ def test_ranks_that_slurm_has_bound_to_one_gpu_each_have_different_ones(gpus_on_
         found = gpu_transports.offers(world.node_comm, gpu_transports.own_offer(gpu(0), shares_memory=True))
         return [each.bus_id for each in found], choose(found)[0]
 
-    assert thread_comm.run(2, rank) == [(["0000:00:00.0", "0000:01:00.0"], Way.NCCL)] * 2
+    assert thread_comm.run(2, rank) == [(["0000:00:00.0", "0000:01:00.0"], GpuTransport.NCCL)] * 2
 
 
 def test_who_computes_on_the_cpu_offers_nothing(monkeypatch):
@@ -71,4 +71,4 @@ def test_ranks_that_are_threads_of_one_process_have_one_number(gpus_on_host, mon
     def rank(world):
         return choose(gpu_transports.offers(world.node_comm, gpu_transports.own_offer(gpu(0), shares_memory=True)))[0]
 
-    assert thread_comm.run(2, rank) == [Way.HOST] * 2
+    assert thread_comm.run(2, rank) == [GpuTransport.HOST] * 2

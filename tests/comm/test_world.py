@@ -18,7 +18,7 @@ from hpcdp.comm import shared_memory, thread_comm
 from hpcdp.comm.communicator import make_tag
 from hpcdp.comm.consistency import require_same
 from hpcdp.comm.init import _world_of
-from hpcdp.comm.shared_memory import Gate
+from hpcdp.comm.shared_memory import NodeBarrier
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.errors import ConfigError, HpcdpError, LaunchError, MismatchError
 
@@ -69,7 +69,7 @@ def test_tags_of_parts_carry_as_much_as_those_of_all(world):
 @pytest.mark.mpi
 def test_shared_memory_is_the_same_bytes_for_all_and_starts_zeroed(world):
     x = world.node_memory.alloc((world.size, 1000), np.float64)
-    gate = Gate(world.node_memory)
+    gate = NodeBarrier(world.node_memory)
     assert not x.any()
     gate.barrier()
     x[world.rank] = world.rank + 1
@@ -158,7 +158,7 @@ def test_every_way_of_sharing_and_virtual_nodes(sharing, per_node, world, monkey
     monkeypatch.setenv("HPCDP_SHARED_MEMORY", sharing)
     other = _world_of(world.comm.duplicate(), per_node)
     x = other.node_memory.alloc((other.node_memory.size,), np.int64)
-    gate = Gate(other.node_memory)
+    gate = NodeBarrier(other.node_memory)
     x[other.node_memory.rank] = 10**other.rank
     gate.barrier()
     per_node = per_node or other.size

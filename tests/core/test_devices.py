@@ -10,7 +10,7 @@ import pytest
 from gpu_on_host import on_new_stream
 
 from hpcdp.core.arrays import from_host
-from hpcdp.core.devices import Device, Streams, brought, cpu, gpu, lie_together
+from hpcdp.core.devices import Device, Streams, cpu, gpu, lie_together, to_device_of
 from hpcdp.errors import DeviceError
 
 
@@ -97,11 +97,15 @@ def test_what_is_brought_is_where_the_other_is(gpus_on_host):
     gpu(1).use()
     x, y = of([1, 2]), of([3, 4])
     gpu(2).use()
-    assert brought(x, y) is x and lie_together(x, y)
+    assert to_device_of(x, y) is x and lie_together(x, y)
     for like in (x, gpu(3).put(x)):
-        copies = brought(np.ones(2, "f4"), like), from_host(np.ones(2, "f4"), like), brought(gpu(4).put(y), like)
+        copies = (
+            to_device_of(np.ones(2, "f4"), like),
+            from_host(np.ones(2, "f4"), like),
+            to_device_of(gpu(4).put(y), like),
+        )
         assert all(lie_together(each, like) for each in copies)
-    host = brought(x, np.ones(2))
+    host = to_device_of(x, np.ones(2))
     assert host.tolist() == [1, 2] and lie_together(host, cpu(1).put(x)) and not lie_together(host, x)
 
 

@@ -26,14 +26,13 @@ from hpcdp import optim
 from hpcdp.collectives import compressed
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_transports import Way
-from hpcdp.comm.tasks import Machine, drive
+from hpcdp.comm.gpu_transports import GpuTransport
+from hpcdp.comm.tasks import RunningTask, run_until_complete
 from hpcdp.comm.world import Gpu
 from hpcdp.compression import Compression, codecs
 from hpcdp.core.arrays import dtype_of, is_host, to_host
 from hpcdp.core.devices import Streams, gpu
-from hpcdp.data_parallel import Reducer, buckets, sharded_update
-from hpcdp.data_parallel import gpu as data_parallel_gpu
+from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, sharded_update
 from hpcdp.data_parallel.inter_node import node_nbytes
 from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.data_parallel.trainer_state import gather_residuals, give_residuals
@@ -44,7 +43,7 @@ NODES = [(2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, (2, 3)), (7, (4, 3))]
 STEPS = 3
 ORDERS = [0, 1]
 """In which streams take turns."""
-WAYS = [Way.NCCL, Way.CUDA_IPC, Way.GROUPS, Way.HOST]
+WAYS = [GpuTransport.NCCL, GpuTransport.CUDA_IPC, GpuTransport.GROUPS, GpuTransport.HOST]
 
 
 @pytest.fixture(params=WAYS)
@@ -55,10 +54,12 @@ def way(request, monkeypatch):
 
 def go(way, monkeypatch):
     """GPUs for the ranks of a machine to go that way."""
-    if way in (Way.CUDA_IPC, Way.GROUPS) and not shutil.which("g++"):
+    if way in (GpuTransport.CUDA_IPC, GpuTransport.GROUPS) and not shutil.which("g++"):
         pytest.skip("needs g++, which compiles kernels for this processor")
-    show_gpus(monkeypatch, {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.GROUPS: 8, Way.HOST: 0}[way])
-    monkeypatch.setattr(data_parallel_gpu, "SEGMENT_NBYTES", 1000)
+    show_gpus(
+        monkeypatch, {GpuTransport.NCCL: 8, GpuTransport.CUDA_IPC: 1, GpuTransport.GROUPS: 8, GpuTransport.HOST: 0}[way]
+    )
+    monkeypatch.setattr(gpu_reduction, "SEGMENT_NBYTES", 1000)
 
 
 def make(world, overlap, dtype="f4", compression=None):
@@ -155,7 +156,7 @@ def test_a_sum_waits_for_each_of_the_streams_that_have_written(gpus_on_host, mon
     computed = threading.Event()
 
     def rank(world):
-        use_gpu(world, Way.NCCL)
+        use_gpu(world, GpuTransport.NCCL)
         streams = Streams(gpu(world.place))
         reducer, _ = make(world, overlap=False)
         bucket, sums = reducer.buckets[0], reducer.gpus
@@ -168,7 +169,7 @@ def test_a_sum_waits_for_each_of_the_streams_that_have_written(gpus_on_host, mon
                     gpus_on_host.push(writer.ptr, lambda: None, computed.is_set)
                 streams.copy_async(row[part], given[part], writer)
                 (sums.filled if number else sums.written)(bucket)
-        drive(sums.sum(bucket, None))
+        run_until_complete(sums.sum(bucket, None))
         world.barrier()  # now all have launched it
         while gpus_on_host.step():
             pass
@@ -197,7 +198,7 @@ def test_a_bucket_does_not_wait_for_the_gradients_of_those_behind_it(gpus_on_hos
     computed = threading.Event()
 
     def rank(world):
-        use_gpu(world, Way.NCCL)
+        use_gpu(world, GpuTransport.NCCL)
         streams = Streams(gpu(world.place))
         reducer, _ = make(world, overlap=False)
         first, second = reducer.buckets[:2]
@@ -205,12 +206,12 @@ def test_a_bucket_does_not_wait_for_the_gradients_of_those_behind_it(gpus_on_hos
             reducer.gpus.filled(first)
             gpus_on_host.push(compute.ptr, lambda: None, computed.is_set)
             reducer.gpus.filled(second)
-            drive(reducer.gpus.sum(first, None))
+            run_until_complete(reducer.gpus.sum(first, None))
             world.barrier()  # now all have launched it
             found = comes_without_waiting(reducer, first, streams)
             world.barrier()
             computed.set()
-            drive(reducer.gpus.sum(second, None))
+            run_until_complete(reducer.gpus.sum(second, None))
         return found
 
     assert thread_comm.run(2, rank) == [True, True]
@@ -223,7 +224,7 @@ def test_a_sum_that_comes_first_on_all_ranks_does_not_wait_for_gradients_of_one_
     computed = threading.Event()
 
     def rank(world):
-        use_gpu(world, Way.NCCL)
+        use_gpu(world, GpuTransport.NCCL)
         streams = Streams(gpu(world.place))
         reducer, _ = make(world, overlap=False)
         late, early = reducer.buckets[:2]
@@ -232,9 +233,9 @@ def test_a_sum_that_comes_first_on_all_ranks_does_not_wait_for_gradients_of_one_
             gpus_on_host.push(compute.ptr, lambda: None, computed.is_set)
             reducer.gpus.filled(late)
             if world.rank == 0:
-                begun = Machine(reducer.gpus.sum(late, None))
+                begun = RunningTask(reducer.gpus.sum(late, None))
                 assert not begun.advance()  # rank 1 is not ready for it
-            drive(reducer.gpus.sum(early, None))
+            run_until_complete(reducer.gpus.sum(early, None))
             found = comes_without_waiting(reducer, early, streams)
             world.barrier()
             computed.set()
@@ -242,7 +243,7 @@ def test_a_sum_that_comes_first_on_all_ranks_does_not_wait_for_gradients_of_one_
                 while not begun.advance():
                     pass
             else:
-                drive(reducer.gpus.sum(late, None))
+                run_until_complete(reducer.gpus.sum(late, None))
         return found
 
     assert thread_comm.run(2, rank) == [True, True]
@@ -304,13 +305,13 @@ class CudaCodes:
     in_turn(
         ORDERS,
         [
-            (Way.NCCL, "2bit", 2, 1),
-            (Way.CUDA_IPC, "1bit", 4, 2),
-            (Way.NCCL, "2bit:threshold=4.0", 5, (2, 3)),
-            (Way.HOST, "fp16", 2, 1),
-            (Way.CUDA_IPC, "bf16", 5, (2, 3)),
-            (Way.NCCL, "topk:ratio=0.1", 4, 2),
-            (Way.NCCL, "fp16:inside_nodes=on", 3, None),
+            (GpuTransport.NCCL, "2bit", 2, 1),
+            (GpuTransport.CUDA_IPC, "1bit", 4, 2),
+            (GpuTransport.NCCL, "2bit:threshold=4.0", 5, (2, 3)),
+            (GpuTransport.HOST, "fp16", 2, 1),
+            (GpuTransport.CUDA_IPC, "bf16", 5, (2, 3)),
+            (GpuTransport.NCCL, "topk:ratio=0.1", 4, 2),
+            (GpuTransport.NCCL, "fp16:inside_nodes=on", 3, None),
         ],
     ),
     indirect=["gpus_on_host"],
@@ -380,13 +381,13 @@ def test_codes_on_one_node_change_nothing_and_that_is_told(gpus_on_host, monkeyp
     show_gpus(monkeypatch, 2)
 
     def rank(world):
-        use_gpu(world, Way.NCCL)
+        use_gpu(world, GpuTransport.NCCL)
         reducer, params = make(world, False, compression="1bit")
         for param in params:
             param.write(gradient(world.rank, 0, param.data.shape))
         reducer.closing.tally(0)
         reducer.reduce_everywhere()
-        assert reducer.gpus.way is Way.NCCL and reducer.coder is None
+        assert reducer.gpus.way is GpuTransport.NCCL and reducer.coder is None
         for param in params:
             np.testing.assert_array_equal(to_host(param.grad), wanted(2, 0, param.data.shape))
 
@@ -504,7 +505,7 @@ def test_ranks_with_parameters_on_the_host_and_on_a_gpu_are_told_on_all(gpus_on_
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
 def test_real_ranks_sum_through_pinned_memory(gpus_on_host, monkeypatch, overlap):
     monkeypatch.setattr(comm_world, "visible", lambda: ())
-    monkeypatch.setattr(data_parallel_gpu, "SEGMENT_NBYTES", 1000)
+    monkeypatch.setattr(gpu_reduction, "SEGMENT_NBYTES", 1000)
     world = hpcdp.init()
     reducer, params = make(world, overlap)
     check_steps(world, reducer, params, STEPS)

@@ -15,25 +15,25 @@ from hpcdp.checkpoint.manager import Manager
 from hpcdp.checkpoint.save import Saving
 from hpcdp.comm import cuda_memory, tasks, thread_comm
 from hpcdp.comm.communicator import wait_for
-from hpcdp.comm.gpu_transports import Way
+from hpcdp.comm.gpu_transports import GpuTransport
 from hpcdp.comm.roll_call import RollCall
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.core.arrays import dtype_of
 from hpcdp.core.devices import Streams
-from hpcdp.data_parallel import Reducer, buckets, gpu, inter_node
+from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, inter_node
 from hpcdp.errors import ConfigError, DeviceError
 
-COUNTS = {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.HOST: 0}
+COUNTS = {GpuTransport.NCCL: 8, GpuTransport.CUDA_IPC: 1, GpuTransport.HOST: 0}
 RUNS = [
-    (Way.NCCL, 2, 1, "f4", False),
-    (Way.NCCL, 3, 1, "f2", True),
-    (Way.NCCL, 4, 2, "f4", True),
-    (Way.CUDA_IPC, 4, 2, "f8", False),
-    (Way.CUDA_IPC, 5, (2, 3), "f4", True),
-    (Way.CUDA_IPC, 4, 2, "bfloat16", True),
-    (Way.NCCL, 4, 1, "i4", False),
-    (Way.HOST, 2, None, "f4", False),
-    (Way.HOST, 3, None, "f4", True),
+    (GpuTransport.NCCL, 2, 1, "f4", False),
+    (GpuTransport.NCCL, 3, 1, "f2", True),
+    (GpuTransport.NCCL, 4, 2, "f4", True),
+    (GpuTransport.CUDA_IPC, 4, 2, "f8", False),
+    (GpuTransport.CUDA_IPC, 5, (2, 3), "f4", True),
+    (GpuTransport.CUDA_IPC, 4, 2, "bfloat16", True),
+    (GpuTransport.NCCL, 4, 1, "i4", False),
+    (GpuTransport.HOST, 2, None, "f4", False),
+    (GpuTransport.HOST, 3, None, "f4", True),
 ]
 STEPS = 2
 ORDERS = [0, 1]
@@ -45,7 +45,7 @@ def reached(gpus_on_host, monkeypatch):
     """Streams and GPUs, whose memory messages reach."""
     gpu_on_host.let_messages_reach(monkeypatch, sys.modules["cupy"])
     monkeypatch.setattr(cuda_memory, "library_says", lambda: True)
-    monkeypatch.setattr(gpu, "SEGMENT_NBYTES", 5000)
+    monkeypatch.setattr(gpu_reduction, "SEGMENT_NBYTES", 5000)
     return gpus_on_host
 
 
@@ -110,7 +110,7 @@ def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
     monkeypatch.setattr(inter_node, "SHORT_NBYTES", 0)
     monkeypatch.setattr(inter_node, "fitting", lambda *of: tasks.MESSAGE_NBYTES)
     segment_nbytes = 300_000
-    monkeypatch.setattr(gpu, "SEGMENT_NBYTES", segment_nbytes)
+    monkeypatch.setattr(gpu_reduction, "SEGMENT_NBYTES", segment_nbytes)
     sent = []
     isend = thread_comm.ThreadCommunicator.isend
 
@@ -148,7 +148,7 @@ def test_who_waits_for_the_gpu_looks_after_the_node(reached, monkeypatch):
 
     monkeypatch.setattr("hpcdp.comm.gpu_transports.LoneRow.check", check)
     with pytest.raises(DeviceError, match="a rank that is gone"), pytest.warns(UserWarning, match="gradients on GPUs"):
-        thread_comm.run(2, lambda world: sums_of(world, Way.HOST, "f4", False))
+        thread_comm.run(2, lambda world: sums_of(world, GpuTransport.HOST, "f4", False))
 
 
 def test_all_threads_in_mpi_have_the_gpu_of_messages(reached, monkeypatch, tmp_path):
@@ -173,7 +173,7 @@ def test_all_threads_in_mpi_have_the_gpu_of_messages(reached, monkeypatch, tmp_p
     noted(Saving, "run")
 
     def rank(world):
-        sums_of(world.split(0), Way.NCCL, "f4", False)
+        sums_of(world.split(0), GpuTransport.NCCL, "f4", False)
         watchdog = Watchdog(world, 0.4, 600)
         manager = Manager(tmp_path, world)
         manager.save(1, {"step": 1}, wait=False)

@@ -11,7 +11,7 @@ from gpu_on_host import streams as gpu_streams
 from hpcdp import autograd, data, nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_transports import Way
+from hpcdp.comm.gpu_transports import GpuTransport
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import to_host
 from hpcdp.core.devices import cpu, gpu
@@ -60,7 +60,7 @@ def check(monkeypatch, way, n, nodes, *args, **options):
 
     monkeypatch.setattr(comm_world, "visible", lambda: ())
     host = thread_comm.run(n, program, nodes)
-    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(8 if way is Way.NCCL else 1))
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(8 if way is GpuTransport.NCCL else 1))
     monkeypatch.setattr(comm_world, "visible", lambda: found)
     there = thread_comm.run(n, program, nodes)
     for (kind, losses, params), (host_kind, host_losses, host_params) in zip(there, host, strict=True):
@@ -100,10 +100,12 @@ def test_networks_on_several_gpus_are_trained_whatever_gpu_is_current(gpus_on_ho
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("way", "n", "nodes"), [(Way.NCCL, 2, None), (Way.CUDA_IPC, 2, None), (Way.NCCL, 4, 2)])
+@pytest.mark.parametrize(
+    ("way", "n", "nodes"), [(GpuTransport.NCCL, 2, None), (GpuTransport.CUDA_IPC, 2, None), (GpuTransport.NCCL, 4, 2)]
+)
 def test_a_program_on_gpus_is_the_program_on_the_host(gpus_on_host, monkeypatch, way, n, nodes):
     check(monkeypatch, way, n, nodes)
-    assert any("nccl" in name for name in gpus_on_host.log) == (way is Way.NCCL)
+    assert any("nccl" in name for name in gpus_on_host.log) == (way is GpuTransport.NCCL)
 
 
 @pytest.mark.parametrize(("n", "nodes"), [(1, None), (2, None), (4, 2)])
@@ -152,10 +154,10 @@ def test_the_host_waits_for_no_stream_in_a_step(gpus_on_host, monkeypatch, n, no
 @pytest.mark.parametrize(
     ("way", "n", "nodes", "owner", "momentum"),
     [
-        (Way.NCCL, 2, None, "rank", 0.9),
-        (Way.NCCL, 2, None, "shard", 0.0),
-        (Way.CUDA_IPC, 2, None, "rank", 0.0),
-        (Way.NCCL, 4, 2, "shard", 0.9),
+        (GpuTransport.NCCL, 2, None, "rank", 0.9),
+        (GpuTransport.NCCL, 2, None, "shard", 0.0),
+        (GpuTransport.CUDA_IPC, 2, None, "rank", 0.0),
+        (GpuTransport.NCCL, 4, 2, "shard", 0.9),
     ],
 )
 def test_layers_have_their_norms_on_gpus(gpus_on_host, monkeypatch, way, n, nodes, owner, momentum):

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.overlap import Lane
+from hpcdp.data_parallel.overlap import CommunicationLane
 from hpcdp.engine import engine
 
 
@@ -19,7 +19,7 @@ def test_a_machine_is_started_while_another_is_waited_for():
     """The first ends only when the second has begun: a rank must not stay with what it has begun."""
 
     def rank(world):
-        lane, begun = Lane.of(world), threading.Event()
+        lane, begun = CommunicationLane.of(world), threading.Event()
 
         def first(turn):
             yield [When(begun.is_set)]
@@ -42,7 +42,7 @@ def test_a_machine_is_started_while_another_is_waited_for():
 
 def test_a_machine_that_fails_fails_alone():
     def rank(world):
-        lane, told = Lane.of(world), []
+        lane, told = CommunicationLane.of(world), []
 
         def fails(turn):
             yield []
@@ -70,7 +70,7 @@ def test_who_waits_is_in_a_hurry_after_launches_that_came_to_nothing_and_beside_
     monkeypatch.setattr(engine, "NAPS_S", (0.5, 0.5))
 
     def rank(world):
-        lane = Lane.of(world)
+        lane = CommunicationLane.of(world)
 
         def fails(turn):
             raise OSError("no route")

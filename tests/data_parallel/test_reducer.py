@@ -14,7 +14,7 @@ from hpcdp.collectives import iallreduce
 from hpcdp.comm import thread_comm
 from hpcdp.data_parallel import Reducer, buckets
 from hpcdp.data_parallel.buckets import State
-from hpcdp.data_parallel.overlap import STALLED_S, Lane
+from hpcdp.data_parallel.overlap import STALLED_S, CommunicationLane
 from hpcdp.errors import StaleGradientError
 
 SHAPES = [(7, 3), (5,), (40, 30), (1,), (3000,)]
@@ -149,7 +149,7 @@ def test_front_layers_get_the_network_first():
     """While the urgent one begins messages, the other begins none; once it has stalled, the other goes on."""
 
     def rank(world):
-        lane, order, go = Lane.of(world), [], threading.Event()
+        lane, order, go = CommunicationLane.of(world), [], threading.Event()
 
         def machine(name, turn, segments):
             while not go.is_set():
@@ -173,7 +173,7 @@ def test_front_layers_get_the_network_first():
 
 def test_who_stalls_does_not_hold_up_the_others():
     def rank(world):
-        lane, stalls = Lane.of(world), threading.Event()
+        lane, stalls = CommunicationLane.of(world), threading.Event()
 
         class Never:
             def test(self):

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from gpu_on_host import pinned_nbytes
 
-from hpcdp.comm.communicator import Until
+from hpcdp.comm.communicator import PolledRequest
 from hpcdp.comm.gpu_transports import RowSize, lone_rows
-from hpcdp.comm.tasks import LANES, TAGS, drive, segments
+from hpcdp.comm.tasks import LANES, TAGS, run_until_complete, segments
 from hpcdp.core.devices import Streams, gpu
-from hpcdp.data_parallel import gpu as data_parallel_gpu
-from hpcdp.data_parallel.gpu import ON_THE_NETWORK, SLOTS, Staging
+from hpcdp.data_parallel import gpu_reduction
+from hpcdp.data_parallel.gpu_reduction import ON_THE_NETWORK, SLOTS, Staging
 from hpcdp.errors import DeviceError
 
 COUNT = 1000
@@ -19,7 +19,7 @@ COUNT = 1000
 
 @pytest.fixture
 def row(gpus_on_host, monkeypatch):
-    monkeypatch.setattr(data_parallel_gpu, "SEGMENT_NBYTES", 400)
+    monkeypatch.setattr(gpu_reduction, "SEGMENT_NBYTES", 400)
     streams = Streams(gpu(0))
     (made,) = lone_rows(streams, [RowSize(COUNT, np.dtype("f4"))])
     made.mine[...] = importlib.import_module("cupy").arange(COUNT, dtype="f4")
@@ -33,7 +33,7 @@ def sum_staged(staged, number, part, row, total):
     def machine():
         row._streams.wait_events(row.stream, (yield from staged.sum(number, part, row, total, 0, None)))
 
-    drive(machine())
+    run_until_complete(machine())
 
 
 def doubled(seen, polls=3):
@@ -43,7 +43,7 @@ def doubled(seen, polls=3):
         seen.append(("begins", tag))
         for _ in range(polls):
             asked = iter([False, True])
-            yield [Until(lambda asked=asked: next(asked))]
+            yield [PolledRequest(lambda asked=asked: next(asked))]
         x *= 2
         seen.append(("ends", tag))
 
@@ -79,7 +79,7 @@ def test_some_segments_are_on_the_network_while_others_come(row, monkeypatch):
         copy(streams, target, source, stream)
 
     monkeypatch.setattr(Streams, "copy_async", noted)
-    drive(Staging(Streams(gpu(0)), [row.mine.nbytes]).sum(0, row.mine, row, doubled(seen, 20), 0, None))
+    run_until_complete(Staging(Streams(gpu(0)), [row.mine.nbytes]).sum(0, row.mine, row, doubled(seen, 20), 0, None))
     under_way = np.cumsum([{"begins": 1, "ends": -1}.get(what, 0) for what, _ in seen])
     assert under_way.max() == ON_THE_NETWORK
     tags = {tag for what, tag in seen if what == "begins"}
@@ -102,11 +102,9 @@ def test_pinned_memory_of_a_bucket_is_its_part_or_eight_segments(row, monkeypatc
     "nbytes", [40, 4 << 20, (4 << 20) + 8, 12 << 20, (12 << 20) - 8, (20 << 20) + 24, 32 << 20, 256 << 20]
 )
 def test_the_pool_takes_no_more_for_a_bucket_than_eight_segments(nbytes, dtype):
-    sizes = data_parallel_gpu._slot_nbytes(nbytes)
+    sizes = gpu_reduction._slot_nbytes(nbytes)
     assert sum(map(pinned_nbytes, sizes)) <= min(max(2 * nbytes, 512), 64 << 20)
-    longest = max(
-        piece.nbytes for piece in segments(np.empty(nbytes, "u1").view(dtype), data_parallel_gpu.SEGMENT_NBYTES)
-    )
+    longest = max(piece.nbytes for piece in segments(np.empty(nbytes, "u1").view(dtype), gpu_reduction.SEGMENT_NBYTES))
     assert all(longest <= size for size in sizes)
 
 
@@ -114,7 +112,7 @@ def test_what_fails_on_the_gpu_ends_the_wait(row, monkeypatch):
     staged = Staging(Streams(gpu(0)), [row.mine.nbytes])
     monkeypatch.setattr(importlib.import_module("cupy.cuda.runtime"), "eventQuery", lambda event: 700)
     with pytest.raises(DeviceError, match="cudaError700"):
-        drive(staged.sum(0, row.mine, row, doubled([]), 0, None))
+        run_until_complete(staged.sum(0, row.mine, row, doubled([]), 0, None))
 
 
 def test_who_waits_for_a_copy_looks_after_the_node(row, monkeypatch):
@@ -123,4 +121,4 @@ def test_who_waits_for_a_copy_looks_after_the_node(row, monkeypatch):
 
     monkeypatch.setattr(row, "check", check)
     with pytest.raises(DeviceError, match="a rank that is gone"):
-        drive(Staging(Streams(gpu(0)), [row.mine.nbytes]).sum(0, row.mine, row, doubled([]), 0, None))
+        run_until_complete(Staging(Streams(gpu(0)), [row.mine.nbytes]).sum(0, row.mine, row, doubled([]), 0, None))

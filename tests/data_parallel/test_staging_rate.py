@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hpcdp.comm import communicator
-from hpcdp.comm.communicator import Until
-from hpcdp.comm.tasks import drive
-from hpcdp.data_parallel.gpu import Staging
+from hpcdp.comm.communicator import PolledRequest
+from hpcdp.comm.tasks import run_until_complete
+from hpcdp.data_parallel.gpu_reduction import Staging
 
 COPY_RATE = 55e9
 """Each way, of an H100's PCIe 5 x16."""
@@ -72,7 +72,7 @@ def taken_s(clock, nbytes, network_rate):
     def total(x, tag, turn):
         link.until = max(link.until, clock.now) + x.nbytes / network_rate
         arrives = link.until
-        yield [Until(lambda: clock.now >= arrives)]
+        yield [PolledRequest(lambda: clock.now >= arrives)]
 
     def machine():
         events = yield from staged.sum(0, part, row, total, 0, None)
@@ -80,7 +80,7 @@ def taken_s(clock, nbytes, network_rate):
 
     staged = Staging(clock, [nbytes])
     begin = clock.now
-    drive(machine())
+    run_until_complete(machine())
     return clock.now - begin
 
 

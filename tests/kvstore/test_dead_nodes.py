@@ -6,7 +6,7 @@ from small_stores import added, full
 from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, HpcdpError
-from hpcdp.kvstore.servers.protocol import Kind, Message
+from hpcdp.kvstore.servers.protocol import Message, MessageKind
 
 
 def test_nobody_is_dead_among_the_living():
@@ -42,7 +42,7 @@ def test_the_dead_of_all_nodes_count_once():
             lost.add(2)  # whom it has asked so far
             found.append(store.num_dead_node(10))
             with pytest.raises(HpcdpError, match=r"\[on rank 2\]: expected an answer, got none: it has died; start"):
-                store._transfer._ask_and_wait(2, Message(Kind.GONE, store._number))
+                store._transfer._ask_and_wait(2, Message(MessageKind.GONE, store._number))
         world.barrier()
         lost.clear()
         return found

@@ -12,11 +12,11 @@ from pairs import in_turn, pairs
 from hpcdp import checkpoint, kvstore, optim
 from hpcdp.comm import cuda_memory, thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_transports import Way
+from hpcdp.comm.gpu_transports import GpuTransport
 from hpcdp.comm.world import Gpu
 from hpcdp.core import devices
 from hpcdp.core.devices import Device, Streams, gpu
-from hpcdp.data_parallel import gpu as data_parallel_gpu
+from hpcdp.data_parallel import gpu_reduction
 from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import MismatchError, UnsupportedError
 from hpcdp.kvstore import arguments, gpu_keys
@@ -26,17 +26,17 @@ NODES = [(1, None), (2, None), (3, (1, 2)), (4, 2)]
 STEPS = 3
 ORDERS = [0, 1]
 """In which streams take turns."""
-WAYS = [Way.NCCL, Way.CUDA_IPC, Way.HOST]
+WAYS = [GpuTransport.NCCL, GpuTransport.CUDA_IPC, GpuTransport.HOST]
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which compiles kernels here")
 
 
 @pytest.fixture(params=WAYS)
 def way(request, gpus_on_host, monkeypatch):
     """GPUs for the ranks of a machine to go that way."""
-    if request.param is Way.CUDA_IPC and not shutil.which("g++"):
+    if request.param is GpuTransport.CUDA_IPC and not shutil.which("g++"):
         pytest.skip("needs g++, which compiles kernels for this processor")
-    use(monkeypatch, {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.HOST: 0}[request.param])
-    monkeypatch.setattr(data_parallel_gpu, "SEGMENT_NBYTES", 1000)
+    use(monkeypatch, {GpuTransport.NCCL: 8, GpuTransport.CUDA_IPC: 1, GpuTransport.HOST: 0}[request.param])
+    monkeypatch.setattr(gpu_reduction, "SEGMENT_NBYTES", 1000)
     return request.param
 
 
@@ -127,13 +127,13 @@ def test_keys_have_the_same_bits_by_messages_from_and_to_gpus(gpus_on_host, way,
     n, nodes, dtype = run
     gpu_on_host.let_messages_reach(monkeypatch, sys.modules["cupy"])
     through_host = []
-    staged_sum = data_parallel_gpu.Staging.sum
+    staged_sum = gpu_reduction.Staging.sum
 
     def noted(self, *args):
         through_host.append(args)
         return staged_sum(self, *args)
 
-    monkeypatch.setattr(data_parallel_gpu.Staging, "sum", noted)
+    monkeypatch.setattr(gpu_reduction.Staging, "sum", noted)
     found = {}
     for setting in ("staged", "direct"):
         monkeypatch.setenv(cuda_memory.SETTING, setting)
@@ -141,7 +141,7 @@ def test_keys_have_the_same_bits_by_messages_from_and_to_gpus(gpus_on_host, way,
         found[setting] = thread_comm.run(
             n, lambda world: program(world, "dist_device_sync", on_gpu, "sum", dtype), nodes
         )
-        between_nodes = n > 1 and (nodes is not None or way is Way.HOST)
+        between_nodes = n > 1 and (nodes is not None or way is GpuTransport.HOST)
         assert bool(through_host) == (setting == "staged" and between_nodes)
     for direct, staged in zip(found["direct"], found["staged"], strict=True):
         assert len(direct) == STEPS * len(SHAPES)
@@ -234,13 +234,13 @@ def test_what_another_gpu_has_is_copied(gpus_on_host, monkeypatch):
     x, here, out = on_gpu(values), on_gpu(np.ones((3, 4), "f4")), on_gpu(np.zeros((3, 4), "f4"))
     monkeypatch.setattr(Device, "of", classmethod(lambda cls, array: gpu(1 if array is x else 0)))
     with gpu_on_host.on_new_stream(Streams(gpu(0))):  # the current one of both, for the stand-in
-        copy = devices.brought(x, out)
+        copy = devices.to_device_of(x, out)
         x[...] = here  # after the copy
         arguments.carry(copy, out)
         np.testing.assert_array_equal(out.to_host(), values)
         np.testing.assert_array_equal(x.to_host(), np.ones((3, 4)))
     assert copy is not x
-    assert devices.brought(here, out) is here
+    assert devices.to_device_of(here, out) is here
     assert gpus_on_host.log.count("copy") == 1
 
 

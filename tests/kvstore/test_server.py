@@ -8,7 +8,7 @@ import pytest
 from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.kvstore.servers.handlers import serve
-from hpcdp.kvstore.servers.protocol import Kind, Message
+from hpcdp.kvstore.servers.protocol import Message, MessageKind
 from hpcdp.kvstore.servers.server import Server
 
 
@@ -26,7 +26,7 @@ class DropsAStore:
     def test(self):
         if not self._asked:
             self._asked = True
-            self._server.tell(self._to, Message(Kind.DONE))
+            self._server.tell(self._to, Message(MessageKind.DONE))
         return True
 
 
@@ -48,10 +48,10 @@ def test_a_store_that_is_dropped_while_another_sends_loses_no_message():
         server = Server.of(world, has_servers=False)
         comm = server.comm
         slow = server.comm = SlowCommunicator(comm)
-        server.tell(other, Message(Kind.DONE))
+        server.tell(other, Message(MessageKind.DONE))
         with server._counting:
             server._sending.append(DropsAStore(server, other))
-        server.tell(other, Message(Kind.DONE))
+        server.tell(other, Message(MessageKind.DONE))
         with server._counting:
             kept = list(server._sending)
             server._sending.clear()

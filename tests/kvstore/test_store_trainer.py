@@ -27,7 +27,7 @@ from hpcdp.comm import thread_comm
 from hpcdp.data_parallel.bucket_trainer import BucketTrainer
 from hpcdp.data_parallel.policy import Policy
 from hpcdp.errors import MismatchError, StaleGradientError
-from hpcdp.kvstore.arguments import Pulled
+from hpcdp.kvstore.arguments import PullHandle
 from hpcdp.kvstore.servers.handlers import serve
 from hpcdp.kvstore.trainer import StoreTrainer
 
@@ -316,7 +316,7 @@ def test_time_that_somebody_waits_for_a_value_counts_as_communication():
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
 def test_a_thread_that_reads_parameters_late_leaves_the_next_value_alone(kind, monkeypatch):
-    late, wait = {}, Pulled.wait
+    late, wait = {}, PullHandle.wait
 
     def waits_and_is_late(pulled):
         found = wait(pulled)
@@ -326,7 +326,7 @@ def test_a_thread_that_reads_parameters_late_leaves_the_next_value_alone(kind, m
             goes_on.wait(30)
         return found
 
-    monkeypatch.setattr(Pulled, "wait", waits_and_is_late)
+    monkeypatch.setattr(PullHandle, "wait", waits_and_is_late)
 
     def rank(world):
         param = nn.Parameter(np.full(9, 5, "f4"), name="w")

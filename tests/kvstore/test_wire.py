@@ -13,7 +13,16 @@ from hpcdp.comm.communicator import ENDED
 from hpcdp.errors import HpcdpError, MismatchError
 from hpcdp.kvstore.servers import server
 from hpcdp.kvstore.servers.handlers import Requests, serve
-from hpcdp.kvstore.servers.protocol import AWAY, BACK, DTYPES, HEADER_NBYTES, Kind, Message, decode, following_nbytes
+from hpcdp.kvstore.servers.protocol import (
+    AWAY,
+    BACK,
+    DTYPES,
+    HEADER_NBYTES,
+    Message,
+    MessageKind,
+    decode,
+    following_nbytes,
+)
 from hpcdp.kvstore.servers.server import REQUESTS
 
 MESSAGES = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") else 20_000
@@ -23,15 +32,16 @@ MESSAGES = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") else 20_000
 def test_what_is_sent_arrives(dtype):
     payload = np.arange(7).astype(dtype)
     sent = Message(
-        Kind.PUSH, store=3, key=70000, part=2, request=2**40, ticket=5, number=-1, rate=0.25, which=9, coded=True,
+        MessageKind.PUSH, store=3, key=70000, part=2, request=2**40, ticket=5, number=-1, rate=0.25, which=9,
+        coded=True,
         payload=payload,
     )  # fmt: skip
     got = decode(*_whole(sent))
     assert got.payload.dtype == payload.dtype and (got.payload == payload).all()
     got.payload = sent.payload = None
     assert got == sent
-    assert decode(*_whole(Message.of_text(Kind.FAILED, "naïve"))).text() == "naïve"
-    assert decode(*_whole(Message(Kind.PULL))).payload.size == 0
+    assert decode(*_whole(Message.of_text(MessageKind.FAILED, "naïve"))).text() == "naïve"
+    assert decode(*_whole(Message(MessageKind.PULL))).payload.size == 0
 
 
 @pytest.mark.parametrize(
@@ -48,13 +58,13 @@ def test_what_is_sent_arrives(dtype):
 )
 def test_what_is_no_message_is_refused(change, says):
     with pytest.raises(MismatchError, match=says):
-        decode(change(Message(Kind.PUSH, payload=np.ones(3, "f4")).encode()[0]))
+        decode(change(Message(MessageKind.PUSH, payload=np.ones(3, "f4")).encode()[0]))
 
 
 @pytest.mark.parametrize("count", [15_343, 15_344, 15_345, 100_003])
 def test_a_long_payload_follows_in_pieces(count):
     payload = np.arange(count, dtype="f4")
-    first, following = Message(Kind.PUSH, payload=payload).encode()
+    first, following = Message(MessageKind.PUSH, payload=payload).encode()
     assert bool(following) == (count > 15_344)  # 60 KB less a header
     assert following_nbytes(first) == sum(piece.nbytes for piece in following) == payload.nbytes * bool(following)
     assert all(piece.nbytes <= 60 << 10 and np.shares_memory(piece, payload) for piece in following)
@@ -88,7 +98,7 @@ def random_messages(rng, count):
         if rng.random() < 0.2:
             size, dtype = rng.randrange(9), rng.choice(DTYPES)
         message = Message(
-            rng.choice(list(Kind)),
+            rng.choice(list(MessageKind)),
             store=rng.choice([0, 1, 1, 1, 2]),
             key=key,
             part=part,
@@ -141,7 +151,7 @@ def test_random_messages(table):
             assert (message == before).all()
         waits += answer is None
         answered += answer is not None
-        assert answer is None or answer.kind is Kind.DONE
+        assert answer is None or answer.kind is MessageKind.DONE
     assert refused > 0.3 * MESSAGES and answered > 0.01 * MESSAGES and waits > 0
     for item in table.by_number:
         cell = item.cells[0]
@@ -164,7 +174,13 @@ def test_a_server_survives_what_strangers_send():
                     kind = decode(message).kind
                 except MismatchError:
                     kind = None
-                may_be_valid = kind in (Kind.PUSH, Kind.PUSHPULL, Kind.WRITE_STATE, Kind.COMMAND, Kind.LEAVE)
+                may_be_valid = kind in (
+                    MessageKind.PUSH,
+                    MessageKind.PUSHPULL,
+                    MessageKind.WRITE_STATE,
+                    MessageKind.COMMAND,
+                    MessageKind.LEAVE,
+                )
                 if not may_be_valid and not following_nbytes(message):  # who announces more must send it
                     store._server.comm.isend(message, owner, REQUESTS).wait()
             for _ in range(10):

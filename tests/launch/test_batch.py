@@ -11,7 +11,7 @@ from batch_jobs import FULL
 
 from hpcdp.errors import ConfigError, LaunchError
 from hpcdp.launch import batch
-from hpcdp.launch.spec import Plan
+from hpcdp.launch.spec import LaunchPlan
 
 
 def test_only_what_programs_need_travels() -> None:
@@ -67,7 +67,7 @@ WRITES = "import time; f = open('output', 'a'); print('one', file=f, flush=True)
 def test_what_the_job_writes_is_shown_while_it_runs(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     folder = tmp_path / "job"
     job = f"{WRITES}; open('errors', 'wb').write(bytes([255])); open('status', 'w').write('5')"
-    plan = Plan([], {folder / "script": os.fsdecode(b"text \xe9")})
+    plan = LaunchPlan([], {folder / "script": os.fsdecode(b"text \xe9")})
 
     def submit() -> Batch:
         assert (folder / "script").read_bytes() == b"text \xe9"
@@ -82,7 +82,7 @@ def test_what_the_job_writes_is_shown_while_it_runs(tmp_path: Path, capfdbinary:
 
 def test_a_job_without_a_status_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(batch, "_LATE_S", 0.5)
-    assert batch.run(Plan([]), tmp_path / "job", lambda: Batch(tmp_path / "job", "")) == 42
+    assert batch.run(LaunchPlan([]), tmp_path / "job", lambda: Batch(tmp_path / "job", "")) == 42
     assert capsys.readouterr().err == "hpcdp launch: it was eaten\n"
 
 
@@ -94,7 +94,7 @@ from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_batch import Batch
 from hpcdp.launch import batch
-from hpcdp.launch.spec import Plan
+from hpcdp.launch.spec import LaunchPlan as Plan
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 job = """
 import os, time
@@ -132,19 +132,19 @@ def test_a_reader_that_has_gone_cancels_the_job(tmp_path: Path, monkeypatch: pyt
     jobs = []
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(os.fdopen(write, "wb", buffering=0)))
     with pytest.raises(BrokenPipeError):
-        batch.run(Plan([]), tmp_path / "job", lambda: jobs.append(Batch(tmp_path / "job", WRITES)) or jobs[0])
+        batch.run(LaunchPlan([]), tmp_path / "job", lambda: jobs.append(Batch(tmp_path / "job", WRITES)) or jobs[0])
     assert jobs[0].cancels == 1 and not (tmp_path / "job").exists()
 
 
 def test_a_job_whose_folder_every_user_may_exchange_is_not_submitted(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(LaunchError, match=f"not everybody may change, got {tmp_path}, which every user may write"):
-        batch.run(Plan([]), tmp_path / "job", lambda: pytest.fail("it was submitted"))
+        batch.run(LaunchPlan([]), tmp_path / "job", lambda: pytest.fail("it was submitted"))
     assert not (tmp_path / "job").exists()
 
 
 def test_a_folder_that_is_there_already_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     with pytest.raises(LaunchError, match="File exists"):
-        batch.run(Plan([]), tmp_path / "job", lambda: Batch(tmp_path / "job", ""))
+        batch.run(LaunchPlan([]), tmp_path / "job", lambda: Batch(tmp_path / "job", ""))
     assert (tmp_path / "job").exists()

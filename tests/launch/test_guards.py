@@ -18,10 +18,9 @@ import pytest
 
 from hpcdp.errors import LaunchError
 from hpcdp.launch import hosts
-from hpcdp.launch.hosts import Place
-from hpcdp.launch.remote import channel, guard
-from hpcdp.launch.remote import guards as remote_guards
-from hpcdp.launch.remote.guards import Guards
+from hpcdp.launch.hosts import HostSlots
+from hpcdp.launch.remote import channel, guard, guard_client
+from hpcdp.launch.remote.guard_client import Guards
 
 SSH = """#!/bin/sh
 while [ "$1" != "--" ]; do shift; done
@@ -45,8 +44,8 @@ LAUNCHER = """
 import os, sys
 from pathlib import Path
 from hpcdp.launch import runner as supervise
-from hpcdp.launch.remote import channel, guard, guards
-from hpcdp.launch.hosts import Place
+from hpcdp.launch.remote import channel, guard, guard_client as guards
+from hpcdp.launch.hosts import HostSlots as Place
 supervise._FAILED_GRACE_S = 0.5
 with guards.Guards([Place("away", 1)], print) as reached:
     reached.begin(2, 0, {"MARK": os.environ["MARK"], "WORD": "it's"}, None, None)
@@ -136,7 +135,7 @@ def test_nothing_outlives_a_connection(ssh: Path, tmp_path: Path, whose: str, mo
         assert job.end()[0] == -signal.SIGKILL
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         assert list(tmp_path.glob("hpcdp-guards-*")), "its own folder is left behind"
-        with Guards([Place("next", 1)], print):
+        with Guards([HostSlots("next", 1)], print):
             assert len(list(tmp_path.glob("hpcdp-guards-*"))) == 1, "until the next launch"
         assert not list(tmp_path.glob("hpcdp-guards-*"))
     else:
@@ -151,7 +150,7 @@ def test_nothing_outlives_a_connection(ssh: Path, tmp_path: Path, whose: str, mo
 
 def test_hosts_that_cannot_be_reached_are_named_with_their_reasons(ssh: Path) -> None:
     started = time.monotonic()
-    with pytest.raises(LaunchError) as caught, Guards([Place(name, 1) for name in ("a", "refused", "bare")], print):
+    with pytest.raises(LaunchError) as caught, Guards([HostSlots(name, 1) for name in ("a", "refused", "bare")], print):
         pass
     assert str(caught.value) == (
         f"reach by ssh: got bare: no {sys.executable} with hpcdp; it must lie at the same path on all hosts, "
@@ -161,7 +160,7 @@ def test_hosts_that_cannot_be_reached_are_named_with_their_reasons(ssh: Path) ->
 
 
 def test_many_hosts_are_reached_in_waves_and_one_line_says_what_is_wrong(ssh: Path) -> None:
-    many = [Place(f"refused-{number}", 1) for number in range(100, 450)]
+    many = [HostSlots(f"refused-{number}", 1) for number in range(100, 450)]
     with pytest.raises(LaunchError) as caught, Guards(many, print):
         pass
     said = str(caught.value)
@@ -175,20 +174,20 @@ def test_many_hosts_are_reached_in_waves_and_one_line_says_what_is_wrong(ssh: Pa
 @pytest.mark.parametrize("limits", [(64, 900), (300, 900), (900, 900), (64, resource.RLIM_INFINITY)])
 def test_a_limit_of_open_files_is_raised_or_named(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [limits]
-    monkeypatch.setattr(remote_guards.resource, "getrlimit", lambda _: now[0])
-    monkeypatch.setattr(remote_guards.resource, "setrlimit", lambda _, wanted: now.append(wanted))
-    remote_guards._allow_files(300)
+    monkeypatch.setattr(guard_client.resource, "getrlimit", lambda _: now[0])
+    monkeypatch.setattr(guard_client.resource, "setrlimit", lambda _, wanted: now.append(wanted))
+    guard_client._allow_files(300)
     assert now[1:] == ([(856, limits[1])] if limits[0] < 856 else [])
     if limits[1] == 900:
         with pytest.raises(
             LaunchError, match="340 other hosts: expected a limit of 936 open files, got 900; ulimit -n"
         ):
-            remote_guards._allow_files(340)
+            guard_client._allow_files(340)
 
 
 def test_what_a_login_script_writes_is_not_taken_for_a_guard(ssh: Path) -> None:
     said: list[str] = []
-    with Guards([Place("chatty", 2)], said.append) as guards:
+    with Guards([HostSlots("chatty", 2)], said.append) as guards:
         guards.begin(2, 0, {}, None, None)
         with pytest.raises(LaunchError) as caught:
             guards.check("/", "no/such/program", None)
@@ -201,7 +200,7 @@ def test_a_users_file_in_the_home_folder_is_not_taken_for_a_module_of_pythons(
 ) -> None:
     (tmp_path / "socket.py").write_text("raise SystemExit('taken for the socket of Python')")
     monkeypatch.chdir(tmp_path)
-    with Guards([Place("away", 1)], print) as guards:
+    with Guards([HostSlots("away", 1)], print) as guards:
         assert guards.cores() == {"away": len(os.sched_getaffinity(0))}
 
 
@@ -211,7 +210,7 @@ def test_a_host_whose_folder_of_segments_others_may_change_is_named(ssh: Path) -
     folder.chmod(0o777)
     lock = os.open(folder, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_SH)  # or it would be removed first, as one that was left behind
-    with Guards([Place("away", 1)], print) as guards:
+    with Guards([HostSlots("away", 1)], print) as guards:
         guards.begin(2, 0, {}, folder, None)
         with pytest.raises(
             LaunchError, match=f"away: no folder for segments: .*others may change: {folder}, which every"
@@ -228,7 +227,7 @@ def test_programs_for_mpirun_are_not_put_where_others_may_exchange_them(
     (tmp_path / "home" / ".cache").mkdir(parents=True)
     tmp_path.chmod(0o777)
     with pytest.raises(LaunchError, match=f"a folder that others may change: {tmp_path}, which every user may write"):
-        remote_guards._private_folder(contextlib.ExitStack())
+        guard_client._private_folder(contextlib.ExitStack())
     assert not list(tmp_path.glob("hpcdp-*"))
 
 
@@ -254,11 +253,11 @@ def test_a_user_without_a_home_has_a_private_folder(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     with contextlib.ExitStack() as left_behind:
-        assert remote_guards._private_folder(left_behind).is_dir()
+        assert guard_client._private_folder(left_behind).is_dir()
 
 
 def test_the_agent_is_a_private_program_that_hands_on_what_it_is_asked(ssh: Path) -> None:
-    with Guards([Place("a", 1)], print) as guards:
+    with Guards([HostSlots("a", 1)], print) as guards:
         agent = Path(guards.agent())
         assert agent.parent.stat().st_mode & 0o777 == 0o700
         with subprocess.Popen([agent, "-x", "a", "echo", "two  words"]) as asking:
@@ -275,7 +274,7 @@ def test_the_agent_is_a_private_program_that_hands_on_what_it_is_asked(ssh: Path
 def of_one_host(monkeypatch: pytest.MonkeyPatch) -> tuple[Guards, SimpleNamespace, list[float]]:
     """Guards that nothing has started, of one host, its channel, and what the clock shows."""
     now = [100.0]
-    monkeypatch.setattr(remote_guards, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(guard_client, "time", SimpleNamespace(monotonic=lambda: now[0]))
     away = SimpleNamespace(host="away", is_closed=False, heard_s=100.0, out=1, err=2, send=lambda message: None)
     group = Guards([], print)
     group._channels = {"away": away}

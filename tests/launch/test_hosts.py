@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from hpcdp.errors import ConfigError, HpcdpError, LaunchError
-from hpcdp.launch.hosts import Place, is_this_machine, place, read, read_file, those_of_this_machine
+from hpcdp.launch.hosts import HostSlots, is_this_machine, place, read, read_file, those_of_this_machine
 from hpcdp.launch.spec import Host, Job
 
 INPUTS = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") == "1" else 1_000
@@ -161,7 +161,7 @@ def test_random_files_are_hosts_or_one_line(tmp_path: Path) -> None:
 def test_who_goes_where(
     text: str, ranks: int, servers: int, per_node: int | None, expected: list[tuple[str, int, int]]
 ) -> None:
-    assert place(job(text, ranks, servers, per_node)) == tuple(Place(*each) for each in expected)
+    assert place(job(text, ranks, servers, per_node)) == tuple(HostSlots(*each) for each in expected)
 
 
 @pytest.mark.parametrize(

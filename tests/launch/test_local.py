@@ -22,7 +22,7 @@ import pytest
 
 from hpcdp.core.environment import SAVE_AT
 from hpcdp.launch import cleanup, doctor, hosts, mpi_library, runner
-from hpcdp.launch.environment import environment
+from hpcdp.launch.rank_environment import environment
 
 CORES = len(os.sched_getaffinity(0))
 SLEEPER = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp.launch import mpi_library
-from hpcdp.launch.environment import environment
+from hpcdp.launch.rank_environment import environment
 
 SERVER = """
 import os, signal, sys, types

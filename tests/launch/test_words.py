@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from hpcdp.launch import runner
-from hpcdp.launch.mpirun_output import Invoked, MpirunStderr, Named
+from hpcdp.launch.mpirun_output import FailedRank, Invoked, MpirunStderr
 from hpcdp.launch.process_monitor import End, Watch
 
 SAID = """\
@@ -42,11 +42,13 @@ def test_a_lost_host_is_heard(hosts: tuple[str, ...], capfd: pytest.CaptureFixtu
     [
         (SAID.format(1, "node2"), "node2", ["node2"], None),
         ("process rank 1 with PID 70 on node a exited on signal 11 (Segmentation fault).\n", "11", [],
-         Named(1, 70, 11)),
-        ("  Process name: [prterun-a-5@1,2]\n  Exit code:    70\n", "70", [], Named(2, None, 70 << 8)),
+         FailedRank(1, 70, 11)),
+        ("  Process name: [prterun-a-5@1,2]\n  Exit code:    70\n", "70", [], FailedRank(2, None, 70 << 8)),
     ],
 )  # fmt: skip
-def test_what_comes_in_two_pieces_is_heard_whole(text: str, torn: str, lost: list[str], named: Named | None) -> None:
+def test_what_comes_in_two_pieces_is_heard_whole(
+    text: str, torn: str, lost: list[str], named: FailedRank | None
+) -> None:
     words = MpirunStderr()
     writing = os.dup(words.end)
     at = text.rindex(torn) + 1

@@ -9,7 +9,7 @@ import pytest
 from hpcdp import autograd, kernels, nn
 from hpcdp.autograd import Tensor
 from hpcdp.nn.jit import executor, fusion
-from hpcdp.nn.jit.fusion import BACKWARD, FORWARD, Program, _lies_in_order
+from hpcdp.nn.jit.fusion import BACKWARD, FORWARD, FusedProgram, _lies_in_order
 from hpcdp.nn.sequence import gelu
 
 F = nn.functional
@@ -78,7 +78,7 @@ def in_both(net, plain, inputs_of, head=None, times=4):
 
 def kernel_calls(plan):
     """How often a replay calls the kernel of chains, or a program that does."""
-    runs = {each.entry_point for each in kernels.load("elementwise").run_chain.overloads.values()} | {Program.run}
+    runs = {each.entry_point for each in kernels.load("elementwise").run_chain.overloads.values()} | {FusedProgram.run}
     return sum(getattr(function, "__func__", function) in runs for step in plan._steps for function, _ in step.calls)
 
 

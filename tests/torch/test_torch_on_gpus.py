@@ -19,7 +19,7 @@ from toy import SEEDING, add_average, loss_of
 import hpcdp.torch
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_transports import Way
+from hpcdp.comm.gpu_transports import GpuTransport
 from hpcdp.comm.world import Gpu
 from hpcdp.core.devices import Streams, gpu
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError
@@ -91,7 +91,7 @@ def test_what_torch_keeps_unused_is_given_back_before_rows_are_made(on_gpus, mon
         of_buffers.broadcast([torch.ones(3)], 0)
         return model.backward_pass.reducer.gpus.way
 
-    assert thread_comm.run(2, rank) == [Way.CUDA_IPC] * 2
+    assert thread_comm.run(2, rank) == [GpuTransport.CUDA_IPC] * 2
 
 
 @pytest.mark.parametrize("overlap", [None, False])

@@ -239,7 +239,7 @@ def _fold_narrow(patches, steps, dx, rows, kernel, stride, padding, width):  # t
             start += seen.shape[0] * steps[1]
 
 
-class Room:
+class Workspace:
     """Scratch memory for matrices with a column for each position of some images.
 
     Those of all images lie side by side, ``joined``, as one matrix ``(rows, images * positions)``, or each image has
@@ -280,7 +280,7 @@ class Planes:
 
     def __init__(self, x: np.ndarray, weight: np.ndarray, shape: Shape, columns: int, joined: bool) -> None:
         self._weight, self._shape = weight, shape
-        self._room = Room(weight[0].size, columns, x.dtype, joined)
+        self._room = Workspace(weight[0].size, columns, x.dtype, joined)
 
     def matrix(self) -> np.ndarray:
         return self._weight.reshape(len(self._weight), -1)
@@ -519,7 +519,7 @@ class _Blocks:
             self.patches = ChannelsLast(x, weight, shape, columns, self.joined)
         else:
             self.patches = Planes(x, weight, shape, columns, self.joined)
-        self.product = Room(self._channels, columns, x.dtype, self.joined)
+        self.product = Workspace(self._channels, columns, x.dtype, self.joined)
 
     def __iter__(self) -> Iterator[_Block]:
         """All blocks; the rows of an image from the first to the last."""

@@ -19,22 +19,22 @@ from typing import Any
 import numpy as np
 
 from ...comm import Request
-from ...comm.communicator import Steps, Until
-from ...comm.tasks import drive
+from ...comm.communicator import PolledRequest, Steps
+from ...comm.tasks import run_until_complete
 from ...compression import Compression, ErrorFeedback
 from ...core.arrays import Array
 from ...core.state import Part, Sharded
-from ...data_parallel.overlap import Turn
+from ...data_parallel.overlap import SendPriority
 from ...errors import HpcdpError, MismatchError, to_stderr
 from ...optim import Schedule
 from ..updaters import Rate, state_dtype
 from .key_directory import Delay, Item, Table, take
-from .protocol import AWAY, NO_STATE, VALUE, Cell, Change, Kind, Message
-from .server import Asked, Server
+from .protocol import AWAY, NO_STATE, VALUE, Change, Message, MessageKind, ShmValue
+from .server import PendingRequest, Server
 
 
 @dataclass
-class Statistics:
+class TransferStatistics:
     """What a worker's pushes have met."""
 
     pushes: int = 0
@@ -118,7 +118,7 @@ class _Place:
             width = self._item.width
             place.reshape(-1, width)[self.rows] = value.reshape(-1, width)[self.rows]
 
-    def take_answer(self, asked: Asked, flat: np.ndarray | None) -> int:
+    def take_answer(self, asked: PendingRequest, flat: np.ndarray | None) -> int:
         """The version that an answer names; what it brings goes to ``flat``, if there is one."""
         answer, item = asked.answer(), self._item
         if flat is not None:
@@ -145,10 +145,10 @@ class Transfer:
     """
 
     def __init__(self, table: Table, number: int, server: Server | None, worker: int) -> None:
-        self.statistics = Statistics()
+        self.statistics = TransferStatistics()
         self._table, self._number, self._server, self._worker = table, number, server, worker
 
-    def push(self, own: Own, value: np.ndarray, rate: Rate, out: Array | None, turn: Turn | None) -> Steps:
+    def push(self, own: Own, value: np.ndarray, rate: Rate, out: Array | None, turn: SendPriority | None) -> Steps:
         """Push ``value``, flat; what the key is then goes to ``out``, of the key's shape, if there is one."""
         item, table = own.item, self._table
         if turn is not None:
@@ -159,9 +159,9 @@ class Transfer:
         elif item.cells[0] is not None and table.staleness is not None:
             yield from self._held_back(item.cells[0])
             item.cells[0].tick(self._worker)
-        kind = Kind.PUSH if out is None else Kind.PUSHPULL
+        kind = MessageKind.PUSH if out is None else MessageKind.PUSHPULL
         flat = None if out is None else _flat(out)
-        asked: list[tuple[_Place, Asked]] = []
+        asked: list[tuple[_Place, PendingRequest]] = []
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
                 message = self._message(kind, item, number, ticket=ticket)
@@ -192,7 +192,9 @@ class Transfer:
         if out is not None and flat is not None:
             _put_back(flat, out)
 
-    def pull(self, own: Own, out: Array, rows: np.ndarray | None, versions: list[int], turn: Turn | None) -> Steps:
+    def pull(
+        self, own: Own, out: Array, rows: np.ndarray | None, versions: list[int], turn: SendPriority | None
+    ) -> Steps:
         """Read the key into ``out``, of its shape, or some ``rows`` and else zero; its version goes to ``versions``."""
         item = own.item
         if turn is not None:
@@ -203,12 +205,12 @@ class Transfer:
         flat = _flat(out)
         if rows is not None:
             flat[:] = 0
-        asked: list[tuple[_Place, Asked]] = []
+        asked: list[tuple[_Place, PendingRequest]] = []
         version, failure = 0, _First()
         places = [_Place(item, number, rows) for number in range(len(item.parts))]
         for number, (place, cell) in enumerate(zip(places, item.cells, strict=True)):
             if cell is None:
-                message = self._message(Kind.PULL, item, number, ticket=ticket)
+                message = self._message(MessageKind.PULL, item, number, ticket=ticket)
                 message.number, message.payload = int(rows is not None), place.rows
                 asked.append((place, self._ask(item.parts[number].server, message)))
         for place, cell in zip(places, item.cells, strict=True):
@@ -226,10 +228,10 @@ class Transfer:
         versions.append(version)
         _put_back(flat, out)
 
-    def _message(self, kind: Kind, item: Item, part: int, **fields: Any) -> Message:
+    def _message(self, kind: MessageKind, item: Item, part: int, **fields: Any) -> Message:
         return Message(kind, self._number, item.number, part, **fields)
 
-    def _ask(self, dest: int, message: Message, item: Item | None = None) -> Asked:
+    def _ask(self, dest: int, message: Message, item: Item | None = None) -> PendingRequest:
         """Ask a server; for a push of ``item`` say for whom it waits there."""
         assert self._server is not None
         say = None if item is None else lambda held: self._say(f"key {item.key!r}", held.payload.tolist())
@@ -247,12 +249,12 @@ class Transfer:
             if pushes:
                 yield from self._held_back(cell)
             return self._table.draw(cell, self._worker, pushes)
-        asked = self._ask(item.parts[0].server, self._message(Kind.TICKET, item, 0, number=int(pushes)), item)
+        asked = self._ask(item.parts[0].server, self._message(MessageKind.TICKET, item, 0, number=int(pushes)), item)
         yield [asked]
         self.statistics.waited_s += asked.held_s
         return asked.answer().ticket
 
-    def _held_back(self, cell: Cell) -> Steps:
+    def _held_back(self, cell: ShmValue) -> Steps:
         """Wait where this worker leads by too many pushes, and say by whom it is held back."""
         delay = Delay(self._table, cell, self._worker)
 
@@ -263,7 +265,7 @@ class Transfer:
             return may
 
         if not may_go_on():
-            yield [Until(may_go_on)]
+            yield [PolledRequest(may_go_on)]
         self.statistics.waited_s += delay.held_s
 
     def _say(self, name: str, behind: list[int]) -> None:
@@ -288,28 +290,30 @@ class Transfer:
             cell.tick(self._worker)
         else:
             assert self._server is not None
-            self._server.tell(item.parts[0].server, self._message(Kind.PASS, item, 0))
+            self._server.tell(item.parts[0].server, self._message(MessageKind.PASS, item, 0))
 
     def take(self, item: Item, count: int) -> int:
         """See `AsyncStore.take`."""
         cell = item.cells[0]
         if cell is not None:
             return take(item, cell, self._table.group.rank, count)
-        return self._ask_and_wait(item.parts[0].server, self._message(Kind.TAKE, item, 0, number=count)).number
+        return self._ask_and_wait(item.parts[0].server, self._message(MessageKind.TAKE, item, 0, number=count)).number
 
     def set_clocks(self, number: int) -> None:
         """Set this worker's clock of all keys, everywhere."""
         if self._table.staleness is None:
             return
         self._table.set_clocks(self._worker, number)
-        asked = [self._ask(dest, Message(Kind.CLOCK, self._number, number=number)) for dest in self._one_a_home()]
+        asked = [
+            self._ask(dest, Message(MessageKind.CLOCK, self._number, number=number)) for dest in self._one_a_home()
+        ]
         for each in asked:
             each.wait()
             each.answer()
 
     def tell_schedule(self, schedule: Schedule) -> None:
         """From the next push on this worker's learning rate is that of ``schedule`` where it names none."""
-        message = partial(Message.of_text, Kind.SCHEDULE, json.dumps(schedule.config()), store=self._number)
+        message = partial(Message.of_text, MessageKind.SCHEDULE, json.dumps(schedule.config()), store=self._number)
         strangers = [rank for rank in self._table.servers if self._table.homes[rank] != self._table.own_home]
         for asked in [self._ask(dest, message()) for dest in strangers]:
             asked.wait()
@@ -320,7 +324,7 @@ class Transfer:
         self._table.set_clocks(self._worker, AWAY)
         if self._server is not None and self._table.staleness is not None:
             for dest in self._one_a_home():
-                self._server.tell(dest, Message(Kind.CLOCK, self._number, number=AWAY))
+                self._server.tell(dest, Message(MessageKind.CLOCK, self._number, number=AWAY))
         self._table.leave()
         if self._server is not None:
             self._server.leave(self._number)
@@ -328,7 +332,7 @@ class Transfer:
     def num_dead(self, timeout_s: float) -> int:
         """How many processes have died, or are of homes that have not answered in time."""
         homes, deadline = self._table.homes, time.monotonic() + timeout_s
-        asked = {dest: self._ask(dest, Message(Kind.GONE, self._number)) for dest in self._one_a_home()}
+        asked = {dest: self._ask(dest, Message(MessageKind.GONE, self._number)) for dest in self._one_a_home()}
         dead = set(self._table.gone())
         for dest, each in asked.items():
             with contextlib.suppress(HpcdpError):  # it has died meanwhile
@@ -370,8 +374,8 @@ def _and_copy(change: Change, place: np.ndarray) -> Change:
     return both
 
 
-def _turn_of(cell: Cell, ticket: int) -> Until:
-    return Until(lambda: cell.turn == ticket)
+def _turn_of(cell: ShmValue, ticket: int) -> PolledRequest:
+    return PolledRequest(lambda: cell.turn == ticket)
 
 
 class StateTransfer(Transfer):
@@ -382,7 +386,7 @@ class StateTransfer(Transfer):
         whole, steps = np.zeros(item.count, state_dtype(item.dtype)), 0
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
-                message = self._message(Kind.READ_STATE, item, number, which=which)
+                message = self._message(MessageKind.READ_STATE, item, number, which=which)
                 answer = self._ask_and_wait(part.server, message)
                 steps, state = answer.number, answer.payload
             else:
@@ -406,7 +410,7 @@ class StateTransfer(Transfer):
                     self._write(item, number, which, np.ascontiguousarray(given.values[first:last]))
 
     def _write(self, item: Item, part: int, which: int, values: np.ndarray | None, steps: int = 0) -> None:
-        message = self._message(Kind.WRITE_STATE, item, part, number=steps, which=which)
+        message = self._message(MessageKind.WRITE_STATE, item, part, number=steps, which=which)
         message.payload = values
         cell = item.cells[part]
         if cell is None:
@@ -430,14 +434,14 @@ class StateTransfer(Transfer):
         elif self._worker == 0:
             whole = np.empty(item.shape, dtype)
             if which == VALUE:
-                drive(self.pull(own, whole, None, [], None))
+                run_until_complete(self.pull(own, whole, None, [], None))
             else:
                 whole = self.read_state(item, which)[0]
             parts.append(Part(0, whole.reshape(-1)))
         return Sharded(item.shape, dtype, parts)
 
 
-def _copied(cell: Cell, which: int) -> np.ndarray:
+def _copied(cell: ShmValue, which: int) -> np.ndarray:
     if which != VALUE:
         return cell.states[sorted(cell.states)[which]].copy()
     found = np.empty_like(cell.flat)

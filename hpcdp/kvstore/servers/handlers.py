@@ -32,7 +32,7 @@ from ...optim.schedules import schedule_from_config
 from ..arguments import Key
 from ..updaters import Updater
 from .key_directory import Delay, Described, Item, Table, no_updater, take, updater_of
-from .protocol import AWAY, BACK, NO_STATE, Cell, Change, Kind, Message
+from .protocol import AWAY, BACK, NO_STATE, Change, Message, MessageKind, ShmValue
 from .server import Attempt, Server
 
 _LOOK_S = 0.2
@@ -143,29 +143,29 @@ class Requests:
             HpcdpError: there is nothing of the kind here, or what has come does not fit.
         """
         kind = message.kind
-        if kind is Kind.GONE:
-            return lambda: Message(Kind.DONE, payload=np.array(self.table.gone(), np.int64))
+        if kind is MessageKind.GONE:
+            return lambda: Message(MessageKind.DONE, payload=np.array(self.table.gone(), np.int64))
         if source >= self.table.num_workers:
             raise MismatchError("key-value store message", expected="a worker's", got=f"one of rank {source}")
-        if kind is Kind.CLOCK:
+        if kind is MessageKind.CLOCK:
             return lambda: self._set_clocks(source, message.number)
-        if kind is Kind.SCHEDULE:  # now: pushes that follow may not be tried in their order
+        if kind is MessageKind.SCHEDULE:  # now: pushes that follow may not be tried in their order
             self.table.schedules[source] = _schedule(message.text())
-            return lambda: Message(Kind.DONE)
+            return lambda: Message(MessageKind.DONE)
         item, cell = self._addressed(message)
-        if kind is Kind.TICKET:
+        if kind is MessageKind.TICKET:
             delay = Delay(self.table, cell, source)
             return lambda: self._ticket(cell, source, bool(message.number), delay)
-        if kind is Kind.PASS:
+        if kind is MessageKind.PASS:
             return lambda: self._pass(cell, source)
-        if kind is Kind.TAKE:
-            return lambda: Message(Kind.DONE, number=take(item, cell, self.table.group.rank, message.number))
-        if kind in (Kind.READ_STATE, Kind.WRITE_STATE):
+        if kind is MessageKind.TAKE:
+            return lambda: Message(MessageKind.DONE, number=take(item, cell, self.table.group.rank, message.number))
+        if kind in (MessageKind.READ_STATE, MessageKind.WRITE_STATE):
             return lambda: self._state(cell, message)
-        if kind is Kind.PULL:
+        if kind is MessageKind.PULL:
             rows = self._rows(item, message)
             return lambda: self._pull(item, cell, rows, message)
-        if kind in (Kind.PUSH, Kind.PUSHPULL):
+        if kind in (MessageKind.PUSH, MessageKind.PUSHPULL):
             received = self._received(item, message)
             if self.table.updater is None:
                 raise no_updater("push")
@@ -174,12 +174,12 @@ class Requests:
             return lambda: self._push(item, cell, change, message, delay)
         raise MismatchError("key-value store message", expected="a request", got=kind.name)
 
-    def _addressed(self, message: Message) -> tuple[Item, Cell]:
+    def _addressed(self, message: Message) -> tuple[Item, ShmValue]:
         if message.key < len(self.table.by_number):
             item = self.table.by_number[message.key]
             cell = item.cells[message.part] if message.part < len(item.parts) else None
-            needs_ticket = item.in_order and message.kind in (Kind.PUSH, Kind.PULL, Kind.PUSHPULL)
-            draws = message.kind is Kind.TICKET
+            needs_ticket = item.in_order and message.kind in (MessageKind.PUSH, MessageKind.PULL, MessageKind.PUSHPULL)
+            draws = message.kind is MessageKind.TICKET
             if (message.ticket >= 0) != needs_ticket or (draws and not item.in_order):
                 got = f"{message.kind.name} with ticket {message.ticket}"
                 raise MismatchError("key-value store message", where=f"key {item.key!r}", got=got)
@@ -205,17 +205,17 @@ class Requests:
             raise MismatchError("push", where=f"key {item.key!r}", expected=f"{count} {item.dtype}", got=got)
         return payload
 
-    def _ticket(self, cell: Cell, source: int, pushes: bool, delay: Delay) -> Message | None:
+    def _ticket(self, cell: ShmValue, source: int, pushes: bool, delay: Delay) -> Message | None:
         if pushes and not delay.may_go_on():
             return _held(delay)
-        return Message(Kind.DONE, ticket=self.table.draw(cell, source, pushes), rate=delay.held_s)
+        return Message(MessageKind.DONE, ticket=self.table.draw(cell, source, pushes), rate=delay.held_s)
 
-    def _pass(self, cell: Cell, source: int) -> Message:
+    def _pass(self, cell: ShmValue, source: int) -> Message:
         if self.table.staleness is not None:
             cell.tick(source)
-        return Message(Kind.DONE)
+        return Message(MessageKind.DONE)
 
-    def _push(self, item: Item, cell: Cell, change: Change, message: Message, delay: Delay) -> Message | None:
+    def _push(self, item: Item, cell: ShmValue, change: Change, message: Message, delay: Delay) -> Message | None:
         in_order, source = item.in_order, delay.worker
         if in_order and cell.turn != message.ticket:
             return None
@@ -223,11 +223,11 @@ class Requests:
             if not delay.may_go_on():
                 return _held(delay)
             cell.tick(source)
-        answer = Message(Kind.DONE, rate=delay.held_s)
+        answer = Message(MessageKind.DONE, rate=delay.held_s)
 
         def change_and_look(flat: np.ndarray) -> None:
             change(flat)
-            if message.kind is Kind.PUSHPULL:
+            if message.kind is MessageKind.PUSHPULL:
                 answer.payload = flat.copy()
 
         answer.number = cell.change(change_and_look, source, in_order)
@@ -243,11 +243,11 @@ class Requests:
             raise MismatchError("pull", where=f"key {item.key!r}", expected=f"rows of {num_rows}", got=repr(rows)[:80])
         return rows
 
-    def _pull(self, item: Item, cell: Cell, rows: np.ndarray | None, message: Message) -> Message | None:
+    def _pull(self, item: Item, cell: ShmValue, rows: np.ndarray | None, message: Message) -> Message | None:
         in_order = message.ticket >= 0
         if in_order and cell.turn != message.ticket:
             return None
-        answer = Message(Kind.DONE)
+        answer = Message(MessageKind.DONE)
 
         def take_copy(flat: np.ndarray) -> None:
             answer.payload = flat.copy() if rows is None else flat.reshape(-1, item.width)[rows]
@@ -255,24 +255,24 @@ class Requests:
         answer.number = cell.read(take_copy, in_order)
         return answer
 
-    def _state(self, cell: Cell, message: Message) -> Message:
-        if message.kind is Kind.WRITE_STATE:
+    def _state(self, cell: ShmValue, message: Message) -> Message:
+        if message.kind is MessageKind.WRITE_STATE:
             self.table.write_state(cell, message)
-            return Message(Kind.DONE)
+            return Message(MessageKind.DONE)
         payload = None if message.which == NO_STATE else cell.states[self.table.state_name(cell, message)].copy()
-        return Message(Kind.DONE, number=cell.steps, payload=payload)
+        return Message(MessageKind.DONE, number=cell.steps, payload=payload)
 
     def _set_clocks(self, source: int, number: int) -> Message:
         if number not in (0, AWAY, BACK):
             expected = "a clock that begins, is away or comes back"
             raise MismatchError("key-value store message", expected=expected, got=number)
         self.table.set_clocks(source, number)
-        return Message(Kind.DONE)
+        return Message(MessageKind.DONE)
 
 
 def _held(delay: Delay) -> Message | None:
     behind = delay.to_report()
-    return Message(Kind.HELD, payload=np.array(behind, np.int64)) if behind else None
+    return Message(MessageKind.HELD, payload=np.array(behind, np.int64)) if behind else None
 
 
 def _schedule(text: str) -> Schedule:

@@ -31,7 +31,7 @@ from ...optim import Schedule, from_config
 from ..arguments import Key
 from ..sync_rounds import Pool
 from ..updaters import ByFunction, ByOptimizer, Function, Rate, Updater, name_of, summary
-from .protocol import AWAY, NO_STATE, VALUE, Cell, Message, Part, Placement
+from .protocol import AWAY, NO_STATE, VALUE, Message, Placement, ShmValue, ValuePart
 
 MOST_STEPS = 1 << 53
 _INT64 = np.iinfo(np.int64)
@@ -52,8 +52,8 @@ class Item:
     dtype: np.dtype
     width: int
     """Elements of a row, of which every part holds whole ones."""
-    parts: list[Part]
-    cells: list[Cell | None]
+    parts: list[ValuePart]
+    cells: list[ShmValue | None]
     """Those of the parts that lie in this rank's node."""
 
     @property
@@ -123,13 +123,13 @@ class Table:
             if cell is not None and self._memory.rank == 0:
                 cell.assign(value.reshape(-1)[part.first : part.last])
 
-    def _is_near(self, part: Part) -> bool:
+    def _is_near(self, part: ValuePart) -> bool:
         return self.homes[part.server] == self.own_home
 
-    def _cell(self, key: Key, part: Part, dtype: np.dtype) -> Cell:
+    def _cell(self, key: Key, part: ValuePart, dtype: np.dtype) -> ShmValue:
         self._num_locks += 1
         count = part.last - part.first
-        return Cell(f"key {key!r}", self._memory, self._locks, self._num_locks, count, dtype, self.num_workers)
+        return ShmValue(f"key {key!r}", self._memory, self._locks, self._num_locks, count, dtype, self.num_workers)
 
     def set_updater(self, updater: Updater) -> None:
         """Let pushes be applied by this; states begin anew."""
@@ -182,7 +182,7 @@ class Table:
         self.compression.codec.decode(codes, out)
         return out
 
-    def may_go_on(self, cell: Cell, worker: int) -> bool:
+    def may_go_on(self, cell: ShmValue, worker: int) -> bool:
         """Whether the bound of staleness lets a worker push."""
         if self.staleness is None or cell.may_push(worker, self.staleness):
             return True
@@ -199,20 +199,20 @@ class Table:
                 if rank < self.num_workers:
                     self.set_clocks(rank, AWAY)
 
-    def draw(self, cell: Cell, worker: int, pushes: bool) -> int:
+    def draw(self, cell: ShmValue, worker: int, pushes: bool) -> int:
         """A ticket, when `may_go_on`; counts a push."""
         if pushes and self.staleness is not None:
             cell.tick(worker)
         return cell.ticket()
 
-    def state_name(self, cell: Cell, message: Message) -> str:
+    def state_name(self, cell: ShmValue, message: Message) -> str:
         """Which of the optimizer's states a message is about."""
         if message.which >= len(cell.states):
             got = f"number {message.which}"
             raise MismatchError("key-value store message", expected=f"one of {len(cell.states)} states", got=got)
         return sorted(cell.states)[message.which]
 
-    def write_state(self, cell: Cell, message: Message) -> None:
+    def write_state(self, cell: ShmValue, message: Message) -> None:
         """Do as a message of kind WRITE_STATE says."""
         payload, flat = message.payload, cell.flat
         if message.which == NO_STATE:
@@ -232,7 +232,7 @@ class Table:
             cell.write_state(name, values)
 
     def set_clocks(self, worker: int, number: int) -> None:
-        """Set a worker's clock of all keys whose order is kept here: see `Cell.set_clock`."""
+        """Set a worker's clock of all keys whose order is kept here: see `ShmValue.set_clock`."""
         for item in self.by_number:
             cell = item.cells[0]
             if cell is not None:
@@ -247,7 +247,7 @@ class Table:
         return [self.neighbours[local] for local in self._locks.gone() if not self._left[local]]
 
 
-def take(item: Item, cell: Cell, rank: int, count: int) -> int:
+def take(item: Item, cell: ShmValue, rank: int, count: int) -> int:
     """The integer under a key, which is ``count`` greater then.
 
     Raises:
@@ -325,7 +325,7 @@ class Delay:
         worker: who pushes.
     """
 
-    def __init__(self, table: Table, cell: Cell, worker: int) -> None:
+    def __init__(self, table: Table, cell: ShmValue, worker: int) -> None:
         self._table, self._cell, self.worker = table, cell, worker
         self._began, self._told = time.monotonic(), False
         self.held_s = 0.0

@@ -44,7 +44,7 @@ MOST_NBYTES = 512 << 20
 """Of one part, so that a message of it counts its bytes in 32 bits."""
 
 
-class Part(NamedTuple):
+class ValuePart(NamedTuple):
     """Elements ``first`` to ``last``, the latter excluded, of a flat key, and the server that keeps them."""
 
     server: int
@@ -65,7 +65,7 @@ class Placement:
         self.nbytes = dict.fromkeys(servers, 0)
         """That each server keeps."""
 
-    def place(self, count: int, itemsize: int, width: int = 1) -> list[Part]:
+    def place(self, count: int, itemsize: int, width: int = 1) -> list[ValuePart]:
         """The parts of the next key, in order; at least one. They are cut between rows of ``width`` elements."""
         pieces = -(-count * itemsize // MOST_NBYTES) or 1
         if self._splits and count * itemsize >= SPLIT_NBYTES:
@@ -76,7 +76,7 @@ class Placement:
         for first, last in itertools.pairwise(ends):
             server = min(self._servers, key=self.nbytes.__getitem__)
             self.nbytes[server] += (last - first) * itemsize
-            parts.append(Part(server, first, last))
+            parts.append(ValuePart(server, first, last))
         return parts
 
 
@@ -94,7 +94,7 @@ VALUE = 2**32 - 2
 """As `Message.which`, to write: the value itself."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message asks for, or answers."""
 
     PUSH = 1
@@ -125,7 +125,7 @@ class Kind(IntEnum):
 class Message:
     """One message; see `Kind`."""
 
-    kind: Kind
+    kind: MessageKind
     store: int = 0
     key: int = 0
     """The number of a key, in the order of `init`."""
@@ -165,7 +165,7 @@ class Message:
         return "" if self.payload is None else self.payload.tobytes().decode(errors="replace")
 
     @classmethod
-    def of_text(cls, kind: Kind, text: str, **fields: int) -> Message:
+    def of_text(cls, kind: MessageKind, text: str, **fields: int) -> Message:
         """One that carries text; what UTF-8 cannot say, as halves of surrogate pairs in names of files, is escaped."""
         return cls(kind, payload=np.frombuffer(text.encode(errors="backslashreplace"), np.uint8), **fields)  # type: ignore[arg-type]
 
@@ -197,7 +197,7 @@ def decode(message: np.ndarray, rest: np.ndarray | None = None) -> Message:
     if magic != _MAGIC or version != VERSION:
         got = f"{bytes(magic)!r}, version {version}"
         raise MismatchError("key-value store message", expected=f"{_MAGIC!r}, version {VERSION}", got=got)
-    if kind not in set(Kind) or dtype >= len(DTYPES) or coded > 1:
+    if kind not in set(MessageKind) or dtype >= len(DTYPES) or coded > 1:
         got = f"kind {kind}, dtype {dtype}, coded {coded}"
         raise MismatchError("key-value store message", expected="a known kind and dtype", got=got)
     body = message[HEADER_NBYTES:] if rest is None else rest
@@ -208,7 +208,7 @@ def decode(message: np.ndarray, rest: np.ndarray | None = None) -> Message:
         raise MismatchError("key-value store message", expected=f"whole elements of {DTYPES[dtype]}", got=got)
     payload = np.frombuffer(body, DTYPES[dtype]) if body.size else np.empty(0, DTYPES[dtype])
     key, request, ticket, number, rate, which = fields
-    return Message(Kind(kind), store, key, part, request, ticket, number, rate, which, bool(coded), payload)
+    return Message(MessageKind(kind), store, key, part, request, ticket, number, rate, which, bool(coded), payload)
 
 
 _COUNT, _HOLDER, _STEPS, _TICKETS, _TURN, _NUMBERS = 0, 1, 2, 3, 4, 8
@@ -221,7 +221,7 @@ Change = Callable[[np.ndarray], object]
 """Changes a flat value in place."""
 
 
-class Cell:
+class ShmValue:
     """One part. Every rank of the node must make it, in the same order.
 
     Args:

@@ -22,10 +22,10 @@ from ... import errors
 from ...comm import Communicator, Request, World
 from ...comm.communicator import ENDED, short_name_of, wait_for
 from ...comm.world import weakly
-from ...data_parallel.overlap import Lane
+from ...data_parallel.overlap import CommunicationLane
 from ...errors import HpcdpError, to_stderr
 from ..updaters import described
-from .protocol import Kind, Message, decode, following_nbytes, pieces
+from .protocol import Message, MessageKind, decode, following_nbytes, pieces
 
 REQUESTS, ANSWERS = 1, 2
 """Tags."""
@@ -55,7 +55,7 @@ class Answers(Protocol):
         ...
 
 
-class Asked:
+class PendingRequest:
     """A request under way, complete when its answer is there."""
 
     def __init__(self, server: Server, number: int, dest: int, say_held: Callable[[Message], None] | None) -> None:
@@ -73,7 +73,7 @@ class Asked:
                     "key-value store", where=f"on {self._where}", expected="an answer", got="none: it has died",
                     remedy="start again from the last checkpoint",
                 )  # fmt: skip
-            if answer is None or answer.kind is not Kind.HELD:
+            if answer is None or answer.kind is not MessageKind.HELD:
                 self._answer = answer
             elif self._say_held is not None:
                 self._say_held(answer)
@@ -95,7 +95,7 @@ class Asked:
             HpcdpError: what kept the other rank from doing what was asked.
         """
         assert self._answer is not None
-        if self._answer.kind is Kind.FAILED:
+        if self._answer.kind is MessageKind.FAILED:
             raise _as_it_was(self._answer.text(), f"on {self._where}")
         return self._answer
 
@@ -174,7 +174,7 @@ class Server:
         self._counting = threading.RLock()  # a store that is dropped meanwhile tells so within
         self._complained = False
         self._idle_since = time.monotonic()
-        self._engine = engine = Lane.of(group).engine  # whose threads end with it
+        self._engine = engine = CommunicationLane.of(group).engine  # whose threads end with it
         engine.add_lane(_LANE, idle=weakly(self._poll))  # a thread would keep it, and so the engine, for ever
         engine.push(lambda: None, lane=_LANE, name="start of the server")
         if not has_servers:
@@ -189,13 +189,13 @@ class Server:
         """What errors call a worker or a server."""
         return short_name_of(rank, self._workers)
 
-    def ask(self, dest: int, message: Message, say_held: Callable[[Message], None] | None = None) -> Asked:
+    def ask(self, dest: int, message: Message, say_held: Callable[[Message], None] | None = None) -> PendingRequest:
         """Send a request to another rank; ``say_held`` is given what that says while it holds a push back."""
         with self._counting:
             self._requests += 1
             message.request = number = self._requests
         self._send(dest, message, REQUESTS)
-        return Asked(self, number, dest, say_held)
+        return PendingRequest(self, number, dest, say_held)
 
     def tell(self, dest: int, message: Message) -> None:
         """Send a request to another rank, and drop its answer."""
@@ -223,10 +223,10 @@ class Server:
             if have_all_left:
                 del self._left[store]
                 for dest in self._below:
-                    self.tell(dest, Message(Kind.LEAVE, store))
+                    self.tell(dest, Message(MessageKind.LEAVE, store))
                 self.stores.pop(store, None)
             elif left == self._to_leave and self._above is not None:
-                self.tell(self._above, Message(Kind.LEAVE, store))
+                self.tell(self._above, Message(MessageKind.LEAVE, store))
 
     def answer_to(self, number: int) -> Message | None:
         """The answer to a request, given out once; None: it has not come."""
@@ -336,19 +336,19 @@ class Server:
             self._complain(source, error)
             return
         try:
-            if message.kind is Kind.COMMAND:
+            if message.kind is MessageKind.COMMAND:
                 self.commands.append(_command(source, message.text()))
-                self._answer(source, message.request, Message(Kind.DONE))
+                self._answer(source, message.request, Message(MessageKind.DONE))
                 return
             if message.store not in self.stores:
                 expected = f"one of the stores {sorted(self.stores)}"
                 raise HpcdpError("key-value store message", expected=expected, got=f"store {message.store}")
-            if message.kind is Kind.LEAVE:
+            if message.kind is MessageKind.LEAVE:
                 self._count_left(message.store, source)
                 return
             attempt = self.stores[message.store].answer(source, message)
         except Exception as error:  # whatever it is, the loop goes on
-            self._answer(source, message.request, Message.of_text(Kind.FAILED, str(error)))
+            self._answer(source, message.request, Message.of_text(MessageKind.FAILED, str(error)))
             return
         if not self._try(source, message.request, attempt):
             self._waiting.append((source, message.request, attempt))
@@ -357,10 +357,10 @@ class Server:
         try:
             answer = attempt()
         except Exception as error:  # a user's function may raise anything
-            answer = Message.of_text(Kind.FAILED, described(error))
+            answer = Message.of_text(MessageKind.FAILED, described(error))
         if answer is not None:
             self._answer(source, request, answer)
-        return answer is not None and answer.kind is not Kind.HELD
+        return answer is not None and answer.kind is not MessageKind.HELD
 
     def _answer(self, dest: int, request: int, answer: Message) -> None:
         answer.request = request
@@ -390,7 +390,7 @@ class Server:
     def _end_without_the_dead(self) -> None:
         missing = set(range(self.comm.size)) - {self.comm.rank}
         for rank in missing:
-            self._send(rank, Message(Kind.DONE), _ENDING)
+            self._send(rank, Message(MessageKind.DONE), _ENDING)
         while missing - self.comm.lost:
             found = self.comm.irecv_any(_ENDING)
             if found is None:

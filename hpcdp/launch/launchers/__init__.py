@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol, cast
 
 from ...core.environment import batch_system
-from ..spec import Job, Plan
+from ..spec import Job, LaunchPlan
 
 LAUNCHERS = {
     "local": "this machine",
@@ -26,7 +26,7 @@ WITH_BATCH_ARGS = ("sge", "yarn")
 class Launcher(Protocol):
     """What a launcher's module has."""
 
-    def plan(self, job: Job) -> Plan:
+    def plan(self, job: Job) -> LaunchPlan:
         """What would be done; touches nothing."""
 
     def run(self, job: Job) -> int:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from ...errors import LaunchError
 from .. import hosts, mpi_library
 from ..checks import check, check_binding, missing_module, warn_of_other_library
-from ..environment import environment
 from ..mpi_library import Dialect, program
+from ..rank_environment import environment
 from ..runner import supervise
-from ..spec import Command, Job, Plan, server
+from ..spec import Command, Job, LaunchPlan, server
 
 
 def run(job: Job, usr1_has_come: Callable[[], bool] | None = None) -> int:
@@ -37,9 +37,9 @@ def run(job: Job, usr1_has_come: Callable[[], bool] | None = None) -> int:
     )  # fmt: skip
 
 
-def plan(job: Job) -> Plan:
+def plan(job: Job) -> LaunchPlan:
     """The mpirun of ``job``. Raises as `run` does, and for what needs other hosts."""
-    return Plan([_mpirun(job)[1]])
+    return LaunchPlan([_mpirun(job)[1]])
 
 
 def _mpirun(job: Job) -> tuple[mpi_library.MpiLibrary, Command]:

@@ -21,17 +21,17 @@ from ...core.environment import batch_system
 from ...errors import LaunchError
 from .. import batch, cleanup, mpi_library
 from ..checks import check, check_binding, missing_module, warn_of_other_library
-from ..environment import environment_of_hosts, travelling
 from ..hosts import of_ranks, place, those_of_this_machine
 from ..mpi_library import Dialect, program
-from ..remote import guards as remote_guards
-from ..remote.guards import Guards
+from ..rank_environment import environment_of_hosts, travelling
+from ..remote import guard_client
+from ..remote.guard_client import Guards
 from ..runner import say, supervise
 from ..slurm import allocation
-from ..spec import Command, Job, Plan, server
+from ..spec import Command, Job, LaunchPlan, server
 
 
-def plan_mpirun(job: Job, *, by_ssh: bool, folder: Path = Path()) -> Plan:
+def plan_mpirun(job: Job, *, by_ssh: bool, folder: Path = Path()) -> LaunchPlan:
     """The rsyncs, if any, and the mpirun of ``job``, with its host list in ``folder``.
 
     Args:
@@ -40,7 +40,7 @@ def plan_mpirun(job: Job, *, by_ssh: bool, folder: Path = Path()) -> Plan:
     return _planned(job, by_ssh, folder)[0]
 
 
-def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[Plan, mpi_library.MpiLibrary, Dialect]:
+def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[LaunchPlan, mpi_library.MpiLibrary, Dialect]:
     """With what has been found for it, which takes several milliseconds."""
     given = None if by_ssh else allocation.allocation()
     places = place(job) if job.hosts else ()
@@ -68,11 +68,9 @@ def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[Plan, mpi_library.Mp
     argv += program([program_on_hosts(job), *job.program[1:]])
     if job.servers:
         argv += [":", "-n", str(job.servers), *everywhere, sys.executable, *server()]
-    copies = (
-        [] if job.sync_dst_dir is None else remote_guards.commands([host.name for host in places], job.sync_dst_dir)
-    )
+    copies = [] if job.sync_dst_dir is None else guard_client.commands([host.name for host in places], job.sync_dst_dir)
     files = {path: dialect.host_file(places)} if places else {}
-    return Plan([*copies, Command.beside(argv, environ)], files), library, dialect
+    return LaunchPlan([*copies, Command.beside(argv, environ)], files), library, dialect
 
 
 def run_mpirun(job: Job, *, by_ssh: bool) -> int:
@@ -111,7 +109,7 @@ def _run_by_ssh(job: Job, command: Command, library: mpi_library.MpiLibrary, dia
             check_binding(job, library.family, each.processes, cores.get(each.name, here), each.name)
         if job.sync_dst_dir is not None:
             tell(f"copying {os.getcwd()} to {job.sync_dst_dir} on all hosts")
-            remote_guards.copy([each.name for each in places], job.sync_dst_dir)
+            guard_client.copy([each.name for each in places], job.sync_dst_dir)
         with _segments(dialect, environ) as (environ, own):
             travels = {name: environ[name] for name in travelling(environ, job.env)}
             processes = job.ranks + job.servers
@@ -197,7 +195,7 @@ def _teller(job: Job) -> Callable[[str], None]:
     return say if job.verbose else lambda _: None
 
 
-def plan(job: Job) -> Plan:
+def plan(job: Job) -> LaunchPlan:
     """The mpirun of ``job``. Raises as `run` does, but for what only the hosts can tell."""
     return plan_mpirun(job, by_ssh=_by_ssh(job))
 

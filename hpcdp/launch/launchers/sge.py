@@ -12,7 +12,7 @@ from pathlib import Path
 from ...core.environment import module
 from ...errors import ConfigError, LaunchError, to_stderr
 from .. import batch
-from ..spec import Command, Job, Plan
+from ..spec import Command, Job, LaunchPlan
 
 _AGAIN = 99
 """The exit status of a job that Grid Engine is to start again."""
@@ -34,7 +34,7 @@ _ACCOUNT_S = 20.0
 _UNKNOWN = "do not exist"
 
 
-def plan(job: Job) -> Plan:
+def plan(job: Job) -> LaunchPlan:
     """The script of ``job`` and its qsub.
 
     Raises `ConfigError` for hosts, ``--sync-dst-dir``, a working folder of a name that qsub takes apart, and
@@ -72,7 +72,7 @@ def plan(job: Job) -> Plan:
     }
     if "-pe" in arguments:
         written[folder / batch.AGENT] = _AGENT
-    return Plan([Command(("qsub", "-terse", "-b", "n", *arguments, str(submitted)))], written)
+    return LaunchPlan([Command(("qsub", "-terse", "-b", "n", *arguments, str(submitted)))], written)
 
 
 def run(job: Job) -> int:

@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from ...errors import LaunchError
 from .. import batch, mpi_library
 from ..checks import check, missing_module, warn_of_other_library
-from ..environment import blas_threads
 from ..hosts import of_ranks, place
 from ..mpi_library import Dialect, program
+from ..rank_environment import blas_threads
 from ..runner import supervise
 from ..slurm.allocation import Allocation, allocation
-from ..spec import Command, Job, Plan, server
+from ..spec import Command, Job, LaunchPlan, server
 
 MPI_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}
 """What a library of either family speaks with srun."""
@@ -57,7 +57,7 @@ def run(job: Job) -> int:
     )  # fmt: skip
 
 
-def plan(job: Job) -> Plan:
+def plan(job: Job) -> LaunchPlan:
     """The srun of ``job``.
 
     Raises:
@@ -90,7 +90,7 @@ def plan(job: Job) -> Plan:
     argv += further
     if job.servers:
         argv += ["sh", "-c", _BY_RANK.format(shlex.join(server())), "hpcdp-rank", str(job.ranks), sys.executable]
-    return Plan([Command.beside([*argv, *program(job.program)], {**_environment(family, job), **job.env})])
+    return LaunchPlan([Command.beside([*argv, *program(job.program)], {**_environment(family, job), **job.env})])
 
 
 def mpi_types() -> tuple[str, ...]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...errors import LaunchError
-from ..spec import Job, Plan
+from ..spec import Job, LaunchPlan
 from . import mpi
 
 
-def plan(job: Job) -> Plan:
+def plan(job: Job) -> LaunchPlan:
     """The mpirun of ``job``. Raises as `run` does, but for what only the hosts can tell."""
     _check(job)
     return mpi.plan_mpirun(job, by_ssh=True)

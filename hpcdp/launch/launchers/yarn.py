@@ -21,7 +21,7 @@ from ...core.environment import module
 from ...errors import ConfigError, LaunchError, to_stderr
 from .. import batch
 from ..cleanup import bound
-from ..spec import Command, Job, Plan
+from ..spec import Command, Job, LaunchPlan
 from ..yarn_containers import agent_script, container_name
 
 _CLIENT = "org.apache.hadoop.yarn.applications.distributedshell.Client"
@@ -34,7 +34,7 @@ _RANK_MIB = 2048
 _OURS = ("jar", "shell_script", "shell_command", "shell_args", "shell_env", "num_containers")
 
 
-def plan(job: Job) -> Plan:
+def plan(job: Job) -> LaunchPlan:
     """The scripts of ``job`` and the client of YARN's distributed shell.
 
     A container takes ``ranks_per_node`` processes, servers counted, or all of them. Raises `ConfigError` for hosts,
@@ -60,7 +60,9 @@ def plan(job: Job) -> Plan:
     for name, value in wanted.items():
         argv += [] if name in given else [f"-{name}", str(value)]
     # The slots of the containers say how many go into each.
-    return Plan([Command((*argv, *arguments))], _files(dataclasses.replace(job, ranks_per_node=None), folder, sizes))
+    return LaunchPlan(
+        [Command((*argv, *arguments))], _files(dataclasses.replace(job, ranks_per_node=None), folder, sizes)
+    )
 
 
 def run(job: Job) -> int:

@@ -28,9 +28,9 @@ from ...core.files import who_else_may_write
 from ...core.sockets import keep_to_interface
 from .. import cleanup, hosts
 from ..cleanup import adopt, bound, end_orphans, living
-from ..environment import blas_threads
 from ..mpi_library import LOST_AFTER_S, STALLED_S
 from ..process_monitor import Watch
+from ..rank_environment import blas_threads
 
 FIRST_WORDS = "hpcdp guard "
 """Before its first line: what a login script has written is not taken for it."""

@@ -27,7 +27,7 @@ _UNKNOWN = re.compile("invalid job id|no job|not found", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Job:
+class QueuedJob:
     """A job, or a task of an array, as Slurm tells it; empty where it does not.
 
     Args:
@@ -89,12 +89,12 @@ def submit(path: Path) -> str:
     return number
 
 
-def own_jobs() -> list[Job]:
+def own_jobs() -> list[QueuedJob]:
     """Those of this user in the queue. `LaunchError` where Slurm is not there or does not answer."""
     return _queued([f"--user={os.getuid()}"])
 
 
-def jobs(numbers: Sequence[str]) -> tuple[list[Job], list[str]]:
+def jobs(numbers: Sequence[str]) -> tuple[list[QueuedJob], list[str]]:
     """The jobs of these numbers, in that order, and the numbers of which nobody knows a job.
 
     One that has left the queue is looked up in the accounts (sacct), else in what Slurm still remembers of it.
@@ -103,7 +103,7 @@ def jobs(numbers: Sequence[str]) -> tuple[list[Job], list[str]]:
         LaunchError: Slurm is not there or does not answer; a number is none.
     """
     check_numbers(numbers)
-    found: list[Job] = []
+    found: list[QueuedJob] = []
     unknown = []
     for number in dict.fromkeys(numbers):
         of_it = _queued([f"--jobs={number}"]) or _accounted(number) or _remembered(number)
@@ -163,7 +163,7 @@ def _are_running(numbers: Sequence[str]) -> bool:
     return bool(states & {"RUNNING", "COMPLETING"})
 
 
-def _idle(job: Job) -> str:
+def _idle(job: QueuedJob) -> str:
     return f"job {job.number} was {job.state}: it had nothing to save"
 
 
@@ -180,17 +180,17 @@ def _last_words(number: str) -> str:
     return said[-1].removeprefix("hpcdp: ")
 
 
-def _queued(which: Sequence[str]) -> list[Job]:
+def _queued(which: Sequence[str]) -> list[QueuedJob]:
     done = _run(["squeue", "--noheader", "--format=%i|%T|%M|%R|%j", *which])
     if done.returncode:
         if _UNKNOWN.search(done.stderr):
             return []
         raise LaunchError("squeue", got=_said(done))
     rows = [line.split("|", 4) for line in done.stdout.splitlines() if line.count("|") >= 4]
-    return [Job(number, name, state, took, where) for number, state, took, where, name in rows]
+    return [QueuedJob(number, name, state, took, where) for number, state, took, where, name in rows]
 
 
-def _accounted(number: str) -> list[Job]:
+def _accounted(number: str) -> list[QueuedJob]:
     if shutil.which("sacct") is None:
         return []
     columns = "--format=JobID,State,Elapsed,ExitCode,JobName"
@@ -198,10 +198,10 @@ def _accounted(number: str) -> list[Job]:
     rows = [line.split("|", 4) for line in done.stdout.splitlines() if line.count("|") >= 4]
     if done.returncode:  # most often it keeps no accounts
         return []
-    return [Job(job, name, state, took, f"exit {code}") for job, state, took, code, name in rows]
+    return [QueuedJob(job, name, state, took, f"exit {code}") for job, state, took, code, name in rows]
 
 
-def _remembered(number: str) -> list[Job]:
+def _remembered(number: str) -> list[QueuedJob]:
     done = _run(["scontrol", "--oneliner", "show", "job", number])
     if done.returncode:
         return []
@@ -212,7 +212,7 @@ def _remembered(number: str) -> list[Job]:
             array = facts.get("ArrayJobId")
             task = f"{array}_{facts['ArrayTaskId']}" if array and "ArrayTaskId" in facts else facts["JobId"]
             code = f"exit {facts.get('ExitCode', '')}"
-            found.append(Job(task, facts.get("JobName", ""), facts["JobState"], facts.get("RunTime", ""), code))
+            found.append(QueuedJob(task, facts.get("JobName", ""), facts["JobState"], facts.get("RunTime", ""), code))
     return found
 
 

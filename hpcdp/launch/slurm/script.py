@@ -43,7 +43,7 @@ class _Template(string.Template):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ScriptRequest:
     """What a script is to do.
 
     Args:
@@ -99,7 +99,7 @@ class Script:
     folder: Path
 
 
-def render(request: Request, profile: Profile) -> Script:
+def render(request: ScriptRequest, profile: Profile) -> Script:
     """The script for ``request`` at a site.
 
     Raises:
@@ -163,7 +163,7 @@ def _filled(file: str, parts: dict[str, str]) -> str:
     return re.sub("\n{3,}", "\n\n", _Template(text).substitute(parts))
 
 
-def _program(request: Request, name: str) -> tuple[list[str], str, str, Path]:
+def _program(request: ScriptRequest, name: str) -> tuple[list[str], str, str, Path]:
     """The program as words of bash, the values of ``run`` and ``checkpoints`` there, and the folder of the script and
     its output.
 
@@ -209,7 +209,7 @@ def _value(arguments: Sequence[str], flag: str) -> str | None:
     return found
 
 
-def _options(request: Request, profile: Profile, name: str, time: str, folder: Path) -> Iterator[str]:
+def _options(request: ScriptRequest, profile: Profile, name: str, time: str, folder: Path) -> Iterator[str]:
     """Never ``--ntasks`` with ``--nodes`` alone, which places 4 ranks on 2 nodes as 3 and 1."""
     yield f"--job-name={name}"
     yield f"--nodes={request.nodes}"
@@ -241,7 +241,7 @@ def _lead_s(time: str) -> int:
     return min(_LEAD_S, limit_s // 2) or _LEAD_S  # 0: no limit
 
 
-def _environment(request: Request, profile: Profile) -> Iterator[str]:
+def _environment(request: ScriptRequest, profile: Profile) -> Iterator[str]:
     if profile.modules:
         yield f"module load {shlex.join(profile.modules)} || exit 1"
     if profile.venv is not None:
@@ -274,7 +274,7 @@ def _path(key: str, text: str, *inside: str) -> Path:
     return path
 
 
-def _launch(request: Request, profile: Profile) -> Iterator[str]:
+def _launch(request: ScriptRequest, profile: Profile) -> Iterator[str]:
     if profile.launcher == "mpirun":
         yield f"hpcdp launch --launcher mpi -n {request.nodes * request.ranks_per_node} --"
     else:
@@ -292,7 +292,7 @@ def _launch(request: Request, profile: Profile) -> Iterator[str]:
             yield f"--gpu-bind={shlex.quote(profile.gpu_bind)}"
 
 
-def _container(request: Request, profile: Profile) -> Iterator[str]:
+def _container(request: ScriptRequest, profile: Profile) -> Iterator[str]:
     if profile.image is not None and request.template != "interactive":
         yield "apptainer exec --nv" if request.template == "train-gpu" else "apptainer exec"
         yield shlex.quote(str(_path("image", profile.image)))

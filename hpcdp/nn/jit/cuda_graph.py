@@ -22,8 +22,7 @@ from ...core.arrays import Array, array_namespace
 from ...errors import UnsupportedError
 from ...kernels.cuda.capture import Capturer, CudaGraph, warmed_up
 from .executor import Shortcut, SplicedNode, copied, source_of
-from .graph import Graph, Input, Result, Source
-from .graph import Node as GraphNode
+from .graph import Graph, GraphNode, Input, Result, Source
 from .guards import HeldArrays
 from .serialize import call
 

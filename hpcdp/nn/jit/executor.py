@@ -24,8 +24,8 @@ from ...autograd.tensor import value_of
 from ...core.arrays import Array
 from ...errors import UnsupportedError
 from ...kernels.buffers import empty
-from .fusion import Link, Moving, chained, direct, join, link, nowhere, reads_of
-from .graph import Graph, Held, Input, Result, Source
+from .fusion import ChainLink, Moving, chained, direct, join, link, nowhere, reads_of
+from .graph import CapturedTensor, Graph, Input, Result, Source
 from .guards import HeldArrays, state, wait_for_update
 
 _ALIGNMENT = 64
@@ -182,7 +182,7 @@ class Plan:
     def _build(self) -> None:
         """Call every operator once, in this plan's memory."""
         last, uses = self.graph.last_uses(), self.graph.num_uses()
-        links: list[Link | None] = []
+        links: list[ChainLink | None] = []
         self._values: dict[Source, Array] = {}
         tensors: dict[Source, Any] = {Input(i): Tensor(place) for i, place in enumerate(self._places)}
         roots = list(range(len(self.graph.nodes)))
@@ -224,7 +224,7 @@ class Plan:
                 self._arena.release(last, number)
         self._join(links)
 
-    def _join(self, links: list[Link | None]) -> None:
+    def _join(self, links: list[ChainLink | None]) -> None:
         """Make chains of those that follow each other."""
         numbers = {id(each): number for number, each in enumerate(links)}
         chains = chained(self._steps, links)
@@ -237,7 +237,7 @@ class Plan:
             if each.value is not self._values.get(Result(number), each.value):
                 del self._values[Result(number)]
 
-    def _moving_in(self, chains: list[list[Link]]) -> dict[int, Moving]:
+    def _moving_in(self, chains: list[list[ChainLink]]) -> dict[int, Moving]:
         """The large inputs that ``chains`` alone read, which need not be copied, and outputs that they alone compute,
         which can be written where they are returned; by the ids of their arrays."""
         found: dict[int, Moving] = {}
@@ -367,7 +367,7 @@ class Plan:
             return nodes[source.node] if source.output == 0 else None
         if isinstance(source, Input):
             tensor: Any = given[source.number]
-        elif isinstance(source, Held) and not source.is_detached:
+        elif isinstance(source, CapturedTensor) and not source.is_detached:
             tensor = self.graph.held[source.number]
         else:
             return None

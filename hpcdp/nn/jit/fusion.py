@@ -28,7 +28,7 @@ from ...autograd.tensor import value_of
 from ...core.arrays import Array
 from ...kernels.buffers import empty
 from ...kernels.reference.elementwise import OPERATIONS
-from .graph import Held, Literal, Source
+from .graph import CapturedTensor, Literal, Source
 
 Number = int | float
 _numbers = itertools.count()
@@ -176,7 +176,7 @@ class _Operand(NamedTuple):
     """Whether it has all elements, and not only those of a piece."""
 
 
-class Program:
+class FusedProgram:
     """Computes terms for all elements of a chain.
 
     Args:
@@ -399,7 +399,7 @@ _LONGEST = 64
 """So many operators are a chain at most: each is compared with all before it, and has a block of the cache."""
 
 
-class Link:
+class ChainLink:
     """What a chain knows of one operator's call.
 
     Args:
@@ -418,7 +418,9 @@ class Link:
         return self.step.value
 
 
-def link(step: Any, operator: str, uses: int, operands: Sequence[Any], keeps: bool, held: Sequence[Any]) -> Link | None:
+def link(
+    step: Any, operator: str, uses: int, operands: Sequence[Any], keeps: bool, held: Sequence[Any]
+) -> ChainLink | None:
     """The call as part of a chain, where it can be one; ``keeps`` says whether backward may follow."""
     value = step.value
     is_known = value.dtype.char in "fd" and value.dtype.isnative and value.flags.c_contiguous
@@ -426,7 +428,7 @@ def link(step: Any, operator: str, uses: int, operands: Sequence[Any], keeps: bo
         return None
     if operator in _WITH_EPILOGUE and step.calls[-1][0] is kernels.load("elementwise").add_bias:
         into, bias, relu = step.calls[-1][1]
-        found = Link(step, operator, uses, None)
+        found = ChainLink(step, operator, uses, None)
         found.bias, found.relu = bias, relu
         return found if into.size == value.size else None
     if operator not in FORWARD or (keeps and step.pullback is None):
@@ -443,7 +445,7 @@ def link(step: Any, operator: str, uses: int, operands: Sequence[Any], keeps: bo
     for each, source in zip(given, step.sources, strict=True):
         if keeps and isinstance(each, np.ndarray) and each.shape != value.shape and _may_want_gradient(source, held):
             return None  # that would be a sum, whose order is NumPy's
-    return Link(step, operator, uses, given)
+    return ChainLink(step, operator, uses, given)
 
 
 def _is_row_of(x: Array, value: Array) -> bool:
@@ -452,17 +454,17 @@ def _is_row_of(x: Array, value: Array) -> bool:
 
 
 def _may_want_gradient(source: Source, held: Sequence[Any]) -> bool:
-    if isinstance(source, Held):
+    if isinstance(source, CapturedTensor):
         return not source.is_detached and hasattr(held[source.number], "grad_req")
     return source is not None and not isinstance(source, Literal)
 
 
-def chained(steps: Sequence[Any], links: Sequence[Link | None]) -> list[list[Link]]:
+def chained(steps: Sequence[Any], links: Sequence[ChainLink | None]) -> list[list[ChainLink]]:
     """The links that follow each other, where that saves a pass over memory: where the kernel makes two operations.
 
     Steps without calls, which are views, break no chain.
     """
-    chains: list[list[Link]] = [[]]
+    chains: list[list[ChainLink]] = [[]]
     for step, each in zip(steps, links, strict=True):
         if each is None:
             if step.calls:
@@ -474,12 +476,12 @@ def chained(steps: Sequence[Any], links: Sequence[Link | None]) -> list[list[Lin
     return [chain for chain in chains if len(chain) > 1 and _num_compiled(chain) > 1]
 
 
-def _num_compiled(chain: list[Link]) -> int:
+def _num_compiled(chain: list[ChainLink]) -> int:
     terms = in_order(_forward(each, {}, {}) for each in chain)
     return sum(term.operation not in BY_NUMPY for term in terms)
 
 
-def _fits(chain: list[Link], following: Link) -> bool:
+def _fits(chain: list[ChainLink], following: ChainLink) -> bool:
     value = following.value
     if chain and (value.size != chain[0].value.size or value.dtype != chain[0].value.dtype):
         return False
@@ -493,7 +495,7 @@ def _fits(chain: list[Link], following: Link) -> bool:
     return not any(_is_hazard(target, x) for target in written for x in own)
 
 
-def _read(one: Link) -> list[Array]:
+def _read(one: ChainLink) -> list[Array]:
     return [one.bias] if one.operands is None else [each for each in one.operands if isinstance(each, np.ndarray)]
 
 
@@ -504,12 +506,12 @@ def _is_hazard(target: Array, x: Array) -> bool:
     return target.size != x.size or target.ctypes.data != x.ctypes.data
 
 
-def reads_of(chain: Sequence[Link], array: Array) -> int:
+def reads_of(chain: Sequence[ChainLink], array: Array) -> int:
     """How often ``chain`` reads all of ``array``, in its order."""
     return sum(x is array for each in chain for x in each.operands or () if each.value.size == array.size)
 
 
-def join(chain: list[Link], keeps: bool, moving: Mapping[int, Moving]) -> None:
+def join(chain: list[ChainLink], keeps: bool, moving: Mapping[int, Moving]) -> None:
     """Have the steps of ``chain`` computed by the first one's calls; what the others alone would hold is given up.
 
     Args:
@@ -529,7 +531,7 @@ def join(chain: list[Link], keeps: bool, moving: Mapping[int, Moving]) -> None:
             results.append((made, moving.get(id(each.value), each.value)))
         elif each.operands is not None:  # else a product is there
             given_up.append(each)
-    program = Program(results, chain[0].value.size, chain[0].value.dtype)
+    program = FusedProgram(results, chain[0].value.size, chain[0].value.dtype)
     first.calls = [*(first.calls[:-1] if chain[0].operands is None else ()), *program.calls]
     first.kept = program.kept
     for each in chain[1:]:
@@ -546,14 +548,14 @@ def nowhere(array: Array) -> Array:
     return np.broadcast_to(np.empty((), array.dtype), array.shape)
 
 
-def _forward(one: Link, terms: Mapping[int, Term], moving: Mapping[int, Moving]) -> Term:
+def _forward(one: ChainLink, terms: Mapping[int, Term], moving: Mapping[int, Moving]) -> Term:
     if one.operands is None:
         made = FORWARD["add"](Term(value=one.value), Term(value=one.bias))
         return FORWARD["relu"](made) if one.relu else made
     return FORWARD[one.operator](*[terms.get(id(x)) or Term(value=moving.get(id(x), x)) for x in one.operands])
 
 
-def _parts(links: list[Link], moving: Mapping[int, Moving]) -> list[_Part]:
+def _parts(links: list[ChainLink], moving: Mapping[int, Moving]) -> list[_Part]:
     """``links`` cut so that of each part only the last result is read by others."""
     parts, waiting = [], [links] if links else []
     while waiting:
@@ -574,7 +576,7 @@ def _parts(links: list[Link], moving: Mapping[int, Moving]) -> list[_Part]:
 class _Part:
     """Links of which one result is read by others: one node of the tape, and its pullback."""
 
-    def __init__(self, links: list[Link], moving: Mapping[int, Moving]) -> None:
+    def __init__(self, links: list[ChainLink], moving: Mapping[int, Moving]) -> None:
         self._links = links
         own = {id(each.value): number for number, each in enumerate(links)}
         self._operators = [each.operator for each in links]
@@ -584,7 +586,7 @@ class _Part:
         ]
         """Of each link: the numbers of earlier ones, and terms."""
         self._size, self._dtype, self._shape = links[-1].value.size, links[-1].value.dtype, links[-1].value.shape
-        self._programs: dict[tuple[bool, ...], tuple[Term, list[Term], Program | None]] = {}
+        self._programs: dict[tuple[bool, ...], tuple[Term, list[Term], FusedProgram | None]] = {}
 
     def needs(self) -> list[Array]:
         """The arrays that backward reads."""
@@ -598,7 +600,7 @@ class _Part:
             found += [] if term.operation else [value]
         return found
 
-    def take_place(self, given_up: list[Link]) -> None:
+    def take_place(self, given_up: list[ChainLink]) -> None:
         """Be the node of the last link; those of the others are left out."""
         steps = [each.step for each in self._links]
         sources = []
@@ -637,7 +639,7 @@ class _Part:
         if wanted not in self._programs:
             head, results = self._gradients(wanted)
             made = [(each, None) for each in results if each is not head]
-            self._programs[wanted] = head, results, Program(made, self._size, self._dtype) if made else None
+            self._programs[wanted] = head, results, FusedProgram(made, self._size, self._dtype) if made else None
         head, results, program = self._programs[wanted]
         into = [each for each in gradients if each is not None]
         if not _lies_in_order(gy):  # sums that follow would see another order in memory, and round otherwise

@@ -32,7 +32,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Held:
+class CapturedTensor:
     """A tensor or array that the network has as an attribute."""
 
     number: int
@@ -64,7 +64,7 @@ def _of_type(kind: Callable[[Any], Any], value: Any) -> Any:
     return [_of_type(kind, each) for each in value] if isinstance(value, list) else kind(value)
 
 
-Source = Input | Held | Result | Literal | None
+Source = Input | CapturedTensor | Result | Literal | None
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Meta:
 
 
 @dataclass(frozen=True)
-class Node:
+class GraphNode:
     """One call of an operator."""
 
     operator: str
@@ -111,7 +111,7 @@ class Graph:
     """Shape and dtype of each."""
     lists: list[tuple[Any, Any]] = field(default_factory=list)
     """The program's lists of numbers that became literals, and what each was."""
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[GraphNode] = field(default_factory=list)
     outputs: tuple[Source, ...] = ()
     form: str = "one"
     any_batch: bool = False
@@ -155,14 +155,14 @@ class Graph:
                 uses[each.node] += 1
         return uses
 
-    def changed_to(self, nodes: list[Node | None], moved: dict[int, int]) -> Graph:
+    def changed_to(self, nodes: list[GraphNode | None], moved: dict[int, int]) -> Graph:
         """The graph of those of ``nodes``, one for each old one, that are not None.
 
         Args:
             moved: for a node that is gone, by number, the one that computes what it did.
         """
         numbers: dict[int, int] = {}
-        kept: list[Node] = []
+        kept: list[GraphNode] = []
         for number, node in enumerate(nodes):
             if node is not None:
                 numbers[number] = len(kept)
@@ -189,7 +189,7 @@ class Graph:
 
     def operand(self, source: Source, tensors: Mapping[Source, Any]) -> Any:
         """What an operator is called with; ``tensors`` are those of inputs and results."""
-        if isinstance(source, Held):
+        if isinstance(source, CapturedTensor):
             held = self.held[source.number]
             return Tensor(held.data) if source.is_detached and isinstance(held, Tensor) else held
         if isinstance(source, Literal):
@@ -207,7 +207,7 @@ class Graph:
         def value(source: Source) -> Any:
             if isinstance(source, Input):
                 return given[source.number]
-            return self.held[source.number] if isinstance(source, Held) else results[source]
+            return self.held[source.number] if isinstance(source, CapturedTensor) else results[source]
 
         return self.returned(value)
 
@@ -223,7 +223,7 @@ def rewritten(graph: Graph, recording: bool) -> Graph:
 def with_biases(graph: Graph) -> Graph:
     """Products together with the bias that is added to each by the very next operator, which alone reads it."""
     uses = graph.num_uses()
-    nodes: list[Node | None] = list(graph.nodes)
+    nodes: list[GraphNode | None] = list(graph.nodes)
     moved = {}
     for number, node in enumerate(graph.nodes):
         before = graph.nodes[number - 1] if number else node
@@ -239,7 +239,7 @@ def with_biases(graph: Graph) -> Graph:
 
 
 def _is_bias(graph: Graph, source: Source, product: Meta) -> bool:
-    if not isinstance(source, Held) or dtype_of(product.dtype).char not in "fd":
+    if not isinstance(source, CapturedTensor) or dtype_of(product.dtype).char not in "fd":
         return False
     shape, dtype = graph.kinds[source.number]
     return shape == product.shape[-1:] != () and str(dtype) == product.dtype
@@ -251,7 +251,7 @@ def with_activations(graph: Graph) -> Graph:
     The node stands where the convolution stood, so backward adds up gradients in the same order.
     """
     uses = graph.num_uses()
-    nodes: list[Node | None] = list(graph.nodes)
+    nodes: list[GraphNode | None] = list(graph.nodes)
     moved = {}
     for number, node in enumerate(graph.nodes):
         source = node.inputs[0] if node.operator == "relu" else None
@@ -338,7 +338,7 @@ def _cut(path: str, width: int) -> str:
     return " ".join(line.replace(". ", ".") for line in textwrap.wrap(path.replace(".", ". "), width))
 
 
-def title(node: Node) -> str:
+def title(node: GraphNode) -> str:
     """The operator, with what distinguishes this call of it."""
     attributes = node.attributes
     text = str(attributes["name"]) if node.operator == "compare" else node.operator.replace("_", " ")
@@ -357,10 +357,10 @@ def _learnt(held: Any) -> bool:
     return hasattr(held, "held")
 
 
-def _count_new(graph: Graph, node: Node, seen: set[int]) -> int:
+def _count_new(graph: Graph, node: GraphNode, seen: set[int]) -> int:
     count = 0
     for each in node.inputs:
-        if isinstance(each, Held) and each.number not in seen and _learnt(graph.held[each.number]):
+        if isinstance(each, CapturedTensor) and each.number not in seen and _learnt(graph.held[each.number]):
             seen.add(each.number)
             count += math.prod(graph.kinds[each.number][0])
     return count
@@ -369,7 +369,7 @@ def _count_new(graph: Graph, node: Node, seen: set[int]) -> int:
 def _name(graph: Graph, source: Source) -> str:
     if isinstance(source, Input):
         return f"input {source.number}"
-    if isinstance(source, Held):
+    if isinstance(source, CapturedTensor):
         return graph.names[source.number]
     if isinstance(source, Literal):
         return f"number {source.value:g}" if isinstance(source.value, float) else f"number {source.value}"

@@ -13,7 +13,7 @@ from ...autograd import Tensor
 from ...autograd.dispatch import OPERATORS
 from ...core.arrays import bits, dtype_of, is_float, to_host
 from ...errors import ConfigError, DataError
-from .graph import Graph, Held, Input, Literal, Meta, Node, Result, Source
+from .graph import CapturedTensor, Graph, GraphNode, Input, Literal, Meta, Result, Source
 
 FORMAT, VERSION = "hpcdp graph", 1
 _AS_IT_WAS = 0
@@ -72,7 +72,7 @@ def calls_as_json(graph: Graph) -> dict[str, Any]:
     }
 
 
-def _attributes(graph: Graph, node: Node) -> dict[str, Any]:
+def _attributes(graph: Graph, node: GraphNode) -> dict[str, Any]:
     """Those of ``node``; a new shape that begins with the batch does so for any batch."""
     if node.operator != "reshape":
         return node.attributes
@@ -89,10 +89,10 @@ def _meta(meta: Meta) -> dict[str, Any]:
     return {"shape": list(meta.shape), "dtype": meta.dtype}
 
 
-def _source(source: Source, node: Node | None = None) -> dict[str, Any] | None:
+def _source(source: Source, node: GraphNode | None = None) -> dict[str, Any] | None:
     if isinstance(source, Input):
         return {"input": source.number}
-    if isinstance(source, Held):
+    if isinstance(source, CapturedTensor):
         return {"tensor": source.number, "detached": source.is_detached}
     if isinstance(source, Result):
         return {"node": source.node, "output": source.output}
@@ -103,7 +103,7 @@ def _source(source: Source, node: Node | None = None) -> dict[str, Any] | None:
     return {"number": source.value, "dtype": source.dtype}
 
 
-def _value(node: Node, value: Any) -> Any:
+def _value(node: GraphNode, value: Any) -> Any:
     if value is Ellipsis:
         return {"ellipsis": True}
     if isinstance(value, slice):
@@ -185,7 +185,9 @@ class Reader:
         if "input" in read:
             return Input(self._number(read["input"], len(graph.inputs), "number of an input"))
         if "tensor" in read:
-            return Held(self._number(read["tensor"], len(graph.names), "number of a tensor"), bool(read["detached"]))
+            return CapturedTensor(
+                self._number(read["tensor"], len(graph.names), "number of a tensor"), bool(read["detached"])
+            )
         if "node" in read:
             node = self._number(read["node"], len(graph.nodes), "number of an earlier node")
             return Result(node, self._number(read["output"], len(graph.nodes[node].outputs), "number of an output"))
@@ -193,7 +195,7 @@ class Reader:
         self._require(_is_numbers(value), "numbers", value)
         return Literal(value, None if dtype is None else str(dtype_of(dtype)))
 
-    def _node(self, read: Any, graph: Graph) -> Node:
+    def _node(self, read: Any, graph: Graph) -> GraphNode:
         operator = OPERATORS.get(read["operator"])
         self._require(operator is not None, "operators of this version", read["operator"])
         assert operator is not None
@@ -205,7 +207,7 @@ class Reader:
         inputs = tuple(self._input(each, graph) for each in read["inputs"])
         fits = len(inputs) == len(operator.inputs) or operator.takes_many
         self._require(fits, f"{len(operator.inputs)} inputs of {operator.name}", len(inputs))
-        return Node(operator.name, inputs, attributes, tuple(map(self._meta, read["outputs"])))
+        return GraphNode(operator.name, inputs, attributes, tuple(map(self._meta, read["outputs"])))
 
     def _value(self, read: Any) -> Any:
         if isinstance(read, dict):
@@ -227,7 +229,7 @@ def _is_numbers(read: Any) -> bool:
     return all(map(_is_numbers, read)) if type(read) is list else isinstance(read, (bool, int, float))
 
 
-def call(node: Node, operands: list[Any], functions: Mapping[str, Callable[..., Any]]) -> Any:
+def call(node: GraphNode, operands: list[Any], functions: Mapping[str, Callable[..., Any]]) -> Any:
     """What ``node`` computes from ``operands``, by the functions of `registry.CALLS`."""
     operator, attributes = OPERATORS[node.operator], node.attributes
     if node.operator == "reshape" and attributes["shape"][:1] == (_AS_IT_WAS,):

@@ -24,7 +24,7 @@ from ...autograd.dispatch import TRACING, Operator, does_not_fit, modes
 from ...autograd.tensor import value_of
 from ...core.arrays import Array, dtype_of, is_float
 from ...errors import HpcdpError
-from .graph import Graph, Held, Input, Literal, Meta, Node, Result, Source
+from .graph import CapturedTensor, Graph, GraphNode, Input, Literal, Meta, Result, Source
 from .guards import zeros_for
 from .serialize import calls_as_json
 
@@ -47,7 +47,7 @@ def with_pauses(graph: Graph, trace: Callable[[list[Tensor]], Graph]) -> Graph:
 
 def _detached(graph: Graph, paused: list[bool]) -> Graph:
     """``graph`` with an operator ``detach`` between each result of a ``paused`` node and those that are not."""
-    nodes: list[Node] = []
+    nodes: list[GraphNode] = []
     moved: dict[Result, Result] = {}
     detached: dict[Result, Result] = {}
 
@@ -59,7 +59,7 @@ def _detached(graph: Graph, paused: list[bool]) -> Graph:
             return moved[source]
         if source not in detached:
             detached[source] = Result(len(nodes))
-            nodes.append(Node("detach", (moved[source],), {}, (meta,)))
+            nodes.append(GraphNode("detach", (moved[source],), {}, (meta,)))
         return detached[source]
 
     for number, node in enumerate(graph.nodes):
@@ -267,7 +267,7 @@ class TracingRun:
         found = [each if isinstance(each, Tensor) else Tensor(each) for each in _listed(result)]
         node = len(self.graph.nodes)
         metas = tuple(_meta(each) for each in found)
-        self.graph.nodes.append(Node(called.name, sources, attributes, metas, modes.recording))
+        self.graph.nodes.append(GraphNode(called.name, sources, attributes, metas, modes.recording))
         traced = [Traced(self, Result(node, i), each) for i, each in enumerate(found)]
         return tuple(traced) if isinstance(result, tuple) else traced[0]
 
@@ -307,7 +307,7 @@ class TracingRun:
             self.graph.held.append(value)
             self.graph.names.append(name)
             self.graph.kinds.append((value.shape, value.dtype))
-        return Held(self._numbers[name], is_detached)
+        return CapturedTensor(self._numbers[name], is_detached)
 
     def _numbers_in(self, x: Sequence[Any]) -> Literal:
         try:

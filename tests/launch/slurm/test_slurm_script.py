@@ -16,7 +16,7 @@ from hpcdp.core.files import data_folder
 from hpcdp.errors import ConfigError
 from hpcdp.launch.slurm import script
 from hpcdp.launch.slurm.profile import Profile
-from hpcdp.launch.slurm.script import Request, render
+from hpcdp.launch.slurm.script import ScriptRequest, render
 
 GOLDEN = Path(__file__).with_name("golden")
 SRUN = Profile(
@@ -28,20 +28,22 @@ MPIRUN = Profile(launcher="mpirun", time="2-12", qos="long", image="/shared/hp c
 TRAIN = ("hpcdp", "train", "lenet", "--data", "digits")
 LINES = (("--lr", "0.1"), ("--lr", "0.2", "--seed", "3"), ("--model", "it's $HOME"))
 CASES = {
-    "train-srun": (Request(template="train", nodes=4, ranks_per_node=2, program=TRAIN), SRUN),
+    "train-srun": (ScriptRequest(template="train", nodes=4, ranks_per_node=2, program=TRAIN), SRUN),
     "train-mpirun": (
-        Request(template="train", nodes=2, ranks_per_node=3, name="a.b", program=(*TRAIN, "--run-dir", "runs/a b")),
+        ScriptRequest(
+            template="train", nodes=2, ranks_per_node=3, name="a.b", program=(*TRAIN, "--run-dir", "runs/a b")
+        ),
         MPIRUN,
     ),
-    "train-pmi2": (Request(template="train", program=TRAIN), Profile(mpi_type="pmi2", time="30")),
-    "train-gpu-srun": (Request(template="train-gpu", ranks_per_node=4, cpus_per_task=8, program=TRAIN), SRUN),
+    "train-pmi2": (ScriptRequest(template="train", program=TRAIN), Profile(mpi_type="pmi2", time="30")),
+    "train-gpu-srun": (ScriptRequest(template="train-gpu", ranks_per_node=4, cpus_per_task=8, program=TRAIN), SRUN),
     "train-gpu-mpirun": (
-        Request(template="train-gpu", nodes=2, program=("python", "train.py", "a\\b", "$x")),
+        ScriptRequest(template="train-gpu", nodes=2, program=("python", "train.py", "a\\b", "$x")),
         Profile(launcher="mpirun", time="60", gres="gpu:a100:2", image="x.sif"),
     ),
-    "sweep": (Request(template="sweep", ranks_per_node=2, program=TRAIN, settings=LINES, at_once=2), SRUN),
-    "benchmark": (Request(template="benchmark", nodes=2, cpus_per_task=2), SRUN),
-    "interactive": (Request(template="interactive", nodes=2, ranks_per_node=4), SRUN),
+    "sweep": (ScriptRequest(template="sweep", ranks_per_node=2, program=TRAIN, settings=LINES, at_once=2), SRUN),
+    "benchmark": (ScriptRequest(template="benchmark", nodes=2, cpus_per_task=2), SRUN),
+    "interactive": (ScriptRequest(template="interactive", nodes=2, ranks_per_node=4), SRUN),
 }
 
 
@@ -87,7 +89,7 @@ def test_what_a_job_that_comes_back_needs(name: str) -> None:
 def test_folders_below_ones_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/a b")
     site = Profile(mpi_type="pmix", time="1", venv="~/env", image="~/x.sif")
-    text = render(Request(template="train", program=TRAIN), site).text
+    text = render(ScriptRequest(template="train", program=TRAIN), site).text
     assert "source '/home/a b/env/bin/activate' || exit 1" in text and "apptainer exec '/home/a b/x.sif'" in text
 
 
@@ -95,43 +97,51 @@ def test_a_home_that_nobody_has_is_a_line() -> None:
     for key in ("venv", "image"):
         site = Profile(mpi_type="pmix", time="1", **{key: "~nobody-of-that-name/x"})
         with pytest.raises(ConfigError, match=f"site profile: {key}: expected a home folder for its ~, got '~nobody-"):
-            render(Request(template="train", program=TRAIN), site)
+            render(ScriptRequest(template="train", program=TRAIN), site)
 
 
 def test_a_colon_alone_is_refused_for_srun() -> None:
-    request = Request(template="benchmark", program=("python", "a:b", ":"))
+    request = ScriptRequest(template="benchmark", program=("python", "a:b", ":"))
     with pytest.raises(ConfigError, match="program: expected no argument : alone, where srun begins another program"):
         render(request, SRUN)
     assert "-- python a:b :\n" in render(request, Profile(launcher="mpirun", time="1")).text
 
 
 def test_a_folder_of_its_own_to_go_on_in() -> None:
-    made = render(Request(template="train", program=TRAIN), SRUN)
+    made = render(ScriptRequest(template="train", program=TRAIN), SRUN)
     assert "run=${1:-runs/train-$job}\n" in made.text
     assert f'program=({" ".join(TRAIN)} --run-dir "$run" --resume auto)' in made.text
     assert made.folder == Path("runs")
-    named = render(Request(template="train", program=(*TRAIN, "--run-dir=x/y", "--resume", "x/y")), SRUN)
+    named = render(ScriptRequest(template="train", program=(*TRAIN, "--run-dir=x/y", "--resume", "x/y")), SRUN)
     assert f"program=({' '.join(TRAIN)} --run-dir=x/y --resume x/y)" in named.text
     assert named.folder == Path("x") and directives(named.text)["output"] == "x/train-%j.out"
-    other = render(Request(template="train", program=("python", "my.py")), SRUN)
+    other = render(ScriptRequest(template="train", program=("python", "my.py")), SRUN)
     assert "program=(python my.py)" in other.text
 
 
 @pytest.mark.parametrize(
     ("profile", "request_", "says"),
     [
-        (Profile(mpi_type="pmix"), Request(template="train"), "expected the key time, got none; say it with --time"),
-        (Profile(time="1"), Request(template="train"), "expected the key mpi_type, got none"),
+        (
+            Profile(mpi_type="pmix"),
+            ScriptRequest(template="train"),
+            "expected the key time, got none; say it with --time",
+        ),
+        (Profile(time="1"), ScriptRequest(template="train"), "expected the key mpi_type, got none"),
         (
             Profile(time="1", mpi_type="pmi2"),
-            Request(template="train-gpu"),
+            ScriptRequest(template="train-gpu"),
             "the key gres, got none; say it with --gres",
         ),
-        (SRUN, Request(template="train", program=(*TRAIN, "--overwrite")), "--overwrite: expected none in a job that"),
-        (SRUN, Request(template="sweep", settings=(("--run-dir", "x"),)), "sweep: expected no --run-dir, got x"),
+        (
+            SRUN,
+            ScriptRequest(template="train", program=(*TRAIN, "--overwrite")),
+            "--overwrite: expected none in a job that",
+        ),
+        (SRUN, ScriptRequest(template="sweep", settings=(("--run-dir", "x"),)), "sweep: expected no --run-dir, got x"),
     ],
 )
-def test_what_is_missing_or_cannot_be(profile: Profile, request_: Request, says: str) -> None:
+def test_what_is_missing_or_cannot_be(profile: Profile, request_: ScriptRequest, says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         render(request_, profile)
     assert says in str(raised.value)
@@ -150,7 +160,7 @@ def test_what_is_missing_or_cannot_be(profile: Profile, request_: Request, says:
 )
 def test_a_request_that_is_wrong(arguments: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        Request(**arguments)
+        ScriptRequest(**arguments)
     assert says in str(raised.value)
 
 
@@ -173,7 +183,7 @@ def test_a_sweeps_lines(tmp_path: Path) -> None:
      ("1-0:0:2", 120), ("0", 120), ("UNLIMITED", 120)],
 )  # fmt: skip
 def test_a_short_job_is_not_told_to_stop_in_its_first_half(limit: str, lead_s: int) -> None:
-    text = render(Request(template="train"), Profile(mpi_type="pmix", time=limit)).text
+    text = render(ScriptRequest(template="train"), Profile(mpi_type="pmix", time=limit)).text
     assert f"#SBATCH --signal=B:USR1@{lead_s}\n" in text
 
 
@@ -181,7 +191,8 @@ class Stage:
     """A rendered job that bash runs here: srun, scontrol and what the ranks run are small scripts."""
 
     def __init__(
-        self, folder: Path, program: str, request: Request | None = None, *, requeue: int = 1, arguments: str = "",
+        self, folder: Path, program: str, request: ScriptRequest | None = None, *,
+        requeue: int = 1, arguments: str = "",
         hpcdp: str = "exit 1", port: int = 1,
     ) -> None:  # fmt: skip
         self.folder = folder
@@ -202,7 +213,7 @@ class Stage:
         self.add("program", program)
         self.add("hpcdp", hpcdp)
         self.add("sleep", "exec /bin/sleep 0.1")  # of the script's polls
-        request = request or Request(template="train", program=("program", "it's", "$HOME", 'a "b"'))
+        request = request or ScriptRequest(template="train", program=("program", "it's", "$HOME", 'a "b"'))
         path = folder / "job.sh"
         path.write_text(render(request, Profile(mpi_type="pmix", time="1")).text)
         environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n1,n2", "SLURM_SUBMIT_DIR": "/a b",
@@ -310,7 +321,7 @@ def test_after_a_fault_a_job_comes_back_if_it_has_saved_since_its_start(
         (run / "checkpoints" / f"step-000000000{before}" / "manifest.json").touch()
     if faults is not None:
         (run / "requeues-12").write_text(faults)
-    request = Request(template="train", program=TRAIN)
+    request = ScriptRequest(template="train", program=TRAIN)
     stage = Stage(tmp_path, "", request, requeue=requeue, hpcdp=FAILS.format(step=5))
     status, said = stage.end()
     assert status == 137
@@ -321,7 +332,7 @@ def test_after_a_fault_a_job_comes_back_if_it_has_saved_since_its_start(
 
 
 def test_a_fault_without_a_checkpoint_is_the_end(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, "", Request(template="train", program=TRAIN), hpcdp="mkdir -p runs/train-12; exit 3")
+    stage = Stage(tmp_path, "", ScriptRequest(template="train", program=TRAIN), hpcdp="mkdir -p runs/train-12; exit 3")
     status, said = stage.end()
     assert (status, stage.requeued) == (3, "")
     assert said.splitlines()[1:] == ["hpcdp: job 12 has failed with status 3"]
@@ -335,7 +346,7 @@ def test_after_the_loss_of_a_node_slurm_says_so_before_the_job_comes_back(tmp_pa
         alive = nodes.format(1, 1, "ALLOCATED")
         (tmp_path / "nodes").write_text(alive + nodes.format(2, 2, "ALLOCATED"))
         port = daemon.getsockname()[1]
-        request = Request(template="train", program=TRAIN)
+        request = ScriptRequest(template="train", program=TRAIN)
         stage = Stage(tmp_path, "", request, hpcdp=FAILS.format(step=5), port=port)
         stage.until("runs/train-12/requeues-12")
         time.sleep(0.5)
@@ -384,7 +395,7 @@ def test_the_status_is_that_of_the_rank_that_failed_first(tmp_path: Path, said: 
 
 def test_a_job_that_is_cancelled_names_the_command_that_goes_on_where_it_has_saved(tmp_path: Path) -> None:
     program = TAKES.format(before="", status=143).replace("touch started", FAILS.format(step=5).split("echo")[0])
-    stage = Stage(tmp_path, "", Request(template="train", program=TRAIN), hpcdp=program)
+    stage = Stage(tmp_path, "", ScriptRequest(template="train", program=TRAIN), hpcdp=program)
     stage.until("ready")
     stage.job.send_signal(signal.SIGTERM)
     status, said = stage.end()
@@ -397,8 +408,8 @@ def test_a_job_that_is_cancelled_names_the_command_that_goes_on_where_it_has_sav
 @pytest.mark.parametrize("template", ["benchmark", "interactive"])
 def test_what_does_not_train_has_no_requeues(template: str) -> None:
     with pytest.raises(ConfigError, match="--requeues: expected the template train, train-gpu, sweep, got"):
-        Request(template=template, requeues=1)
-    assert "requeues=0\n" in render(Request(template="train", requeues=0), SRUN).text
+        ScriptRequest(template=template, requeues=1)
+    assert "requeues=0\n" in render(ScriptRequest(template="train", requeues=0), SRUN).text
 
 
 def test_a_job_that_is_cancelled_does_not_come_back(tmp_path: Path) -> None:
@@ -417,7 +428,7 @@ def test_a_job_that_is_cancelled_does_not_come_back(tmp_path: Path) -> None:
 def test_a_job_that_may_not_come_back_names_the_command_that_goes_on_in_its_folder(
     tmp_path: Path, arguments: str
 ) -> None:
-    request = Request(template="train", program=("hpcdp", "train", "lenet"))
+    request = ScriptRequest(template="train", program=("hpcdp", "train", "lenet"))
     stage = Stage(tmp_path, "", request, requeue=0, arguments=arguments, hpcdp='echo "$@"; exit 75')
     status, said = stage.end()
     folder = arguments or "runs/train-12"
@@ -430,7 +441,7 @@ def test_a_job_that_may_not_come_back_names_the_command_that_goes_on_in_its_fold
 
 
 def test_a_task_that_may_not_come_back_goes_on_alone(tmp_path: Path) -> None:
-    request = Request(template="sweep", program=TRAIN, settings=(("a",), ("b",)))
+    request = ScriptRequest(template="sweep", program=TRAIN, settings=(("a",), ("b",)))
     stage = Stage(tmp_path, "", request, requeue=0, hpcdp='echo "$@"; exit 75')
     said = stage.end()[1].splitlines()
     assert said[1].endswith(" b --run-dir runs/sweep-11/2 --resume auto")
@@ -438,7 +449,7 @@ def test_a_task_that_may_not_come_back_goes_on_alone(tmp_path: Path) -> None:
 
 
 def test_a_task_of_a_sweep_has_its_line_and_is_requeued_alone(tmp_path: Path) -> None:
-    request = Request(template="sweep", program=("program", "x"), settings=(("a",), ("b  c", "d"), ("e",)))
+    request = ScriptRequest(template="sweep", program=("program", "x"), settings=(("a",), ("b  c", "d"), ("e",)))
     stage = Stage(tmp_path, 'printf "%s\\n" "$@"; exit 75', request)
     status, said = stage.end()
     assert status == 75 and said.splitlines()[1:4] == ["x", "b  c", "d"]

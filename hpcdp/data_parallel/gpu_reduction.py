@@ -61,9 +61,9 @@ import numpy as np
 
 from ..collectives import compressed
 from ..comm import Communicator, Reduction, Request, World, cuda_memory, gpu_groups
-from ..comm.communicator import Steps, StepsTo, Until, make_tag, resolve, split, wait_for
+from ..comm.communicator import PolledRequest, Steps, StepsTo, make_tag, resolve, split, wait_for
 from ..comm.consistency import on_every_rank
-from ..comm.gpu_transports import SUMMED_KINDS, NodeRows, Part, RowSize, Way, lone_rows, parts_of
+from ..comm.gpu_transports import SUMMED_KINDS, GpuTransport, NodeRows, Part, RowSize, lone_rows, parts_of
 from ..comm.tasks import LANES, TAGS, in_lanes, segments, together
 from ..comm.world import GPU_OF_MESSAGES
 from ..compression import Codec, Compression, ErrorFeedback
@@ -152,12 +152,12 @@ class Staging:
         streams.copy_async(_host(slot, piece), piece, self._down)
         streams.record(slot.brought, self._down)
 
-    def _brought(self, slot: _StagingSlot, row: NodeRows) -> Until:
+    def _brought(self, slot: _StagingSlot, row: NodeRows) -> PolledRequest:
         def is_there() -> bool:
             row.check()
             return self._streams.query(slot.brought)
 
-        return Until(is_there)
+        return PolledRequest(is_there)
 
 
 def _host(slot: _StagingSlot, piece: Array) -> np.ndarray:
@@ -352,7 +352,7 @@ class _OnDevice:
             self._row.check()
             return self._slot.streams.query(self._slot.coded)
 
-        return [Until(is_there)]
+        return [PolledRequest(is_there)]
 
 
 def _pieces(part: Array, codec: Codec, n: int) -> list[Array]:
@@ -406,7 +406,7 @@ class Direct:
             row.check()
             return streams.query(self._ready[number])
 
-        yield [Until(is_ready)]  # not on the stream: there it would hold up the sums of other buckets
+        yield [PolledRequest(is_ready)]  # not on the stream: there it would hold up the sums of other buckets
         comm = _Link(self._comm, streams, self._stream, row.check, self._free)
 
         def through(segment: Array, own_tag: int) -> Steps:
@@ -527,10 +527,10 @@ class DeviceSums:
         ]
         self._rows: Sequence[NodeRows]
         if compression is not None and compression.inside_nodes:
-            self._rows, self.way = lone_rows(streams, sizes), Way.HOST
+            self._rows, self.way = lone_rows(streams, sizes), GpuTransport.HOST
         else:
             self._rows, self.way = gpu_groups.make(world, streams, sizes)
-        alone = self.way is Way.HOST
+        alone = self.way is GpuTransport.HOST
         owners, ranks, self._rank = (1, 1, 0) if alone else (world.num_rails, world.local_size, world.local_rank)
         self._parts = [parts_of(each.count, owners, ranks) for each in sizes]
         if compression is not None:  # codes begin with a part: these are those of the CPU

@@ -29,7 +29,7 @@ from typing import Any
 from ...core.files import who_else_may_write
 from ...errors import LaunchError, listed
 from .. import cleanup
-from ..hosts import Place, those_of_this_machine
+from ..hosts import HostSlots, those_of_this_machine
 from ..mpi_library import LOST_AFTER_S, STALLED_S
 from ..process_monitor import End, Start, Watch, name_of
 from ..spec import Command
@@ -150,7 +150,7 @@ class Guards:
         LaunchError: on entry, naming the hosts that cannot be reached, and why.
     """
 
-    def __init__(self, places: Sequence[Place], say: Callable[[str], None]) -> None:
+    def __init__(self, places: Sequence[HostSlots], say: Callable[[str], None]) -> None:
         self._places = {place.name: place for place in places}
         self._say = say
         self._channels: dict[str, Channel] = {}

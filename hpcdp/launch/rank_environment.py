@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..core.environment import THREAD_VARIABLES, batch_system
 from . import hosts
-from .hosts import Place, those_of_this_machine
+from .hosts import HostSlots, those_of_this_machine
 from .mpi_library import Dialect, MpiLibrary, is_open_mpi_4
 
 READ_BY_PROGRAMS = (
@@ -54,7 +54,7 @@ def environment(
 
 
 def environment_of_hosts(
-    library: MpiLibrary, dialect: Dialect, places: Sequence[Place], environ: Mapping[str, str]
+    library: MpiLibrary, dialect: Dialect, places: Sequence[HostSlots], environ: Mapping[str, str]
 ) -> dict[str, str]:
     """``environ`` with what mpirun and the ranks need on ``places``, those of a batch system where there are none.
 
