@@ -105,7 +105,7 @@ class PullHandle:
         return self.wait()[index]
 
     def __repr__(self) -> str:
-        return f"Pulled({self.wait()!r})"
+        return f"PullHandle({self.wait()!r})"
 
 
 def can_wait(target: Any) -> bool:

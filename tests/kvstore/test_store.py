@@ -207,7 +207,7 @@ def test_pushes_and_pulls_return_before_they_are_done_and_keep_their_order(kind)
         assert begun.wait(20)
         go_on.set()
         assert (np.asarray(later) == 3).all() and (earlier[...] == 2).all()
-        assert earlier.dtype == np.float32 and repr(earlier).startswith("Pulled(array(")
+        assert earlier.dtype == np.float32 and repr(earlier).startswith("PullHandle(array(")
 
     on_one_worker(kind, order)
 
