@@ -12,8 +12,8 @@ import hpcdp
 from hpcdp import nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError
+from hpcdp.train.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -268,5 +268,5 @@ def test_who_updates_is_alike_on_uneven_nodes(ranks, per_node, tmp_path):
         trainer.save_states(tmp_path / "states.npz")
         return type(trainer.owner).__name__
 
-    assert thread_comm.run(ranks, one, ranks_per_node=per_node) == ["ShardOwner"] * ranks
+    assert thread_comm.run(ranks, one, ranks_per_node=per_node) == ["ShardedUpdate"] * ranks
     assert thread_comm.run(2, one, ranks_per_node=1) == ["EveryRank"] * 2
