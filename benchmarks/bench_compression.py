@@ -23,9 +23,10 @@ from hpcdp import comm
 from hpcdp.bench.measure import bus_factor, median_ratio
 from hpcdp.bench.results import as_json, check_writable, describe, write
 from hpcdp.compression import CODECS, Compression, pays_below
+from hpcdp.core.checks import check_name
 from hpcdp.core.environment import launched_ranks
 from hpcdp.data_parallel.inter_node import node_nbytes
-from hpcdp.errors import ConfigError, check_name
+from hpcdp.errors import ConfigError
 from hpcdp.launch.checks import Parser, at_least
 
 NONE = "none"

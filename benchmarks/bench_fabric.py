@@ -49,7 +49,8 @@ from hpcdp.bench.results import as_json, check_writable, describe, write, write_
 from hpcdp.collectives import ALGORITHMS, allreduce
 from hpcdp.collectives.registry import choose
 from hpcdp.comm.communicator import resolve
-from hpcdp.errors import ConfigError, UnsupportedError, check_name
+from hpcdp.core.checks import check_name
+from hpcdp.errors import ConfigError, UnsupportedError
 from hpcdp.launch.checks import Parser, at_least
 
 PEER = "MPI"

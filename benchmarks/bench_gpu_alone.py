@@ -29,12 +29,12 @@ from hpcdp.bench.measure import parse_size
 from hpcdp.bench.results import check_writable, describe, write_json
 from hpcdp.comm import world as comm_world
 from hpcdp.core.arrays import Array, to_host
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.kernels.cuda import cudnn_conv
 from hpcdp.kernels.reference.compress import num_blocks
 from hpcdp.kernels.reference.reduce import SUM
 from hpcdp.launch.checks import Parser, at_least
 from hpcdp.train import TrainStep
+from hpcdp.train.trainer import Trainer
 
 _CHANNELS, _SIDE, _CLASSES, _FEATURES = 64, 32, 1000, 256
 _LAYERS, _PER_ROW = 16, 8

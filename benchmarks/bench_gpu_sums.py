@@ -30,10 +30,10 @@ from hpcdp.comm.tasks import run_until_complete
 from hpcdp.core.arrays import Array, to_host
 from hpcdp.core.devices import Streams
 from hpcdp.data_parallel.gpu_reduction import Staging
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import DeviceError
 from hpcdp.launch.checks import Parser
 from hpcdp.train import TrainStep
+from hpcdp.train.trainer import Trainer
 
 _TURNS, _BATCH, _WIDTH = 7, 256, 2048
 _ROUNDS, _STEPS = 6, 3
@@ -191,8 +191,9 @@ class _Training:
         trainer = Trainer(params, rule, world=world, overlap=overlap, compression=codec)
         self._step = TrainStep(self._net, trainer)
         self._step.hybridize(hybridize)
-        gpus = trainer.reducer.gpus  # type: ignore[attr-defined]
-        self.way = "host" if gpus is None else gpus.way.name + ", MPI on its memory" * gpus.goes_direct
+        reduction = trainer.reducer.reduction  # type: ignore[attr-defined]
+        is_direct = getattr(reduction, "goes_direct", False)
+        self.way = "host" if reduction.way is None else reduction.way.name + ", MPI on its memory" * is_direct
         self._take(_WARM_UP)
 
     def _take(self, number: int) -> None:

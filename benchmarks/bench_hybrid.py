@@ -26,10 +26,10 @@ from bench_kernels import torch_or_reason
 from hpcdp import autograd, comm, kernels, nn, optim
 from hpcdp.bench.measure import MeasuringSchedule, alternate, median_ratio, turn_medians
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.launch.checks import Parser, at_least
 from hpcdp.nn.sequence import gelu
 from hpcdp.train import TrainStep
+from hpcdp.train.trainer import Trainer
 
 _TURN_S = 2e-3
 

@@ -31,12 +31,13 @@ from bench_harness import programs
 from bench_harness.cluster import add_options, measure_models, measure_places, where
 from hpcdp import autograd, comm, nn, optim
 from hpcdp.comm import World
+from hpcdp.core.checks import check_name
 from hpcdp.core.environment import launched_ranks
 from hpcdp.data_parallel import Reducer, Replicated, ShardedUpdate
 from hpcdp.data_parallel.bucket_trainer import BucketTrainer
 from hpcdp.data_parallel.buckets import MIB, Layout, Slot
 from hpcdp.data_parallel.profiling import BucketCost, CriticalPath, critical_path
-from hpcdp.errors import ConfigError, check_name
+from hpcdp.errors import ConfigError
 from hpcdp.launch.checks import Parser, at_least
 
 OFF, ON, ALONE = "after backward", "overlapped", "alone"

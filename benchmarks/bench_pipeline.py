@@ -22,10 +22,10 @@ from hpcdp.bench.measure import largest_difference, median_ratio
 from hpcdp.bench.probe import sleeping_barrier
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError
 from hpcdp.launch.checks import Parser, at_least
 from hpcdp.parallel import SCHEDULES, Pipeline
+from hpcdp.train.trainer import Trainer
 
 _LAYERS_A_STAGE, _CLASSES = 4, 10
 _LOSS_TOLERANCE = 1e-5

@@ -30,8 +30,9 @@ from hpcdp import comm
 from hpcdp.autograd import Tensor
 from hpcdp.bench.measure import bus_factor
 from hpcdp.bench.results import as_json, check_writable, describe, write, write_json
+from hpcdp.core.checks import check_name
 from hpcdp.core.environment import launched_ranks
-from hpcdp.errors import ConfigError, check_name
+from hpcdp.errors import ConfigError
 from hpcdp.launch.checks import Parser, at_least
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.train.evaluate import evaluate

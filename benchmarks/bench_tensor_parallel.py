@@ -22,9 +22,9 @@ from hpcdp.bench.probe import sleeping_barrier
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
 from hpcdp.collectives import allreduce
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.launch.checks import Parser, at_least
 from hpcdp.parallel import ColumnDense, RowDense, split_world
+from hpcdp.train.trainer import Trainer
 
 _FEATURES, _CLASSES = 784, 10
 _LOSS_TOLERANCE = 1e-4

@@ -28,8 +28,8 @@ from bench_harness.peers import CLASSES, CONTEXT, MODELS, VOCABULARY, Gloo, Mode
 from hpcdp import comm
 from hpcdp.bench.measure import largest_difference, median_ratio
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.core.checks import check_name
 from hpcdp.core.environment import launched_ranks
-from hpcdp.errors import check_name
 from hpcdp.launch.checks import Parser, at_least
 
 DDP, RANK, SHARD, ALONE = "DDP, gloo", "hpcdp, every rank", "hpcdp, shards", "no communication"

@@ -25,9 +25,9 @@ from bench_harness.peers import MODELS, Gloo, require_torch, training_step
 from hpcdp import autograd, comm, nn, optim
 from hpcdp.bench.measure import median_ratio
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError
 from hpcdp.launch.checks import Parser, at_least
+from hpcdp.train.trainer import Trainer
 
 _LR, _MOMENTUM = 0.05, 0.9
 _BATCHES = 4

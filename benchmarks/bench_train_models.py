@@ -25,9 +25,9 @@ from bench_train_lenet import step_of, turns_of
 from hpcdp import comm, nn, optim
 from hpcdp.bench.measure import median_ratio
 from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError
 from hpcdp.launch.checks import Parser, at_least
+from hpcdp.train.trainer import Trainer
 
 _LR, _MOMENTUM = 0.01, 0.9
 _CONTEXT, _CHARACTERS, _WIDTH, _SIZE = 64, 62, 64, 256

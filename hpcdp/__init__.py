@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from .core import devices
     from .core.devices import Device, cpu, gpu
     from .data_parallel.policy import Policy
-    from .data_parallel.trainer import Trainer
     from .errors import HpcdpError
+    from .train.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -77,7 +77,7 @@ _HOMES = {
     "Compression": "hpcdp.compression",
     "Device": "hpcdp.core.devices",
     "HpcdpError": "hpcdp.errors",
-    "Trainer": "hpcdp.data_parallel.trainer",
+    "Trainer": "hpcdp.train.trainer",
     "Monoid": "hpcdp.collectives",
     "Policy": "hpcdp.data_parallel.policy",
     "World": "hpcdp.comm.world",

@@ -11,7 +11,7 @@ import numbers
 import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 LONGEST_LINE = 320
@@ -139,14 +139,30 @@ class WorldAborted(HpcdpError):
     """Another rank failed; this one was waiting for it."""
 
 
-def whole_number(operation: str, where: str, value: object, least: int) -> int:
-    """``value``, an integer of Python's or NumPy's, as an int; `ConfigError` unless it is one from ``least`` on."""
+def whole_number(
+    operation: str,
+    where: str | None,
+    value: object,
+    least: int | None = None,
+    most: int | None = None,
+    *,
+    expected: str | None = None,
+    shown: object = None,
+) -> int:
+    """Return an integer of Python's or NumPy's as an int; `ConfigError` unless it is from ``least`` to ``most``.
+
+    Args:
+        shown: the whole argument, which the error shows, where ``value`` is one of several numbers in it.
+    """
     try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:  # arrays have __index__, too, whatever is in them
-        number = least - 1
-    if number < least:
-        raise ConfigError(operation, where=where, expected=f"an integer >= {least}", got=repr(value))
+        number = None
+    if number is None or (least is not None and number < least) or (most is not None and number > most):
+        if expected is None:
+            bounds = "" if least is None else f" >= {least}" if most is None else f" from {least} to {most}"
+            expected = f"an integer{bounds}" if least != most or least is None else f"{least}"
+        raise ConfigError(operation, where=where, expected=expected, got=repr(value if shown is None else shown))
     return number
 
 
@@ -159,21 +175,6 @@ def is_number(value: object) -> TypeGuard[float]:
     except OverflowError:  # an int of 309 digits or more
         return False
     return True
-
-
-def check_name(kind: str, name: object, valid: Iterable[str], where: object = None) -> None:
-    """Raises `ConfigError` with the closest and all valid names unless ``name`` is one of them."""
-    valid = list(valid)
-    if name in valid:
-        return
-    import difflib  # not before: this file is imported by all others
-
-    close = difflib.get_close_matches(str(name).lower(), valid, n=1)
-    raise ConfigError(
-        f"unknown {kind} {name!r}",
-        where=where,
-        remedy=(f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(valid)}",
-    )
 
 
 def printable(text: str) -> str:

@@ -22,11 +22,11 @@ from hpcdp.comm.tasks import run_until_complete
 from hpcdp.core.arrays import from_host, to_host
 from hpcdp.core.devices import Device, Streams, cpu
 from hpcdp.data_parallel import Reducer, buckets
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import DeviceError
 from hpcdp.kernels.cuda import cudnn_conv
 from hpcdp.nn.functional import conv2d
 from hpcdp.train import TrainStep
+from hpcdp.train.trainer import Trainer
 
 COUNT, KINDS = 100_003, ("float32", "float16", "float64", "int32", "int64")
 RULES = {"momentum": optim.SGD(0.05, momentum=0.9), "adamw": optim.AdamW(0.01), "lars": optim.LARS(0.05)}

@@ -4,17 +4,17 @@ import time
 
 import pytest
 
-from hpcdp.data_parallel import Reducer
+from hpcdp.data_parallel.reductions import SharedMemoryReduction
 
 
 def slow_sums(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[bool]:
     """Whether they are, in a list of one, which a test may change."""
-    is_slow, sum_shard = [False], Reducer.sum_shard
+    is_slow, sum_shard = [False], SharedMemoryReduction.sum_shard
 
-    def sum_slowly(reducer, bucket, row=None):
-        if is_slow[0] and reducer.world.rank == 0:
+    def sum_slowly(reduction, bucket, everywhere=False):
+        if is_slow[0] and reduction.memory.rank == 0:
             time.sleep(seconds)
-        sum_shard(reducer, bucket, row)
+        sum_shard(reduction, bucket, everywhere)
 
-    monkeypatch.setattr(Reducer, "sum_shard", sum_slowly)
+    monkeypatch.setattr(SharedMemoryReduction, "sum_shard", sum_slowly)
     return is_slow

@@ -1,21 +1,9 @@
 import io
 import pickle
 
-import numpy as np
 import pytest
 
-from hpcdp.errors import (
-    LONGEST_LINE,
-    ConfigError,
-    HpcdpError,
-    check_name,
-    is_number,
-    listed,
-    report_directly,
-    shortened,
-    to_stderr,
-    whole_number,
-)
+from hpcdp.errors import LONGEST_LINE, ConfigError, HpcdpError, listed, report_directly, shortened, to_stderr
 
 
 def test_an_error_is_one_line_with_all_its_parts():
@@ -44,19 +32,6 @@ def test_an_error_survives_a_copy_with_its_kind():
     error.attempt = 2
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.__notes__, again.attempt) == ("op [w]: got 1", ["in a test"], 2)
-
-
-@pytest.mark.parametrize("value", [True, np.True_, 0, 1.0, "1", None, np.array([1]), np.array(1.0)])
-def test_what_is_no_whole_number_is_refused_by_its_name(value):
-    with pytest.raises(ConfigError, match=r"make \[size\]: expected an integer >= 1, got "):
-        whole_number("make", "size", value, 1)
-    assert type(whole_number("make", "size", np.array(3), 1)) is int
-
-
-@pytest.mark.parametrize("name", [3, None, "Rign", ["ring"]])
-def test_a_name_that_is_none_is_told_with_those_that_are(name):
-    with pytest.raises(ConfigError, match=r"^unknown algorithm .*valid: ring, tree$"):
-        check_name("algorithm", name, ["ring", "tree"])
 
 
 @pytest.mark.parametrize(("text", "shown"), [("", ""), ("a" * 7, "a" * 7), ("a" * 8, "aaaa...")])
@@ -109,11 +84,6 @@ def test_a_report_reaches_descriptor_2_whatever_stands_in_stderr(place, tmp_path
         log.close()
     assert capfd.readouterr().err == "rank 1 of 2 failed:\n\\udc80\n"
     assert (tmp_path / "log").read_text().count("rank 1 of 2 failed") == (place in ("file", "tee"))
-
-
-def test_numbers_are_those_of_python_and_of_numpy():
-    assert all(map(is_number, (1, 0.5, float("nan"), np.float32(1), np.float64(1), np.float16(1), np.int8(1))))
-    assert not any(map(is_number, (True, np.True_, None, "1", 1j, np.ones(1), np.array(1.0))))
 
 
 @pytest.mark.parametrize("long", ["operation", "where", "expected", "got", "remedy"])

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..errors import ConfigError, UnsupportedError, check_name, listed, to_stderr
+from ..core.checks import check_name
+from ..errors import ConfigError, UnsupportedError, listed, to_stderr, whole_number
 from ..launch.checks import Parser
 
 if TYPE_CHECKING:
@@ -159,11 +160,10 @@ def parse(argv: Sequence[str]) -> Settings:
         )
     least = {"iterations": 1, "warmup": 0, "window": 1, "tests": 0, "factor": 2}
     for name, smallest in least.items():
-        value = getattr(given, name)
-        if value is not None and not smallest <= value <= 10**9:
-            raise ConfigError(f"bench: {name}", expected=f"{smallest} or more, to 10^9", got=value)
-    if given.validate not in (None, 0, 1):
-        raise ConfigError("bench -c", expected="0 or 1", got=given.validate)
+        if getattr(given, name) is not None:
+            whole_number(f"bench: {name}", None, getattr(given, name), smallest, 10**9)
+    if given.validate is not None:
+        whole_number("bench -c", None, given.validate, 0, 1, expected="0 or 1")
     for name, used_by, usual in (("algorithm", COLLECTIVES, "auto"), ("op", REDUCING, "sum"), ("root", ROOTED, 0)):
         value = getattr(given, name)
         if value != usual and given.benchmark not in used_by:
@@ -303,8 +303,9 @@ def check(settings: Settings, world: World) -> None:
         check_name(f"{collective} algorithm", settings.algorithm, ["auto", *ALGORITHMS[collective]])
     if settings.benchmark in REDUCING:
         check_name("op", settings.op, OPS)
-    if settings.benchmark in ROOTED and not 0 <= settings.root < world.size:
-        raise ConfigError("bench --root-rank", expected=f"a rank, 0 to {world.size - 1}", got=settings.root)
+    if settings.benchmark in ROOTED:
+        expected = f"a rank, 0 to {world.size - 1}"
+        whole_number("bench --root-rank", None, settings.root, 0, world.size - 1, expected=expected)
     if settings.plot and world.size < 2:
         raise ConfigError("bench --plot", expected="2 ranks or more, which exchange something", got="1")
     if settings.plot:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..comm import World
 from ..core.arrays import BFLOAT16, is_float, is_half
-from ..errors import ConfigError
+from ..errors import ConfigError, whole_number
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # A prime, so that a segment that ends at the wrong place never looks right.
@@ -283,8 +283,7 @@ def size_range(text: str, factor: int = 2) -> list[int]:
     Raises:
         ConfigError: not ``min:max``, the minimum is zero or above the maximum, or the factor is below 2.
     """
-    if factor < 2:
-        raise ConfigError("size factor", expected="2 or more", got=factor)
+    whole_number("size factor", None, factor, 2)
     low, separator, high = text.partition(":")
     sizes = []
     size, last = (parse_size(low), parse_size(high)) if separator else (0, 0)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..core.checks import one_of
 from ..errors import ConfigError, listed
 from ..launch.checks import Parser
 
@@ -70,8 +71,7 @@ def main(argv: Sequence[str]) -> int:
     from .measure import size_range
 
     for name in given.collectives:
-        if name not in ALGORITHMS:
-            raise ConfigError("tune", where="collective", expected=" or ".join(ALGORITHMS), got=repr(name))
+        one_of("tune", "collective", name, ALGORITHMS)
     sizes = size_range(given.sizes or ("4:4M" if given.quick else "4:64M"), 4 if given.quick else 2)
     if sizes[0] < 4:
         raise ConfigError("tune -m", expected="4 bytes or more, a float32", got=given.sizes)

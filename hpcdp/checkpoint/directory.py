@@ -381,6 +381,13 @@ def worth(found: Mapping[int, Path], best: str | None) -> dict[int, float]:
     return values
 
 
+def metric_name(operation: str, best: object, expected: str = "'metric' or '-metric'") -> str:
+    """Return the ``best`` of a `Manager`, a name of a metric, behind a minus where less is better."""
+    if isinstance(best, str) and best.removeprefix("-"):
+        return best
+    raise ConfigError(operation, where="best", expected=expected, got=repr(best))
+
+
 def best_step(operation: str, folder: Path, found: Mapping[int, Path], best: str) -> int:
     """Return the step of the checkpoint that is best; of several equal ones the newest.
 
@@ -394,8 +401,7 @@ def best_step(operation: str, folder: Path, found: Mapping[int, Path], best: str
         ConfigError: ``best`` names no metric.
         DataError: no checkpoint has the metric.
     """
-    if not isinstance(best, str) or not best.removeprefix("-"):
-        raise ConfigError(operation, where="best", expected="'metric' or '-metric'", got=repr(best))
+    metric_name(operation, best)
     values = worth(found, best)
     if not values:
         raise DataError(

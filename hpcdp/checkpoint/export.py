@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..core.state import unquoted
 from ..errors import ConfigError, DataError, HpcdpError, listed
 from . import directory, flatten, inspect, manifest
 from .directory import WriterLock
@@ -74,7 +75,7 @@ def choose(folder: Path, prefix: str = "") -> Chosen:
     others = []
     for name, node in flatten.leaves(form):
         if isinstance(node, dict) and "tensor" in node:
-            new = inspect.unquoted(name or prefix.rpartition("/")[2] or "state")
+            new = unquoted(name or prefix.rpartition("/")[2] or "state")
             if new in tensors:
                 raise ConfigError("export", expected="names that differ", got=f"{new!r} twice")
             tensors[new] = found.tensors[node["tensor"]]

@@ -27,7 +27,6 @@ import dataclasses
 import functools
 import hashlib
 import math
-import operator
 import os
 import random
 import sys
@@ -54,8 +53,9 @@ from ..core.arrays import (
     on_device_of,
     to_host,
 )
+from ..core.checks import instance
 from ..core.state import FitsSaved, Part, PerRank, Sharded, Stateful
-from ..errors import ConfigError, HpcdpError, UnsupportedError, WorldAborted, shortened
+from ..errors import ConfigError, HpcdpError, UnsupportedError, WorldAborted, shortened, whole_number
 
 TOLD = (Exception, SystemExit)
 """What is caught, to be told to all ranks."""
@@ -339,25 +339,21 @@ def plain(operation: str, name: str, given: Sharded) -> Sharded:
         ConfigError: its shape, its copies or its parts are none.
     """
     where = name or "the state"
-    try:
-        shape = tuple(operator.index(each) for each in given.shape)
-        copies, copy = operator.index(given.copies), operator.index(given.copy)
-    except TypeError as error:
-        raise ConfigError(operation, where=where, expected="a Sharded of whole numbers", got=error) from error
-    if any(size < 0 for size in shape):
-        raise ConfigError(operation, where=where, expected="a Sharded with a shape", got=shape)
-    if not 0 <= copy < copies:
-        got = f"copy {copy} of {copies}"
-        raise ConfigError(operation, where=where, expected="a Sharded whose copy is one of its copies", got=got)
+    expected = "a Sharded with a shape, of integers >= 0"
+    sizes = instance(operation, where, given.shape, Iterable, expected)
+    shape = tuple(whole_number(operation, where, size, 0, expected=expected, shown=given.shape) for size in sizes)
+    copies = whole_number(operation, where, given.copies, 1, expected="a Sharded of 1 copy or more")
+    expected = f"a Sharded whose copy is one of its {copies} copies"
+    copy = whole_number(operation, where, given.copy, 0, copies - 1, expected=expected)
     return dataclasses.replace(given, shape=shape, parts=_parts(operation, where, given), copies=copies, copy=copy)
 
 
 def _parts(operation: str, where: str, given: Sharded) -> list[Part]:
+    expected = "a Sharded with a list of Part(first, values)"
     parts: Any = given.parts
     for part in parts if isinstance(parts, list | tuple) else [parts]:
-        if not isinstance(part, Part) or isinstance(part.first, bool) or not isinstance(part.first, int | np.integer):
-            raise ConfigError(operation, where=where, expected="a Sharded with a list of Part(first, values)",
-                              got=shortened(repr(part), 40))  # fmt: skip
+        instance(operation, where, part, Part, expected)
+        whole_number(operation, where, part.first, expected=expected, shown=part)
         if not hasattr(part.values, "dtype") or not hasattr(part.values, "shape"):
             raise ConfigError(operation, where=where, expected="a Part with an array of values",
                               got=shortened(repr(part.values), 40))  # fmt: skip
@@ -374,6 +370,10 @@ def check_parts(operation: str, name: str, whole: Sharded, parts: Iterable[Part]
         if not 0 <= part.first <= whole.count - values.size:
             got = f"a part from {part.first} to {part.first + values.size}"
             raise UnsupportedError(operation, where=name or "the state", expected=f"{whole.count} elements", got=got)
+
+
+def _unsavable(name: str, expected: str, got: object, remedy: str | None = None) -> UnsupportedError:
+    return UnsupportedError("save", where=name or "the state", expected=expected, got=got, remedy=remedy)
 
 
 Form = Any
@@ -489,8 +489,7 @@ class _Flattening:
 
     def _node(self, value: Any, name: str, copies: int, copy: int) -> Form:
         if _is_too_long(value):
-            raise UnsupportedError("save", where=name or "the state", expected=f"integers of at most {_DIGITS} digits",
-                                   got="a longer one")  # fmt: skip
+            raise _unsavable(name, f"integers of at most {_DIGITS} digits", "a longer one")
         if value is None or isinstance(value, bool | int | str):
             return str.__str__(value) if isinstance(value, str) else value  # that of an enum gives a name
         if isinstance(value, np.generic):
@@ -498,9 +497,9 @@ class _Flattening:
         if isinstance(value, float):
             return float_node(value)
         if id(value) in self._within:
-            raise UnsupportedError("save", where=name or "the state", expected="no state within itself", got="one")
+            raise _unsavable(name, "no state within itself", "one")
         if len(self._within) == DEEPEST:
-            raise UnsupportedError("save", where=name[:80], expected=f"at most {DEEPEST} levels", got="more")
+            raise _unsavable(name[:80], f"at most {DEEPEST} levels", "more")
         self._within.append(id(value))
         try:
             return self._compound(value, name, copies, copy)
@@ -530,8 +529,7 @@ class _Flattening:
             dtype = np.dtype(whole.dtype)
             stored = bits(native(np.empty(0, dtype))).dtype
             if not _has_a_place_in_files(stored):
-                got = f"a Sharded of {dtype}"
-                raise UnsupportedError("save", where=name or "the state", expected=_SAVABLE, got=got)
+                raise _unsavable(name, _SAVABLE, f"a Sharded of {dtype}")
             name = name or _ROOT
             kept = tuple(Part(part.first, bits(native(part.values))) for part in parts)
             is_copied = not any(is_host(part.values) for part in whole.parts)
@@ -546,11 +544,9 @@ class _Flattening:
     def _hold(self, held: HeldTensor) -> Form:
         """The node of a tensor of this rank."""
         if not is_utf8(held.name):
-            where = ascii(held.name)[1:-1]
-            raise UnsupportedError("save", where=where, expected="a name that is Unicode", got="a lone surrogate")
+            raise _unsavable(ascii(held.name)[1:-1], "a name that is Unicode", "a lone surrogate")
         if len(held.shape) > MOST_AXES:
-            expected = f"at most {MOST_AXES} dimensions"
-            raise UnsupportedError("save", where=held.name, expected=expected, got=len(held.shape))
+            raise _unsavable(held.name, f"at most {MOST_AXES} dimensions", len(held.shape))
         self.held.append(held)
         return {"tensor": held.name}
 
@@ -561,7 +557,7 @@ class _Flattening:
             remedy = _of_torch(value)
             if isinstance(value, np.ma.MaskedArray):
                 remedy = "save its data and its mask as two arrays"
-            raise UnsupportedError("save", where=name or "the state", expected=_SAVABLE, got=got, remedy=remedy)
+            raise _unsavable(name, _SAVABLE, got, remedy)
         array, part = view.array, Part(0, view.array.reshape(-1))
         held = HeldTensor(name or _ROOT, array.shape, view.dtype, array.dtype, (part,), copies, copy, self._own,
                     view.write_back is not None)  # fmt: skip
@@ -593,12 +589,12 @@ def _checked(value: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
     odd = [key for key in value if type(key) not in (str, int) or _is_too_long(key)]
     if odd:
         got = f"an integer of over {_DIGITS} digits" if _is_too_long(odd[0]) else repr(odd[0])
-        raise UnsupportedError("save", where=name or "the state", expected="keys that are str or int", got=got)
+        raise _unsavable(name, "keys that are str or int", got)
     by_text: dict[str, Any] = {}
     for key in value:
         if str(key) in by_text:
             got = " and ".join(shortened(repr(each), 40) for each in (by_text[str(key)], key))
-            raise UnsupportedError("save", where=name or "the state", expected="keys that differ as text", got=got)
+            raise _unsavable(name, "keys that differ as text", got)
         by_text[str(key)] = key
     return value
 

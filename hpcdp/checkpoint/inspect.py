@@ -19,7 +19,6 @@ import difflib
 import itertools
 import math
 import os
-import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import BFLOAT16
+from ..core.state import unquoted
 from ..errors import ConfigError, DataError, listed, shortened
 from . import directory, flatten, manifest
 from .hdf5_file import PADDED, ShardReader
@@ -76,11 +76,6 @@ def pieces(reader: ShardReader, tensor: StoredTensor) -> Iterator[np.ndarray]:
 def widened(values: np.ndarray, dtype: str) -> np.ndarray:
     """Elements as numbers that NumPy itself has: bfloat16, whose bits come as uint16, as float32, which is exact."""
     return (values.astype(np.uint32) << 16).view(np.float32) if dtype == BFLOAT16 else values
-
-
-def unquoted(name: str) -> str:
-    """A name with the keys that programs know; only slashes say where one ends."""
-    return "/".join("" if key == "%" else urllib.parse.unquote(key) for key in name.split("/"))
 
 
 def remedy(form: flatten.Form, name: str) -> str | None:

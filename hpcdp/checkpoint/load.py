@@ -23,13 +23,14 @@ from ..autograd import waitall
 from ..comm import World
 from ..comm.consistency import on_every_rank, on_rank_0, require_same
 from ..core.arrays import bits, from_host, is_host, of_bits
-from ..core.state import FitsSaved, Part, PerRank, Saved, Sharded, Stateful
+from ..core.checks import instance
+from ..core.state import FitsSaved, Part, PerRank, Saved, Sharded, Stateful, unquoted
 from ..errors import ConfigError, DataError, HpcdpError, listed, type_named
 from . import directory, flatten
 from . import manifest as checkpoint_manifest
 from .flatten import MAKERS, TOLD, Form, as_array, check_parts, plain, quoted, raised, refused, stateful_of
 from .hdf5_file import ShardReader, failing
-from .inspect import read_elements, unquoted, widened
+from .inspect import read_elements, widened
 from .manifest import Manifest, StoredTensor
 
 
@@ -51,9 +52,8 @@ def new_names(form: Form, rename: Mapping[str, str] | Callable[[str], str] | Non
             given = {name: rename(name) for name in names}
         except TOLD as error:
             raise raised("restore", "rename", "a function of a name", error) from error
-    elif not isinstance(rename, Mapping):
-        raise ConfigError("restore", where="rename", expected="a dict of names, or a function", got=repr(rename))
     else:
+        instance("restore", "rename", rename, Mapping, "a dict of names, or a function")
         for old in rename:
             if not isinstance(old, str) or not any(f"{name}/".startswith(f"{old}/") for name in names):
                 expected = "names of the checkpoint outside of lists, or what stands before a slash in them"

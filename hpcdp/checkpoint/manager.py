@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import json
 import math
-import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -24,8 +23,9 @@ import numpy as np
 from ..comm import World, init
 from ..comm.consistency import Outcome, on_every_rank, on_rank_0, require_same, told_to_all
 from ..comm.world import WeakMethods, require_world
+from ..core.checks import boolean, instance, instances, not_copied, one_of, whole_numbers
 from ..engine import Engine
-from ..errors import ConfigError, DataError, HpcdpError, UnsupportedError
+from ..errors import ConfigError, DataError, HpcdpError, whole_number
 from . import directory, flatten, load, manifest
 from .directory import WriterLock
 from .flatten import is_utf8
@@ -50,22 +50,18 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 def check_retention(keep: object, keep_every: object, best: object) -> None:
     """Raise `ConfigError` unless they say which checkpoints stay, see `Manager`."""
-    for name, number in (("keep", keep), ("keep_every", keep_every)):
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-            raise ConfigError("Manager", where=name, expected="an integer >= 1, or None", got=repr(number))
-    if best is not None and not (isinstance(best, str) and best.removeprefix("-")):
-        raise ConfigError("Manager", where="best", expected="'metric', '-metric', or None", got=repr(best))
+    whole_numbers("Manager", 1, keep=1 if keep is None else keep, keep_every=1 if keep_every is None else keep_every)
+    if best is not None:
+        directory.metric_name("Manager", best, "'metric', '-metric', or None")
     if keep is None and (keep_every is not None or best is not None):
         raise ConfigError("Manager", where="keep", expected="a number with keep_every or best", got=None)
 
 
 def check_ways_to_write(compression: object, atomic_rename: object) -> None:
     """Raise `ConfigError` unless files can be written so, see `Manager`."""
-    if compression not in (None, *COMPRESSIONS):
-        raise ConfigError("Manager", where="compression", expected=f"one of {', '.join(COMPRESSIONS)}, or None",
-                          got=repr(compression))  # fmt: skip
-    if not isinstance(atomic_rename, bool):
-        raise ConfigError("Manager", where="atomic_rename", expected="True or False", got=repr(atomic_rename))
+    if compression is not None:
+        one_of("Manager", "compression", compression, COMPRESSIONS)
+    boolean("Manager", "atomic_rename", atomic_rename)
 
 
 def step_number(operation: str, step: object) -> int:
@@ -74,13 +70,7 @@ def step_number(operation: str, step: object) -> int:
     Raises:
         ConfigError: it is none.
     """
-    try:
-        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if not 0 <= number < 10**18:
-        raise ConfigError(operation, where="step", expected="an integer from 0 to 10**18 - 1", got=repr(step))
-    return number
+    return whole_number(operation, "step", step, 0, 10**18 - 1, expected="an integer from 0 to 10**18 - 1")
 
 
 def metric_to_restore(best: object, own: str | None, step: object) -> str | None:
@@ -101,10 +91,7 @@ def metric_to_restore(best: object, own: str | None, step: object) -> str | None
     if best is True and own is None:
         raise ConfigError("restore", where="best", expected="a Manager made with best=...", got="True",
                           remedy="name the metric: best='test_accuracy', best='-test_loss'")  # fmt: skip
-    found = own if best is True else best
-    if not isinstance(found, str) or not found.removeprefix("-"):
-        raise ConfigError("restore", where="best", expected="True, 'metric' or '-metric'", got=repr(best))
-    return found
+    return directory.metric_name("restore", own if best is True else best, "True, 'metric' or '-metric'")
 
 
 def numbers(metrics: object, best: str | None) -> dict[str, float]:
@@ -118,8 +105,9 @@ def numbers(metrics: object, best: str | None) -> dict[str, float]:
     """
     if metrics is None:
         return {}
-    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        raise ConfigError("save", where="metrics", expected="a dict of numbers by name", got=repr(metrics))
+    expected = "a dict of numbers by name"
+    metrics = instance("save", "metrics", metrics, Mapping, expected)
+    instances("save", "metrics", metrics, str, expected)
     odd = next((name for name in metrics if not is_utf8(name)), None)
     if odd is not None:
         raise ConfigError("save", where="metrics", expected="names that are Unicode", got=ascii(odd))
@@ -233,11 +221,7 @@ class Manager:
         self._staging = StagedSave()
         self.world.endings.add(self._let_end)
 
-    def __reduce__(self) -> Any:
-        raise UnsupportedError(
-            "Manager", expected="its folder to be given to another Manager", got="the manager",
-            remedy="make one by checkpoint.Manager(manager.path)",
-        )  # fmt: skip
+    __reduce__ = not_copied("Manager", "the manager", "make another one by checkpoint.Manager(manager.path)")
 
     def __enter__(self) -> Manager:
         return self

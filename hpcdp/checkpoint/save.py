@@ -24,6 +24,7 @@ import numpy as np
 
 from ..comm import Communicator, World
 from ..comm.consistency import Outcome, on_every_rank, on_rank_0, told_to_all
+from ..core.checks import one_of
 from ..errors import ConfigError, DataError, HpcdpError
 from . import directory, flatten, manifest
 from .hdf5_file import (
@@ -158,8 +159,7 @@ WRITERS: dict[str, Callable[..., Written]] = {"rank": by_rank, "node": by_node, 
 
 def check_shards(shards: str, compression: str | None, group: Group) -> None:
     """Raise `ConfigError` unless files can be written that way."""
-    if not isinstance(shards, str) or shards not in WRITERS:
-        raise ConfigError("Manager", where="shards", expected=f"one of {', '.join(WRITERS)}", got=repr(shards))
+    one_of("Manager", "shards", shards, WRITERS)
     if shards != "rank" and compression is not None:
         raise ConfigError("Manager", where="shards", expected="'rank' with compression", got=repr(shards))
     if shards == "all":

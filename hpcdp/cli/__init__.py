@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import hpcdp
 
-from ..errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError, check_name
+from ..core.checks import check_name
+from ..errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError
 
 if TYPE_CHECKING:
     from ..launch.checks import Parser

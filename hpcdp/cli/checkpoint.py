@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, DataError, check_name, printable
+from ..core.checks import check_name
+from ..errors import ConfigError, DataError, printable
 from ..launch.checks import Parser, at_least
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import ConfigError, check_name, shortened, type_named
+from ..core.checks import check_name
+from ..errors import ConfigError, shortened, type_named
 from ..launch import hosts, launchers
 from ..launch.checks import Parser
 from ..launch.slurm.allocation import allocation, require_one_component

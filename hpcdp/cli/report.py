@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..core.checks import file_name
 from ..errors import ConfigError, printable, reason
 from ..launch.checks import Parser
 from ..train.metrics import replace_file
@@ -46,11 +46,9 @@ def main(argv: Sequence[str]) -> int:
 
     runs = report.read_runs(arguments.runs)
     output = arguments.output or (arguments.runs[0] if len(runs) == 1 else Path()) / "report.html"
-    if output.suffix not in (".html", ".htm"):
-        raise ConfigError("report", where="--output", expected="a name that ends in .html", got=repr(str(output)))
-    for path in filter(None, (output, arguments.png)):
-        if not os.path.isdir(path.parent):
-            raise ConfigError("report", where=path, expected=f"a folder {path.parent} that is there", got="none")
+    file_name("report", "--output", output, (".html", ".htm"))
+    if arguments.png is not None:
+        file_name("report", "--png", arguments.png)
     figures = report.draw_all(runs)
     page = report.page(runs, figures)
     _write(output, page)

@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, check_name
+from ..core.checks import check_name
+from ..errors import ConfigError
 from ..launch.checks import Parser, at_least
 
 if TYPE_CHECKING:

@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..core.checks import one_of
 from ..core.environment import THREAD_VARIABLES, enter_replica, is_launched, launched_rank, launched_ranks, speaks
 from ..core.sockets import kept_to_interface
 from ..errors import ConfigError, LaunchError, UnsupportedError, to_stderr
@@ -603,8 +604,7 @@ def _listening() -> contextlib.AbstractContextManager[None]:
 def _share_memory(comm: MpiCommunicator, node_comm: MpiCommunicator, sharing: str, cores: int) -> NodeMemory:
     from mpi4py import MPI
 
-    if sharing not in SHARED_MEMORY:
-        raise ConfigError("init", where="HPCDP_SHARED_MEMORY", expected=" or ".join(SHARED_MEMORY), got=repr(sharing))
+    one_of("init", "HPCDP_SHARED_MEMORY", sharing, SHARED_MEMORY)
 
     def window(node: Communicator, nbytes: int) -> np.ndarray:
         assert node is node_comm

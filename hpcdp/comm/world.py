@@ -28,9 +28,10 @@ from weakref import WeakMethod
 
 import numpy as np
 
+from ..core.checks import instance
 from ..core.devices import Device, cpu, cuda_release, gpu
 from ..engine import Engine
-from ..errors import ConfigError, DeviceError, UnsupportedError
+from ..errors import ConfigError, DeviceError, UnsupportedError, whole_number
 from .communicator import Communicator, tell_servers
 from .consistency import Call, Calls, Refused, refuse
 from .shared_memory import NodeMemory
@@ -456,14 +457,10 @@ class World:
 
 def require_world(operation: str, given: object) -> None:
     """Raises `ConfigError` unless it is a world, or None for that of `hpcdp.init`."""
-    if not (given is None or isinstance(given, World)):
-        expected = "what hpcdp.init() returns, or None for that"
-        raise ConfigError(operation, where="world", expected=expected, got=repr(given))
+    if given is not None:
+        instance(operation, "world", given, World, "what hpcdp.init() returns, or None for that")
 
 
 def _color(color: object) -> int:
     """``color`` as MPI takes it, which would cut 1.5 to 1 without a word."""
-    number = int(color) if isinstance(color, (bool, np.bool_)) else color
-    if not isinstance(number, (int, np.integer)) or not 0 <= number <= MOST_COLOR:
-        raise ConfigError("split", where="color", expected=f"an integer from 0 to {MOST_COLOR}", got=repr(color))
-    return int(number)
+    return whole_number("split", "color", int(color) if isinstance(color, bool | np.bool_) else color, 0, MOST_COLOR)

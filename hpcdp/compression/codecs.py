@@ -26,7 +26,8 @@ import numpy as np
 
 from .. import kernels
 from ..core.arrays import Array, array_namespace, is_host
-from ..errors import ConfigError, is_number
+from ..core.checks import boolean, instance, number, one_of
+from ..errors import ConfigError
 from ..kernels.reference.compress import num_blocks
 
 _LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
@@ -102,8 +103,8 @@ class TwoBit:
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        is_valid = self.threshold is None or _is_number(self.threshold, least=_SMALLEST)
-        _require("2bit", "threshold", is_valid, self.threshold, "above 0")
+        if self.threshold is not None:
+            _float32("2bit", "threshold", self.threshold, _SMALLEST, "a number > 0")
 
     def of_sum(self, n: int) -> TwoBit:
         return self if self.threshold is None else TwoBit(n * self.threshold)
@@ -138,10 +139,13 @@ class OneBit:
     magnitude: float = 1.0
 
     def __post_init__(self) -> None:
-        _require("1bit", "threshold", self.threshold is None or _is_number(self.threshold), self.threshold, "finite")
-        _require("1bit", "magnitude", _is_number(self.magnitude, least=_SMALLEST), self.magnitude, "above 0")
-        has_effect = self.threshold is not None or self.magnitude == 1
-        _require("1bit", "magnitude", has_effect, self.magnitude, "that is 1 without a threshold")
+        if self.threshold is not None:
+            _float32("1bit", "threshold", self.threshold, -_LARGEST, "a finite number")
+        _float32("1bit", "magnitude", self.magnitude, _SMALLEST, "a number > 0")
+        if self.threshold is None and self.magnitude != 1:
+            raise ConfigError(
+                "compression 1bit", where="magnitude", expected="1 without a threshold", got=self.magnitude
+            )
 
     @property
     def feedback(self) -> float:
@@ -229,8 +233,7 @@ class TopK:
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        is_share = _is_number(self.ratio) and 0 < self.ratio <= 1
-        _require("topk", "ratio", is_share, self.ratio, "above 0, at most 1")
+        number("compression topk", "ratio", self.ratio, above=0, most=1)
 
     def _sent(self, count: int) -> int:
         return min(count, max(1, round(self.ratio * count)))
@@ -255,13 +258,8 @@ class TopK:
         _kernels(out).decode_top_k(*self._parts(wire, out), out)
 
 
-def _is_number(value: object, least: float = -_LARGEST) -> bool:
-    return is_number(value) and least <= float(value) <= _LARGEST
-
-
-def _require(codec: str, name: str, is_valid: bool, got: object, expected: str) -> None:
-    if not is_valid:
-        raise ConfigError(f"compression {codec}", where=name, expected=f"a number {expected}", got=repr(got))
+def _float32(codec: str, name: str, value: object, least: float, expected: str) -> None:
+    number(f"compression {codec}", name, value, least=least, most=_LARGEST, expected=expected)
 
 
 Zeros = Callable[[int, np.dtype], Array]
@@ -341,12 +339,9 @@ class Compression:
                 "compression", where="codec", expected="a codec, e.g. TwoBit()", got=repr(self.codec),
                 remedy="Compression.of takes a name, e.g. '2bit'",
             )  # fmt: skip
-        if not isinstance(self.inside_nodes, bool):
-            got = repr(self.inside_nodes)
-            raise ConfigError("compression", where="inside_nodes", expected="True or False", got=got)
-        is_share = is_number(self.feedback) and 0 <= self.feedback <= 1
-        if not (self.feedback is None or is_share):
-            raise ConfigError("compression", where="feedback", expected="a share, 0 to 1", got=repr(self.feedback))
+        boolean("compression", "inside_nodes", self.inside_nodes)
+        if self.feedback is not None:
+            number("compression", "feedback", self.feedback, least=0, most=1)
 
     @classmethod
     def of(cls, given: Settings) -> Compression | None:
@@ -370,10 +365,8 @@ class Compression:
 
     @classmethod
     def _of_dict(cls, given: Mapping[str, Any]) -> Compression:
-        name = given.get("type")
-        if not isinstance(name, str):
-            expected = "a dict such as {'type': '2bit', 'threshold': 0.5}"
-            raise ConfigError("compression", expected=expected, got=repr(given))
+        expected = "a dict such as {'type': '2bit', 'threshold': 0.5}"
+        name = instance("compression", "type", given.get("type"), str, expected)
         settings = {"threshold": _MXNET_THRESHOLD[name]} if name in _MXNET_THRESHOLD else {}
         settings |= {key: value for key, value in given.items() if key != "type"}
         return cls._parse(f"{name}:{','.join(f'{key}={value}' for key, value in settings.items())}")
@@ -381,9 +374,7 @@ class Compression:
     @classmethod
     def _parse(cls, text: str) -> Compression:
         name, _, rest = text.partition(":")
-        if name not in CODECS:
-            raise ConfigError("compression", expected=f"one of {', '.join(CODECS)}", got=repr(name))
-        kind = CODECS[name]
+        kind = CODECS[one_of("compression", None, name, CODECS)]
         numbers = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
         settings: dict[str, float] = {}
         feedback, inside_nodes = None, False

@@ -32,6 +32,7 @@ import numpy as np
 
 from ..errors import ConfigError, DeviceError, UnsupportedError
 from .arrays import Array, array_namespace, from_host, has_namespace, is_cupy, is_host, to_host
+from .checks import described, instances
 from .files import make_private_folder, who_else_may_write
 
 MEMORY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
@@ -130,11 +131,10 @@ def _device(kind: str, index: int) -> Device:
 
 def require_devices(operation: str, devices: object) -> tuple[Device, ...]:
     """``devices`` as a tuple; `ConfigError` unless they are a sequence of at least one."""
-    found = tuple(devices) if isinstance(devices, Sequence) else ()
-    if not found or not all(isinstance(each, Device) for each in found):
-        expected = "a list of devices, such as [cpu(0), cpu(1)]"
-        raise ConfigError(operation, where="devices", expected=expected, got=repr(devices))
-    return found
+    expected = "a list of devices, such as [cpu(0), cpu(1)]"
+    if not isinstance(devices, Sequence) or not devices:
+        raise ConfigError(operation, where="devices", expected=expected, got=described(devices))
+    return instances(operation, "devices", devices, Device, expected)
 
 
 def lie_together(x: Array, y: Array) -> bool:

@@ -10,10 +10,15 @@ import contextlib
 import errno
 import os
 import stat
+import tempfile
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from ..errors import ConfigError, DataError, reason
+from .environment import speaks
 
 
 def data_folder(name: str) -> Path:
@@ -25,6 +30,19 @@ def data_folder(name: str) -> Path:
     package = Path(__file__).resolve().parents[1]
     shipped = package / "_data" / name
     return shipped if shipped.is_dir() else package.parent / name
+
+
+def require_file(operation: str, path: str | Path) -> None:
+    """Raises `DataError` unless ``path`` is a file, or a link to one; it says why where the system does."""
+    try:
+        if stat.S_ISREG(os.stat(path).st_mode):
+            return
+        got = "none"
+    except (FileNotFoundError, NotADirectoryError):
+        got = "none"
+    except OSError as error:  # pathlib raises it, too: a folder that may not be searched, a name that is too long
+        got = error.strerror or str(error)
+    raise DataError(operation, where=path, expected="a file", got=got)
 
 
 def part_of(path: Path) -> Path:
@@ -211,6 +229,85 @@ def _group_name(gid: int) -> str:
         return grp.getgrgid(gid).gr_name
     except KeyError:
         return str(gid)
+
+
+_PRIVATE = "a folder that this user alone may write"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_private: set[str] = set()
+"""Folders that no other user may change."""
+_warned = False
+
+
+def cache_dir() -> Path:
+    """The folder of compiled kernels: ``HPCDP_CACHE_DIR``, else ``$XDG_CACHE_HOME/hpcdp``, else ``~/.cache/hpcdp``.
+
+    Whoever may change it, or a folder on the way to it, can have this user run code. So one of the latter that cannot
+    be written, or that others may write, is replaced by a private temporary folder, after one warning on rank 0.
+
+    Raises:
+        ConfigError: ``HPCDP_CACHE_DIR`` cannot be written, or others may write it, or the temporary folder.
+    """
+    chosen = os.environ.get("HPCDP_CACHE_DIR")
+    if chosen:
+        problem = _problem(Path(chosen))
+        if problem:
+            raise ConfigError(
+                "kernel cache", where=f"HPCDP_CACHE_DIR={chosen}", expected=_PRIVATE,
+                got=problem, remedy="unset it, or name a folder of yours",
+            )  # fmt: skip
+        return Path(chosen)
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpcdp"
+        problem = _problem(folder)
+        if not problem:
+            return folder
+        problem = f"[{folder}]: {problem}"
+    except RuntimeError as error:
+        problem = f": {error}"
+    fallback = Path(tempfile.gettempdir()) / f"hpcdp-{os.getuid()}"
+    _problem(fallback)
+    with contextlib.suppress(OSError):  # on a full disk it cannot be made
+        refuse_what_others_may_write("kernel cache", fallback, fallback, "set HPCDP_CACHE_DIR to a folder of yours")
+    warn_of_cache_once(f"kernel cache {problem}; {fallback} is used, set HPCDP_CACHE_DIR to a lasting folder")
+    return fallback
+
+
+def _problem(folder: Path) -> str | None:
+    """Return why code cannot be kept in ``folder``, which is made if need be, or None.
+
+    A full disk is no reason: what was kept earlier can be read, and training need not stop for the rest.
+    """
+    try:
+        make_private_folder(folder)
+        writer = who_else_may_write(folder)
+    except OSError as error:
+        return None if error.errno in _FULL else reason(error)
+    if writer is not None:
+        return writer
+    return None if os.access(folder, os.W_OK | os.X_OK) else "no permission to write"
+
+
+def refuse_what_others_may_write(operation: str, folder: str | Path, where: object, remedy: str) -> None:
+    """Refuse code in ``folder`` that other users could change; one that was found good is not looked at again.
+
+    Raises:
+        ConfigError: others may write it, or a folder on the way to it.
+        OSError: it is not there.
+    """
+    if str(folder) in _private:
+        return
+    writer = who_else_may_write(folder)
+    if writer is not None:
+        raise ConfigError(operation, where=where, expected=_PRIVATE, got=writer, remedy=remedy)
+    _private.add(str(folder))
+
+
+def warn_of_cache_once(text: str) -> None:
+    """Warn of the cache if this process is rank 0 or no rank, and has not yet done so."""
+    global _warned
+    if not _warned and speaks():
+        warnings.warn(text, stacklevel=3)
+    _warned = True
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

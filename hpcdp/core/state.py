@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import urllib.parse
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -249,3 +250,8 @@ def take(where: str, own: Sharded, given: Any) -> None:
 def _same_memory(x: Array, y: Array) -> bool:
     on_host = isinstance(x, np.ndarray) and isinstance(y, np.ndarray)
     return x is y or (on_host and x.__array_interface__["data"] == y.__array_interface__["data"])
+
+
+def unquoted(name: str) -> str:
+    """Return the name of a tensor of a state with its keys as the program knows them; only slashes end a key."""
+    return "/".join("" if key == "%" else urllib.parse.unquote(key) for key in name.split("/"))

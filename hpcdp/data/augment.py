@@ -162,10 +162,8 @@ class RandomCrop(_OfBatch):
     """
 
     def __init__(self, size: int | None = None, padding: int = 0) -> None:
-        if size is not None:
-            whole_number("RandomCrop", "size", size, 1)
-        whole_number("RandomCrop", "padding", padding, 0)
-        self.size, self.padding = size, padding
+        self.size = None if size is None else whole_number("RandomCrop", "size", size, 1)
+        self.padding = whole_number("RandomCrop", "padding", padding, 0)
 
     def of_batch(self, x: np.ndarray, words: np.ndarray) -> np.ndarray:
         """Windows of images ``(count, channels, height, width)``, in a new array."""
@@ -197,9 +195,7 @@ class RandomFlip(_OfBatch):
     """
 
     def __init__(self, axis: int = -1) -> None:
-        if axis not in (-1, -2):
-            raise ConfigError("RandomFlip", where="axis", expected="-1 or -2", got=repr(axis))
-        self.axis = axis
+        self.axis = whole_number("RandomFlip", "axis", axis, -2, -1, expected="-1 or -2")
 
     def of_batch(self, x: np.ndarray, words: np.ndarray) -> np.ndarray:
         """Images ``(count, channels, height, width)``, of which some are mirrored, in a new array."""

@@ -26,12 +26,13 @@ from pathlib import Path
 
 import numpy as np
 
+from ..core.checks import one_of
 from ..core.files import replaced
+from ..core.hdf5 import open_hdf5, trust
 from ..errors import ConfigError, DataError, listed, reason
 from . import images as data_images
 from .csv import read_shakespeare
 from .datasets import ArrayDataset, Dataset, ImageDataset
-from .hdf5 import open_hdf5, trust
 from .images import read_idx, resize
 
 _MAX_NBYTES = 1 << 30
@@ -225,10 +226,8 @@ def load(name: str, split: str = "train", root: str | Path | None = None, image_
             user without a home has set no folder.
         DataError: a file cannot be fetched, is damaged, or has another checksum than the published one.
     """
-    if name not in NAMES:
-        raise ConfigError("data set", expected=f"one of {', '.join(NAMES)}", got=repr(name))
-    if split not in SPLITS:
-        raise ConfigError("data set", where=name, expected=f"split {' or '.join(SPLITS)}", got=repr(split))
+    one_of("data set", None, name, NAMES)
+    one_of("data set", name, split, SPLITS, expected=f"split {' or '.join(SPLITS)}")
     if name == "shakespeare":
         if image_size is not None:
             raise ConfigError("data set", where=name, expected="no image_size, it is text", got=image_size)

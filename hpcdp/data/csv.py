@@ -21,14 +21,16 @@ import warnings
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import NoneType
 from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError, DataError, listed, shortened, type_named, whole_number
+from ..core.checks import instance, part_of
+from ..core.files import require_file
+from ..errors import ConfigError, DataError, listed, shortened, whole_number
 from .datasets import ArrayDataset, Batch, Dataset, Index
-from .images import require_file
 
 PATH = Path(__file__).parent / "sets" / "shakespeare.txt.gz"
 _TRAIN_SHARE = 0.9
@@ -52,8 +54,7 @@ class TextDataset(Dataset):
 
     def __init__(self, text: str, context: int = 64, characters: str | None = None) -> None:
         whole_number("TextDataset", "context", context, 1)
-        if not isinstance(text, str):
-            raise ConfigError("TextDataset", where="text", expected="a str", got=type_named(text))
+        instance("TextDataset", "text", text, str, "a str")
         self.characters = "".join(sorted(set(text))) if characters is None else characters
         self.context, self.num_classes = context, len(self.characters)
         self._text = self.encode(text)
@@ -149,25 +150,19 @@ def read_csv(
             ``inf`` and ``nan`` are numbers.
     """
     whole_number("read csv", "skip_rows", skip_rows, 0)
-    whole_number("read csv", "num_parts", num_parts, 1)
-    whole_number("read csv", "part_index", part_index, 0)
+    part_of("read csv", num_parts, part_index)
+    whole_number("read csv", "label_column", label_column, expected="the number of a column")
     if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in "\r\n":
         expected = "one character that ends no line"
         raise ConfigError("read csv", where="delimiter", expected=expected, got=repr(delimiter))
-    if not isinstance(sample_shape, tuple | list | None):
-        raise ConfigError("read csv", where="sample_shape", expected="a tuple of lengths", got=repr(sample_shape))
+    instance("read csv", "sample_shape", sample_shape, (tuple, list, NoneType), "a tuple of lengths")
     for length in sample_shape or ():
         whole_number("read csv", "sample_shape", length, 1)
     labels_as = _label_dtype(label_dtype)
     require_file("read csv", path)
-    if part_index >= num_parts:
-        expected = f"a part from 0 to {num_parts - 1} of {num_parts}"
-        raise ConfigError("read csv", where="part_index", expected=expected, got=part_index)
     if num_parts > 1 and Path(path).suffix in (".gz", ".bz2", ".xz"):
         expected = "num_parts=1 for a compressed file, which can only be read from its start"
         raise ConfigError("read csv", where=path, expected=expected, got=num_parts)
-    if not isinstance(label_column, int | np.integer) or isinstance(label_column, bool):
-        raise ConfigError("read csv", where="label_column", expected="the number of a column", got=repr(label_column))
     try:
         table = _table(Path(path), delimiter, skip_rows, num_parts, part_index)
     except _UNREADABLE as error:

@@ -45,10 +45,7 @@ def piece_bounds(count: int, num_parts: int, weights: Sequence[float] | None = N
 
 
 def _is_share(weight: object) -> bool:
-    try:
-        return is_number(weight) and 0 < float(weight) < math.inf
-    except OverflowError:  # an integer may be larger than all floats
-        return False
+    return is_number(weight) and 0 < float(weight) < math.inf
 
 
 def split_batch(x: Array, k: int, even_split: bool = True) -> list[Array]:

@@ -2,8 +2,6 @@
 
 The size of images.
 
-Whether a file is there.
-
 The idx format of MNIST and Fashion-MNIST.
 
 The format (LeCun, Cortes and Burges, "The MNIST database", section "The IDX file format"): two zero bytes, a type code,
@@ -21,7 +19,6 @@ import functools
 import gzip
 import math
 import os
-import stat
 import struct
 import tarfile
 import zlib
@@ -30,21 +27,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ..core.files import replaced
-from ..errors import ConfigError, DataError
-
-
-def require_file(operation: str, path: str | Path) -> None:
-    """Raises `DataError` unless ``path`` is a file, or a link to one; it says why where the system does."""
-    try:
-        if stat.S_ISREG(os.stat(path).st_mode):
-            return
-        got = "none"
-    except (FileNotFoundError, NotADirectoryError):
-        got = "none"
-    except OSError as error:  # pathlib raises it, too: a folder that may not be searched, a name that is too long
-        got = error.strerror or str(error)
-    raise DataError(operation, where=path, expected="a file", got=got)
+from ..core.files import replaced, require_file
+from ..errors import ConfigError, DataError, whole_number
 
 
 def resize(images: np.ndarray, image_size: int | None) -> np.ndarray:
@@ -66,8 +50,9 @@ def resize(images: np.ndarray, image_size: int | None) -> np.ndarray:
     height, width = images.shape[-2:]
     if image_size is None or image_size == height == width:
         return images
-    if height != width or not isinstance(image_size, int | np.integer) or image_size < height:
-        raise ConfigError("image_size", expected=f"a whole number >= {max(height, width)}", got=repr(image_size))
+    if height != width:
+        raise ConfigError("resize", where="images", expected="square images", got=f"{height} x {width} pixels")
+    whole_number("resize", "image_size", image_size, height)
     enlarge = _matrix(height, image_size)
     return np.matmul(np.matmul(enlarge, images), enlarge.T)
 

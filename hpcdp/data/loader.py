@@ -16,11 +16,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import islice
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core.arrays import Array
+from ..core.checks import function, instance
 from ..core.devices import Device, Event, Streams
 from ..core.state import require_state
 from ..engine import Engine, Variable, default_engine
@@ -197,13 +199,10 @@ class DataLoader:
         if not hasattr(sampler, "__iter__"):
             expected = "a sampler of batches, such as a ShardedSampler"
             raise ConfigError("DataLoader", where="sampler", expected=expected, got=type_named(sampler))
-        if transform is not None and not callable(transform):
-            expected = "a function of a batch's x and y"
-            raise ConfigError("DataLoader", where="transform", expected=expected, got=repr(transform))
-        if not isinstance(augment, Augmentation | None):
-            raise ConfigError("DataLoader", where="augment", expected="an Augmentation", got=repr(augment))
-        if not isinstance(device, Device | None):
-            raise ConfigError("DataLoader", where="device", expected="hpcdp.gpu(i) or hpcdp.cpu(i)", got=repr(device))
+        if transform is not None:
+            function("DataLoader", "transform", transform, "a function of a batch's x and y")
+        instance("DataLoader", "augment", augment, (Augmentation, NoneType), "an Augmentation")
+        instance("DataLoader", "device", device, (Device, NoneType), "hpcdp.gpu(i) or hpcdp.cpu(i)")
         self.device = device
         self.dataset, self.sampler, self.prefetch = dataset, sampler, prefetch
         self.transform, self.augment, self._engine = transform, augment, engine

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from ..core.checks import one_of, part_of
 from ..core.state import require_state
 from ..errors import ConfigError, whole_number
 from .datasets import piece_bounds
@@ -161,25 +162,8 @@ class BatchIndices(Protocol):
     def set_epoch(self, epoch: int) -> None: ...
 
 
-def at_least(where: str, value: object, low: int) -> int:
-    return whole_number("sampler", where, value, low)
-
-
-def one_of(where: str, value: str, valid: tuple[str, ...]) -> str:
-    if value not in valid:
-        raise ConfigError("sampler", where=where, expected=f"one of {', '.join(valid)}", got=repr(value))
-    return value
-
-
 def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)
-
-
-def _checked_part(num_parts: object, part_index: object) -> tuple[int, int]:
-    parts, index = at_least("num_parts", num_parts, 1), at_least("part_index", part_index, 0)
-    if index >= parts:
-        raise ConfigError("sampler", where="part_index", expected=f"0 to {parts - 1}", got=part_index)
-    return parts, index
 
 
 class SequentialSampler(Ordered):
@@ -188,7 +172,7 @@ class SequentialSampler(Ordered):
     decides = ("n",)
 
     def __init__(self, n: int) -> None:
-        self.n = at_least("n", n, 0)
+        self.n = whole_number("sampler", "n", n, 0)
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.n))
@@ -208,7 +192,7 @@ class RandomSampler(Ordered):
     decides = ("n", "seed")
 
     def __init__(self, n: int, seed: int = 0) -> None:
-        self.n, self.seed = at_least("n", n, 0), at_least("seed", seed, 0)
+        self.n, self.seed = whole_number("sampler", "n", n, 0), whole_number("sampler", "seed", seed, 0)
 
     def __iter__(self) -> Iterator[int]:
         return iter(shuffled(self.n, self.seed, self.epoch).tolist())
@@ -236,11 +220,13 @@ class BatchSampler(Resumable):
     decides = ("batch_size", "last", "epoch_size")
 
     def __init__(self, sampler: Sampler, batch_size: int, last: str = "keep", epoch_size: int | None = None) -> None:
-        self.sampler, self.batch_size = sampler, at_least("batch_size", batch_size, 1)
-        self.last = one_of("last", last, ("keep", "discard", "rollover"))
-        self.epoch_size = None if epoch_size is None else at_least("epoch_size", epoch_size, 1)
-        if epoch_size is not None and last == "rollover":
-            raise ConfigError("sampler", where="last", expected="keep or discard with epoch_size", got=last)
+        self.sampler, self.batch_size = sampler, whole_number("sampler", "batch_size", batch_size, 1)
+        if epoch_size is None:
+            self.last = one_of("sampler", "last", last, ("keep", "discard", "rollover"))
+        else:
+            expected = "keep or discard with epoch_size"
+            self.last = one_of("sampler", "last", last, ("keep", "discard"), expected=expected)
+        self.epoch_size = None if epoch_size is None else whole_number("sampler", "epoch_size", epoch_size, 1)
         self._rest: list[int] = []
         self._began_with: list[int] = []
         """What was left over when the last iteration began."""
@@ -323,8 +309,11 @@ class ShardedSampler(Resumable):
         last: str = "keep",
         weights: Sequence[float] | None = None,
     ) -> None:
-        self.n, self.batch_size = at_least("n", n, 0), at_least("batch_size", batch_size, 1)
-        self.num_parts, self.part_index = _checked_part(num_parts, part_index)
+        self.n, self.batch_size = (
+            whole_number("sampler", "n", n, 0),
+            whole_number("sampler", "batch_size", batch_size, 1),
+        )
+        self.num_parts, self.part_index = part_of("sampler", num_parts, part_index)
         if batch_size < num_parts:
             raise ConfigError(
                 "sampler",
@@ -333,8 +322,8 @@ class ShardedSampler(Resumable):
                 got=batch_size,
                 remedy="the batch is smaller than the ranks: use fewer ranks or a larger batch",
             )
-        self.shuffle, self.seed = bool(shuffle), at_least("seed", seed, 0)
-        self.last = one_of("last", last, ("keep", "discard", "pad", "rollover"))
+        self.shuffle, self.seed = bool(shuffle), whole_number("sampler", "seed", seed, 0)
+        self.last = one_of("sampler", "last", last, ("keep", "discard", "pad", "rollover"))
         self.weights: tuple[float, ...] | None = None
         self.set_weights(weights)
 
@@ -436,13 +425,10 @@ class VirtualShardSampler(Resumable):
         seed: int = 0,
         last: str = "keep",
     ) -> None:
-        self.num_shards = at_least("num_shards", num_shards, 1)
-        parts, index = _checked_part(num_parts, part_index)
-        if parts > num_shards:
-            raise ConfigError(
-                "sampler", where="num_shards", expected=f"at least one for each of {parts} ranks", got=num_shards
-            )
-        if at_least("batch_size", batch_size, 1) < num_shards:
+        parts, index = part_of("sampler", num_parts, part_index)
+        expected = f"at least one for each of {parts} ranks"
+        self.num_shards = whole_number("sampler", "num_shards", num_shards, parts, expected=expected)
+        if whole_number("sampler", "batch_size", batch_size, 1) < num_shards:
             expected = f"at least one sample for each of {num_shards} virtual shards"
             raise ConfigError("sampler", where="batch_size", expected=expected, got=batch_size,
                               remedy="take a larger batch or fewer virtual shards")  # fmt: skip
@@ -512,9 +498,12 @@ class SharedSampler(Resumable):
     def __init__(
         self, n: int, batch_size: int, numbers: Iterable[int], shuffle: bool = True, seed: int = 0, last: str = "keep"
     ) -> None:
-        self.n, self.batch_size = at_least("n", n, 0), at_least("batch_size", batch_size, 1)
-        self.shuffle, self.seed = bool(shuffle), at_least("seed", seed, 0)
-        self.last = one_of("last", last, ("keep", "discard"))
+        self.n, self.batch_size = (
+            whole_number("sampler", "n", n, 0),
+            whole_number("sampler", "batch_size", batch_size, 1),
+        )
+        self.shuffle, self.seed = bool(shuffle), whole_number("sampler", "seed", seed, 0)
+        self.last = one_of("sampler", "last", last, ("keep", "discard"))
         self.numbers = numbers
         self.taken = 0
         """How many batches of this epoch were taken, by all parts, when this part took its last one."""

@@ -2,9 +2,10 @@
 
 - `buckets`: the layout of parameters in flat buckets, and their memory.
 - `reducer`: owns buckets, gradient hooks and the state of a step.
-- `inter_node`: the sum along the rails, by messages. `gpu`: buckets on GPUs.
-- `deterministic`: sums in an order that does not depend on the number of ranks.
-- `overlap`: reductions during backward, updates during the next forward.
+- `reductions`: where buckets are in memory and how they are reduced; the reductions on one node and over nodes.
+- `inter_node`: the sum along the rails, by messages. `gpu`: the reduction of buckets on GPUs.
+- `deterministic`: the reduction in an order that does not depend on the number of ranks.
+- `overlap`: when reductions run: at the end of a step, or during backward, with updates during the next forward.
 - `sharded_update`: every rank updates all parameters, or the owner of a shard its part.
 - `trainer`, `bucket_trainer`: the trainer; `trainer_state`: its state; `policy`: non-finite and missing gradients.
 - `parameter_edits`: changes of parameters by hand. `profiling`: times of a step.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -69,6 +70,10 @@ class Layout:
     def longest_nbytes(self) -> int:
         """Of all buckets."""
         return max((count * dtype.itemsize for count, dtype in zip(self.counts, self.dtypes, strict=True)), default=0)
+
+    def slots_of(self, bucket: int) -> list[Slot]:
+        """Return the slots in a bucket, in the order of the model's parameters."""
+        return [slot for slot in self.slots if slot.bucket == bucket]
 
     def shard(self, bucket: int, parts: int, part: int) -> tuple[int, int]:
         """The first element of shard ``part`` of ``parts`` of a bucket and the one after its last, on whole lines."""
@@ -181,6 +186,11 @@ class Bucket:
     def view(self, slot: Slot) -> Array:
         """The gradient of one parameter: a view of this rank's row in the parameter's shape."""
         return self.mine[slot.offset : slot.offset + slot.count].reshape(slot.shape)
+
+    def mark_reduced(self) -> None:
+        """Record that this rank's shard holds the sum."""
+        self.state = State.REDUCED
+        self.done_ns = time.perf_counter_ns()
 
     def described(self) -> str:
         """Its number, first parameters and size, for messages."""

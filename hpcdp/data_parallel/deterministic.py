@@ -37,6 +37,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
@@ -47,12 +49,19 @@ from ..comm.communicator import Steps, bounds, join_parts
 from ..comm.consistency import require_same
 from ..comm.shared_memory import NodeMemory
 from ..comm.tasks import MESSAGE_NBYTES, in_lanes, together
+from ..comm.watchdog import WatchedBarrier
 from ..core.arrays import is_host
 from ..errors import ConfigError, HpcdpError
 from ..nn.microbatch import VirtualShard, enter_shard, entered_shard, layers_of, move
-from ..train.runs.config import VIRTUAL_SHARDS
-from .buckets import Bucket, Parameter
+from .buckets import Bucket, Layout, Parameter
 from .inter_node import InterNodeReduction
+from .reductions import HierarchicalReduction, Reduce
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
+
+VIRTUAL_SHARDS = 8
+"""The default number: what 8 ranks need, and 2 or 4 divide among them evenly."""
 
 Node = tuple[int, int]
 """The first leaf below it, and one after the last."""
@@ -246,6 +255,78 @@ class VirtualShards:
             yield from allreduce(held, self._held, self._root, out, self._rail.comm, tag, turn)
 
 
+class DeterministicReduction(HierarchicalReduction):
+    """Buckets on the host whose sums have the same bits on any number of ranks: `VirtualShards` in a fixed tree.
+
+    A step has a backward for each virtual shard of this rank. The owners of a bucket's columns add up the sums that the
+    ranks of the node hold, in the memory that they share, and then those of the nodes.
+
+    Args:
+        world, gate, memory, num_shards, params, comm, rail, signature: see `HierarchicalReduction`; ``comm`` and
+            ``rail`` are None where all ranks share ``memory``.
+        num: virtual shards of a global batch.
+    """
+
+    is_deterministic = True
+
+    def __init__(
+        self,
+        world: World,
+        gate: WatchedBarrier,
+        memory: NodeMemory,
+        num_shards: int,
+        params: Sequence[Parameter],
+        comm: Communicator | None,
+        rail: Communicator | None,
+        signature: int,
+        num: int,
+    ) -> None:
+        super().__init__(world, gate, memory, num_shards, params, comm, rail, signature, None)
+        self._num = num
+        self._sums: VirtualShards
+
+    def allocate(self, layout: Layout) -> list[Bucket]:
+        buckets = super().allocate(layout)
+        self._sums = VirtualShards(self._num, self._world, self.memory, buckets, self.coder)
+        self.own_virtual_shards, self.nbytes = self._sums.run, self._sums.nbytes
+        self._note_backward()
+        return buckets
+
+    def begin_step(self) -> None:
+        self._sums.begin()
+        self._note_backward()
+
+    def _note_backward(self) -> None:
+        self.virtual_shard, self.is_last_backward = self._sums.current, self._sums.is_last
+
+    def written(self, bucket: Bucket, name: str, param: Parameter) -> None:
+        if param.grad_req == "add":
+            raise ConfigError(
+                "backward", where=name, expected="grad_req='write' with reproducible=True", got="grad_req='add'"
+            )
+
+    def end_backward(self, bucket: Bucket) -> None:
+        self._sums.take(bucket)
+
+    def next_backward(self) -> None:
+        self._sums.next()
+        self._note_backward()
+
+    def prepare(self, bucket: Bucket) -> Reduce:
+        return partial(self._reduce_in_tree, bucket)
+
+    def _reduce_in_tree(self, bucket: Bucket, turn: Request | None) -> Steps:
+        yield from self._sums.sum(bucket, turn)
+        bucket.mark_reduced()
+
+    def reduce(self, buckets: Sequence[Bucket]) -> None:
+        super().reduce(buckets)
+        self.reduced(buckets)
+
+    def reduced(self, buckets: Sequence[Bucket]) -> None:
+        self.gate.barrier()  # owners add up in the memory of other ranks, which those write in the next step
+
+
 def _depth(run: range, root: Node) -> int:
     """The most nodes that a rank holds at once."""
     held = deepest = 0
@@ -316,13 +397,13 @@ class ReproducibleSteps:
     """Which virtual shard of which step this rank computes, and what layers have noted about those of this step.
 
     Args:
-        shards: of the gradients.
+        num: virtual shards of a global batch.
+        reducer: the reducer of the gradients.
         params: all that the trainer was given; some belong to layers with running statistics.
-        world: the ranks.
     """
 
-    def __init__(self, shards: VirtualShards, params: Sequence[Parameter], world: World) -> None:
-        self._shards, self._world = shards, world
+    def __init__(self, num: int, reducer: Reducer, params: Sequence[Parameter]) -> None:
+        self._num, self._reducer, self._world = num, reducer, reducer.world
         self._layers = layers_of(params)
         self._noted: list[tuple[int, np.ndarray]] = []  # number of a shard of this step, and its row, see _row
         self.met_stranger = False
@@ -338,11 +419,11 @@ class ReproducibleSteps:
     @property
     def is_last(self) -> bool:
         """Whether this rank computes no other virtual shard in this step."""
-        return self._shards.is_last
+        return self._reducer.is_last_backward
 
     def enter(self, step: int) -> None:
         """The next forward is that of the current virtual shard."""
-        enter_shard(VirtualShard(self, step, self._shards.current))
+        enter_shard(VirtualShard(self, step, self._reducer.virtual_shard))
 
     def leave(self, count: int) -> None:
         """The current virtual shard of ``count`` samples is computed."""
@@ -376,7 +457,7 @@ class ReproducibleSteps:
         buffers = self._buffers()
         if not buffers:
             return
-        table = np.zeros((self._shards.num, len(buffers) + sum(buffer.data.size for _, buffer in buffers)))
+        table = np.zeros((self._num, len(buffers) + sum(buffer.data.size for _, buffer in buffers)))
         for number, row in self._noted:
             table[number] = row
         join_parts(table, self._world.comm)

@@ -41,7 +41,7 @@ there, or they bring it through memory of their own, in pieces of 512 KB to 4 MB
 
 Buckets on GPUs: summed inside the node by NCCL or CUDA IPC, across nodes through the host, and brought to all again.
 
-What `Reducer` and `Rail` do with rows in a node's memory, for rows on GPUs::
+What `HierarchicalReduction` does with rows in a node's memory, for rows on GPUs::
 
     backward | reduce-scatter in the node | own part: host, rail, host | allgather in the node | update
 
@@ -53,7 +53,7 @@ own part stays on the GPU and its codes go to the host and over the rail. Where 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -64,7 +64,9 @@ from ..comm import Communicator, Reduction, Request, World, cuda_memory, gpu_gro
 from ..comm.communicator import PolledRequest, Steps, StepsTo, make_tag, resolve, split, wait_for
 from ..comm.consistency import on_every_rank
 from ..comm.gpu_transports import SUMMED_KINDS, GpuTransport, NodeRows, Part, RowSize, lone_rows, parts_of
-from ..comm.tasks import LANES, TAGS, in_lanes, segments, together
+from ..comm.shared_memory import PrivateMemory
+from ..comm.tasks import LANES, TAGS, ProgressEngine, TaskGroup, in_lanes, segments, together
+from ..comm.watchdog import WatchedBarrier
 from ..comm.world import GPU_OF_MESSAGES
 from ..compression import Codec, Compression, ErrorFeedback
 from ..core.arrays import Array
@@ -72,7 +74,8 @@ from ..core.devices import Event, Stream, Streams, gpu
 from ..errors import DeviceError, UnsupportedError
 from . import inter_node
 from .buckets import LINE_NBYTES, Bucket, Layout, Parameter, Slot
-from .inter_node import lanes_of_segment, padding, put_back, set_aside
+from .inter_node import lanes_of_segment, padding, put_back, set_aside, slots_by_bucket
+from .reductions import BucketReduction, Reduce, run_together
 
 SEGMENT_NBYTES = 8 << 20
 """The longest segment: long enough for a copy to take longer than the host needs for what comes with one, and for a
@@ -487,18 +490,18 @@ class _Posted:
         wait_for(self.test)
 
 
-class DeviceSums:
-    """All buckets of a reducer whose parameters are on GPUs. All ranks must make it together.
+class GpuReduction(BucketReduction):
+    """Buckets on GPUs, one row a rank: summed inside the node by NCCL or CUDA IPC, between nodes by messages.
 
     Args:
         params: all on one GPU, which is this thread's current device.
         layout: where each of them goes.
-        world: the ranks.
-        comm: all of them, for messages.
+        world: the ranks, several.
+        comm: all ranks, for messages.
         rail: of `World.rail_comm`, for messages; None where this rank has none.
         signature: see `make_tag`.
         compression: how what goes between nodes is compressed, or with its ``inside_nodes`` between ranks. None: not.
-        sharded: leave each part of the sums with its owner in the node, until `gather` brings it to the others.
+        sharded: leave each part of the sums with its owner in the node, until `gather` copies it to the others.
 
     Raises:
         DeviceError: another device is current; on all ranks. And see `node_groups.make`.
@@ -506,6 +509,8 @@ class DeviceSums:
         UnsupportedError: parameters on several GPUs, on all ranks; dtypes that no node can send to others. And see
             `node_groups.make`.
     """
+
+    orders_by_stream = True
 
     def __init__(
         self,
@@ -518,7 +523,12 @@ class DeviceSums:
         compression: Compression | None,
         sharded: bool = False,
     ) -> None:
-        self.sharded = sharded
+        self.memory, self.comm = PrivateMemory(), comm
+        self.gate = WatchedBarrier(self.memory, ProgressEngine.of(world).watchdog)
+        self.keeps_unsent = compression is not None
+        self._world, self._sharded = world, sharded
+        self._buckets: Sequence[Bucket] = ()
+        self._unsent: dict[int, list[Slot]] = {}
         self._streams = streams = on_every_rank(world.comm, lambda: streams_of(params))
         self._counts = layout.counts
         sizes = [
@@ -527,30 +537,29 @@ class DeviceSums:
         ]
         self._rows: Sequence[NodeRows]
         if compression is not None and compression.inside_nodes:
-            self._rows, self.way = lone_rows(streams, sizes), GpuTransport.HOST
+            self._rows, way = lone_rows(streams, sizes), GpuTransport.HOST
         else:
-            self._rows, self.way = gpu_groups.make(world, streams, sizes)
-        alone = self.way is GpuTransport.HOST
+            self._rows, way = gpu_groups.make(world, streams, sizes)
+        self.way = way
+        alone = way is GpuTransport.HOST
         owners, ranks, self._rank = (1, 1, 0) if alone else (world.num_rails, world.local_size, world.local_rank)
         self._parts = [parts_of(each.count, owners, ranks) for each in sizes]
         if compression is not None:  # codes begin with a part: these are those of the CPU
             self._parts = [_shards(layout, number, owners, ranks) for number in range(len(sizes))]
-        self.on_one_node = not alone and world.num_nodes == 1
-        """Whether GPUs alone sum, and no message is sent."""
+        self.sends_messages = alone or world.num_nodes > 1
         self._across = comm if alone else rail
         self.goes_direct = False
         """Whether messages go from and to GPUs' memory, and not through the host; alike on all ranks."""
         self._staging: Staging | None = None
         self._direct: Direct | None = None
-        self.codes: CodeStaging | None = None
-        """What encodes this rank's part of each bucket; None without compression, or where it sends none."""
-        if not self.on_one_node:
+        self.coder: CodeStaging | None = None
+        if self.sends_messages:
             _require_sums_on_the_host(sizes)
             self.goes_direct = compression is None and cuda_memory.agreed(world)[0]
             if self.goes_direct:
                 world.keep(GPU_OF_MESSAGES, lambda: streams.device)
             if self._across is not None and compression is not None:
-                self.codes = CodeStaging(streams, self._shares(layout), compression, self._across)
+                self.coder = CodeStaging(streams, self._shares(layout), compression, self._across)
             elif self._across is not None and self.goes_direct:
                 self._direct = Direct(streams, len(sizes), self._across)
             elif self._across is not None:
@@ -566,26 +575,80 @@ class DeviceSums:
         self._done = [streams.event() for _ in sizes]
         self._behind: list[Sequence[Event]] = [() for _ in sizes]
         """Of each bucket the events behind what was last done with it."""
-        self.copies = (1, 0)
-        """How many ranks have this rank's part of the sums, and which of them it is."""
-        if alone:
+        if alone or not sharded:
             self.copies = (world.size, world.rank)
         elif rail is not None:
             self.copies = (rail.size, rail.rank)
+        self.is_counted = self.copies[1] == 0
+
+    def allocate(self, layout: Layout) -> list[Bucket]:
+        self._buckets = [
+            Bucket(number, layout.slots_of(number), self.rows(number), 0, self.shard(number))
+            for number in range(len(layout.counts))
+        ]
+        return list(self._buckets)
+
+    def begin_step(self) -> None:
+        self._unsent = {}
+
+    def keep_unsent(self, names: Set[str]) -> None:
+        if self.keeps_unsent:
+            self._unsent = slots_by_bucket(self._buckets, names)
+
+    def prepare(self, bucket: Bucket) -> Reduce:
+        self.filled(bucket)
+        return partial(self._reduce, bucket, self._unsent.get(bucket.number, ()))
+
+    def _reduce(self, bucket: Bucket, unsent: Sequence[Slot], turn: Request | None) -> Steps:
+        yield from self.sum(bucket, turn, unsent)
+        bucket.mark_reduced()
+
+    def reduce(self, buckets: Sequence[Bucket]) -> None:
+        run_together(self._world, [(bucket, self.prepare(bucket)) for bucket in buckets])
+        self.reduced(buckets)
+
+    def reduced(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            self.summed(bucket)
+
+    def gather(self, buckets: Sequence[Bucket]) -> None:
+        if not self._sharded:
+            return
+        for bucket in buckets:
+            self.filled(bucket)
+        with ProgressEngine.of(self._world).watchdog.watching("allgather", lambda: "shards on GPUs"):
+            TaskGroup([self.allgather(bucket) for bucket in buckets]).wait()
+        self.reduced(buckets)
+
+    def gather_parameters(self, buckets: Sequence[Bucket], flats: Sequence[Array]) -> None:
+        if not self._sharded:
+            return
+        for bucket, flat in zip(buckets, flats, strict=True):
+            columns = slice(*bucket.shard)
+            bucket.mine[columns] = flat[columns]
+        self.gather(buckets)
+        for bucket, flat in zip(buckets, flats, strict=True):
+            first, last = bucket.shard
+            flat[:first], flat[last:] = bucket.mine[:first], bucket.mine[last:]
 
     def rows(self, number: int) -> Array:
         """Where the gradients of bucket ``number`` are to be written, shape ``(1, count)``."""
         return self._rows[number].mine[: self._counts[number]].reshape(1, self._counts[number])
 
-    def written(self, bucket: Bucket) -> None:
-        """Some of what is in its row is given to this thread's current stream, which need not be that of the rest."""
+    def written(self, bucket: Bucket, name: str, param: Parameter) -> None:
+        self.record_writer(bucket)
+
+    def record_writer(self, bucket: Bucket) -> None:
+        """Record that this thread's current stream writes into the bucket's row; other streams may write, too."""
         stream = self._streams.current()
         self._writers[bucket.number][stream.ptr] = stream
 
     def filled(self, bucket: Bucket) -> None:
-        """All that is in its row is `written`, or given to this thread's current stream; called before `sum` and
-        `gather`."""
-        self.written(bucket)
+        """Record the events behind which the bucket is filled, on all streams that write it and on the current one.
+
+        Call it before `sum` and `allgather`.
+        """
+        self.record_writer(bucket)
         writers, events = self._writers[bucket.number], self._written[bucket.number]
         while len(events) < len(writers):
             events.append(self._streams.event())
@@ -602,20 +665,20 @@ class DeviceSums:
         """
         number, filled = bucket.number, self._filled[bucket.number]
         row, parts = self._rows[number], self._parts[number]
-        if self.on_one_node and not self.sharded:
+        if not (self.sends_messages or self._sharded):
             yield from row.allreduce(filled)
             self._note(number)
             return
         yield from row.reduce_scatter(parts, filled)
         self._note(number)
-        summed_over_nodes = () if self.on_one_node else (yield from self._sum_over_nodes(number, row, turn, unsent))
-        if self.sharded:
+        summed_over_nodes = (yield from self._sum_over_nodes(number, row, turn, unsent)) if self.sends_messages else ()
+        if self._sharded:
             self._behind[number] = (*self._behind[number], *summed_over_nodes)
         else:
             yield from row.allgather(parts, summed_over_nodes)
             self._note(number)
 
-    def gather(self, bucket: Bucket) -> Steps:
+    def allgather(self, bucket: Bucket) -> Steps:
         """Bring each part of a bucket from its owner's row to those of the node's other ranks, as `sum` does."""
         number = bucket.number
         yield from self._rows[number].allgather(self._parts[number], self._filled[number])
@@ -633,8 +696,8 @@ class DeviceSums:
         if across is None:
             return ()
         tag = make_tag(self._signature % across.signatures, number)
-        if self.codes is not None:
-            return (yield from self.codes.sum(number, row, tag, turn, unsent))
+        if self.coder is not None:
+            return (yield from self.coder.sum(number, row, tag, turn, unsent))
         if self._direct is not None:
             return (yield from self._direct.sum(number, self._part(number), row, tag, turn))
         assert self._staging is not None
@@ -646,14 +709,14 @@ class DeviceSums:
         return (yield from self._staging.sum(number, self._part(number), row, total, tag, turn))
 
     def summed(self, bucket: Bucket) -> None:
-        """What this thread's current stream is given from now on finds what `sum` or `gather` has made; called after
+        """What this thread's current stream is given from now on finds what `sum` or `allgather` has made; called after
         those."""
         self._streams.wait_events(self._streams.current(), self._behind[bucket.number])
 
     def shard(self, number: int) -> Part:
         """The columns of a bucket that this rank owns in its node; all where every rank gets all sums."""
         count = self._counts[number]
-        first, last = self._parts[number][self._rank] if self.sharded else (0, count)
+        first, last = self._parts[number][self._rank] if self._sharded else (0, count)
         return min(first, count), min(last, count)
 
     def _part(self, number: int) -> Array:
@@ -661,9 +724,8 @@ class DeviceSums:
 
     def _shares(self, layout: Layout) -> list[Share]:
         columns = [parts[self._rank] for parts in self._parts]
-        slots = [[slot for slot in layout.slots if slot.bucket == number] for number in range(len(columns))]
         return [
-            Share(self._part(number), first, padding(slots[number], (first, last)))
+            Share(self._part(number), first, padding(layout.slots_of(number), (first, last)))
             for number, (first, last) in enumerate(columns)
         ]
 

@@ -11,7 +11,7 @@ What a rank sums with those of other nodes that own the same shard: messages, co
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Protocol
 
 import numpy as np
@@ -204,6 +204,12 @@ def node_nbytes(coder: Coder | None, world: World) -> tuple[float, float]:
     own = (0.0, 0.0) if coder is None else [each / coder.comm.size for each in coder.sent_nbytes()]
     sent, plain = (sum(each) / world.num_nodes for each in zip(*world.comm.allgather_json(own), strict=True))
     return sent, plain
+
+
+def slots_by_bucket(buckets: Sequence[Bucket], names: Set[str]) -> dict[int, list[Slot]]:
+    """Return the slots of the parameters ``names``, by the number of their bucket."""
+    slots = {bucket.number: [slot for slot in bucket.slots if slot.name in names] for bucket in buckets if names}
+    return {number: of_bucket for number, of_bucket in slots.items() if of_bucket}
 
 
 def set_aside(residual: Array, slots: Sequence[Slot], columns: tuple[int, int]) -> list[tuple[slice, Array]]:

@@ -23,11 +23,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ..comm import World
 from ..comm.communicator import PolledRequest, Steps, wait_for
-from ..comm.shared_memory import NodeMemory, ProgressCounters
+from ..comm.shared_memory import ProgressCounters
 from ..comm.tasks import RunningTask
 from ..comm.watchdog import Watchdog
 from ..comm.world import weakly
@@ -35,6 +35,7 @@ from ..engine import Done, Engine, Variable
 from ..engine.trace import Trace
 from .buckets import Bucket, Parameter, State
 from .profiling import BucketTimes
+from .reductions import BucketReduction
 
 COMMUNICATION, UPDATE = "communication", "update"
 """The names of the lanes: reductions, and the updates that follow them."""
@@ -169,30 +170,114 @@ def _engine_of(world: World) -> Engine:
 _FILLED, _UPDATED, _PHASES = 1, 2, 2  # what is posted for each bucket in each step
 
 
+class Scheduler(Protocol):
+    """When the reductions of the buckets of one reducer run, and the updates that follow them."""
+
+    times: list[BucketTimes]
+    """When each bucket was ready, launched and reduced in the last finished step; empty without overlap."""
+    waited: Callable[[int, int], None]
+    """Called for each wait of this rank's computation for an update, with its begin and end in ns."""
+
+    def begin_step(self) -> None:
+        """Begin a step; buckets launched from now on belong to it."""
+        ...
+
+    def launch(self, bucket: Bucket) -> None:
+        """Take over a bucket in which backward has written all gradients."""
+        ...
+
+    def reduce(self) -> None:
+        """Block until this rank's shard of every bucket is reduced; every rank must call."""
+        ...
+
+    def reduce_everywhere(self) -> None:
+        """Block until this rank's row of every bucket is the sum; every rank must call, and a barrier must follow."""
+        ...
+
+    def update_later(self, bucket: Bucket, update: Callable[[], None]) -> None:
+        """Call ``update()``, which updates the parameters that this rank owns, as soon as the bucket is reduced."""
+        ...
+
+    def settle(self, bucket: Bucket) -> None:
+        """Wait for the update of a bucket, if one is under way."""
+        ...
+
+    def settle_all(self) -> None:
+        """Wait for all updates under way."""
+        ...
+
+    def let_go(self) -> None:
+        """Stop waiting for updates: those under way may never end."""
+        ...
+
+
+class SequentialScheduler:
+    """Reductions in this thread, when the step ends.
+
+    Args:
+        reduction: how buckets are reduced.
+        buckets: all buckets.
+    """
+
+    def __init__(self, reduction: BucketReduction, buckets: Sequence[Bucket]) -> None:
+        self.times: list[BucketTimes] = []
+        self.waited: Callable[[int, int], None] = lambda begin_ns, end_ns: None
+        self._reduction, self._buckets = reduction, buckets
+
+    def begin_step(self) -> None:
+        """See `Scheduler.begin_step`."""
+
+    def launch(self, bucket: Bucket) -> None:
+        """See `Scheduler.launch`: the reduction itself begins in `reduce`."""
+        self._reduction.end_backward(bucket)
+
+    def reduce(self) -> None:
+        """See `Scheduler.reduce`."""
+        self._reduction.reduce(self._buckets)
+
+    def reduce_everywhere(self) -> None:
+        """See `Scheduler.reduce_everywhere`."""
+        self._reduction.reduce_everywhere(self._buckets)
+
+    def update_later(self, bucket: Bucket, update: Callable[[], None]) -> None:
+        """See `Scheduler.update_later`: reduce the bucket and update now."""
+        self._reduction.reduce([bucket])
+        update()
+
+    def settle(self, bucket: Bucket) -> None:
+        """See `Scheduler.settle`: no update is under way."""
+
+    def settle_all(self) -> None:
+        """See `Scheduler.settle_all`: no update is under way."""
+
+    def let_go(self) -> None:
+        """See `Scheduler.let_go`: no update is under way."""
+
+
 class OverlapScheduler:
-    """The buckets of one reducer. All ranks of a node must make it together.
+    """Reductions on the communication lane while backward runs, updates on the update lane. All ranks must make it.
 
     Args:
         world: the ranks.
-        memory: what those that share the buckets share.
-        buckets: all of them.
-        params: by name.
-        lane: where reductions progress.
+        reduction: how buckets are reduced.
+        buckets: all buckets.
+        params: the parameters by name.
+        lane: the lane of reductions.
     """
 
     def __init__(
         self,
         world: World,
-        memory: NodeMemory,
+        reduction: BucketReduction,
         buckets: Sequence[Bucket],
         params: Mapping[str, Parameter],
         lane: CommunicationLane,
     ) -> None:
         self.times: list[BucketTimes] = []
-        """When the buckets of the last step that is over were ready, launched and done."""
         self.waited: Callable[[int, int], None] = lambda begin_ns, end_ns: None
-        """Told of each wait of this rank's computation for the update of parameters."""
-        self._memory, self._buckets, self._params, self._lane = memory, buckets, params, lane
+        memory = reduction.memory
+        self._reduction, self._memory = reduction, memory
+        self._buckets, self._params, self._lane = buckets, params, lane
         self._watchdog = Watchdog.of(world)
         self._trace: Trace | None = world.kept.get(Trace)
         self._step = 0
@@ -202,20 +287,24 @@ class OverlapScheduler:
         self._computes = threading.get_ident()
         self._milestones = ProgressCounters(memory, len(buckets))
         self._variables = [lane.engine.variable(f"bucket {each.number}") for each in buckets]
+        world.endings.add(self.settle_all)  # a rank that ended earlier would leave others waiting
 
     def begin_step(self) -> None:
-        """What is launched from now on belongs to the next step."""
+        """See `Scheduler.begin_step`."""
         if not self._updating:
             self._note_times()
         self._step += 1
         self._computes = threading.get_ident()
 
-    def launch(self, bucket: Bucket, reduction: Callable[[SendPriority], Steps]) -> None:
-        """Run the machine that ``reduction(turn)`` makes, when all ranks of the node have filled the bucket."""
+    def launch(self, bucket: Bucket) -> None:
+        """See `Scheduler.launch`: the reduction begins when all ranks of the node have launched the bucket."""
         number = bucket.number
+        bucket.ready_ns = time.perf_counter_ns()
+        self._reduction.end_backward(bucket)
+        reduction = self._reduction.prepare(bucket)
         bucket.state = State.LAUNCHED
         bucket.launched_ns = time.perf_counter_ns()
-        filled = _PHASES * self._step + _FILLED  # now: when the machine begins, this rank may be a step further
+        filled = _PHASES * self._step + _FILLED  # now: when the task begins, this rank may be a step further
         self._milestones.post(filled, number)
 
         def when_filled(turn: SendPriority) -> Steps:
@@ -225,6 +314,17 @@ class OverlapScheduler:
 
         self._lane.launch(when_filled, [self._variables[number]], number, f"bucket {number}")
 
+    def reduce(self) -> None:
+        """See `Scheduler.reduce`; all buckets must be launched."""
+        for bucket in reversed(self._buckets):
+            self.wait(bucket)
+        self._reduction.reduced(self._buckets)
+
+    def reduce_everywhere(self) -> None:
+        """See `Scheduler.reduce_everywhere`; all buckets must be launched."""
+        self.reduce()
+        self._reduction.gather(self._buckets)
+
     def wait(self, bucket: Bucket) -> None:
         """Block until the bucket, which was launched in this step, is reduced."""
         behind = partial(self._behind, bucket, _PHASES * self._step + _FILLED)
@@ -232,10 +332,10 @@ class OverlapScheduler:
             self._lane.wait(self._variables[bucket.number])
 
     def update_later(self, bucket: Bucket, update: Callable[[], None]) -> None:
-        """Call ``update()``, which updates the parameters that this rank owns, as soon as the bucket is reduced.
+        """See `Scheduler.update_later`: it runs on the update lane.
 
-        It runs on the update lane. Whoever reads ``data`` or ``grad`` of one of the bucket's parameters waits until all
-        owners of the node have updated theirs.
+        A thread that reads ``data`` or ``grad`` of one of the bucket's parameters waits until all owners of the node
+        have updated theirs.
         """
         number, updated = bucket.number, _PHASES * self._step + _UPDATED
 
@@ -249,7 +349,7 @@ class OverlapScheduler:
         self._hook(bucket, lambda param: self.settle(bucket))
 
     def settle(self, bucket: Bucket) -> None:
-        """Wait for the update of a bucket, if one is under way."""
+        """See `Scheduler.settle`."""
         updated = self._updating.get(bucket.number)
         if updated is None:
             return
@@ -276,12 +376,12 @@ class OverlapScheduler:
                 del self._updating[bucket.number]
 
     def settle_all(self) -> None:
-        """Wait for all updates under way."""
+        """See `Scheduler.settle_all`."""
         for bucket in reversed(self._buckets):
             self.settle(bucket)
 
     def let_go(self) -> None:
-        """Wait for no update any more: those under way may never end."""
+        """See `Scheduler.let_go`."""
         for bucket in self._buckets:
             if (updated := self._updating.get(bucket.number)) is not None:
                 self._end_update(bucket, updated)

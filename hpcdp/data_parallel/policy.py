@@ -1,13 +1,8 @@
-"""The policy for non-finite, missing and unused gradients, loss scaling and clipping.
+"""The policy for non-finite, missing and unused gradients, and how a loss is scaled up before backward.
 
-What happens to gradients that are not as they should be.
-
-How far a loss is scaled up before backward, so that small gradients are not lost in 16 bits.
+A scaled loss keeps small gradients from being lost in 16 bits.
 
 Source: Micikevicius et al., "Mixed precision training", 2018, section 3.2.
-
-What summed gradients are multiplied by in an update: one over samples and loss scale, less where they are clipped,
-and nothing where they are not finite and such steps are left out.
 """
 
 from __future__ import annotations
@@ -16,19 +11,11 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..comm import Communicator
 from ..comm.consistency import require_same
-from ..core.arrays import Array, is_cupy
-from ..errors import ConfigError, NonFiniteGradientError, StaleGradientError, is_number, listed
-from ..kernels.reference.reduce import clipped_scale
-from . import sharded_update
+from ..errors import ConfigError, StaleGradientError, is_number, listed
 from .buckets import Parameter, UsageCounts
-
-if TYPE_CHECKING:
-    from .bucket_trainer import BucketTrainer
-
 
 _MOST_NAMES = 3
 
@@ -225,52 +212,3 @@ def skipping(policy: Policy) -> Policy:
             got=repr(policy.nonfinite), remedy="leave it out: steps that overflow are skipped, and counted",
         )  # fmt: skip
     return Policy(unused=policy.unused, nonfinite="skip")
-
-
-def host_looks(trainer: BucketTrainer) -> bool:
-    """Whether an update waits until the host knows something of the sums."""
-    return trainer.policy.nonfinite != "ignore" or (trainer.clip_norm is not None and not clips_on_gpu(trainer))
-
-
-def clips_on_gpu(trainer: BucketTrainer) -> bool:
-    """Whether norm and scale stay on GPUs: each has all sums, the same ones, and nobody else needs to know them."""
-    if trainer.clip_norm is None or trainer.policy.nonfinite != "ignore" or trainer.optimizer.by_layer:
-        return False
-    reducer, world = trainer.reducer, trainer.world
-    has_all = world.size == 1 or trainer.owner.holds_all
-    is_whole = world.part_comm is None and world.model_comm is None and reducer.virtual_shards is None
-    return has_all and is_whole and all(is_cupy(bucket.mine) for bucket in reducer.buckets)
-
-
-def update_scale(trainer: BucketTrainer, count: int) -> float | Array | None:
-    """What the sums over ``count`` samples are multiplied by in the update; None where it is left out.
-
-    Every rank must call. Counts what is not finite, and tells a loss scale that follows it.
-
-    Raises:
-        NonFiniteGradientError: a sum is not finite, and the policy is to raise.
-    """
-    scale = 1.0 / (count * trainer.loss_scale)
-    if clips_on_gpu(trainer):
-        return clipped_on_gpu(trainer, scale)
-    if not host_looks(trainer):
-        return scale
-    squares = sharded_update.squares_of_model(trainer.reducer)
-    is_finite = math.isfinite(squares)
-    if trainer.policy.nonfinite != "ignore":
-        trainer.looked(is_finite)
-    if not is_finite and trainer.policy.nonfinite == "raise":
-        raise NonFiniteGradientError(
-            "step", where=f"step {trainer.step_count + 1}", expected="finite gradients",
-            got="a NaN or an infinity in their sum over all ranks",
-            remedy="lower the learning rate, or skip such steps: Policy(nonfinite='skip')",
-        )  # fmt: skip
-    if not is_finite and trainer.policy.nonfinite == "skip":
-        return None
-    return scale if trainer.clip_norm is None else clipped_scale([squares], scale, trainer.clip_norm)
-
-
-def clipped_on_gpu(trainer: BucketTrainer, scale: float | Array) -> Array:
-    """The scale in the place of ``scale``, which may lie on the GPU itself: float64, shape ``(1,)``; nothing waits."""
-    assert trainer.clip_norm is not None
-    return sharded_update.clipped_scale_on_gpu(trainer.reducer, scale, trainer.clip_norm)

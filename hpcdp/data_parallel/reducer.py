@@ -19,32 +19,31 @@ The closing exchange of a step: a few numbers summed over all ranks, every one o
 
 from __future__ import annotations
 
-import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
 
-from .. import kernels
 from ..collectives import halving_doubling
-from ..comm import Communicator, Request, World
+from ..comm import Communicator, World
 from ..comm.communicator import OPERATION_BITS, Steps, make_tag, resolve
+from ..comm.gpu_transports import GpuTransport
 from ..comm.shared_memory import LINE_NUMBERS, NodeMemory, PrivateMemory
-from ..comm.tasks import ProgressEngine, TaskGroup, run_until_complete
+from ..comm.tasks import ProgressEngine, run_until_complete
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression
-from ..core.arrays import Array, array_namespace, is_cupy, is_half, is_host, words
+from ..core.arrays import Array, is_cupy, is_host
 from ..errors import ConfigError, StaleGradientError
-from . import inter_node
-from .buckets import Bucket, Layout, Parameter, Slot, State
-from .deterministic import VirtualShards
-from .gpu_reduction import DeviceSums, streams_of
-from .inter_node import Coder, InterNodeReduction
-from .overlap import CommunicationLane, OverlapScheduler
+from .buckets import Bucket, Layout, Parameter, State
+from .deterministic import DeterministicReduction
+from .gpu_reduction import GpuReduction, streams_of
+from .inter_node import Coder
+from .overlap import CommunicationLane, OverlapScheduler, Scheduler, SequentialScheduler
 from .profiling import BucketTimes
+from .reductions import BucketReduction, HierarchicalReduction, SharedMemoryReduction
 
 _TAKING = (State.FILLING, State.READY)
 
@@ -55,13 +54,15 @@ class GradReadiness:
     Args:
         params: all of them by name, in the model's order.
         buckets: where their gradients are.
-        beside: what may still read a bucket of the step before; None without overlap.
+        scheduler: ends updates that may still read a bucket of the last step.
+        overlap: whether reductions are launched while backward runs.
     """
 
     def __init__(
-        self, params: Mapping[str, Parameter], buckets: Sequence[Bucket], beside: OverlapScheduler | None
+        self, params: Mapping[str, Parameter], buckets: Sequence[Bucket], scheduler: Scheduler, overlap: bool
     ) -> None:
-        self._params, self._buckets, self._beside = params, buckets, beside
+        self._params, self._buckets = params, buckets
+        self._scheduler, self._overlap = scheduler, overlap
         self._bucket_of = {slot.name: bucket for bucket in buckets for slot in bucket.slots}
         self.num_missing = len(params)
         """Gradients that backward has still to write in this step."""
@@ -88,18 +89,17 @@ class GradReadiness:
             bucket.state = State.FILLING
         self.num_missing = len(self._params)
 
-    def note(self, name: str) -> Bucket:
-        """The gradient of parameter ``name`` is written. Returns its bucket, which is READY if that was its last.
+    def note(self, bucket: Bucket, name: str) -> None:
+        """Note the written gradient of parameter ``name``; its bucket becomes READY if that was the last one.
 
         Raises:
             StaleGradientError: the bucket is on its way to other ranks, or summed.
         """
-        bucket = self._bucket_of[name]
         if bucket.state not in _TAKING:
-            beside = ", or make the Trainer with overlap=False" if self._beside is not None else ""
+            without = ", or make the Trainer with overlap=False" if self._overlap else ""
             raise StaleGradientError(
                 "backward", where=name, expected="one backward before each step()", got="another one",
-                remedy=f"call step() in between, or all but the last within no_sync(){beside}; after a backward that "
+                remedy=f"call step() in between, or all but the last within no_sync(){without}; after a backward that "
                 "failed, step(0) on all ranks drops what it wrote",
             )  # fmt: skip
         if name in bucket.missing:
@@ -107,7 +107,6 @@ class GradReadiness:
             self.num_missing -= 1
         bucket.awaited.discard(name)
         bucket.state = State.FILLING if bucket.awaited else State.READY
-        return bucket
 
     @property
     def missing(self) -> list[str]:
@@ -139,8 +138,8 @@ class GradReadiness:
         if not self.num_missing:
             return
         for bucket in self._buckets:
-            if bucket.missing and self._beside is not None:
-                self._beside.settle(bucket)
+            if bucket.missing:
+                self._scheduler.settle(bucket)
             for slot in bucket.slots:
                 if slot.name in bucket.missing:
                     bucket.view(slot)[...] = 0
@@ -250,19 +249,74 @@ class StepSync:
         yield from halving_doubling.allreduce(sums, resolve("tally", "sum", sums.dtype), comm, tag)
 
 
+def choose_reduction(
+    params: Sequence[Parameter],
+    layout: Layout,
+    world: World,
+    signature: int,
+    compression: Compression | None = None,
+    virtual_shards: int | None = None,
+    sharded: bool = False,
+    more_numbers: int = 0,
+) -> BucketReduction:
+    """Make the reduction that suits the parameters' device, the ranks and the settings; every rank must call.
+
+    Args:
+        signature: of the reducer, see `make_tag`.
+        params, layout, world, compression, virtual_shards, sharded, more_numbers: see `Reducer`.
+    """
+    on_host = all(is_host(param.data) for param in params)
+    on_gpu = not on_host and all(is_cupy(param.data) for param in params)
+    if on_gpu and world.size > 1:
+        between_nodes, everyone = _shared_comms(world, signature, world.rail_comm, world.comm)
+        return GpuReduction(params, layout, world, everyone, between_nodes, signature, compression, sharded)
+    if on_gpu:
+        streams_of(params)  # elsewhere buckets would be on another GPU, and with them the parameters
+    is_shared = on_host and not (compression is not None and compression.inside_nodes)
+    memory: NodeMemory = world.node_memory if is_shared else PrivateMemory()
+    place = world, WatchedBarrier(memory, ProgressEngine.of(world).watchdog, LINE_NUMBERS + more_numbers), memory
+    num_shards = world.num_rails if is_shared else 1
+    if memory.size == world.size and virtual_shards is None:
+        return SharedMemoryReduction(*place, num_shards, params)
+    rail: Communicator | None = None
+    comm: Communicator | None = None
+    if memory.size < world.size:
+        rail, comm = _shared_comms(world, signature, world.rail_comm if is_shared else world.comm, world.comm)
+    if virtual_shards is not None:
+        return DeterministicReduction(*place, num_shards, params, comm, rail, signature, virtual_shards)
+    return HierarchicalReduction(*place, num_shards, params, comm, rail, signature, compression)
+
+
+def _shared_comms(
+    world: World, signature: int, rail: Communicator | None, everyone: Communicator
+) -> tuple[Communicator | None, Communicator]:
+    """Return duplicates of a rail and of all ranks that all reducers of a world share; every rank must call."""
+
+    def shared(comm: Communicator) -> Communicator:  # MPICH has only 2048 communicators
+        duplicate: Communicator = world.keep(("reducers", id(comm)), comm.duplicate)
+        duplicate.users.add(signature % duplicate.signatures)
+        return duplicate
+
+    duplicates = None if rail is None else shared(rail), shared(everyone)
+    world.barrier()  # before any rank sends what another would take for a mistake
+    return duplicates
+
+
 class Reducer:
-    """The buckets of a model's parameters. All ranks must make it together, with the same layout.
+    """The buckets of a model's gradients, the hooks that fill them, and the state of a step.
+
+    All ranks must make it together, with the same layout.
 
     Args:
         params: parameters whose ``grad`` and ``grad_hook`` it takes over.
-        layout: where each of them goes.
+        layout: the place of each gradient.
         world: the ranks.
         overlap: launch reductions while backward runs. None: where messages are needed, and threads may send them.
         compression: how messages are compressed. None: not at all.
-        virtual_shards: into how many pieces global batches are cut, for sums alike on any number of ranks, all of whose
-            arrays are on the host; not with ``compression``. None: one a rank.
-        sharded: sum on GPUs, too, each shard for its owner in the node alone, as in memory that ranks share.
-        more_numbers: so many numbers may be added to the few that a step's closing exchange has anyway.
+        virtual_shards: number of pieces of a global batch, for the same sums on any number of ranks. All arrays must be
+            on the host, and ``compression`` None. None: one piece a rank.
+        sharded: reduce each shard for its owner alone also on GPUs, as in memory that ranks share.
+        more_numbers: how many numbers may be added to those of a step's closing exchange.
     """
 
     def __init__(
@@ -276,148 +330,138 @@ class Reducer:
         sharded: bool = False,
         more_numbers: int = 0,
     ) -> None:
-        self.layout = layout
-        self.world = world
-        on_host = all(is_host(param.data) for param in params)
-        shares = on_host and not (compression is not None and compression.inside_nodes)
-        if world.size == 1 and params and all(is_cupy(param.data) for param in params):
-            streams_of(params)  # elsewhere buckets would be on another GPU, and with them the parameters
-        self.memory: NodeMemory = world.node_memory if shares else PrivateMemory()
-        together = self.memory is world.node_memory
-        self.num_shards = world.num_rails if together else 1
-        self.on_one_node = self.memory.size == world.size
-        """Whether all ranks share the memory of the buckets, so that no message is needed."""
-        on_gpus = not self.on_one_node and all(is_cupy(param.data) for param in params)
-        self.keeps_unsent = compression is not None and not self.on_one_node
-        """Whether compression keeps what it has not sent of a step for later ones."""
-        self._unsent: dict[int, list[Slot]] = {}
-        """By bucket the parameters of which nothing is to be sent in this step: see `Coder`."""
-        rail = self._duplicate(world.rail_comm if together else world.comm)
-        between_nodes = self._duplicate(world.rail_comm) if on_gpus else None
-        self.is_counted = self.on_one_node or (rail is not None and rail.rank == 0)
-        """Whether this rank's shards count in sums over all shards: each node holds the same, and the first counts."""
-        everyone = self._duplicate(world.comm)
-        self.overlap = world.concurrent and (overlap or (overlap is None and not self.on_one_node))
-        """Whether reductions are launched while backward runs."""
-        self.updates_later = (
-            self.overlap and not on_gpus and all(hasattr(param, "data_hook") for param in params)
-        )  # on GPUs they are given to the stream of the next forward, and nobody waits
-        """Whether updates may go on when a step has ended, because who reads a parameter will wait for its own."""
-        self._watchdog = ProgressEngine.of(world).watchdog
-        self.gate = WatchedBarrier(self.memory, self._watchdog, LINE_NUMBERS + more_numbers)
-        lane = CommunicationLane.of(world) if self.overlap else None
-        self._namespace = array_namespace(*(param.data for param in params))
-        self._reduce = kernels.load("reduce")
-        serial = world.kept["number of reducers"] = world.kept.get("number of reducers", 0) + 1
-        self._signature = zlib.crc32(f"{serial} {layout.digest}".encode())
-        self._share_communicators(rail, everyone, between_nodes)
-        self.closing = StepSync(world, everyone, self.gate, lane, self._signature, f"steps of trainer {serial}")
         if len(layout.counts) > CLOSING_OPERATION:
             expected = f"at most {CLOSING_OPERATION} buckets"
             raise ConfigError("Reducer", where="layout", expected=expected, got=len(layout.counts),
                               remedy="make bucket_cap_mb larger")  # fmt: skip
-        self.gpus: DeviceSums | None = None
-        """How buckets on GPUs are summed."""
-        if on_gpus and everyone is not None:
-            self.gpus = DeviceSums(
-                params, layout, world, everyone, between_nodes, self._signature, compression, sharded
-            )
-        self.copies = (1, 0) if rail is None else (rail.size, rail.rank)
-        """How many ranks sum this rank's shards, and which of them it is."""
-        if self.gpus is not None and sharded:
-            self.copies = self.gpus.copies
-            self.is_counted = self.copies[1] == 0
-        sends_nothing = self.on_one_node if self.gpus is None else self.gpus.on_one_node
-        if compression is not None and sends_nothing and world.rank == 0 and world.size > 1:
+        self.layout = layout
+        self.world = world
+        serial = world.kept["number of reducers"] = world.kept.get("number of reducers", 0) + 1
+        signature = zlib.crc32(f"{serial} {layout.digest}".encode())
+        self.reduction = choose_reduction(
+            params, layout, world, signature, compression, virtual_shards, sharded, more_numbers
+        )
+        """How a bucket is reduced, and where its memory is."""
+        self.memory = self.reduction.memory
+        """Memory that the ranks with rows in the same buckets share."""
+        self.gate = self.reduction.gate
+        """Barrier of the ranks of `memory`."""
+        self.on_one_node = self.memory.size == world.size
+        """Whether all ranks share the memory of the buckets, so that no message is needed."""
+        if compression is not None and not self.reduction.sends_messages and world.rank == 0 and world.size > 1:
             warnings.warn(
                 f"compression {compression.codec.name} changes nothing on one node, whose ranks send no messages; with "
                 "inside_nodes=on they do",
                 stacklevel=4,
             )
-        self.buckets = [self._make_bucket(number) for number in range(len(layout.counts))]
-        for kind in {words(each.mine).dtype for each in self.buckets if is_half(each.mine) and is_host(each.mine)}:
-            self._compile_for_halves(kind)
-        self.rail: InterNodeReduction | None = None
-        """With whom messages are exchanged; None on one node, and where this rank owns no shard."""
-        if rail is not None:
-            by_rail = None if self.gpus is not None else compression
-            longest = 0 if by_rail is not None or self.gpus is not None else layout.longest_nbytes
-            nbytes = inter_node.fitting(world, rail, longest)
-            self.rail = InterNodeReduction(rail, self._signature, self.buckets, by_rail, nbytes)
-        self.virtual_shards: VirtualShards | None = None
-        if virtual_shards is not None:
-            self.virtual_shards = VirtualShards(virtual_shards, world, self.memory, self.buckets, self.rail)
+        self.overlap = world.concurrent and (overlap or (overlap is None and not self.on_one_node))
+        """Whether reductions are launched while backward runs."""
+        self.updates_later = (
+            self.overlap
+            and not self.reduction.orders_by_stream
+            and all(hasattr(param, "data_hook") for param in params)
+        )
+        """Whether updates may go on when a step has ended, because readers of a parameter wait for its update."""
+        lane = CommunicationLane.of(world) if self.overlap else None
+        self.closing = StepSync(world, self.reduction.comm, self.gate, lane, signature, f"steps of trainer {serial}")
+        self.buckets = self.reduction.allocate(layout)
         self.params = {param.name: param for param in params}
         self._hooks: dict[int, Callable[[Parameter], None]] = {}
         for param, slot in zip(params, layout.slots, strict=True):
-            param.grad = self.buckets[slot.bucket].view(slot)
-            param.grad_hook = self._hooks[id(param)] = partial(self._written, slot.name)
+            bucket = self.buckets[slot.bucket]
+            param.grad = bucket.view(slot)
+            param.grad_hook = self._hooks[id(param)] = partial(self._written, bucket, slot.name)
         self.watch: Callable[[], None] | None = None
         """Called for each gradient that is written, within its backward."""
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Makes a context for what waits for other ranks; on a GPU its stream does."""
+        """Makes a context for waits for other ranks; on a GPU its stream waits."""
         self.holds_sums = False
         """Whether every rank's row of every bucket is the sum over all ranks."""
-        self.beside = None if lane is None else OverlapScheduler(world, self.memory, self.buckets, self.params, lane)
-        """What runs beside computation; None without overlap."""
-        self.arrivals = GradReadiness(self.params, self.buckets, self.beside)
+        self.scheduler: Scheduler = (
+            SequentialScheduler(self.reduction, self.buckets)
+            if lane is None
+            else OverlapScheduler(world, self.reduction, self.buckets, self.params, lane)
+        )
+        """When reductions and updates run."""
+        self.arrivals = GradReadiness(self.params, self.buckets, self.scheduler, self.overlap)
         """Which gradients backward has written in this step."""
-        if self.beside is not None:
-            world.endings.add(self.settle)  # a rank that left earlier would leave others waiting
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank's shards count in sums over all shards: each node holds the same, and the first counts."""
+        return self.reduction.is_counted
+
+    @property
+    def copies(self) -> tuple[int, int]:
+        """How many ranks sum this rank's shards, and the index of this rank among them."""
+        return self.reduction.copies
 
     @property
     def coder(self) -> Coder | None:
-        """What encodes this rank's part of the buckets for other nodes; None where it sends nothing."""
-        return self.rail if self.gpus is None else self.gpus.codes
+        """Encoder of this rank's shards for other nodes; None where this rank sends nothing."""
+        return self.reduction.coder
 
-    def _duplicate(self, comm: Communicator | None) -> Communicator | None:
-        """One for all reducers of a world: MPICH has 2048 of them."""
-        if comm is None or self.on_one_node:
-            return None
-        return self.world.keep(("reducers", id(comm)), comm.duplicate)
+    @property
+    def keeps_unsent(self) -> bool:
+        """Whether compression keeps gradients that it has not sent in a step for later steps."""
+        return self.reduction.keeps_unsent
 
-    def _share_communicators(self, *comms: Communicator | None) -> None:
-        for comm in comms:
-            if comm is not None:
-                comm.users.add(self._signature % comm.signatures)
-        if not self.on_one_node:
-            self.world.barrier()  # before any rank sends what another would take for a mistake
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether sums have the same bits on any number of ranks; a step then has several backward passes."""
+        return self.reduction.is_deterministic
 
-    def _make_bucket(self, number: int) -> Bucket:
-        count, dtype = self.layout.counts[number], self.layout.dtypes[number]
-        if self.gpus is not None:
-            rows, shard = self.gpus.rows(number), self.gpus.shard(number)
-        else:
-            n, owns_some = self.memory.size, self.memory.rank < self.num_shards
-            rows = self.memory.alloc((n, count), dtype) if n > 1 else self._namespace.zeros((1, count), dtype=dtype)
-            shard = self.layout.shard(number, self.num_shards, self.memory.rank) if owns_some else (0, 0)
-        slots = [slot for slot in self.layout.slots if slot.bucket == number]
-        return Bucket(number, slots, rows, self.memory.rank, shard)
+    @property
+    def own_virtual_shards(self) -> range:
+        """The virtual shards of each step that this rank computes, one backward each."""
+        return self.reduction.own_virtual_shards
 
-    def _compile_for_halves(self, kind: np.dtype) -> None:
-        """Not in the first step, for which all ranks wait."""
-        nothing = np.zeros((1, 1), kind)
-        self._reduce.combine_into(nothing, 0, 0, 0, self._reduce.SUM)
-        kernels.load("reduce").sum_of_squares(nothing[0])
-        kernels.load("elementwise")
+    @property
+    def virtual_shard(self) -> int:
+        """The virtual shard whose gradients are written now."""
+        return self.reduction.virtual_shard
 
-    def _written(self, name: str, param: Parameter) -> None:
-        """Of the parameter that had this name when it was taken over; the parameters of a part have others."""
-        if self.virtual_shards is not None and param.grad_req == "add":
-            raise ConfigError(
-                "backward", where=name, expected="grad_req='write' with reproducible=True", got="grad_req='add'"
-            )
-        bucket = self.arrivals.note(name)
+    @property
+    def is_first_backward(self) -> bool:
+        """Whether the current backward is the first one of this rank's virtual shards in the step."""
+        return self.virtual_shard == self.own_virtual_shards.start
+
+    @property
+    def is_last_backward(self) -> bool:
+        """Whether the current backward is the last one of this rank's virtual shards in the step."""
+        return self.reduction.is_last_backward
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of gradients and of sums that this rank holds."""
+        return sum(bucket.mine.nbytes for bucket in self.buckets) + self.reduction.nbytes
+
+    @property
+    def way(self) -> GpuTransport | None:
+        """How GPUs of a node exchange data; None where buckets are summed on the host."""
+        return self.reduction.way
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether gradients are summed over the rows of the buckets, without messages, when all have left backward."""
+        return self.reduction.sums_rows and not self.overlap
+
+    @property
+    def times(self) -> list[BucketTimes]:
+        """When the buckets of the last finished step were ready, launched and reduced; empty without overlap."""
+        return self.scheduler.times
+
+    def _written(self, bucket: Bucket, name: str, param: Parameter) -> None:
+        """Note a written gradient, of the parameter that has this name in `params`; a slice of it has another name."""
+        self.reduction.written(bucket, name, param)
+        self.arrivals.note(bucket, name)
         if self.watch is not None:
             self.watch()
-        if self.gpus is not None:
-            self.gpus.written(bucket)
         if bucket.state is State.READY and self.overlap and not self._another_follows:
-            bucket.ready_ns = time.perf_counter_ns()
-            self._launch(bucket)
+            self.scheduler.launch(bucket)
 
     def takes(self, param: Parameter) -> bool:
-        """Whether it alone is told when the gradient of ``param`` is written."""
+        """Return whether the hook of ``param`` is this reducer's."""
         return param.grad_hook is not None and param.grad_hook is self._hooks.get(id(param))
 
     def let_go(self) -> None:
@@ -425,11 +469,10 @@ class Reducer:
         for param in self.params.values():
             if self.takes(param):
                 param.grad_hook = None
-        if self.beside is not None:
-            self.beside.let_go()
+        self.scheduler.let_go()
 
     def launching(self, leaves: Sequence[Parameter]) -> list[Parameter]:
-        """Of ``leaves``, whose gradients are written in this order, those with which buckets are launched."""
+        """Return those of ``leaves``, whose gradients are written in this order, whose hooks launch a bucket."""
         numbers = {id(param): slot.bucket for param, slot in zip(self.params.values(), self.layout.slots, strict=True)}
         ours = filter(self.takes, leaves if self.overlap else ())
         return list({numbers[id(leaf)]: leaf for leaf in ours}.values())
@@ -437,82 +480,37 @@ class Reducer:
     @property
     def _another_follows(self) -> bool:
         """Whether this is not the last backward of the step, so that it launches nothing."""
-        return self.arrivals.are_held or (self.virtual_shards is not None and not self.virtual_shards.is_last)
-
-    @property
-    def sums_rows(self) -> bool:
-        """Whether gradients are summed over the rows of the buckets, without messages, when all have left backward."""
-        return self.on_one_node and not self.overlap and self.virtual_shards is None
+        return self.arrivals.are_held or not self.reduction.is_last_backward
 
     def reset(self) -> None:
         """Begin a step: every gradient is to be written anew."""
-        if self.beside is not None:
-            self.beside.begin_step()
+        self.scheduler.begin_step()
         self.arrivals.begin()
-        self._unsent = {}
         self.holds_sums = False
-        if self.virtual_shards is not None:
-            self.virtual_shards.begin()
+        self.reduction.begin_step()
 
     def next_virtual_shard(self) -> None:
         """Keep this virtual shard's gradients, and begin the next one: every gradient is to be written anew."""
-        assert self.virtual_shards is not None
         self.arrivals.fill_with_zeros()
         for bucket in self.buckets:
-            self.virtual_shards.take(bucket)
-        self.virtual_shards.next()
+            self.reduction.end_backward(bucket)
+        self.reduction.next_backward()
         self.arrivals.begin_again()
-
-    def _launch(self, bucket: Bucket) -> None:
-        assert self.beside is not None
-        if self.virtual_shards is not None:
-            self.virtual_shards.take(bucket)
-        if self.gpus is not None:
-            self.gpus.filled(bucket)
-        self.beside.launch(bucket, partial(self._reduction, bucket, self._unsent.get(bucket.number, ())))
 
     def keep_unsent(self, names: Set[str]) -> None:
         """Send nothing in this step of parameters that no rank has used; before buckets with them are launched."""
-        for bucket in self.buckets if names and self.keeps_unsent else ():
-            slots = [slot for slot in bucket.slots if slot.name in names]
-            if slots:
-                self._unsent[bucket.number] = slots
+        self.reduction.keep_unsent(names)
 
     def launch_rest(self) -> None:
-        """Launch what backward has not: buckets with gradients that it does not write, which count as zero.
+        """Launch the buckets that backward has not: gradients in them that it has not written count as zero.
 
-        Without overlap nothing is launched, but from now on this rank's gradients may be summed.
+        Without overlap nothing is sent, but from now on this rank's gradients may be summed.
         """
-        if self.virtual_shards is not None and not self.overlap:
-            for bucket in self.buckets:
-                self.virtual_shards.take(bucket)
-        if self.overlap:
-            if not self.arrivals.accumulating:
-                self.arrivals.fill_with_zeros()
-            for bucket in self.buckets:
-                if bucket.state in (State.FILLING, State.READY):
-                    bucket.ready_ns = time.perf_counter_ns()
-                    self._launch(bucket)
-
-    def _reduction(self, bucket: Bucket, unsent: Sequence[Slot], turn: Request | None) -> Steps:
-        """Sum this rank's shard over all ranks of the world, in place in its own row; the node's have filled theirs."""
-        if self.virtual_shards is not None:
-            yield from self.virtual_shards.sum(bucket, turn)
-        elif self.gpus is not None:
-            yield from self.gpus.sum(bucket, turn, unsent)
-        else:
-            self.sum_shard(bucket)
-            if self.rail is not None:
-                yield from self.rail.sum(bucket, turn, unsent)
-        bucket.state = State.REDUCED
-        bucket.done_ns = time.perf_counter_ns()
-
-    def sum_shard(self, bucket: Bucket, row: int | None = None) -> None:
-        """Sum this rank's shard over the node's ranks into ``row``, default its own."""
-        first, last = bucket.shard
-        if self.memory.size > 1 and last > first:
-            row = self.memory.rank if row is None else row
-            self._reduce.combine_into(bucket.words, first, last, row, self._reduce.SUM)
+        if not self.arrivals.accumulating:
+            self.arrivals.fill_with_zeros()
+        for bucket in self.buckets:
+            if bucket.state in _TAKING:
+                self.scheduler.launch(bucket)
 
     def reduce_shards(self) -> None:
         """Sum this rank's shard of every bucket over all ranks of the world, in place in its own row.
@@ -520,10 +518,21 @@ class Reducer:
         Every rank must call. Without overlap, all must have left backward.
         """
         with self.waiting():
-            self._reduce_shards()
+            self.scheduler.reduce()
+
+    def reduce_bucket(self, bucket: Bucket) -> None:
+        """Sum this rank's shard of one bucket, where `sums_rows`."""
+        self.reduction.reduce([bucket])
+
+    def reduce_everywhere(self) -> None:
+        """Make every rank's row of every bucket the sum over all ranks; every rank must call, outside of backward."""
+        with self.waiting():
+            self.scheduler.reduce_everywhere()
+        self.gate.barrier()
+        self.holds_sums = True
 
     def drop(self) -> None:
-        """Reduce for nobody, after `launch_rest`; every rank must call, outside of backward.
+        """Reduce and ignore the sums, after `launch_rest`; every rank must call, outside of backward.
 
         What compression does not send of these gradients is part of later sums, so it must not see others: neither
         those that an earlier step has left, nor those of the next backward. An update, or a look at sums, would hold
@@ -536,88 +545,26 @@ class Reducer:
         if self.keeps_unsent:
             self.gate.barrier()
 
-    def _reduce_shards(self) -> None:
-        if self.beside is not None:
-            for bucket in reversed(self.buckets):
-                self.beside.wait(bucket)
-        elif self.sums_rows:
-            for bucket in self.buckets:
-                self.sum_shard(bucket)
-                bucket.state = State.REDUCED
-        else:
-            if self.gpus is not None:
-                for bucket in self.buckets:
-                    self.gpus.filled(bucket)
-            with self._watchdog.watching("reduction", self._unreduced):
-                TaskGroup(
-                    [self._reduction(bucket, self._unsent.get(bucket.number, ()), None) for bucket in self.buckets]
-                ).wait()
-        if self.gpus is not None:
-            for bucket in self.buckets:
-                self.gpus.summed(bucket)
-        if self.virtual_shards is not None:
-            self.gate.barrier()  # owners add up in the memory of other ranks, which those will write in the next step
-
-    def _unreduced(self) -> str:
-        first, *others = [bucket for bucket in self.buckets if bucket.state is not State.REDUCED] or self.buckets
-        return first.described() + (f" and {len(others)} more" if others else "")
-
-    @property
-    def times(self) -> list[BucketTimes]:
-        """When the buckets of the last step that is over were ready, launched and done; empty without overlap."""
-        return [] if self.beside is None else self.beside.times
+    def update_later(self, bucket: Bucket, update: Callable[[], None]) -> None:
+        """Call ``update()``, which updates the parameters that this rank owns, as soon as the bucket is reduced."""
+        self.scheduler.update_later(bucket, update)
 
     def settle(self) -> None:
         """Wait for all updates under way."""
-        if self.beside is not None:
-            self.beside.settle_all()
+        self.scheduler.settle_all()
 
-    def shards(self) -> Iterator[tuple[Bucket, Array]]:
-        """Every bucket and this rank's shard of it, a view of shape ``(n,)``."""
-        for bucket in self.buckets:
-            yield bucket, bucket.mine[slice(*bucket.shard)]
+    def notify_waits(self, waited: Callable[[int, int], None]) -> None:
+        """Call ``waited(begin_ns, end_ns)`` after each wait of this rank's computation for an update."""
+        self.scheduler.waited = waited
 
-    def reduce_everywhere(self) -> None:
-        """Make every rank's row of every bucket the sum over all ranks; every rank must call, outside of backward."""
-        if self.sums_rows:
-            for bucket in self.buckets:
-                self.sum_shard(bucket, self._reduce.EVERY_ROW)
-                bucket.state = State.REDUCED
-        else:
-            self.reduce_shards()
-            self._gather_on_gpus()
-            for bucket, shard in self.shards():
-                for other in range(self.memory.size):
-                    if other != self.memory.rank:
-                        bucket.rows[other, slice(*bucket.shard)] = shard
-        self.gate.barrier()
-        self.holds_sums = True
+    def gather_parameters(self, flats: Sequence[Array]) -> None:
+        """Copy each shard of the parameters from its owner to the node's other ranks; every rank must call.
 
-    def _gather_on_gpus(self) -> None:
-        """Bring shards of buckets on GPUs from their owners to the node's other ranks, where those have them not."""
-        if self.gpus is None or not self.gpus.sharded:
-            return
-        with self.waiting():
-            for bucket in self.buckets:
-                self.gpus.filled(bucket)
-            with self._watchdog.watching("allgather", lambda: "shards on GPUs"):
-                TaskGroup([self.gpus.gather(bucket) for bucket in self.buckets]).wait()
-            for bucket in self.buckets:
-                self.gpus.summed(bucket)
-
-    def share(self, flats: Sequence[Array]) -> None:
-        """Bring each shard of the parameters from its owner to the node's other ranks; every rank must call.
-
-        It overwrites the gradients on GPUs; of others nothing is left to do, which have the parameters once.
+        Overwrites gradients on GPUs. In memory that ranks share the parameters are once, so that nothing is copied.
 
         Args:
             flats: the parameters of each bucket, of which this rank has updated its shard.
         """
-        if self.gpus is not None and self.gpus.sharded:
-            for (_, shard), bucket, flat in zip(self.shards(), self.buckets, flats, strict=True):
-                shard[...] = flat[slice(*bucket.shard)]
-            self._gather_on_gpus()
-            for bucket, flat in zip(self.buckets, flats, strict=True):
-                first, last = bucket.shard
-                flat[:first], flat[last:] = bucket.mine[:first], bucket.mine[last:]
+        with self.waiting():
+            self.reduction.gather_parameters(self.buckets, flats)
         self.gate.barrier()

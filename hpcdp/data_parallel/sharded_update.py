@@ -123,7 +123,7 @@ def squares_of_model(reducer: Reducer) -> float:
     It is that of a whole model, also where this rank has a part of one (`World.model_comm`, `World.part_comm`). It is
     not finite where some gradient is not.
     """
-    if reducer.virtual_shards is not None and reducer.holds_sums:  # by shards its bits would depend on their number
+    if reducer.is_deterministic and reducer.holds_sums:  # by shards its bits would depend on their number
         runs = [run for bucket in reducer.buckets for run in _counted(reducer, bucket, 0, bucket.mine.size)]
         total = sum(squares(runs))
     else:
@@ -514,11 +514,9 @@ class _Flat:
 
     def _update_later(self, step: int, scale: float) -> None:
         """Update every bucket as soon as it is reduced, with the rules' settings of this moment."""
-        beside = self.reducer.beside
-        assert beside is not None
         for bucket in reversed(self.reducer.buckets):
             pieces = [each._replace(rule=copy.copy(each.rule)) for each in self.pieces[bucket.number]]
-            beside.update_later(bucket, partial(self._update_own, bucket, pieces, step, scale))
+            self.reducer.update_later(bucket, partial(self._update_own, bucket, pieces, step, scale))
 
 
 class Replicated(_Flat):
@@ -575,7 +573,7 @@ class ShardedUpdate(_Flat):
         return bucket.shard
 
     def reduce(self) -> None:
-        if self.optimizer.by_layer and self.reducer.virtual_shards is not None:
+        if self.optimizer.by_layer and self.reducer.is_deterministic:
             self.reducer.reduce_everywhere()  # norms of parts would depend on what the parts are
         else:
             self.reducer.reduce_shards()
@@ -608,13 +606,13 @@ class ShardedUpdate(_Flat):
                     arrays = piece.rule.arrays_of(state)
                     fused.REDUCING_RULES[name](bucket.rows, piece.first, piece.last, flat, *arrays, coefficients)
             else:
-                reducer.sum_shard(bucket)
+                reducer.reduce_bucket(bucket)
                 self._update_own(bucket, pieces, step, scale)
         reducer.gate.barrier()
 
     def update(self, step: int, scale: float | Array) -> None:
         self._update_all(step, scale)
-        self.reducer.share(self.flats)
+        self.reducer.gather_parameters(self.flats)
 
 
 NEAR_NBYTES, FAR_NBYTES = 6 << 20, 32 << 20

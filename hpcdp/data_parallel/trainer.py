@@ -2,8 +2,8 @@
 
 The Trainer: from the gradients of each rank's samples to one update by the global batch.
 
-This is what all trainers have in common; `bucket_trainer` sums gradients in buckets, `store_trainer` on a key-value
-store.
+This is what all trainers have in common; `bucket_trainer` sums gradients in buckets, `kvstore.trainer` on a key-value
+store. `train.trainer.Trainer` makes either.
 
 What every Trainer refuses: parameters, counts, and ranks that differ.
 
@@ -19,7 +19,7 @@ import operator
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
@@ -33,16 +33,14 @@ from ..autograd.tape import NumberHeads
 from ..comm import Communicator, World, init
 from ..comm.consistency import require_same
 from ..comm.watchdog import Watchdog
-from ..comm.world import require_world
-from ..compression import Compression, Settings
+from ..compression import Compression
 from ..core import state as core_state
 from ..core.arrays import Array, from_host, is_cupy, is_host, to_host
 from ..engine.trace import Trace, nvtx
 from ..errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError, type_named
-from ..kvstore import KINDS, KVStore
 from ..nn import module
 from ..nn.module import Deferred
-from ..optim import Optimizer, require_optimizer
+from ..optim import Optimizer
 from .buckets import Parameter
 from .parameter_edits import Places, being_changed, moved, moved_anywhere, of_rank_0
 from .policy import Policy, first_scale
@@ -144,6 +142,17 @@ def require_same_parameters(own: Mapping[str, object], given: Mapping[str, objec
         odd = min(set(given) ^ set(own))
         held, lacks = ("the trainer", "the state") if odd in own else ("the state", "the trainer")
         raise ConfigError("load_state_dict", where=odd, expected=f"it in {lacks}", got=f"it in {held} only")
+
+
+def require_whole(operation: str, params: Sequence[Parameter], remedy: str) -> None:
+    """Raise `ConfigError` where one is a part of a parameter that other ranks have the rest of."""
+    for param in params:
+        cut = core_state.cut_of(param)
+        if cut is not None and cut.total != param.data.shape[cut.axis]:
+            raise ConfigError(
+                operation, where=param.name, expected=f"all of shape {cut.whole(tuple(param.data.shape))}",
+                got=f"a part of shape {tuple(param.data.shape)}", remedy=remedy,
+            )  # fmt: skip
 
 
 def checked_count(operation: str, count: int) -> int:
@@ -371,20 +380,16 @@ def may_wait(make: Callable[..., None]) -> Callable[..., None]:
         params = list(params)
         late = [param for param in params if isinstance(param, Deferred)]
         if late:
-            kind = options.get("kvstore")
-            kind = kind.kind if isinstance(kind, KVStore) else kind
-            is_alone = isinstance(kind, str) and kind in KINDS and KINDS[kind].scope != "world"
-            ranks = None if is_alone else init() if world is None else world
-            comm = None if ranks is None else ranks.comm
+            self.world = self.ranks(world, options)
+            comm = None if self.world is None else self.world.comm
             if comm is not None:
                 require_same(comm, "Trainer", [f"{param.name} {param.expected}" for param in late])
             settle_together(late, comm)
             if any(None in module.shape_of(param) for param in late):
-                _refuse(ranks, options)
+                _refuse(self.world, options)
                 self.check_options(options)
-                self.optimizer, self.world = optimizer, ranks
+                self.optimizer = optimizer
                 self.loss_scale = first_scale(options.get("loss_scale", 1.0))
-                self.steps_together = kind != "dist_async"
                 self.waiting = Waiting(params, late, comm, lambda: make(self, params, optimizer, world, **options))
                 return
         make(self, params, optimizer, world, **options)
@@ -402,65 +407,8 @@ def _refuse(ranks: World | None, options: dict[str, Any]) -> None:
         )  # fmt: skip
 
 
-class Trainer:
-    """Updates a model's parameters by the gradients of all ranks. Every rank must make it, with the same model.
-
-    A loss is per sample and gradients are sums (as in Gluon), so each rank says how many samples its gradients stand
-    for and the trainer divides by the global number once: uneven and empty shards give exactly the global batch's
-    gradient.
-
-    What ``Trainer(...)`` makes is a `BucketTrainer`, with ``kvstore`` a `StoreTrainer`; both are Trainers. All ranks
-    start with rank 0's values. From construction on, ``param.data`` and ``param.grad`` are arrays of the trainer's:
-    views of flat buckets, with ``owner="shard"`` in memory shared by the node, once; or a rank's own. Parameters of
-    16 bits have a float32 copy each, in the optimizer's state: that is updated, and then rounded to them.
-
-    Where layers have still to find out their shapes, the rest of the Trainer is made by the first call of `step`, as in
-    Gluon; a rank without samples gets shapes and values from others. What needs arrays, as `no_sync` or `state_dict`,
-    is a DeviceError before that.
-
-    Args:
-        params: the model's parameters, ``net.parameters()``; those with ``grad_req="null"`` are left alone.
-        optimizer: the update rule, with the same settings on every rank.
-        world: the ranks; default `hpcdp.init()`. Of a model that is cut those with the same part or stage: the
-            ``replicas`` of `hpcdp.parallel.split_world`, or of a `Pipeline`.
-        kvstore: train on a store: one of `kvstore.KINDS`, or a store without keys. Parameters become its keys 0, 1, 2,
-            ... None: in buckets.
-        update_on_kvstore: whether the store updates, or only sums, and every rank updates. None: it updates.
-        compression: how gradients are compressed between nodes, or by a store's `KVStore.set_gradient_compression`:
-            ``"fp16"``, ``"bf16"``, ``"2bit"``, ``"1bit"`` or ``"topk"``, with settings behind a colon
-            (``"topk:ratio=0.05"``), or a `Compression`. None: not at all.
-        policy: what to do about unused parameters and gradients that are not finite.
-        owner: who updates. ``"rank"``: every rank all parameters. ``"shard"``: every rank its shard, with 1/n of the
-            optimizer's state for n ranks on the smallest node (`nbytes` tells). ``"auto"``: ``"shard"`` where the
-            node's ranks share memory, but ``"rank"`` on one node if all copies fit in its caches: up to 6 MiB of them,
-            up to 32 where its cores are far from each other, which is measured; not with ``overlap``, or more ranks
-            than cores. On GPUs ``"rank"``. The numbers are the same to the bit (LARS on float64: but the last). This
-            and all that follows is not for stores.
-        bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1. None: an eighth of the model, but from
-            1 to 25.
-        clip_norm: scale the global batch's mean gradient down to this norm where it is longer. One that is not finite
-            stays as it is.
-        overlap: reduce a bucket as soon as backward has written it, and update its parameters while the next forward
-            runs, as far as that does not need it; then gradients must not be changed by hand before `step`, and there
-            is one backward for each, with ``grad_req="write"``. None: where there are several nodes. The numbers are
-            the same to the bit.
-        reproducible: the same bits on any number of ranks and nodes. Each rank calls `step` after every virtual shard
-            of `own_virtual_shards`, and the last of these calls updates; `data.VirtualShardSampler` yields them. Sets
-            BLAS to one thread. See docs/reproducibility.md for what it refuses, and what it costs.
-        virtual_shards: into how many pieces every global batch is then cut, at least one a rank; it decides the bits.
-            None: 8.
-        loss_scale: how many times too large gradients are, since backward begins with ``loss.backward(
-            trainer.loss_scale)``, against underflow in 16 bits. ``"dynamic"``: 2^16 at first, halved by each step whose
-            summed gradient overflows, but not below 1, and doubled after 2000 steps that do not; such a step updates
-            nothing on all ranks, as with ``Policy(nonfinite="skip")``. Stores take a number.
-
-    Raises:
-        MismatchError: the ranks' parameters or settings differ, later in `step` and `update` their learning rates or
-            loss scales; on every rank, naming ranks and the first difference.
-        ConfigError: no parameters, two of one name or one that is no float of 16 to 64 bits, an unknown owner, codec or
-            store, a clip_norm that is not positive; what a store cannot do; what would keep a run from being
-            reproducible.
-    """
+class BaseTrainer:
+    """What the trainers on buckets and on a store have in common; see `hpcdp.Trainer`, which makes either."""
 
     world: World | None
     """The ranks; None where a store of this process alone is given."""
@@ -480,40 +428,13 @@ class Trainer:
     """Into how many pieces global batches are cut; None where the trainer is not reproducible."""
     waiting: Waiting | None = None
     """The rest of the Trainer, to be made when the network knows its shapes; None from then on."""
+    _means: MeanLosses | None = None
+    """How backward began in the first steps."""
     _is_changing: bool = False
     _places: Places
     """Where it updates its parameters."""
     steps_together: bool = True
     """Whether a step is one of all ranks, which wait for each other; not with ``dist_async``."""
-
-    def __new__(  # its arguments go to the __init__ of what it makes, too
-        cls,
-        params: Sequence[Parameter],
-        optimizer: Optimizer,
-        world: World | None = None,
-        *,
-        kvstore: str | KVStore | None = None,
-        update_on_kvstore: bool | None = None,
-        compression: Settings = None,
-        policy: Policy | None = None,
-        owner: str = "auto",
-        bucket_cap_mb: float | None = None,
-        clip_norm: float | None = None,
-        overlap: bool | None = None,
-        reproducible: bool = False,
-        virtual_shards: int | None = None,
-        loss_scale: float | str = 1.0,
-    ) -> Trainer:
-        if cls is not Trainer:
-            return super().__new__(cls)
-        if not isinstance(params, Iterable):
-            raise no_parameters(params)
-        require_optimizer("Trainer", optimizer)
-        require_world("Trainer", world)
-        from ..kvstore.trainer import StoreTrainer
-        from .bucket_trainer import BucketTrainer
-
-        return super().__new__(BucketTrainer if kvstore is None else StoreTrainer)
 
     def __getattr__(self, name: str) -> Any:
         waiting = self.waiting
@@ -526,15 +447,21 @@ class Trainer:
             self.waiting = waiting
             raise
         give()
-        self.forget_losses()
+        if self._means is not None:
+            self._means.forget()  # how backward began that has written them
         return getattr(self, name)
 
-    def forget_losses(self) -> None:
-        """Forget how the backward of the gradients that are there began."""
-        raise NotImplementedError
+    def _warn_of_mean_losses(self, operation: str, count: int) -> None:
+        """Warn where the backwards before a step of ``count`` samples began with means, until that is clear."""
+        if self._means is not None and self._means.look(operation, count, self.loss_scale, stacklevel=4):
+            self._means = None
 
     @staticmethod
-    def check_options(options: dict[str, Any]) -> None:
+    def ranks(world: World | None, options: dict[str, Any]) -> World | None:
+        """Return the ranks of a trainer of these options; None where it has a store of this process alone."""
+        return init() if world is None else world
+
+    def check_options(self, options: dict[str, Any]) -> None:
         """Raise `ConfigError` for options that are wrong, whatever the parameters are."""
         raise NotImplementedError
 
@@ -544,8 +471,8 @@ class Trainer:
             remedy="copy the network, save with save_states() or a checkpoint.Manager",
         )  # fmt: skip
 
-    # [Note: no abstract methods] Both kinds define what raises below. As abstract methods they would make type checkers
-    # refuse `Trainer(...)`, which is how a program makes either.
+    # [Note: no abstract methods] Both trainers define what raises below. Abstract methods would make type checkers
+    # refuse `hpcdp.Trainer(...)`, which is how a program makes either.
 
     @property
     def own_virtual_shards(self) -> range:

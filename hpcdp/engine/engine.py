@@ -34,9 +34,10 @@ from functools import partial
 from sys import _getframe
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from ..errors import ConfigError, UnsupportedError, to_stderr
+from ..core.checks import not_copied, one_of
+from ..errors import ConfigError, to_stderr, whole_number
 from .scheduler import DeferredTask, Failure, Lane, Task, TaskSchedule, Variable, silent_bell, throw
 
 SLICE_NS = 100_000
@@ -288,8 +289,7 @@ class Engine:
         ConfigError: one of these is not valid.
     """
 
-    def __reduce__(self) -> Any:
-        raise UnsupportedError("Engine", expected="what tasks write to be copied or saved", got="the engine")
+    __reduce__ = not_copied("Engine", "the engine", what="what tasks write")
 
     def __init__(
         self,
@@ -299,10 +299,8 @@ class Engine:
     ) -> None:
         if isinstance(lanes, str):
             raise ConfigError("Engine", where="lanes", expected="several names, e.g. ('io',)", got=repr(lanes))
-        if not isinstance(max_inflight, int) or max_inflight < 1:
-            raise ConfigError("Engine", where="max_inflight", expected="an integer, at least 1", got=repr(max_inflight))
         self.synchronous = _asked_in_environment() if synchronous is None else synchronous
-        self._schedule = TaskSchedule(max_inflight)
+        self._schedule = TaskSchedule(whole_number("Engine", "max_inflight", max_inflight, 1))
         self._workers = Workers(self._schedule)
         for name, threads in dict(lanes if isinstance(lanes, Mapping) else dict.fromkeys(lanes, 1)).items():
             self.add_lane(name, threads)
@@ -339,9 +337,8 @@ class Engine:
         """
         if name in self._schedule.lanes:
             raise ConfigError("add_lane", where="name", expected=f"none of {', '.join(self._schedule.lanes)}", got=name)
-        if not isinstance(threads, int) or threads < 1 or (idle is not None and threads > 1):
-            expected = "at least 1" if idle is None else "1 with idle"
-            raise ConfigError("add_lane", where=f"threads of {name}", expected=expected, got=repr(threads))
+        expected, most = (None, None) if idle is None else ("1 with idle", 1)
+        whole_number("add_lane", f"threads of {name}", threads, 1, most, expected=expected)
         self._schedule.lanes[name] = Lane(name, threads, idle)
 
     def push(
@@ -506,9 +503,7 @@ def _abandon(schedule: Callable[[], TaskSchedule | None]) -> None:
 
 def _asked_in_environment() -> bool:
     asked = os.environ.get("HPCDP_ENGINE") or "threads"
-    if asked not in ("synchronous", "threads"):
-        raise ConfigError("Engine", where="HPCDP_ENGINE", expected="synchronous or threads", got=asked)
-    return asked == "synchronous"
+    return one_of("Engine", "HPCDP_ENGINE", asked, ("synchronous", "threads")) == "synchronous"
 
 
 EXIT_LIMIT_S = 5.0

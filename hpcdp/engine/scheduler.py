@@ -18,7 +18,8 @@ from threading import get_ident
 from types import FrameType
 from typing import Any
 
-from ..errors import ConfigError, UnsupportedError
+from ..core.checks import not_copied
+from ..errors import ConfigError
 
 
 class Variable:
@@ -26,8 +27,7 @@ class Variable:
 
     __slots__ = ("__weakref__", "failure", "held", "name", "queue", "schedule")
 
-    def __reduce__(self) -> Any:
-        raise UnsupportedError("Variable", expected="what tasks write to be copied or saved", got="the variable")
+    __reduce__ = not_copied("Variable", "the variable", what="what tasks write")
 
     def __init__(self, name: str, schedule: object) -> None:
         self.name = name

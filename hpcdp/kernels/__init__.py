@@ -14,15 +14,12 @@ all Numba kernels.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import importlib
-import os
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
@@ -31,97 +28,20 @@ from typing import IO
 
 from ..core.arrays import Array, is_cupy, is_host
 from ..core.environment import speaks
-from ..core.files import make_private_folder, who_else_may_write
-from ..errors import ConfigError, reason, to_stderr
+from ..core.files import cache_dir, make_private_folder, refuse_what_others_may_write, warn_of_cache_once
+from ..errors import to_stderr
 
 _loaded: dict[str, ModuleType] = {}
 _loading = threading.Lock()
 _turn = threading.RLock()
 _compiling = 0
-_warned = False
 _said: set[str] = set()
 _all_kept = True
 _queues = True
-_PRIVATE = "a folder that this user alone may write"
-_private: set[str] = set()
-"""Folders that no other user may change."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_NBYTES = 4 << 20
 """That a disk must have left to be tried: the code of one module takes less."""
 _NAP_S, _PATIENCE_S, _LIMIT_S = 0.05, 5.0, 120.0
 """Of a wait for another process that compiles: between two looks, until it is said, and until it is given up."""
-
-
-def cache_dir() -> Path:
-    """The folder of compiled kernels: ``HPCDP_CACHE_DIR``, else ``$XDG_CACHE_HOME/hpcdp``, else ``~/.cache/hpcdp``.
-
-    Whoever may change it, or a folder on the way to it, can have this user run code. So one of the latter that cannot
-    be written, or that others may write, is replaced by a private temporary folder, after one warning on rank 0.
-
-    Raises:
-        ConfigError: ``HPCDP_CACHE_DIR`` cannot be written, or others may write it, or the temporary folder.
-    """
-    chosen = os.environ.get("HPCDP_CACHE_DIR")
-    if chosen:
-        problem = _problem(Path(chosen))
-        if problem:
-            raise ConfigError(
-                "kernel cache", where=f"HPCDP_CACHE_DIR={chosen}", expected=_PRIVATE,
-                got=problem, remedy="unset it, or name a folder of yours",
-            )  # fmt: skip
-        return Path(chosen)
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpcdp"
-        problem = _problem(folder)
-        if not problem:
-            return folder
-        problem = f"[{folder}]: {problem}"
-    except RuntimeError as error:
-        problem = f": {error}"
-    fallback = Path(tempfile.gettempdir()) / f"hpcdp-{os.getuid()}"
-    _problem(fallback)
-    with contextlib.suppress(OSError):  # on a full disk it cannot be made
-        refuse_what_others_may_write("kernel cache", fallback, fallback, "set HPCDP_CACHE_DIR to a folder of yours")
-    _warn_once(f"kernel cache {problem}; {fallback} is used, set HPCDP_CACHE_DIR to a lasting folder")
-    return fallback
-
-
-def _problem(folder: Path) -> str | None:
-    """Return why code cannot be kept in ``folder``, which is made if need be, or None.
-
-    A full disk is no reason: what was kept earlier can be read, and training need not stop for the rest.
-    """
-    try:
-        make_private_folder(folder)
-        writer = who_else_may_write(folder)
-    except OSError as error:
-        return None if error.errno in _FULL else reason(error)
-    if writer is not None:
-        return writer
-    return None if os.access(folder, os.W_OK | os.X_OK) else "no permission to write"
-
-
-def refuse_what_others_may_write(operation: str, folder: str | Path, where: object, remedy: str) -> None:
-    """Refuse code in ``folder`` that other users could change; one that was found good is not looked at again.
-
-    Raises:
-        ConfigError: others may write it, or a folder on the way to it.
-        OSError: it is not there.
-    """
-    if str(folder) in _private:
-        return
-    writer = who_else_may_write(folder)
-    if writer is not None:
-        raise ConfigError(operation, where=where, expected=_PRIVATE, got=writer, remedy=remedy)
-    _private.add(str(folder))
-
-
-def _warn_once(text: str) -> None:
-    """Warn of the cache if this process is rank 0 or no rank, and has not yet done so."""
-    global _warned
-    if not _warned and speaks():
-        warnings.warn(text, stacklevel=3)
-    _warned = True
 
 
 def _say_once(text: str) -> None:
@@ -140,7 +60,7 @@ def not_kept(folder: Path, error: Exception) -> None:
     global _all_kept
     _all_kept = False
     reason = getattr(error, "strerror", None) or error
-    _warn_once(f"kernel cache [{folder}]: {reason}; kernels are compiled by every process of every job")
+    warn_of_cache_once(f"kernel cache [{folder}]: {reason}; kernels are compiled by every process of every job")
 
 
 def compiled_dir() -> Path:

@@ -184,6 +184,14 @@ def listed_keys(operation: str, key: object) -> list[Key]:
     return keys
 
 
+def one_for_each_key(operation: str, where: str, values: object, count: int) -> Sequence[Any]:
+    """Return ``values``, a list of ``count``; `ConfigError` where they are none."""
+    if not isinstance(values, list | tuple) or len(values) != count:
+        got = f"{len(values)}" if isinstance(values, list | tuple) else type(values).__name__
+        raise ConfigError(operation, where=where, expected=f"a list of {count}, one for each key", got=got)
+    return values
+
+
 def grouped(operation: str, key: object, value: Any) -> dict[Key, list[Any]]:
     """The values of every key, those of one that stands there twice together.
 
@@ -194,10 +202,7 @@ def grouped(operation: str, key: object, value: Any) -> dict[Key, list[Any]]:
         ConfigError: something is no key, or there are other than as many values.
     """
     keys = listed_keys(operation, key)
-    values: Sequence[Any] = value if isinstance(key, list | tuple) else [value]
-    if not isinstance(values, list | tuple) or len(values) != len(keys):
-        got = f"{len(values)}" if isinstance(values, list | tuple) else type(values).__name__
-        raise ConfigError(operation, where="value", expected=f"a list of {len(keys)}, one for each key", got=got)
+    values = one_for_each_key(operation, "value", value, len(keys)) if isinstance(key, list | tuple) else [value]
     found: dict[Key, list[Any]] = {}
     for each, of_key in zip(keys, values, strict=True):
         arrays = of_key if isinstance(of_key, list | tuple) else [of_key]

@@ -14,11 +14,12 @@ from ..comm.consistency import on_every_rank, require_same
 from ..comm.world import require_world
 from ..compression import Compression
 from ..core.arrays import Array, is_cupy, is_host, on_device_of
+from ..core.checks import one_of
 from ..core.devices import Device, Stream, Streams
 from ..core.state import Part
 from ..engine import Engine, Variable
 from ..engine.scheduler import throw
-from ..errors import ConfigError
+from ..errors import ConfigError, whole_number
 from .arguments import KINDS, Entry, Key, PullHandle, carry, check_storable, fill, like, merged, sum_into
 from .asynchronous import AsyncStore
 from .device_sync import DeviceSyncStore
@@ -201,8 +202,7 @@ def create(
     Raises:
         ConfigError: there is no such kind, or it has no such setting.
     """
-    if not isinstance(name, str) or name not in KINDS:
-        raise ConfigError("kvstore.create", where="name", expected=f"one of {', '.join(KINDS)}", got=repr(name))
+    one_of("kvstore.create", "name", name, KINDS)
     require_world("kvstore.create", world)
     if KINDS[name].scope == "process":
         _check_settings(name, staleness, replay)
@@ -223,6 +223,5 @@ def _check_settings(name: str, staleness: int | None, replay: int | None) -> Non
             raise ConfigError(
                 "kvstore.create", where=setting, expected="None, or dist_async", got=f"{value!r} of {name}"
             )
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            expected = "an integer, 0 or more, or None"
-            raise ConfigError("kvstore.create", where=setting, expected=expected, got=repr(value))
+        if value is not None:
+            whole_number("kvstore.create", setting, value, 0)

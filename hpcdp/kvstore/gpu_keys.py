@@ -24,7 +24,7 @@ from ..comm.shared_memory import ProgressCounters
 from ..core.arrays import Array
 from ..core.devices import Device, Event, Streams
 from ..data_parallel.buckets import LINE_NBYTES, Bucket, Layout, Slot
-from ..data_parallel.gpu_reduction import DeviceSums
+from ..data_parallel.gpu_reduction import GpuReduction
 from ..data_parallel.overlap import SendPriority
 from ..errors import MismatchError, UnsupportedError
 from .arguments import STORABLE, Key, fill, sum_into
@@ -55,7 +55,7 @@ def check_one_gpu(values: Mapping[Key, Array]) -> None:
 
 @dataclass
 class _Held:
-    """A key as `DeviceSums` sees it."""
+    """A key as `GpuReduction` sees it."""
 
     name: str
     data: Array
@@ -105,11 +105,11 @@ class GpuKeys:
 
     Args:
         values: alike on all ranks, for which they become the store's own; all on one GPU, at most `MOST_KEYS`.
-        comm: all ranks, for messages; ``rail``: of `World.rail_comm`, or None. Both as `DeviceSums` has them.
+        comm: all ranks, for messages; ``rail``: of `World.rail_comm`, or None. Both as `GpuReduction` has them.
         signature: see `make_tag`.
 
     Raises:
-        DeviceError, UnsupportedError: see `DeviceSums`.
+        DeviceError, UnsupportedError: see `GpuReduction`.
     """
 
     def __init__(
@@ -117,17 +117,17 @@ class GpuKeys:
     ) -> None:
         names = [f"key {key!r}" for key in values]
         held = [_Held(name, value) for name, value in zip(names, values.values(), strict=True)]
+        layout = _layout(held)
         self._streams = streams = Streams(Device.of(held[0].data))
         with streams.on_device():
-            self._sums = DeviceSums(held, _layout(held), world, comm, rail, signature, None)
+            self._reduction = GpuReduction(held, layout, world, comm, rail, signature, None)
+        buckets = self._reduction.allocate(layout)
         self._stream = streams.stream()
         self._read: deque[tuple[Event, Array]] = deque()
         """What pulls write to, and the events behind them: memory must stay until then."""
         self.keys: dict[Key, GpuKey] = {}
-        for number, (key, each) in enumerate(zip(values, held, strict=True)):
-            slot = Slot(each.name, tuple(each.data.shape), number, 0)
-            bucket = Bucket(number, [slot], self._sums.rows(number), 0, (0, slot.count))
-            self.keys[key] = GpuKey(each.name, each.data, bucket, world, streams)
+        for key, entry, bucket in zip(values, held, buckets, strict=True):
+            self.keys[key] = GpuKey(entry.name, entry.data, bucket, world, streams)
         self.follow()
 
     def finish(self) -> None:
@@ -150,7 +150,7 @@ class GpuKeys:
         with streams.on_device():
             streams.wait_event(streams.current(), mine.updated)
             sum_into(mine.received, arrays)
-            self._sums.filled(mine.bucket)
+            self._reduction.filled(mine.bucket)
         mine.rounds += 1
         return mine.rounds
 
@@ -158,9 +158,9 @@ class GpuKeys:
         """Sum what all ranks have pushed, and update; it has ended when that is given to the GPU."""
         mine = self.keys[key]
         yield from mine.say_rate(number, updater.rate(key))
-        yield from self._sums.sum(mine.bucket, turn)
+        yield from self._reduction.sum(mine.bucket, turn)
         with self._updating():
-            self._sums.summed(mine.bucket)
+            self._reduction.summed(mine.bucket)
             self._streams.record(mine.updated, self._stream)  # for a push that follows an update that raises
         yield from mine.compare_rates(number)
         with self._updating():

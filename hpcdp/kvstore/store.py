@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,9 +22,10 @@ from ..comm import World
 from ..comm.consistency import on_every_rank, on_rank_0, require_same
 from ..compression import Compression, Settings
 from ..core.arrays import Array, is_host, to_host
+from ..core.checks import function, not_copied, number
 from ..core.devices import to_device_of
 from ..engine import Engine, Variable
-from ..errors import ConfigError, UnsupportedError, is_number, listed
+from ..errors import ConfigError, UnsupportedError, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer
 from .arguments import (
     Entry,
@@ -42,6 +44,7 @@ from .arguments import (
     like,
     listed_keys,
     new_keys,
+    one_for_each_key,
     rows_of_each,
 )
 from .gpu_keys import check_one_gpu
@@ -61,11 +64,11 @@ class KVStore(StateDictMixin):
     to the stream that is current in the thread that calls.
     """
 
-    def __reduce__(self) -> Any:
-        raise UnsupportedError(
-            "KVStore", expected="its state to be copied or saved", got="the store",
-            remedy="make another one by kvstore.create() and load_state_dict() what state_dict() of this one gives",
-        )  # fmt: skip
+    __reduce__ = not_copied(
+        "KVStore",
+        "the store",
+        "make another one by kvstore.create() and load_state_dict() what state_dict() of this one gives",
+    )
 
     def __init__(self, kind: str, engine: Engine, lane: str) -> None:
         super().__init__()
@@ -235,10 +238,7 @@ class KVStore(StateDictMixin):
         if isinstance(key, list | tuple):
             outs = [None] * len(keys) if out is None else out
             for where, given in (("out", outs), ("row_ids", row_ids)):
-                if not isinstance(given, list | tuple) or len(given) != len(keys):
-                    got = f"{len(given)}" if isinstance(given, list | tuple) else type(given).__name__
-                    expected = f"a list of {len(keys)}, one for each key"
-                    raise ConfigError("row_sparse_pull", where=where, expected=expected, got=got)
+                one_for_each_key("row_sparse_pull", where, given, len(keys))
             all_of_them = [self.row_sparse_pull(*each, priority) for each in zip(keys, outs, row_ids, strict=True)]
             return all_of_them if out is None else None
         entry = self._entry("row_sparse_pull", keys[0])
@@ -269,8 +269,7 @@ class KVStore(StateDictMixin):
             ConfigError: it cannot be called, or servers of their own cannot import it.
             MismatchError: workers give functions of other names; on all of them.
         """
-        if not callable(updater):
-            raise ConfigError("set_updater", expected="a function of key, received, stored", got=repr(updater))
+        function("set_updater", None, updater, "a function of key, received, stored")
         self._updater = ByFunction(updater)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
@@ -340,10 +339,10 @@ class KVStore(StateDictMixin):
         Raises:
             ConfigError: that is no positive number.
         """
-        if not is_number(timeout_s) or not timeout_s > 0:
-            expected = "a positive number of seconds"
-            raise ConfigError("num_dead_node", where="timeout_s", expected=expected, got=repr(timeout_s))
-        return self._num_dead(float(timeout_s))
+        expected = "a positive number of seconds"
+        return self._num_dead(
+            number("num_dead_node", "timeout_s", timeout_s, above=0, most=math.inf, expected=expected)
+        )
 
     def _num_dead(self, timeout_s: float) -> int:
         return 0

@@ -22,6 +22,7 @@ import numpy as np
 
 from ..core import archive
 from ..core.arrays import Array, on_device_of, to_host
+from ..core.checks import same_names
 from ..core.devices import to_device_of
 from ..core.state import Part, Sharded, take
 from ..errors import ConfigError, DataError, HpcdpError
@@ -258,10 +259,7 @@ class StateDictMixin(abc.ABC):
         if not (isinstance(state, Mapping) and isinstance(state.get("values"), Mapping) and "optimizer" in state):
             expected = "what state_dict() of a store returns"
             raise ConfigError("load_state_dict", expected=expected, got=reprlib.repr(state))
-        odd = next(iter(self._entries.keys() ^ state["values"].keys()), None)
-        if odd is not None:
-            held, lacks = ("the store", "the state") if odd in self._entries else ("the state", "the store")
-            raise ConfigError("load_state_dict", where=f"key {odd!r}", expected=f"it in {lacks}", got=f"in {held} only")
+        same_names("load_state_dict", "the store", self._entries, state["values"], "key")
         has_rule = isinstance(self._updater, ByOptimizer)
         if (state["optimizer"] is None) == has_rule:
             held, lacks = ("one", "none") if has_rule else ("none", "one")

@@ -1,15 +1,4 @@
-"""The trainer on a key-value store.
-
-Where a trainer on a store has what it pushes, and where what it pulls goes.
-
-The state of a trainer on a store: for checkpoints, and as a file of the optimizer's state alone.
-
-The file is that of the store, whoever updates: see `kvstore.store_state`; keys are the numbers of the parameters, with
-their names beside. In a checkpoint keys are the names.
-
-What a Trainer on a store refuses.
-
-The trainer on a key-value store: parameters are keys, gradients are pushed, and new values are pulled.
+"""The trainer on a key-value store: parameters are keys, gradients are pushed, and new values are pulled.
 
 Source: Gluon's Trainer, for what ``update_on_kvstore`` means; Li et al., "Scaling distributed machine learning with the
 parameter server", 2014.
@@ -37,8 +26,7 @@ from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression, Settings
 from ..core.arrays import Array, array_namespace, from_host, is_half, on_device_of, to_host
 from ..core.environment import launched_ranks
-from ..core.state import FitsSaved, Part, Saved, Sharded, require_state, take
-from ..data_parallel.bucket_trainer import require_whole
+from ..core.state import FitsSaved, Part, Saved, Sharded, require_state, take, unquoted
 from ..data_parallel.buckets import Parameter
 from ..data_parallel.overlap import CommunicationLane
 from ..data_parallel.parameter_edits import changing, moved, moved_anywhere, places_of
@@ -47,14 +35,15 @@ from ..data_parallel.profiling import CommunicationStats
 from ..data_parallel.reducer import StepSync
 from ..data_parallel.sharded_update import rule_at
 from ..data_parallel.trainer import (
+    BaseTrainer,
     MeanLosses,
-    Trainer,
     checked_count,
     completed,
     may_wait,
     require_alike,
     require_same_parameters,
     require_same_settings,
+    require_whole,
     show_to_profiler,
     trained,
     unfinished,
@@ -88,24 +77,6 @@ _BY_KEY = ("values", "states", "updates", "residuals")
 """What a store's state has by key."""
 
 
-def state_of(trainer: StoreTrainer) -> dict[str, Any]:
-    """See `Trainer.state_dict`."""
-    _refuse_unfinished(trainer, "state_dict")
-    if not trainer.steps_together:
-        trainer.synchronize()
-    state: dict[str, Any] = {
-        "step_count": trainer.step_count,
-        "loss_scale": trainer.loss_scale,
-        "num_nonfinite": trainer.num_nonfinite,
-    }
-    if _needs_store(trainer):
-        state["store"] = _with_keys(trainer.store.state_dict(), dict(enumerate(trainer.names)))
-    if not trainer.update_on_kvstore:
-        optimizer = json.dumps(trainer.optimizer.config())
-        state |= {"optimizer": optimizer, "states": _states(trainer), "passed_over": dict(trainer.passed_over)}
-    return state
-
-
 def _with_keys(store: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
     """The state of a store with other keys, where ``keys`` has some: numbers of parameters, or their names."""
     return {
@@ -114,38 +85,11 @@ def _with_keys(store: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, A
     }
 
 
-def fitted(trainer: StoreTrainer, form: Any, saved: Saved) -> Any:
-    """See `FitsSaved.fitted`: states of version 0.1.0 had the numbers of parameters in the place of their names.
-
-    Where every rank updates, they had no updates that were passed over.
-
-    Raises:
-        ConfigError: the network in the same checkpoint has its parameters in another order.
-    """
-    members = _members(form)
-    if "states" in members:
-        form = completed(form, {"passed_over": {"dict": []}})
-        members = _members(form)
-    store = _members(members.get("store"))
-    parts = {name: _members(store[name]) for name in _BY_KEY if name in store}
-    if not parts or any(type(key) is not int for part in parts.values() for key in part):
-        return form
-    _require_order(trainer.names, saved)
-    names = dict(enumerate(trainer.names))
-    renamed = {
-        name: {"dict": [[names.get(key, key), node] for key, node in part.items()]} for name, part in parts.items()
-    }
-    members["store"] = {"dict": [[*item] for item in (store | renamed).items()]}
-    return {"dict": [[*item] for item in members.items()]}
-
-
 def _members(form: Any) -> dict[Any, Any]:
     return dict(form["dict"]) if isinstance(form, dict) and "dict" in form else {}
 
 
 def _require_order(names: list[str], saved: Saved) -> None:
-    from ..checkpoint.inspect import unquoted  # not before: who does not save needs none of it
-
     last = [unquoted(name.rpartition("/")[2]) for name in saved.names]
     then = [name for name in last if name in names]
     now = [name for name in names if name in then]
@@ -156,95 +100,6 @@ def _require_order(names: list[str], saved: Saved) -> None:
             got=f"{now[odd]} before {then[odd]}",
             remedy="restore into the network as it was, and save again: stores of trainers have names since",
         )  # fmt: skip
-
-
-def _refuse_unfinished(trainer: StoreTrainer, operation: str) -> None:
-    def check() -> None:
-        if trainer.holds_gradients:
-            raise unfinished(operation)
-
-    check() if trainer.world is None else on_every_rank(trainer.world.comm, check)
-
-
-def _needs_store(trainer: StoreTrainer) -> bool:
-    """Whether the store has something that training goes on from: values that it updates, or what it has not sent."""
-    return trainer.update_on_kvstore or trainer.compression is not None
-
-
-def _states(trainer: StoreTrainer) -> dict[str, dict[str, Sharded]]:
-    """The optimizer's state by parameter and name, where every rank updates, and so has all of it."""
-    copies, copy = (1, 0) if trainer.world is None else (trainer.world.size, trainer.world.rank)
-    return {
-        trainer.names[number]: {
-            name: Sharded(tuple(param.data.shape), np.dtype(array.dtype), [Part(0, array)], copies, copy)
-            for name, array in state.items()
-        }
-        for number, (param, state) in enumerate(zip(trainer.params.values(), trainer.states, strict=True))
-        if state
-    }
-
-
-def take_over(trainer: StoreTrainer, state: dict[str, Any]) -> None:
-    """See `Trainer.load_state_dict`."""
-    _refuse_unfinished(trainer, "load_state_dict")
-    require_state("a Trainer", state, "step_count", "loss_scale", "num_nonfinite")
-    needed = ["store"] * _needs_store(trainer) + ["states"] * (not trainer.update_on_kvstore)
-    if any(name not in state for name in needed):
-        raise ConfigError(
-            "load_state_dict", where="update_on_kvstore", expected=f"a state with {' and '.join(needed)}",
-            got=f"one with {', '.join(state)}", remedy="make the Trainer as it was then",
-        )  # fmt: skip
-    if not trainer.update_on_kvstore:
-        mine = _states(trainer)
-        require_same_parameters(mine, state["states"])
-        trainer.optimizer.take_config(json.loads(state["optimizer"]))
-        for name, states in mine.items():
-            for each, own in states.items():
-                take(f"{name}/{each}", own, state["states"][name][each])
-        trainer.passed_over = dict(state.get("passed_over", {}))
-    if _needs_store(trainer):
-        numbers = {name: number for number, name in enumerate(trainer.names)}
-        trainer.store.load_state_dict(_with_keys(state["store"], numbers))
-    trainer.step_count = state["step_count"]
-    trainer.loss_scale = state["loss_scale"]
-    trainer.num_nonfinite = state["num_nonfinite"]
-
-
-def save(trainer: StoreTrainer, path: Path) -> None:
-    """See `Trainer.save_states`."""
-    if trainer.update_on_kvstore:
-        trainer.store.save_optimizer_states(str(path))
-        return
-    steps: dict[Key, int] = {}
-    states: States = {}
-    if trainer.step_count:
-        for (key, param), state in zip(trainer.params.items(), trainer.states, strict=True):
-            steps[key] = trainer.step_count - trainer.passed_over.get(trainer.names[key], 0)
-            states |= {(key, name): to_host(array).reshape(param.data.shape) for name, array in state.items()}
-
-    def write() -> None:
-        write_states(path, trainer.optimizer, steps, states, trainer.store.key_names)
-
-    write() if trainer.world is None else on_rank_0(trainer.world.comm, write)
-
-
-def load(trainer: StoreTrainer, path: Path) -> None:
-    """See `Trainer.load_states`."""
-    shapes: dict[Key, tuple[int, ...]] = {key: tuple(param.data.shape) for key, param in trainer.params.items()}
-
-    def read() -> tuple[dict[Key, int], States]:
-        return read_states(path, trainer.optimizer, shapes, trainer.store.key_names)
-
-    steps, states = read() if trainer.world is None else on_every_rank(trainer.world.comm, read)
-    if trainer.update_on_kvstore:
-        trainer.store.load_optimizer_states(str(path))
-    else:
-        for key, state in enumerate(trainer.states):
-            for name, place in state.items():
-                place[...] = from_host(states[key, name].reshape(-1), place) if key in steps else 0
-    trainer.step_count = max(steps.values(), default=0)
-    own = {name: steps.get(key, 0) for key, name in enumerate(trainer.names)}
-    trainer.passed_over = {name: trainer.step_count - each for name, each in own.items() if each < trainer.step_count}
 
 
 FOR_BUCKETS = {
@@ -322,8 +177,8 @@ def check_unused(store: KVStore, world: World | None) -> None:
         )  # fmt: skip
 
 
-class StoreTrainer(Trainer, FitsSaved):
-    """See `Trainer`: what it makes with a ``kvstore``. Every rank of a ``dist`` store must make it.
+class StoreTrainer(BaseTrainer, FitsSaved):
+    """See `hpcdp.Trainer`: the trainer that it makes with a ``kvstore``. Every rank of a ``dist`` store must make it.
 
     Where the store updates, `step` returns when gradients are on their way, and whoever reads a parameter waits for its
     new value. Gradients are divided before they are pushed: by the global count, which the ranks of a synchronous store
@@ -355,7 +210,7 @@ class StoreTrainer(Trainer, FitsSaved):
         self.compression = Compression.of(compression)
         self.update_on_kvstore = update_on_kvstore is not False
         """Whether the store updates; else every rank does."""
-        kind = kvstore.kind if isinstance(kvstore, KVStore) else kvstore
+        kind = _kind_of(kvstore)
         check_settings(kind, update_on_kvstore, self.policy, for_buckets)
         check_precision(self._params, loss_scale)
         self.loss_scale = first_scale(loss_scale)
@@ -383,7 +238,7 @@ class StoreTrainer(Trainer, FitsSaved):
         if self.world is not None and self.steps_together:
             self._closing = _closing(self.world, self._unwritten.length)
         self._written: set[str] = set()
-        self._means: MeanLosses | None = MeanLosses(warns=self.store.rank == 0)
+        self._means = MeanLosses(warns=self.store.rank == 0)
         self._left_alone: Set[str] = frozenset()
         """Parameters that this step does not update: no rank has used them."""
         self.passed_over: dict[str, int] = {}
@@ -431,16 +286,19 @@ class StoreTrainer(Trainer, FitsSaved):
         vars(self).update(store=self.world.comm, _closing=self.world.comm)
 
     @staticmethod
-    def check_options(options: dict[str, Any]) -> None:
-        kind, policy = options["kvstore"], checked_policy(options.get("policy"))
+    def ranks(world: World | None, options: dict[str, Any]) -> World | None:
+        """See `BaseTrainer.ranks`."""
+        kind = _kind_of(options["kvstore"])
+        is_alone = isinstance(kind, str) and kind in KINDS and KINDS[kind].scope != "world"
+        return None if is_alone else init() if world is None else world
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        kind, policy = _kind_of(options["kvstore"]), checked_policy(options.get("policy"))
         for_buckets = {name: value for name, value in options.items() if name in FOR_BUCKETS}
         update = options.get("update_on_kvstore")
-        check_settings(kind.kind if isinstance(kind, KVStore) else kind, update, policy, for_buckets)
+        check_settings(kind, update, policy, for_buckets)
         Compression.of(options.get("compression"))
-
-    def forget_losses(self) -> None:
-        if self._means is not None:
-            self._means.forget()
+        self.steps_together = kind != "dist_async"
 
     @property
     def _keys(self) -> list[int]:
@@ -448,19 +306,19 @@ class StoreTrainer(Trainer, FitsSaved):
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """See `Trainer.nbytes`; the store has as much again for its values, and for what is pushed."""
+        """See `BaseTrainer.nbytes`; the store has as much again for its values, and for what is pushed."""
         found = {"parameters": self._nbytes, "gradients": self._nbytes}
         if not self.update_on_kvstore:
             found["state"] = sum(array.nbytes for state in self.states for array in state.values())
         return found
 
     def step(self, count: int) -> int:
-        """See `Trainer.step`."""
+        """See `BaseTrainer.step`."""
         count = checked_count("step", count)
         if not self.steps_together:
             check_apart(self._params)
         self._settle("step")
-        self._look_at_losses("step", count)
+        self._warn_of_mean_losses("step", count)
         if not self._syncing:
             self._held_count += count
             return self._held_count
@@ -481,7 +339,7 @@ class StoreTrainer(Trainer, FitsSaved):
         return total
 
     def allreduce_grads(self) -> None:
-        """See `Trainer.allreduce_grads`."""
+        """See `BaseTrainer.allreduce_grads`."""
         self._settle("allreduce_grads")
         self._refuse_if_store_updates("allreduce_grads")
         self._refuse_sums("allreduce_grads")
@@ -492,7 +350,7 @@ class StoreTrainer(Trainer, FitsSaved):
         self._account(began_ns)
 
     def update(self, count: int) -> int:
-        """See `Trainer.update`."""
+        """See `BaseTrainer.update`."""
         self._settle("update")
         self._refuse_if_store_updates("update")
         if not self._holds_sums:
@@ -500,7 +358,7 @@ class StoreTrainer(Trainer, FitsSaved):
                 "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
             )
         total = checked_count("update", count) + self._held_count
-        self._look_at_losses("update", count)
+        self._warn_of_mean_losses("update", count)
         if self._closing is not None and self.world is not None:
             total = int(self._tally("update", self._closing, self.world, [total])[0])
         try:
@@ -512,7 +370,7 @@ class StoreTrainer(Trainer, FitsSaved):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See `Trainer.no_sync`."""
+        """See `BaseTrainer.no_sync`."""
         self._refuse_sums("no_sync")
         if self._overwriting is None:
             self._fill_unwritten_with_zeros()
@@ -528,7 +386,7 @@ class StoreTrainer(Trainer, FitsSaved):
             self._syncing = before
 
     def synchronize(self) -> None:
-        """See `Trainer.synchronize`."""
+        """See `BaseTrainer.synchronize`."""
         self._settle("synchronize")
         began_ns = time.perf_counter_ns()
         self.store.barrier()
@@ -543,7 +401,7 @@ class StoreTrainer(Trainer, FitsSaved):
         self.stats.waited(began_ns, time.perf_counter_ns())
 
     def statistics(self) -> dict[str, float]:
-        """See `Trainer.statistics`."""
+        """See `BaseTrainer.statistics`."""
         if self.world is None or not isinstance(self.store, AsyncStore):
             return {}
         found = self.world.comm.allgather_json(self.store.statistics())
@@ -556,7 +414,7 @@ class StoreTrainer(Trainer, FitsSaved):
         }
 
     def take_parameters(self) -> None:
-        """See `Trainer.take_parameters`."""
+        """See `BaseTrainer.take_parameters`."""
         if self.update_on_kvstore:
             self.store.assign(self._keys, [param.data for param in self._params])
             self._pull_first()
@@ -574,36 +432,136 @@ class StoreTrainer(Trainer, FitsSaved):
         return self._holds_sums or self._held_count > 0 or self._overwriting is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Trainer.state_dict`; where ranks do not step together they meet."""
-        return state_of(self)
+        """See `BaseTrainer.state_dict`; where ranks do not step together they wait for each other."""
+        self._refuse_unfinished("state_dict")
+        if not self.steps_together:
+            self.synchronize()
+        state: dict[str, Any] = {
+            "step_count": self.step_count,
+            "loss_scale": self.loss_scale,
+            "num_nonfinite": self.num_nonfinite,
+        }
+        if self._needs_store:
+            state["store"] = _with_keys(self.store.state_dict(), dict(enumerate(self.names)))
+        if not self.update_on_kvstore:
+            optimizer = json.dumps(self.optimizer.config())
+            state |= {"optimizer": optimizer, "states": self._own_states(), "passed_over": dict(self.passed_over)}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Trainer.load_state_dict`; of a store that updates, parameters become the values that it had."""
+        """See `BaseTrainer.load_state_dict`; of a store that updates, parameters become the values that it had."""
         self._settle("load_state_dict")
-        take_over(self, state)
-        self._known_steps = self.step_count
+        self._refuse_unfinished("load_state_dict")
+        require_state("a Trainer", state, "step_count", "loss_scale", "num_nonfinite")
+        needed = ["store"] * self._needs_store + ["states"] * (not self.update_on_kvstore)
+        if any(name not in state for name in needed):
+            raise ConfigError(
+                "load_state_dict", where="update_on_kvstore", expected=f"a state with {' and '.join(needed)}",
+                got=f"one with {', '.join(state)}", remedy="make the Trainer as it was then",
+            )  # fmt: skip
+        if not self.update_on_kvstore:
+            mine = self._own_states()
+            require_same_parameters(mine, state["states"])
+            self.optimizer.take_config(json.loads(state["optimizer"]))
+            for name, states in mine.items():
+                for key, own in states.items():
+                    take(f"{name}/{key}", own, state["states"][name][key])
+            self.passed_over = dict(state.get("passed_over", {}))
+        if self._needs_store:
+            numbers = {name: number for number, name in enumerate(self.names)}
+            self.store.load_state_dict(_with_keys(state["store"], numbers))
+        self.step_count = self._known_steps = state["step_count"]
+        self.loss_scale = state["loss_scale"]
+        self.num_nonfinite = state["num_nonfinite"]
         if self.update_on_kvstore:
             self._pull()
             self._await_values()
             self.store.barrier()  # nobody pushes before all have them
 
     def fitted(self, form: Any, saved: Saved) -> Any:
-        """See `FitsSaved.fitted`."""
-        return fitted(self, form, saved)
+        """See `FitsSaved.fitted`: version 0.1.0 saved the numbers of parameters in the place of their names.
+
+        Where every rank updates, it saved no updates that were passed over.
+
+        Raises:
+            ConfigError: the network in the same checkpoint has its parameters in another order.
+        """
+        members = _members(form)
+        if "states" in members:
+            form = completed(form, {"passed_over": {"dict": []}})
+            members = _members(form)
+        store = _members(members.get("store"))
+        parts = {name: _members(store[name]) for name in _BY_KEY if name in store}
+        if not parts or any(type(key) is not int for part in parts.values() for key in part):
+            return form
+        _require_order(self.names, saved)
+        names = dict(enumerate(self.names))
+        renamed = {
+            name: {"dict": [[names.get(key, key), node] for key, node in part.items()]} for name, part in parts.items()
+        }
+        members["store"] = {"dict": [[*item] for item in (store | renamed).items()]}
+        return {"dict": [[*item] for item in members.items()]}
 
     def save_states(self, path: str | Path) -> None:
-        """See `Trainer.save_states`."""
-        save(self, Path(path))
+        """See `BaseTrainer.save_states`.
+
+        The file is that of the store, whoever updates (see `kvstore.store_state`): its keys are the numbers of the
+        parameters, with their names beside.
+        """
+        if self.update_on_kvstore:
+            self.store.save_optimizer_states(str(path))
+            return
+        steps: dict[Key, int] = {}
+        states: States = {}
+        if self.step_count:
+            for key, (param, state) in enumerate(zip(self._params, self.states, strict=True)):
+                steps[key] = self.step_count - self.passed_over.get(self.names[key], 0)
+                states |= {(key, name): to_host(array).reshape(param.data.shape) for name, array in state.items()}
+        write = partial(write_states, Path(path), self.optimizer, steps, states, self.store.key_names)
+        write() if self.world is None else on_rank_0(self.world.comm, write)
 
     def load_states(self, path: str | Path) -> None:
-        """See `Trainer.load_states`; with ``update_on_kvstore`` or without, and on any kind of store."""
-        load(self, Path(path))
-        self._known_steps = self.step_count
+        """See `BaseTrainer.load_states`; with ``update_on_kvstore`` or without, and on any kind of store."""
+        shapes: dict[Key, tuple[int, ...]] = {key: tuple(param.data.shape) for key, param in enumerate(self._params)}
+        read = partial(read_states, Path(path), self.optimizer, shapes, self.store.key_names)
+        steps, states = read() if self.world is None else on_every_rank(self.world.comm, read)
+        if self.update_on_kvstore:
+            self.store.load_optimizer_states(str(path))
+        else:
+            for key, state in enumerate(self.states):
+                for name, place in state.items():
+                    place[...] = from_host(states[key, name].reshape(-1), place) if key in steps else 0
+        self.step_count = self._known_steps = max(steps.values(), default=0)
+        own = {name: steps.get(key, 0) for key, name in enumerate(self.names)}
+        self.passed_over = {
+            name: self.step_count - updates for name, updates in own.items() if updates < self.step_count
+        }
 
     @property
-    def params(self) -> dict[int, Parameter]:
-        """The parameters by key."""
-        return dict(zip(self._keys, self._params, strict=True))
+    def _needs_store(self) -> bool:
+        """Whether training goes on from something of the store: values that it updates, or what it has not sent."""
+        return self.update_on_kvstore or self.compression is not None
+
+    def _own_states(self) -> dict[str, dict[str, Sharded]]:
+        """Return the optimizer's state by parameter and name, where every rank updates, and so has all of it."""
+        copies, copy = (1, 0) if self.world is None else (self.world.size, self.world.rank)
+        return {
+            name: {
+                key: Sharded(tuple(param.data.shape), np.dtype(array.dtype), [Part(0, array)], copies, copy)
+                for key, array in state.items()
+            }
+            for (name, param), state in zip(self._by_name.items(), self.states, strict=True)
+            if state
+        }
+
+    def _refuse_unfinished(self, operation: str) -> None:
+        """Refuse what would lose gradients; every rank must call."""
+
+        def check() -> None:
+            if self.holds_gradients:
+                raise unfinished(operation)
+
+        check() if self.world is None else on_every_rank(self.world.comm, check)
 
     def _mark_written(self, name: str, param: Parameter) -> None:
         if self._holds_sums:
@@ -614,10 +572,6 @@ class StoreTrainer(Trainer, FitsSaved):
         self._written.add(name)
         if self._means is not None:
             self._means.note()
-
-    def _look_at_losses(self, operation: str, count: int) -> None:
-        if self._means is not None and self._means.look(operation, count, self.loss_scale, stacklevel=4):
-            self._means = None
 
     def _refuse_if_store_updates(self, operation: str) -> None:
         if self.update_on_kvstore:
@@ -748,6 +702,10 @@ class StoreTrainer(Trainer, FitsSaved):
     def _account(self, began_ns: int) -> None:
         self.stats.steps += 1
         self.stats.waited(began_ns, time.perf_counter_ns())
+
+
+def _kind_of(kvstore: str | KVStore) -> str:
+    return kvstore.kind if isinstance(kvstore, KVStore) else kvstore
 
 
 def _closing(world: World, more_numbers: int) -> StepSync:

@@ -211,6 +211,12 @@ def require_per_sample(operation: str, losses: object, count: int) -> None:
         raise ConfigError(operation, where="loss", expected=expected, got=f"shape {shape}", remedy=remedy)
 
 
+def misshapen(operation: str, expected: str, *arrays: Array | Tensor | None) -> UnsupportedError:
+    """Return the error of arrays whose shapes do not fit each other."""
+    got = ", ".join(str(tuple(each.shape)) for each in arrays if each is not None)
+    return UnsupportedError(operation, expected=f"shapes {expected}", got=got)
+
+
 def require_channels(x: Array, *others: Array | Tensor | None) -> None:
     """Raises `UnsupportedError` unless each of ``others`` has a number for each channel of ``x``.
 
@@ -219,10 +225,7 @@ def require_channels(x: Array, *others: Array | Tensor | None) -> None:
     shape = x.shape[1:2]
     for other in others:
         if other is not None and (other.shape != shape or not shape):
-            raise UnsupportedError(
-                "batch_norm", expected="shapes (batch, channels, ...), and (channels,) of all others",
-                got=", ".join(str(tuple(each.shape)) for each in (x, *others) if each is not None),
-            )  # fmt: skip
+            raise misshapen("batch_norm", "(batch, channels, ...), and (channels,) of all others", x, *others)
 
 
 @operator("batch_norm", ("x", "scale", "shift", "running_mean", "running_var"), has_effect=True)
@@ -438,11 +441,7 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
     relu = is_relu(activation)
     xp = alike("dense", a, w, b)
     if a.ndim < 1 or w.ndim != 2 or a.shape[-1] != w.shape[0] or (b is not None and b.shape != w.shape[1:]):
-        raise UnsupportedError(
-            "dense",
-            expected="shapes (..., in), (in, out) and (out,)",
-            got=", ".join(str(tuple(each.shape)) for each in (a, w, b) if each is not None),
-        )
+        raise misshapen("dense", "(..., in), (in, out) and (out,)", a, w, b)
     whole = contiguous(a)
     rows = whole if whole.ndim == 2 else whole.reshape(math.prod(a.shape[:-1]), w.shape[0])
     out = empty((rows.shape[0], w.shape[1]), a.dtype, xp)
@@ -556,10 +555,8 @@ def conv2d(
     relu, steps, zeros = is_relu(activation), pair(stride), pair(padding)
     xp = alike("conv2d", a, w, b)
     if w.ndim != 4 or a.shape[1] != w.shape[1] or 0 in w.shape[:2] or (b is not None and b.shape != w.shape[:1]):
-        raise UnsupportedError(
-            "conv2d",
-            expected="shapes (batch, in, height, width), (out, in, rows, columns) and (out,), in and out >= 1",
-            got=", ".join(str(tuple(each.shape)) for each in (a, w, b) if each is not None),
+        raise misshapen(
+            "conv2d", "(batch, in, height, width), (out, in, rows, columns) and (out,), in and out >= 1", a, w, b
         )
     size = _windows("conv2d", a, w.shape[2:], steps, zeros)
     out = empty((a.shape[0], w.shape[0], *size), a.dtype, xp)

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..autograd import Tensor, is_training
+from ..core.checks import number, whole_numbers
 from ..core.environment import replica_number
-from ..errors import ConfigError, UnsupportedError, is_number, whole_number
+from ..errors import ConfigError, UnsupportedError, whole_number
 from . import functional, module
 from .functional import Pair, Size
 from .init import Initialiser, Ones, Xavier, Zeros
@@ -23,25 +24,23 @@ from .module import Module
 from .parameter import Parameter
 
 
-def _refuse(layer: Module, expected: str, x: Tensor) -> UnsupportedError:
+def refused_input(layer: Module, expected: str, x: Tensor) -> UnsupportedError:
     return UnsupportedError("forward", where=repr(layer), expected=f"input of shape {expected}", got=tuple(x.shape))
 
 
 def require_channels(layer: Module, **numbers: int | None) -> None:
     """Raises `ConfigError` unless the numbers of inputs, which may be None, and of outputs are at least 1."""
-    for where, number in numbers.items():
-        if number is not None or not where.startswith("in_"):
-            whole_number(type(layer).__name__, where, number, 1)
+    checked = {where: number for where, number in numbers.items() if number is not None or not where.startswith("in_")}
+    whole_numbers(type(layer).__name__, 1, **checked)
 
 
 def window(layer: Module, where: str, size: Size, least: int) -> Pair:
     """(vertical, horizontal); `ConfigError` unless they are at least ``least``."""
     sizes = size if isinstance(size, Sequence) and len(size) == 2 else (size, size)
-    try:
-        first, last = (whole_number(type(layer).__name__, where, each, least) for each in sizes)
-    except ConfigError as error:
-        expected = f"an integer >= {least}, or two of them"
-        raise ConfigError(type(layer).__name__, where=where, expected=expected, got=repr(size)) from error
+    expected = f"an integer >= {least}, or two of them"
+    first, last = (
+        whole_number(type(layer).__name__, where, each, least, expected=expected, shown=size) for each in sizes
+    )
     return first, last
 
 
@@ -79,7 +78,7 @@ class Dense(Module):
         if len(shape) >= 2:
             module.settle(self.weight, shape[-1])
         if len(shape) < 2 or shape[-1] != self.weight.shape[0]:
-            raise _refuse(self, f"(batch, {self.weight.shape[0]})", x)
+            raise refused_input(self, f"(batch, {self.weight.shape[0]})", x)
 
     def describe(self) -> str:
         return ", ".join(str(n) for n in module.shape_of(self.weight)) + _options(self)
@@ -126,10 +125,10 @@ class Conv2D(Module):
             module.settle(self.weight, x.shape[1])
         _, channels, height, width = self.weight.shape
         if x.ndim != 4 or x.shape[1] != channels:
-            raise _refuse(self, f"(batch, {channels}, height, width)", x)
+            raise refused_input(self, f"(batch, {channels}, height, width)", x)
         top, left = self.padding
         if x.shape[2] + 2 * top < height or x.shape[3] + 2 * left < width:
-            raise _refuse(self, f"(batch, {channels}, >= {height - 2 * top}, >= {width - 2 * left})", x)
+            raise refused_input(self, f"(batch, {channels}, >= {height - 2 * top}, >= {width - 2 * left})", x)
 
     def describe(self) -> str:
         out, channels, *kernel = module.shape_of(self.weight)
@@ -153,7 +152,7 @@ class _Pool(Module):
     def check(self, x: Tensor) -> None:
         least = tuple(k - 2 * p for k, p in zip(self.kernel_size, self.padding, strict=True))
         if x.ndim != 4 or x.shape[2] < least[0] or x.shape[3] < least[1]:
-            raise _refuse(self, f"(batch, channels, >= {least[0]}, >= {least[1]})", x)
+            raise refused_input(self, f"(batch, channels, >= {least[0]}, >= {least[1]})", x)
 
     def describe(self) -> str:
         return f"{self.kernel_size}, stride={self.stride}, padding={self.padding}"
@@ -190,7 +189,7 @@ class GlobalAvgPool2D(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 4:
-            raise _refuse(self, "(batch, channels, height, width)", x)
+            raise refused_input(self, "(batch, channels, height, width)", x)
         return x.mean(axis=(2, 3), keepdims=True)
 
 
@@ -242,15 +241,11 @@ class BatchNorm(KeepsStatistics, Module):
     keeps_float32 = True
 
     def __init__(self, channels: int | None, momentum: float = 0.9, eps: float = 1e-5) -> None:
-        if channels is not None:
-            whole_number("BatchNorm", "channels", channels, 1)
-        if not is_number(momentum) or not 0 <= momentum <= 1:
-            raise ConfigError("BatchNorm", where="momentum", expected="a share in [0, 1]", got=repr(momentum))
-        if not is_number(eps) or not eps > 0:
-            raise ConfigError("BatchNorm", where="eps", expected="a number above 0", got=repr(eps))
+        whole_numbers("BatchNorm", 1, channels=1 if channels is None else channels)
+        self.momentum = number("BatchNorm", "momentum", momentum, least=0, most=1)
+        self.eps = number("BatchNorm", "eps", eps, above=0)
         self.gamma, self.beta = module.parameter((channels,), Ones()), module.parameter((channels,), Zeros())
         self.running_mean, self.running_var = Tensor(Zeros()((channels or 0,))), Tensor(Ones()((channels or 0,)))
-        self.momentum, self.eps = float(momentum), float(eps)
 
     def statistics(self) -> tuple[Tensor, ...]:
         """The running statistics."""
@@ -264,9 +259,7 @@ class BatchNorm(KeepsStatistics, Module):
             module.settle(self.beta, channels)
         channels = self.gamma.shape[0]
         if x.ndim < 2 or x.shape[1] != channels:
-            raise UnsupportedError(
-                "forward", where=repr(self), expected=f"input of shape (batch, {channels}, ...)", got=tuple(x.shape)
-            )
+            raise refused_input(self, f"(batch, {channels}, ...)", x)
         if is_training():
             return self.by_batch(x)
         return self.by_running(x)
@@ -309,9 +302,8 @@ class Dropout(Module):
     """
 
     def __init__(self, p: float = 0.5, seed: int | None = None) -> None:
-        if not is_number(p) or not 0 <= p < 1:
-            raise ConfigError("Dropout", where="p", expected="a probability in [0, 1)", got=repr(p))
-        self.p, self.seed = float(p), None if seed is None else whole_number("Dropout", "seed", seed, 0)
+        self.p = number("Dropout", "p", p, least=0, below=1)
+        self.seed = None if seed is None else whole_number("Dropout", "seed", seed, 0)
         self.generator = np.random.default_rng(seed)
         """The layer's own; what it gives next is part of a run's state."""
         self._beginning = _Beginning(seed, self.generator)

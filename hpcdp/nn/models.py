@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, UnsupportedError
+from ..core.checks import lengths, one_of, whole_numbers
+from ..errors import ConfigError, UnsupportedError, whole_number
 from .functional import relu
 from .init import Initialiser, Normal, Xavier
 from .layers import AvgPool2D, BatchNorm, Conv2D, Dense, Flatten, GlobalAvgPool2D, ReLU
@@ -31,6 +32,7 @@ from .parameter import Parameter
 from .sequence import GELU, LSTM, CausalSelfAttention, Embedding, LayerNorm
 
 _SMALLEST, _INTENDED = 4, 28
+_IMAGE = ("channels", "height", "width")
 
 
 def lenet(input_shape: Sequence[int] = (1, 28, 28), num_classes: int = 10, seed: int | None = 0) -> Sequential:
@@ -45,14 +47,9 @@ def lenet(input_shape: Sequence[int] = (1, 28, 28), num_classes: int = 10, seed:
     Raises:
         ConfigError: the images are too small or no images.
     """
-    shape = tuple(input_shape)
-    if len(shape) != 3 or min(shape) < 1 or min(shape[1:]) < _SMALLEST or num_classes < 1:
-        raise ConfigError(
-            "lenet",
-            expected=f"input_shape (channels, height, width) from {_SMALLEST} x {_SMALLEST} on, num_classes from 1 on",
-            got=f"{shape} and {num_classes}",
-        )
-    channels, height, width = shape
+    channels, height, width = lengths("lenet", "input_shape", input_shape, _IMAGE)
+    whole_numbers("lenet", 1, num_classes=num_classes)
+    whole_numbers("lenet", _SMALLEST, height=height, width=width)
     top, left = (max(0, (_INTENDED - size + 1) // 2) for size in (height, width))
     features = 50 * _pooled(height + 2 * top) * _pooled(width + 2 * left)
     weights = Xavier(seed)
@@ -88,10 +85,9 @@ def mlp(
     Raises:
         ConfigError: a width is below 1.
     """
-    shape = np.atleast_1d(input_shape).tolist()
-    widths = [math.prod(shape), *hidden, num_classes]
-    if min(widths) < 1:
-        raise ConfigError("mlp", expected="widths of at least 1", got=widths)
+    widths = [math.prod(np.atleast_1d(input_shape).tolist()), *hidden, num_classes]
+    for width in widths:
+        whole_number("mlp", "width", width, 1)
     weights = Xavier(seed)
     net = Sequential(Flatten())
     for number, (before, after) in enumerate(itertools.pairwise(widths), start=1):
@@ -122,10 +118,8 @@ def char_lstm(
     Raises:
         ConfigError: samples that are no sequences of tokens, or a number below 1.
     """
-    shape = tuple(input_shape)
-    if len(shape) != 1 or min(*shape, num_classes, width, size, layers) < 1:
-        got = f"{shape}, {num_classes} tokens, width {width}, size {size}, {layers} layers"
-        raise ConfigError("char_lstm", expected="input_shape (time,) and numbers from 1 on", got=got)
+    lengths("char_lstm", "input_shape", input_shape, ("time",))
+    whole_numbers("char_lstm", 1, num_classes=num_classes, width=width, size=size, layers=layers)
     weights = Xavier(seed)
     net = Sequential(Embedding(num_classes, width, Normal(1 / width**0.5, seed)))
     for number in range(layers):
@@ -191,11 +185,9 @@ def gpt(
     Raises:
         ConfigError: samples that are no sequences of tokens, a number below 1, heads that do not divide the width.
     """
-    shape = tuple(input_shape)
-    if len(shape) != 1 or min(*shape, num_classes, width, heads, layers) < 1:
-        got = f"{shape}, {num_classes} tokens, width {width}, {heads} heads, {layers} layers"
-        raise ConfigError("gpt", expected="input_shape (time,) and numbers from 1 on", got=got)
-    return GPT(shape[0], num_classes, width, heads, layers, seed)
+    (time,) = lengths("gpt", "input_shape", input_shape, ("time",))
+    whole_numbers("gpt", 1, num_classes=num_classes, width=width, heads=heads, layers=layers)
+    return GPT(time, num_classes, width, heads, layers, seed)
 
 
 _WIDTHS = (64, 128, 256, 512)
@@ -246,15 +238,12 @@ def resnet18(
     Raises:
         ConfigError: another variant, or no images.
     """
-    shape = tuple(input_shape)
-    if len(shape) != 3 or min(shape) < 1 or num_classes < 1:
-        raise ConfigError("resnet18", expected="input_shape (channels, height, width) and num_classes from 1 on",
-                          got=f"{shape} and {num_classes}")  # fmt: skip
-    if variant not in ("document", "cifar"):
-        raise ConfigError("resnet18", where="variant", expected="document or cifar", got=repr(variant))
+    channels, _, _ = lengths("resnet18", "input_shape", input_shape, _IMAGE)
+    whole_numbers("resnet18", 1, num_classes=num_classes)
+    one_of("resnet18", "variant", variant, ("document", "cifar"))
     weights, is_document = Xavier(seed), variant == "document"
     net = Sequential(
-        Conv2D(shape[0], _WIDTHS[0], 3, padding=1, bias=is_document, weight_init=weights), BatchNorm(_WIDTHS[0]), ReLU()
+        Conv2D(channels, _WIDTHS[0], 3, padding=1, bias=is_document, weight_init=weights), BatchNorm(_WIDTHS[0]), ReLU()
     )
     before = _WIDTHS[0]
     for width in _WIDTHS:
@@ -289,8 +278,7 @@ def create(name: str, **kwargs: Any) -> Module:
     Raises:
         ConfigError: there is no such network, or it does not take an argument or input of that kind.
     """
-    if name not in MODELS:
-        raise ConfigError("model", expected=f"one of {', '.join(MODELS)}", got=repr(name))
+    one_of("model", None, name, MODELS)
     try:
         return MODELS[name](**kwargs)
     except TypeError as error:

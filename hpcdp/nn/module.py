@@ -15,7 +15,6 @@ kernels of 16 bits for, which compute in float32 and round once.
 from __future__ import annotations
 
 import functools
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -40,9 +39,10 @@ from ..core.arrays import (
     on_device_of,
     to_host,
 )
+from ..core.checks import function, instances, same_names
 from ..core.devices import Device
 from ..core.state import refuse_change, require_state
-from ..errors import ConfigError, DeviceError, UnsupportedError, type_named
+from ..errors import ConfigError, DeviceError, UnsupportedError, type_named, whole_number
 from .jit import Graph, Hybrid, guards
 from .parameter import Parameter
 
@@ -283,10 +283,7 @@ class Module:
         catch_up()
         require_state("a network", state)
         own = self._arrays()  # not what a state_dict of one's own has besides
-        for name in [*own, *state]:
-            if name not in state or name not in own:
-                held, lacks = ("the network", "the state") if name in own else ("the state", "the network")
-                raise ConfigError("load_state_dict", where=name, expected=f"it in {lacks}", got=f"it in {held} only")
+        same_names("load_state_dict", "the network", own, state)
         others = {name: array for name, array in own.items() if state[name] is not array}
         given = {name: _fitting(name, state[name], array) for name, array in others.items()}
         for name, array in others.items():  # what a checkpoint has filled already it has on all ranks together
@@ -365,9 +362,7 @@ class Sequential(Module):
 
     def add(self, *modules: Module) -> None:
         """Put modules at the end."""
-        for module in modules:
-            if not isinstance(module, Module):
-                raise ConfigError("Sequential", expected="modules", got=type(module).__name__)
+        for module in instances("Sequential", None, modules, Module, "modules"):
             number = len(self)
             while hasattr(self, str(number)):  # where one before it was deleted
                 number += 1
@@ -403,14 +398,8 @@ class HybridConcurrent(Module):
     """
 
     def __init__(self, *modules: Module, axis: int = 1) -> None:
-        try:
-            self.axis = operator.index(axis)
-        except TypeError as error:
-            expected = "the number of an axis"
-            raise ConfigError("HybridConcurrent", where="axis", expected=expected, got=repr(axis)) from error
-        for number, module in enumerate(modules):
-            if not isinstance(module, Module):
-                raise ConfigError("HybridConcurrent", expected="modules", got=type(module).__name__)
+        self.axis = whole_number("HybridConcurrent", "axis", axis, expected="the number of an axis")
+        for number, module in enumerate(instances("HybridConcurrent", None, modules, Module, "modules")):
             setattr(self, str(number), module)
 
     def forward(self, x: Any) -> Any:
@@ -436,9 +425,7 @@ def parameter(shape: Shape, draw: Draw, initial: object = None) -> Parameter:
 
 def require_draw(draw: object) -> None:
     """Raises `ConfigError` unless it is a function."""
-    if not callable(draw):
-        expected = "a function of a shape, such as nn.init.Xavier()"
-        raise ConfigError("parameter", where="weight_init", expected=expected, got=repr(draw))
+    function("parameter", "weight_init", draw, "a function of a shape, such as nn.init.Xavier()")
 
 
 def drawn(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:

@@ -10,8 +10,9 @@ from typing import Any
 from ..autograd import Gradient, Tensor, concatenate, is_training, on_tape, pause
 from ..autograd.dispatch import catch_up
 from ..core.arrays import Array, on_device_of
+from ..core.checks import instance, instances
 from ..core.devices import Device, require_devices, to_device_of
-from ..errors import ConfigError, DeviceError, type_named
+from ..errors import ConfigError, DeviceError
 from .jit.guards import Look, array_of
 from .microbatch import KeepsStatistics
 from .module import Module, lacks_shapes
@@ -59,9 +60,8 @@ class Replicas(Module):
     gives_pieces = True
 
     def __init__(self, net: Module, devices: Sequence[Device]) -> None:
-        if not isinstance(net, Module):
-            raise ConfigError("Replicas", where="net", expected="a network, which it copies", got=type(net).__name__)
-        self.net, self.devices = net, require_devices("Replicas", devices)
+        self.net = instance("Replicas", "net", net, Module, "a network, which it copies")
+        self.devices = require_devices("Replicas", devices)
         if len(set(self.devices)) != len(self.devices):
             raise ConfigError("Replicas", where="devices", expected="each once", got=list(devices))
         for device in self.devices:
@@ -110,9 +110,7 @@ class Replicas(Module):
                 self.net(x[:1])  # finds out the shapes that copies need
         computes = {device: self._ready(device, piece) for device, piece in pieces.items()}
         found = {device: compute() for device, compute in computes.items()}
-        for result in found.values():
-            if not isinstance(result, Tensor):
-                raise ConfigError("Replicas", expected="a network that returns a tensor", got=type_named(result))
+        instances("Replicas", None, found.values(), Tensor, "a network that returns a tensor")
         results = [result if device == home else moved(result, home) for device, result in found.items()]
         return results[0] if len(results) == 1 else concatenate(results)
 

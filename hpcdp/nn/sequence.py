@@ -16,15 +16,16 @@ import numpy as np
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..autograd.dispatch import Call, operator
 from ..core.arrays import Array, is_host
-from ..errors import ConfigError, DataError, UnsupportedError, is_number, whole_number
+from ..core.checks import number, whole_numbers
+from ..errors import ConfigError, DataError, UnsupportedError
 from ..kernels.buffers import empty
 from ..kernels.cuda.capture import fill
 from ..kernels.cuda.cublas import matmul_of
 from ..kernels.products import multiply
 from . import module
-from .functional import alike, called, contiguous, kernels_for, refreshed
+from .functional import alike, called, contiguous, kernels_for, misshapen, refreshed
 from .init import Initialiser, Normal, Ones, Xavier, Zeros
-from .layers import Dense
+from .layers import Dense, refused_input
 from .module import Module, in_float32
 from .parameter import Parameter
 
@@ -54,10 +55,7 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
     xp = alike("lstm", a, w, u, b)
     size = u.shape[0]
     if a.ndim != 3 or w.shape != (a.shape[2], 4 * size) or u.shape != (size, 4 * size) or b.shape != (4 * size,):
-        raise UnsupportedError(
-            "lstm", expected="shapes (batch, time, in), (in, 4 size), (size, 4 size) and (4 size,)",
-            got=", ".join(str(tuple(each.shape)) for each in (a, w, u, b)),
-        )  # fmt: skip
+        raise misshapen("lstm", "(batch, time, in), (in, 4 size), (size, 4 size) and (4 size,)", a, w, u, b)
     batch, time, features = a.shape
     compute = kernels_for("sequences", a)
     both = features + size
@@ -128,8 +126,7 @@ class LSTM(Module):
     """
 
     def __init__(self, in_features: int | None, size: int, weight_init: Initialiser | None = None) -> None:
-        for where, number in (("in_features", 1 if in_features is None else in_features), ("size", size)):
-            whole_number("LSTM", where, number, 1)
+        whole_numbers("LSTM", 1, in_features=1 if in_features is None else in_features, size=size)
         initial = weight_init or Xavier()
         module.require_draw(initial)
 
@@ -145,9 +142,7 @@ class LSTM(Module):
             module.settle(self.weight, x.shape[2])
         features = self.weight.shape[0]
         if x.ndim != 3 or x.shape[2] != features:
-            raise UnsupportedError(
-                "forward", where=repr(self), expected=f"input of shape (batch, time, {features})", got=tuple(x.shape)
-            )
+            raise refused_input(self, f"(batch, time, {features})", x)
         return lstm(x, self.weight, self.recurrent_weight, self.bias)
 
     def describe(self) -> str:
@@ -223,10 +218,7 @@ def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
     a, gamma, beta = map(contiguous, given)
     xp = alike("layer_norm", a, gamma, beta)
     if a.ndim < 2 or gamma.shape != a.shape[-1:] or beta.shape != gamma.shape:
-        raise UnsupportedError(
-            "layer_norm", expected="shapes (..., features), (features,) and (features,)",
-            got=", ".join(str(tuple(each.shape)) for each in (a, gamma, beta)),
-        )  # fmt: skip
+        raise misshapen("layer_norm", "(..., features), (features,) and (features,)", a, gamma, beta)
     rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
     compute = kernels_for("normalisation", a)
     out = empty(rows.shape, a.dtype, xp)
@@ -339,8 +331,7 @@ class Embedding(Module):
     """
 
     def __init__(self, num_tokens: int, features: int, weight_init: Initialiser | None = None) -> None:
-        for where, number in (("num_tokens", num_tokens), ("features", features)):
-            whole_number("Embedding", where, number, 1)
+        whole_numbers("Embedding", 1, num_tokens=num_tokens, features=features)
         self.weight = module.parameter((num_tokens, features), weight_init or Normal(0.02))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -360,12 +351,9 @@ class LayerNorm(Module):
     keeps_float32 = True
 
     def __init__(self, features: int | None, eps: float = 1e-5) -> None:
-        if features is not None:
-            whole_number("LayerNorm", "features", features, 1)
-        if not is_number(eps) or not eps >= 0:
-            raise ConfigError("LayerNorm", where="eps", expected="a number >= 0", got=repr(eps))
+        whole_numbers("LayerNorm", 1, features=1 if features is None else features)
+        self.eps = number("LayerNorm", "eps", eps, least=0)
         self.gamma, self.beta = module.parameter((features,), Ones()), module.parameter((features,), Zeros())
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         for each in (self.gamma, self.beta):
@@ -394,8 +382,7 @@ class CausalSelfAttention(Module):
     """
 
     def __init__(self, width: int, heads: int, weight_init: Initialiser | None = None) -> None:
-        for where, number in (("width", width), ("heads", heads)):
-            whole_number("CausalSelfAttention", where, number, 1)
+        whole_numbers("CausalSelfAttention", 1, width=width, heads=heads)
         if width % heads:
             raise ConfigError("CausalSelfAttention", expected=f"heads that divide {width}", got=heads)
         self.project = Dense(width, 3 * width, weight_init=weight_init)

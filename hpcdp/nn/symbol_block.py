@@ -12,6 +12,7 @@ import numpy as np
 
 from ..autograd import Tensor, pause
 from ..autograd.dispatch import CALLS
+from ..core import hdf5
 from ..core.arrays import bits, dtype_of
 from ..core.files import own_part_of, replaced
 from ..errors import ConfigError, DataError, HpcdpError
@@ -30,15 +31,13 @@ def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:
         DataError: they cannot be written.
         ConfigError: the graph has something that cannot be written down, or ``path`` has no name.
     """
-    from ..data.hdf5 import write_arrays
-
     description, parameters = _files("export", path)
     arrays = arrays_of(graph)
     text = json.dumps(as_json(graph, arrays), indent=1)
     try:
         with replaced(description, own_part_of) as part:
             part.write_text(text + "\n")
-            write_arrays(parameters, arrays)
+            hdf5.write_arrays(parameters, arrays)
     except OSError as error:
         raise DataError("export", where=description, expected="a file that can be written", got=error) from error
     return description, parameters
@@ -88,15 +87,15 @@ class SymbolBlock(Module):
             ConfigError: ``path`` is a folder's.
             DataError: a file is missing, damaged, or not of the same export; names it.
         """
-        from ..data.hdf5 import read_arrays
-
         description, parameters = _files("load", path)
         try:
             read = json.loads(description.read_text())
         except (OSError, ValueError, RecursionError) as error:
             raise DataError("load", where=description, expected="a graph that was exported", got=error) from error
         graph, tensors = Reader(description, read).graph()
-        arrays = read_arrays(parameters, {each["name"]: (each["meta"].shape, each["meta"].dtype) for each in tensors})
+        arrays = hdf5.read_arrays(
+            parameters, {each["name"]: (each["meta"].shape, each["meta"].dtype) for each in tensors}
+        )
         held: list[Any] = []
         for each in tensors:
             array = arrays[each["name"]]

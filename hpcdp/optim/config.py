@@ -7,10 +7,10 @@ send one to another rank or to keep it in a checkpoint.
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from typing import Any, ClassVar, TypeVar
 
+from ..core.checks import one_of
 from ..errors import ConfigError, is_number
 
 Kind = TypeVar("Kind", bound="Configurable")
@@ -41,9 +41,7 @@ def build(kinds: dict[str, type[Kind]], family: str, name: object, args: dict[st
     Raises:
         ConfigError: no such name (the valid ones are listed), an unknown or missing argument, a wrong value.
     """
-    kind = kinds.get(name) if isinstance(name, str) else None
-    if kind is None:
-        raise ConfigError(family, expected=f"one of {', '.join(sorted(kinds))}", got=repr(name))
+    kind = kinds[one_of(family, None, name, sorted(kinds))]
     fields = {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(set(args) - set(fields))
     if unknown:
@@ -63,33 +61,3 @@ def split_config(family: str, config: object) -> tuple[object, dict[str, Any]]:
     if not isinstance(config, dict) or "name" not in config:
         raise ConfigError(family, expected='a dict with a "name"', got=repr(config))
     return config["name"], {key: value for key, value in config.items() if key != "name"}
-
-
-def number(where: str, value: object, *, low: float = 0.0, high: float = math.inf, include_high: bool = False) -> float:
-    """``value`` as a float in ``[low, high)``, or ``[low, high]`` with ``include_high``; never NaN, never infinite.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    try:
-        is_one = type(value) is float or is_number(value)
-        got = float(value) if is_one else math.nan  # type: ignore[arg-type]
-    except OverflowError:
-        got = math.inf
-    if not (low <= got < high or (include_high and got == high)):
-        upper = f"{high:g}{']' if include_high else ')'}"
-        least = "> 0" if low == math.ulp(0.0) else f">= {low:g}"
-        bound = f"a number {least}" if high == math.inf else f"a number in [{low:g}, {upper}"
-        raise ConfigError("argument", where=where, expected=bound, got=repr(value))
-    return got
-
-
-def count(where: str, value: object, *, low: int = 1) -> int:
-    """``value`` as an int of at least ``low``.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < low:
-        raise ConfigError("argument", where=where, expected=f"an integer >= {low}", got=repr(value))
-    return int(value)

@@ -9,9 +9,10 @@ from typing import Any
 
 from .. import kernels
 from ..core.arrays import Array, array_namespace, dtype_name, is_cupy, is_host
+from ..core.checks import instance, number
 from ..errors import ConfigError, UnsupportedError
 from ..kernels import buffers
-from .config import Configurable, build, number, split_config
+from .config import Configurable, build, split_config
 from .schedules import Schedule, schedule_from_config
 
 _kinds: dict[str, type[Optimizer]] = {}
@@ -44,7 +45,7 @@ class Optimizer(Configurable, abc.ABC):
         if isinstance(self.lr, Schedule):
             self.learning_rate(1)
         else:
-            self.lr = number(f"{self.name} lr", self.lr)
+            self.lr = number("argument", f"{self.name} lr", self.lr, least=0)
 
     def learning_rate(self, step: int) -> float:
         """The rate of update number ``step``, counted from 1.
@@ -53,7 +54,7 @@ class Optimizer(Configurable, abc.ABC):
             ConfigError: the rate is negative or not finite.
         """
         lr = self.lr.learning_rate(step) if isinstance(self.lr, Schedule) else self.lr
-        return number(f"{self.name} lr", lr)
+        return number("argument", f"{self.name} lr", lr, least=0)
 
     def take_config(self, config: dict[str, Any]) -> None:
         """Take over the settings of a ``config()``, in place: those of the same rule, that keeps the same state.
@@ -220,9 +221,7 @@ def from_config(config: dict[str, Any]) -> Optimizer:
 
 def require_optimizer(operation: str, given: object) -> None:
     """Raises `ConfigError` unless it is an `Optimizer`."""
-    if not isinstance(given, Optimizer):
-        expected = "an optimizer, e.g. hpcdp.optim.SGD(lr=0.1)"
-        raise ConfigError(operation, expected=expected, got=repr(given))
+    instance(operation, None, given, Optimizer, "an optimizer, e.g. hpcdp.optim.SGD(lr=0.1)")
 
 
 def require_by_elements(operation: str, optimizer: Optimizer) -> None:

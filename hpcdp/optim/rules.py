@@ -18,8 +18,8 @@ import numpy as np
 
 from .. import kernels
 from ..core.arrays import Array, array_namespace, is_host, words
-from ..errors import ConfigError
-from .config import count, number
+from ..core.checks import number
+from ..errors import ConfigError, whole_number
 from .optimizer import Optimizer, require_alike
 
 
@@ -44,8 +44,8 @@ class SGD(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.momentum = number(f"{self.name} momentum", self.momentum, high=1.0)
-        self.weight_decay = number(f"{self.name} weight_decay", self.weight_decay)
+        self.momentum = number("argument", f"{self.name} momentum", self.momentum, least=0, below=1)
+        self.weight_decay = number("argument", f"{self.name} weight_decay", self.weight_decay, least=0)
         if not isinstance(self.nesterov, bool) or (self.nesterov and self.momentum == 0.0):
             raise ConfigError(
                 "argument", where="sgd nesterov", expected="true with momentum > 0, or false", got=repr(self.nesterov)
@@ -85,10 +85,10 @@ class Adam(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.beta1 = number(f"{self.name} beta1", self.beta1, high=1.0)
-        self.beta2 = number(f"{self.name} beta2", self.beta2, high=1.0)
-        self.eps = number(f"{self.name} eps", self.eps)
-        self.weight_decay = number(f"{self.name} weight_decay", self.weight_decay)
+        self.beta1 = number("argument", f"{self.name} beta1", self.beta1, least=0, below=1)
+        self.beta2 = number("argument", f"{self.name} beta2", self.beta2, least=0, below=1)
+        self.eps = number("argument", f"{self.name} eps", self.eps, least=0)
+        self.weight_decay = number("argument", f"{self.name} weight_decay", self.weight_decay, least=0)
 
     def state_names(self) -> tuple[str, ...]:
         return ("m", "v")
@@ -147,7 +147,7 @@ class LARS(SGD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.trust = number("lars trust", self.trust, low=math.ulp(0.0))
+        self.trust = number("argument", "lars trust", self.trust, above=0)
 
     def of_layer(self, step: int, scale: float, squares: tuple[float, float] | Array | None) -> tuple[SGD, float]:
         if squares is not None and not isinstance(squares, tuple):
@@ -209,5 +209,8 @@ def linear_scaling(lr: float, batch_size: int, base_batch_size: int = 256) -> fl
     Raises:
         ConfigError: a negative rate, or a size below 1.
     """
-    sizes = count("linear_scaling batch_size", batch_size), count("linear_scaling base_batch_size", base_batch_size)
-    return number("linear_scaling lr", lr) * sizes[0] / sizes[1]
+    sizes = (
+        whole_number("argument", "linear_scaling batch_size", batch_size, 1),
+        whole_number("argument", "linear_scaling base_batch_size", base_batch_size, 1),
+    )
+    return number("argument", "linear_scaling lr", lr, least=0) * sizes[0] / sizes[1]

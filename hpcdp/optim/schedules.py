@@ -8,10 +8,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from ..errors import ConfigError
-from .config import Configurable, build, count, number, split_config
+from ..core.checks import instance, number
+from ..errors import ConfigError, whole_number
+from .config import Configurable, build, split_config
 
 _kinds: dict[str, type[Schedule]] = {}
 
@@ -36,9 +38,7 @@ def _updates_before(step: int) -> int:
     Raises:
         ConfigError: ``step`` is below 1, for which a schedule would say a rate that no update has.
     """
-    if step < 1:
-        raise ConfigError("learning_rate", where="step", expected="a number of an update, from 1 on", got=step)
-    return step - 1
+    return whole_number("learning_rate", "step", step, 1) - 1
 
 
 def _times_power(lr: float, factor: float, exponent: float) -> float:
@@ -66,7 +66,7 @@ class ConstantSchedule(Schedule):
     name = "constant"
 
     def __post_init__(self) -> None:
-        self.lr = number("constant lr", self.lr)
+        self.lr = number("argument", "constant lr", self.lr, least=0)
 
     def learning_rate(self, step: int) -> float:
         return self.lr
@@ -82,9 +82,9 @@ class StepSchedule(Schedule):
     name = "step"
 
     def __post_init__(self) -> None:
-        self.lr = number("step lr", self.lr)
-        self.every = count("step every", self.every)
-        self.factor = number("step factor", self.factor)
+        self.lr = number("argument", "step lr", self.lr, least=0)
+        self.every = whole_number("argument", "step every", self.every, 1)
+        self.factor = number("argument", "step factor", self.factor, least=0)
 
     def learning_rate(self, step: int) -> float:
         return _times_power(self.lr, self.factor, _updates_before(step) // self.every)
@@ -100,17 +100,13 @@ class MultiStepSchedule(Schedule):
     name = "multistep"
 
     def __post_init__(self) -> None:
-        self.lr = number("multistep lr", self.lr)
-        if not isinstance(self.milestones, (tuple, list)):
-            raise ConfigError(
-                "argument", where="multistep milestones", expected="a list of steps", got=repr(self.milestones)
-            )
-        self.milestones = tuple(count("multistep milestones", step) for step in self.milestones)
+        self.lr = number("argument", "multistep lr", self.lr, least=0)
+        where, steps = "multistep milestones", self.milestones
+        instance("argument", where, steps, Sequence, "a list of steps")
+        self.milestones = tuple(whole_number("argument", where, step, 1) for step in steps)
         if list(self.milestones) != sorted(set(self.milestones)):
-            raise ConfigError(
-                "argument", where="multistep milestones", expected="increasing steps", got=repr(self.milestones)
-            )
-        self.factor = number("multistep factor", self.factor)
+            raise ConfigError("argument", where=where, expected="increasing steps", got=repr(steps))
+        self.factor = number("argument", "multistep factor", self.factor, least=0)
 
     def learning_rate(self, step: int) -> float:
         return _times_power(self.lr, self.factor, sum(step > milestone for milestone in self.milestones))
@@ -126,9 +122,9 @@ class ExponentialSchedule(Schedule):
     name = "exponential"
 
     def __post_init__(self) -> None:
-        self.lr = number("exponential lr", self.lr)
-        self.factor = number("exponential factor", self.factor)
-        self.every = count("exponential every", self.every)
+        self.lr = number("argument", "exponential lr", self.lr, least=0)
+        self.factor = number("argument", "exponential factor", self.factor, least=0)
+        self.every = whole_number("argument", "exponential every", self.every, 1)
 
     def learning_rate(self, step: int) -> float:
         return _times_power(self.lr, self.factor, _updates_before(step) / self.every)
@@ -144,9 +140,9 @@ class CosineSchedule(Schedule):
     name = "cosine"
 
     def __post_init__(self) -> None:
-        self.lr = number("cosine lr", self.lr)
-        self.steps = count("cosine steps", self.steps)
-        self.final_lr = number("cosine final_lr", self.final_lr)
+        self.lr = number("argument", "cosine lr", self.lr, least=0)
+        self.steps = whole_number("argument", "cosine steps", self.steps, 1)
+        self.final_lr = number("argument", "cosine final_lr", self.final_lr, least=0)
 
     def learning_rate(self, step: int) -> float:
         done = min(_updates_before(step) / self.steps, 1.0)
@@ -169,8 +165,8 @@ class WarmupSchedule(Schedule):
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, Schedule):
             self.schedule = schedule_from_config(self.schedule)
-        self.steps = count("warmup steps", self.steps)
-        self.start = number("warmup start", self.start, high=1.0, include_high=True)
+        self.steps = whole_number("argument", "warmup steps", self.steps, 1)
+        self.start = number("argument", "warmup start", self.start, least=0, most=1)
 
     def learning_rate(self, step: int) -> float:
         grown = self.start + (1.0 - self.start) * min((_updates_before(step) + 1) / self.steps, 1.0)

@@ -8,7 +8,6 @@ What carries activations from a stage to the next one, and their gradients back:
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
@@ -21,7 +20,7 @@ from ..comm.consistency import require_same
 from ..comm.watchdog import OWN, Watchdog
 from ..core.arrays import Array, dtype_of, from_host, native, to_host
 from ..core.environment import enter_replica, replica_number
-from ..errors import ConfigError, MismatchError, UnsupportedError
+from ..errors import ConfigError, MismatchError, UnsupportedError, whole_number
 
 
 class Split(NamedTuple):
@@ -51,17 +50,10 @@ def split_world(num_parts: int, world: World | None = None) -> Split:
     """
     world = init() if world is None else world
     require_same(world.comm, "split_world", [f"num_parts {num_parts!r}"], "split alike on all ranks")
-    try:
-        number = operator.index(num_parts)
-    except TypeError:
-        number = 0
-    if number < 1 or world.size % number:
-        raise ConfigError(
-            "split_world",
-            where="num_parts",
-            expected=f"a number that divides the {world.size} ranks",
-            got=repr(num_parts),
-        )
+    expected = f"a number that divides the {world.size} ranks"
+    number = whole_number("split_world", "num_parts", num_parts, 1, expected=expected)
+    if world.size % number:
+        raise ConfigError("split_world", where="num_parts", expected=expected, got=number)
     parts = world.split(world.rank // number)
     share_replica(parts)
     return Split(parts, world.split(world.rank % number, part_comm=parts.comm))

@@ -30,7 +30,8 @@ from ..comm import World, init
 from ..comm.consistency import Outcome, told_to_all
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, dtype_of, is_float, native, to_host
-from ..errors import ConfigError, DataError, UnsupportedError, type_named, whole_number
+from ..core.checks import instance, not_copied, one_of
+from ..errors import ConfigError, DataError, type_named, whole_number
 from ..nn import Module
 from ..nn.functional import require_per_sample
 from ..nn.jit.guards import Look
@@ -161,11 +162,8 @@ class Pipeline(Module):
         schedule: str = "1f1b",
     ) -> None:
         world = init() if world is None else world
-        if isinstance(stages, Module) or not isinstance(stages, Sequence):
-            raise ConfigError("Pipeline", where="stages", expected="a list of modules", got=type(stages).__name__)
-        if not isinstance(world, World):
-            expected = "a world, that of hpcdp.init() or split_world(...).replicas"
-            raise ConfigError("Pipeline", where="world", expected=expected, got=type_named(world))
+        instance("Pipeline", "stages", stages, Sequence, "a list of modules")
+        instance("Pipeline", "world", world, World, "a world, that of hpcdp.init() or split_world(...).replicas")
         _check(len(stages), world.size, micro_batches, schedule)
         said = [f"{len(stages)} stages", f"micro_batches {micro_batches}", f"schedule {schedule}"]
         self._loss, self._micro_batches, self._schedule = loss, micro_batches, SCHEDULES[schedule]
@@ -200,11 +198,11 @@ class Pipeline(Module):
         if self._comm is not None:  # else all stages are in this process
             vars(self).update(_parts=self.replicas.comm)
 
-    def __reduce__(self) -> Any:
-        raise UnsupportedError(
-            "Pipeline", expected="its state to be copied or saved", got="the pipeline, which has its ranks' messages",
-            remedy="make another one and load_state_dict() what state_dict() of this one gives",
-        )  # fmt: skip
+    __reduce__ = not_copied(
+        "Pipeline",
+        "the pipeline, which has its ranks' messages",
+        "make another one and load_state_dict() what state_dict() of this one gives",
+    )
 
     def _links(
         self, world: World, column: World | None, own: range, modules: dict[int, Module]
@@ -395,8 +393,7 @@ def _recorded(output: Tensor) -> Tensor:
 
 
 def _check(num_stages: int, size: int, micro_batches: int, schedule: str) -> None:
-    if not isinstance(schedule, str) or schedule not in SCHEDULES:
-        raise ConfigError("Pipeline", where="schedule", expected=f"one of {', '.join(SCHEDULES)}", got=repr(schedule))
+    one_of("Pipeline", "schedule", schedule, SCHEDULES)
     if num_stages < 1:
         raise ConfigError("Pipeline", where="stages", expected="at least one", got="none")
     whole_number("Pipeline", "micro_batches", micro_batches, 1)
@@ -408,11 +405,7 @@ def _check(num_stages: int, size: int, micro_batches: int, schedule: str) -> Non
 
 def _made(number: int, stage: Stage) -> Module:
     module = stage() if callable(stage) and not isinstance(stage, Module) else stage
-    if not isinstance(module, Module):
-        raise ConfigError(
-            "Pipeline", where=f"stages[{number}]", expected="a module, or a function that makes one",
-            got=type(module).__name__,
-        )  # fmt: skip
+    module = instance("Pipeline", f"stages[{number}]", module, Module, "a module, or a function that makes one")
     module.require_parts_of_this_rank(f"Pipeline stages[{number}]")
     return module
 

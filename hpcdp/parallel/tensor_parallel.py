@@ -29,6 +29,7 @@ from ..comm import World
 from ..comm.communicator import bounds
 from ..comm.consistency import require_same
 from ..core.arrays import Array, array_namespace
+from ..core.checks import instance
 from ..core.state import Cut
 from ..errors import ConfigError, UnsupportedError, whole_number
 from ..kernels.buffers import empty
@@ -305,8 +306,7 @@ class RowConv2D(Conv2D):
 
 def _require_alike(layer: Dense | Conv2D, parts: World, said: str) -> None:
     name = type(layer).__name__
-    if not isinstance(parts, World):
-        raise ConfigError(name, where="parts", expected="a world, that of split_world(...).parts", got=repr(parts))
+    instance(name, "parts", parts, World, "a world, that of split_world(...).parts")
     require_same(parts.comm, name, [said], "make it alike on all ranks")
     share_replica(parts)
 
@@ -314,9 +314,8 @@ def _require_alike(layer: Dense | Conv2D, parts: World, said: str) -> None:
 def _ends(layer: Dense | Conv2D, where: str, features: int | None, channels: int | None, parts: World) -> list[int]:
     """Where the features of each rank begin, and the last ones end: whole channels of nearly equal number."""
     name = type(layer).__name__
-    if channels is None or whole_number(name, where, channels, 1) < parts.size:
-        expected = f"at least as many channels as the {parts.size} ranks"
-        raise ConfigError(name, where=where, expected=expected, got=repr(channels))
+    expected = f"at least as many channels as the {parts.size} ranks"
+    channels = whole_number(name, where, channels, parts.size, expected=expected)
     if features is None or features % channels:
         raise ConfigError(name, where=where, expected=f"a multiple of the {channels} channels", got=repr(features))
     return [end * (features // channels) for end in bounds(channels, parts.size)]

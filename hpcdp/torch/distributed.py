@@ -17,11 +17,12 @@ from ..comm import World, init
 from ..comm.consistency import require_same
 from ..comm.world import require_world
 from ..compression import Compression, Settings
+from ..core.checks import check_name, instance, not_copied, one_of
 from ..core.devices import Device
 from ..data_parallel import Reducer
 from ..data_parallel.buckets import plan
 from ..data_parallel.trainer_state import gather_residuals, give_residuals
-from ..errors import ConfigError, UnsupportedError, check_name
+from ..errors import ConfigError, UnsupportedError
 from . import tensors as torch_tensors
 from .grad_hooks import Backward
 from .sync_batch_norm import SyncBatchNorm
@@ -103,12 +104,9 @@ class DistributedDataParallel(torch.nn.Module):
     ) -> None:
         super().__init__()
         _refuse(of_torchs)
-        if not isinstance(module, torch.nn.Module):
-            raise ConfigError("DistributedDataParallel", expected="a torch.nn.Module", got=type(module).__name__)
+        instance("DistributedDataParallel", None, module, torch.nn.Module, "a torch.nn.Module")
         require_world("DistributedDataParallel", world)  # torch's wrapper takes devices there
-        if owner not in OWNERS:
-            expected = " or ".join(OWNERS)
-            raise ConfigError("DistributedDataParallel", where="owner", expected=expected, got=repr(owner))
+        one_of("DistributedDataParallel", "owner", owner, OWNERS)
         moves = owner == "shard"
         trained = [TorchParameter(name, each, moves) for name, each in module.named_parameters() if each.requires_grad]
         self._frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
@@ -140,8 +138,7 @@ class DistributedDataParallel(torch.nn.Module):
         with torch_tensors.on_torchs_stream(self.device):
             reducer = Reducer(trained, layout, self.world, overlap, settings, sharded=owner == "shard")
         if self.device is not None and self.world.size > 1 and self._buffers_of_all is not None:
-            way = None if reducer.gpus is None else reducer.gpus.way
-            self._buffers_of_all.on_gpu = GpuBuffers(self.world, self.device, way)
+            self._buffers_of_all.on_gpu = GpuBuffers(self.world, self.device, reducer.way)
         self.backward_pass = Backward(trained, reducer, self.world, find_unused_parameters, settings is not None)
         self.backward_pass.turns.events["forward"] = self._share_buffers
 
@@ -255,11 +252,9 @@ class DistributedDataParallel(torch.nn.Module):
         self.backward_pass.drop()
         super().zero_grad(set_to_none)
 
-    def __reduce__(self) -> Any:
-        raise UnsupportedError(
-            "DistributedDataParallel", expected="its module to be copied or saved", got="the wrapper",
-            remedy="copy model.module, save model.module.state_dict()",
-        )  # fmt: skip
+    __reduce__ = not_copied(
+        "DistributedDataParallel", "the wrapper", "copy model.module, save model.module.state_dict()", what="its module"
+    )
 
     def refuse_shared_memory(self, operation: str) -> None:
         """Raise where a parameter's memory, which is to move, is a buffer's or another parameter's, too."""

@@ -26,9 +26,10 @@ from ..collectives import allreduce
 from ..comm import World, init
 from ..comm.consistency import on_every_rank, require_same
 from ..core.arrays import from_host, to_host
+from ..core.checks import not_copied
 from ..data_parallel import ShardedUpdate, sharded_update
 from ..data_parallel.buckets import Bucket, Slot
-from ..errors import ConfigError, MismatchError, NonFiniteGradientError, UnsupportedError
+from ..errors import ConfigError, MismatchError, NonFiniteGradientError, UnsupportedError, whole_number
 from ..optim import SGD, Adam, AdamW, Optimizer
 from . import tensors as torch_tensors
 from .distributed import DistributedDataParallel
@@ -270,11 +271,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         events["unscale"] = self._unscale
         events["skip"] = lambda _: self._drop()
 
-    def __reduce__(self) -> Any:
-        raise UnsupportedError(
-            "ShardedOptimizer", expected="its state to be copied or saved", got="the optimizer",
-            remedy="call state_dict() on all ranks",
-        )  # fmt: skip
+    __reduce__ = not_copied("ShardedOptimizer", "the optimizer", "call state_dict() on all ranks")
 
     @property
     def num_steps(self) -> int:
@@ -581,8 +578,7 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, world: World | None
         UnsupportedError: the state holds something that is no tensor, number, text, list, tuple or dict; on every rank.
     """
     world = init() if world is None else world
-    if not 0 <= root < world.size:
-        raise ConfigError("broadcast_optimizer_state", where="root", expected=f"0 to {world.size - 1}", got=root)
+    whole_number("broadcast_optimizer_state", "root", root, 0, world.size - 1)
     if isinstance(optimizer, ShardedOptimizer):
         raise ConfigError(
             "broadcast_optimizer_state", expected="an optimizer whose whole state is on each rank",

@@ -34,10 +34,9 @@ from ..checkpoint.flatten import (
     of_ranks,
     overlaps,
 )
-from ..checkpoint.inspect import unquoted
 from ..comm import World
 from ..core.arrays import BFLOAT16, bits, of_bits
-from ..core.state import Saved, Stateful
+from ..core.state import Saved, Stateful, unquoted
 from ..data_parallel.trainer_state import residuals
 from ..errors import ConfigError, UnsupportedError
 from . import tensors as torch_tensors

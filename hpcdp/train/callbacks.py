@@ -6,8 +6,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ..core.checks import number, one_of
 from ..core.state import Stateful, require_state
-from ..errors import ConfigError, is_number, whole_number
+from ..errors import ConfigError, whole_number
 from . import progress
 from .metrics import Record
 from .runs.run_dir import RunFolder
@@ -120,16 +121,10 @@ class EarlyStopping(Callback):
     """
 
     def __init__(self, metric: str, *, patience: int, min_delta: float = 0.0, mode: str | None = None) -> None:
-        for where, valid, expected, got in (
-            ("metric", isinstance(metric, str) and metric in _METRICS, f"one of {', '.join(_METRICS)}", metric),
-            ("min_delta", is_number(min_delta) and 0 <= min_delta < math.inf, "a finite number >= 0", min_delta),
-            ("mode", mode in ("min", "max", None), "min, max or None", mode),
-        ):
-            if not valid:
-                raise ConfigError("EarlyStopping", where=where, expected=expected, got=repr(got))
-        self.metric, self.min_delta = metric, float(min_delta)
+        self.metric = one_of("EarlyStopping", "metric", metric, _METRICS)
+        self.min_delta = number("EarlyStopping", "min_delta", min_delta, least=0)
         self.patience = whole_number("EarlyStopping", "patience", patience, 1)
-        self.mode = _METRICS[metric] if mode is None else mode
+        self.mode = one_of("EarlyStopping", "mode", _METRICS[metric] if mode is None else mode, ("min", "max"))
         self.best: float | None = None
         """The best number so far."""
         self.waited = 0

@@ -20,7 +20,7 @@ from ..comm import World, init
 from ..comm.consistency import on_every_rank, require_same
 from ..comm.world import require_world
 from ..data import DataLoader, ShardedSampler, SharedSampler, VirtualShardSampler
-from ..data_parallel.trainer import Trainer
+from ..data_parallel.trainer import BaseTrainer
 from ..engine.trace import Trace
 from ..errors import ConfigError, MismatchError, type_named, whole_number
 from ..kvstore.trainer import StoreTrainer
@@ -42,7 +42,7 @@ def check_arguments(net: object, trainer: object, loader: object, **others: Any)
     whole_number("fit", "epochs", others["epochs"], 0)
     for where, valid, expected, got in (
         ("net", isinstance(net, Module), "a network", net),
-        ("trainer", isinstance(trainer, Trainer), "a Trainer", trainer),
+        ("trainer", isinstance(trainer, BaseTrainer), "a Trainer", trainer),
         ("loader", isinstance(loader, DataLoader), "a DataLoader", loader),
         ("callbacks", isinstance(callbacks, Sequence), "a list of callbacks", callbacks),
         ("checkpoints", isinstance(checkpoints, Checkpoints | None), "Checkpoints or None", checkpoints),
@@ -115,7 +115,7 @@ def check_callbacks(callbacks: Sequence[Callback], evaluates: bool, loader: Data
             raise ConfigError("AdaptWorkLoad", where="sampler", expected="that of fit's loader", got="another one")
 
 
-def check_loader(loader: DataLoader, trainer: Trainer) -> None:
+def check_loader(loader: DataLoader, trainer: BaseTrainer) -> None:
     """Raises `ConfigError` where one of them has virtual shards, or another number of them, or ranks step together on
     batches that they take as they come."""
     sampler = getattr(loader, "sampler", None)
@@ -144,7 +144,7 @@ _EXCHANGE_EVERY = 10
 
 def fit(
     net: Module,
-    trainer: Trainer,
+    trainer: BaseTrainer,
     loader: DataLoader,
     *,
     epochs: int,
@@ -238,7 +238,7 @@ class _Loop:
     """The epochs of one `fit`."""
 
     net: Module
-    trainer: Trainer
+    trainer: BaseTrainer
     loader: DataLoader
     loss: Callable[[Tensor, Any], Tensor]
     callbacks: Sequence[Callback]

@@ -27,7 +27,7 @@ from ..core.arrays import Array, array_namespace, on_device_of, to_host
 from ..core.devices import to_device_of
 from ..core.files import replaced
 from ..core.state import Part, Sharded
-from ..data_parallel.trainer import Trainer
+from ..data_parallel.trainer import BaseTrainer
 from ..errors import ConfigError, to_stderr, whole_number
 
 Record = dict[str, Any]
@@ -300,7 +300,7 @@ class Meter:
     They are part of a run's state, so that the numbers of a resumed run are those of one that was not interrupted.
     """
 
-    def __init__(self, trainer: Trainer, world: World) -> None:
+    def __init__(self, trainer: BaseTrainer, world: World) -> None:
         self._trainer, self._world = trainer, world
         self._step = self._own_steps = 0
         # A row for each virtual shard: sums over ranks are exact then, and those over rows have one order.

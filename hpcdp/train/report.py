@@ -30,7 +30,7 @@ from typing import Any
 from ..comm import World
 from ..core import files
 from ..data_parallel.profiling import BucketCost, BucketTimes, GpuTimes, critical_path, mirrored_need, reduction_seconds
-from ..data_parallel.trainer import Trainer
+from ..data_parallel.trainer import BaseTrainer
 from ..engine.trace import Span, Trace
 from ..errors import ConfigError, DataError, is_number, shortened
 from .metrics import Record, read_metrics
@@ -206,7 +206,7 @@ class StepReport:
     is measured there, by events, which are read without waiting for it, but for the last ones of an epoch.
     """
 
-    def __init__(self, trainer: Trainer, world: World) -> None:
+    def __init__(self, trainer: BaseTrainer, world: World) -> None:
         trace: Trace | None = world.kept.get(Trace)
         self._times = trainer.measure_on_gpu()
         self.phase = {name: Phase(name, trace, self._times) for name in (FORWARD, BACKWARD, STEP)}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..autograd import Tensor, as_tensor, record
-from ..data_parallel.trainer import Trainer
+from ..data_parallel.trainer import BaseTrainer
 from ..errors import ConfigError, type_named
 from ..nn import Module
 from ..nn.functional import require_per_sample, softmax_cross_entropy
@@ -73,13 +73,13 @@ class TrainStep:
     def __init__(
         self,
         net: Module,
-        trainer: Trainer,
+        trainer: BaseTrainer,
         loss: Callable[[Tensor, Any], Tensor] = softmax_cross_entropy,
         phases: Phases = UNOBSERVED,
     ) -> None:
         for where, valid, expected, got in (
             ("net", isinstance(net, Module), "a network", net),
-            ("trainer", isinstance(trainer, Trainer), "a Trainer", trainer),
+            ("trainer", isinstance(trainer, BaseTrainer), "a Trainer", trainer),
             ("loss", callable(loss), "a function of output and labels", loss),
         ):
             if not valid:

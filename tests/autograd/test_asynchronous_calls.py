@@ -12,8 +12,8 @@ from hpcdp import autograd, nn, optim
 from hpcdp.autograd import Tensor
 from hpcdp.autograd.dispatch import CALLS, OPERATORS, operator
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, DataError
+from hpcdp.train.trainer import Trainer
 
 LIMIT_S = 20
 LOSS = nn.functional.softmax_cross_entropy

@@ -11,9 +11,9 @@ import pytest
 from hpcdp import autograd, checkpoint, nn, optim
 from hpcdp.autograd import Tensor
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import DataError
 from hpcdp.train import SyncBatchNorm
+from hpcdp.train.trainer import Trainer
 
 LOSS = nn.functional.softmax_cross_entropy
 

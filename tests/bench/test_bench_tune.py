@@ -236,7 +236,7 @@ def test_what_was_saved_is_shown_and_that_of_other_collectives_stays(tables, cap
 
 
 def test_an_unknown_collective_is_told_with_the_valid_ones():
-    with pytest.raises(ConfigError, match=r"\[collective\]: expected allreduce or .*, got 'alreduce'"):
+    with pytest.raises(ConfigError, match=r"\[collective\]: expected one of allreduce, .*, got 'alreduce'"):
         tune.main(["alreduce"])
 
 

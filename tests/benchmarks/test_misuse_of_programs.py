@@ -18,7 +18,7 @@ LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.exec
     ("name", "given", "says"),
     [
         ("fabric", ["--algorithms", "rng"], "unknown allreduce algorithm 'rng'"),
-        ("kernels", ["--factor", "1"], "size factor: expected 2 or more, got 1"),
+        ("kernels", ["--factor", "1"], "size factor: expected an integer >= 2, got 1"),
         ("allreduce", ["-m", "64:4"], "expected MIN:MAX with 0 < MIN <= MAX"),
         ("gradients", ["--json", "/nowhere/x.json"], "gradients: there is no folder /nowhere"),
         ("suite", ["--into", "/nowhere"], "suite --into: there is no folder /nowhere"),

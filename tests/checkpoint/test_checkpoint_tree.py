@@ -259,12 +259,12 @@ def test_numbers_of_a_sharded_may_be_numpys(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"shape": 10}, "expected a Sharded of whole numbers, got 'int' object is not iterable"),
-        ({"shape": (2.0, 5)}, "expected a Sharded of whole numbers, got 'float' object"),
-        ({"shape": (-2, -5)}, "expected a Sharded with a shape, got (-2, -5)"),
-        ({"copies": 0}, "expected a Sharded whose copy is one of its copies, got copy 0 of 0"),
-        ({"copies": 2, "copy": 2}, "got copy 2 of 2"),
-        ({"copies": 2, "copy": "0"}, "expected a Sharded of whole numbers, got 'str' object"),
+        ({"shape": 10}, "expected a Sharded with a shape, of integers >= 0, got 10"),
+        ({"shape": (2.0, 5)}, "expected a Sharded with a shape, of integers >= 0, got (2.0, 5)"),
+        ({"shape": (-2, -5)}, "expected a Sharded with a shape, of integers >= 0, got (-2, -5)"),
+        ({"copies": 0}, "expected a Sharded of 1 copy or more, got 0"),
+        ({"copies": 2, "copy": 2}, "expected a Sharded whose copy is one of its 2 copies, got 2"),
+        ({"copies": 2, "copy": "0"}, "expected a Sharded whose copy is one of its 2 copies, got '0'"),
     ],
 )
 def test_numbers_of_a_sharded_that_are_none(wrong, message):

@@ -149,10 +149,10 @@ def test_float16_overflows_to_an_infinity():
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: TwoBit(0), "2bit [threshold]: expected a number above 0, got 0"),
+        (lambda: TwoBit(0), "2bit [threshold]: expected a number > 0, got 0"),
         (lambda: TwoBit(-1.0), "got -1.0"),
         (lambda: OneBit(float("nan")), "1bit [threshold]"),
-        (lambda: TopK(0), "topk [ratio]: expected a number above 0, at most 1"),
+        (lambda: TopK(0), "topk [ratio]: expected a number in (0, 1]"),
         (lambda: TopK(1.5), "got 1.5"),
     ],
 )

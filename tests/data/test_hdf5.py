@@ -5,7 +5,8 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdp.data import HDF5Dataset, hdf5
+from hpcdp.core import hdf5
+from hpcdp.data import HDF5Dataset
 from hpcdp.errors import DataError
 
 

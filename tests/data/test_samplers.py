@@ -201,10 +201,10 @@ def test_virtual_shards_share_the_order_that_they_cut(monkeypatch) -> None:
     ("args", "said"),
     [
         ((50, 16, 4, 5), r"num_shards\]: expected at least one for each of 5 ranks, got 4"),
-        ((50, 16, 4, 2, 2), r"part_index\]: expected 0 to 1, got 2"),
+        ((50, 16, 4, 2, 2), r"part_index\]: expected an integer from 0 to 1, got 2"),
         ((50, 3, 4), r"batch_size\]: expected at least one sample for each of 4 virtual shards, got 3"),
-        ((50, 16, 0), r"num_shards\]: expected an integer >= 1, got 0"),
-        ((50, 16, 4, 2, -1), r"part_index\]: expected an integer >= 0, got -1"),
+        ((50, 16, 0), r"num_shards\]: expected at least one for each of 1 ranks, got 0"),
+        ((50, 16, 4, 2, -1), r"part_index\]: expected an integer from 0 to 1, got -1"),
         ((50, 16.0, 4), r"batch_size\]: expected an integer >= 1, got 16.0"),
     ],
 )
@@ -264,7 +264,7 @@ def test_a_given_number_of_batches_begins_anew_where_samples_run_out() -> None:
     assert [each.tolist() for each in BatchSampler(SequentialSampler(5), 2, epoch_size=1)] == [[0, 1]]
     empty = BatchSampler(SequentialSampler(0), 2, epoch_size=3)
     assert len(empty) == 0 and list(empty) == []
-    with pytest.raises(ConfigError, match=r"sampler \[last\]: expected keep or discard with epoch_size, got rollover"):
+    with pytest.raises(ConfigError, match=r"sampler \[last\]: expected keep or discard with epoch_size, got"):
         BatchSampler(SequentialSampler(5), 2, "rollover", epoch_size=4)
 
 

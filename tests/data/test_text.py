@@ -44,7 +44,7 @@ def test_what_is_wrong_is_said(monkeypatch, tmp_path):
     for context in (0, 2.5, "2", True):
         with pytest.raises(ConfigError, match=r"TextDataset \[context\]: expected an integer >= 1, got"):
             data.TextDataset("abc", context=context)
-    with pytest.raises(ConfigError, match=r"TextDataset \[text\]: expected a str, got a bytes"):
+    with pytest.raises(ConfigError, match=r"TextDataset \[text\]: expected a str, got b'abc'"):
         data.TextDataset(b"abc", 2)
     with pytest.raises(DataError, match="encode: expected characters among 'ab', got 'c'"):
         data.TextDataset("abc", 2, characters="ab")

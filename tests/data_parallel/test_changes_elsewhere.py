@@ -9,8 +9,8 @@ from changed_networks import network, steps
 from hpcdp import allreduce, broadcast, optim, reduce_scatter
 from hpcdp.autograd import Tensor
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, HpcdpError
+from hpcdp.train.trainer import Trainer
 
 
 @pytest.mark.parametrize("n", [1, 3])

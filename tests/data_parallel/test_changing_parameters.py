@@ -9,8 +9,8 @@ from changed_networks import halve, network, steps
 from hpcdp import nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import init, thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, HpcdpError
+from hpcdp.train.trainer import Trainer
 
 HOW = [
     {"owner": "shard"},

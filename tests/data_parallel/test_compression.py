@@ -13,10 +13,10 @@ from written_gradients import backward, model
 import hpcdp
 from hpcdp import optim
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, DataError, MismatchError, StaleGradientError
 from hpcdp.train.runs.config import TrainConfig
 from hpcdp.train.runs.run import saved_by_compression
+from hpcdp.train.trainer import Trainer
 
 CODECS = ["fp16", "bf16", "2bit", "1bit", "topk:ratio=0.2"]
 
@@ -156,8 +156,8 @@ def test_what_was_not_sent_is_part_of_the_states(tmp_path, n, per_node, codec):
 
 
 def total_residual(trainer):
-    rail = trainer.reducer.rail
-    return 0.0 if rail is None else sum(each.residual.sum(dtype="f8") for each in rail.feedback)
+    coder = trainer.reducer.coder
+    return 0.0 if coder is None else sum(each.residual.sum(dtype="f8") for each in coder.feedback)
 
 
 def save_after_steps(world, path):

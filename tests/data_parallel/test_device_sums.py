@@ -34,10 +34,10 @@ from hpcdp.core.arrays import dtype_of, is_host, to_host
 from hpcdp.core.devices import Streams, gpu
 from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, sharded_update
 from hpcdp.data_parallel.inter_node import node_nbytes
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.data_parallel.trainer_state import gather_residuals, give_residuals
 from hpcdp.errors import DeviceError, MismatchError, UnsupportedError
 from hpcdp.kernels.cuda import compress
+from hpcdp.train.trainer import Trainer
 
 NODES = [(2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, (2, 3)), (7, (4, 3))]
 STEPS = 3
@@ -84,7 +84,7 @@ def test_every_rank_holds_the_sums_of_each_step(gpus_on_host, way, overlap, layo
         use_gpu(world, way)
         streams = Streams(device_of(world, way))
         reducer, params = make(world, overlap)
-        assert reducer.gpus.way is way_of(world, way)
+        assert reducer.reduction.way is way_of(world, way)
         with on_new_stream(streams) as compute:  # which is late as well
             for step in range(STEPS):
                 written = [cupy.asarray(gradient(world.rank, step, param.data.shape)) for param in params]
@@ -159,7 +159,7 @@ def test_a_sum_waits_for_each_of_the_streams_that_have_written(gpus_on_host, mon
         use_gpu(world, GpuTransport.NCCL)
         streams = Streams(gpu(world.place))
         reducer, _ = make(world, overlap=False)
-        bucket, sums = reducer.buckets[0], reducer.gpus
+        bucket, sums = reducer.buckets[0], reducer.reduction
         row = sums.rows(bucket.number)[0]
         given = streams.array(gradient(world.rank, 0, row.shape))
         streams.synchronize(streams.current())
@@ -168,7 +168,7 @@ def test_a_sum_waits_for_each_of_the_streams_that_have_written(gpus_on_host, mon
                 if number == late:
                     gpus_on_host.push(writer.ptr, lambda: None, computed.is_set)
                 streams.copy_async(row[part], given[part], writer)
-                (sums.filled if number else sums.written)(bucket)
+                (sums.filled if number else sums.record_writer)(bucket)
         run_until_complete(sums.sum(bucket, None))
         world.barrier()  # now all have launched it
         while gpus_on_host.step():
@@ -185,7 +185,7 @@ def comes_without_waiting(reducer, bucket, streams):
     """Whether the sum of a bucket, which is launched, is there before anything else is done."""
     done = streams.event()
     with streams.stream() as behind:
-        reducer.gpus.summed(bucket)
+        reducer.reduction.summed(bucket)
         streams.record(done, behind)
     deadline = time.monotonic() + 10  # the other rank's part may come late, too
     while not (found := streams.query(done)) and time.monotonic() < deadline:
@@ -203,15 +203,15 @@ def test_a_bucket_does_not_wait_for_the_gradients_of_those_behind_it(gpus_on_hos
         reducer, _ = make(world, overlap=False)
         first, second = reducer.buckets[:2]
         with on_new_stream(streams) as compute:
-            reducer.gpus.filled(first)
+            reducer.reduction.filled(first)
             gpus_on_host.push(compute.ptr, lambda: None, computed.is_set)
-            reducer.gpus.filled(second)
-            run_until_complete(reducer.gpus.sum(first, None))
+            reducer.reduction.filled(second)
+            run_until_complete(reducer.reduction.sum(first, None))
             world.barrier()  # now all have launched it
             found = comes_without_waiting(reducer, first, streams)
             world.barrier()
             computed.set()
-            run_until_complete(reducer.gpus.sum(second, None))
+            run_until_complete(reducer.reduction.sum(second, None))
         return found
 
     assert thread_comm.run(2, rank) == [True, True]
@@ -229,13 +229,13 @@ def test_a_sum_that_comes_first_on_all_ranks_does_not_wait_for_gradients_of_one_
         reducer, _ = make(world, overlap=False)
         late, early = reducer.buckets[:2]
         with on_new_stream(streams) as compute:
-            reducer.gpus.filled(early)
+            reducer.reduction.filled(early)
             gpus_on_host.push(compute.ptr, lambda: None, computed.is_set)
-            reducer.gpus.filled(late)
+            reducer.reduction.filled(late)
             if world.rank == 0:
-                begun = RunningTask(reducer.gpus.sum(late, None))
+                begun = RunningTask(reducer.reduction.sum(late, None))
                 assert not begun.advance()  # rank 1 is not ready for it
-            run_until_complete(reducer.gpus.sum(early, None))
+            run_until_complete(reducer.reduction.sum(early, None))
             found = comes_without_waiting(reducer, early, streams)
             world.barrier()
             computed.set()
@@ -243,7 +243,7 @@ def test_a_sum_that_comes_first_on_all_ranks_does_not_wait_for_gradients_of_one_
                 while not begun.advance():
                     pass
             else:
-                run_until_complete(reducer.gpus.sum(late, None))
+                run_until_complete(reducer.reduction.sum(late, None))
         return found
 
     assert thread_comm.run(2, rank) == [True, True]
@@ -387,7 +387,7 @@ def test_codes_on_one_node_change_nothing_and_that_is_told(gpus_on_host, monkeyp
             param.write(gradient(world.rank, 0, param.data.shape))
         reducer.closing.tally(0)
         reducer.reduce_everywhere()
-        assert reducer.gpus.way is GpuTransport.NCCL and reducer.coder is None
+        assert reducer.reduction.way is GpuTransport.NCCL and reducer.coder is None
         for param in params:
             np.testing.assert_array_equal(to_host(param.grad), wanted(2, 0, param.data.shape))
 
@@ -422,7 +422,7 @@ def test_training_on_gpus_is_training_on_the_host(gpus_on_host, monkeypatch, way
         norms.append(squares**0.5)
         return squares
 
-    monkeypatch.setattr(sharded_update, "squares_of_model", noted)
+    monkeypatch.setattr("hpcdp.data_parallel.bucket_trainer.squares_of_model", noted)
 
     def rank(world, on_gpu):
         if on_gpu:
@@ -454,7 +454,7 @@ def test_who_cannot_sum_in_the_node_is_told_why(gpus_on_host, monkeypatch):
     monkeypatch.setattr("hpcdp.comm.gpu_transports._nccl_version", lambda: 0)
     with pytest.warns(UserWarning, match="summed in host memory, each rank for itself: local rank 0 has no GPU"):
         monkeypatch.setattr(comm_world, "visible", lambda: ())
-        thread_comm.run(2, lambda world: make(world, False)[0].gpus.way)
+        thread_comm.run(2, lambda world: make(world, False)[0].way)
 
 
 def test_what_the_host_cannot_sum_is_refused_by_name(gpus_on_host):

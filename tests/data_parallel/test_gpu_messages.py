@@ -71,7 +71,7 @@ def sums_of(world, way, dtype, overlap):
             compute.synchronize()
             found += [param.grad.to_host() for param in params]
             reducer.reset()
-    return found, reducer.gpus.goes_direct
+    return found, reducer.reduction.goes_direct
 
 
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
@@ -311,7 +311,7 @@ def test_real_messages_go_from_and_to_the_memory_of_gpus(reached, monkeypatch, o
         params = [Parameter(f"p{i}", shape, dtype_of(dtype)) for i, shape in enumerate(SHAPES)]
         layout = buckets.plan([(p.name, p.data.shape, dtype_of(dtype)) for p in params], 0.004, 0.004)
         reducer = Reducer(params, layout, world, overlap)
-        assert world.size == 1 or reducer.gpus.goes_direct
+        assert world.size == 1 or reducer.reduction.goes_direct
         check_steps(world, reducer, params, STEPS)
 
 

@@ -7,10 +7,10 @@ from parameters_on_gpus import Parameter, gradient, show_gpus
 from hpcdp import optim
 from hpcdp.comm import thread_comm
 from hpcdp.core.devices import Streams, gpu
-from hpcdp.data_parallel.gpu_reduction import DeviceSums
+from hpcdp.data_parallel.gpu_reduction import GpuReduction
 from hpcdp.data_parallel.profiling import GpuTimes
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.train.report import BACKWARD, FORWARD, STEP, StepReport
+from hpcdp.train.trainer import Trainer
 
 
 def test_a_step_is_read_when_the_next_one_is_done(gpus_on_host, monkeypatch):
@@ -47,8 +47,8 @@ def test_a_step_is_read_when_the_next_one_is_done(gpus_on_host, monkeypatch):
 @pytest.mark.parametrize(("n", "nodes"), [(1, None), (2, None), (3, 1), (4, 2)])
 def test_the_report_has_the_times_of_the_gpu(gpus_on_host, monkeypatch, n, nodes, owner, overlap):
     show_gpus(monkeypatch, 8)
-    summed = DeviceSums.summed
-    monkeypatch.setattr(DeviceSums, "summed", lambda self, bucket: (gpus_on_host.take_ms(5), summed(self, bucket)))
+    summed = GpuReduction.summed
+    monkeypatch.setattr(GpuReduction, "summed", lambda self, bucket: (gpus_on_host.take_ms(5), summed(self, bucket)))
     steps = 3
 
     def rank(world):

@@ -15,7 +15,7 @@ from hpcdp.comm.gpu_transports import GpuTransport
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import to_host
 from hpcdp.core.devices import cpu, gpu
-from hpcdp.data_parallel.trainer import Trainer
+from hpcdp.train.trainer import Trainer
 
 N, STEPS = 48, 4
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which compiles kernels for this processor")

@@ -16,10 +16,10 @@ from hpcdp.comm import thread_comm
 from hpcdp.core.arrays import dtype_of, to_host
 from hpcdp.data_parallel import policy as data_parallel_policy
 from hpcdp.data_parallel.policy import DynamicLossScale
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
+from hpcdp.train.trainer import Trainer
 
 SHAPES = {"conv.weight": (20, 1, 3, 3), "norm.gamma": (20,), "dense.weight": (300, 41), "dense.bias": (7,)}
 SINGLE = "norm.gamma"

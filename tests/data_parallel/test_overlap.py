@@ -330,7 +330,7 @@ def test_a_thread_that_reads_parameters_late_does_not_end_the_update_of_the_next
     def rank(world):
         param = nn.Parameter(np.full(9, 5, "f4"), name="w")
         trainer = hpcdp.Trainer([param], optim.SGD(lr=0.5), world, overlap=True)
-        milestones, has_come, goes_on = trainer.reducer.beside._milestones, threading.Event(), threading.Event()
+        milestones, has_come, goes_on = trainer.reducer.scheduler._milestones, threading.Event(), threading.Event()
         wait = milestones.wait
 
         def step():

@@ -79,7 +79,7 @@ def test_the_bits_do_not_depend_on_overlap(n, nodes):
         made.launch_rest()
         made.closing.tally(0)
         made.reduce_shards()
-        return [shard.tobytes() for _, shard in made.shards()]
+        return [bucket.mine[slice(*bucket.shard)].tobytes() for bucket in made.buckets]
 
     at_the_end, meanwhile = (thread_comm.run(n, lambda world, o=o: shards(world, o), nodes) for o in (False, True))
     assert at_the_end == meanwhile

@@ -6,8 +6,8 @@ from written_gradients import SHAPES, backward, model
 
 from hpcdp import optim
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import DataError
+from hpcdp.train.trainer import Trainer
 
 
 @pytest.mark.parametrize(("n", "per_node"), [(4, 2), (3, 2), (4, 3), (5, 2), (5, 3), (3, 1), (3, None), (1, None)])

@@ -12,8 +12,8 @@ import hpcdp
 from hpcdp import nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError
+from hpcdp.train.trainer import Trainer
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from written_gradients import SHAPES, backward, model
 from hpcdp import nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.data_parallel.bucket_trainer import BucketTrainer
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError
+from hpcdp.train.trainer import Trainer
 
 
 @pytest.mark.parametrize("count", [-1, 2.5, "four", None])

@@ -13,8 +13,8 @@ from written_gradients import Parameter
 from hpcdp import autograd, checkpoint, nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.data_parallel.buckets import plan
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, StaleGradientError
+from hpcdp.train.trainer import Trainer
 
 SHAPES = {"conv.weight": (20, 1, 3, 3), "conv.bias": (20,), "dense.weight": (300, 41), "dense.bias": (7,), "scale": ()}
 WORLDS = [(1, None), (2, None), (3, None), (4, 2), (4, 3), (3, 1), (3, [1, 2])]
@@ -259,7 +259,7 @@ def test_virtual_shards_must_be_as_many_and_other_arithmetic_is_said(monkeypatch
     gone_on(2, None, state, params_then, steps=0)
     plain, params_then = saved(1, None, steps=0)
     gone_on(2, None, plain, params_then, steps=0, reproducible=True, virtual_shards=5)
-    monkeypatch.setattr("hpcdp.data_parallel.trainer_state.arithmetic", lambda: "an abacus")
+    monkeypatch.setattr("hpcdp.data_parallel.bucket_trainer.arithmetic", lambda: "an abacus")
     with pytest.warns(UserWarning, match="arithmetic was .* and here it is an abacus"):
         gone_on(2, None, state, params_then, steps=0, reproducible=True, virtual_shards=5)
 

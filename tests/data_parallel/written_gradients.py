@@ -4,7 +4,7 @@ import numpy as np
 
 from hpcdp import optim
 from hpcdp.core.arrays import to_host
-from hpcdp.data_parallel.trainer import Trainer
+from hpcdp.train.trainer import Trainer
 
 SHAPES = {"conv.weight": (20, 1, 3, 3), "conv.bias": (20,), "dense.weight": (300, 41), "dense.bias": (7,)}
 

@@ -239,7 +239,7 @@ def test_the_environment_chooses_the_mode(monkeypatch):
     monkeypatch.setenv("HPCDP_ENGINE", "synchronous")
     assert Engine().synchronous
     monkeypatch.setenv("HPCDP_ENGINE", "parallel")
-    with pytest.raises(ConfigError, match=r"HPCDP_ENGINE.*synchronous or threads, got parallel"):
+    with pytest.raises(ConfigError, match=r"HPCDP_ENGINE.*one of synchronous, threads, got 'parallel'"):
         Engine()
 
 
@@ -253,9 +253,9 @@ def test_lanes_and_bounds_are_refused_by_name(engine):
     with pytest.raises(ConfigError, match=r"threads of polling.*1 with idle, got 2"):
         engine.add_lane("polling", threads=2, idle=lambda: False)
     for wrong in ("a", 1.5, 0):
-        with pytest.raises(ConfigError, match=f"max_inflight.: expected an integer, at least 1, got {wrong!r}"):
+        with pytest.raises(ConfigError, match=f"max_inflight.: expected an integer >= 1, got {wrong!r}"):
             Engine(max_inflight=wrong)
-        with pytest.raises(ConfigError, match=f"threads of io.: expected at least 1, got {wrong!r}"):
+        with pytest.raises(ConfigError, match=f"threads of io.: expected an integer >= 1, got {wrong!r}"):
             Engine({"io": wrong})
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 import hpcdp
 from hpcdp import nn, optim
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.train import TrainStep
+from hpcdp.train.trainer import Trainer
 
 IMAGES = {"lenet": (1, 28, 28), "resnet18_cifar": (3, 32, 32)}
 OPTIMIZERS = {"sgd": optim.SGD(0.1, momentum=0.9), "adamw": optim.AdamW(0.1), "lars": optim.LARS(0.1)}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp import kernels
+from hpcdp.core import files
 from hpcdp.core.environment import RANKS
 from hpcdp.errors import ConfigError
 
@@ -81,7 +82,7 @@ def test_the_folder_is_chosen_by_the_environment(tmp_path, monkeypatch):
 def unwarned(monkeypatch):
     for name in RANKS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(kernels, "_warned", False)
+    monkeypatch.setattr(files, "_warned", False)
     monkeypatch.setattr(kernels, "_all_kept", True)
 
 
@@ -140,7 +141,7 @@ def test_only_rank_0_warns(tmp_path, monkeypatch, variable, rank, recwarn):
     monkeypatch.setenv(variable, str(rank))
     kernels.cache_dir()
     assert not recwarn.list
-    monkeypatch.setattr(kernels, "_warned", False)
+    monkeypatch.setattr(files, "_warned", False)
     monkeypatch.setenv(variable, "0")
     kernels.cache_dir()
     assert len(recwarn.list) == 1
@@ -506,7 +507,7 @@ def test_numbas_folder_is_refused_where_others_may_write(tmp_path, monkeypatch):
 
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
     jit_cache._refuse_settings()
-    monkeypatch.setattr(kernels, "_private", set())
+    monkeypatch.setattr(files, "_private", set())
     tmp_path.chmod(0o777)
     with pytest.raises(
         ConfigError, match=r"NUMBA_CACHE_DIR=.*\]: expected a folder that this user alone may write, got /"

@@ -198,7 +198,7 @@ def test_what_is_refused():
 
     thread_comm.run(2, one)
     for setting in ({"staleness": -1}, {"staleness": 1.5}, {"replay": True}):
-        with pytest.raises(ConfigError, match="expected an integer, 0 or more"):
+        with pytest.raises(ConfigError, match="expected an integer >= 0"):
             kvstore.create("dist_async", **setting)
     with pytest.raises(ConfigError, match=r"\[staleness\]: expected None, or dist_async, got 3 of dist_sync"):
         kvstore.create("dist_sync", staleness=3)

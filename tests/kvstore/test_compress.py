@@ -176,9 +176,9 @@ def test_what_is_refused(kind):
         for settings, said in (
             ("3bit", "compression: expected one of fp16, bf16, 2bit, 1bit, topk, got '3bit'"),
             ({"type": "3bit"}, "compression: expected one of fp16, bf16, 2bit, 1bit, topk, got '3bit'"),
-            ({"threshold": 0.5}, "compression: expected a dict such as .*'threshold': 0.5"),
+            ({"threshold": 0.5}, r"compression \[type\]: expected a dict such as .*'threshold': 0.5"),
             ({"type": "2bit", "treshold": 1}, "compression 2bit: expected threshold=NUMBER or feedback=NUMBER"),
-            ({"type": "2bit", "threshold": -1}, r"compression 2bit \[threshold\]: expected a number above 0"),
+            ({"type": "2bit", "threshold": -1}, r"compression 2bit \[threshold\]: expected a number > 0"),
             (7, "compression: expected one of"),
         ):
             with pytest.raises(ConfigError, match=said):

@@ -17,9 +17,9 @@ from hpcdp.comm.world import Gpu
 from hpcdp.core import devices
 from hpcdp.core.devices import Device, Streams, gpu
 from hpcdp.data_parallel import gpu_reduction
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import MismatchError, UnsupportedError
 from hpcdp.kvstore import arguments, gpu_keys
+from hpcdp.train.trainer import Trainer
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (40, 30), "d": ()}
 NODES = [(1, None), (2, None), (3, (1, 2)), (4, 2)]

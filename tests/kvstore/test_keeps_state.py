@@ -169,7 +169,7 @@ def test_states_of_other_stores_are_refused():
             other(world).load_state_dict(state)
 
     for other, message in (
-        (lambda world: make("dist_sync", world, schedule, keys=[3, 11, 12]), "key 40.*got in the state only"),
+        (lambda world: make("dist_sync", world, schedule, keys=[3, 11, 12]), "key 40.*got it in the state only"),
         (lambda world: make("dist_sync", world), r"optimizer\]: expected none, as the store has, got one"),
         (lambda world: make("dist_sync", world, optim.Adam), r"optimizer\]: expected adam, got sgd"),
     ):
@@ -181,7 +181,7 @@ def test_states_of_other_stores_are_refused():
     ("spoil", "message"),
     [
         (lambda state: None, "expected what state_dict.. of a store returns, got None"),
-        (lambda state: state | {"values": {3: state["values"][3]}}, "key 11.*got in the store only"),
+        (lambda state: state | {"values": {3: state["values"][3]}}, "key 11.*got it in the store only"),
         (lambda state: state | {"optimizer": None}, "optimizer.: expected one, as the store has, got none"),
         (lambda state: state | {"optimizer": state["optimizer"].replace("sgd", "adam")}, "expected sgd, got adam"),
         (lambda state: state | {"values": {3: np.ones(2), 11: np.ones(())}}, "expected shape .33, 7.*got shape .2,"),

@@ -9,9 +9,9 @@ from graph_checks import arrays, needs_compiler, on_gpu, same
 from hpcdp import autograd, nn, optim
 from hpcdp.autograd import Tensor
 from hpcdp.core.arrays import to_host
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import DataError
 from hpcdp.kernels.cuda.capture import Capturer
+from hpcdp.train.trainer import Trainer
 
 F = nn.functional
 STEPS = 4

@@ -9,10 +9,10 @@ import pytest
 import hpcdp
 from hpcdp import autograd, nn, optim
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, DeviceError, MismatchError, UnsupportedError
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.nn.init import Xavier
+from hpcdp.train.trainer import Trainer
 
 X, Y = np.random.default_rng(2).standard_normal((6, 2, 7, 7)).astype(np.float32), np.arange(6) % 3
 

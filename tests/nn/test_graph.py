@@ -86,7 +86,7 @@ def test_a_drawing_of_another_kind_is_refused(name, tmp_path):
     net = nn.Sequential(nn.Dense(4, 3))
     net.hybridize()
     net(np.ones((2, 4), np.float32))
-    with pytest.raises(ConfigError, match=r"draw \[path\]: expected a name in .png, .svg, .pdf, got '.*graph"):
+    with pytest.raises(ConfigError, match=r"draw \[path\]: expected a name that ends in .png, .*, got '.*graph"):
         net.graph().draw(tmp_path / name)
     assert not list(tmp_path.iterdir())
 

@@ -8,10 +8,10 @@ import pytest
 from hpcdp import autograd, nn, optim
 from hpcdp.autograd import Tensor
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, DataError
 from hpcdp.nn.jit.executor import Plan
 from hpcdp.nn.models import Block
+from hpcdp.train.trainer import Trainer
 
 F = nn.functional
 NUM_TOKENS = 7

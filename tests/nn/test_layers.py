@@ -162,12 +162,12 @@ def test_the_gradient_of_a_mean_of_one_element_or_none_goes_back(layer, n):
         (lambda: nn.LSTM(4, None), r"LSTM \[size\]: expected an integer >= 1, got None"),
         (lambda: nn.Embedding(None, 4), r"Embedding \[num_tokens\]: expected an integer >= 1, got None"),
         (lambda: nn.BatchNorm("a"), r"BatchNorm \[channels\]: expected an integer >= 1, got 'a'"),
-        (lambda: nn.BatchNorm(3, momentum=2), r"BatchNorm \[momentum\]: expected a share in \[0, 1\], got 2"),
+        (lambda: nn.BatchNorm(3, momentum=2), r"BatchNorm \[momentum\]: expected a number in \[0, 1\], got 2"),
         (lambda: nn.BatchNorm(3, momentum="0.9"), r"BatchNorm \[momentum\]: .* got '0\.9'"),
-        (lambda: nn.BatchNorm(3, eps=0), r"BatchNorm \[eps\]: expected a number above 0, got 0"),
+        (lambda: nn.BatchNorm(3, eps=0), r"BatchNorm \[eps\]: expected a number > 0, got 0"),
         (lambda: nn.BatchNorm(3, eps=float("nan")), r"BatchNorm \[eps\]: .* got nan"),
         (lambda: nn.LayerNorm(0), r"LayerNorm \[features\]: expected an integer >= 1, got 0"),
-        (lambda: nn.Dropout("a"), r"Dropout \[p\]: expected a probability in \[0, 1\), got 'a'"),
+        (lambda: nn.Dropout("a"), r"Dropout \[p\]: expected a number in \[0, 1\), got 'a'"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_by_name(make, message):

@@ -8,8 +8,8 @@ import standin
 from hpcdp import autograd, nn, optim
 from hpcdp.autograd import Tensor
 from hpcdp.core.arrays import array_namespace
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, HpcdpError, UnsupportedError
+from hpcdp.train.trainer import Trainer
 
 
 class Block(nn.Module):
@@ -262,7 +262,7 @@ def test_sequential_is_a_list_of_modules():
     assert len(nn.Sequential()) == 0
     x = Tensor(np.ones((1, 3), np.float32))
     assert nn.Sequential()(x) is x
-    with pytest.raises(ConfigError, match="expected modules, got int"):
+    with pytest.raises(ConfigError, match="expected modules, got 3"):
         net.add(3)
 
 

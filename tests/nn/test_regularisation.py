@@ -97,7 +97,7 @@ def test_dropout_is_reproducible_and_off_in_prediction():
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 3])
 def test_impossible_probabilities_are_refused(p):
-    with pytest.raises(ConfigError, match=r"Dropout \[p\]: expected a probability in \[0, 1\)"):
+    with pytest.raises(ConfigError, match=r"Dropout \[p\]: expected a number in \[0, 1\)"):
         nn.Dropout(p)
 
 

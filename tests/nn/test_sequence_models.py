@@ -6,10 +6,10 @@ import pytest
 from hpcdp import autograd, nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, ShardedSampler
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, UnsupportedError
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.train.evaluate import evaluate
+from hpcdp.train.trainer import Trainer
 
 TOKENS = np.random.default_rng(4).integers(0, 7, size=(13, 6))
 SMALL = {
@@ -99,7 +99,7 @@ def test_perplexity_falls(name):
 
 def test_what_is_impossible_is_said():
     for name in SMALL:
-        with pytest.raises(ConfigError, match=rf"{name}: expected input_shape \(time,\)"):
+        with pytest.raises(ConfigError, match=rf"{name} \[input_shape\]: expected \(time,\), integers >= 1"):
             nn.models.create(name, input_shape=(1, 28, 28), num_classes=10, seed=0)
     with pytest.raises(ConfigError, match="expected heads that divide 12, got 5"):
         nn.models.gpt((5,), 7, width=12, heads=5)

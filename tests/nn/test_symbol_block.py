@@ -13,9 +13,9 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 from hpcdp import autograd, nn
+from hpcdp.core import hdf5
 from hpcdp.core.arrays import bits
 from hpcdp.core.files import own_part_of
-from hpcdp.data import hdf5
 from hpcdp.errors import ConfigError, DataError, HpcdpError
 
 

@@ -4,9 +4,9 @@ import pytest
 from hpcdp import autograd, nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.data_parallel.policy import Policy
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, UnsupportedError
 from hpcdp.nn.functional import softmax_cross_entropy
+from hpcdp.train.trainer import Trainer
 
 
 def test_one_array_is_one_layer():

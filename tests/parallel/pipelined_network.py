@@ -6,9 +6,9 @@ import numpy as np
 
 from hpcdp import autograd, nn, optim
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.parallel import Pipeline
 from hpcdp.parallel.pipeline import pieces
+from hpcdp.train.trainer import Trainer
 
 LOSS = nn.functional.softmax_cross_entropy
 BATCH, STEPS = 22, 3

@@ -10,10 +10,10 @@ from hpcdp import autograd, nn, optim
 from hpcdp.autograd import Tensor
 from hpcdp.comm import thread_comm
 from hpcdp.core.arrays import dtype_of
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, DataError, UnsupportedError
 from hpcdp.parallel import Pipeline
 from hpcdp.parallel.pipeline import pieces
+from hpcdp.train.trainer import Trainer
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from pipelined_network import LOSS, batch, stages
 
 from hpcdp import nn, optim
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, DataError, MismatchError
 from hpcdp.parallel import Pipeline, split_world
+from hpcdp.train.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_trainer_of_another_world_and_labels_that_are_missing():
     thread_comm.run(2, rank)
     with pytest.raises(ConfigError, match=r"stages\[1\]"):
         thread_comm.run(1, lambda world: Pipeline([*stages(1), lambda: None], LOSS, world))
-    with pytest.raises(ConfigError, match=r"stages\]: expected a list of modules, got Sequential"):
+    with pytest.raises(ConfigError, match=r"stages\]: expected a list of modules, got Sequential\(\)"):
         thread_comm.run(1, lambda world: Pipeline(nn.Sequential(), LOSS, world))
 
 

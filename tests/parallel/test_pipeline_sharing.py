@@ -7,9 +7,9 @@ from pipelined_network import LOSS, STEPS, batch, normal
 import hpcdp
 from hpcdp import autograd, nn, optim
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError
 from hpcdp.parallel import Pipeline
+from hpcdp.train.trainer import Trainer
 
 
 class Head(nn.Module):

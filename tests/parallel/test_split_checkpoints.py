@@ -9,9 +9,9 @@ from hpcdp import autograd, nn, optim
 from hpcdp.checkpoint import Manager
 from hpcdp.comm import thread_comm
 from hpcdp.core.state import Cut
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import DataError
 from hpcdp.parallel import split_world
+from hpcdp.train.trainer import Trainer
 
 LOSS = nn.functional.softmax_cross_entropy
 SHAPES = {mlp: (6,), convolutions: (1, 8, 8)}

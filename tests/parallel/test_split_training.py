@@ -9,11 +9,11 @@ import hpcdp
 from hpcdp import autograd, data, nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.data_parallel.sharded_update import squares_of_model
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.parallel import ColumnDense, Pipeline, RowDense, split_world
 from hpcdp.parallel.p2p import Split
 from hpcdp.train.fit import fit
+from hpcdp.train.trainer import Trainer
 
 LOSS = nn.functional.softmax_cross_entropy
 STEPS, BATCH = 4, 12

@@ -289,7 +289,7 @@ def test_a_sparse_buffer_and_what_is_no_module_are_refused():
     net.register_buffer("sparse", torch.eye(2).to_sparse())
     with pytest.raises(UnsupportedError, match=r"\[sparse\]: expected a dense buffer"):
         thread_comm.run(1, lambda world: hpcdp.torch.DistributedDataParallel(net, world))
-    with pytest.raises(ConfigError, match=r"expected a torch.nn.Module, got int"):
+    with pytest.raises(ConfigError, match=r"expected a torch.nn.Module, got 3"):
         thread_comm.run(1, lambda world: hpcdp.torch.DistributedDataParallel(3, world))
 
 

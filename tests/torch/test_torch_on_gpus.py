@@ -89,7 +89,7 @@ def test_what_torch_keeps_unused_is_given_back_before_rows_are_made(on_gpus, mon
         on_gpus.room = 0
         world.barrier()
         of_buffers.broadcast([torch.ones(3)], 0)
-        return model.backward_pass.reducer.gpus.way
+        return model.backward_pass.reducer.reduction.way
 
     assert thread_comm.run(2, rank) == [GpuTransport.CUDA_IPC] * 2
 

@@ -7,7 +7,6 @@ from hpcdp import nn, optim
 from hpcdp.checkpoint import Manager
 from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError
 from hpcdp.nn.functional import l2_loss
 from hpcdp.train.callbacks import Callback, EarlyStopping, ShowProgress
@@ -16,6 +15,7 @@ from hpcdp.train.evaluate import Evaluation, evaluate
 from hpcdp.train.fit import fit
 from hpcdp.train.progress import draw_curves
 from hpcdp.train.sync_batch_norm import SyncBatchNorm
+from hpcdp.train.trainer import Trainer
 
 RNG = np.random.default_rng(11)
 CENTRES = RNG.normal(size=(3, 5)) * 2

@@ -7,7 +7,6 @@ import pytest
 
 from hpcdp import checkpoint, data, nn, optim
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import MismatchError
 from hpcdp.train import SyncBatchNorm
 from hpcdp.train.callbacks import Callback, EarlyStopping
@@ -15,6 +14,7 @@ from hpcdp.train.checkpoints import Checkpoints
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
 from hpcdp.train.load_balance import AdaptWorkLoad
+from hpcdp.train.trainer import Trainer
 
 X, Y = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32), np.arange(40) % 3
 

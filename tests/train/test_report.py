@@ -172,7 +172,7 @@ def test_a_run_that_was_killed_early_or_goes_on(epochs, tmp_path):
         (["torn"], "expected what a run has written, got"),
         (["strange"], "expected what a run has written, got a line that is no record"),
         (["a", "-o", "nowhere/at/all.html"], "expected a folder nowhere/at that is there, got none"),
-        (["a", "-o", "a/metrics.jsonl"], "expected a name that ends in .html, got 'a/metrics.jsonl'"),
+        (["a", "-o", "a/metrics.jsonl"], "expected a name that ends in .html, .htm, got 'a/metrics.jsonl'"),
         (["cut"], "got line 2 of the file is none of JSON: "),
     ],
 )

@@ -9,11 +9,11 @@ from hpcdp import nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
 from hpcdp.data_parallel.profiling import BucketTimes
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.engine.trace import Trace
 from hpcdp.train import report as train_report
 from hpcdp.train.fit import fit
 from hpcdp.train.report import StepReport, compare
+from hpcdp.train.trainer import Trainer
 
 RNG = np.random.default_rng(3)
 SAMPLES = ArrayDataset(RNG.normal(size=(64, 5)).astype(np.float32), RNG.integers(0, 3, size=64))

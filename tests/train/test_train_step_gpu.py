@@ -128,14 +128,14 @@ def test_what_lies_between_has_the_update_behind_the_graph(gpu, name):
 def test_graphs_are_cut_where_sums_over_ranks_begin(gpu, one_bucket_each, monkeypatch):
     """With each bucket that backward completes, before the graph of what comes behind is launched."""
     net, trainer = made(alone(), NETWORKS["lenet"][0], overlap=True)
-    step, beside, found = planned(net, trainer), trainer.reducer.beside, []
-    launch, first = beside.launch, net.parameters()[0]
+    step, scheduler, found = planned(net, trainer), trainer.reducer.scheduler, []
+    launch, first = scheduler.launch, net.parameters()[0]
 
-    def launched(bucket, reduction):
+    def launched(bucket):
         found.append((number, np.array_equal(to_host(first.grad), before)))
-        launch(bucket, reduction)
+        launch(bucket)
 
-    monkeypatch.setattr(beside, "launch", launched)
+    monkeypatch.setattr(scheduler, "launch", launched)
     for number, (x, y) in enumerate(batches((2, 1, 12, 12), 8)):
         before = to_host(first.grad).copy()
         with trainer.no_sync() if number % 2 == 0 else nullcontext():

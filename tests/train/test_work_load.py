@@ -8,11 +8,11 @@ import pytest
 from hpcdp import nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError
 from hpcdp.train.fit import fit
 from hpcdp.train.load_balance import AdaptWorkLoad, adapted, parse_work_load
 from hpcdp.train.runs.config import TrainConfig
+from hpcdp.train.trainer import Trainer
 
 RNG = np.random.default_rng(3)
 SAMPLES = ArrayDataset(RNG.standard_normal((96, 5)).astype(np.float32), RNG.integers(0, 3, 96))

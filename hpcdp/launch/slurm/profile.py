@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ...core import files
+from ...core.checks import check_name
 from ...core.files import who_else_may_write
-from ...errors import ConfigError, check_name
+from ...errors import ConfigError
 from ..batch import SLURM
 
 LAUNCHERS = ("srun", "mpirun")

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...core.checks import check_name
 from ...core.files import data_folder, who_else_may_write
-from ...errors import ConfigError, check_name
+from ...errors import ConfigError
 from .profile import Profile
 
 TEMPLATES = {

@@ -21,7 +21,7 @@ import numpy as np
 from ...autograd import Tensor
 from ...autograd.dispatch import OPERATORS
 from ...core.arrays import dtype_of
-from ...errors import ConfigError
+from ...core.checks import file_name
 
 
 @dataclass(frozen=True)
@@ -389,10 +389,7 @@ def draw(graph: Graph, path: str | Path) -> None:
         ConfigError: another ending, or no such folder.
         OSError: the file cannot be written.
     """
-    if Path(path).suffix not in _ENDINGS:
-        raise ConfigError("draw", where="path", expected=f"a name in {', '.join(_ENDINGS)}", got=repr(str(path)))
-    if not Path(path).parent.is_dir():
-        raise ConfigError("draw", where=path, expected=f"a folder {Path(path).parent} that is there", got="none")
+    path = file_name("draw", "path", path, _ENDINGS)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyBboxPatch

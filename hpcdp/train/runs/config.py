@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from ...core import files
-from ...errors import ConfigError, check_name
+from ...core.checks import check_name
+from ...errors import ConfigError
 
 
 @contextlib.contextmanager
@@ -92,6 +93,10 @@ def typed(field: dataclasses.Field[Any], kind: type, value: Any) -> Any:
     if kind is float and not math.isfinite(value):
         raise ConfigError(f"setting {field.name}", expected="a finite number", got=value)
     return value
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _expected(field: dataclasses.Field[Any], kind: type) -> str:
@@ -170,9 +175,6 @@ AUTO = "auto"
 
 _OF_SEVERAL = ("dist", "dist_sync", "dist_device_sync", "dist_async")
 """The kinds of key-value stores that several ranks can share."""
-
-VIRTUAL_SHARDS = 8
-"""The default of a reproducible run: what 8 ranks need, and 2 or 4 divide among them evenly."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,24 +298,17 @@ class TrainConfig:
             from ...compression import Compression  # not before: NumPy would be loaded for --help, too
 
             Compression.of(self.compression)
-        if self.momentum >= 1:
-            raise ConfigError("setting momentum", expected="a number in [0, 1)", got=self.momentum)
-        if self.warmup_epochs > self.epochs:
-            raise ConfigError(
-                "setting warmup_epochs", expected=f"at most epochs = {self.epochs}", got=f"{self.warmup_epochs:g}"
-            )
-        if self.resume is not None and self.overwrite:
-            raise ConfigError("setting overwrite", expected="false with resume", got="true")
-        if self.resume not in (None, AUTO) and self.run_dir not in (None, self.resume):
-            raise ConfigError("setting run_dir", expected=f"none with resume={self.resume}", got=self.run_dir)
         if self.work_load is not None:
             from ..load_balance import check_work_load  # not before, as above
 
             check_work_load(self)
-        self._check_reproducible()
-        if self.device == "gpu" and (why := self.for_host):
-            raise ConfigError("setting device", expected=f"auto or cpu with {why}", got="gpu")
-        self._check_kv_store()
+        if self.reproducible:
+            from ...data_parallel.deterministic import VIRTUAL_SHARDS  # other settings are read without the trainers
+
+            object.__setattr__(self, "virtual_shards", self.virtual_shards or VIRTUAL_SHARDS)
+        for is_broken, name, expected in self._rules():
+            if is_broken:
+                raise ConfigError(f"setting {name}", expected=expected, got=_shown(getattr(self, name)))
         if self.ranks is not None and self.batch_size < self.ranks:
             raise ConfigError(
                 "setting batch_size",
@@ -341,42 +336,37 @@ class TrainConfig:
         expected = f"with model={self.model} {' or '.join(fitting)}"
         raise ConfigError("setting data", expected=expected, got=self.data)
 
-    def _check_kv_store(self) -> None:
-        kind = self.kv_store
-        if kind != "dist_async" and self.staleness is not None:
-            raise ConfigError("setting staleness", expected="kv_store=dist_async with it", got=self.staleness)
-        if self.servers and (kind != "dist_async" or self.staleness == 0):
-            got = f"kv_store={kind}" if kind != "dist_async" else "staleness=0, which is dist_sync"
-            raise ConfigError("setting servers", expected="kv_store=dist_async, which alone has servers", got=got)
-        if kind in (None, "dist_async") and not self.update_on_kvstore:
-            raise ConfigError("setting update_on_kvstore", expected=f"true with kv_store={kind}", got="false")
-        if kind is None:
-            return
-        if self.optimizer == "lars":
-            raise ConfigError("setting optimizer", expected="sgd, adam or adamw with kv_store", got="lars")
-        for name, alone in (("owner", "auto"), ("clip_norm", None), ("dtype", "float32"), ("loss_scale", None),
-                            ("reproducible", False)):  # fmt: skip
-            if getattr(self, name) != alone:
-                expected = f"{'none' if alone is None else alone} with kv_store"
-                raise ConfigError(f"setting {name}", expected=expected, got=getattr(self, name))
-        if kind in ("local", "device") and self.ranks not in (None, 1):
-            expected = f"{' or '.join(_OF_SEVERAL)} for {self.ranks} ranks"
-            raise ConfigError("setting kv_store", expected=expected, got=kind)
+    def _rules(self) -> Iterator[tuple[bool, str, str]]:
+        """Yield whether each rule about several settings is broken, by which of them, and what that should be."""
+        yield self.momentum >= 1, "momentum", "a number in [0, 1)"
+        yield self.warmup_epochs > self.epochs, "warmup_epochs", f"at most epochs = {self.epochs}"
+        yield self.resume is not None and self.overwrite, "overwrite", "false with resume"
+        is_elsewhere = self.resume not in (None, AUTO) and self.run_dir not in (None, self.resume)
+        yield is_elsewhere, "run_dir", f"none with resume={self.resume}"
+        if self.reproducible:
+            yield self.compression is not None, "compression", "none with reproducible"
+            yield self.threads != 1, "threads", "1 with reproducible"
+            from ...data_parallel.deterministic import VIRTUAL_SHARDS  # other settings are read without the trainers
 
-    def _check_reproducible(self) -> None:
-        if not self.reproducible:
-            if self.virtual_shards is not None:
-                raise ConfigError("setting virtual_shards", expected="reproducible with it", got=self.virtual_shards)
-            return
-        for name, alone in (("compression", None), ("threads", 1)):
-            if getattr(self, name) != alone:
-                raise ConfigError(f"setting {name}", expected=f"{alone} with reproducible", got=getattr(self, name))
-        object.__setattr__(self, "virtual_shards", self.virtual_shards or VIRTUAL_SHARDS)
-        for name, least in (("batch_size", self.virtual_shards), ("virtual_shards", self.ranks)):
-            if least is not None and getattr(self, name) < least:
-                what = "virtual shards" if name == "batch_size" else "ranks"
-                expected = f"at least one for each of the {least} {what}"
-                raise ConfigError(f"setting {name}", expected=expected, got=getattr(self, name))
+            shards, ranks = self.virtual_shards or VIRTUAL_SHARDS, self.ranks or 1
+            yield self.batch_size < shards, "batch_size", f"at least one for each of the {shards} virtual shards"
+            yield shards < ranks, "virtual_shards", f"at least one for each of the {ranks} ranks"
+        else:
+            yield self.virtual_shards is not None, "virtual_shards", "none without reproducible"
+        yield self.device == "gpu" and self.for_host is not None, "device", f"auto or cpu with {self.for_host}"
+        kind = self.kv_store
+        yield kind != "dist_async" and self.staleness is not None, "staleness", "none without kv_store=dist_async"
+        yield kind != "dist_async" and bool(self.servers), "servers", "0 without kv_store=dist_async"
+        yield self.staleness == 0 and bool(self.servers), "servers", "0 with staleness=0, which is dist_sync"
+        is_on_worker = kind in (None, "dist_async") and not self.update_on_kvstore
+        yield is_on_worker, "update_on_kvstore", f"true with kv_store={kind}"
+        if kind is not None:
+            yield self.optimizer == "lars", "optimizer", "sgd, adam or adamw with kv_store"
+            for name, alone in (("owner", "auto"), ("clip_norm", None), ("dtype", "float32"), ("loss_scale", None),
+                                ("reproducible", False)):  # fmt: skip
+                yield getattr(self, name) != alone, name, f"{_shown(alone)} with kv_store"
+            is_alone = kind in ("local", "device") and self.ranks not in (None, 1)
+            yield is_alone, "kv_store", f"{' or '.join(_OF_SEVERAL)} for {self.ranks} ranks"
 
     @property
     def for_host(self) -> str | None:

@@ -37,7 +37,7 @@ from ...compression import pays_below
 from ...core.devices import MEMORY_LIMIT, Device, cpu
 from ...data_parallel.bucket_trainer import BucketTrainer
 from ...data_parallel.inter_node import node_nbytes
-from ...data_parallel.trainer import Trainer
+from ...data_parallel.trainer import BaseTrainer
 from ...errors import ConfigError, SaveError, Terminated, listed
 from ...kvstore.trainer import StoreTrainer
 from ...nn import Module, models
@@ -51,6 +51,7 @@ from ..load_balance import MEASURED, AdaptWorkLoad, KeepWorkLoad, SharedCount, p
 from ..metrics import Record, peak_memory_mb
 from ..preemption import StopRequests
 from ..progress import slowest_rank
+from ..trainer import Trainer
 from .config import SEQUENCE_MODELS, TrainConfig, uncollected
 from .run_dir import CHECKPOINTS, RunFolder, drop_empty_run_dir, is_finished, make_run_folder, open_run_folder
 
@@ -342,7 +343,7 @@ def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World, de
         rules[name](np.zeros((1, 1), np.float32), 0, 1, flat, *arrays, coefficients)
 
 
-def make_trainer(config: TrainConfig, net: Module, train_set: data.Dataset, world: World) -> Trainer:
+def make_trainer(config: TrainConfig, net: Module, train_set: data.Dataset, world: World) -> BaseTrainer:
     """What updates ``net`` as ``config`` says; every rank must call."""
     if config.kv_store is None:
         return Trainer(
@@ -411,7 +412,7 @@ def _interruptible(stop: StopRequests) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _result(config: TrainConfig, records: list[Record], trainer: Trainer, world: World) -> dict[str, Any]:
+def _result(config: TrainConfig, records: list[Record], trainer: BaseTrainer, world: World) -> dict[str, Any]:
     seconds = sum(record["seconds"] for record in records)
     comm_s = sum(record["comm_s"] for record in records)
     exposed_s = sum(record["comm_exposed_s"] for record in records)
@@ -436,7 +437,7 @@ def _result(config: TrainConfig, records: list[Record], trainer: Trainer, world:
     }
 
 
-def saved_by_compression(trainer: Trainer) -> str | None:
+def saved_by_compression(trainer: BaseTrainer) -> str | None:
     """What nodes send less by compression, in words, None where nothing is compressed; every rank must call."""
     if trainer.compression is None or not isinstance(trainer, BucketTrainer):
         return None
@@ -450,7 +451,7 @@ def saved_by_compression(trainer: Trainer) -> str | None:
     return f"{name}, {sent / 1e6:.2f} of {plain / 1e6:.2f} MB a step and node; pays below {rate:.0f} Gbit/s"
 
 
-def _told_of_store(trainer: Trainer, last: Record) -> list[tuple[str, str]]:
+def _told_of_store(trainer: BaseTrainer, last: Record) -> list[tuple[str, str]]:
     """Which store it was and what its pushes have met, as lines of the report; none without one."""
     if not isinstance(trainer, StoreTrainer):
         return []

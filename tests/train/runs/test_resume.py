@@ -13,7 +13,6 @@ from hpcdp import data, nn, optim
 from hpcdp.checkpoint import Manager, directory
 from hpcdp.checkpoint.directory import WriterLock
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
 from hpcdp.errors import ConfigError, DataError, SaveError
 from hpcdp.train.callbacks import Callback
 from hpcdp.train.checkpoints import Checkpoints
@@ -21,6 +20,7 @@ from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
 from hpcdp.train.load_balance import SharedCount
 from hpcdp.train.preemption import Reason, StopRequests
+from hpcdp.train.trainer import Trainer
 
 RNG = np.random.default_rng(11)
 CENTRES = RNG.normal(size=(3, 1, 4, 4)) * 2

@@ -6,7 +6,7 @@ import pytest
 from hpcdp import checkpoint, data, nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer import Trainer
+from hpcdp.train.trainer import Trainer
 
 N, BATCH, SAVED_AT, STEPS = 50, 8, 4, 9
 """An epoch has seven steps."""

@@ -1,4 +1,4 @@
-"""What the child process of `visiting` runs: for each line, a list in JSON, it visits a file, and answers by
+"""What the child process of `core.hdf5` runs: for each line, a list in JSON, it visits a file, and answers by
 a byte.
 
 It ends when its input ends, and by SIGPROF where a visit takes more processor time than it may.

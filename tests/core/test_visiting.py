@@ -11,8 +11,9 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdp.data import HDF5Dataset, hdf5
-from hpcdp.data.hdf5 import read_arrays, write_arrays
+from hpcdp.core import hdf5
+from hpcdp.core.hdf5 import read_arrays, write_arrays
+from hpcdp.data import HDF5Dataset
 from hpcdp.errors import DataError
 
 ENDLESS = zlib.decompress(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from hpcdp.core.arrays import dtype_of
-from hpcdp.data.hdf5 import read_arrays, write_arrays
+from hpcdp.core.hdf5 import read_arrays, write_arrays
 from hpcdp.errors import DataError
 
 ARRAYS = {"a": np.arange(8.0, dtype="f4").reshape(2, 4), "b": np.arange(3, dtype="i8"), "c": np.float64(5.0)}

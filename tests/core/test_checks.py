@@ -1,0 +1,90 @@
+import math
+
+import numpy as np
+import pytest
+
+from hpcdp.core import checks
+from hpcdp.core.checks import check_name
+from hpcdp.errors import ConfigError, UnsupportedError, is_number, whole_number
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 0, 1.0, "1", None, np.array([1]), np.array(1.0)])
+def test_what_is_no_whole_number_is_refused_by_its_name(value):
+    with pytest.raises(ConfigError, match=r"make \[size\]: expected an integer >= 1, got "):
+        whole_number("make", "size", value, 1)
+    assert type(whole_number("make", "size", np.array(3), 1)) is int
+
+
+@pytest.mark.parametrize("name", [3, None, "Rign", ["ring"]])
+def test_a_name_that_is_none_is_told_with_those_that_are(name):
+    with pytest.raises(ConfigError, match=r"^unknown algorithm .*valid: ring, tree$"):
+        check_name("algorithm", name, ["ring", "tree"])
+
+
+def test_numbers_are_those_of_python_and_of_numpy():
+    assert all(map(is_number, (1, 0.5, float("nan"), np.float32(1), np.float64(1), np.float16(1), np.int8(1))))
+    assert not any(map(is_number, (True, np.True_, None, "1", 1j, np.ones(1), np.array(1.0))))
+
+
+@pytest.mark.parametrize(
+    ("check", "expected", "got"),
+    [
+        (lambda: whole_number("make", "x", 4, 0, 3), "an integer from 0 to 3", "4"),
+        (lambda: whole_number("make", "x", 4, 0, 3, expected="a rank"), "a rank", "4"),
+        (lambda: checks.number("make", "x", 0, above=0), "a number > 0", "0"),
+        (lambda: checks.number("make", "x", -1, least=0), "a number >= 0", "-1"),
+        (lambda: checks.number("make", "x", math.inf, least=0), "a number >= 0", "inf"),
+        (lambda: checks.number("make", "x", math.nan), "a finite number", "nan"),
+        (lambda: checks.number("make", "x", 1.0, least=0, below=1), "a number in [0, 1)", "1.0"),
+        (lambda: checks.number("make", "x", 1.5, above=0, most=1), "a number in (0, 1]", "1.5"),
+        (lambda: checks.number("make", "x", True, expected="a share"), "a share", "True"),
+        (lambda: checks.one_of("make", "x", "c", ("a", "b")), "one of a, b", "'c'"),
+        (lambda: checks.one_of("make", "x", ["a"], {"a": 1}), "one of a", "['a']"),
+        (lambda: checks.boolean("make", "x", 1), "True or False", "1"),
+        (lambda: checks.instance("make", "x", [1], dict, "a dict"), "a dict", "[1]"),
+        (lambda: checks.instance("make", "x", object(), dict, "a dict"), "a dict", "an object"),
+        (lambda: checks.lengths("make", "x", (4,), ("height", "width")), "(height, width), integers >= 1", "(4,)"),
+        (lambda: checks.lengths("make", "x", 4, ("time",)), "(time,), integers >= 1", "4"),
+        (lambda: checks.whole_numbers("make", 1, y=1, x=0), "an integer >= 1", "0"),
+        (lambda: checks.instance("make", "x", None, (int, str), "a key"), "a key", "None"),
+        (lambda: checks.instances("make", "x", [1, "a"], int, "integers"), "integers", "'a'"),
+        (lambda: checks.function("make", "x", 3, "a function"), "a function", "3"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_by_its_name(check, expected, got):
+    with pytest.raises(ConfigError) as raised:
+        check()
+    error = raised.value
+    assert (error.operation, error.where, error.expected, error.got) == ("make", "x", expected, got)
+
+
+def test_an_argument_is_returned_as_its_caller_uses_it(tmp_path):
+    assert type(checks.number("make", "x", np.float32(1), least=0, most=1)) is float
+    assert checks.number("make", "x", math.inf, above=0, most=math.inf) == math.inf
+    assert checks.instances("make", "x", iter([1, 2]), int, "integers") == (1, 2)
+    assert checks.file_name("draw", "path", tmp_path / "a.svg", (".svg",)) == tmp_path / "a.svg"
+
+
+def test_a_file_is_named_by_its_suffix_in_a_folder_that_exists(tmp_path):
+    with pytest.raises(ConfigError, match=r"draw \[path\]: expected a name that ends in .svg, .dot, got 'a.png'"):
+        checks.file_name("draw", "path", "a.png", (".svg", ".dot"))
+    with pytest.raises(ConfigError, match=r"expected a folder .*/none that is there, got none"):
+        checks.file_name("draw", "path", tmp_path / "none" / "a.svg", (".svg",))
+
+
+def test_names_of_a_state_are_those_of_its_owner():
+    checks.same_names("load", "the network", ["a"], {"a": 1})
+    with pytest.raises(ConfigError, match=r"^load \[a\]: expected it in the state, got it in the network only$"):
+        checks.same_names("load", "the network", ["a"], [])
+    with pytest.raises(ConfigError, match=r"^load \[key 'b'\]: expected it in the store, got it in the state only$"):
+        checks.same_names("load", "the store", ["a"], ["a", "b"], "key")
+
+
+def test_an_object_that_is_not_copied_says_what_to_copy():
+    class Store:
+        __reduce__ = checks.not_copied("Store", "the store", "copy its values")
+
+    with pytest.raises(
+        UnsupportedError, match=r"^Store: expected its state to be copied or saved, got the store; copy"
+    ):
+        Store().__reduce__()
