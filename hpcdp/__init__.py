@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         train,
     )
     from .collectives import Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
-    from .comm.init import init
+    from .comm.startup import init
     from .comm.world import World
     from .compression import Compression
     from .core import devices
@@ -87,7 +87,7 @@ _HOMES = {
     "cpu": "hpcdp.core.devices",
     "gpu": "hpcdp.core.devices",
     "iallreduce": "hpcdp.collectives",
-    "init": "hpcdp.comm.init",
+    "init": "hpcdp.comm.startup",
     "reduce": "hpcdp.collectives",
     "reduce_scatter": "hpcdp.collectives",
 }

@@ -2,7 +2,7 @@
 
 - `communicator`: the interface; `mpi` implements it with MPI, `thread_comm` with N ranks in one process.
 - `tasks`: resumable exchanges of messages that progress together.
-- `init`: start-up of MPI; `world`: ranks, nodes, rails and GPUs.
+- `startup`: start-up of MPI; `world`: ranks, nodes, rails and GPUs.
 - `shared_memory`: memory that the ranks of a node share.
 - `consistency`: compares collective calls between ranks, and raises the same error on all of them.
 - `gpu_transports`, `gpu_groups`: sums over the GPUs of a node, by `nccl` or CUDA IPC (`cuda_memory`).
@@ -10,7 +10,7 @@
 """
 
 from .communicator import Communicator, Monoid, Reduction, Request
-from .init import init
+from .startup import init
 from .world import World
 
 __all__ = ["Communicator", "Monoid", "Reduction", "Request", "World", "init"]

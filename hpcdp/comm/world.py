@@ -251,7 +251,7 @@ class World:
         Raises:
             UnsupportedError: it is a part of those ranks, or of thread ranks, which another process does not have.
         """
-        from .init import init, is_of_process
+        from .startup import init, is_of_process
 
         if not is_of_process(self):
             raise UnsupportedError(

@@ -16,7 +16,7 @@ def main() -> None:
     # A batch system or a launcher sends them to every process of a job, and what the workers do then is their affair.
     for sign in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(sign, signal.SIG_IGN)
-    from ..comm.init import init_server
+    from ..comm.startup import init_server
     from .servers.handlers import serve
 
     try:

@@ -148,7 +148,7 @@ def show_info(as_json: bool = False) -> int:
     """
     facts = _machine()
     if launched_ranks() is not None:
-        from ..comm.init import init
+        from ..comm.startup import init
 
         world = init()
         facts["MPI library"] = world.library

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import hpcdp
-from hpcdp.comm import init
+from hpcdp.comm import startup
 
 
 @pytest.mark.mpi(min_size=2)
@@ -20,13 +20,13 @@ def test_no_rank_goes_on_before_the_last_one_has_come():
         if world.rank == late:
             time.sleep(0.3)
         came_s = time.monotonic()  # one clock for all of a machine
-        init.meet()
+        startup.meet()
         came, went = zip(*world.comm.allgather_json((came_s, time.monotonic())), strict=True)
         assert min(went) >= max(came)
 
 
 def test_without_pmix_nothing_is_waited_for(monkeypatch):
-    code = "from hpcdp.comm.init import meet; meet(); meet()"
+    code = "from hpcdp.comm.startup import meet; meet(); meet()"
     assert subprocess.run([sys.executable, "-c", code], timeout=20).returncode == 0
-    monkeypatch.setattr(init, "_LIBRARY", "libc.so.6")  # loaded, and without such a function
-    init.meet()
+    monkeypatch.setattr(startup, "_LIBRARY", "libc.so.6")  # loaded, and without such a function
+    startup.meet()

@@ -1,6 +1,6 @@
 import pytest
 
-from hpcdp.comm.init import check_singleton_world, warn_of_few_descriptors, warn_of_foreign_launcher
+from hpcdp.comm.startup import check_singleton_world, warn_of_few_descriptors, warn_of_foreign_launcher
 from hpcdp.errors import LaunchError
 
 MPIRUN_2 = {"OMPI_COMM_WORLD_SIZE": "2"}

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from hpcdp.comm import init
-from hpcdp.comm.init import STARTED_BY, forget_launcher
+from hpcdp.comm import startup
+from hpcdp.comm.startup import STARTED_BY, forget_launcher
 
 SCRIPT = """
 import json, multiprocessing, os, subprocess, sys
@@ -93,7 +93,7 @@ USERS = {"OMPI_MCA_btl": "self,tcp", "HOME": "/home/a", "SLURM_JOB_ID": "7"}
 @pytest.mark.parametrize("launcher", [OPEN_MPI, SRUN, MPICH], ids=["Open MPI", "srun", "MPICH"])
 def test_only_what_a_rank_has_started_forgets_the_launcher(launcher, monkeypatch):
     monkeypatch.setattr(os, "environ", {**launcher, **USERS})
-    init.note(World)
+    startup.note(World)
     rank = dict(os.environ)
     forget_launcher(rank)  # the rank itself
     assert rank == os.environ
@@ -110,7 +110,7 @@ def test_ranks_of_mpich_are_told_apart_by_their_sockets(monkeypatch):
     links = {"/proc/self/fd/9999": "socket:[1]"}
     monkeypatch.setattr(os, "environ", {**MPICH})
     monkeypatch.setattr(os, "readlink", links.__getitem__)
-    init.note(World)
+    startup.note(World)
     monkeypatch.setattr(os, "getpid", lambda: -1)
     for link, is_rank in (("socket:[1]", False), ("socket:[2]", True), ("/dev/null", False)):
         links["/proc/self/fd/9999"] = link

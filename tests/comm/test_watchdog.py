@@ -476,11 +476,11 @@ def test_a_rank_shows_that_it_waits_for_others_to_start(tmp_path):
     script.write_text(
         textwrap.dedent("""
         import os, time
-        from hpcdp.comm import init as starting
-        starting._LONG_START_S = 0.5
+        from hpcdp.comm import startup
+        startup._LONG_START_S = 0.5
         if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
             time.sleep(4)
-        starting.init()
+        startup.init()
         """)
     )
     command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable, str(script)]

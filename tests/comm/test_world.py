@@ -17,8 +17,8 @@ import hpcdp
 from hpcdp.comm import shared_memory, thread_comm
 from hpcdp.comm.communicator import make_tag
 from hpcdp.comm.consistency import require_same
-from hpcdp.comm.init import _world_of
 from hpcdp.comm.shared_memory import NodeBarrier
+from hpcdp.comm.startup import _world_of
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.errors import ConfigError, HpcdpError, LaunchError, MismatchError
 
@@ -297,13 +297,13 @@ def test_ranks_that_all_leave_end_as_they_would(leaves, status):
 
 
 def test_wrong_settings_are_refused_by_name(monkeypatch):
-    from hpcdp.comm import init as comm_init
+    from hpcdp.comm import startup
 
     with pytest.raises(ConfigError, match="expected a positive integer, got '0'"):
-        comm_init._virtual_node_size(0)
+        startup._virtual_node_size(0)
     monkeypatch.setenv("HPCDP_RANKS_PER_NODE", "two")
     with pytest.raises(ConfigError, match="got 'two'"):
-        comm_init._virtual_node_size(None)
+        startup._virtual_node_size(None)
 
 
 def test_a_lonely_world_is_refused_for_real():
