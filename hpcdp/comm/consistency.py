@@ -300,9 +300,11 @@ def _public_name(frame: FrameType, public: Collection[str]) -> tuple[str, str] |
     owner = owner.rpartition(".")[2]
     if owner and code.co_argcount:
         this = seen.get(code.co_varnames[0])
-        classes = [each.__name__ for each in (this if isinstance(this, type) else type(this)).__mro__]
+        kind = this if isinstance(this, type) else type(this)
+        classes = [base.__name__ for base in kind.__mro__]
         if owner in classes:
-            owner = next((each for each in classes if each in public), classes[0])
+            known_as = getattr(kind, "public_name", classes[0])  # an abstract base class is in no other one's bases
+            owner = next((name for name in classes if name in public), known_as)
     if name == "__getattr__":
         name = str(seen.get(code.co_varnames[1]))
     elif name in ("__enter__", "__exit__"):

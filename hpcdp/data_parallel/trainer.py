@@ -410,6 +410,8 @@ def _refuse(ranks: World | None, options: dict[str, Any]) -> None:
 class BaseTrainer:
     """What the trainers on buckets and on a store have in common; see `hpcdp.Trainer`, which makes either."""
 
+    public_name = "Trainer"
+    """What errors call it: programs make it by that name."""
     world: World | None
     """The ranks; None where a store of this process alone is given."""
     optimizer: Optimizer
