@@ -269,4 +269,4 @@ def test_who_updates_is_alike_on_uneven_nodes(ranks, per_node, tmp_path):
         return type(trainer.owner).__name__
 
     assert thread_comm.run(ranks, one, ranks_per_node=per_node) == ["ShardedUpdate"] * ranks
-    assert thread_comm.run(2, one, ranks_per_node=1) == ["EveryRank"] * 2
+    assert thread_comm.run(2, one, ranks_per_node=1) == ["Replicated"] * 2
