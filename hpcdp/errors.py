@@ -148,6 +148,7 @@ def whole_number(
     *,
     expected: str | None = None,
     shown: object = None,
+    remedy: str | None = None,
 ) -> int:
     """Return an integer of Python's or NumPy's as an int; `ConfigError` unless it is from ``least`` to ``most``.
 
@@ -162,7 +163,9 @@ def whole_number(
         if expected is None:
             bounds = "" if least is None else f" >= {least}" if most is None else f" from {least} to {most}"
             expected = f"an integer{bounds}" if least != most or least is None else f"{least}"
-        raise ConfigError(operation, where=where, expected=expected, got=repr(value if shown is None else shown))
+        raise ConfigError(
+            operation, where=where, expected=expected, got=repr(value if shown is None else shown), remedy=remedy
+        )
     return number
 
 

@@ -61,7 +61,7 @@ def check_steps(world, reducer, params, steps):
         for param in reversed(params):
             param.write(gradient(world.rank, step, param.data.shape).astype(param.data.dtype))
         reducer.launch_rest()
-        reducer.closing.tally(0)
+        reducer.tally(0)
         reducer.reduce_everywhere()
         for param in params:
             np.testing.assert_array_equal(param.grad.to_host(), wanted(world.size, step, param.data.shape))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import Array, array_namespace, on_device_of, to_host
+from ..core.checks import one_of
 from ..core.devices import values_on_device_of
 from ..core.state import refuse_change
 from ..errors import HpcdpError, UnsupportedError, shortened
@@ -43,9 +44,8 @@ GRAD_REQS = ("write", "add", "null")
 
 
 def require_grad_req(operation: str, grad_req: object) -> None:
-    """Raises `HpcdpError` unless it says what backward does with a gradient."""
-    if grad_req not in GRAD_REQS:
-        raise HpcdpError(operation, where="grad_req", expected=" or ".join(GRAD_REQS), got=repr(grad_req))
+    """Raises `ConfigError` unless it says what backward does with a gradient."""
+    one_of(operation, "grad_req", grad_req, GRAD_REQS)
 
 
 class Tensor:

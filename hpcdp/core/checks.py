@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..errors import ConfigError, UnsupportedError, is_number, type_named, whole
 
 __all__ = [
     "boolean", "check_name", "described", "file_name", "function", "instance", "instances", "is_number", "lengths",
-    "not_copied", "number", "one_of", "part_of", "same_names", "whole_number", "whole_numbers",
+    "matching", "not_copied", "number", "one_of", "part_of", "same_names", "whole_number", "whole_numbers",
 ]  # fmt: skip
 
 Kind = TypeVar("Kind")
@@ -48,8 +49,8 @@ def number(
     """
     low = least if above is None else math.nextafter(above, math.inf)
     high = most if below is None else math.nextafter(below, -math.inf)
-    if (type(value) is float or is_number(value)) and low <= (found := float(value)) <= high:  # type: ignore[arg-type]
-        return found
+    if is_number(value) and low <= float(value) <= high:
+        return float(value)
     if expected is None:
         begin = f"> {above:g}" if above is not None else f">= {least:g}"
         end = f"{below:g})" if below is not None else f"{most:g}]"
@@ -103,6 +104,13 @@ def check_name(kind: str, name: object, valid: Iterable[str], where: object = No
         where=where,
         remedy=(f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(valid)}",
     )
+
+
+def matching(operation: str, text: str, pattern: str | re.Pattern[str], expected: str) -> str:
+    """Return a ``text`` that is wholly of a ``pattern``, whose classes are those of ASCII."""
+    if re.fullmatch(pattern, text) if isinstance(pattern, re.Pattern) else re.fullmatch(pattern, text, re.ASCII):
+        return text
+    raise ConfigError(operation, expected=expected, got=repr(text))
 
 
 def boolean(operation: str, where: str, value: object) -> bool:

@@ -33,7 +33,7 @@ import numpy as np
 from ..errors import ConfigError, DeviceError, UnsupportedError
 from .arrays import Array, array_namespace, from_host, has_namespace, is_cupy, is_host, to_host
 from .checks import described, instances
-from .files import make_private_folder, who_else_may_write
+from .files import make_private_folder, require_private
 
 MEMORY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 """CuPy's own setting, in the environment: what its pool takes at most."""
@@ -205,14 +205,12 @@ def _check_kernel_cache(folder: str) -> None:
     """Raise `DeviceError` where others may write what CuPy loads onto the GPU."""
     if os.environ.get("CUPY_CACHE_IN_MEMORY", "0") not in ("", "0"):
         return
-    writer = None
     with contextlib.suppress(OSError):  # CuPy itself says what it cannot write
         make_private_folder(Path(folder))
-        writer = who_else_may_write(folder)
-    if writer is not None:
-        raise DeviceError(
-            "device", where=f"CuPy's kernel cache {folder}", expected="a folder that this user alone may write",
-            got=writer, remedy="set CUPY_CACHE_DIR to a folder of yours, or CUPY_CACHE_IN_MEMORY=1",
+        require_private(
+            "device", folder, "a folder that this user alone may write",
+            "set CUPY_CACHE_DIR to a folder of yours, or CUPY_CACHE_IN_MEMORY=1",
+            where=f"CuPy's kernel cache {folder}", error=DeviceError,
         )  # fmt: skip
 
 

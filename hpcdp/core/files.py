@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, DataError, reason
+from ..errors import ConfigError, DataError, HpcdpError, reason
 from .environment import speaks
 
 
@@ -135,6 +135,30 @@ def who_else_may_write(path: str | Path, *, everybody: bool = False) -> str | No
         if left:
             name = left.pop()
             place = os.path.dirname(place) if name == ".." else os.path.join(place, name)
+
+
+def require_private(
+    operation: str,
+    path: str | Path,
+    expected: str,
+    remedy: str,
+    *,
+    where: object = None,
+    everybody: bool = False,
+    error: type[HpcdpError] = ConfigError,
+) -> None:
+    """Raise ``error`` where somebody beside this user and root may change what is at ``path``.
+
+    Args:
+        where: what the error shows in the place of ``path``.
+        everybody: see `who_else_may_write`.
+
+    Raises:
+        OSError: see `who_else_may_write`.
+    """
+    writer = who_else_may_write(path, everybody=everybody)
+    if writer is not None:
+        raise error(operation, where=path if where is None else where, expected=expected, got=writer, remedy=remedy)
 
 
 def who_else_may_write_file(descriptor: int, path: str | Path) -> str | None:
@@ -296,9 +320,7 @@ def refuse_what_others_may_write(operation: str, folder: str | Path, where: obje
     """
     if str(folder) in _private:
         return
-    writer = who_else_may_write(folder)
-    if writer is not None:
-        raise ConfigError(operation, where=where, expected=_PRIVATE, got=writer, remedy=remedy)
+    require_private(operation, folder, _PRIVATE, remedy, where=where)
     _private.add(str(folder))
 
 

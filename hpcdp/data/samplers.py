@@ -309,19 +309,14 @@ class ShardedSampler(Resumable):
         last: str = "keep",
         weights: Sequence[float] | None = None,
     ) -> None:
-        self.n, self.batch_size = (
-            whole_number("sampler", "n", n, 0),
-            whole_number("sampler", "batch_size", batch_size, 1),
-        )
+        self.n = whole_number("sampler", "n", n, 0)
+        self.batch_size = whole_number("sampler", "batch_size", batch_size, 1)
         self.num_parts, self.part_index = part_of("sampler", num_parts, part_index)
-        if batch_size < num_parts:
-            raise ConfigError(
-                "sampler",
-                where="batch_size",
-                expected=f"at least one sample for each of {num_parts} ranks",
-                got=batch_size,
-                remedy="the batch is smaller than the ranks: use fewer ranks or a larger batch",
-            )
+        whole_number(
+            "sampler", "batch_size", batch_size, num_parts,
+            expected=f"at least one sample for each of {num_parts} ranks",
+            remedy="the batch is smaller than the ranks: use fewer ranks or a larger batch",
+        )  # fmt: skip
         self.shuffle, self.seed = bool(shuffle), whole_number("sampler", "seed", seed, 0)
         self.last = one_of("sampler", "last", last, ("keep", "discard", "pad", "rollover"))
         self.weights: tuple[float, ...] | None = None
@@ -428,10 +423,11 @@ class VirtualShardSampler(Resumable):
         parts, index = part_of("sampler", num_parts, part_index)
         expected = f"at least one for each of {parts} ranks"
         self.num_shards = whole_number("sampler", "num_shards", num_shards, parts, expected=expected)
-        if whole_number("sampler", "batch_size", batch_size, 1) < num_shards:
-            expected = f"at least one sample for each of {num_shards} virtual shards"
-            raise ConfigError("sampler", where="batch_size", expected=expected, got=batch_size,
-                              remedy="take a larger batch or fewer virtual shards")  # fmt: skip
+        whole_number(
+            "sampler", "batch_size", batch_size, num_shards,
+            expected=f"at least one sample for each of {num_shards} virtual shards",
+            remedy="take a larger batch or fewer virtual shards",
+        )  # fmt: skip
         ends = piece_bounds(num_shards, parts)
         self.numbers = range(ends[index], ends[index + 1])
         """The virtual shards of this part."""
@@ -498,10 +494,8 @@ class SharedSampler(Resumable):
     def __init__(
         self, n: int, batch_size: int, numbers: Iterable[int], shuffle: bool = True, seed: int = 0, last: str = "keep"
     ) -> None:
-        self.n, self.batch_size = (
-            whole_number("sampler", "n", n, 0),
-            whole_number("sampler", "batch_size", batch_size, 1),
-        )
+        self.n = whole_number("sampler", "n", n, 0)
+        self.batch_size = whole_number("sampler", "batch_size", batch_size, 1)
         self.shuffle, self.seed = bool(shuffle), whole_number("sampler", "seed", seed, 0)
         self.last = one_of("sampler", "last", last, ("keep", "discard"))
         self.numbers = numbers

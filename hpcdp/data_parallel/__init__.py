@@ -7,7 +7,8 @@
 - `deterministic`: the reduction in an order that does not depend on the number of ranks.
 - `overlap`: when reductions run: at the end of a step, or during backward, with updates during the next forward.
 - `sharded_update`: every rank updates all parameters, or the owner of a shard its part.
-- `trainer`, `bucket_trainer`: the trainer; `trainer_state`: its state; `policy`: non-finite and missing gradients.
+- `trainer`: what trainers on buckets and on stores share; `bucket_trainer`: the trainer on buckets.
+- `trainer_state`: the tensors of its state. `policy`: non-finite and missing gradients, loss scaling.
 - `parameter_edits`: changes of parameters by hand. `profiling`: times of a step.
 """
 

@@ -268,7 +268,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
     def _next_virtual_shard(self, count: int) -> int:
         assert self._reproducible is not None
         if count:
-            self._stale += self._unwritten.refused(self.reducer.arrivals.missing)
+            self._stale += self._unwritten.refused(self.reducer.missing)
         self.reducer.next_virtual_shard()
         self._reproducible.enter(self.step_count + 1)
         self._held_count += count
@@ -276,24 +276,24 @@ class BucketTrainer(BaseTrainer, FitsSaved):
 
     def _close_step(self, count: int) -> int:
         """Return the global count, by the one small exchange of a step, after which every rank has left backward."""
-        arrivals, unwritten, reproducible = self.reducer.arrivals, self._unwritten, self._reproducible
+        reducer, unwritten, reproducible = self.reducer, self._unwritten, self._reproducible
         stale = self._stale
         if count + (self._held_count if reproducible is None else 0):
-            stale = stale + unwritten.refused(arrivals.missing)
+            stale = stale + unwritten.refused(reducer.missing)
         count += self._held_count
         stale = list(dict.fromkeys(stale))  # a name may be missing in several virtual shards
-        unused = arrivals.unused if arrivals.num_missing else []
+        unused = reducer.unused if reducer.num_missing else []
         if not stale:
-            arrivals.fill_with_zeros()
-        waits = self.reducer.keeps_unsent and bool(unused)  # for what is not to be sent
+            reducer.fill_with_zeros()
+        waits = reducer.keeps_unsent and bool(unused)  # for what is not to be sent
         if not waits:
-            self.reducer.launch_rest()
+            reducer.launch_rest()
         learning_rate, loss_scale = self._settings
         settings = learning_rate, loss_scale, unwritten.mark(unused) if unused else 0
         used = unwritten.numbers(unused) if unwritten.length else ()
         met = () if reproducible is None else (reproducible.met_stranger,)
         lost = moved(self._places, self._grads)
-        sums, alike = self.reducer.closing.tally_alike(settings, count, bool(stale or lost), *met, *used)
+        sums, alike = reducer.tally_alike(settings, count, bool(stale or lost), *met, *used)
         total, num_stale, *others = sums
         num_strangers, num_users = others[: len(met)], others[len(met) :]
         if not alike:
@@ -314,8 +314,8 @@ class BucketTrainer(BaseTrainer, FitsSaved):
             left_alone = unwritten.left_alone(unused, num_users)
             self._leave_out(left_alone)
             if waits:
-                self.reducer.keep_unsent(left_alone)
-                self.reducer.launch_rest()
+                reducer.keep_unsent(left_alone)
+                reducer.launch_rest()
         return int(total)
 
     def _leave_out(self, names: frozenset[str]) -> None:
@@ -400,9 +400,8 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         if self._dynamic is None:
             return
         before, self.loss_scale = self.loss_scale, self._dynamic.after_step(self.loss_scale, is_finite)
-        if self.loss_scale != before and self.reducer.coder is not None:
-            for feedback in self.reducer.coder.feedback:
-                feedback.rescale(self.loss_scale / before)
+        if self.loss_scale != before:
+            self.reducer.rescale_unsent(self.loss_scale / before)
 
     @property
     def is_scaling(self) -> bool:
@@ -424,7 +423,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         if self._means is None:
             self.reducer.watch = None
         self.reducer.reset()
-        self.reducer.arrivals.overwrite()
+        self.reducer.overwrite()
         self._held_count = 0
         self._stale = []
         if self._reproducible is not None:
@@ -442,18 +441,18 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         """See `BaseTrainer.no_sync`."""
         self._refuse_reproducible("no_sync", "make the global batch larger")
         with self._on_its_gpu():
-            self.reducer.arrivals.accumulate()
+            self.reducer.accumulate()
         before, self._syncing = self._syncing, False
         try:
             yield
         finally:
             self._syncing = before
             if before:
-                self.reducer.arrivals.launch_again()
+                self.reducer.launch_again()
 
     @property
     def accumulation(self) -> tuple[bool, bool]:  # type: ignore[override]
-        return self.reducer.arrivals.accumulating, not self._syncing
+        return self.reducer.accumulating, not self._syncing
 
     def allreduce_grads(self) -> None:
         """See `BaseTrainer.allreduce_grads`."""
@@ -462,7 +461,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
             self._refuse_reproducible("allreduce_grads", "let step() sum them")
             self._refuse_sums("allreduce_grads")
             began_ns = time.perf_counter_ns()
-            self._close_step(0 if self.reducer.arrivals.num_missing == len(self.reducer.params) else 1)
+            self._close_step(0 if self.reducer.num_missing == len(self.reducer.params) else 1)
             self.reducer.reduce_everywhere()
             self._account(began_ns)
 
@@ -477,7 +476,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
             held = checked_count("update", count) + self._held_count
             self._warn_of_mean_losses("update", count)
             settings = self._settings
-            (total,), alike = self.reducer.closing.tally_alike(settings, held)
+            (total,), alike = self.reducer.tally_alike(settings, held)
             before = self.step_count
             try:
                 if not alike:
@@ -542,7 +541,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
 
         Where this rank steps alone; else the closing exchange of the step says it.
         """
-        is_missing = self.reducer.arrivals.is_missing
+        is_missing = self.reducer.is_missing
         self._leave_out(self._unwritten.left_alone([name for name in names if is_missing(name)], None))
 
     # Parameters, and what a step costs.
@@ -589,7 +588,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
                 self.stats.waited_on_gpu(seconds)
 
         times = GpuTimes(Streams(Device.of(next(iter(self.reducer.params.values())).data)), read)
-        self.reducer.waiting = lambda: times.part(EXPOSED)
+        self.reducer.measure_waits(lambda: times.part(EXPOSED))
         self._on_host = False
         return times
 
@@ -781,7 +780,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
 
         def check() -> None:
             self._check_shards(operation)
-            if self._held_count or self.reducer.arrivals.accumulating or self.reducer.holds_sums:
+            if self._held_count or self.reducer.accumulating or self.reducer.holds_sums:
                 raise unfinished(operation)
 
         on_every_rank(self.world.comm, check)
@@ -799,7 +798,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
     def _check_shards(self, operation: str) -> None:
         """Raise `StaleGradientError` between the virtual shards of a step."""
         reducer = self.reducer
-        if reducer.is_deterministic and not (reducer.is_first_backward and reducer.arrivals.is_untouched):
+        if reducer.is_deterministic and not (reducer.is_first_backward and reducer.is_untouched):
             raise StaleGradientError(
                 operation, expected="the end of a step",
                 got=f"gradients of virtual shard {reducer.virtual_shard} under way",

@@ -604,8 +604,9 @@ class GpuReduction(BucketReduction):
         bucket.mark_reduced()
 
     def reduce(self, buckets: Sequence[Bucket]) -> None:
-        run_together(self._world, [(bucket, self.prepare(bucket)) for bucket in buckets])
-        self.reduced(buckets)
+        with self.waiting():
+            run_together(self._world, [(bucket, self.prepare(bucket)) for bucket in buckets])
+            self.reduced(buckets)
 
     def reduced(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
@@ -614,11 +615,12 @@ class GpuReduction(BucketReduction):
     def gather(self, buckets: Sequence[Bucket]) -> None:
         if not self._sharded:
             return
-        for bucket in buckets:
-            self.filled(bucket)
-        with ProgressEngine.of(self._world).watchdog.watching("allgather", lambda: "shards on GPUs"):
-            TaskGroup([self.allgather(bucket) for bucket in buckets]).wait()
-        self.reduced(buckets)
+        with self.waiting():
+            for bucket in buckets:
+                self.filled(bucket)
+            with ProgressEngine.of(self._world).watchdog.watching("allgather", lambda: "shards on GPUs"):
+                TaskGroup([self.allgather(bucket) for bucket in buckets]).wait()
+            self.reduced(buckets)
 
     def gather_parameters(self, buckets: Sequence[Bucket], flats: Sequence[Array]) -> None:
         if not self._sharded:

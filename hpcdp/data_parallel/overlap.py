@@ -223,13 +223,11 @@ class SequentialScheduler:
         self.times: list[BucketTimes] = []
         self.waited: Callable[[int, int], None] = lambda begin_ns, end_ns: None
         self._reduction, self._buckets = reduction, buckets
+        self.launch = reduction.end_backward
+        """See `Scheduler.launch`: the reduction itself begins in `reduce`."""
 
     def begin_step(self) -> None:
         """See `Scheduler.begin_step`."""
-
-    def launch(self, bucket: Bucket) -> None:
-        """See `Scheduler.launch`: the reduction itself begins in `reduce`."""
-        self._reduction.end_backward(bucket)
 
     def reduce(self) -> None:
         """See `Scheduler.reduce`."""
@@ -316,9 +314,10 @@ class OverlapScheduler:
 
     def reduce(self) -> None:
         """See `Scheduler.reduce`; all buckets must be launched."""
-        for bucket in reversed(self._buckets):
-            self.wait(bucket)
-        self._reduction.reduced(self._buckets)
+        with self._reduction.waiting():
+            for bucket in reversed(self._buckets):
+                self.wait(bucket)
+            self._reduction.reduced(self._buckets)
 
     def reduce_everywhere(self) -> None:
         """See `Scheduler.reduce_everywhere`; all buckets must be launched."""

@@ -1,28 +1,19 @@
 """The reducer, which owns buckets, gradient hooks and the state of a step.
 
-The state of every bucket of gradients, and its sum over the ranks.
+The state of a step says which gradients backward has written, and whether it adds to them. When the last gradient of a
+bucket is written, the bucket is ready. `reductions`, `gpu` and `deterministic` reduce it. `overlap` schedules that:
+while backward goes on, or when the step ends. The tasks are the same, and so the bits.
 
-On CPU a bucket is a row for every rank of the node, in memory that they share; a parameter's gradient is a view of its
-own rank's row. Each rank of a node owns a shard of the columns and sums them over the rows; the ranks of a rail then
-add up the sums of their nodes. Elsewhere (a device's memory, or a node whose ranks cannot share) a bucket has one row
-and every rank is a node of its own; but those on GPUs are summed as `device_sums` says.
-
-Where sums must not depend on the number of ranks, a step has several backward passes; see `virtual_shards`.
-
-With overlap, the last gradient of a bucket launches its reduction on the communication lane while backward goes on;
-without, reductions run when the step ends. Both are the same machine, and so the same bits.
-
-Which gradients of a step backward has written, and whether it adds to what they are.
-
-The closing exchange of a step: a few numbers summed over all ranks, every one of which has then left backward.
+`StepSync` is the closing exchange of a step: a few numbers summed over all ranks, every one of which has then left
+backward.
 """
 
 from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
@@ -30,7 +21,6 @@ import numpy as np
 from ..collectives import halving_doubling
 from ..comm import Communicator, World
 from ..comm.communicator import OPERATION_BITS, Steps, make_tag, resolve
-from ..comm.gpu_transports import GpuTransport
 from ..comm.shared_memory import LINE_NUMBERS, NodeMemory, PrivateMemory
 from ..comm.tasks import ProgressEngine, run_until_complete
 from ..comm.watchdog import WatchedBarrier
@@ -40,144 +30,12 @@ from ..errors import ConfigError, StaleGradientError
 from .buckets import Bucket, Layout, Parameter, State
 from .deterministic import DeterministicReduction
 from .gpu_reduction import GpuReduction, streams_of
-from .inter_node import Coder
 from .overlap import CommunicationLane, OverlapScheduler, Scheduler, SequentialScheduler
 from .profiling import BucketTimes
 from .reductions import BucketReduction, HierarchicalReduction, SharedMemoryReduction
 
-_TAKING = (State.FILLING, State.READY)
-
-
-class GradReadiness:
-    """The gradients that backward writes into buckets.
-
-    Args:
-        params: all of them by name, in the model's order.
-        buckets: where their gradients are.
-        scheduler: ends updates that may still read a bucket of the last step.
-        overlap: whether reductions are launched while backward runs.
-    """
-
-    def __init__(
-        self, params: Mapping[str, Parameter], buckets: Sequence[Bucket], scheduler: Scheduler, overlap: bool
-    ) -> None:
-        self._params, self._buckets = params, buckets
-        self._scheduler, self._overlap = scheduler, overlap
-        self._bucket_of = {slot.name: bucket for bucket in buckets for slot in bucket.slots}
-        self.num_missing = len(params)
-        """Gradients that backward has still to write in this step."""
-        self._overwriting: set[str] | None = None
-        """While gradients accumulate: the parameters whose gradients backward otherwise overwrites."""
-        self._written_before: set[str] = set()
-        """Parameters whose gradients earlier virtual shards of this step have."""
-        self.are_held = False
-        """Whether another backward of the step follows, so that this one launches nothing."""
-
-    def begin(self) -> None:
-        """Begin a step: every gradient is to be written anew."""
-        self._written_before.clear()
-        self._await_all()
-
-    def begin_again(self) -> None:
-        """Begin the next virtual shard of the step: every gradient is to be written anew."""
-        self._written_before.update(name for name in self._params if not self.is_missing(name))
-        self._await_all()
-
-    def _await_all(self) -> None:
-        for bucket in self._buckets:
-            bucket.missing = bucket.awaited = set(bucket.names)
-            bucket.state = State.FILLING
-        self.num_missing = len(self._params)
-
-    def note(self, bucket: Bucket, name: str) -> None:
-        """Note the written gradient of parameter ``name``; its bucket becomes READY if that was the last one.
-
-        Raises:
-            StaleGradientError: the bucket is on its way to other ranks, or summed.
-        """
-        if bucket.state not in _TAKING:
-            without = ", or make the Trainer with overlap=False" if self._overlap else ""
-            raise StaleGradientError(
-                "backward", where=name, expected="one backward before each step()", got="another one",
-                remedy=f"call step() in between, or all but the last within no_sync(){without}; after a backward that "
-                "failed, step(0) on all ranks drops what it wrote",
-            )  # fmt: skip
-        if name in bucket.missing:
-            bucket.missing.remove(name)
-            self.num_missing -= 1
-        bucket.awaited.discard(name)
-        bucket.state = State.FILLING if bucket.awaited else State.READY
-
-    @property
-    def missing(self) -> list[str]:
-        """Parameters that backward has not written since the last step, in the model's order."""
-        if not self.num_missing:
-            return []
-        return [name for name in self._params if name in self._bucket_of[name].missing]
-
-    @property
-    def unused(self) -> list[str]:
-        """Parameters that no backward of the step has written, in any virtual shard, in the model's order."""
-        return [name for name in self.missing if name not in self._written_before]
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether nothing was written or launched since the step began."""
-        return self.num_missing == len(self._params) and all(each.state is State.FILLING for each in self._buckets)
-
-    def is_missing(self, name: str) -> bool:
-        """Whether backward has still to write the gradient of parameter ``name`` in this step."""
-        return name in self._bucket_of[name].missing
-
-    def takes(self, name: str) -> bool:
-        """Whether the gradient of parameter ``name`` may still be written in this step."""
-        return self._bucket_of[name].state in _TAKING
-
-    def fill_with_zeros(self) -> None:
-        """Make gradients that backward has not written zero, so that they add nothing."""
-        if not self.num_missing:
-            return
-        for bucket in self._buckets:
-            if bucket.missing:
-                self._scheduler.settle(bucket)
-            for slot in bucket.slots:
-                if slot.name in bucket.missing:
-                    bucket.view(slot)[...] = 0
-            if bucket.state is State.FILLING:
-                bucket.state = State.READY
-
-    def accumulate(self) -> None:
-        """From now on backward adds to the gradients, and launches nothing until `launch_again`.
-
-        What it has not written in this step counts as zero; parameters with ``grad_req="null"`` stay without.
-        """
-        self.are_held = True
-        if self._overwriting is None:
-            self._overwriting = set()
-            self.fill_with_zeros()
-        for name, param in self._params.items():
-            if param.grad_req == "write":
-                self._overwriting.add(name)
-                param.grad_req = "add"
-
-    def launch_again(self) -> None:
-        """The next backward is the last one of this step, and may launch reductions."""
-        self.are_held = False
-        for bucket in self._buckets:
-            bucket.awaited = set(bucket.names)
-
-    @property
-    def accumulating(self) -> bool:
-        """Whether backward adds to the gradients."""
-        return self._overwriting is not None
-
-    def overwrite(self) -> None:
-        """Undo `accumulate`, but where the program has set another ``grad_req`` since."""
-        if self._overwriting is not None:
-            for name in self._overwriting:
-                if self._params[name].grad_req == "add":
-                    self._params[name].grad_req = "write"
-            self._overwriting = None
+_WRITABLE = (State.FILLING, State.READY)
+"""States of a bucket in which backward may write its gradients."""
 
 
 CLOSING_OPERATION = (1 << OPERATION_BITS) - 1
@@ -209,10 +67,9 @@ class StepSync:
     ) -> None:
         self._size = world.size
         self._progress = ProgressEngine.of(world)
-        self._comm = comm
-        self._gate = gate
-        self._lane = lane
         self._signature = signature
+        self._run: Callable[[Steps], None] = run_until_complete if lane is None else partial(_run_on_lane, lane)
+        self._exchange = gate.tally if comm is None else partial(self._allreduce, comm)
         self._counted = name, 0
         self._begun = 0
         self._progress.watchdog.count(name, self._number_of)
@@ -227,16 +84,13 @@ class StepSync:
         self._begun += 1
         with self._progress.watchdog.watching("the closing exchange of a step", counted=self._counted):
             self._progress.finish()  # as before any blocking collective
-            if self._comm is None:
-                return self._gate.tally(*numbers)
-            sums = np.array(numbers, np.float64)
-            if self._lane is None:
-                run_until_complete(self._machine(sums, self._comm))
-            else:
-                asked, comm = self._lane.engine.variable("closing exchange"), self._comm
-                self._lane.launch(lambda turn: self._machine(sums, comm), [asked], CLOSING_OPERATION, asked.name)
-                self._lane.wait(asked)
-            return sums.tolist()
+            return self._exchange(*numbers)
+
+    def _allreduce(self, comm: Communicator, *numbers: float) -> list[float]:
+        sums = np.array(numbers, np.float64)
+        tag = make_tag(self._signature % comm.signatures, CLOSING_OPERATION)
+        self._run(halving_doubling.allreduce(sums, resolve("tally", "sum", sums.dtype), comm, tag))
+        return sums.tolist()
 
     def tally_alike(self, settings: tuple[float, ...], *numbers: float) -> tuple[list[float], bool]:
         """As `tally`; and whether all ranks have passed the same ``settings``, which are numbers as well."""
@@ -244,9 +98,11 @@ class StepSync:
         *sums, marks, squares = self.tally(*numbers, mark, mark * mark)
         return sums, marks * marks == squares * self._size  # exactly where all are the same, and only there
 
-    def _machine(self, sums: np.ndarray, comm: Communicator) -> Steps:
-        tag = make_tag(self._signature % comm.signatures, CLOSING_OPERATION)
-        yield from halving_doubling.allreduce(sums, resolve("tally", "sum", sums.dtype), comm, tag)
+
+def _run_on_lane(lane: CommunicationLane, steps: Steps) -> None:
+    asked = lane.engine.variable("closing exchange")
+    lane.launch(lambda turn: steps, [asked], CLOSING_OPERATION, asked.name)
+    lane.wait(asked)
 
 
 def choose_reduction(
@@ -338,17 +194,15 @@ class Reducer:
         self.world = world
         serial = world.kept["number of reducers"] = world.kept.get("number of reducers", 0) + 1
         signature = zlib.crc32(f"{serial} {layout.digest}".encode())
-        self.reduction = choose_reduction(
+        self.reduction = reduction = choose_reduction(
             params, layout, world, signature, compression, virtual_shards, sharded, more_numbers
         )
         """How a bucket is reduced, and where its memory is."""
-        self.memory = self.reduction.memory
+        self.memory = reduction.memory
         """Memory that the ranks with rows in the same buckets share."""
-        self.gate = self.reduction.gate
-        """Barrier of the ranks of `memory`."""
         self.on_one_node = self.memory.size == world.size
         """Whether all ranks share the memory of the buckets, so that no message is needed."""
-        if compression is not None and not self.reduction.sends_messages and world.rank == 0 and world.size > 1:
+        if compression is not None and not reduction.sends_messages and world.rank == 0 and world.size > 1:
             warnings.warn(
                 f"compression {compression.codec.name} changes nothing on one node, whose ranks send no messages; with "
                 "inside_nodes=on they do",
@@ -357,64 +211,47 @@ class Reducer:
         self.overlap = world.concurrent and (overlap or (overlap is None and not self.on_one_node))
         """Whether reductions are launched while backward runs."""
         self.updates_later = (
-            self.overlap
-            and not self.reduction.orders_by_stream
-            and all(hasattr(param, "data_hook") for param in params)
+            self.overlap and not reduction.orders_by_stream and all(hasattr(param, "data_hook") for param in params)
         )
         """Whether updates may go on when a step has ended, because readers of a parameter wait for its update."""
         lane = CommunicationLane.of(world) if self.overlap else None
-        self.closing = StepSync(world, self.reduction.comm, self.gate, lane, signature, f"steps of trainer {serial}")
-        self.buckets = self.reduction.allocate(layout)
+        closing = StepSync(world, reduction.comm, reduction.gate, lane, signature, f"steps of trainer {serial}")
+        self.tally, self.tally_alike = closing.tally, closing.tally_alike
+        """See `StepSync`. The exchange is over when all ranks have left backward."""
+        self.barrier = reduction.gate.barrier
+        """Blocks until all ranks of `memory` have called it."""
+        self.buckets = reduction.allocate(layout)
         self.params = {param.name: param for param in params}
+        self.scheduler: Scheduler = (
+            SequentialScheduler(reduction, self.buckets)
+            if lane is None
+            else OverlapScheduler(world, reduction, self.buckets, self.params, lane)
+        )
+        """When reductions and updates run."""
+        self.is_counted, self.copies, self.coder = reduction.is_counted, reduction.copies, reduction.coder
+        """See `BucketReduction`, as of the next ones."""
+        self.keeps_unsent, self.is_deterministic = reduction.keeps_unsent, reduction.is_deterministic
+        self.own_virtual_shards, self.way = reduction.own_virtual_shards, reduction.way
+        self.sums_rows = reduction.sums_rows and not self.overlap
+        """Whether gradients are summed over the rows of the buckets, without messages, when all have left backward."""
+        self.watch: Callable[[], None] | None = None
+        """Called for each gradient that is written, within its backward."""
+        self.holds_sums = False
+        """Whether every rank's row of every bucket is the sum over all ranks."""
+        self.num_missing = len(params)
+        """Gradients that backward has still to write in this step."""
+        self._written_before: set[str] = set()
+        """Parameters whose gradients earlier virtual shards of this step have."""
+        self._is_held = False
+        """Whether another backward of the step follows, so that this one launches nothing."""
+        self._overwriting: set[str] | None = None
+        """While gradients accumulate: the parameters whose gradients backward otherwise overwrites."""
+        self._bucket_of = {slot.name: self.buckets[slot.bucket] for slot in layout.slots}
         self._hooks: dict[int, Callable[[Parameter], None]] = {}
         for param, slot in zip(params, layout.slots, strict=True):
             bucket = self.buckets[slot.bucket]
             param.grad = bucket.view(slot)
             param.grad_hook = self._hooks[id(param)] = partial(self._written, bucket, slot.name)
-        self.watch: Callable[[], None] | None = None
-        """Called for each gradient that is written, within its backward."""
-        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Makes a context for waits for other ranks; on a GPU its stream waits."""
-        self.holds_sums = False
-        """Whether every rank's row of every bucket is the sum over all ranks."""
-        self.scheduler: Scheduler = (
-            SequentialScheduler(self.reduction, self.buckets)
-            if lane is None
-            else OverlapScheduler(world, self.reduction, self.buckets, self.params, lane)
-        )
-        """When reductions and updates run."""
-        self.arrivals = GradReadiness(self.params, self.buckets, self.scheduler, self.overlap)
-        """Which gradients backward has written in this step."""
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether this rank's shards count in sums over all shards: each node holds the same, and the first counts."""
-        return self.reduction.is_counted
-
-    @property
-    def copies(self) -> tuple[int, int]:
-        """How many ranks sum this rank's shards, and the index of this rank among them."""
-        return self.reduction.copies
-
-    @property
-    def coder(self) -> Coder | None:
-        """Encoder of this rank's shards for other nodes; None where this rank sends nothing."""
-        return self.reduction.coder
-
-    @property
-    def keeps_unsent(self) -> bool:
-        """Whether compression keeps gradients that it has not sent in a step for later steps."""
-        return self.reduction.keeps_unsent
-
-    @property
-    def is_deterministic(self) -> bool:
-        """Whether sums have the same bits on any number of ranks; a step then has several backward passes."""
-        return self.reduction.is_deterministic
-
-    @property
-    def own_virtual_shards(self) -> range:
-        """The virtual shards of each step that this rank computes, one backward each."""
-        return self.reduction.own_virtual_shards
 
     @property
     def virtual_shard(self) -> int:
@@ -437,27 +274,46 @@ class Reducer:
         return sum(bucket.mine.nbytes for bucket in self.buckets) + self.reduction.nbytes
 
     @property
-    def way(self) -> GpuTransport | None:
-        """How GPUs of a node exchange data; None where buckets are summed on the host."""
-        return self.reduction.way
-
-    @property
-    def sums_rows(self) -> bool:
-        """Whether gradients are summed over the rows of the buckets, without messages, when all have left backward."""
-        return self.reduction.sums_rows and not self.overlap
-
-    @property
     def times(self) -> list[BucketTimes]:
         """When the buckets of the last finished step were ready, launched and reduced; empty without overlap."""
         return self.scheduler.times
 
+    def measure_waits(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Enter a ``context()`` around each wait of a GPU's stream for other ranks."""
+        self.reduction.waiting = context
+
+    def notify_waits(self, waited: Callable[[int, int], None]) -> None:
+        """Call ``waited(begin_ns, end_ns)`` after each wait of this rank's computation for an update."""
+        self.scheduler.waited = waited
+
+    # Hooks of the parameters
+
     def _written(self, bucket: Bucket, name: str, param: Parameter) -> None:
-        """Note a written gradient, of the parameter that has this name in `params`; a slice of it has another name."""
+        """Note a written gradient; launch its bucket if that was the last one.
+
+        Args:
+            bucket: the bucket of the gradient.
+            name: the name of the parameter in `params`; ``param``, which may be a slice of it, has another name.
+
+        Raises:
+            StaleGradientError: the bucket is launched or reduced.
+        """
         self.reduction.written(bucket, name, param)
-        self.arrivals.note(bucket, name)
+        if bucket.state not in _WRITABLE:
+            without = ", or make the Trainer with overlap=False" if self.overlap else ""
+            raise StaleGradientError(
+                "backward", where=name, expected="one backward before each step()", got="another one",
+                remedy=f"call step() in between, or all but the last within no_sync(){without}; after a backward that "
+                "failed, step(0) on all ranks drops what it wrote",
+            )  # fmt: skip
+        if name in bucket.missing:
+            bucket.missing.remove(name)
+            self.num_missing -= 1
+        bucket.awaited.discard(name)
+        bucket.state = State.FILLING if bucket.awaited else State.READY
         if self.watch is not None:
             self.watch()
-        if bucket.state is State.READY and self.overlap and not self._another_follows:
+        if bucket.state is State.READY and self.overlap and not self._is_held and self.is_last_backward:
             self.scheduler.launch(bucket)
 
     def takes(self, param: Parameter) -> bool:
@@ -477,39 +333,121 @@ class Reducer:
         ours = filter(self.takes, leaves if self.overlap else ())
         return list({numbers[id(leaf)]: leaf for leaf in ours}.values())
 
-    @property
-    def _another_follows(self) -> bool:
-        """Whether this is not the last backward of the step, so that it launches nothing."""
-        return self.arrivals.are_held or not self.reduction.is_last_backward
+    # State of a step
 
     def reset(self) -> None:
         """Begin a step: every gradient is to be written anew."""
         self.scheduler.begin_step()
-        self.arrivals.begin()
+        self._written_before.clear()
+        self._await_all()
         self.holds_sums = False
         self.reduction.begin_step()
 
     def next_virtual_shard(self) -> None:
         """Keep this virtual shard's gradients, and begin the next one: every gradient is to be written anew."""
-        self.arrivals.fill_with_zeros()
+        self.fill_with_zeros()
         for bucket in self.buckets:
             self.reduction.end_backward(bucket)
         self.reduction.next_backward()
-        self.arrivals.begin_again()
+        self._written_before.update(name for name in self.params if not self.is_missing(name))
+        self._await_all()
+
+    def _await_all(self) -> None:
+        for bucket in self.buckets:
+            bucket.missing = bucket.awaited = set(bucket.names)
+            bucket.state = State.FILLING
+        self.num_missing = len(self.params)
+
+    @property
+    def missing(self) -> list[str]:
+        """Parameters that backward has not written since the last step, in the model's order."""
+        if not self.num_missing:
+            return []
+        return [name for name in self.params if name in self._bucket_of[name].missing]
+
+    @property
+    def unused(self) -> list[str]:
+        """Parameters that no backward of the step has written, in any virtual shard, in the model's order."""
+        return [name for name in self.missing if name not in self._written_before]
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was written or launched since the step began."""
+        return self.num_missing == len(self.params) and all(bucket.state is State.FILLING for bucket in self.buckets)
+
+    def is_missing(self, name: str) -> bool:
+        """Return whether backward has still to write the gradient of parameter ``name`` in this step."""
+        return name in self._bucket_of[name].missing
+
+    def is_writable(self, name: str) -> bool:
+        """Return whether the gradient of parameter ``name`` may still be written in this step."""
+        return self._bucket_of[name].state in _WRITABLE
+
+    def fill_with_zeros(self) -> None:
+        """Set gradients that backward has not written to zero, so that they add nothing."""
+        if not self.num_missing:
+            return
+        for bucket in self.buckets:
+            if bucket.missing:
+                self.scheduler.settle(bucket)
+            for slot in bucket.slots:
+                if slot.name in bucket.missing:
+                    bucket.view(slot)[...] = 0
+            if bucket.state is State.FILLING:
+                bucket.state = State.READY
+
+    def accumulate(self) -> None:
+        """From now on let backward add to the gradients, and launch nothing until `launch_again`.
+
+        What it has not written in this step counts as zero; parameters with ``grad_req="null"`` stay without.
+        """
+        self._is_held = True
+        if self._overwriting is None:
+            self._overwriting = set()
+            self.fill_with_zeros()
+        for name, param in self.params.items():
+            if param.grad_req == "write":
+                self._overwriting.add(name)
+                param.grad_req = "add"
+
+    def launch_again(self) -> None:
+        """Let the next backward launch reductions: it is the last one of this step."""
+        self._is_held = False
+        for bucket in self.buckets:
+            bucket.awaited = set(bucket.names)
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether backward adds to the gradients."""
+        return self._overwriting is not None
+
+    def overwrite(self) -> None:
+        """Undo `accumulate`, but where the program has set another ``grad_req`` since."""
+        if self._overwriting is not None:
+            for name in self._overwriting:
+                if self.params[name].grad_req == "add":
+                    self.params[name].grad_req = "write"
+            self._overwriting = None
+
+    # Reductions
 
     def keep_unsent(self, names: Set[str]) -> None:
         """Send nothing in this step of parameters that no rank has used; before buckets with them are launched."""
         self.reduction.keep_unsent(names)
+
+    def rescale_unsent(self, factor: float) -> None:
+        """Multiply the gradients that compression has not sent by ``factor``, after a change of the loss scale."""
+        self.reduction.rescale_unsent(factor)
 
     def launch_rest(self) -> None:
         """Launch the buckets that backward has not: gradients in them that it has not written count as zero.
 
         Without overlap nothing is sent, but from now on this rank's gradients may be summed.
         """
-        if not self.arrivals.accumulating:
-            self.arrivals.fill_with_zeros()
+        if self.num_missing and not self.accumulating:
+            self.fill_with_zeros()
         for bucket in self.buckets:
-            if bucket.state in _TAKING:
+            if bucket.state in _WRITABLE:
                 self.scheduler.launch(bucket)
 
     def reduce_shards(self) -> None:
@@ -517,8 +455,7 @@ class Reducer:
 
         Every rank must call. Without overlap, all must have left backward.
         """
-        with self.waiting():
-            self.scheduler.reduce()
+        self.scheduler.reduce()
 
     def reduce_bucket(self, bucket: Bucket) -> None:
         """Sum this rank's shard of one bucket, where `sums_rows`."""
@@ -526,9 +463,8 @@ class Reducer:
 
     def reduce_everywhere(self) -> None:
         """Make every rank's row of every bucket the sum over all ranks; every rank must call, outside of backward."""
-        with self.waiting():
-            self.scheduler.reduce_everywhere()
-        self.gate.barrier()
+        self.scheduler.reduce_everywhere()
+        self.barrier()
         self.holds_sums = True
 
     def drop(self) -> None:
@@ -539,11 +475,13 @@ class Reducer:
         the node's ranks together. Without compression nothing is left of these sums, whatever they are.
         """
         if self.keeps_unsent and not self.overlap:
-            self.arrivals.fill_with_zeros()
-            self.gate.barrier()
+            self.fill_with_zeros()
+            self.barrier()
         self.reduce_shards()
         if self.keeps_unsent:
-            self.gate.barrier()
+            self.barrier()
+
+    # Updates
 
     def update_later(self, bucket: Bucket, update: Callable[[], None]) -> None:
         """Call ``update()``, which updates the parameters that this rank owns, as soon as the bucket is reduced."""
@@ -553,10 +491,6 @@ class Reducer:
         """Wait for all updates under way."""
         self.scheduler.settle_all()
 
-    def notify_waits(self, waited: Callable[[int, int], None]) -> None:
-        """Call ``waited(begin_ns, end_ns)`` after each wait of this rank's computation for an update."""
-        self.scheduler.waited = waited
-
     def gather_parameters(self, flats: Sequence[Array]) -> None:
         """Copy each shard of the parameters from its owner to the node's other ranks; every rank must call.
 
@@ -565,6 +499,5 @@ class Reducer:
         Args:
             flats: the parameters of each bucket, of which this rank has updated its shard.
         """
-        with self.waiting():
-            self.reduction.gather_parameters(self.buckets, flats)
-        self.gate.barrier()
+        self.reduction.gather_parameters(self.buckets, flats)
+        self.barrier()

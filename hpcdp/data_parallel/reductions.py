@@ -13,6 +13,7 @@ A reduction says where the memory of the buckets is, sums a bucket over all rank
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -73,6 +74,8 @@ class BucketReduction(Protocol):
     """Bytes of sums that this rank holds besides its rows of the buckets."""
     way: GpuTransport | None = None
     """How GPUs of a node exchange data; None where buckets are summed on the host."""
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Makes a context for waits of the GPU's stream for other ranks."""
 
     def allocate(self, layout: Layout) -> list[Bucket]:
         """Allocate the buckets of ``layout``; every rank must call once, before any other method."""
@@ -101,6 +104,11 @@ class BucketReduction(Protocol):
     def keep_unsent(self, names: Set[str]) -> None:
         """Send nothing in this step of the parameters ``names``; call before `prepare`."""
         return
+
+    def rescale_unsent(self, factor: float) -> None:
+        """Multiply the gradients that compression has not sent by ``factor``, after a change of the loss scale."""
+        for feedback in () if self.coder is None else self.coder.feedback:
+            feedback.rescale(factor)
 
     def prepare(self, bucket: Bucket) -> Reduce:
         """Return the reduction of a filled bucket, which sums this rank's shard in place in its own row.
@@ -213,12 +221,12 @@ class SharedMemoryReduction(BucketReduction):
     def reduce(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
             self.sum_shard(bucket)
-            bucket.mark_reduced()
+            bucket.state = State.REDUCED
 
     def reduce_everywhere(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
             self.sum_shard(bucket, everywhere=True)
-            bucket.mark_reduced()
+            bucket.state = State.REDUCED
 
     def gather(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:

@@ -127,7 +127,7 @@ def squares_of_model(reducer: Reducer) -> float:
         runs = [run for bucket in reducer.buckets for run in _counted(reducer, bucket, 0, bucket.mine.size)]
         total = sum(squares(runs))
     else:
-        total = reducer.closing.tally(of_shards(reducer))[0]
+        total = reducer.tally(of_shards(reducer))[0]
     for comm in (reducer.world.part_comm, reducer.world.model_comm):
         total = sum(_told_by(comm, reducer, total))
     return float(total)
@@ -183,7 +183,7 @@ class Layers:
         if found:
             squares[layers] = to_host(array_namespace(*found).concatenate(found))
         if holds_sums:
-            reducer.gate.barrier()  # before others update what this rank has read
+            reducer.barrier()  # before others update what this rank has read
         else:
             allreduce(squares.reshape(-1), "sum", reducer.world)
         if self._cut:
@@ -382,7 +382,7 @@ class _Flat:
             param = reducer.params[slot.name]
             place = self.flats[slot.bucket][slot.offset : slot.offset + slot.count].reshape(slot.shape)
             self._move(param, place)
-        reducer.gate.barrier()
+        reducer.barrier()
         for bucket, flat in zip(reducer.buckets, self.flats, strict=True):
             first, last = self.span(bucket)
             self._states.append(init_state(optimizer, flat[first:last]))
@@ -413,7 +413,7 @@ class _Flat:
         self.is_changing = True
         try:
             with parameter_edits.changing(
-                places, self.reducer.world.comm, self._writes_parameters, self.reducer.gate.barrier
+                places, self.reducer.world.comm, self._writes_parameters, self.reducer.barrier
             ):
                 yield
         finally:
@@ -608,7 +608,7 @@ class ShardedUpdate(_Flat):
             else:
                 reducer.reduce_bucket(bucket)
                 self._update_own(bucket, pieces, step, scale)
-        reducer.gate.barrier()
+        reducer.barrier()
 
     def update(self, step: int, scale: float | Array) -> None:
         self._update_all(step, scale)
@@ -640,17 +640,17 @@ def lies_once_per_node(reducer: Reducer) -> bool:
 
 def rate_gb_s(reducer: Reducer) -> float:
     """GB/s of writing what the next rank of the node has read; every rank of the node must call. Takes some 0.5 ms."""
-    memory, gate = reducer.memory, reducer.gate
+    memory = reducer.memory
     rows = memory.alloc((memory.size, _PROBE_NBYTES // 4), np.float32)
     mine, of_next = rows[memory.rank], rows[(memory.rank + 1) % memory.size]
     least_ns = float("inf")
     for turn in range(_TURNS):
-        gate.barrier()
+        reducer.barrier()
         begin = time.perf_counter_ns()
         mine.fill(turn)
         if turn > 0:
             least_ns = min(least_ns, time.perf_counter_ns() - begin)
-        gate.barrier()
+        reducer.barrier()
         of_next.sum()
-    gate.barrier()
+    reducer.barrier()
     return mine.nbytes / least_ns

@@ -1,15 +1,9 @@
-"""Trainers: from the gradients of each rank's samples to one update by all.
+"""What trainers on buckets and on a key-value store share.
 
-The Trainer: from the gradients of each rank's samples to one update by the global batch.
-
-This is what all trainers have in common; `bucket_trainer` sums gradients in buckets, `kvstore.trainer` on a key-value
-store. `train.trainer.Trainer` makes either.
-
-What every Trainer refuses: parameters, counts, and ranks that differ.
-
-Losses that are means already, which a step would divide by the number of samples once more.
-
-Trainers of networks that do not know all their shapes yet, as Gluon defers them: what is made is made later.
+`BaseTrainer` declares their methods; `bucket_trainer` and `kvstore.trainer` define them, and `train.trainer.Trainer`
+makes either. Beside it stand the checks of parameters, counts and settings that differ between ranks, the warning of
+losses that are means already (`MeanLosses`), and trainers of networks that find out shapes at their first call, as
+Gluon defers them (`Waiting`).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from ..core.environment import batch_system, launched_ranks, module
-from ..core.files import who_else_may_write
+from ..core.files import require_private
 from ..errors import ConfigError, LaunchError, to_stderr
 from . import hosts as launch_hosts
 from . import mpi_library
@@ -339,15 +339,9 @@ def run(plan: LaunchPlan, folder: Path, submit: Callable[[], Submitted]) -> int:
 
 def _refuse_open(folder: Path) -> None:
     """Raise `LaunchError` where every user may exchange ``folder``, out of which the job's hosts run commands."""
-    writer = who_else_may_write(folder, everybody=True)
-    if writer is not None:
-        raise LaunchError(
-            "make the folder of the job",
-            where=folder,
-            expected="a place that not everybody may change",
-            got=writer,
-            remedy="start it in a folder of yours that all hosts see",
-        )
+    remedy = "start it in a folder of yours that all hosts see"
+    expected = "a place that not everybody may change"
+    require_private("make the folder of the job", folder, expected, remedy, everybody=True, error=LaunchError)
 
 
 def replace(path: Path, text: str) -> None:

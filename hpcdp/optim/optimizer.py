@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,6 +55,8 @@ class Optimizer(Configurable, abc.ABC):
             ConfigError: the rate is negative or not finite.
         """
         lr = self.lr.learning_rate(step) if isinstance(self.lr, Schedule) else self.lr
+        if type(lr) is float and 0 <= lr < math.inf:  # without a call, as each update asks
+            return lr
         return number("argument", f"{self.name} lr", lr, least=0)
 
     def take_config(self, config: dict[str, Any]) -> None:

@@ -199,7 +199,7 @@ class Backward:
         self._held = set()
         self._queued = self._reached = False
         reducer = self.reducer
-        if not reducer.arrivals.is_untouched:
+        if not reducer.is_untouched:
             if reducer.overlap:
                 with tensors.on_torchs_stream(self._device):
                     reducer.launch_rest()
@@ -228,12 +228,12 @@ class Backward:
             self._held.add(param.name)
             return
         self.watch_end()
-        if not self.awaits_step and not self.reducer.arrivals.is_missing(param.name):
+        if not self.awaits_step and not self.reducer.is_missing(param.name):
             raise StaleGradientError(
                 "backward", where=param.name, expected="one gradient of a parameter in each backward",
                 got="a second one", remedy="checkpoint with use_reentrant=False",
             )  # fmt: skip
-        if not self.reducer.arrivals.takes(param.name):
+        if not self.reducer.is_writable(param.name):
             raise StaleGradientError(
                 "backward", where=param.name, expected="one backward before each step of a ShardedOptimizer",
                 got="another one", remedy="call step() or zero_grad() in between, or all but the last within no_sync()",
@@ -253,7 +253,7 @@ class Backward:
     def _end(self) -> None:
         self._queued = False
         # As in torch.autograd.grad, which leaves parameters alone.
-        nothing_written = self.reducer.arrivals.num_missing == len(self.params) and not self._held and not self._reached
+        nothing_written = self.reducer.num_missing == len(self.params) and not self._held and not self._reached
         self._reached = False
         if nothing_written or self.awaits_step:
             return
@@ -287,14 +287,14 @@ class Backward:
             MismatchError: the settings differ; on every rank.
         """
         reducer, held, following = self.reducer, self._held, self.turns.following
-        missing = reducer.arrivals.missing
+        missing = reducer.missing
         self._held = set()
         # What was held may be dropped since, by an optimizer's zero_grad().
         unused = [name for name in missing if name not in held or self.params[name].tensor.grad is None]
         waits = reducer.keeps_unsent and bool(missing)  # for what is not to be sent
         if not waits:
             self._launch_missing(missing)
-        (num_unused,), alike = reducer.closing.tally_alike(settings, 0 if following else len(unused))
+        (num_unused,), alike = reducer.tally_alike(settings, 0 if following else len(unused))
         if not alike:
             self._end_reductions()
             self.refuse(settings)

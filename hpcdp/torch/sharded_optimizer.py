@@ -366,7 +366,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._scale is None:
                 self._close(numbers)
             else:
-                _, alike = self._backward.reducer.closing.tally_alike(numbers)
+                _, alike = self._backward.reducer.tally_alike(numbers)
                 if not alike:
                     self._backward.refuse(numbers)
             if moved is not None:
@@ -454,7 +454,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The norm of the summed gradients, of which all ranks make use with the same ``setting``."""
         reducer = self._backward.reducer
         own = sharded_update.of_shards(reducer)
-        (squares,), alike = reducer.closing.tally_alike((setting,), own)
+        (squares,), alike = reducer.tally_alike((setting,), own)
         if not alike:
             require_same(self._world.comm, operation, [f"{operation} by {setting!r}"], "pass the same on all ranks")
         return math.sqrt(squares)

@@ -108,7 +108,7 @@ def test_the_request_that_holds_at_backward_counts():
 
 
 def test_an_unknown_request_lists_the_valid_ones():
-    with pytest.raises(HpcdpError, match=r"attach_grad \[grad_req\]: expected write or add or null, got 'wrte'"):
+    with pytest.raises(HpcdpError, match=r"attach_grad \[grad_req\]: expected one of write, add, null, got 'wrte'"):
         Tensor([1.0]).attach_grad("wrte")
 
 

@@ -205,7 +205,7 @@ def test_virtual_shards_share_the_order_that_they_cut(monkeypatch) -> None:
         ((50, 3, 4), r"batch_size\]: expected at least one sample for each of 4 virtual shards, got 3"),
         ((50, 16, 0), r"num_shards\]: expected at least one for each of 1 ranks, got 0"),
         ((50, 16, 4, 2, -1), r"part_index\]: expected an integer from 0 to 1, got -1"),
-        ((50, 16.0, 4), r"batch_size\]: expected an integer >= 1, got 16.0"),
+        ((50, 16.0, 4), r"batch_size\]: expected at least one sample for each of 4 virtual shards, got 16.0"),
     ],
 )
 def test_virtual_shards_that_cannot_be_are_refused(args, said: str) -> None:

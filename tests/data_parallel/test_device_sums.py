@@ -92,7 +92,7 @@ def test_every_rank_holds_the_sums_of_each_step(gpus_on_host, way, overlap, layo
                     streams.copy_async(param.grad, x, compute)
                     param.grad_hook(param)
                 reducer.launch_rest()
-                reducer.closing.tally(0)
+                reducer.tally(0)
                 reducer.reduce_everywhere()
                 found = [cupy.zeros(param.data.shape, "f4") for param in params]
                 for x, param in zip(found, params, strict=True):
@@ -134,7 +134,7 @@ def test_gradients_of_one_bucket_may_be_written_on_several_streams(gpus_on_host,
                         streams.copy_async(param.grad, x, writers[i % 3])
                         param.grad_hook(param)
                 reducer.launch_rest()
-                reducer.closing.tally(0)
+                reducer.tally(0)
                 reducer.reduce_everywhere()
                 found = [cupy.zeros(each.data.shape, "f4") for each in params]
                 for x, param in zip(found, params, strict=True):
@@ -259,7 +259,7 @@ def test_lanes_make_no_context_on_gpus_of_other_ranks(gpus_on_host, monkeypatch)
             for param in reversed(params):
                 param.write(gradient(world.rank, 0, param.data.shape))
             reducer.launch_rest()
-            reducer.closing.tally(0)
+            reducer.tally(0)
             reducer.reduce_everywhere()
             reducer.reset()
 
@@ -332,7 +332,7 @@ def test_codes_of_gpus_are_those_of_the_host(gpus_on_host, run, monkeypatch):
             for param in reversed(params):
                 param.write(gradient(world.rank, step, param.data.shape))
             reducer.launch_rest()
-            reducer.closing.tally(0)
+            reducer.tally(0)
             reducer.reduce_everywhere()
             steps.append([np.array(to_host(param.grad)) for param in params])
             steps.append([gather_residuals(reducer, each.number) for each in reducer.buckets])
@@ -369,7 +369,7 @@ def test_codes_alone_go_through_the_host(gpus_on_host, monkeypatch):
         reducer, params = make(world, False, compression="2bit:inside_nodes=on")
         for param in reversed(params):
             param.write(gradient(world.rank, 0, param.data.shape))
-        reducer.closing.tally(0)
+        reducer.tally(0)
         reducer.reduce_everywhere()
         return sum(param.grad.nbytes for param in params)
 
@@ -385,7 +385,7 @@ def test_codes_on_one_node_change_nothing_and_that_is_told(gpus_on_host, monkeyp
         reducer, params = make(world, False, compression="1bit")
         for param in params:
             param.write(gradient(world.rank, 0, param.data.shape))
-        reducer.closing.tally(0)
+        reducer.tally(0)
         reducer.reduce_everywhere()
         assert reducer.reduction.way is GpuTransport.NCCL and reducer.coder is None
         for param in params:
@@ -475,7 +475,7 @@ def test_bfloat16_is_summed_on_every_way(gpus_on_host, way, overlap, layout):
         for param in reversed(params):  # sums of numbers below 16 are exact
             param.write((gradient(world.rank, 0, param.data.shape) / 12).round().astype(param.data.dtype))
         reducer.launch_rest()
-        reducer.closing.tally(0)
+        reducer.tally(0)
         reducer.reduce_everywhere()
         return [param.grad.to_host() for param in params]
 

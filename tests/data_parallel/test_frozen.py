@@ -284,3 +284,18 @@ def test_what_was_not_sent_of_a_parameter_waits_until_it_is_used(codec, overlap)
         assert not np.array_equal(unsent("frozen"), kept)
 
     thread_comm.run(2, rank, 1)
+
+
+@pytest.mark.parametrize("store", [None, "local"])
+def test_a_warning_of_unused_parameters_points_at_the_call_of_step(store):
+    def rank(world):
+        used, unused = (nn.Parameter(np.ones(3, "f4"), name=name) for name in ("used", "unused"))
+        trainer = hpcdp.Trainer([used, unused], optim.SGD(lr=0.1), world, kvstore=store, policy=Policy(unused="warn"))
+        with autograd.record():
+            losses = used * 2.0
+        losses.backward()
+        with pytest.warns(UserWarning, match="no gradient for unused") as caught:
+            trainer.step(3)
+        return [warning.filename for warning in caught]
+
+    assert thread_comm.run(1, rank) == [[__file__]]

@@ -66,7 +66,7 @@ def sums_of(world, way, dtype, overlap):
             for param in reversed(params):
                 param.write(values(world.rank, step, param.data.shape, dtype))
             reducer.launch_rest()
-            reducer.closing.tally(0)
+            reducer.tally(0)
             reducer.reduce_everywhere()
             compute.synchronize()
             found += [param.grad.to_host() for param in params]

@@ -41,10 +41,10 @@ def trained(world, owner, optimizer, steps=3):
         for param in reversed(params):
             param.grad[...] = gradient(world.rank, step, param.shape)
             param.grad_hook(param)
-        reducer.closing.tally(0)
+        reducer.tally(0)
         updater.reduce_and_update(step, 1 / world.size)
         reducer.reset()
-        reducer.gate.barrier()
+        reducer.barrier()
     return np.concatenate([param.data.reshape(-1) for param in params])
 
 

@@ -25,7 +25,7 @@ def sums(n, nodes, overlap, compression, steps=3):
         for step in range(steps):
             write(params, world.rank, step, order=(world.rank % 2 and [2, 4, 0, 1, 3]) or None)
             made.launch_rest()
-            made.closing.tally(0)
+            made.tally(0)
             made.reduce_everywhere()
             found.append([param.grad.copy() for param in params])
             made.reset()

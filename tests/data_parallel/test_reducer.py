@@ -56,11 +56,11 @@ def test_every_rank_holds_the_sum(n, nodes, overlap):
         for step in range(3):
             write(params, world.rank, step)
             made.launch_rest()
-            made.closing.tally(0)
+            made.tally(0)
             made.reduce_everywhere()
             sums.append([param.grad.copy() for param in params])
             made.reset()
-            made.gate.barrier()
+            made.barrier()
         return sums
 
     results = thread_comm.run(n, rank, nodes)
@@ -77,7 +77,7 @@ def test_the_bits_do_not_depend_on_overlap(n, nodes):
         made, params = make(world, overlap)
         write(params, world.rank, 0)
         made.launch_rest()
-        made.closing.tally(0)
+        made.tally(0)
         made.reduce_shards()
         return [bucket.mine[slice(*bucket.shard)].tobytes() for bucket in made.buckets]
 
@@ -100,11 +100,11 @@ def test_ranks_that_differ_in_order_and_pace_do_not_wait_for_ever(nodes, seed):
             order = rng.permutation(len(params))
             write(params, world.rank, step, order, lambda: float(rng.choice([0, 0, 0.001, 0.004])))
             made.launch_rest()
-            made.closing.tally(0)
+            made.tally(0)
             made.reduce_everywhere()
             check_sums([param.grad for param in params], n, step)
             made.reset()
-            made.gate.barrier()
+            made.barrier()
 
     thread_comm.run(n, rank, nodes)
 
@@ -208,11 +208,11 @@ def test_real_ranks_that_differ_in_order_and_pace():
     for step in range(20):
         write(params, world.rank, step, rng.permutation(len(params)), lambda: float(rng.choice([0, 0.001])))
         made.launch_rest()
-        made.closing.tally(0)
+        made.tally(0)
         made.reduce_everywhere()
         check_sums([param.grad for param in params], world.size, step)
         made.reset()
-        made.gate.barrier()
+        made.barrier()
 
 
 @pytest.mark.parametrize(("ranks_per_node", "overlap"), [(None, False), (2, False), (1, False), (1, True)])
@@ -226,12 +226,12 @@ def test_the_closing_exchange_ends_what_was_started_before(ranks_per_node, overl
         write(params, world.rank, 0)
         made.launch_rest()
         if world.rank != 1:
-            made.closing.tally(world.rank)
+            made.tally(world.rank)
         deadline = time.monotonic() + 10
         while not request.test():
             assert time.monotonic() < deadline, "the others do not let it progress"
         if world.rank == 1:
-            made.closing.tally(world.rank)
+            made.tally(world.rank)
         made.reduce_everywhere()
         check_sums([param.grad for param in params], 3, 0)
         assert (started == 6).all()
@@ -249,7 +249,7 @@ def test_buckets_of_two_models_may_be_under_way_together_in_any_order(n, ranks_p
                 reducer, params = models[number]
                 write(params, world.rank + 10 * number, step, pause=(lambda: 0.01) if late else None)
             for number, (reducer, params) in enumerate(models):
-                reducer.closing.tally(1)
+                reducer.tally(1)
                 reducer.reduce_everywhere()
                 for param in params:
                     total = sum(gradient(other + 10 * number, step, param.shape) for other in range(n))

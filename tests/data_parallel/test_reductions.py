@@ -48,7 +48,7 @@ def test_each_reduction_sums_by_the_same_calls(case, overlap):
         reducer, params = make(world, overlap, **settings)
         write(params, 1.0 + world.rank)
         reducer.launch_rest()
-        reducer.closing.tally(0)
+        reducer.tally(0)
         reducer.reduce_everywhere()
         sums = [float(x) for param in params for x in np.unique(param.grad)]
         reducer.reset()
@@ -64,7 +64,7 @@ def test_both_schedulers_update_a_bucket_that_is_reduced(overlap):
         reducer, params = make(world, overlap)
         write(params, 1.0)
         reducer.launch_rest()
-        reducer.closing.tally(0)
+        reducer.tally(0)
         states = []
         for bucket in reversed(reducer.buckets):
             reducer.update_later(bucket, lambda bucket=bucket: states.append(bucket.state))

@@ -306,7 +306,7 @@ def test_a_parameter_of_one_number(value):
 
 def test_a_parameter_is_frozen_by_the_right_word_alone():
     param = nn.Parameter(np.ones(2, np.float32))
-    with pytest.raises(HpcdpError, match=r"Parameter \[grad_req\]: expected write or add or null, got 'nul'"):
+    with pytest.raises(HpcdpError, match=r"Parameter \[grad_req\]: expected one of write, add, null, got 'nul'"):
         param.grad_req = "nul"
     assert param.grad_req == "write"
     param.grad_req = "null"

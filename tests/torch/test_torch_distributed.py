@@ -262,7 +262,7 @@ def test_what_cannot_be_wrapped_is_refused_by_name():
         wrap = hpcdp.torch.DistributedDataParallel
         with pytest.raises(ConfigError, match="at least one parameter that requires a gradient"):
             wrap(nn.ReLU(), world)
-        with pytest.raises(ConfigError, match="rank or shard, got 'all'"):
+        with pytest.raises(ConfigError, match="one of rank, shard, got 'all'"):
             wrap(network(0), world, owner="all")
         with pytest.raises(UnsupportedError, match=r"\[weight\]: expected a dense parameter of"):
             wrap(nn.Linear(2, 2, dtype=torch.complex64), world)

@@ -55,7 +55,7 @@ def test_every_rank_has_the_state_of_the_root(make, root):
 def test_what_cannot_be_given_is_refused():
     def rank(world):
         optimizer = trained(1, lambda params: torch.optim.SGD(params, lr=0.1))
-        with pytest.raises(ConfigError, match=r"\[root\]: expected 0 to 1, got 2"):
+        with pytest.raises(ConfigError, match=r"\[root\]: expected an integer from 0 to 1, got 2"):
             hpcdp.torch.broadcast_optimizer_state(optimizer, 2, world)
         model = hpcdp.torch.DistributedDataParallel(nn.Linear(3, 2), world, owner="shard")
         with pytest.raises(ConfigError, match="got a ShardedOptimizer"):

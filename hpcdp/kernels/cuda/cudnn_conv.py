@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from ...core.arrays import Array, array_namespace, dtype_name, is_half
-from ...errors import ConfigError
+from ...core.checks import one_of
 from .. import cuda
 from ..reference.convolution import Pair
 from . import convolution, elementwise
@@ -140,9 +140,7 @@ def _handle(cudnn: Any, device: int) -> Any:
 def _measures() -> bool:
     """Whether ``HPCDP_CUDNN_BENCHMARK`` has engines chosen by measuring them, whose bits may differ from run to run."""
     setting = os.environ.get("HPCDP_CUDNN_BENCHMARK") or "0"
-    if setting not in ("0", "1"):
-        raise ConfigError("convolution", where="HPCDP_CUDNN_BENCHMARK", expected="0 or 1", got=repr(setting))
-    return setting == "1"
+    return one_of("convolution", "HPCDP_CUDNN_BENCHMARK", setting, ("0", "1")) == "1"
 
 
 def _plan(

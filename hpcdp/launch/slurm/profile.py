@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ...core import files
-from ...core.checks import check_name
-from ...core.files import who_else_may_write
+from ...core.checks import check_name, matching
+from ...core.files import require_private
 from ...errors import ConfigError
 from ..batch import SLURM
 
@@ -120,12 +120,8 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ
             remedy='write one, e.g. with the line mpi_type = "pmix", or name one with --site FILE',
         )  # fmt: skip
     try:
-        writer = who_else_may_write(path, everybody=is_named)
-        if writer is not None:
-            raise ConfigError(
-                "site profile", where=path, expected="a file that others may not change", got=writer,
-                remedy="copy it to a folder of yours" if is_named else f"name it with --site {path} to use it",
-            )  # fmt: skip
+        remedy = "copy it to a folder of yours" if is_named else f"name it with --site {path} to use it"
+        require_private("site profile", path, "a file that others may not change", remedy, everybody=is_named)
         given = files.read_toml(path)
     except OSError as error:
         where = f"HPCDP_SITE={said}" if said else path
@@ -183,8 +179,7 @@ def _check(operation: str, name: str, text: Any) -> None:
         raise ConfigError(operation, expected=f"{expected}, in quotes", got=said, remedy=f'write "{said}"')
     if not isinstance(text, str) or not text.strip() or not text.isprintable():
         raise ConfigError(operation, expected="text on one line", got=repr(text))
-    if not re.fullmatch(pattern, text, re.ASCII):
-        raise ConfigError(operation, expected=expected, got=repr(text))
+    matching(operation, text, pattern, expected)
 
 
 def _wrong(name: str, expected: str, got: object) -> ConfigError:

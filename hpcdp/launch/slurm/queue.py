@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.files import who_else_may_write
+from ...core.files import require_private
 from ...errors import LaunchError, listed
 from .script import Script
 
@@ -59,12 +59,10 @@ def write(script: Script) -> Path:
     path = script.folder / f"{script.name}-{stamp}.sbatch"
     try:
         script.folder.mkdir(parents=True, exist_ok=True)
-        writer = who_else_may_write(script.folder, everybody=True)
-        if writer is not None:  # and exchange the script before sbatch reads it
-            raise LaunchError(
-                "write the script", where=script.folder, expected="a folder that not everybody may change", got=writer,
-                remedy="submit from a folder of yours",
-            )  # fmt: skip
+        require_private(  # others might exchange the script before sbatch reads it
+            "write the script", script.folder, "a folder that not everybody may change",
+            "submit from a folder of yours", everybody=True, error=LaunchError,
+        )  # fmt: skip
         number = 1
         while True:
             try:

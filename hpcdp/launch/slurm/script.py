@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.checks import check_name
-from ...core.files import data_folder, who_else_may_write
-from ...errors import ConfigError
+from ...core.checks import check_name, matching
+from ...core.files import data_folder, require_private
+from ...errors import ConfigError, whole_number
 from .profile import Profile
 
 TEMPLATES = {
@@ -72,11 +72,10 @@ class ScriptRequest:
     def __post_init__(self) -> None:
         check_name("template", self.template, TEMPLATES)
         for count in _COUNTS:
-            if (getattr(self, count) or 0) > _MOST:
-                flag = f"--{count.replace('_', '-')}"
-                raise ConfigError(flag, expected=f"at most {_MOST:,}", got=getattr(self, count))
-        if self.name is not None and not _NAME.fullmatch(self.name):
-            raise ConfigError("--name", expected="letters, digits and _.-", got=repr(self.name))
+            flag = f"--{count.replace('_', '-')}"
+            whole_number(flag, None, getattr(self, count) or 0, None, _MOST, expected=f"at most {_MOST:,}")
+        if self.name is not None:
+            matching("--name", self.name, _NAME, "letters, digits and _.-")
         for argument in (*self.program, *(each for line in self.settings for each in line)):
             if "\n" in argument or "\0" in argument:
                 raise ConfigError("program", expected="arguments of one line", got=repr(argument))
@@ -264,14 +263,9 @@ def _path(key: str, text: str, *inside: str) -> Path:
         path = Path(text, *inside).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"site profile: {key}", expected="a home folder for its ~", got=repr(text)) from error
-    writer = None
+    expected, remedy = "what not everybody may change", "move it to a folder of yours"
     with contextlib.suppress(OSError):  # it may be there on the nodes alone
-        writer = who_else_may_write(path, everybody=True)
-    if writer is not None:
-        raise ConfigError(
-            f"site profile: {key}", where=path, expected="what not everybody may change", got=writer,
-            remedy="move it to a folder of yours",
-        )  # fmt: skip
+        require_private(f"site profile: {key}", path, expected, remedy, everybody=True)
     return path
 
 
