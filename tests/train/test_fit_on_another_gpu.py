@@ -5,6 +5,7 @@ On the stand-in, which refuses what is computed on one GPU with arrays of anothe
 
 import numpy as np
 import pytest
+from rows_on_gpus import reference_kernels
 
 from hpcdp import data, kernels, nn, optim
 from hpcdp.comm import thread_comm
@@ -30,7 +31,7 @@ BATCHES = {
 
 @pytest.fixture(autouse=True)
 def by_numpy(monkeypatch):
-    monkeypatch.setattr(kernels, "_ON_CUDA", frozenset())  # which are tested for themselves, and slow here
+    monkeypatch.setattr(kernels, "_for_cuda", reference_kernels)  # CUDA's are tested for themselves, and slow here
 
 
 def trained(world, device, transform, joint=False, n=N):

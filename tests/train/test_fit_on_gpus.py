@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 from pairs import in_turn, pairs
+from rows_on_gpus import reference_kernels
 
 from hpcdp import checkpoint, data, kernels, nn, optim
 from hpcdp.comm import thread_comm
@@ -28,7 +29,7 @@ ORDERS = [0, 1]
 @pytest.fixture
 def place(gpus_on_host, monkeypatch):
     """Sets where ranks compute: each on a GPU of its own, or on the host."""
-    monkeypatch.setattr(kernels, "_ON_CUDA", frozenset())  # which are tested for themselves, and slow here
+    monkeypatch.setattr(kernels, "_for_cuda", reference_kernels)  # CUDA's are tested for themselves, and slow here
 
     def set_place(kind):
         count = 8 if kind == "gpu" else 0

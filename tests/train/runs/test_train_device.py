@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from rows_on_gpus import reference_kernels
 
 from hpcdp import cli, kernels
 from hpcdp.comm import thread_comm
@@ -80,7 +81,7 @@ def test_a_gpu_that_is_not_there_is_one_line(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("settings", [{}, {"kv_store": "device"}], ids=str)
 def test_a_whole_run_on_a_gpu(gpus_on_host, monkeypatch, tmp_path, capsys, settings):
     monkeypatch.setattr(comm_world, "visible", lambda: (A,))
-    monkeypatch.setattr(kernels, "_ON_CUDA", frozenset())  # which are tested for themselves, and slow here
+    monkeypatch.setattr(kernels, "_for_cuda", reference_kernels)  # CUDA's are tested for themselves, and slow here
     monkeypatch.chdir(tmp_path)
 
     def one(world):
