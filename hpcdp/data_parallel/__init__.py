@@ -3,7 +3,7 @@
 - `buckets`: the layout of parameters in flat buckets, and their memory.
 - `reducer`: owns buckets, gradient hooks and the state of a step.
 - `reductions`: where buckets are in memory and how they are reduced; the reductions on one node and over nodes.
-- `inter_node`: the sum along the rails, by messages. `gpu`: the reduction of buckets on GPUs.
+- `inter_node`: the sum along the rails, by messages. `gpu_reduction`: the reduction of buckets on GPUs.
 - `deterministic`: the reduction in an order that does not depend on the number of ranks.
 - `overlap`: when reductions run: at the end of a step, or during backward, with updates during the next forward.
 - `sharded_update`: every rank updates all parameters, or the owner of a shard its part.
