@@ -27,7 +27,7 @@ hpcdp.kernels.load("update")
 assert len(hpcdp.data.load("digits", "test")) > 100
 assert sys.prefix in str(data_folder("slurm")) and (data_folder("slurm") / "ranks.sh").is_file()
 assert "this_thread" in hpcdp.kernels.cuda.source("cast")
-assert script.render(script.Request(template="train"), profile.Profile(mpi_type="pmix", time="1")).text
+assert script.render(script.ScriptRequest(template="train"), profile.Profile(mpi_type="pmix", time="1")).text
 """
 
 

@@ -263,7 +263,7 @@ def test_synchronous_for_debugging(monkeypatch, gates):
 def test_what_is_refused():
     with autograd.asynchronous(), pytest.raises(ConfigError, match="asynchronous"), autograd.asynchronous():
         pass
-    with pytest.raises(ConfigError, match="at least 1"), autograd.asynchronous(threads=0):
+    with pytest.raises(ConfigError, match="an integer >= 1, got 0"), autograd.asynchronous(threads=0):
         pass
     with pytest.raises(ConfigError, match="max_inflight"), autograd.asynchronous(max_inflight=0):
         pass

@@ -15,7 +15,7 @@ from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 
 INSIDE = registry.Link(1e-6, 2e-10, 1e-10, ((4096, 3e-10, 2e-10), (1 << 20, 2e-10, 1e-10)))
-MEASURED = registry.Machine(INSIDE, FABRIC.across, 3e-11, 4e-11, 5e-6, 6e-7, 7e-6, ((1 << 20, 3e-11, 4e-11),))
+MEASURED = registry.MachineModel(INSIDE, FABRIC.across, 3e-11, 4e-11, 5e-6, 6e-7, 7e-6, ((1 << 20, 3e-11, 4e-11),))
 CHOICES = {
     "allreduce": [[1023, "native"], [65536, "ring"], [None, "hierarchical"]],
     "broadcast": [[None, "native"]],

@@ -364,7 +364,7 @@ class ChannelsLast:
 
     Args:
         columns: how many patches there is room for.
-        joined: as of `planes.Room`.
+        joined: as of `Workspace`.
     """
 
     def __init__(self, x: np.ndarray, weight: np.ndarray, shape: Shape, columns: int, joined: bool) -> None:
@@ -387,7 +387,7 @@ class ChannelsLast:
         dweight[...] = sums.reshape(outputs, *self._shape.kernel, inputs).transpose(0, 3, 1, 2)
 
     def room(self, images: int, rows: Pair) -> np.ndarray:
-        """Of the output ``rows`` (first, end) of so many images, as of `planes.Room`; `fold` adds them."""
+        """Of the output ``rows`` (first, end) of so many images, as of `Workspace`; `fold` adds them."""
         patches = self._rows(images, rows)
         return patches.T if self._joined else patches.reshape(images, -1, patches.shape[1]).swapaxes(1, 2)
 
