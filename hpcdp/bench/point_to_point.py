@@ -179,7 +179,8 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is the same at every size: see `collective.CollectiveSweep`; ``window`` is how many messages are under way at once."""
+    """What is the same at every size: see `collective.CollectiveSweep`; ``window`` is how many messages are under way
+    at once."""
 
     pattern: str
     dtype: np.dtype
