@@ -279,7 +279,7 @@ def test_the_fastest_plan_is_taken_where_that_is_asked_for(cudnn, monkeypatch):
 def test_a_setting_that_is_none_is_refused(cudnn, monkeypatch):
     monkeypatch.setenv("HPCDP_CUDNN_BENCHMARK", "no")
     x, weight, _, gy = arrays("f4", (1, 1), (0, 0))
-    with pytest.raises(ConfigError, match=r"convolution \[HPCDP_CUDNN_BENCHMARK\]: expected 0 or 1, got 'no'"):
+    with pytest.raises(ConfigError, match=r"convolution \[HPCDP_CUDNN_BENCHMARK\]: expected one of 0, 1, got 'no'"):
         cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), None, to_gpu(gy), (1, 1), (0, 0), False)
 
 
