@@ -152,13 +152,13 @@ def test_resnet18_has_the_published_number_of_parameters(make, shape, learnt):
 
 
 def test_a_residual_block_is_its_formula():
-    block = nn.models.resnet.Residual(3, 5, stride=2, normalises_shortcut=True)
+    block = nn.models.Residual(3, 5, stride=2, normalises_shortcut=True)
     x = np.random.default_rng(6).standard_normal((4, 3, 7, 6)).astype(np.float32)
     normal = block.norm2(block.conv2(nn.functional.relu(block.norm1(block.conv1(x)))))
     expected = np.maximum(normal.data + block.shortcut(x).data, 0)
     np.testing.assert_array_equal(block(x).data, expected)
     assert block(x).shape == (4, 5, 4, 3) and block.shortcut[0].weight.shape == (5, 3, 1, 1)
-    assert nn.models.resnet.Residual(3, 3).shortcut is None
+    assert nn.models.Residual(3, 3).shortcut is None
 
 
 def test_resnet18_learns():
