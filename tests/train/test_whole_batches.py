@@ -94,8 +94,8 @@ class Returns(nn.Module):
 @pytest.mark.parametrize(
     ("stage", "expected"),
     [
-        (3, r"stages\[1\]\]: expected a module, or a function that makes one, got int"),
-        (lambda: None, r"stages\[1\]\]: expected a module, or a function that makes one, got NoneType"),
+        (3, r"stages\[1\]\]: expected a module, or a function that makes one, got 3"),
+        (lambda: None, r"stages\[1\]\]: expected a module, or a function that makes one, got None"),
         (Returns(lambda x: None), "expected stages that return a tensor, or several, got a NoneType"),
         (Returns(lambda x: (x, x.data)), "expected stages that return a tensor, or several, got a Tensor, a ndarray"),
     ],
