@@ -11,6 +11,7 @@ import numbers
 import operator
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeGuard
 
@@ -270,3 +271,14 @@ def type_named(value: object) -> str:
     """The type of a value, with its article: "an int", "a list"."""
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the program that has called hpcdp, on this thread's stack."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

@@ -25,8 +25,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..comm.shared_memory import is_free, lock_request
-from ..errors import ConfigError, DataError
-from . import flatten, manifest
+from ..errors import ConfigError, DataError, warn
+from . import manifest
 
 NAME = "writer.lock"
 _LOCK, _UNLOCK = lock_request(fcntl.F_WRLCK, 0), lock_request(fcntl.F_UNLCK, 0)
@@ -75,7 +75,7 @@ class WriterLock:
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _LOCK)
         except OSError as error:
             if error.errno not in _HELD:
-                flatten.warn(f"{path}: {error.strerror}: nothing keeps a second job from writing here")
+                warn(f"{path}: {error.strerror}: nothing keeps a second job from writing here")
                 return
             raise _held(self._operation, path, owner(path)) from error
 

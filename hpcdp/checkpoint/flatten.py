@@ -27,10 +27,8 @@ import dataclasses
 import functools
 import hashlib
 import math
-import os
 import random
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
@@ -85,17 +83,6 @@ def raised(operation: str, where: str, expected: str, error: BaseException) -> H
     named = UnsupportedError(operation, where=where, expected=expected, got=said)
     named.__cause__ = error
     return named
-
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-
-
-def warn(text: str) -> None:
-    """Warn where this thread has come into the package."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
 
 
 class HostView(NamedTuple):

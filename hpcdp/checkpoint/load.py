@@ -25,7 +25,7 @@ from ..comm.consistency import on_every_rank, on_rank_0, require_same
 from ..core.arrays import bits, from_host, is_host, of_bits
 from ..core.checks import instance
 from ..core.state import FitsSaved, Part, PerRank, Saved, Sharded, Stateful, unquoted
-from ..errors import ConfigError, DataError, HpcdpError, listed, type_named
+from ..errors import ConfigError, DataError, HpcdpError, listed, type_named, warn
 from . import directory, flatten
 from . import manifest as checkpoint_manifest
 from .flatten import MAKERS, TOLD, Form, as_array, check_parts, plain, quoted, raised, refused, stateful_of
@@ -541,7 +541,7 @@ def restore(path: Path, world: World, which: int | list[int], into: Any, strict:
     for each in lost if world.rank == 0 else ():
         if directory.step_of(each) > steps[-1]:
             where = each / checkpoint_manifest.NAME
-            flatten.warn(f"restore [{where}]: expected a file, got none: taking step {steps[-1]} instead")
+            warn(f"restore [{where}]: expected a file, got none: taking step {steps[-1]} instead")
     damaged: DataError | None = None
     read, removed = set[int](), 0
     while True:
@@ -566,7 +566,7 @@ def restore(path: Path, world: World, which: int | list[int], into: Any, strict:
                     error.remedy = f"no other is left: all {len(read)} checkpoints are damaged"
                 raise
             if world.rank == 0:
-                flatten.warn(f"{error}: taking step {steps[-1]} instead")
+                warn(f"{error}: taking step {steps[-1]} instead")
             damaged = error
         except ConfigError as error:
             if damaged is None:
@@ -627,7 +627,7 @@ def _read_manifest(path: Path, step: int) -> tuple[str, str]:
         except DataError as error:
             if file.name != checkpoint_manifest.INDEX_NAME:
                 raise
-            flatten.warn(f"{error}: restoring all the same, which does not need it; other programs do")
+            warn(f"{error}: restoring all the same, which does not need it; other programs do")
     return content.decode(), str(place)
 
 

@@ -25,7 +25,7 @@ from ..comm.consistency import Outcome, on_every_rank, on_rank_0, require_same, 
 from ..comm.world import WeakMethods, require_world
 from ..core.checks import boolean, instance, instances, not_copied, one_of, whole_numbers
 from ..engine import Engine
-from ..errors import ConfigError, DataError, HpcdpError, whole_number
+from ..errors import ConfigError, DataError, HpcdpError, warn, whole_number
 from . import directory, flatten, load, manifest
 from .directory import WriterLock
 from .flatten import is_utf8
@@ -422,7 +422,7 @@ class Manager:
             if self._lock is None:
                 self._lock = WriterLock(self.path)
                 for path in directory.clean(self.path, self._atomic_rename):
-                    flatten.warn(f"{path}: removed, a save that did not end had left it behind")
+                    warn(f"{path}: removed, a save that did not end had left it behind")
             else:
                 self._lock.require_held()
 

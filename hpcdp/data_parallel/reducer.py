@@ -10,7 +10,6 @@ backward.
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
@@ -26,7 +25,7 @@ from ..comm.tasks import ProgressEngine, run_until_complete
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression
 from ..core.arrays import Array, is_cupy, is_host
-from ..errors import ConfigError, StaleGradientError
+from ..errors import ConfigError, StaleGradientError, warn
 from .buckets import Bucket, Layout, Parameter, State
 from .deterministic import DeterministicReduction
 from .gpu_reduction import GpuReduction, streams_of
@@ -203,10 +202,9 @@ class Reducer:
         self.on_one_node = self.memory.size == world.size
         """Whether all ranks share the memory of the buckets, so that no message is needed."""
         if compression is not None and not reduction.sends_messages and world.rank == 0 and world.size > 1:
-            warnings.warn(
+            warn(
                 f"compression {compression.codec.name} changes nothing on one node, whose ranks send no messages; with "
-                "inside_nodes=on they do",
-                stacklevel=4,
+                "inside_nodes=on they do"
             )
         self.overlap = world.concurrent and (overlap or (overlap is None and not self.on_one_node))
         """Whether reductions are launched while backward runs."""
