@@ -28,20 +28,25 @@ from bench_harness.programs import sweep_parser
 from bench_harness.verdicts import allreduce_rounds, best_peer_ratio, median_by_size
 from bench_suite import Suite
 from hpcdp import comm
-from hpcdp.bench.collective import ours
+from hpcdp.bench.communication import ours
 from hpcdp.bench.measure import (
     Candidate,
     FreshData,
     MeasuringSchedule,
     alternate,
+    as_json,
+    check_writable,
+    describe,
     format_size,
     gather,
     median_ratio,
+    pin_to_own_core,
     size_range,
     turn_medians,
+    write,
+    write_json,
     wrong,
 )
-from hpcdp.bench.results import as_json, check_writable, describe, pin_to_own_core, write, write_json
 from hpcdp.launch.checks import at_least
 
 OURS = ("hpcdp buckets", "hpcdp any array")

@@ -28,8 +28,7 @@ import numpy as np
 from bench_harness import programs
 from bench_harness.peers import Gloo, gloo_or_reason
 from hpcdp import checkpoint, comm
-from hpcdp.bench.measure import format_size, median_ratio, parse_size
-from hpcdp.bench.results import check_writable, describe, write_json
+from hpcdp.bench.measure import check_writable, describe, format_size, median_ratio, parse_size, write_json
 from hpcdp.comm.consistency import on_rank_0
 from hpcdp.errors import ConfigError
 from hpcdp.launch.checks import Parser, at_least

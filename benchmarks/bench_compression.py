@@ -20,12 +20,11 @@ from bench_harness import programs
 from bench_harness.cluster import add_options, measure_models, measure_places, where
 from bench_overlap import MODELS, Found, Model, Training
 from hpcdp import comm
-from hpcdp.bench.measure import bus_factor, median_ratio
-from hpcdp.bench.results import as_json, check_writable, describe, write
+from hpcdp.bench.measure import as_json, bus_factor, check_writable, describe, median_ratio, write
 from hpcdp.compression import CODECS, Compression, pays_below
 from hpcdp.core.checks import check_name
 from hpcdp.core.environment import launched_ranks
-from hpcdp.data_parallel.inter_node import node_nbytes
+from hpcdp.data_parallel.reductions import node_nbytes
 from hpcdp.errors import ConfigError
 from hpcdp.launch.checks import Parser, at_least
 

@@ -20,11 +20,19 @@ from threadpoolctl import threadpool_limits
 from bench_harness import programs
 from bench_kernels import Repeated, torch_or_reason
 from hpcdp import comm, kernels
-from hpcdp.bench.measure import MeasuringSchedule, alternate, median_ratio, turn_medians
-from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.bench.measure import (
+    MeasuringSchedule,
+    alternate,
+    check_writable,
+    describe,
+    median_ratio,
+    pin_to_own_core,
+    turn_medians,
+    write_json,
+)
 from hpcdp.kernels import buffers
-from hpcdp.kernels.reference import convolution
-from hpcdp.kernels.reference.convolution import output_size
+from hpcdp.kernels.reference import networks
+from hpcdp.kernels.reference.networks import output_size
 from hpcdp.launch.checks import Parser, at_least
 
 _TOLERANCE = 2e-4
@@ -128,7 +136,7 @@ class Arrays:
     def wrong(self) -> dict[str, int]:
         """How many elements of each pass are not the reference's."""
         expected = {name: np.empty_like(x) for name, x in self.results.items()}
-        for module, into in ((kernels.load("convolution"), self.results), (convolution, expected)):
+        for module, into in ((kernels.load("convolution"), self.results), (networks, expected)):
             for call in self.ours(module, into).values():
                 call()
         return {

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bench_harness import programs
-from hpcdp.bench.measure import median_ratio
-from hpcdp.bench.results import as_json, check_writable, describe, write
+from hpcdp.bench.measure import as_json, check_writable, describe, median_ratio, write
 from hpcdp.engine import Engine
 from hpcdp.errors import HpcdpError
 from hpcdp.launch.checks import Parser, at_least

@@ -29,23 +29,27 @@ from bench_harness import programs
 from bench_harness.cluster import Cluster, ClusterError, obstacle
 from bench_harness.peers import check_python, gloo_or_reason
 from hpcdp import comm
-from hpcdp.bench.collective import ours
+from hpcdp.bench.communication import ours
 from hpcdp.bench.measure import (
     Candidate,
     FreshData,
     MeasuredCollective,
     MeasuringSchedule,
     alternate,
+    as_json,
     bus_factor,
+    check_writable,
+    describe,
     format_size,
     gather,
     median_ratio,
     parse_size,
     turn_medians,
+    write,
+    write_json,
     wrong,
 )
-from hpcdp.bench.probe import link_rates, sleeping_barrier
-from hpcdp.bench.results import as_json, check_writable, describe, write, write_json
+from hpcdp.bench.tune import link_rates, sleeping_barrier
 from hpcdp.collectives import ALGORITHMS, allreduce
 from hpcdp.collectives.registry import choose
 from hpcdp.comm.communicator import resolve

@@ -16,9 +16,21 @@ import numpy as np
 
 from bench_harness import programs
 from hpcdp import comm, kernels
-from hpcdp.bench.measure import FreshData, MeasuringSchedule, alternate, format_size, gather, size_range, timing, wrong
-from hpcdp.bench.probe import copy_rates
-from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.bench.measure import (
+    FreshData,
+    MeasuringSchedule,
+    alternate,
+    check_writable,
+    describe,
+    format_size,
+    gather,
+    pin_to_own_core,
+    size_range,
+    timing,
+    write_json,
+    wrong,
+)
+from hpcdp.bench.tune import copy_rates
 from hpcdp.errors import UnsupportedError
 from hpcdp.launch.checks import Parser, at_least
 

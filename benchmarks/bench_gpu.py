@@ -30,14 +30,13 @@ from typing import Any
 
 from bench_harness import programs
 from bench_harness.report import failed, gpu_verdicts, line_of_model, of_targets
-from hpcdp.bench.measure import parse_size
-from hpcdp.bench.results import as_json, check_writable, write
+from hpcdp.bench.measure import as_json, check_writable, parse_size, write
 from hpcdp.comm import world
 from hpcdp.core.devices import gpu
 from hpcdp.core.environment import launched_ranks
 from hpcdp.errors import ConfigError
 from hpcdp.launch.checks import Parser, at_least
-from hpcdp.launch.cleanup import adopt, bound, end_orphans
+from hpcdp.launch.process_monitor import adopt, bound, end_orphans
 
 _JOB_S, _ENDING_S = 90.0, 10.0
 """How long a job may take, and how long its end when it is told to."""

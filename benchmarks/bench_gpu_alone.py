@@ -25,13 +25,11 @@ from bench_harness.peers import MODELS, training_step
 from bench_kernels import UPDATES
 from bench_train_lenet import step_of
 from hpcdp import comm, kernels, nn, optim
-from hpcdp.bench.measure import parse_size
-from hpcdp.bench.results import check_writable, describe, write_json
+from hpcdp.bench.measure import check_writable, describe, parse_size, write_json
 from hpcdp.comm import world as comm_world
 from hpcdp.core.arrays import Array, to_host
 from hpcdp.kernels.cuda import cudnn_conv
-from hpcdp.kernels.reference.compress import num_blocks
-from hpcdp.kernels.reference.reduce import SUM
+from hpcdp.kernels.reference.gradients import SUM, num_blocks
 from hpcdp.launch.checks import Parser, at_least
 from hpcdp.train import TrainStep
 from hpcdp.train.trainer import Trainer

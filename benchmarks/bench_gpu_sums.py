@@ -19,13 +19,11 @@ import numpy as np
 from bench_harness import programs
 from hpcdp import comm as comm_module
 from hpcdp import nn, optim
-from hpcdp.bench.measure import FreshData, parse_size
-from hpcdp.bench.results import check_writable, describe, write_json
+from hpcdp.bench.measure import FreshData, check_writable, describe, parse_size, write_json
 from hpcdp.comm import World, gpu_groups
 from hpcdp.comm.communicator import Steps
-from hpcdp.comm.cuda_memory import CudaIpc
-from hpcdp.comm.gpu_transports import NodeRows, RowSize, lone_rows, offers, own_offer
-from hpcdp.comm.nccl import Nccl
+from hpcdp.comm.cuda_memory import CudaIpc, NodeRows, RowSize, lone_rows, offers, own_offer
+from hpcdp.comm.gpu_groups import Nccl
 from hpcdp.comm.tasks import run_until_complete
 from hpcdp.core.arrays import Array, to_host
 from hpcdp.core.devices import Streams

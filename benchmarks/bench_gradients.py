@@ -27,15 +27,18 @@ from hpcdp.bench.measure import (
     FreshData,
     MeasuringSchedule,
     alternate,
+    check_writable,
     count_wrong,
+    describe,
     format_size,
     gather,
     median_ratio,
+    pin_to_own_core,
     size_range,
     turn_medians,
+    write_json,
     wrong,
 )
-from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
 from hpcdp.data_parallel.bucket_trainer import BucketTrainer
 
 OURS = "Trainer"

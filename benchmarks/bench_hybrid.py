@@ -24,10 +24,18 @@ from bench_harness import programs
 from bench_harness.peers import MODELS, training_step
 from bench_kernels import torch_or_reason
 from hpcdp import autograd, comm, kernels, nn, optim
-from hpcdp.bench.measure import MeasuringSchedule, alternate, median_ratio, turn_medians
-from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.bench.measure import (
+    MeasuringSchedule,
+    alternate,
+    check_writable,
+    describe,
+    median_ratio,
+    pin_to_own_core,
+    turn_medians,
+    write_json,
+)
 from hpcdp.launch.checks import Parser, at_least
-from hpcdp.nn.sequence import gelu
+from hpcdp.nn.layers import gelu
 from hpcdp.train import TrainStep
 from hpcdp.train.trainer import Trainer
 

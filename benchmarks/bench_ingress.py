@@ -21,9 +21,8 @@ import numpy as np
 from bench_harness import programs, traffic
 from bench_harness.cluster import Cluster, ClusterError, obstacle
 from hpcdp import comm
-from hpcdp.bench.measure import format_size, parse_size
-from hpcdp.bench.output import check_drawable
-from hpcdp.bench.results import as_json, check_writable, describe, write, write_json
+from hpcdp.bench.command import check_drawable
+from hpcdp.bench.measure import as_json, check_writable, describe, format_size, parse_size, write, write_json
 from hpcdp.core.environment import launched_rank
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import serve

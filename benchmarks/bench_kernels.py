@@ -22,11 +22,21 @@ import numpy as np
 from bench_harness import programs
 from bench_harness.programs import sweep_parser
 from hpcdp import comm, kernels
-from hpcdp.bench.measure import MeasuringSchedule, alternate, format_size, median_ratio, size_range, turn_medians
-from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.bench.measure import (
+    MeasuringSchedule,
+    alternate,
+    check_writable,
+    describe,
+    format_size,
+    median_ratio,
+    pin_to_own_core,
+    size_range,
+    turn_medians,
+    write_json,
+)
 from hpcdp.kernels import buffers
-from hpcdp.kernels.reference import compress, elementwise, update
-from hpcdp.kernels.reference import reduce as reference_reduce
+from hpcdp.kernels.reference import gradients, networks
+from hpcdp.kernels.reference import gradients as reference_reduce
 
 _THRESHOLD = 0.5
 _LAYERS = 50  # as ResNet-50's
@@ -154,7 +164,7 @@ def updates(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
         xs = tuple(arrays.normal() for _ in range(number))
         for state in xs[2:]:
             np.abs(state, out=state)
-        call, reference = (partial(step, each, rule, coefficients) for each in (kernels.load("update"), update))
+        call, reference = (partial(step, each, rule, coefficients) for each in (kernels.load("update"), gradients))
         peer = _torch_update(torch, name, arrays) if torch else None
         yield Kernel(name, xs, call, reference, (2 * number - 1) * arrays.nbytes, peer)
 
@@ -170,14 +180,14 @@ def casts(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
             down = partial(into.copy_, source)
             up = partial(torch.empty(arrays.count).copy_, source.to(into.dtype))
         for name, xs, peer in ((f"to_{word}", (wide, narrow), down), (f"from_{word}", (narrow, arrays.zeros()), up)):
-            call, reference = getattr(cast, name), getattr(elementwise, name)
+            call, reference = getattr(cast, name), getattr(networks, name)
             yield Kernel(name.replace("_", " "), xs, call, reference, wide.nbytes + narrow.nbytes, peer)
 
     def scale(module: Any, x: np.ndarray) -> None:
         module.scale(x, _FACTOR)
 
     times = partial(torch.from_numpy(arrays.normal()).mul_, _FACTOR) if torch else None
-    call, reference = partial(scale, cast), partial(scale, elementwise)
+    call, reference = partial(scale, cast), partial(scale, networks)
     yield Kernel("scale", (arrays.normal(),), call, reference, 2 * arrays.nbytes, times)
 
 
@@ -196,7 +206,7 @@ def packing(arrays: Arrays) -> Iterator[Kernel]:
         else:
             module.unpack_two_bit(words, _THRESHOLD, out)
 
-    modules = (kernels.load("compress"), compress)
+    modules = (kernels.load("compress"), gradients)
     for bits, in_a_word in (("two", 16), ("one", 32)):
         words, out = arrays.zeros(np.uint32, in_a_word), arrays.zeros()
         call, reference = (partial(pack, module, bits) for module in modules)

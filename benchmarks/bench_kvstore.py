@@ -31,21 +31,24 @@ from bench_floor import Floor, limits_of, print_line_of
 from bench_harness import programs
 from bench_harness.programs import sweep_parser
 from hpcdp import collectives, comm, kvstore, optim
-from hpcdp.bench.collective import ours
+from hpcdp.bench.communication import ours
 from hpcdp.bench.measure import (
     FreshData,
     MeasuredCollective,
     MeasuringSchedule,
     alternate,
+    check_writable,
     count_wrong,
+    describe,
     format_size,
     gather,
     median_ratio,
+    pin_to_own_core,
     size_range,
     turn_medians,
+    write_json,
     wrong,
 )
-from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
 from hpcdp.comm.communicator import bounds
 
 IN_PLACE, APART = "in place", "to another array"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bench_harness import programs
-from hpcdp.bench.results import as_json, check_writable, describe, write
+from hpcdp.bench.measure import as_json, check_writable, describe, write
 from hpcdp.errors import LaunchError
 from hpcdp.launch.checks import Parser, at_least
 

@@ -28,8 +28,7 @@ from threadpoolctl import threadpool_limits
 from bench_harness import programs
 from hpcdp import comm
 from hpcdp.autograd import Tensor
-from hpcdp.bench.measure import bus_factor
-from hpcdp.bench.results import as_json, check_writable, describe, write, write_json
+from hpcdp.bench.measure import as_json, bus_factor, check_writable, describe, write, write_json
 from hpcdp.core.checks import check_name
 from hpcdp.core.environment import launched_ranks
 from hpcdp.errors import ConfigError

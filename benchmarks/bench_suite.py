@@ -24,8 +24,7 @@ from bench_harness import programs
 from bench_harness.cluster import obstacle
 from bench_harness.peers import check_python
 from bench_harness.report import GPU_PARTS, render
-from hpcdp.bench.measure import format_size, parse_size
-from hpcdp.bench.results import as_json, check_writable, describe, write
+from hpcdp.bench.measure import as_json, check_writable, describe, format_size, parse_size, write
 from hpcdp.errors import ConfigError
 from hpcdp.launch.checks import Parser, at_least
 

@@ -17,9 +17,8 @@ from threadpoolctl import threadpool_limits
 
 from bench_harness import programs
 from hpcdp import autograd, comm, nn, optim
-from hpcdp.bench.measure import largest_difference, median_ratio
-from hpcdp.bench.probe import sleeping_barrier
-from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.bench.measure import check_writable, describe, largest_difference, median_ratio, pin_to_own_core, write_json
+from hpcdp.bench.tune import sleeping_barrier
 from hpcdp.collectives import allreduce
 from hpcdp.comm import thread_comm
 from hpcdp.launch.checks import Parser, at_least

@@ -26,8 +26,7 @@ from bench_harness import programs
 from bench_harness.cluster import add_options, measure_places, where
 from bench_harness.peers import CLASSES, CONTEXT, MODELS, VOCABULARY, Gloo, Model, require_torch, training_step
 from hpcdp import comm
-from hpcdp.bench.measure import largest_difference, median_ratio
-from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.bench.measure import check_writable, describe, largest_difference, median_ratio, pin_to_own_core, write_json
 from hpcdp.core.checks import check_name
 from hpcdp.core.environment import launched_ranks
 from hpcdp.launch.checks import Parser, at_least

@@ -23,8 +23,7 @@ from threadpoolctl import threadpool_limits
 from bench_harness import programs
 from bench_harness.peers import MODELS, Gloo, require_torch, training_step
 from hpcdp import autograd, comm, nn, optim
-from hpcdp.bench.measure import median_ratio
-from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.bench.measure import check_writable, describe, median_ratio, pin_to_own_core, write_json
 from hpcdp.errors import ConfigError
 from hpcdp.launch.checks import Parser, at_least
 from hpcdp.train.trainer import Trainer

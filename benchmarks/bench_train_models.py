@@ -23,8 +23,7 @@ from bench_harness.peers import MODELS as TORCH_MODELS
 from bench_harness.peers import training_step
 from bench_train_lenet import step_of, turns_of
 from hpcdp import comm, nn, optim
-from hpcdp.bench.measure import median_ratio
-from hpcdp.bench.results import check_writable, describe, pin_to_own_core, write_json
+from hpcdp.bench.measure import check_writable, describe, median_ratio, pin_to_own_core, write_json
 from hpcdp.errors import ConfigError
 from hpcdp.launch.checks import Parser, at_least
 from hpcdp.train.trainer import Trainer

@@ -15,9 +15,8 @@ from parameters_on_gpus import SHAPES, Parameter, check_steps
 
 import hpcdp
 from hpcdp import autograd, data, kvstore, nn, optim
-from hpcdp.comm.cuda_memory import CudaIpc
-from hpcdp.comm.gpu_transports import RowSize, offers, own_offer, parts_of
-from hpcdp.comm.nccl import Nccl
+from hpcdp.comm.cuda_memory import CudaIpc, RowSize, offers, own_offer, parts_of
+from hpcdp.comm.gpu_groups import Nccl
 from hpcdp.comm.tasks import run_until_complete
 from hpcdp.core.arrays import from_host, to_host
 from hpcdp.core.devices import Device, Streams, cpu

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from hpcdp.launch.cleanup import adopt, children, end_orphans
+from hpcdp.launch.process_monitor import adopt, children, end_orphans
 
 ROOT = Path(__file__).parents[1]
 NO_TESTS_COLLECTED = 5

@@ -15,7 +15,7 @@ import numpy as np
 from numba import types
 
 from hpcdp.kernels import shm_allreduce
-from hpcdp.kernels.jit_cache import kernel
+from hpcdp.kernels.jit import kernel
 
 PATTERNS = ("everyone sums all", "owner sums, others copy", "owner writes back", "pipelined pull", "staged in and out")
 """The names of the patterns of `timed_exchange`; the last one is for arrays that are not in shared memory."""

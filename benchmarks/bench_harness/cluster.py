@@ -23,8 +23,8 @@ from threadpoolctl import threadpool_limits
 
 from bench_harness import programs
 from hpcdp import errors
-from hpcdp.bench.probe import link_rates
-from hpcdp.bench.results import as_json, check_writable, describe, write, write_json
+from hpcdp.bench.measure import as_json, check_writable, describe, write, write_json
+from hpcdp.bench.tune import link_rates
 from hpcdp.comm import World, init
 from hpcdp.errors import ConfigError, HpcdpError
 from hpcdp.kernels import cache_dir

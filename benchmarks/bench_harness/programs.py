@@ -14,8 +14,8 @@ from typing import NoReturn
 
 from hpcdp.errors import ConfigError, HpcdpError, LaunchError
 from hpcdp.launch.checks import Parser, at_least
-from hpcdp.launch.cleanup import bound
-from hpcdp.launch.exit_analysis import end_early, fail
+from hpcdp.launch.mpirun_output import end_early, fail
+from hpcdp.launch.process_monitor import bound
 
 PROGRAMS = Path(__file__).resolve().parents[1]
 """The folder of the programs."""

@@ -23,8 +23,7 @@ from bench_harness.verdicts import (
     verdicts,
     where,
 )
-from hpcdp.bench.measure import format_size
-from hpcdp.bench.results import software
+from hpcdp.bench.measure import format_size, software
 from hpcdp.core.devices import cuda_release
 
 

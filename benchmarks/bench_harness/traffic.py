@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcdp import comm, kvstore, optim
 from hpcdp.bench.measure import FreshData, count_wrong, median_ratio
-from hpcdp.bench.probe import link_rates
+from hpcdp.bench.tune import link_rates
 from hpcdp.kvstore.arguments import Key
 
 KEY_NBYTES = 1 << 20

@@ -5,9 +5,8 @@ Operations on tensors are recorded on the tape while this thread records, and `b
 """
 
 from .async_eager import asynchronous, waitall
-from .dispatch import is_recording, is_training, pause, predict_mode, record, train_mode
 from .operators import concatenate, maximum, minimum, stack, where
-from .tape import Gradient, backward, grad
+from .tape import Gradient, backward, grad, is_recording, is_training, pause, predict_mode, record, train_mode
 from .tensor import Tensor, as_tensor, on_tape
 
 __all__ = [

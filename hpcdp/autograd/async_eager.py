@@ -24,7 +24,7 @@ from ..core.arrays import Array
 from ..core.devices import Device, Streams
 from ..engine import Engine, Variable
 from ..errors import ConfigError
-from .dispatch import Operator, catch_up, does_not_fit, first_on_gpu, modes, on_their_gpu
+from .tape import Operator, catch_up, does_not_fit, first_on_gpu, modes, on_their_gpu
 from .tensor import Tensor
 
 _LANE = "compute"

@@ -25,10 +25,9 @@ from ..errors import UnsupportedError
 from ..kernels import kernels_for
 from ..kernels.buffers import empty
 from ..kernels.cuda.cublas import matmul_of
-from ..kernels.reference.reduce import ROWS_AT_ONCE, add_up_rows
+from ..kernels.reference.gradients import ROWS_AT_ONCE, add_up_rows
 from . import tensor
-from .dispatch import Again, Call, modes, operator
-from .tape import Gradient, Pullback
+from .tape import Again, Call, Gradient, Pullback, modes, operator
 from .tensor import Tensor, as_tensor, value_of
 
 Derivative = Callable[[Array], Array]

@@ -19,8 +19,7 @@ from ..core.checks import one_of
 from ..core.devices import values_on_device_of
 from ..core.state import refuse_change
 from ..errors import HpcdpError, UnsupportedError, shortened
-from .dispatch import Again, catch_up, modes
-from .tape import Gradient, GraphWalk, Node, Pullback, backward, pairs_of
+from .tape import Again, Gradient, GraphWalk, Node, Pullback, backward, catch_up, modes, pairs_of
 
 
 def array_of(data: Any) -> np.ndarray:

@@ -5,7 +5,7 @@
 - `flatten`: a nested state as JSON and named tensors, and back.
 - `hdf5_file`: the HDF5 file of a shard. `manifest`: the list of all tensors and files.
 - `directory`: names and locks of checkpoints in a folder.
-- `inspect`, `verify`, `export`: what ``hpcdp checkpoint`` does, in one process.
+- `inspect`, `export`: what ``hpcdp checkpoint`` does, in one process.
 
 docs/checkpoint-format.md describes the files.
 """

@@ -81,7 +81,7 @@ def _open_closed_streams() -> None:
     """What a shell has closed (``>&-``) leads nowhere: else a file opened later takes its number, and what is said."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
-            from ..launch.exit_analysis import lead_nowhere
+            from ..launch.mpirun_output import lead_nowhere
 
             lead_nowhere(number)
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
@@ -116,17 +116,17 @@ def _main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return status
     except (KeyboardInterrupt, OSError) as error:
-        from ..launch.exit_analysis import end_early
+        from ..launch.mpirun_output import end_early
 
         return end_early(error, "".join(argv[:1]))
     except HpcdpError as error:
         from ..launch import ProgramMissingError
-        from ..launch.exit_analysis import fail
+        from ..launch.mpirun_output import fail
 
         asked_wrongly = isinstance(error, ConfigError | DataError | LaunchError) and not isinstance(error, SaveError)
         return fail(error, 127 if isinstance(error, ProgramMissingError) else 2 if asked_wrongly else 1)
     except MemoryError as error:  # that of a GPU, too
-        from ..launch.exit_analysis import fail
+        from ..launch.mpirun_output import fail
 
         remedy = "take smaller batches, or fewer ranks a node" if argv[:1] == ["train"] else None
         return fail(HpcdpError("".join(argv[:1]), expected="more memory", got=str(error) or "none", remedy=remedy), 1)
@@ -244,8 +244,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _train_here(config: TrainConfig, said: dict[str, Any]) -> int:
     from ..core.environment import module
-    from ..launch.exit_analysis import fail
     from ..launch.launchers import local
+    from ..launch.mpirun_output import fail
     from ..launch.spec import Job
     from ..train import stop_signal
     from ..train.runs import run as runs_run
@@ -359,7 +359,7 @@ def _forward(arguments: argparse.Namespace) -> int:
         main: Callable[[Sequence[str]], int] = importlib.import_module(room).main
         return main(arguments.rest)
     except ConfigError as error:
-        from ..launch.exit_analysis import fail
+        from ..launch.mpirun_output import fail
 
         return fail(error, 2, by_all=True)
 

@@ -166,7 +166,7 @@ def _show_one(path: Path, name: str) -> None:
 
 def _verify(given: argparse.Namespace) -> int:
     from ..checkpoint import directory, inspect
-    from ..checkpoint import verify as checkpoint_verify
+    from ..checkpoint import inspect as checkpoint_verify
     from . import format
     from .format import BytesBar
 
@@ -253,7 +253,7 @@ def _torch_writer() -> Writer:
 
 def _prune(given: argparse.Namespace) -> int:
     from ..checkpoint import inspect
-    from ..checkpoint import verify as checkpoint_verify
+    from ..checkpoint import inspect as checkpoint_verify
     from . import format
     from .format import BytesBar
 

@@ -15,7 +15,7 @@ from ..core.checks import check_name
 from ..errors import ConfigError, shortened, type_named
 from ..launch import hosts, launchers
 from ..launch.checks import Parser
-from ..launch.slurm.allocation import allocation, require_one_component
+from ..launch.hosts import allocation, require_one_component
 from ..launch.spec import BINDINGS, Job
 
 _MOST_RANKS = 1_000_000

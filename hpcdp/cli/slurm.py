@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..launch.checks import Parser, at_least
 
 if TYPE_CHECKING:
-    from ..launch.slurm.script import Script
+    from ..launch.slurm_scripts import Script
 
 _EPILOG = """\
 templates: train, train-gpu, sweep, benchmark, interactive
@@ -100,8 +100,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _script(given: argparse.Namespace) -> Script:
-    from ..launch.slurm import profile
-    from ..launch.slurm import script as slurm_script
+    from ..launch import slurm_scripts
+    from ..launch import slurm_scripts as slurm_script
 
     check_name("template", given.template, slurm_script.TEMPLATES)
     if given.template == "sweep" and given.settings is None:
@@ -113,7 +113,7 @@ def _script(given: argparse.Namespace) -> Script:
     if given.gres is not None and given.template not in ("train-gpu", "interactive"):
         raise ConfigError("--gres", expected="the template train-gpu or interactive", got=given.template)
     said = {name: getattr(given, name) for name in ("time", "partition", "account", "gres")}
-    site = profile.load(given.site).with_flags({name: text for name, text in said.items() if text is not None})
+    site = slurm_scripts.load(given.site).with_flags({name: text for name, text in said.items() if text is not None})
     request = slurm_script.ScriptRequest(
         template=given.template,
         program=tuple(given.program),
@@ -134,7 +134,7 @@ def _render(given: argparse.Namespace) -> int:
 
 
 def _submit(given: argparse.Namespace) -> int:
-    from ..launch.slurm import queue
+    from ..launch import slurm_scripts
 
     if given.template == "interactive":
         raise ConfigError(
@@ -146,9 +146,9 @@ def _submit(given: argparse.Namespace) -> int:
         print(script.text, end="")
         print(f"# would be {os.path.join(script.folder, script.name)}-TIME.sbatch, submitted by sbatch --parsable")
         return 0
-    path = queue.write(script)
+    path = slurm_scripts.write(script)
     try:
-        number = queue.submit(path)
+        number = slurm_scripts.submit(path)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -157,9 +157,9 @@ def _submit(given: argparse.Namespace) -> int:
 
 
 def _status(given: argparse.Namespace) -> int:
-    from ..launch.slurm import queue
+    from ..launch import slurm_scripts
 
-    found, unknown = queue.jobs(given.jobs) if given.jobs else (queue.own_jobs(), [])
+    found, unknown = slurm_scripts.jobs(given.jobs) if given.jobs else (slurm_scripts.own_jobs(), [])
     rows = [("JOB", "STATE", "TIME", "WHERE", "NAME")]
     rows += [(job.number, job.state, job.took, job.where, job.name) for job in found]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -167,13 +167,13 @@ def _status(given: argparse.Namespace) -> int:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if not given.jobs and not found:
         print("no job of yours is in the queue")
-    queue.refuse_unknown(unknown)
+    slurm_scripts.refuse_unknown(unknown)
     return 0
 
 
 def _cancel(given: argparse.Namespace) -> int:
-    from ..launch.slurm import queue
+    from ..launch import slurm_scripts
 
-    for line in queue.cancel(given.jobs, given.save):
+    for line in slurm_scripts.cancel(given.jobs, given.save):
         print(line)
     return 0

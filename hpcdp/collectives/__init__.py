@@ -10,8 +10,7 @@ One algorithm a file:
 - `native`: the MPI library's own.
 - `intra_node`: the ranks of a node read each other's memory.
 - `ring`: around one ring, or several at once.
-- `halving_doubling`: pairs at growing distances exchange halves, quarters, ...
-- `recursive_doubling`: such pairs exchange the whole array.
+- `halving_doubling`: pairs at growing distances exchange halves, quarters, ..., or the whole array.
 - `tree`: up and down a binomial tree, or two binary trees with half of the array each.
 - `compressed`: every part encoded on its way to its owner and back.
 - `hierarchical`: memory inside nodes, rings between them.

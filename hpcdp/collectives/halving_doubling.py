@@ -23,6 +23,25 @@ and (p - 1) / p S; an even rank of a pair sends 2 messages, S / 2 + S / n more, 
 Source: Rabenseifner, "Optimization of collective reduction operations", 2004, section 4; Rabenseifner and Traeff, "More
 efficient reduction algorithms for non-power-of-two number of processors", 2004, section 2; reduce-scatter as in Thakur,
 Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, section 4.3.
+
+Allreduce by recursive doubling: pairs of ranks at distances 1, 2, 4 and so on exchange all of it, for short arrays.
+
+After log2 n steps every rank has the whole sum, so no result has to come back::
+
+    rank             0          1          2          3        holds after the step
+    distance 1       0 <------> 1          2 <------> 3        the sum of two ranks
+    distance 2       0 <-----------------> 2                   the sum of all
+                                1 <-----------------> 3
+
+At the head of a message goes the signature of the call, so ranks that have called different things notice it by the
+same messages: between nodes no other algorithm does without a comparison before (`hpcdp.comm.consistency`, which also
+says what becomes of ranks beyond a power of two). Long arrays go one piece after another.
+
+Sent per rank, for S bytes a piece: log2 p messages of S + 16 bytes, p the largest power of two up to n; a rank that has
+a partner beyond p 1 more, and its partner 1 in all.
+
+Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, section
+4.5.
 """
 
 from __future__ import annotations
@@ -32,8 +51,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..comm import Reduction
+from ..comm import Reduction, World
 from ..comm.communicator import Messages, Steps, bounds, split
+from ..comm.consistency import Call, Calls
 from ..comm.tasks import MESSAGE_NBYTES, in_lanes, segments, together
 from ..core.arrays import Array, array_namespace
 
@@ -170,3 +190,36 @@ def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Messages
         return _reduce_scatter_segment(*item, op, comm, own_tag)
 
     yield from together(in_lanes(items, segment, tag))
+
+
+def recursive_doubling(x: np.ndarray, op: Reduction, world: World, call: Call) -> None:
+    """Reduce ``x``, shape ``(count,)``, in place over all ranks.
+
+    Raises:
+        MismatchError: ranks have made another ``call``.
+    """
+    calls, total = Calls.of(world), op.widened(x)
+    if calls.memory is not None:
+        calls.memory.agree(call)
+    calls.messages.agree(call, total, op)
+    op.finish(total, world.size, x)
+
+
+def recursive_doubling_steps(x: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:
+    """`allreduce` as a machine."""
+    calls, total = Calls.of(world), op.widened(x)
+    if calls.memory is None:
+        return _then_finished(calls.messages.steps(call, total, op), total, x, op, world.size)
+    return _compared_in_memory(calls.memory.steps(call), calls, call, total, x, op, world.size)
+
+
+def _compared_in_memory(
+    comparison: Steps, calls: Calls, call: Call, total: np.ndarray, x: np.ndarray, op: Reduction, n: int
+) -> Steps:
+    yield from comparison
+    yield from _then_finished(calls.messages.steps(call, total, op), total, x, op, n)
+
+
+def _then_finished(machine: Steps, total: np.ndarray, x: np.ndarray, op: Reduction, n: int) -> Steps:
+    yield from machine
+    op.finish(total, n, x)

@@ -33,7 +33,7 @@ from ..comm.consistency import Call, on_rank_0
 from ..comm.tasks import ProgressEngine, run_until_complete
 from ..core.files import own_part_of, replaced
 from ..errors import ConfigError, HpcdpError, UnsupportedError, reason, to_stderr
-from . import cost_model, halving_doubling, hierarchical, intra_node, mpi_native, naive, recursive_doubling, ring, tree
+from . import cost_model, halving_doubling, hierarchical, intra_node, mpi_native, naive, ring, tree
 from .cost_model import ETHERNET, FABRIC, Link, MachineModel, Topology, assumed
 
 
@@ -149,7 +149,10 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         _flat("bidirectional", ring.bidirectional_allreduce),
         _flat("halving_doubling", halving_doubling.allreduce),
         Algorithm(
-            "recursive_doubling", recursive_doubling.allreduce_steps, recursive_doubling.allreduce, compares=True
+            "recursive_doubling",
+            halving_doubling.recursive_doubling_steps,
+            halving_doubling.recursive_doubling,
+            compares=True,
         ),
         _flat("tree", tree.allreduce),
         _flat("double_tree", tree.double_tree_allreduce),

@@ -5,8 +5,8 @@
 - `startup`: start-up of MPI; `world`: ranks, nodes, rails and GPUs.
 - `shared_memory`: memory that the ranks of a node share.
 - `consistency`: compares collective calls between ranks, and raises the same error on all of them.
-- `gpu_transports`, `gpu_groups`: sums over the GPUs of a node, by `nccl` or CUDA IPC (`cuda_memory`).
-- `watchdog`, `roll_call`: report ranks that wait too long. `abort`: how a rank ends.
+- `gpu_groups`: sums over the GPUs of a node, by NCCL or CUDA IPC. `cuda_memory`: CUDA IPC, CUDA-aware MPI.
+- `watchdog`, `roll_call`: report ranks that wait too long.
 """
 
 from .communicator import Communicator, Monoid, Reduction, Request

@@ -15,24 +15,49 @@ Rows for the GPUs of a node's ranks, in the way that all nodes of a job can go, 
 NCCL's communicator is ended, and mapped memory (CUDA IPC) given back, by all ranks of a node together, while Python
 forgets what nobody has any more at another moment on each. So ranks compare what they still have when they make rows
 again: what nobody has any more is given back then, and the rest when the world ends.
+
+Collectives of NCCL, given to the GPU in one order on all ranks.
+
+Sums over the GPUs of a node by NCCL, for ranks each of which has one of its own.
+
+NCCL's kernels wait for each other on the GPUs. So they are launched only when all ranks are ready, and in one order on
+all of them (`agreed_order`); and if a rank fails, the others end theirs (`Nccl.check`).
+
+Sums of 16 bits are added up in float32, as everywhere: NCCL would round to 16 bits from rank to rank. That takes a row
+of float32 beside each such row, and twice the bytes between the GPUs.
+
+Source: NVIDIA, "NCCL User Guide", sections "Creating a Communicator", "Group Calls", "Fault Tolerance" and, on ending a
+communicator, "Communicator Creation and Management Functions".
+
+One order in which a node's ranks start what they must all start in one order, such as collectives of NCCL.
+
+Ranks become ready for things in different orders: a reduction goes on when its messages have come. The first rank of
+the node decides: what all are ready for is started next. It writes that down in the node's memory, and nobody waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..core.devices import Event, Streams
-from ..errors import DeviceError
-from .communicator import Communicator, Steps, StepsTo
-from .consistency import on_every_rank
-from .cuda_memory import CudaIpc, IpcRows
-from .gpu_transports import (
+from ..errors import DeviceError, UnsupportedError
+from ..kernels.cuda import networks
+from .communicator import Communicator, PolledRequest, Steps, StepsTo, wait_for
+from .consistency import on_every_rank, on_rank_0
+from .cuda_memory import (
+    CudaIpc,
     GpuTransport,
+    IpcRows,
     NodeRows,
     Offer,
     OwnedPart,
@@ -43,9 +68,378 @@ from .gpu_transports import (
     lone_rows,
     offers,
     own_offer,
+    refuse_shared,
 )
-from .nccl import Nccl, NcclGroup, NcclRows, require_rows
+from .shared_memory import NodeMemory, ProgressCounters
 from .world import World
+
+THINGS = 1024
+"""So many may be told apart."""
+
+
+class AgreedOrder:
+    """Made by all ranks of a node together.
+
+    Each rank says `ready` for a thing, asks until it `is_turn` of that, starts it, and says `pass_on`; by any thread,
+    as what is summed on the lane and what is gathered by who waits for it may share an order.
+    """
+
+    def __init__(self, memory: NodeMemory) -> None:
+        self._decides = memory.rank == 0
+        self._ready = ProgressCounters(memory, THINGS)
+        self._decided = ProgressCounters(memory)
+        # None is overwritten too early: a thing is decided again only when all have started what it was decided for.
+        self._decisions = memory.alloc((THINGS,), np.int64)
+        self._rounds = np.zeros(THINGS, np.int64)
+        """How often this rank has become ready for each thing."""
+        self._deciding = threading.Lock()
+        self._awaited: set[int] = set()
+        """What this rank is ready for, and nothing is decided about; where it decides."""
+        self._num_decided = self._num_started = 0
+
+    def rounds(self, thing: int) -> int:
+        """How often this rank has been `ready` for ``thing``."""
+        return int(self._rounds[thing])
+
+    def ready(self, thing: int) -> None:
+        """Say that this rank is ready for ``thing``, a number below `THINGS`; again only when it has started it."""
+        self._rounds[thing] += 1
+        self._ready.post(int(self._rounds[thing]), thing)
+        if self._decides:
+            self._awaited.add(thing)
+
+    def is_turn(self, thing: int) -> bool:
+        """Whether this rank is to start ``thing`` now; never blocks."""
+        if self._decides:
+            self._decide()
+        decided = self._decided.reached(self._num_started + 1, ranks=1)
+        return decided and int(self._decisions[self._num_started % THINGS]) == thing
+
+    def pass_on(self) -> None:
+        """Say that this rank has started the thing whose turn it was."""
+        self._num_started += 1
+
+    def _decide(self) -> None:
+        with self._deciding:
+            for thing in sorted(self._awaited):
+                if self._ready.reached(int(self._rounds[thing]), thing):
+                    self._awaited.remove(thing)
+                    self._decisions[self._num_decided % THINGS] = thing
+                    self._num_decided += 1
+                    self._decided.post(self._num_decided)
+
+
+_KINDS = {
+    "int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5,
+    "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
+}  # fmt: skip
+"""The numbers of ``ncclDataType_t``."""
+
+_SUM = 0
+"""Of ``ncclRedOp_t``."""
+
+_CASTS = {
+    "float16": (networks.from_float16, networks.to_float16),
+    "bfloat16": (networks.from_bfloat16, networks.to_bfloat16),
+}
+"""To float32 and back."""
+
+
+class Nccl:
+    """NCCL's communicator of a node's ranks. All ranks of the node must make it together.
+
+    All that is summed on the same GPUs shares one (`node_groups`), with one order of launches: kernels of two that run
+    on some GPU may wait there for those of each other.
+
+    Args:
+        comm: the ranks of the node.
+        memory: what they share.
+        streams: of this rank's GPU.
+        offers: of all ranks, see `ways.offers`.
+        world_rank: this rank's number in the world, for messages.
+
+    Raises:
+        DeviceError: two ranks have one GPU, or NCCL does not start; on all ranks.
+    """
+
+    def __init__(
+        self, comm: Communicator, memory: NodeMemory, streams: Streams, offers: Sequence[Offer], world_rank: int
+    ) -> None:
+        refuse_shared(offers)
+        self._nccl: Any = importlib.import_module("cupy.cuda.nccl")
+        self._memory, self._ranks, self._world_rank = memory, comm, world_rank
+        self.streams = streams
+        self.rank, self.num_ranks = comm.rank, comm.size
+        self.order = AgreedOrder(memory)
+        self.stream = streams.stream()
+        self._given_up = memory.alloc((comm.size,), np.int32)
+        """Of each rank that has given up who did so first: its number in the world, from 1 on; else 0."""
+        name = on_rank_0(comm, self._new_name)
+        with self._told(), streams.on_device():
+            self._comm = self._nccl.NcclCommunicator(comm.size, bytes.fromhex(name), comm.rank)
+        self._gone = ""
+        self._num_groups = 0
+        self._free = list(range(THINGS))
+        """Numbers of rows that may be given, the same on all ranks."""
+
+    def _new_name(self) -> str:
+        with self._told():
+            return bytes(self._nccl.get_unique_id()).hex()
+
+    def is_common(self) -> bool:
+        """Whether no rank has given it up or ended it, and all have the same groups; every rank must call."""
+        mine = [not self._gone, self._num_groups, self._free]
+        return all(each == mine and each[0] for each in self._ranks.allgather_json(mine))
+
+    def group(self, sizes: Sequence[RowSize], arrays: Sequence[Any] = ()) -> NcclGroup:
+        """New rows; every rank of the node must call.
+
+        Args:
+            sizes: of the rows, alike on all ranks.
+            arrays: where they lie; by itself in new memory.
+
+        Raises:
+            UnsupportedError: see `require_rows`; more rows than there are numbers left.
+        """
+        require_rows(sizes, len(self._free))
+        self._num_groups += 1
+        numbers, self._free = self._free[: len(sizes)], self._free[len(sizes) :]
+        made = arrays or [self.streams.zeros(each.count, each.dtype) for each in sizes]
+        self.streams.follow(self.stream)
+        rows = [NcclRows(self, *row) for row in zip(numbers, made, sizes, strict=True)]
+        own = [row.summed for row in rows if row.summed is not row.mine]
+        return NcclGroup(self, numbers, rows, own if arrays else [*own, *made])
+
+    def give_back(self, numbers: Sequence[int]) -> None:
+        """Those of a group that no rank uses any more; ends the communicator with the last. Every rank must call."""
+        rounds = [self.order.rounds(each) for each in numbers]
+        if all(each == rounds for each in self._ranks.allgather_json(rounds)):
+            self._free = sorted([*self._free, *numbers])  # else some rank was left behind, and waits for the others
+        self._num_groups -= 1
+        if self._num_groups == 0:
+            self.close()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """NCCL's errors as ours, which say what to do."""
+        try:
+            yield
+        except self._nccl.NcclError as error:
+            remedy = "NCCL_DEBUG=INFO in the environment says more"
+            raise DeviceError("NCCL", rank=self._world_rank, got=str(error), remedy=remedy) from error
+
+    def launch(self, calls: Callable[[Any, int], None]) -> None:
+        """Let ``calls(comm, stream)`` call collectives; they are one launch.
+
+        Raises:
+            DeviceError: NCCL refuses, or has been given up.
+        """
+        self.check()
+        with self._or_give_up(), self._told(), self.streams.on_device():
+            self._nccl.groupStart()
+            try:
+                calls(self._comm, self.stream.ptr)
+            finally:
+                self._nccl.groupEnd()
+
+    def check(self) -> None:
+        """Raise, and end what is under way on the GPU, if it has failed or another rank is gone, or has given up.
+
+        Raises:
+            DeviceError: NCCL has met an error since it was called, or has been given up, here or by another rank.
+        """
+        if self._gone:
+            raise DeviceError("NCCL", rank=self._world_rank, got=f"its communicator was given up: {self._gone}")
+        with self._or_give_up():
+            self._memory.check()
+            with self._told(), self.streams.on_device():
+                self._comm.check_async_error()
+            others = self._given_up[self._given_up > 0]
+            if others.size:
+                self._given_up[self.rank] = others[0]
+                raise DeviceError("NCCL", rank=self._world_rank, got=f"rank {int(others[0]) - 1} has given it up")
+
+    @contextlib.contextmanager
+    def _or_give_up(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._abort(str(error))
+            raise
+
+    def _abort(self, why: str) -> None:
+        """End NCCL's kernels that wait for other ranks; nothing can be summed any more, on no rank of the node."""
+        if not self._gone:
+            self._gone = why
+            self._given_up[self.rank] = self._given_up[self.rank] or 1 + self._world_rank
+            self._comm.abort()
+
+    def close(self) -> None:
+        """End the communicator, when all that was given to the stream is done; every rank of the node must call.
+
+        NCCL destroys one together, on all ranks of the node. So where a rank has given up, or does so while it waits
+        here, the others do. CuPy would destroy it when its object is collected, at another moment on each rank.
+        """
+        done = self.streams.event()
+
+        def is_done() -> bool:
+            self.check()
+            return self.streams.query(done)
+
+        if not self._gone:
+            self.streams.record(done, self.stream)
+            with contextlib.suppress(DeviceError):
+                wait_for(is_done)
+        self._ranks.barrier()
+        if self._given_up.any():
+            self._abort("another rank has given up")
+        else:
+            self._gone = "nobody uses it any more"
+            with self._told(), self.streams.on_device():
+                self._comm.destroy()
+
+
+def require_rows(sizes: Sequence[RowSize], most: int = THINGS) -> None:
+    """Raises `UnsupportedError` where NCCL has no such numbers, or there are more than ``most`` rows."""
+    strange = next((each.dtype for each in sizes if each.dtype.name not in _KINDS), None)
+    if strange is not None:
+        raise UnsupportedError("NCCL", where="dtype", expected=" or ".join(_KINDS), got=strange)
+    if len(sizes) > most:
+        raise UnsupportedError("NCCL", expected=f"at most {most} rows", got=len(sizes))
+
+
+class NcclGroup:
+    """Rows that are made, and given back, together; see `Nccl.group`."""
+
+    def __init__(self, node: Nccl, numbers: Sequence[int], rows: list[NcclRows], memory: list[Any]) -> None:
+        self.node, self.rows = node, rows
+        self._numbers = numbers
+        self._memory = memory
+        """Its own, which kernels may still write when nobody has the rows any more."""
+        self._maker = node.streams.current()
+        """To which CuPy's pool gives that memory when it is given back, whatever stream is current then."""
+        self.users: weakref.WeakSet[object] = weakref.WeakSet(rows)
+        """See `hand_out`."""
+
+    def hand_out(self) -> list[NcclRows]:
+        """The rows, by number; once. They live as long as somebody has them, which `users` tells."""
+        rows, self.rows = self.rows, []
+        return rows
+
+    def close(self) -> None:
+        """Give all back; every rank of the node must call, when none uses the rows any more."""
+        self.node.give_back(self._numbers)
+        streams, done = self.node.streams, self.node.streams.event()
+        streams.record(done, self.node.stream)
+        streams.wait_event(self._maker, done)
+        self._memory.clear()
+
+
+class NcclRows:
+    """See `node_rows.NodeRows`."""
+
+    def __init__(self, node: Nccl, number: int, mine: Any, size: RowSize) -> None:
+        self.mine, self.size, self.stream = mine, size, node.stream
+        self._node, self._number = node, number
+        self._casts = _CASTS.get(size.dtype.name)
+        self.summed = (
+            mine if self._casts is None else node.streams.empty((size.count,), np.dtype(np.float32), node.stream)
+        )
+        """What NCCL adds up: the row itself, or its numbers in float32."""
+
+    def check(self) -> None:
+        self._node.check()
+
+    def _in_turn(self, act: Callable[[], None], after: Sequence[Event]) -> Steps:
+        node, order = self._node, self._node.order
+        order.ready(self._number)
+
+        def is_turn() -> bool:
+            node.check()
+            return order.is_turn(self._number)
+
+        yield [PolledRequest(is_turn)]
+        node.streams.wait_events(self.stream, after)
+        act()
+        order.pass_on()
+
+    def _sum(self, calls: Callable[[Any, int], None], first: int, last: int) -> None:
+        """Launch ``calls``, which sum `summed`; the columns from ``first`` to ``last`` of the row get the sum."""
+        if self._casts is None:
+            self._node.launch(calls)
+            return
+        widen, narrow = self._casts
+        with self._node.streams.on_device(), self.stream:
+            widen(self.mine.view(np.uint16), self.summed)
+        self._node.launch(calls)
+        with self._node.streams.on_device(), self.stream:
+            narrow(self.summed[first:last], self.mine[first:last].view(np.uint16))
+
+    def reduce_scatter(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        yield from self.reduce(list(enumerate(parts)), after)
+
+    def reduce(self, parts: Sequence[OwnedPart], after: Sequence[Event] = ()) -> Steps:
+        """As `reduce_scatter`, of columns of which each rank may own several parts, or none."""
+        node, x, kind = self._node, self.summed, _kind(self.summed)
+        alike = _equal_part(parts, node.num_ranks)
+        own = [part for owner, part in parts if owner == node.rank] or [(0, 0)]
+
+        def calls(comm: Any, stream: int) -> None:
+            if alike:
+                comm.reduceScatter(_at(x, parts[0][1][0]), _at(x, own[0][0]), alike, kind, _SUM, stream)
+                return
+            for owner, (first, last) in _not_empty(parts):
+                at = _at(x, first)
+                comm.reduce(at, at, last - first, kind, _SUM, owner, stream)
+
+        first, last = min(first for first, _ in own), max(last for _, last in own)  # what others own is undefined here
+        yield from self._in_turn(lambda: self._sum(calls, first, last), after)
+
+    def allgather(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        yield from self.broadcast(list(enumerate(parts)), after)
+
+    def broadcast(self, parts: Sequence[OwnedPart], after: Sequence[Event] = ()) -> Steps:
+        """As `allgather`, of columns of which each rank may own several parts, or none."""
+        node, x, kind = self._node, self.mine, _kind(self.mine)
+        alike = _equal_part(parts, node.num_ranks)
+
+        def calls(comm: Any, stream: int) -> None:
+            if alike:
+                comm.allGather(_at(x, parts[node.rank][1][0]), _at(x, parts[0][1][0]), alike, kind, stream)
+                return
+            for owner, (first, last) in _not_empty(parts):
+                at = _at(x, first)
+                comm.broadcast(at, at, last - first, kind, owner, stream)
+
+        yield from self._in_turn(lambda: node.launch(calls), after)
+
+    def allreduce(self, after: Sequence[Event] = ()) -> Steps:
+        at, count, kind = _at(self.summed, 0), self.size.count, _kind(self.summed)
+
+        def calls(comm: Any, stream: int) -> None:
+            comm.allReduce(at, at, count, kind, _SUM, stream)
+
+        yield from self._in_turn(lambda: self._sum(calls, 0, count), after)
+
+
+def _at(x: Any, column: int) -> int:
+    return int(x.data.ptr) + column * x.dtype.itemsize
+
+
+def _kind(x: Any) -> int:
+    return _KINDS[x.dtype.name]
+
+
+def _equal_part(parts: Sequence[OwnedPart], num_ranks: int) -> int:
+    """How long all parts are, which NCCL's own collectives want to be alike and in order, one a rank; else 0."""
+    start, end = parts[0][1]
+    count = end - start
+    wanted = [(rank, (start + rank * count, start + (rank + 1) * count)) for rank in range(num_ranks)]
+    return count if list(parts) == wanted else 0
+
+
+def _not_empty(parts: Sequence[OwnedPart]) -> list[OwnedPart]:
+    return [(owner, part) for owner, part in parts if part[1] > part[0]]
 
 
 class GpuGroups:

@@ -47,10 +47,10 @@ from ..core.checks import one_of
 from ..core.environment import THREAD_VARIABLES, enter_replica, is_launched, launched_rank, launched_ranks, speaks
 from ..core.sockets import kept_to_interface
 from ..errors import ConfigError, LaunchError, UnsupportedError, to_stderr
-from . import abort, shared_memory, thread_comm
-from .abort import abort_when_one_fails, outlives_ranks, wait_for_all_to_leave
+from . import mpi, shared_memory, thread_comm
 from .communicator import Communicator, count_workers
 from .consistency import FIELDS, Refused, compare_exchanges, refuse
+from .mpi import abort_when_one_fails, outlives_ranks, wait_for_all_to_leave
 from .shared_memory import NodeMemory, PrivateMemory, ProcessMemory, memfd
 from .watchdog import Watchdog, limits_s
 from .world import World
@@ -391,7 +391,7 @@ def _after_fork() -> None:
     """In a child made by fork: what communicates is refused, and nothing is ended that is the rank's to end."""
     if _world is None:
         return
-    abort.leave_as_child()
+    mpi.leave_as_child()
     atexit.unregister(_world.finish)
     for each in _all_of(_world):
         comm: Any = each.comm

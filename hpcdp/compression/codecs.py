@@ -28,7 +28,7 @@ from .. import kernels
 from ..core.arrays import Array, array_namespace, is_host
 from ..core.checks import boolean, instance, number, one_of
 from ..errors import ConfigError
-from ..kernels.reference.compress import num_blocks
+from ..kernels.reference.gradients import num_blocks
 
 _LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 """What a float32 can be."""

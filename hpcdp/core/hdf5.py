@@ -2,10 +2,15 @@
 
 HDF5 follows some damaged structures without end, in C code that no Python signal handler interrupts, and crashes on
 others. Opening a file and listing its keys is safe; opening data sets, visiting all objects and reading are not. So a
-child process (`core.visit`) does first what this process is going to do.
+child process (`main`) does first what this process is going to do.
 
 A data set may lead to other data sets and files: by external links, external storage or virtual data sets. For missing
 sources of a virtual data set HDF5 returns fill values without an error, so `missing_source` looks for them.
+
+What the child process of `core.hdf5` runs: for each line, a list in JSON, it visits a file, and answers by
+a byte.
+
+It ends when its input ends, and by SIGPROF where a visit takes more processor time than it may.
 """
 
 from __future__ import annotations
@@ -16,7 +21,9 @@ import fcntl
 import hashlib
 import itertools
 import json
+import math
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -29,6 +36,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+import h5py  # type: ignore[import-untyped]
 import numpy as np
 
 from ..errors import DataError, HpcdpError
@@ -38,7 +46,6 @@ from .files import cache_dir, own_part_of, replaced, require_file
 
 if TYPE_CHECKING:
     import h5py  # type: ignore[import-untyped]
-
 
 LIMIT_S = 5.0
 """Processor time of a visit. What is sound takes milliseconds, and a second where there are 100,000 chunks."""
@@ -170,7 +177,7 @@ class _Child:
             self._answers, answers = os.pipe()
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, *module("hpcdp.core.visit"), str(answers)], pass_fds=(answers,),
+                    [sys.executable, *module("hpcdp.core.hdf5"), str(answers)], pass_fds=(answers,),
                     stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                     env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 )  # fmt: skip
@@ -512,3 +519,53 @@ def read_arrays(path: str | Path, expected: Mapping[str, Kind]) -> dict[str, np.
                 raise DataError("read HDF5", where=where, expected=wanted, got=f"{there} of {dataset.shape}")
             found[name] = of_bits(np.asarray(dataset[()]), dtype)
     return found
+
+
+_MOST_CHUNKS = 100_000
+_WHOLE_NBYTES = 4 << 20
+"""Data sets of so many bytes are read whole, of others the first and the last element."""
+
+
+def visit(path: str, names: Sequence[str], external: bool) -> None:
+    """Do with a file what its readers will."""
+    with h5py.File(path, "r", locking=False) as file:
+        look = special_file if external else outside
+        found = [file.get(name) for name in names if look(file, name) is None]
+        if not all(isinstance(each, h5py.Dataset) for each in found):
+            file.visititems(lambda _name, _object: None)
+        for each in found:
+            if isinstance(each, h5py.Dataset):
+                with contextlib.suppress(Exception):
+                    _visit_dataset(each)
+
+
+def _visit_dataset(dataset: h5py.Dataset) -> None:
+    str(dataset.dtype), dataset.attrs.get("dtype")
+    if dataset.chunks is not None:
+        left = iter(range(_MOST_CHUNKS))
+        dataset.id.chunk_iter(lambda _chunk: None if next(left, None) is not None else True)
+    if math.prod(dataset.shape) * dataset.dtype.itemsize <= _WHOLE_NBYTES:
+        dataset[()]
+    else:
+        for last in (False, True):
+            dataset[tuple(length - 1 if last else 0 for length in dataset.shape)]
+
+
+def main() -> None:
+    """Visit one file after the other."""
+    answers = int(sys.argv[1])
+    os.chdir("/")  # where it was started may be taken away
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that this one serves
+    for line in sys.stdin.buffer:
+        path, names, external, limit_s = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+        with contextlib.suppress(Exception):  # which readers will meet themselves, and tell
+            visit(path, names, external)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        os.write(answers, b".")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,12 +3,18 @@
 Knows nothing of ranks: samplers take ``num_parts`` and ``part_index`` as numbers.
 """
 
-from .augment import Augmentation, RandomCrop, RandomFlip
 from .catalog import load
-from .csv import TextDataset, read_csv
-from .datasets import ArrayDataset, Dataset, ImageDataset, split_and_load, split_batch
-from .hdf5 import HDF5Dataset
-from .images import read_cifar10, read_idx
+from .datasets import (
+    ArrayDataset,
+    Dataset,
+    HDF5Dataset,
+    ImageDataset,
+    TextDataset,
+    read_csv,
+    split_and_load,
+    split_batch,
+)
+from .images import Augmentation, RandomCrop, RandomFlip, read_cifar10, read_idx
 from .loader import DataLoader
 from .samplers import BatchSampler, RandomSampler, SequentialSampler, ShardedSampler, SharedSampler, VirtualShardSampler
 

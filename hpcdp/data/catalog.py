@@ -31,8 +31,7 @@ from ..core.files import replaced
 from ..core.hdf5 import open_hdf5, trust
 from ..errors import ConfigError, DataError, listed, reason
 from . import images as data_images
-from .csv import read_shakespeare
-from .datasets import ArrayDataset, Dataset, ImageDataset
+from .datasets import ArrayDataset, Dataset, ImageDataset, read_shakespeare
 from .images import read_idx, resize
 
 _MAX_NBYTES = 1 << 30

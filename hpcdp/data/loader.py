@@ -27,8 +27,8 @@ from ..core.devices import Device, Event, Streams
 from ..core.state import require_state
 from ..engine import Engine, Variable, default_engine
 from ..errors import ConfigError, type_named, whole_number
-from .augment import Augmentation
 from .datasets import ArrayDataset, Batch, Dataset, require_dataset
+from .images import Augmentation
 from .samplers import BatchIndices, Resumable, SamplerPosition, SharedSampler
 
 

@@ -22,19 +22,18 @@ from .. import autograd
 from ..comm import World, init
 from ..comm.consistency import on_every_rank, on_rank_0, require_same
 from ..compression import Compression, Settings
-from ..core import archive
+from ..core import files
 from ..core.arrays import Array, from_host, is_cupy, on_device_of
 from ..core.devices import Device, Streams
 from ..core.state import FitsSaved, Saved, Sharded, cut_of, require_state, take
 from ..errors import ConfigError, DataError, HpcdpError, NonFiniteGradientError, StaleGradientError, is_number
 from ..kernels.cuda.capture import numbers
-from ..kernels.reference.reduce import clipped_scale
+from ..kernels.reference.gradients import clipped_scale
 from ..nn.microbatch import enter_shard
 from ..optim import Optimizer
 from . import Reducer, Replicated, ShardedUpdate, UpdateStrategy
 from .buckets import Parameter, plan
 from .deterministic import ReproducibleSteps, arithmetic, checked_virtual_shards, fix_arithmetic
-from .parameter_edits import moved, moved_anywhere, of_rank_0, places_of
 from .policy import (
     DynamicLossScale,
     Policy,
@@ -46,7 +45,17 @@ from .policy import (
     stale_anywhere,
 )
 from .profiling import EXPOSED, BucketTimes, CommunicationStats, GpuTimes
-from .sharded_update import MASTER, UpdateRange, clipped_scale_on_gpu, lies_once_per_node, squares_of_model
+from .sharded_update import (
+    MASTER,
+    UpdateRange,
+    clipped_scale_on_gpu,
+    lies_once_per_node,
+    moved,
+    moved_anywhere,
+    of_rank_0,
+    places_of,
+    squares_of_model,
+)
 from .trainer import (
     BaseTrainer,
     MeanLosses,
@@ -683,7 +692,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
             header["passed_over"] = self.owner.passed_over
         if self.is_scaling:
             header |= {"loss_scale": self.loss_scale, "good_steps": self.good_steps}
-        write = partial(archive.write, "save_states", Path(path), _HEADER, header, arrays)
+        write = partial(files.write, "save_states", Path(path), _HEADER, header, arrays)
         on_rank_0(self.world.comm, write)
 
     def load_states(self, path: str | Path) -> None:
@@ -709,7 +718,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
     def _read_states(self, path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Return header and arrays of a file of `save_states`; `DataError` unless it is of this model and optimizer."""
         fields = {"step_count": int, "optimizer": str}
-        header, arrays = archive.read("load_states", path, _HEADER, fields, "save_states")
+        header, arrays = files.read("load_states", path, _HEADER, fields, "save_states")
         mine, num_shards = self.optimizer.config()["name"], header.get("virtual_shards", self.virtual_shards)
         if header["optimizer"] != mine:
             got = f"states of {header['optimizer']}"

@@ -54,8 +54,7 @@ from ..core.arrays import is_host
 from ..errors import ConfigError, HpcdpError
 from ..nn.microbatch import VirtualShard, enter_shard, entered_shard, layers_of, move
 from .buckets import Bucket, Layout, Parameter
-from .inter_node import InterNodeReduction
-from .reductions import HierarchicalReduction, Reduce
+from .reductions import HierarchicalReduction, InterNodeReduction, Reduce
 
 if TYPE_CHECKING:
     from .reducer import Reducer
@@ -338,7 +337,7 @@ def _depth(run: range, root: Node) -> int:
 
 def arithmetic() -> str:
     """The libraries and the processor that decide what the last bits of a product or a sum are, in words."""
-    from ..kernels.jit_cache import target  # not before: Numba would be loaded with every Trainer
+    from ..kernels.jit import target  # not before: Numba would be loaded with every Trainer
 
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
     pools = [pool for pool in pools if "numpy" in pool["filepath"]] or pools

@@ -63,7 +63,7 @@ from ..collectives import compressed
 from ..comm import Communicator, Reduction, Request, World, cuda_memory, gpu_groups
 from ..comm.communicator import PolledRequest, Steps, StepsTo, make_tag, resolve, split, wait_for
 from ..comm.consistency import on_every_rank
-from ..comm.gpu_transports import SUMMED_KINDS, GpuTransport, NodeRows, Part, RowSize, lone_rows, parts_of
+from ..comm.cuda_memory import SUMMED_KINDS, GpuTransport, NodeRows, Part, RowSize, lone_rows, parts_of
 from ..comm.shared_memory import PrivateMemory
 from ..comm.tasks import LANES, TAGS, ProgressEngine, TaskGroup, in_lanes, segments, together
 from ..comm.watchdog import WatchedBarrier
@@ -72,10 +72,18 @@ from ..compression import Codec, Compression, ErrorFeedback
 from ..core.arrays import Array
 from ..core.devices import Event, Stream, Streams, gpu
 from ..errors import DeviceError, UnsupportedError
-from . import inter_node
+from . import reductions
 from .buckets import LINE_NBYTES, Bucket, Layout, Parameter, Slot
-from .inter_node import lanes_of_segment, padding, put_back, set_aside, slots_by_bucket
-from .reductions import BucketReduction, Reduce, run_together
+from .reductions import (
+    BucketReduction,
+    Reduce,
+    lanes_of_segment,
+    padding,
+    put_back,
+    run_together,
+    set_aside,
+    slots_by_bucket,
+)
 
 SEGMENT_NBYTES = 8 << 20
 """The longest segment: long enough for a copy to take longer than the host needs for what comes with one, and for a
@@ -564,7 +572,7 @@ class GpuReduction(BucketReduction):
                 self._direct = Direct(streams, len(sizes), self._across)
             elif self._across is not None:
                 self._staging = Staging(streams, [self._part(number).nbytes for number in range(len(sizes))])
-                self._message_nbytes = inter_node.fitting(world, self._across, layout.longest_nbytes)
+                self._message_nbytes = reductions.fitting(world, self._across, layout.longest_nbytes)
         self._signature = signature
         self._writers: list[dict[int, Stream]] = [{} for _ in sizes]
         """Of each bucket the streams, by address, to which what it holds was given since it was `filled`."""

@@ -32,7 +32,7 @@ from ..comm.tasks import RunningTask
 from ..comm.watchdog import Watchdog
 from ..comm.world import weakly
 from ..engine import Done, Engine, Variable
-from ..engine.trace import Trace
+from ..engine.engine import Trace
 from .buckets import Bucket, Parameter, State
 from .profiling import BucketTimes
 from .reductions import BucketReduction

@@ -22,23 +22,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import autograd
-from ..autograd.dispatch import modes
-from ..autograd.tape import NumberHeads
+from ..autograd.tape import NumberHeads, modes
 from ..comm import Communicator, World, init
 from ..comm.consistency import require_same
 from ..comm.watchdog import Watchdog
 from ..compression import Compression
 from ..core import state as core_state
 from ..core.arrays import Array, from_host, is_cupy, is_host, to_host
-from ..engine.trace import Trace, nvtx
+from ..engine.engine import Trace, nvtx
 from ..errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError, type_named
 from ..nn import module
 from ..nn.module import Deferred
 from ..optim import Optimizer
 from .buckets import Parameter
-from .parameter_edits import Places, being_changed, moved, moved_anywhere, of_rank_0
 from .policy import Policy, first_scale
 from .profiling import BucketTimes, CommunicationStats
+from .sharded_update import Places, being_changed, moved, moved_anywhere, of_rank_0
 
 if TYPE_CHECKING:
     from .bucket_trainer import GraphUpdate

@@ -1,13 +1,14 @@
 """Compute kernels.
 
 There are seven families: `elementwise`, `convolution`, `normalisation`, `sequences`, `reduce`, `update` and `compress`.
-``reference/X.py`` has the plain implementations of the family X, in the functions that NumPy and CuPy share: what they
-compute is the specification. ``cuda/X.py`` is for CuPy arrays, with CUDA sources in the folder ``kernels`` of
-`hpcdp.core.files`. ``X.py`` here has the Numba kernels for NumPy arrays, reached through `load`. Those are compiled for
-the types of their arguments when they are first called with them, by one process of a node while the others wait and
-then read the cache (`jit_cache`). `kernels_for` chooses by the array.
+`reference` has the plain implementations, in the functions that NumPy and CuPy share: what they compute is the
+specification. `cuda` is for CuPy arrays, with CUDA sources in the folder ``kernels`` of `hpcdp.core.files`. In both,
+`networks` holds the first four families and `gradients` the other three. ``X.py`` here has the Numba kernels of the
+family X for NumPy arrays, reached through `load`. They are compiled for the types of their arguments when they are
+first called with them, by one process of a node while the others wait and then read the cache (`jit`). `kernels_for`
+chooses by the array.
 
-Not of a family: `shm_allreduce` and `pushpull` for memory shared by ranks, `products` by BLAS, `buffers`; `simd` for
+Not of a family: `shm_allreduce` and `pushpull` for memory shared by ranks, `products` by BLAS, `buffers`; `jit` for
 all Numba kernels.
 """
 
@@ -31,6 +32,11 @@ from ..core.environment import speaks
 from ..core.files import cache_dir, make_private_folder, refuse_what_others_may_write, warn_of_cache_once
 from ..errors import to_stderr
 
+_GROUPS = {
+    **dict.fromkeys(("elementwise", "convolution", "normalisation", "sequences"), "networks"),
+    **dict.fromkeys(("reduce", "update", "compress"), "gradients"),
+}
+"""The module of `reference`, and of `cuda`, that has the functions of each family."""
 _loaded: dict[str, ModuleType] = {}
 _loading = threading.Lock()
 _turn = threading.RLock()
@@ -81,7 +87,7 @@ def compiled_dir() -> Path:
 @lru_cache(maxsize=1)
 def _digest(*stamps: tuple[Path, int, int]) -> str:
     """Of the sources and what else machine code depends on; they are read again when a stamp has changed."""
-    from .jit_cache import target
+    from .jit import target
 
     digest = hashlib.blake2b(target().encode(), digest_size=6)
     for source, _, _ in stamps:
@@ -192,7 +198,7 @@ def kernels_for(family: str, x: Array, plain_on_host: bool = False) -> ModuleTyp
     installed (`cuda.cudnn_conv`). For all others it is the reference, which every namespace can do.
 
     Args:
-        family: the name of a module of `reference`.
+        family: one of the seven families of kernels.
         x: the array that a function of the module is to be called with.
         plain_on_host: take the reference for NumPy arrays, too. It is for functions that NumPy does as fast by itself,
             which have no Numba kernels: a program that calls no others need not load Numba.
@@ -210,9 +216,9 @@ def kernels_for(family: str, x: Array, plain_on_host: bool = False) -> ModuleTyp
 @cache
 def specification(family: str) -> ModuleType:
     """Return the reference module of a family of kernels."""
-    return importlib.import_module(f"{__name__}.reference.{family}")
+    return importlib.import_module(f"{__name__}.reference.{_GROUPS[family]}")
 
 
 @cache
 def _for_cuda(name: str) -> ModuleType:
-    return importlib.import_module(f"{__name__}.cuda.{name}")
+    return importlib.import_module(f"{__name__}.cuda.{_GROUPS.get(name, name)}")

@@ -1,11 +1,11 @@
 """Gradients of NumPy arrays encoded for the wire, in one call that keeps what is not sent.
 
-Functions have the names and arguments of `reference.compress`; the scales of blocks are the same up to rounding, and
+Functions have the names and arguments of `reference.gradients`; the scales of blocks are the same up to rounding, and
 everything else to the bit for the same scales. A block's arrays stay in the first cache between its passes, so memory
 is read and written once.
 
 Comparing a vector of elements gives a vector of bits, which is (a part of) a packed word as it stands. LLVM does not
-find that in a loop over elements (0.04 of the copy rate), so words are packed by vector operations (`simd`).
+find that in a loop over elements (0.04 of the copy rate), so words are packed by vector operations (`jit`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from numba import float32, float64, intp, types, uint32
 from numba.extending import intrinsic
 
 from .elementwise import _from_bfloat16, to_bfloat16
-from .jit_cache import kernel
-from .reference.compress import BLOCK, SHARE
-from .simd import WORD, Lanes, magnitude_bits, narrow, widen
+from .jit import WORD, Lanes, kernel, magnitude_bits, narrow, widen
+from .reference.gradients import BLOCK, SHARE
 
 
 @intrinsic
@@ -84,7 +83,7 @@ def _unpack_32(typingctx: Any, word: Any, magnitude: Any, out: Any, index: Any) 
 # functions of their own took 0.3 s more to compile, of 1.0.
 @kernel()
 def pack_two_bit(grad, residual, threshold, magnitude, words):  # type: ignore[no-untyped-def]
-    """See `reference.compress.pack_two_bit`."""
+    """See `reference.pack_two_bit`."""
     if residual.size != grad.size or words.size * 16 < grad.size:
         raise ValueError("residual must have as many elements as grad, and words a bit field for each")
     whole = grad.size // 16
@@ -103,7 +102,7 @@ def pack_two_bit(grad, residual, threshold, magnitude, words):  # type: ignore[n
 
 @kernel()
 def unpack_two_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
-    """See `reference.compress.unpack_two_bit`."""
+    """See `reference.unpack_two_bit`."""
     if words.size * 16 < out.size:
         raise ValueError("words must have a bit field for each element of out")
     whole = out.size // 16
@@ -119,7 +118,7 @@ def unpack_two_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
 
 @kernel()
 def pack_one_bit(grad, residual, threshold, magnitude, words):  # type: ignore[no-untyped-def]
-    """See `reference.compress.pack_one_bit`."""
+    """See `reference.pack_one_bit`."""
     if residual.size != grad.size or words.size * 32 < grad.size:
         raise ValueError("residual must have as many elements as grad, and words a bit field for each")
     whole = grad.size // 32
@@ -138,7 +137,7 @@ def pack_one_bit(grad, residual, threshold, magnitude, words):  # type: ignore[n
 
 @kernel()
 def unpack_one_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
-    """See `reference.compress.unpack_one_bit`."""
+    """See `reference.unpack_one_bit`."""
     if words.size * 32 < out.size:
         raise ValueError("words must have a bit field for each element of out")
     whole = out.size // 32
@@ -187,7 +186,7 @@ def _mean_from(grad, residual, threshold):  # type: ignore[no-untyped-def]
 
 @kernel()
 def encode_two_bit(grad, residual, threshold, scales, words):  # type: ignore[no-untyped-def]
-    """See `reference.compress.encode_two_bit`."""
+    """See `reference.encode_two_bit`."""
     for block in range(scales.size):
         first, last = block * BLOCK, min((block + 1) * BLOCK, grad.size)
         added, kept, packed = grad[first:last], residual[first:last], words[first // 16 : (last + 15) // 16]
@@ -206,7 +205,7 @@ def encode_two_bit(grad, residual, threshold, scales, words):  # type: ignore[no
 
 @kernel()
 def decode_two_bit(scales, words, out):  # type: ignore[no-untyped-def]
-    """See `reference.compress.decode_two_bit`."""
+    """See `reference.decode_two_bit`."""
     for block in range(scales.size):
         first, last = block * BLOCK, min((block + 1) * BLOCK, out.size)
         unpack_two_bit(words[first // 16 : (last + 15) // 16], scales[block], out[first:last])
@@ -214,7 +213,7 @@ def decode_two_bit(scales, words, out):  # type: ignore[no-untyped-def]
 
 @kernel()
 def encode_one_bit(grad, residual, threshold, magnitude, scales, words):  # type: ignore[no-untyped-def]
-    """See `reference.compress.encode_one_bit`."""
+    """See `reference.encode_one_bit`."""
     for block in range(scales.size):
         first, last = block * BLOCK, min((block + 1) * BLOCK, grad.size)
         added, kept, packed = grad[first:last], residual[first:last], words[first // 32 : (last + 31) // 32]
@@ -230,7 +229,7 @@ def encode_one_bit(grad, residual, threshold, magnitude, scales, words):  # type
 
 @kernel()
 def decode_one_bit(scales, words, out):  # type: ignore[no-untyped-def]
-    """See `reference.compress.decode_one_bit`."""
+    """See `reference.decode_one_bit`."""
     for block in range(scales.size):
         first, last = block * BLOCK, min((block + 1) * BLOCK, out.size)
         unpack_one_bit(words[first // 32 : (last + 31) // 32], scales[block], out[first:last])
@@ -238,7 +237,7 @@ def decode_one_bit(scales, words, out):  # type: ignore[no-untyped-def]
 
 @kernel()
 def encode_float16(grad, residual, halves):  # type: ignore[no-untyped-def]
-    """See `reference.compress.encode_float16`."""
+    """See `reference.encode_float16`."""
     for i in range(grad.size):
         total = residual[i] + grad[i]
         halves[i] = narrow(total, halves)
@@ -248,7 +247,7 @@ def encode_float16(grad, residual, halves):  # type: ignore[no-untyped-def]
 
 @kernel()
 def encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
-    """See `reference.compress.encode_bfloat16`, block by block: NaNs are looked for in many elements at a time."""
+    """See `reference.encode_bfloat16`, block by block: NaNs are looked for in many elements at a time."""
     for first in range(0, grad.size, BLOCK):
         part = slice(first, min(first + BLOCK, grad.size))
         _encode_bfloat16(grad[part], residual[part], halves[part])
@@ -266,7 +265,7 @@ def _encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
 
 @kernel()
 def encode_top_k(grad, residual, indices, values):  # type: ignore[no-untyped-def]
-    """See `reference.compress.encode_top_k`. The smallest magnitude that is sent is found digit by digit."""
+    """See `reference.encode_top_k`. The smallest magnitude that is sent is found digit by digit."""
     if indices.size == 0:
         return
     for i in range(grad.size):
@@ -303,7 +302,7 @@ def encode_top_k(grad, residual, indices, values):  # type: ignore[no-untyped-de
 
 @kernel()
 def decode_top_k(indices, values, out):  # type: ignore[no-untyped-def]
-    """See `reference.compress.decode_top_k`."""
+    """See `reference.decode_top_k`."""
     out[:] = 0
     for place in range(indices.size):
         if indices[place] < out.size:

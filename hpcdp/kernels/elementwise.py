@@ -1,6 +1,6 @@
 """Elementwise kernels for NumPy arrays: bias and activation, GELU, chains of operations, casts, scaling.
 
-Functions have the names and arguments of `reference.elementwise`; sums and ReLU are the reference's, which NumPy does
+Functions have the names and arguments of `reference.networks`; sums and ReLU are the reference's, which NumPy does
 as fast by itself. There is no fastmath here, so that operations round as NumPy's own.
 
 Chains are known only when a network is planned, so `run_chain` is no kernel for one chain, which would have to be
@@ -19,11 +19,10 @@ from llvmlite import ir
 from numba import float32, types, uint16
 from numba.extending import intrinsic, overload
 
-from .jit_cache import kernel
-from .reference.elementwise import add as add
-from .reference.elementwise import relu as relu
-from .reference.reduce import add_up_rows
-from .simd import WORD, Lanes, any_bfloat16, narrow, nearest_bfloat16, of_bfloat16, widen
+from .jit import WORD, Lanes, any_bfloat16, kernel, narrow, nearest_bfloat16, of_bfloat16, widen
+from .reference.gradients import add_up_rows
+from .reference.networks import add as add
+from .reference.networks import relu as relu
 
 _FLOATS = (numba.float32, numba.float64)
 
@@ -62,13 +61,13 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def gelu_of(x, half, one, slope, cube):  # type: ignore[no-untyped-def]
-    """See `reference.elementwise.gelu`; constants of the dtype of ``x``: 1/2, 1, `GELU_SLOPE` and `GELU_CUBE`."""
+    """See `reference.gelu`; constants of the dtype of ``x``: 1/2, 1, `GELU_SLOPE` and `GELU_CUBE`."""
     return half * x * (one + tanh(slope * (x + cube * x * x * x)))
 
 
 @numba.njit(inline="always")
 def gelu_gradient_of(gy, x, half, one, slope, cube):  # type: ignore[no-untyped-def]
-    """See `reference.elementwise.gelu_gradient`; constants as of `gelu_of`."""
+    """See `reference.gelu_gradient`; constants as of `gelu_of`."""
     square = x * x
     y = tanh(slope * x * (one + cube * square))
     return gy * (half * (one + y) + half * x * (one - y * y) * slope * (one + (one + one + one) * cube * square))
@@ -76,7 +75,7 @@ def gelu_gradient_of(gy, x, half, one, slope, cube):  # type: ignore[no-untyped-
 
 @kernel([numba.void(f[:, ::1], f[::1], numba.boolean) for f in _FLOATS])
 def add_bias(y, bias, relu):  # type: ignore[no-untyped-def]
-    """See `reference.elementwise.add_bias`."""
+    """See `reference.add_bias`."""
     zero = y.dtype.type(0)
     for row in range(y.shape[0]):
         if relu:
@@ -96,12 +95,12 @@ def _relu_gradient(gy, y, dx):  # type: ignore[no-untyped-def]
 
 
 def relu_gradient(gy: np.ndarray, y: np.ndarray, dx: np.ndarray) -> None:
-    """See `reference.elementwise.relu_gradient`; the arrays must be C-contiguous."""
+    """See `reference.relu_gradient`; the arrays must be C-contiguous."""
     _relu_gradient(gy.reshape(-1), y.reshape(-1), dx.reshape(-1))
 
 
 def bias_gradient(gy: np.ndarray, y: np.ndarray | None, dx: np.ndarray | None, dbias: np.ndarray) -> None:
-    """See `reference.elementwise.bias_gradient`; of rows alone."""
+    """See `reference.bias_gradient`; of rows alone."""
     if y is not None and dx is not None:
         relu_gradient(gy, y, dx)
         gy = dx
@@ -117,7 +116,7 @@ def _gelu(x, out):  # type: ignore[no-untyped-def]
 
 
 def gelu(x: np.ndarray, out: np.ndarray) -> None:
-    """See `reference.elementwise.gelu`; the arrays must be C-contiguous."""
+    """See `reference.gelu`; the arrays must be C-contiguous."""
     _gelu(x.reshape(-1), out.reshape(-1))
 
 
@@ -130,7 +129,7 @@ def _gelu_gradient(gy, x, dx):  # type: ignore[no-untyped-def]
 
 
 def gelu_gradient(gy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
-    """See `reference.elementwise.gelu_gradient`; the arrays must be C-contiguous."""
+    """See `reference.gelu_gradient`; the arrays must be C-contiguous."""
     _gelu_gradient(gy.reshape(-1), x.reshape(-1), dx.reshape(-1))
 
 
@@ -170,7 +169,7 @@ def run_chain(code, zero):  # type: ignore[no-untyped-def]
             many bytes further the next element of the whole and of the row is (0 for what each block begins with
             anew). Then the fillings, made once before all else: the address of some elements, how many, and to which
             address they are copied over and over, up to how many. Then the operations: their places in
-            `reference.elementwise.OPERATIONS`, the numbers of both operands (of the only one twice) and of the result.
+            `reference.OPERATIONS`, the numbers of both operands (of the only one twice) and of the result.
         zero: 0 in the dtype of all elements.
     """
     size, period, num_operands, num_fillings = code[0]
@@ -283,7 +282,7 @@ def _from_bfloat16(typingctx: Any, value: Any) -> Any:
 # No factory for these loops: what closes over an intrinsic is not found in Numba's cache by the next process.
 @kernel([types.void(float32[::1], uint16[::1])])
 def to_float16(x, out):  # type: ignore[no-untyped-def]
-    """See `reference.elementwise.to_float16`."""
+    """See `reference.to_float16`."""
     if out.size != x.size:
         raise ValueError("out must have as many elements as x")
     for i in range(out.size):
@@ -292,7 +291,7 @@ def to_float16(x, out):  # type: ignore[no-untyped-def]
 
 @kernel([types.void(uint16[::1], float32[::1])])
 def from_float16(x, out):  # type: ignore[no-untyped-def]
-    """See `reference.elementwise.from_float16`."""
+    """See `reference.from_float16`."""
     if out.size != x.size:
         raise ValueError("out must have as many elements as x")
     for i in range(out.size):
@@ -301,7 +300,7 @@ def from_float16(x, out):  # type: ignore[no-untyped-def]
 
 @kernel([types.void(float32[::1], uint16[::1])])
 def to_bfloat16(x, out):  # type: ignore[no-untyped-def]
-    """See `reference.elementwise.to_bfloat16`.
+    """See `reference.to_bfloat16`.
 
     NaNs are looked for in 32 elements at a time: a choice in every element took a quarter of the time.
     """
@@ -318,7 +317,7 @@ def to_bfloat16(x, out):  # type: ignore[no-untyped-def]
 
 @kernel([types.void(uint16[::1], float32[::1])])
 def from_bfloat16(x, out):  # type: ignore[no-untyped-def]
-    """See `reference.elementwise.from_bfloat16`."""
+    """See `reference.from_bfloat16`."""
     if out.size != x.size:
         raise ValueError("out must have as many elements as x")
     for i in range(out.size):
@@ -327,7 +326,7 @@ def from_bfloat16(x, out):  # type: ignore[no-untyped-def]
 
 @kernel()
 def follow(wide, x):  # type: ignore[no-untyped-def]
-    """See `reference.elementwise.follow`."""
+    """See `reference.follow`."""
     if wide.size != x.size:
         raise ValueError("wide must have as many elements as x")
     for i in range(wide.size):
@@ -337,7 +336,7 @@ def follow(wide, x):  # type: ignore[no-untyped-def]
 
 @kernel()
 def scale(x, factor):  # type: ignore[no-untyped-def]
-    """See `reference.elementwise.scale`."""
+    """See `reference.scale`."""
     by = type(widen(x.dtype.type(0)))(factor)
     for i in range(x.size):
         x[i] = narrow(widen(x[i]) * by, x)
@@ -345,7 +344,7 @@ def scale(x, factor):  # type: ignore[no-untyped-def]
 
 @kernel()
 def scale_into(x, factor, out):  # type: ignore[no-untyped-def]
-    """See `reference.elementwise.scale_into`."""
+    """See `reference.scale_into`."""
     by = type(widen(x.dtype.type(0)))(factor)
     if out.size != x.size:
         raise ValueError("out must have as many elements as x")

@@ -1,6 +1,6 @@
 """Batch and layer normalisation of NumPy arrays.
 
-Functions have the names and arguments of `reference.normalisation`. Sums over a plane or a row run in as many lanes as
+Functions have the names and arguments of `reference.networks`. Sums over a plane or a row run in as many lanes as
 a vector register has (``reassoc``), the same in every run since those loops store nothing; those over a plane are added
 up in float64.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from .jit_cache import kernel
+from .jit import kernel
 
 _FLOATS = (numba.float32, numba.float64)
 _LANES = {"reassoc", "contract"}
@@ -24,7 +24,7 @@ _LANES = {"reassoc", "contract"}
     fastmath={"reassoc", "contract"},
 )
 def batch_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def]
-    """See `reference.normalisation.batch_norm`."""
+    """See `reference.batch_norm`."""
     batch, channels, size = x.shape
     count = batch * size
     for c in range(channels):
@@ -65,7 +65,7 @@ def batch_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def
     fastmath={"reassoc", "contract"},
 )
 def batch_norm_gradients(gy, x, scale, saved, into, eps):  # type: ignore[no-untyped-def]
-    """See `reference.normalisation.batch_norm_gradients`."""
+    """See `reference.batch_norm_gradients`."""
     dx, dscale, dshift = into
     batch, channels, size = x.shape
     count = batch * size
@@ -95,7 +95,7 @@ def batch_norm_gradients(gy, x, scale, saved, into, eps):  # type: ignore[no-unt
     fastmath={"reassoc", "contract"},
 )
 def channel_sums(x, sums):  # type: ignore[no-untyped-def]
-    """See `reference.normalisation.channel_sums`."""
+    """See `reference.channel_sums`."""
     batch, channels, size = x.shape
     for c in range(channels):
         total, squares = 0.0, 0.0
@@ -116,7 +116,7 @@ def channel_sums(x, sums):  # type: ignore[no-untyped-def]
     fastmath={"reassoc", "contract"},
 )
 def normalise(x, scale, shift, saved, out, eps):  # type: ignore[no-untyped-def]
-    """See `reference.normalisation.normalise`."""
+    """See `reference.normalise`."""
     batch, channels, size = x.shape
     for c in range(channels):
         mean = saved[0][c]
@@ -135,7 +135,7 @@ def normalise(x, scale, shift, saved, out, eps):  # type: ignore[no-untyped-def]
     fastmath={"reassoc", "contract"},
 )
 def gradient_sums(gy, x, saved, sums, eps):  # type: ignore[no-untyped-def]
-    """See `reference.normalisation.gradient_sums`."""
+    """See `reference.gradient_sums`."""
     batch, channels, size = x.shape
     for c in range(channels):
         mean = saved[0][c]
@@ -167,7 +167,7 @@ def gradient_sums(gy, x, saved, sums, eps):  # type: ignore[no-untyped-def]
     fastmath={"reassoc", "contract"},
 )
 def gradient_of_input(gy, x, scale, saved, means, dx, eps):  # type: ignore[no-untyped-def]
-    """See `reference.normalisation.gradient_of_input`."""
+    """See `reference.gradient_of_input`."""
     batch, channels, size = x.shape
     for c in range(channels):
         mean = saved[0][c]
@@ -185,7 +185,7 @@ def gradient_of_input(gy, x, scale, saved, means, dx, eps):  # type: ignore[no-u
     fastmath=_LANES,
 )
 def layer_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def]
-    """See `reference.normalisation.layer_norm`."""
+    """See `reference.layer_norm`."""
     count = x.shape[1]
     for n in range(x.shape[0]):
         row, into = x[n], out[n]
@@ -214,7 +214,7 @@ def layer_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def
     fastmath=_LANES,
 )  # fmt: skip
 def layer_norm_gradients(gy, x, scale, saved, into):  # type: ignore[no-untyped-def]
-    """See `reference.normalisation.layer_norm_gradients`."""
+    """See `reference.layer_norm_gradients`."""
     dx, dscale, dshift = into
     count = x.shape[1]
     dscale[:] = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .jit_cache import kernel
+from .jit import kernel
 from .shm_allreduce import STRIDE, post, wait_all
 
 NOT_YET, DONE, MIXED, SUMMED = 0, 1, 2, 3

@@ -1,6 +1,6 @@
 """Reductions of NumPy arrays: rows shared by a node's ranks, norms, the search for what is not finite.
 
-Functions have the names and arguments of `reference.reduce`. `combine` and `combine_into` have its bits: sums run in
+Functions have the names and arguments of `reference.gradients`. `combine` and `combine_into` have its bits: sums run in
 the order of the ranks, whatever the blocking, so the result is the same on every rank and in every run. float16 and
 bfloat16, as `hpcdp.core.arrays.words`, are accumulated in float32 and rounded once. Norms have the same sums up to
 rounding in float64. They may be reassociated so that they run in several vectors at once; their order depends on the
@@ -22,11 +22,10 @@ from numba import float64, types
 from numba.extending import intrinsic
 
 from ..core.arrays import Array
-from .jit_cache import kernel
-from .reference.reduce import EVERY_ROW as EVERY_ROW
-from .reference.reduce import MAX as MAX
-from .reference.reduce import MEAN, MIN, PROD, SUM
-from .simd import magnitude_bits, narrow, widen
+from .jit import kernel, magnitude_bits, narrow, widen
+from .reference.gradients import EVERY_ROW as EVERY_ROW
+from .reference.gradients import MAX as MAX
+from .reference.gradients import MEAN, MIN, PROD, SUM
 
 BLOCK = 2048
 """Elements that are accumulated at a time: they stay in a core's first-level cache."""
@@ -188,7 +187,7 @@ def _is_finite(typingctx: Any, magnitude: Any) -> Any:
 
 @kernel()
 def all_finite(x):  # type: ignore[no-untyped-def]
-    """See `reference.reduce.all_finite`."""
+    """See `reference.all_finite`."""
     for first in range(0, x.size, _SEARCH_BLOCK):
         block = x[first : min(first + _SEARCH_BLOCK, x.size)]
         largest = magnitude_bits(block[0])
@@ -201,7 +200,7 @@ def all_finite(x):  # type: ignore[no-untyped-def]
 
 @kernel(fastmath={"reassoc", "contract"})
 def sum_of_squares(x):  # type: ignore[no-untyped-def]
-    """See `reference.reduce.sum_of_squares`.
+    """See `reference.sum_of_squares`.
 
     The halves are summed side by side: LLVM makes four sums of one loop, which wait for their additions (0.63 of the
     copy rate in the cache against 1.0).
@@ -220,13 +219,13 @@ def sum_of_squares(x):  # type: ignore[no-untyped-def]
 
 
 def sums_of_squares(xs: Iterable[Array]) -> list[float]:
-    """See `reference.reduce.sums_of_squares`."""
+    """See `reference.sums_of_squares`."""
     return [float(sum_of_squares(x)) for x in xs]
 
 
 @kernel()
 def segment_squares(params, grads, bounds, out):  # type: ignore[no-untyped-def]
-    """See `reference.reduce.segment_squares`."""
+    """See `reference.segment_squares`."""
     for segment in range(bounds.size - 1):
         first, last = bounds[segment], bounds[segment + 1]
         out[segment, 0] = sum_of_squares(params[first:last])

@@ -1,6 +1,6 @@
 """Kernels of networks on sequences, for NumPy arrays: causal softmax, LSTM, additions to rows of a table.
 
-Functions have the names and arguments of `reference.sequences`; cross-entropy is the reference's, which NumPy does as
+Functions have the names and arguments of `reference.networks`; cross-entropy is the reference's, which NumPy does as
 fast by itself. Sums over a row run in as many lanes as a vector register has (``reassoc``), the same in every run.
 Loops of an LSTM write one array each: with more the compiler would have to compare too many places to be sure that they
 are apart, and would not use vector registers.
@@ -14,10 +14,10 @@ import numba
 import numpy as np
 
 from .elementwise import tanh
-from .jit_cache import kernel
-from .reference import sequences
-from .reference.sequences import softmax_cross_entropy as softmax_cross_entropy
-from .reference.sequences import softmax_cross_entropy_gradient as softmax_cross_entropy_gradient
+from .jit import kernel
+from .reference import networks
+from .reference.networks import softmax_cross_entropy as softmax_cross_entropy
+from .reference.networks import softmax_cross_entropy_gradient as softmax_cross_entropy_gradient
 
 _FLOATS = (numba.float32, numba.float64)
 _LANES = {"reassoc", "contract"}
@@ -25,7 +25,7 @@ _LANES = {"reassoc", "contract"}
 
 @kernel([numba.void(f[:, :, ::1], numba.float64) for f in _FLOATS])
 def causal_shift(scores, factor):  # type: ignore[no-untyped-def]
-    """See `reference.sequences.causal_shift`."""
+    """See `reference.causal_shift`."""
     by = scores.dtype.type(factor)
     for n in range(scores.shape[0]):
         for i in range(scores.shape[1]):
@@ -43,7 +43,7 @@ def causal_shift(scores, factor):  # type: ignore[no-untyped-def]
 
 @kernel([numba.void(f[:, :, ::1]) for f in _FLOATS], fastmath=_LANES)
 def normalise_rows(chances):  # type: ignore[no-untyped-def]
-    """See `reference.sequences.normalise_rows`."""
+    """See `reference.normalise_rows`."""
     for n in range(chances.shape[0]):
         for i in range(chances.shape[1]):
             row = chances[n, i]
@@ -60,7 +60,7 @@ def normalise_rows(chances):  # type: ignore[no-untyped-def]
     fastmath=_LANES,
 )
 def softmax_gradient(chances, gradients, factor):  # type: ignore[no-untyped-def]
-    """See `reference.sequences.softmax_gradient`."""
+    """See `reference.softmax_gradient`."""
     by = chances.dtype.type(factor)
     for n in range(chances.shape[0]):
         for i in range(chances.shape[1]):
@@ -77,7 +77,7 @@ def softmax_gradient(chances, gradients, factor):  # type: ignore[no-untyped-def
     fastmath={"contract"},
 )
 def lstm_step(bias, product, t, gates, cells, inputs):  # type: ignore[no-untyped-def]
-    """See `reference.sequences.lstm_step`."""
+    """See `reference.lstm_step`."""
     size = cells.shape[2]
     first_hidden = inputs.shape[2] - size
     half = gates.dtype.type(0.5)
@@ -105,7 +105,7 @@ def lstm_step(bias, product, t, gates, cells, inputs):  # type: ignore[no-untype
     fastmath={"contract"},
 )
 def lstm_step_gradients(gy, dinputs, dcell, t, gates, cells, dgates, dbias):  # type: ignore[no-untyped-def]
-    """See `reference.sequences.lstm_step_gradients`."""
+    """See `reference.lstm_step_gradients`."""
     size = dcell.shape[1]
     one = gates.dtype.type(1)
     for b in range(gates.shape[1]):
@@ -139,7 +139,7 @@ def lstm_step_gradients(gy, dinputs, dcell, t, gates, cells, dgates, dbias):  # 
     [numba.void(f[:, ::1], numba.int64[::1], f[:, ::1]) for f in _FLOATS],
 )
 def add_rows(table, rows, values):  # type: ignore[no-untyped-def]
-    """See `reference.sequences.add_rows`."""
+    """See `reference.add_rows`."""
     for k in range(rows.size):
         row, value = table[rows[k]], values[k]
         for j in range(row.size):
@@ -147,5 +147,5 @@ def add_rows(table, rows, values):  # type: ignore[no-untyped-def]
 
 
 def add_at(table: np.ndarray, key: Any, values: np.ndarray) -> None:
-    """See `reference.sequences.add_at`: NumPy adds in their order."""
-    sequences.add_at(table, key, values)
+    """See `reference.add_at`: NumPy adds in their order."""
+    networks.add_at(table, key, values)

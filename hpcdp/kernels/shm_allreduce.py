@@ -22,7 +22,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .jit_cache import kernel
+from .jit import kernel
 
 STRIDE = 32
 """``int32`` words from one counter to the next: 128 bytes, two cache lines, because the prefetcher fetches pairs."""

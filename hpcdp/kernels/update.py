@@ -1,6 +1,6 @@
 """Optimizer updates of NumPy arrays in one pass over memory, also summed over a node's ranks in the same pass.
 
-Plain updates have the names, arguments and bits of `reference.update`; LARS is the reference's. There is no fastmath:
+Plain updates have the names, arguments and bits of `reference.gradients`, which also has LARS. There is no fastmath:
 LLVM may then neither contract a multiplication and an addition nor reorder, so the vectorised body of a loop and its
 scalar tail round alike, and any split of the arrays gives the same bits (measured: no slower, the loops wait for
 memory).
@@ -17,12 +17,12 @@ import numba
 import numpy as np
 from numba import types
 
-from .jit_cache import kernel
+from .jit import kernel
 from .reduce import combine
-from .reference.reduce import SUM
-from .reference.update import lars_sgd as lars_sgd
-from .reference.update import lars_sgd_momentum as lars_sgd_momentum
-from .reference.update import lars_sgd_nesterov as lars_sgd_nesterov
+from .reference.gradients import SUM
+from .reference.gradients import lars_sgd as lars_sgd
+from .reference.gradients import lars_sgd_momentum as lars_sgd_momentum
+from .reference.gradients import lars_sgd_nesterov as lars_sgd_nesterov
 
 _FLAT = (numba.float32[::1], numba.float64[::1])
 
@@ -35,7 +35,7 @@ def _compile(num_arrays: int, num_coefficients: int):  # type: ignore[no-untyped
 
 @_compile(2, 3)
 def sgd(param, grad, coefficients):  # type: ignore[no-untyped-def]
-    """SGD without momentum; see `reference.update.sgd`."""
+    """SGD without momentum; see `reference.sgd`."""
     lr = param.dtype.type(coefficients[0])
     weight_decay = param.dtype.type(coefficients[1])
     scale = param.dtype.type(coefficients[2])
@@ -47,7 +47,7 @@ def sgd(param, grad, coefficients):  # type: ignore[no-untyped-def]
 
 @_compile(3, 4)
 def sgd_momentum(param, grad, velocity, coefficients):  # type: ignore[no-untyped-def]
-    """SGD with momentum; see `reference.update.sgd_momentum`."""
+    """SGD with momentum; see `reference.sgd_momentum`."""
     lr = param.dtype.type(coefficients[0])
     weight_decay = param.dtype.type(coefficients[1])
     scale = param.dtype.type(coefficients[2])
@@ -62,7 +62,7 @@ def sgd_momentum(param, grad, velocity, coefficients):  # type: ignore[no-untype
 
 @_compile(3, 4)
 def sgd_nesterov(param, grad, velocity, coefficients):  # type: ignore[no-untyped-def]
-    """SGD with Nesterov's momentum; see `reference.update.sgd_nesterov`."""
+    """SGD with Nesterov's momentum; see `reference.sgd_nesterov`."""
     lr = param.dtype.type(coefficients[0])
     weight_decay = param.dtype.type(coefficients[1])
     scale = param.dtype.type(coefficients[2])
@@ -77,7 +77,7 @@ def sgd_nesterov(param, grad, velocity, coefficients):  # type: ignore[no-untype
 
 @_compile(4, 9)
 def adam(param, grad, m, v, coefficients):  # type: ignore[no-untyped-def]
-    """Adam and AdamW; see `reference.update.adam`."""
+    """Adam and AdamW; see `reference.adam`."""
     step_size = param.dtype.type(coefficients[0])
     weight_decay = param.dtype.type(coefficients[1])
     scale = param.dtype.type(coefficients[2])

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..comm.gpu_transports import SUMMED_KINDS
+from ..comm.cuda_memory import SUMMED_KINDS
 from ..core.arrays import (
     Array,
     array_namespace,
@@ -45,7 +45,7 @@ from ..core.devices import lie_together, to_device_of
 from ..engine import Variable
 from ..errors import ConfigError, UnsupportedError, type_named
 from ..kernels import kernels_for
-from ..kernels.reference.reduce import SUM
+from ..kernels.reference.gradients import SUM
 
 
 class StoreKind(NamedTuple):

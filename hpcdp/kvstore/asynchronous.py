@@ -35,13 +35,12 @@ from ..data_parallel.overlap import COMMUNICATION, CommunicationLane, SendPriori
 from ..engine import Variable
 from ..errors import ConfigError
 from ..optim import Optimizer, Schedule
+from . import handlers
 from .arguments import Entry, Key, PullHandle, can_wait, checked_file, checked_integer, merged
-from .servers import handlers
-from .servers.client import Own, StateTransfer, Transfer
-from .servers.handlers import Replay, Requests
-from .servers.key_directory import Table, no_updater, require_same_by_name
-from .servers.protocol import AWAY, BACK, NO_STATE, VALUE, Message, MessageKind
-from .servers.server import Server
+from .client import Own, StateTransfer, Transfer
+from .handlers import Replay, Requests, Table, no_updater, require_same_by_name
+from .protocol import AWAY, BACK, NO_STATE, VALUE, Message, MessageKind
+from .server import Server
 from .store import WorldStore
 from .store_state import States, read_states, write_states
 from .updaters import ByOptimizer, Function, Rate, Updater, check_codable, name_of, rate_of, state_dtype

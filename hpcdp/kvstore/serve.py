@@ -17,7 +17,7 @@ def main() -> None:
     for sign in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(sign, signal.SIG_IGN)
     from ..comm.startup import init_server
-    from .servers.handlers import serve
+    from .handlers import serve
 
     try:
         whole = init_server()

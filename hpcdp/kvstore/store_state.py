@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..core import archive
+from ..core import files
 from ..core.arrays import Array, on_device_of, to_host
 from ..core.checks import same_names
 from ..core.devices import to_device_of
@@ -56,7 +56,7 @@ def write_states(
     header["steps"] = {_name(key): steps[key] for key in steps}
     header["names"] = {_name(key): name for key, name in names.items()}
     arrays = {f"{_name(key)}/{name}": to_host(array) for (key, name), array in states.items()}
-    archive.write("save_optimizer_states", path, _HEADER, header, arrays)
+    files.write("save_optimizer_states", path, _HEADER, header, arrays)
 
 
 def read_states(
@@ -72,7 +72,7 @@ def read_states(
         DataError: the file is missing, damaged, or of another optimizer, or other keys or shapes.
     """
     fields = {"optimizer": str, "steps": dict}
-    header, arrays = archive.read("load_optimizer_states", path, _HEADER, fields, "save_optimizer_states")
+    header, arrays = files.read("load_optimizer_states", path, _HEADER, fields, "save_optimizer_states")
     updated, saved_by, mine = header["steps"], header["optimizer"], optimizer.config()["name"]
     if saved_by != mine:
         raise DataError("load_optimizer_states", where=path, expected=f"states of {mine}", got=f"states of {saved_by}")

@@ -28,8 +28,8 @@ from ..compression import Compression
 from ..core.arrays import Array, to_host
 from ..core.state import Part, Sharded
 from ..data_parallel.buckets import Bucket
-from ..data_parallel.inter_node import InterNodeReduction
 from ..data_parallel.overlap import UPDATE, CommunicationLane, SendPriority
+from ..data_parallel.reductions import InterNodeReduction
 from ..engine import Variable
 from ..errors import ConfigError
 from .arguments import Entry, Key, can_wait, carry, merged

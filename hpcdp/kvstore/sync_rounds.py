@@ -46,8 +46,8 @@ from ..comm.shared_memory import NodeMemory, ProgressCounters
 from ..compression import Compression
 from ..core.arrays import Array
 from ..data_parallel.buckets import Bucket, plan
-from ..data_parallel.inter_node import InterNodeReduction
 from ..data_parallel.overlap import SendPriority
+from ..data_parallel.reductions import InterNodeReduction
 from ..errors import HpcdpError, MismatchError
 from .arguments import Key, merged
 from .updaters import Codes, summary

@@ -29,11 +29,10 @@ from ..core.environment import launched_ranks
 from ..core.state import FitsSaved, Part, Saved, Sharded, require_state, take, unquoted
 from ..data_parallel.buckets import Parameter
 from ..data_parallel.overlap import CommunicationLane
-from ..data_parallel.parameter_edits import changing, moved, moved_anywhere, places_of
 from ..data_parallel.policy import Policy, Unwritten, checked_policy, first_scale, is_dynamic, stale, stale_anywhere
 from ..data_parallel.profiling import CommunicationStats
 from ..data_parallel.reducer import StepSync
-from ..data_parallel.sharded_update import rule_at
+from ..data_parallel.sharded_update import changing, moved, moved_anywhere, places_of, rule_at
 from ..data_parallel.trainer import (
     BaseTrainer,
     MeanLosses,

@@ -1,4 +1,4 @@
-"""Start of ranks: by one of the `launchers`, on other hosts through `remote`, in batch jobs.
+"""Start of ranks: by one of the `launchers`, on other hosts through a `guard` there, in batch jobs.
 
 The launcher itself never starts MPI.
 """

@@ -4,7 +4,7 @@ A job of a batch system from the side of who submits it: its folder, what it wri
 
 A batch system hands on few signals, shows no output while a job runs, and of its end only what it took for the status.
 So the job has a folder, in the working folder, that all its hosts see: the script lies there, what the job writes, a
-file for every signal that is to reach it, and at last its status. `batch_runner` is the other side, in the job.
+file for every signal that is to reach it, and at last its status. `run_command` is the other side, in the job.
 
 What batch systems take as values of their options, so that a dry run finds what a submission would have refused.
 
@@ -14,10 +14,18 @@ The hosts that Grid Engine or LSF has given to this job, for an mpirun that does
 
 Open MPI 5 reads those of Slurm and PBS. Those of other batch systems it reads where it was built beside them, which
 PyPI's was not: that starts all ranks on the first host of the job, as many as it has cores.
+
+Runs in a job of a batch system, between it and the ``hpcdp launch`` there: signals to it, and its status.
+
+``python -m hpcdp.launch.batch FOLDER AGAIN STOP_S COMMAND...`` runs COMMAND, which gets SIGUSR1
+after STOP_S seconds (``inf``: never), and leaves its exit status in FOLDER, where `batch` looks for it. Its own status
+is the same, but AGAIN for a command that wants to be started again (75), and 1 for one of those that mean something to
+Grid Engine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -39,8 +47,8 @@ from ..core.files import require_private
 from ..errors import ConfigError, LaunchError, to_stderr
 from . import hosts as launch_hosts
 from . import mpi_library
-from .mpi_library import Dialect
-from .rank_environment import FIND_PROGRAMS, READ_BY_PROGRAMS
+from .mpi_library import FIND_PROGRAMS, READ_BY_PROGRAMS, Dialect
+from .process_monitor import bound
 from .runner import ENDING, FORWARDED
 from .spec import Host, Job, LaunchPlan
 
@@ -144,7 +152,7 @@ def placed(job: Job, given: tuple[Host, ...], mpirun: Path, dialect: Dialect) ->
     if any(_READERS[batch] in content for content in mpi_library.runtimes(mpirun)):
         return ()
     try:
-        return launch_hosts.place(dataclasses.replace(job, hosts=given))
+        return launch_hosts.assign_ranks(dataclasses.replace(job, hosts=given))
     except LaunchError as error:
         error.operation, error.remedy = f"launch in a job of {batch}", "ask it for more slots, or name hosts by -H"
         raise
@@ -442,3 +450,60 @@ class _Tail:
             self._stream.flush()
             self._stream.buffer.write(new)
             self._stream.flush()
+
+
+_SIGNAL_POLL_S = 0.2
+_STOP_EARLY = {signal.SIGUSR1, signal.SIGUSR2}
+_OF_GRID_ENGINE = (99, 100)
+"""Start the job again; keep it from being started."""
+_TASKS_END_S = 2.0
+"""A job that is to be started again is lost where one of its tasks on other hosts still ends when it does (seen with
+8.1.9 on a busy machine: "failed 25: rescheduling", and for the task "failed 100: assumedly after job")."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the status of this process."""
+    folder, again, stop_s, *command = argv
+    status = run_command(Path(folder), command, float(stop_s))
+    if status == os.EX_TEMPFAIL:
+        time.sleep(_TASKS_END_S)
+        return int(again)
+    return 1 if status in _OF_GRID_ENGINE else status
+
+
+def run_command(folder: Path, command: Sequence[str], stop_s: float = float("inf")) -> int:
+    """Runs ``command`` to its end, hands signals on to it, and returns its status, as a shell puts it.
+
+    It is in a session of its own, since batch systems send signals to all processes of a job at once, of which ranks
+    that do not expect them would die. SIGUSR1 and SIGUSR2 from the batch system both say that the end is near, and both
+    become SIGUSR1, at which a run stops early; those in ``folder`` come from a person, and stay what they are.
+    """
+    watched = {*FORWARDED, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    for name in (STATUS, *(sign.name for sign in FORWARDED)):  # of the run before, where this is not the first one
+        (folder / name).unlink(missing_ok=True)
+    try:
+        stop_at_s = time.monotonic() + stop_s
+        child = subprocess.Popen(command, preexec_fn=bound(), start_new_session=True)
+        while child.poll() is None:
+            received = signal.sigtimedwait(watched, _SIGNAL_POLL_S)
+            if received is not None and received.si_signo != signal.SIGCHLD:
+                sign = signal.Signals(received.si_signo)
+                child.send_signal(signal.SIGUSR1 if sign in _STOP_EARLY else sign)
+            if time.monotonic() >= stop_at_s:
+                stop_at_s = float("inf")
+                child.send_signal(signal.SIGUSR1)
+            for sign in FORWARDED:
+                with contextlib.suppress(FileNotFoundError):
+                    (folder / sign.name).unlink()
+                    child.send_signal(sign)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    status = child.returncode if child.returncode >= 0 else 128 - child.returncode
+    with contextlib.suppress(FileNotFoundError):  # who has submitted the job waits no more
+        replace(folder / STATUS, str(status))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

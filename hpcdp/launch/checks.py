@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 from ..core.environment import launched_ranks
 from ..errors import ConfigError, DataError, LaunchError
 from . import ProgramMissingError, hosts, mpi_library
-from .exit_analysis import fail
+from .mpirun_output import fail
 from .runner import FORWARDED, say
 from .spec import Job
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import to_stderr
 from .batch import replace
-from .yarn_containers import COMMAND, ENDED, WRITTEN
+from .launchers.yarn import COMMAND, ENDED, WRITTEN
 
 _POLL_S = 0.1
 

@@ -46,10 +46,10 @@ from ..comm.world import LIBRARY, Driver, Gpu, driver_release
 from ..core.environment import THREAD_VARIABLES, apart, launched_ranks, module
 from ..errors import DeviceError, HpcdpError, LaunchError
 from . import hosts, mpi_library
-from .cleanup import child
+from .hosts import Allocation, allocation
 from .launchers import slurm
-from .rank_environment import environment
-from .slurm.allocation import Allocation, allocation
+from .mpi_library import environment
+from .process_monitor import child
 
 NOT_INSTALLED = "not installed"
 _CUPY = """

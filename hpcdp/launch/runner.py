@@ -28,14 +28,12 @@ from typing import Any
 from ..core.environment import PMI_OF_SRUN, SAVE_AT
 from ..core.sockets import keep_to_interface
 from ..errors import LaunchError, shortened, to_stderr
-from . import cleanup, live
 from . import hosts as launch_hosts
-from .cleanup import adopt, bound, end_orphans
-from .exit_analysis import LOST_CONNECTION_STATUS, TOLD, first_failure
+from . import live, process_monitor
+from .guard_client import Guards
 from .mpi_library import is_open_mpi_4, runtimes
-from .mpirun_output import FailedRank, MpirunStderr
-from .process_monitor import End, Start, Watch, name_of
-from .remote.guard_client import Guards
+from .mpirun_output import LOST_CONNECTION_STATUS, TOLD, FailedRank, MpirunStderr, first_failure
+from .process_monitor import End, Start, Watch, adopt, bound, end_orphans, name_of
 
 # The name of a program may have line breaks.
 _START = re.compile(r"^\(rank, host, exe, pid\) = \(([0-9]+), ([^,]*), .*?, ([0-9]+)\)$", re.MULTILINE | re.DOTALL)
@@ -201,9 +199,9 @@ def supervise(
     try:
         with contextlib.ExitStack() as left_behind:
             if family == "mpich":
-                left_behind.enter_context(cleanup.files_of_mpich_removed())
+                left_behind.enter_context(process_monitor.files_of_mpich_removed())
             elif not elsewhere and not is_open_mpi_4(Path(command[0])):
-                environ, _ = left_behind.enter_context(cleanup.own_folder(environ))
+                environ, _ = left_behind.enter_context(process_monitor.own_folder(environ))
             command, shown = live.shown(command, family, asked, is_alone=ranks == 1)
             _output = shown
             started = None

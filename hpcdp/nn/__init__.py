@@ -2,13 +2,18 @@
 
 from . import functional, init, models
 from .layers import (
+    GELU,
+    LSTM,
     AvgPool2D,
     BatchNorm,
+    CausalSelfAttention,
     Conv2D,
     Dense,
     Dropout,
+    Embedding,
     Flatten,
     GlobalAvgPool2D,
+    LayerNorm,
     MaxPool2D,
     ReLU,
     Sigmoid,
@@ -18,7 +23,6 @@ from .microbatch import VirtualShard, entered_shard
 from .module import HybridConcurrent, Module, Sequential
 from .parameter import Parameter
 from .replicate import Replicas
-from .sequence import GELU, LSTM, CausalSelfAttention, Embedding, LayerNorm
 from .symbol_block import SymbolBlock
 
 __all__ = [

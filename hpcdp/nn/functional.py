@@ -28,14 +28,14 @@ import numpy as np
 
 from .. import kernels
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
-from ..autograd.dispatch import Call, operator
+from ..autograd.tape import Call, operator
 from ..core.arrays import Array, array_namespace, has_namespace, is_cupy, is_half, is_host
 from ..errors import ConfigError, DataError, UnsupportedError, type_named
 from ..kernels.buffers import empty
 from ..kernels.cuda.capture import fill
 from ..kernels.cuda.cublas import dot_of, matmul_of
 from ..kernels.products import multiply
-from ..kernels.reference.convolution import output_size
+from ..kernels.reference.networks import output_size
 from .microbatch import move
 from .module import in_float32
 

@@ -3,24 +3,38 @@
 Layers without state of their own beside parameters.
 
 Layers that behave differently in training and in prediction.
+
+Recurrent layers, embeddings, attention and transformers.
+
+Recurrent layers.
+
+Layers for sequences of tokens: embedding, layer normalisation, GELU, attention to what came before.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from ..autograd import Tensor, is_training
+from ..autograd import Gradient, Tensor, as_tensor, is_training, on_tape
+from ..autograd.tape import Call, operator
+from ..core.arrays import Array, is_host
 from ..core.checks import number, whole_numbers
 from ..core.environment import replica_number
-from ..errors import ConfigError, UnsupportedError, whole_number
+from ..errors import ConfigError, DataError, UnsupportedError, whole_number
+from ..kernels.buffers import empty
+from ..kernels.cuda.capture import fill
+from ..kernels.cuda.cublas import matmul_of
+from ..kernels.products import multiply
 from . import functional, module
-from .functional import Pair, Size
-from .init import Initialiser, Ones, Xavier, Zeros
+from .functional import Pair, Size, alike, called, contiguous, kernels_for, misshapen, refreshed
+from .init import Initialiser, Normal, Ones, Xavier, Zeros
 from .microbatch import KeepsStatistics, entered_shard
-from .module import Module
+from .module import Module, in_float32
 from .parameter import Parameter
 
 
@@ -350,3 +364,370 @@ class _Beginning:
         if generator.bit_generator.state == self._state:
             sequence = np.random.SeedSequence(self._seed, spawn_key=(replica,) if replica else ())
             generator.bit_generator.state = self._state = np.random.PCG64(sequence).state
+
+
+_PADDING = 16
+"""Between rows of weights: at a distance of a power of two they take each other's place in the caches."""
+
+
+@operator("lstm", ("x", "weight", "recurrent_weight", "bias"))
+@in_float32()
+def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
+    """A whole sequence through an LSTM that begins with zeros, as one operation.
+
+    A step is one product, of its input and the hidden values before it with both weights, and one pass over the gates;
+    so is a step of backward. The gradients of the weights are one product over all steps.
+
+    Args:
+        x: shape ``(batch, time, in)``.
+        weight: shape ``(in, 4 size)``: input, forget, candidate and output gates side by side.
+        recurrent_weight: shape ``(size, 4 size)``.
+        bias: shape ``(4 size,)``.
+
+    Returns:
+        The hidden values of all steps, ``(batch, time, size)``.
+    """
+    given = [as_tensor(each).data for each in (x, weight, recurrent_weight, bias)]
+    a, w, u, b = map(contiguous, given)
+    xp = alike("lstm", a, w, u, b)
+    size = u.shape[0]
+    if a.ndim != 3 or w.shape != (a.shape[2], 4 * size) or u.shape != (size, 4 * size) or b.shape != (4 * size,):
+        raise misshapen("lstm", "(batch, time, in), (in, 4 size), (size, 4 size) and (4 size,)", a, w, u, b)
+    batch, time, features = a.shape
+    compute = kernels_for("sequences", a)
+    both = features + size
+    inputs, gates = empty((time + 1, batch, both), a.dtype, xp), empty((time, batch, 4 * size), a.dtype, xp)
+    cells, out = empty((time + 1, batch, size), a.dtype, xp), empty((batch, time, size), a.dtype, xp)
+    weights = empty((both, 4 * size + _PADDING), a.dtype, xp)[:, : 4 * size]
+    product = empty((batch, 4 * size), a.dtype, xp)  # of each step: it stays in the cache, as `gates` would not
+
+    def again(place: Array) -> list[Call]:
+        calls = [call for pair in zip((a, w, u, b), given, strict=True) for call in refreshed(*pair)]
+        if time > 1:
+            calls += [(weights[:features].__setitem__, (..., w)), (weights[features:].__setitem__, (..., u))]
+        calls += [
+            (inputs[:time, :, :features].__setitem__, (..., a.swapaxes(0, 1))),
+            (inputs[0, :, features:].__setitem__, (..., 0)),
+            (cells[0].__setitem__, (..., 0)),
+        ]
+        for t in range(time):
+            factors = (inputs[t], weights) if t else (inputs[0, :, :features], w)
+            calls += [
+                (multiply, (*factors, product)),
+                (compute.lstm_step, (b, product, t, gates, cells, inputs)),
+            ]
+        return [*calls, (place.__setitem__, (..., inputs[1:, :, features:].swapaxes(0, 1)))]
+
+    called(again(out))
+
+    def pullback(
+        gy: Array, dx: Gradient | None, dweight: Gradient | None, drecurrent: Gradient | None, dbias: Gradient | None
+    ) -> None:
+        g = contiguous(gy)
+        dgates, dinputs = empty(gates.shape, a.dtype, xp), empty(inputs.shape, a.dtype, xp)
+        dcell, sums = (xp.zeros(shape, dtype=a.dtype) for shape in ((batch, size), b.shape))
+        dinputs[time] = 0
+        for t in range(time - 1, -1, -1):
+            compute.lstm_step_gradients(g, dinputs, dcell, t, gates, cells, dgates, sums)
+            if t:
+                multiply(dgates[t], weights.T, dinputs[t])
+        if dbias is not None:
+            dbias.add(sums)
+        if dweight is not None or drecurrent is not None:
+            rows = inputs[:time].reshape(time * batch, both)
+            products = empty((both, 4 * size), a.dtype, xp)
+            multiply(rows.T, dgates.reshape(time * batch, 4 * size), products)
+            if dweight is not None:
+                dweight.add(products[:features])
+            if drecurrent is not None:
+                drecurrent.add(products[features:])
+        if dx is not None:
+            if time:
+                multiply(dgates[0], w.T, dinputs[0, :, :features])
+            place = dx.empty()
+            place[...] = dinputs[:time, :, :features].swapaxes(0, 1)
+            dx.add(place)
+
+    return on_tape(out, (x, weight, recurrent_weight, bias), pullback, again)
+
+
+class LSTM(Module):
+    """Long short-term memory over ``(batch, time, in_features)``, from zeros in each batch: ``(batch, time, size)``.
+
+    Gates lie side by side in the weights: input, forget, candidate, output. That of forgetting starts with a bias of 1
+    (Jozefowicz, Zaremba and Sutskever 2015, section 2.2), the others at 0.
+
+    Args:
+        in_features: None: that of the first input.
+        weight_init: called for the weights of each gate; None is `init.Xavier()`.
+    """
+
+    def __init__(self, in_features: int | None, size: int, weight_init: Initialiser | None = None) -> None:
+        whole_numbers("LSTM", 1, in_features=1 if in_features is None else in_features, size=size)
+        initial = weight_init or Xavier()
+        module.require_draw(initial)
+
+        def gates(shape: tuple[int, ...]) -> np.ndarray:
+            return np.concatenate([module.drawn(initial, (shape[0], size)) for _ in range(4)], axis=1)
+
+        self.weight = module.parameter((in_features, 4 * size), gates, initial)
+        self.recurrent_weight = Parameter(gates((size, 4 * size)))
+        self.bias = Parameter(np.repeat(np.array([0, 1, 0, 0], np.float32), size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 3:
+            module.settle(self.weight, x.shape[2])
+        features = self.weight.shape[0]
+        if x.ndim != 3 or x.shape[2] != features:
+            raise refused_input(self, f"(batch, time, {features})", x)
+        return lstm(x, self.weight, self.recurrent_weight, self.bias)
+
+    def describe(self) -> str:
+        return f"{module.shape_of(self.weight)[0]}, {self.recurrent_weight.shape[0]}"
+
+
+@operator("embedding", ("tokens", "weight"))
+@in_float32()
+def embedding(tokens: Any, weight: Any) -> Tensor:
+    """The row of ``weight`` for each token.
+
+    Args:
+        tokens: integers from 0 to ``number - 1``, any shape; in the namespace of ``weight`` or NumPy's.
+        weight: shape ``(number, features)``.
+
+    Returns:
+        Shape ``(*tokens.shape, features)``.
+
+    Raises:
+        UnsupportedError: tokens that are no integers, or a weight of another number of axes.
+        DataError: a token is out of range.
+    """
+    w, numbers = as_tensor(weight).data, as_tensor(tokens).data
+    xp = alike("embedding", w)
+    if w.ndim != 2:
+        raise UnsupportedError("embedding", expected="a weight (number, features)", got=tuple(w.shape))
+    if numbers.dtype.kind not in "iu":
+        raise UnsupportedError("embedding", expected="integer tokens", got=numbers.dtype)
+    rows = xp.empty(math.prod(numbers.shape), dtype=xp.int64)
+    out = empty((rows.shape[0], w.shape[1]), w.dtype, xp)
+
+    def checked() -> Array:
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < w.shape[0]:
+            raise DataError(
+                "embedding", where="tokens", expected=f"0 to {w.shape[0] - 1}",
+                got=f"{int(numbers.min())} to {int(numbers.max())}",
+            )  # fmt: skip
+        return numbers.reshape(-1)
+
+    def look_up(place: Array) -> None:
+        if is_host(numbers):
+            fill(rows, checked)
+        else:
+            rows[...] = numbers.reshape(-1)
+        xp.take(w, rows, axis=0, out=place)
+
+    look_up(out)
+
+    def pullback(gy: Array, _: None, dweight: Gradient | None) -> None:
+        if dweight is not None:
+            place = dweight.empty()
+            place[...] = 0
+            values = contiguous(gy).reshape(out.shape)
+            kernels_for("sequences", w).add_rows(place, rows, values)
+            dweight.add(place)
+
+    return on_tape(
+        out.reshape(*numbers.shape, w.shape[1]), (None, weight), pullback,
+        lambda place: [(look_up, (place.reshape(out.shape),))],
+    )  # fmt: skip
+
+
+@operator("layer_norm", ("x", "scale", "shift"))
+@in_float32()
+def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
+    """``scale * (x - mean) / sqrt(variance + eps) + shift`` with mean and variance over the last axis.
+
+    Args:
+        x: shape ``(..., features)``.
+        scale: shape ``(features,)``; ``shift`` likewise.
+    """
+    given = [as_tensor(each).data for each in (x, scale, shift)]
+    a, gamma, beta = map(contiguous, given)
+    xp = alike("layer_norm", a, gamma, beta)
+    if a.ndim < 2 or gamma.shape != a.shape[-1:] or beta.shape != gamma.shape:
+        raise misshapen("layer_norm", "(..., features), (features,) and (features,)", a, gamma, beta)
+    rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
+    compute = kernels_for("normalisation", a)
+    out = empty(rows.shape, a.dtype, xp)
+    saved = xp.empty(rows.shape[0], dtype=a.dtype), xp.empty(rows.shape[0], dtype=a.dtype)
+    compute.layer_norm(rows, gamma, beta, out, saved, eps)
+
+    def again(place: Array) -> list[Call]:
+        copies = [call for pair in zip((a, gamma, beta), given, strict=True) for call in refreshed(*pair)]
+        return [*copies, (compute.layer_norm, (rows, gamma, beta, place.reshape(rows.shape), saved, eps))]
+
+    def pullback(gy: Array, *gradients: Gradient | None) -> None:
+        places = [xp.empty(gamma.shape, dtype=gamma.dtype) if each is None else each.empty() for each in gradients[1:]]
+        dx = empty(rows.shape, a.dtype, xp)
+        compute.layer_norm_gradients(contiguous(gy).reshape(rows.shape), rows, gamma, saved, (dx, *places))
+        for gradient, place in zip(gradients, (dx.reshape(a.shape), *places), strict=True):
+            if gradient is not None:
+                gradient.add(place)
+
+    return on_tape(out.reshape(a.shape), (x, scale, shift), pullback, again)
+
+
+@operator("gelu")
+@in_float32()
+def gelu(x: Any) -> Tensor:
+    """``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`` (Hendrycks and Gimpel 2016, section 2)."""
+    given = as_tensor(x).data
+    a = contiguous(given)
+    xp = alike("gelu", a)
+    compute = kernels_for("elementwise", a)
+    out = empty(a.shape, a.dtype, xp)
+    compute.gelu(a, out)
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            place = dx.empty()
+            compute.gelu_gradient(contiguous(gy), a, place)
+            dx.add(place)
+
+    return on_tape(out, (x,), pullback, lambda place: [*refreshed(a, given), (compute.gelu, (a, place))])
+
+
+@operator("causal_attention", ("parts",))
+@in_float32()
+def causal_attention(parts: Any, heads: int) -> Tensor:
+    """What each place takes from itself and those before it (Vaswani et al. 2017, sections 3.2.1 to 3.2.3).
+
+    ``softmax(q @ k.T / sqrt(width / heads)) @ v`` for each head, where no row looks at later ones.
+
+    Args:
+        parts: queries, keys and values side by side, ``(batch, time, 3 width)``; ``heads`` divides ``width``.
+
+    Returns:
+        The heads side by side, ``(batch, time, width)``.
+    """
+    given = as_tensor(parts).data
+    a = contiguous(given)
+    xp = alike("causal_attention", a)
+    if a.ndim != 3 or heads < 1 or a.shape[2] % (3 * heads) or not a.shape[2]:
+        expected = f"shape (batch, time, 3 width) with a width above 0 that {heads} heads divide"
+        raise UnsupportedError("causal_attention", expected=expected, got=tuple(a.shape))
+    batch, time, width = a.shape[0], a.shape[1], a.shape[2] // 3
+    depth = width // heads
+    compute = kernels_for("sequences", a)
+    matmul = matmul_of(xp)
+    factor = 1 / math.sqrt(depth)
+
+    def split(x: Array, count: int) -> tuple[Array, ...]:
+        wide = x.reshape(batch, time, count, heads, depth).transpose(2, 0, 3, 1, 4)
+        return tuple(wide[i] for i in range(count))
+
+    queries, keys, values = split(a, 3)
+    chances = empty((batch, heads, time, time), a.dtype, xp)
+    flat = chances.reshape(batch * heads, time, time)
+    out = empty((batch, time, width), a.dtype, xp)
+
+    def again(place: Array) -> list[Call]:
+        (into,) = split(place, 1)
+        return [
+            *refreshed(a, given),
+            (partial(matmul, out=chances), (queries, keys.swapaxes(-1, -2))),
+            (compute.causal_shift, (flat, factor)),
+            (partial(xp.exp, out=flat), (flat,)),
+            (compute.normalise_rows, (flat,)),
+            (lambda: into.__setitem__(..., matmul(chances, values)), ()),
+        ]
+
+    called(again(out))
+
+    def pullback(gy: Array, dparts: Gradient | None) -> None:
+        if dparts is None:
+            return
+        (g,) = split(contiguous(gy), 1)
+        place = dparts.empty()
+        dqueries, dkeys, dvalues = split(place, 3)
+        dvalues[...] = matmul(chances.swapaxes(-1, -2), g)
+        scores = matmul(g, values.swapaxes(-1, -2), out=empty(chances.shape, a.dtype, xp))
+        compute.softmax_gradient(flat, scores.reshape(flat.shape), factor)
+        dqueries[...] = matmul(scores, keys)
+        dkeys[...] = matmul(scores.swapaxes(-1, -2), queries)
+        dparts.add(place)
+
+    return on_tape(out, (parts,), pullback, again)
+
+
+class Embedding(Module):
+    """A row of ``weight``, shape ``(num_tokens, features)``, for each token.
+
+    Args:
+        weight_init: None is ``init.Normal(0.02)``.
+    """
+
+    def __init__(self, num_tokens: int, features: int, weight_init: Initialiser | None = None) -> None:
+        whole_numbers("Embedding", 1, num_tokens=num_tokens, features=features)
+        self.weight = module.parameter((num_tokens, features), weight_init or Normal(0.02))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return embedding(x, self.weight)
+
+    def describe(self) -> str:
+        return ", ".join(str(n) for n in self.weight.shape)
+
+
+class LayerNorm(Module):
+    """Layer normalisation over the last axis (Ba, Kiros and Hinton 2016); scale starts at 1, shift at 0.
+
+    Args:
+        features: None: those of the first input.
+    """
+
+    keeps_float32 = True
+
+    def __init__(self, features: int | None, eps: float = 1e-5) -> None:
+        whole_numbers("LayerNorm", 1, features=1 if features is None else features)
+        self.eps = number("LayerNorm", "eps", eps, least=0)
+        self.gamma, self.beta = module.parameter((features,), Ones()), module.parameter((features,), Zeros())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in (self.gamma, self.beta):
+            module.settle(each, x.shape[-1])
+        return layer_norm(x, self.gamma, self.beta, self.eps)
+
+    def describe(self) -> str:
+        return f"{module.shape_of(self.gamma)[0]}, eps={self.eps}"
+
+
+class GELU(Module):
+    """See `gelu`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gelu(x)
+
+
+class CausalSelfAttention(Module):
+    """Attention of each place to itself and those before it, by several heads: ``(batch, time, width)`` to the same.
+
+    Args:
+        weight_init: None is `init.Xavier()`.
+
+    Raises:
+        ConfigError: ``heads`` does not divide ``width``.
+    """
+
+    def __init__(self, width: int, heads: int, weight_init: Initialiser | None = None) -> None:
+        whole_numbers("CausalSelfAttention", 1, width=width, heads=heads)
+        if width % heads:
+            raise ConfigError("CausalSelfAttention", expected=f"heads that divide {width}", got=heads)
+        self.project = Dense(width, 3 * width, weight_init=weight_init)
+        self.merge = Dense(width, width, weight_init=weight_init)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.merge(causal_attention(self.project(x), self.heads))
+
+    def describe(self) -> str:
+        return f"heads={self.heads}"

@@ -26,10 +26,22 @@ from ..core.checks import lengths, one_of, whole_numbers
 from ..errors import ConfigError, UnsupportedError, whole_number
 from .functional import relu
 from .init import Initialiser, Normal, Xavier
-from .layers import AvgPool2D, BatchNorm, Conv2D, Dense, Flatten, GlobalAvgPool2D, ReLU
+from .layers import (
+    GELU,
+    LSTM,
+    AvgPool2D,
+    BatchNorm,
+    CausalSelfAttention,
+    Conv2D,
+    Dense,
+    Embedding,
+    Flatten,
+    GlobalAvgPool2D,
+    LayerNorm,
+    ReLU,
+)
 from .module import Module, Sequential
 from .parameter import Parameter
-from .sequence import GELU, LSTM, CausalSelfAttention, Embedding, LayerNorm
 
 _SMALLEST, _INTENDED = 4, 28
 _IMAGE = ("channels", "height", "width")

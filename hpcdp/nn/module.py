@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, Self, TypeVar, overload
 import numpy as np
 
 from ..autograd import Gradient, Tensor, as_tensor, concatenate, on_tape
-from ..autograd.dispatch import Again, Call, calls_of, captured, catch_up
+from ..autograd.tape import Again, Call, calls_of, captured, catch_up
 from ..autograd.tensor import value_of
 from ..core.arrays import (
     Array,
@@ -43,7 +43,7 @@ from ..core.checks import function, instances, same_names
 from ..core.devices import Device
 from ..core.state import refuse_change, require_state
 from ..errors import ConfigError, DeviceError, UnsupportedError, type_named, whole_number
-from .jit import Graph, Hybrid, guards
+from .jit import Graph, Hybrid, tracing
 from .parameter import Parameter
 
 
@@ -75,11 +75,11 @@ class Module:
                 type(self).__name__, where=name, expected="a Parameter, or None", got=type(value).__name__,
                 remedy=f"change its values, {name}[...] = values",
             )  # fmt: skip
-        guards.in_module(self, name)
+        tracing.in_module(self, name)
         object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        guards.in_module(self, name)
+        tracing.in_module(self, name)
         object.__delattr__(self, name)
 
     def require_parts_of_this_rank(self, operation: str) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor
-from ..autograd.dispatch import catch_up
+from ..autograd.tape import catch_up
 from ..autograd.tensor import require_grad_req
 from ..core.arrays import Array
 from ..core.state import Cut
-from .jit import guards
+from .jit import tracing
 
 _data: Any = Tensor.__dict__["data"]
 """The slot behind `Parameter.data`."""
@@ -59,7 +59,7 @@ class Parameter(Tensor):
     def data(self, values: Array) -> None:
         catch_up()
         _data.__set__(self, np.array(values) if isinstance(values, np.generic) else values)  # a number cannot change
-        guards.in_parameters()
+        tracing.in_parameters()
 
     @property
     def grad(self) -> Array | None:  # type: ignore[override]
@@ -91,7 +91,7 @@ class Parameter(Tensor):
     @data_hook.setter
     def data_hook(self, hook: Callable[[Parameter], None] | None) -> None:
         self._data_hook = hook
-        guards.in_parameters()
+        tracing.in_parameters()
 
     def held(self) -> Array:
         """The array behind ``data``, without waiting for an update of it."""

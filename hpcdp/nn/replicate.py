@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from ..autograd import Gradient, Tensor, concatenate, is_training, on_tape, pause
-from ..autograd.dispatch import catch_up
+from ..autograd.tape import catch_up
 from ..core.arrays import Array, on_device_of
 from ..core.checks import instance, instances
 from ..core.devices import Device, require_devices, to_device_of
 from ..errors import ConfigError, DeviceError
-from .jit.guards import Look, array_of
+from .jit.tracing import Look, array_of
 from .microbatch import KeepsStatistics
 from .module import Module, lacks_shapes
 from .parameter import Parameter

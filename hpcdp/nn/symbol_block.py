@@ -11,13 +11,24 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor, pause
-from ..autograd.dispatch import CALLS
+from ..autograd.tape import CALLS
 from ..core import hdf5
 from ..core.arrays import bits, dtype_of
 from ..core.files import own_part_of, replaced
 from ..errors import ConfigError, DataError, HpcdpError
-from .jit.graph import CapturedTensor, Graph, Input, Literal, Result, Source
-from .jit.serialize import Reader, arrays_of, as_json, call, with_held
+from .jit.graph import (
+    CapturedTensor,
+    Graph,
+    Input,
+    Literal,
+    Reader,
+    Result,
+    Source,
+    arrays_of,
+    as_json,
+    call,
+    with_held,
+)
 from .module import Module
 from .parameter import Parameter
 

@@ -3,8 +3,18 @@
 Knows nothing of ranks: an optimizer updates flat arrays, be they a whole bucket or the shard that a rank owns.
 """
 
-from .optimizer import Optimizer, create, from_config, require_by_elements, require_optimizer
-from .rules import LARS, SGD, Adam, AdamW, linear_scaling
+from .optimizer import (
+    LARS,
+    SGD,
+    Adam,
+    AdamW,
+    Optimizer,
+    create,
+    from_config,
+    linear_scaling,
+    require_by_elements,
+    require_optimizer,
+)
 from .schedules import (
     ConstantSchedule,
     CosineSchedule,

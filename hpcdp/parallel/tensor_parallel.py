@@ -36,7 +36,7 @@ from ..kernels.buffers import empty
 from ..nn import Conv2D, Dense, Parameter, functional, module
 from ..nn.init import Initialiser, Xavier, Zeros
 from ..nn.layers import require_channels, window
-from .p2p import share_replica
+from .pipeline import share_replica
 
 
 def fan_out(x: Tensor, parts: World) -> Tensor:

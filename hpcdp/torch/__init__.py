@@ -1,6 +1,6 @@
 """PyTorch models on the same reducer.
 
-- `distributed`: the wrapper of a module whose gradients are averaged over all ranks; `grad_hooks`: its backward.
+- `distributed`: the wrapper of a module whose gradients are averaged over all ranks, and its backward.
 - `sharded_optimizer`: every rank updates its part of parameters that a node holds once.
 - `sync_batch_norm`: batch normalisation over the batches of all ranks.
 - `sampler`: gives every rank its own samples.

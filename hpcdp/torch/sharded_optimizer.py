@@ -32,8 +32,7 @@ from ..data_parallel.buckets import Bucket, Slot
 from ..errors import ConfigError, MismatchError, NonFiniteGradientError, UnsupportedError, whole_number
 from ..optim import SGD, Adam, AdamW, Optimizer
 from . import tensors as torch_tensors
-from .distributed import DistributedDataParallel
-from .grad_hooks import Backward
+from .distributed import Backward, DistributedDataParallel
 
 _NAMES = {"momentum": "momentum_buffer", "m": "exp_avg", "v": "exp_avg_sq"}
 """Torch's names of what our rules keep."""

@@ -36,7 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..checkpoint.flatten import overlaps
 from ..comm import World, gpu_groups
-from ..comm.gpu_transports import GpuTransport, NodeRows, RowSize, lone_rows
+from ..comm.cuda_memory import GpuTransport, NodeRows, RowSize, lone_rows
 from ..comm.tasks import run_until_complete
 from ..core.arrays import Array, is_host
 from ..core.devices import Device, Streams, gpu

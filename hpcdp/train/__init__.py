@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .chrome_trace import traced
     from .sync_batch_norm import SyncBatchNorm
-    from .train_step import TrainStep
+    from .trainer import TrainStep
 
 __all__ = ["SyncBatchNorm", "TrainStep", "traced"]
 

@@ -29,7 +29,7 @@ from ..comm.consistency import on_rank_0
 from ..comm.world import require_world
 from ..core.files import own_part_of
 from ..engine import Engine, default_engine
-from ..engine.trace import MAIN, Slice, Trace
+from ..engine.engine import MAIN, Slice, Trace
 from ..errors import ConfigError, reason, to_stderr
 
 LANES = (MAIN, "communication", "update", "io")

@@ -21,19 +21,19 @@ from ..comm.consistency import on_every_rank, require_same
 from ..comm.world import require_world
 from ..data import DataLoader, ShardedSampler, SharedSampler, VirtualShardSampler
 from ..data_parallel.trainer import BaseTrainer
-from ..engine.trace import Trace
+from ..engine.engine import Trace
 from ..errors import ConfigError, MismatchError, type_named, whole_number
 from ..kvstore.trainer import StoreTrainer
 from ..nn import Module
 from ..nn.functional import softmax_cross_entropy
-from ..nn.jit.step_executor import Phases
+from ..nn.jit.cache import Phases
 from .callbacks import Callback, EarlyStopping, StatesOfCallbacks
 from .checkpoints import Checkpoints, Position
 from .evaluate import Evaluation, brought_to, first_output, place_of
 from .load_balance import AdaptWorkLoad
 from .metrics import Meter, Record
 from .report import BACKWARD, DATA, FORWARD, STEP, Phase, StepReport
-from .train_step import TrainStep
+from .trainer import TrainStep
 
 
 def check_arguments(net: object, trainer: object, loader: object, **others: Any) -> None:

@@ -31,7 +31,7 @@ from ..comm import World
 from ..core import files
 from ..data_parallel.profiling import BucketCost, BucketTimes, GpuTimes, critical_path, mirrored_need, reduction_seconds
 from ..data_parallel.trainer import BaseTrainer
-from ..engine.trace import Span, Trace
+from ..engine.engine import Span, Trace
 from ..errors import ConfigError, DataError, is_number, shortened
 from .metrics import Record, read_metrics
 from .progress import LARGEST, by_powers, loss_text, slowest_rank, styled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..autograd import Tensor
-from ..autograd.dispatch import catch_up
+from ..autograd.tape import catch_up
 from ..collectives import allreduce
 from ..comm import World, init
 from ..comm.world import require_world

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from hpcdp.autograd import Tensor
-from hpcdp.autograd.dispatch import CALLS, OPERATORS, operator
+from hpcdp.autograd.tape import CALLS, OPERATORS, operator
 
 LIMIT_S = 20
 

@@ -10,7 +10,7 @@ import pytest
 
 from hpcdp import autograd, nn, optim
 from hpcdp.autograd import Tensor
-from hpcdp.autograd.dispatch import CALLS, OPERATORS, operator
+from hpcdp.autograd.tape import CALLS, OPERATORS, operator
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError
 from hpcdp.train.trainer import Trainer

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hpcdp import collectives
-from hpcdp.bench import collective, command, measure, point_to_point, probe
+from hpcdp.bench import command, communication, measure, tune
 from hpcdp.bench.measure import Series
 from hpcdp.collectives import cost_model
 from hpcdp.collectives.cost_model import ETHERNET, FABRIC, Link, Topology
@@ -29,7 +29,7 @@ BLOCKING = [name for name in command.COLLECTIVES if name != "iallreduce"]
 
 @pytest.fixture(autouse=True)
 def _short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_SIZES", (4 << 10, 1 << 20))
+    monkeypatch.setattr(tune, "_SIZES", (4 << 10, 1 << 20))
 
 
 @pytest.fixture(autouse=True)
@@ -105,8 +105,8 @@ def test_osu_full_columns(capsys: pytest.CaptureFixture[str]) -> None:
 def test_predictions_stand_behind_osu_s_columns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probe.registry, "crowded", lambda world: "")
-    monkeypatch.setattr(probe, "probe", lambda world: ETHERNET)
+    monkeypatch.setattr(tune.registry, "crowded", lambda world: "")
+    monkeypatch.setattr(tune, "probe", lambda world: ETHERNET)
     bench(2, "allreduce", "-m", "64:64", "-f", "-c", "--predict")
     *_, heading, line = capsys.readouterr().out.splitlines()
     assert heading.endswith("  Iterations        Validation     Predicted(us)") and len(line) == len(heading)
@@ -205,19 +205,19 @@ def test_a_nonblocking_one_that_is_not_waited_for_fails(monkeypatch: pytest.Monk
     class Nothing:
         def wait(self) -> None: ...
 
-    monkeypatch.setattr(collective.collectives, "iallreduce", lambda *_: Nothing())
+    monkeypatch.setattr(communication.collectives, "iallreduce", lambda *_: Nothing())
     assert bench(2, "iallreduce", "-m", "64:64") == [1, 1]
 
 
 @pytest.mark.parametrize("name", command.PAIRS)
 def test_lost_messages_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = point_to_point.own_messages
+    honest = communication.own_messages
 
-    def stale(world: World) -> point_to_point.PairMessages:
+    def stale(world: World) -> communication.PairMessages:
         ways = honest(world)
-        return point_to_point.PairMessages(lambda x, to: ways.send(x * 0, to), ways.receive, ways.finish)
+        return communication.PairMessages(lambda x, to: ways.send(x * 0, to), ways.receive, ways.finish)
 
-    monkeypatch.setattr(point_to_point, "own_messages", stale)
+    monkeypatch.setattr(communication, "own_messages", stale)
     assert 1 in bench(2, name, "-m", "64:64")
 
 
@@ -225,11 +225,11 @@ def test_bandwidth_of_both_ways_is_that_of_the_slower_end(monkeypatch: pytest.Mo
     def timed(candidates: list[Any], *_: Any) -> dict[str, Series]:
         return {"own": Series([4000 if candidates[0].rank else 1000], 1)}
 
-    monkeypatch.setattr(point_to_point, "alternate", timed)
+    monkeypatch.setattr(communication, "alternate", timed)
 
     def mb_s(pattern: str) -> tuple[float, float]:
-        how = point_to_point.Sweep(pattern, np.dtype(np.int8), window=2)
-        (row,) = thread_comm.run(3, lambda world: list(point_to_point.sweep(how, [1000], world)))[0]
+        how = communication.PairSweep(pattern, np.dtype(np.int8), window=2)
+        (row,) = thread_comm.run(3, lambda world: list(communication.sweep_pairs(how, [1000], world)))[0]
         return row["mb_s"], row["median_mb_s"]
 
     assert mb_s("bandwidth") == pytest.approx((2000, 2000))
@@ -238,7 +238,7 @@ def test_bandwidth_of_both_ways_is_that_of_the_slower_end(monkeypatch: pytest.Mo
 
 def test_the_limit_of_a_plot_is_a_link_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = command.parse(["allreduce", "--plot", "curve.png"])
-    monkeypatch.setattr(probe, "_LINK_REPEATS", 1)
+    monkeypatch.setattr(tune, "_LINK_REPEATS", 1)
 
     def rank(world: World) -> bool:
         name, rate = command._limit(settings, world)
@@ -302,15 +302,15 @@ def test_plot(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(("name", "turns"), [("allreduce", 12), ("iallreduce", 12), ("latency", 12), ("bandwidth", 7)])
 def test_a_plot_compares_turn_by_turn(name: str, turns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "LIMIT_NBYTES", 1 << 20)
-    monkeypatch.setattr(point_to_point, "library_messages", point_to_point.own_messages)
+    monkeypatch.setattr(communication, "library_messages", communication.own_messages)
     together = []
 
     def seen(candidates: list[Any], *rest: Any) -> Any:
         together.append(len({each.name for each in candidates}))
         return measure.alternate(candidates, *rest)
 
-    monkeypatch.setattr(collective, "alternate", seen)
-    monkeypatch.setattr(point_to_point, "alternate", seen)
+    monkeypatch.setattr(communication, "alternate", seen)
+    monkeypatch.setattr(communication, "alternate", seen)
     report = tmp_path / "report.json"
     given = [name, "-m", "4K:16K", "--factor", "4", "-i", str(turns), "-x", "1", "--json", str(report)]
     settings = command.parse([*given, "--plot", str(tmp_path / "curve.png")])
@@ -325,9 +325,9 @@ def test_a_plot_compares_turn_by_turn(name: str, turns: int, tmp_path: Path, mon
 def test_predictions_stand_beside(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probe.registry, "crowded", lambda world: "")
+    monkeypatch.setattr(tune.registry, "crowded", lambda world: "")
     if name not in ("latency", "allreduce"):  # one of messages and one collective measure links, as all would
-        monkeypatch.setattr(probe, "probe", lambda world: ETHERNET)
+        monkeypatch.setattr(tune, "probe", lambda world: ETHERNET)
     report = tmp_path / "report.json"
     assert bench(2, name, "-m", "4K:1M", "--factor", "256", "--predict", "--json", str(report)) == [0] * 2
     lines = capsys.readouterr().out.splitlines()
@@ -360,14 +360,14 @@ def test_ranks_that_share_cores_get_no_prediction(
 
 
 def test_predictions_are_those_of_the_model_and_the_chosen_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe.registry, "crowded", lambda world: "")
-    monkeypatch.setattr(probe, "probe", lambda world: FABRIC)
+    monkeypatch.setattr(tune.registry, "crowded", lambda world: "")
+    monkeypatch.setattr(tune, "probe", lambda world: FABRIC)
 
     def rank(world: World) -> dict[str, float]:
         found = {}
         for algorithm in ("auto", "shared", "ring"):
             settings = command.parse(["allreduce", "-m", "1M:1M", "--algorithm", algorithm])
-            predicted, _ = probe.predictor(settings, world)
+            predicted, _ = tune.predictor(settings, world)
             assert predicted is not None
             found |= {algorithm: predicted({"nbytes": 1 << 20, "total_nbytes": 1 << 20})["predicted_us"]}
         return found
@@ -380,13 +380,13 @@ def test_predictions_are_those_of_the_model_and_the_chosen_algorithm(monkeypatch
 
 def test_predictions_of_messages_are_those_of_the_link_between_the_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     links = {"inside": Link(1e-6, 2e-10, 1e-10), "across": Link(20e-6, 1e-9, 1e-9)}
-    monkeypatch.setattr(probe.registry, "crowded", lambda world: "")
-    monkeypatch.setattr(probe, "probe", lambda world: replace(ETHERNET, call_s=4e-6, **links))
+    monkeypatch.setattr(tune.registry, "crowded", lambda world: "")
+    monkeypatch.setattr(tune, "probe", lambda world: replace(ETHERNET, call_s=4e-6, **links))
 
     def rank(world: World) -> list[float]:
         found = []
         for name in ("latency", "bandwidth", "bibandwidth", "multi_pair"):
-            predicted, _ = probe.predictor(command.parse([name, "-W", "1000000"]), world)
+            predicted, _ = tune.predictor(command.parse([name, "-W", "1000000"]), world)
             assert predicted is not None
             found += predicted({"nbytes": 10**6}).values()
         return found
@@ -491,8 +491,8 @@ def test_a_nonblocking_peer_that_reduces_in_its_own_way(given: list[str], tmp_pa
     settings = command.parse(["iallreduce", "-m", "64:64", *given, *QUICK])
 
     def rank(world: World) -> dict[str, Any]:
-        how = collective.CollectiveSweep("iallreduce", dtype_of(settings.dtype), settings.op, iterations=3, warmup=1)
-        (row,) = collective.overlap_sweep(how, [64], world, beside_library=True)
+        how = communication.CollectiveSweep("iallreduce", dtype_of(settings.dtype), settings.op, iterations=3, warmup=1)
+        (row,) = communication.overlap_sweep(how, [64], world, beside_library=True)
         return row
 
     for row in thread_comm.run(2, rank):

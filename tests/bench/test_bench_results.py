@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.bench import results
+from hpcdp.bench import measure
 from hpcdp.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(ConfigError, match=r"result\.json cannot be written: No space left on device"):
-        results.write(str(path), "new")
+        measure.write(str(path), "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -27,11 +27,11 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
 def test_links_stay_and_devices_are_written_in_place(tmp_path: Path) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     link.symlink_to(target)
-    results.check_writable("test", [str(link), None, "", "/dev/null"])
+    measure.check_writable("test", [str(link), None, "", "/dev/null"])
     assert list(tmp_path.iterdir()) == [link]
     for content in ("first", b"second"):
-        results.write(str(link), content)
-    results.write("/dev/null", "third")
+        measure.write(str(link), content)
+    measure.write("/dev/null", "third")
     assert link.is_symlink()
     assert target.read_text() == "second"
     assert not Path("/dev/null").is_file()
@@ -41,8 +41,8 @@ def test_the_check_touches_nothing(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text("old")
     before = os.stat(path).st_mtime_ns
-    results.check_writable("test", [str(path), str(tmp_path / "new")])
+    measure.check_writable("test", [str(path), str(tmp_path / "new")])
     assert list(tmp_path.iterdir()) == [path]
     assert os.stat(path).st_mtime_ns == before
     with pytest.raises(ConfigError, match="test: there is no folder"):
-        results.check_writable("test", [str(tmp_path / "nowhere" / "new")])
+        measure.check_writable("test", [str(tmp_path / "nowhere" / "new")])

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from hpcdp.bench import probe, tune
+from hpcdp.bench import tune
 from hpcdp.bench.tune import Effort
 from hpcdp.collectives import ALGORITHMS, registry
 from hpcdp.comm import thread_comm
@@ -16,13 +16,13 @@ SHORT = Effort((4, 16, 64, 4096), seconds=0.001, iterations=3)
 
 @pytest.fixture(autouse=True)
 def _short_probes(monkeypatch):
-    monkeypatch.setattr(probe, "_SIZES", (4 << 10, 1 << 20))
+    monkeypatch.setattr(tune, "_SIZES", (4 << 10, 1 << 20))
 
 
 @pytest.fixture
 def links_are_known(monkeypatch):
     """Links are not measured: what is shown or saved is looked at, not the machine."""
-    monkeypatch.setattr(probe, "probe", lambda world: registry.ETHERNET)
+    monkeypatch.setattr(tune, "probe", lambda world: registry.ETHERNET)
 
 
 @pytest.fixture(autouse=True)
@@ -245,7 +245,7 @@ def test_an_unknown_collective_is_told_with_the_valid_ones():
     [(2, None), pytest.param(5, None, marks=pytest.mark.thorough), (2, 1), (5, (2, 2, 1)), (4, 2)],
 )
 def test_links_are_measured_on_any_nodes(sizes, per_node):
-    found = thread_comm.run(sizes, probe.probe, per_node)
+    found = thread_comm.run(sizes, tune.probe, per_node)
     assert found == [found[0]] * sizes
     machine = found[0]
     if per_node != 1:
@@ -258,7 +258,7 @@ def test_links_are_measured_on_any_nodes(sizes, per_node):
         assert machine.across != registry.ETHERNET.across
     for name in ("copy_s_per_byte", "gamma_s_per_byte", "message_s", "wait_s", "call_s"):
         assert 0 < getattr(machine, name) < 0.1
-    assert len(probe.describe(machine, per_node is not None)) == (4 if per_node is not None else 3)
+    assert len(tune.describe(machine, per_node is not None)) == (4 if per_node is not None else 3)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 import bench_fabric as fabric
 from bench_harness import verdicts
-from hpcdp.bench import probe
+from hpcdp.bench import tune
 from hpcdp.bench.measure import MeasuringSchedule
 from hpcdp.collectives import ALGORITHMS
 from hpcdp.comm import thread_comm
@@ -69,7 +69,7 @@ def test_candidates_are_validated_and_those_that_do_not_fit_are_left_out() -> No
     def measured(world: Any) -> tuple[list[str], dict[str, Any], dict[str, float]]:
         names = fabric.usable(world, ["auto", "ring", "shared", "hierarchical"])
         row = fabric.measure(world, names, [], 4096, MeasuringSchedule(turns=2, repeats=1, warmup=1))
-        return names, row, probe.link_rates(world, 1 << 16)
+        return names, row, tune.link_rates(world, 1 << 16)
 
     answers = thread_comm.run(4, measured, ranks_per_node=2)
     names, row, rates = answers[0]

@@ -5,7 +5,7 @@ import pytest
 
 import bench_floor as floor
 from bench_floor import Floor
-from hpcdp.bench import probe
+from hpcdp.bench import tune
 from hpcdp.bench.measure import MeasuringSchedule, alternate
 from hpcdp.comm import World, thread_comm
 from hpcdp.errors import UnsupportedError
@@ -47,7 +47,7 @@ def test_a_missing_contribution_is_wrong() -> None:
 def test_limits_of_the_machine_are_positive() -> None:
     def each(world: World) -> tuple[float, dict[str, float]]:
         limits = Floor(world, 4)
-        return limits.line_round_trip_ns(10), probe.copy_rates(world, 1 << 16, 1)
+        return limits.line_round_trip_ns(10), tune.copy_rates(world, 1 << 16, 1)
 
     for round_trip, rates in thread_comm.run(2, each):
         assert round_trip > 0

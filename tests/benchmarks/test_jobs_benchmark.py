@@ -13,7 +13,7 @@ from hpcdp.errors import LaunchError
 # A job whose launcher starts another process, which runs on unless somebody ends it.
 JOB = """
 import pathlib, subprocess, sys
-from hpcdp.launch.cleanup import bound
+from hpcdp.launch.process_monitor import bound
 below = subprocess.Popen(["sleep", "60"], preexec_fn=bound())
 pathlib.Path(sys.argv[1]).write_text(str(below.pid))
 below.wait()

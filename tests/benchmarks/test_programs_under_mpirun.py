@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import hpcdp
-from hpcdp.bench import command, probe
+from hpcdp.bench import command, tune
 from hpcdp.core.environment import launched_ranks
 
 pytestmark = pytest.mark.mpi
@@ -39,7 +39,7 @@ Run = Callable[[str], Found]
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The machine's limits need not be exact, and the tests that follow have all cores."""
     monkeypatch.setattr(command, "LIMIT_NBYTES", 1 << 16)
-    monkeypatch.setattr(probe.copy_rates, "__defaults__", (1 << 16, 1))
+    monkeypatch.setattr(tune.copy_rates, "__defaults__", (1 << 16, 1))
     cores = os.sched_getaffinity(0)
     yield
     os.sched_setaffinity(0, cores)

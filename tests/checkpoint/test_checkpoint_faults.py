@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import samples
 
-from hpcdp.checkpoint import Manager, directory, inspect, manifest, verify
+from hpcdp.checkpoint import Manager, directory, inspect, manifest
 from hpcdp.comm import thread_comm
 from hpcdp.errors import DataError
 
@@ -181,11 +181,11 @@ def test_a_checkpoint_in_the_folder_of_another_step(run):
     shutil.copytree(directory.path_of(run, OLDER), copy)
     what = f"step {OLDER} in a folder of step {NEWER + 1}"
     assert inspect.overview(run).checkpoints[-1].damage == f"{MANIFEST}: {what}"
-    assert list(verify.faults(copy)) == [f"{MANIFEST}: {what}"]
+    assert list(inspect.faults(copy)) == [f"{MANIFEST}: {what}"]
     with pytest.warns(UserWarning, match=rf"{MANIFEST}\]: got {what}: taking step {NEWER} instead"):
         thread_comm.run(2, lambda world: samples.check(Manager(run, world).restore().state, NEWER, world.rank, 2, 2))
     copy.rename(run / "kept by hand")
-    assert list(verify.faults(run / "kept by hand")) == []
+    assert list(inspect.faults(run / "kept by hand")) == []
 
 
 @pytest.mark.parametrize("instead", ["nothing", "a folder", "a pipe"])

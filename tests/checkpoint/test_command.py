@@ -16,7 +16,7 @@ import pytest
 from saved import flip, save
 
 from hpcdp import cli
-from hpcdp.checkpoint import Manager, inspect, manifest, verify
+from hpcdp.checkpoint import Manager, inspect, manifest
 from hpcdp.checkpoint.directory import WriterLock
 from hpcdp.comm import thread_comm
 
@@ -289,7 +289,7 @@ def test_ls_leaves_out_what_a_job_removes_meanwhile(place, run, folder, monkeypa
 
 
 @pytest.mark.parametrize(
-    "place", [(inspect, "size_of"), (verify, "faults"), (manifest, "read"), (verify, "_index_faults")]
+    "place", [(inspect, "size_of"), (inspect, "faults"), (manifest, "read"), (inspect, "_index_faults")]
 )
 def test_verify_takes_what_a_job_removes_meanwhile_for_no_fault(place, run, folder, monkeypatch):
     """Not of that checkpoint alone: `overview`, too, reads manifests."""

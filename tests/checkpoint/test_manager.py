@@ -15,7 +15,7 @@ import samples
 from on_threads import caught, restore, save
 from pairs import pairs
 
-from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, directory, flatten, verify
+from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, directory, flatten, inspect
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError, MismatchError, UnsupportedError
 
@@ -157,7 +157,7 @@ def test_links_to_checkpoints_elsewhere(tmp_path):
     save(folder, 2, 1, keep=1)
     save(folder, 3, 1, keep=1)
     assert sorted(each.name for each in folder.iterdir()) == ["step-0000000003", "writer.lock"]
-    assert [*verify.faults(archive)] == [*verify.faults(tmp_path / "again")] == []
+    assert [*inspect.faults(archive)] == [*inspect.faults(tmp_path / "again")] == []
 
 
 def test_a_damaged_manifest_does_not_keep_others_from_being_removed(tmp_path):
@@ -195,7 +195,7 @@ def test_a_checkpoint_without_its_index_is_restored(harm, message, tmp_path):
             assert restored.step == 2 and np.all(restored.state["a"] == 2)
     assert len(said) == 1 and message in str(said[0].message) and "\n" not in str(said[0].message)
     assert said[0].filename == __file__
-    assert any(fault.startswith("index.h5: ") for fault in verify.faults(tmp_path / "step-0000000002"))
+    assert any(fault.startswith("index.h5: ") for fault in inspect.faults(tmp_path / "step-0000000002"))
 
 
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from on_threads import restore, save
 from saved import flip
 
 from hpcdp import nn
-from hpcdp.checkpoint import Part, PerRank, Sharded, directory, manifest, verify
+from hpcdp.checkpoint import Part, PerRank, Sharded, directory, inspect, manifest
 from hpcdp.core.arrays import dtype_of, to_host
 from hpcdp.errors import ConfigError, DataError, UnsupportedError
 
@@ -52,7 +52,7 @@ def test_a_matrix_is_an_array_of_two_dimensions(n, compression, tmp_path):
     """Also where it has several blocks, and several ranks write it."""
     saved = np.matrix(np.arange(400_003, dtype="f4"))
     save(tmp_path, 1, n, lambda step, world: {"x": saved}, compression=compression)
-    assert not [*verify.faults(tmp_path / "step-0000000001")]
+    assert not [*inspect.faults(tmp_path / "step-0000000001")]
     for found in restore(tmp_path, 3 - n, lambda world: {"x": np.zeros_like(saved)}):
         assert type(found.state["x"]) is np.matrix and np.array_equal(found.state["x"], saved)
     assert np.array_equal(restore(tmp_path, 1)[0].state["x"], np.asarray(saved))
@@ -165,7 +165,7 @@ def test_parts_of_another_order_of_bytes(dtypes, tmp_path):
         return {"cut": Sharded((6,), np.dtype(dtype), [Part(3 * rank, values[3 * rank : 3 * rank + 3].astype(dtype))])}
 
     save(tmp_path, 1, 2, lambda step, world: state(world.rank, dtypes[0], values))
-    assert [*verify.faults(tmp_path / "step-0000000001")] == []
+    assert [*inspect.faults(tmp_path / "step-0000000001")] == []
     assert np.array_equal(restore(tmp_path, 1)[0].state["cut"], values.astype("<f4"))
     into = [state(rank, dtypes[1], np.zeros(6)) for rank in range(2)]
     restore(tmp_path, 2, lambda world: into[world.rank])

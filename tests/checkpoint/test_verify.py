@@ -14,7 +14,7 @@ from on_threads import restore
 from saved import flip, save
 
 from hpcdp.checkpoint import manifest
-from hpcdp.checkpoint.verify import faults
+from hpcdp.checkpoint.inspect import faults
 from hpcdp.errors import DataError
 
 

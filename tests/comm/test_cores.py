@@ -8,7 +8,7 @@ import pytest
 
 from hpcdp.core.environment import THREAD_VARIABLES
 from hpcdp.launch import mpi_library
-from hpcdp.launch.rank_environment import environment
+from hpcdp.launch.mpi_library import environment
 
 CORES = len(os.sched_getaffinity(0))
 TELLS = """

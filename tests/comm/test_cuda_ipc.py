@@ -10,8 +10,7 @@ from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
 from hpcdp.comm import gpu_groups, thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.cuda_memory import CudaIpc
-from hpcdp.comm.gpu_transports import GpuTransport, RowSize, parts_of
+from hpcdp.comm.cuda_memory import CudaIpc, GpuTransport, RowSize, parts_of
 from hpcdp.comm.tasks import TaskGroup
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import dtype_of

@@ -11,7 +11,7 @@ from parameters_on_gpus import show_gpus
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
 from hpcdp.comm import gpu_groups, thread_comm
-from hpcdp.comm.gpu_transports import GpuTransport, RowSize, parts_of
+from hpcdp.comm.cuda_memory import GpuTransport, RowSize, parts_of
 from hpcdp.comm.tasks import TaskGroup
 from hpcdp.core.arrays import dtype_of
 from hpcdp.core.devices import Streams, gpu

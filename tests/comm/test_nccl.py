@@ -9,8 +9,8 @@ from rows_on_gpus import assert_summed, summed_and_brought_to_all, write
 
 from hpcdp.comm import gpu_groups, thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_transports import GpuTransport, Offer, RowSize, parts_of
-from hpcdp.comm.nccl import Nccl
+from hpcdp.comm.cuda_memory import GpuTransport, Offer, RowSize, parts_of
+from hpcdp.comm.gpu_groups import Nccl
 from hpcdp.comm.tasks import TaskGroup, run_until_complete
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import dtype_of

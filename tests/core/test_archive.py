@@ -13,7 +13,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from hpcdp.core import archive
+from hpcdp.core import files
 from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import DataError
 
@@ -24,8 +24,8 @@ def test_what_was_written_is_read(tmp_path):
     path = tmp_path / "file.npz"
     arrays = {"a/b": np.arange(6.0).reshape(2, 3), "none": np.zeros((0, 2), "f2")}
     arrays["brain"] = np.array([[1.5], [np.inf]], dtype_of("bfloat16"))
-    archive.write("save", path, "header", {"steps": 3, "name": "x", "more": None}, arrays)
-    header, found = archive.read("load", path, "header", FIELDS, "save()")
+    files.write("save", path, "header", {"steps": 3, "name": "x", "more": None}, arrays)
+    header, found = files.read("load", path, "header", FIELDS, "save()")
     assert header == {"steps": 3, "name": "x", "more": None}
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
@@ -36,13 +36,13 @@ def test_what_was_written_is_read(tmp_path):
 def test_threads_read_at_once(tmp_path):
     """What CPython's parser counts is shared by the threads; collections amid it let another thread in."""
     path = tmp_path / "file.npz"
-    archive.write("save", path, "header", {"steps": 1, "name": "x"}, {"a": np.zeros((2, 3)), "b": np.zeros(4)})
+    files.write("save", path, "header", {"steps": 1, "name": "x"}, {"a": np.zeros((2, 3)), "b": np.zeros(4)})
     failures = []
 
     def read():
         try:
             for _ in range(50):
-                archive.read("load", path, "header", FIELDS, "save()")
+                files.read("load", path, "header", FIELDS, "save()")
         except BaseException as error:
             failures.append(error)
 
@@ -66,20 +66,20 @@ def test_threads_read_at_once(tmp_path):
 
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path):
     path = tmp_path / "file.npz"
-    archive.write("save", path, "header", {"steps": 1}, {})
+    files.write("save", path, "header", {"steps": 1}, {})
     before = path.read_bytes()
     path.with_name("file.npz.part").mkdir()
     with pytest.raises(DataError, match=r"save \[.*file.npz\]: expected a file that can be written, got"):
-        archive.write("save", path, "header", {"steps": 2}, {})
+        files.write("save", path, "header", {"steps": 2}, {})
     assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("header", [{"steps": "3", "name": "x"}, {"steps": 3}, [3], 3, {"steps": True, "name": "x"}])
 def test_another_header_is_refused(header, tmp_path):
     path = tmp_path / "file.npz"
-    archive.write("save", path, "header", header, {})
+    files.write("save", path, "header", header, {})
     with pytest.raises(DataError, match=r"load \[.*\]: expected a file of save\(\), got"):
-        archive.read("load", path, "header", FIELDS, "save()")
+        files.read("load", path, "header", FIELDS, "save()")
 
 
 def test_objects_are_not_unpickled(tmp_path):
@@ -87,7 +87,7 @@ def test_objects_are_not_unpickled(tmp_path):
     with open(path, "wb") as file:
         np.savez(file, header=np.array('{"steps": 1, "name": "x"}'), bad=np.array([{}], object))
     with pytest.raises(DataError, match="expected a file of"):
-        archive.read("load", path, "header", FIELDS, "save()")
+        files.read("load", path, "header", FIELDS, "save()")
 
 
 def test_what_is_wrong_is_said_without_advice_of_others(tmp_path):
@@ -98,12 +98,12 @@ def test_what_is_wrong_is_said_without_advice_of_others(tmp_path):
         else:
             path.write_bytes(content)
         with pytest.raises(DataError, match=r"expected a file of save\(\), got a file of another kind$"):
-            archive.read("load", path, "header", FIELDS, "save()")
+            files.read("load", path, "header", FIELDS, "save()")
     with pytest.raises(DataError, match=r"got No such file or directory$"):
-        archive.read("load", tmp_path / "none", "header", FIELDS, "save()")
+        files.read("load", tmp_path / "none", "header", FIELDS, "save()")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match=r"got no regular file$"):
-        archive.read("load", tmp_path / "pipe", "header", FIELDS, "save()")
+        files.read("load", tmp_path / "pipe", "header", FIELDS, "save()")
 
 
 @pytest.mark.parametrize(
@@ -121,21 +121,21 @@ def test_what_is_wrong_is_said_without_advice_of_others(tmp_path):
 )
 def test_a_crafted_array_is_named(descr, shape, got, tmp_path):
     path = tmp_path / "file.npz"
-    archive.write("save", path, "header", {"steps": 1, "name": "x"}, {})
+    files.write("save", path, "header", {"steps": 1, "name": "x"}, {})
     text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}\n".encode()
     array = b"\x93NUMPY\1\0" + struct.pack("<H", len(text)) + text + bytes(24) if descr else b"anything"
     with zipfile.ZipFile(path, "a") as file:
         file.writestr("a.npy", array)
     with pytest.raises(DataError) as caught:
-        archive.read("load", path, "header", FIELDS, "save()")
+        files.read("load", path, "header", FIELDS, "save()")
     assert caught.value.got == got
 
 
 def test_what_the_system_refuses_is_said_as_it_says_it(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"expected a file of save\(\), got Is a directory$"):
-        archive.read("load", tmp_path, "header", FIELDS, "save()")
+        files.read("load", tmp_path, "header", FIELDS, "save()")
     path = tmp_path / "file.npz"
-    archive.write("save", path, "header", {"steps": 1, "name": "x"}, {})
+    files.write("save", path, "header", {"steps": 1, "name": "x"}, {})
 
     def refused(*_, **__):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -144,7 +144,7 @@ def test_what_the_system_refuses_is_said_as_it_says_it(tmp_path, monkeypatch):
         for module in (builtins, io):
             patch.setattr(module, "open", refused)
         with pytest.raises(DataError, match=r"expected a file of save\(\), got Permission denied$"):
-            archive.read("load", path, "header", FIELDS, "save()")
+            files.read("load", path, "header", FIELDS, "save()")
 
 
 def npy(header, values=b""):
@@ -169,7 +169,7 @@ def described(shape, descr="'<f8'"):
 )  # fmt: skip
 def test_an_array_that_says_what_is_not_so_is_one_line(member, tmp_path):
     path = tmp_path / "file.npz"
-    archive.write("save", path, "header", {"steps": 1, "name": "x"}, {})
+    files.write("save", path, "header", {"steps": 1, "name": "x"}, {})
     with zipfile.ZipFile(path, "a") as file:
         file.writestr("a.npy", member)
     require_refused(path)
@@ -179,7 +179,7 @@ def test_an_archive_that_grows_when_it_is_read_is_one_line(tmp_path):
     path = tmp_path / "file.npz"
     np.savez_compressed(path, header=np.array('{"steps": 1, "name": "x"}'), x=np.zeros(10**6))
     assert "compressed" in require_refused(path)
-    archive.write("save", path, "header", {"steps": 1, "name": "x"}, {"x": np.zeros(100)})
+    files.write("save", path, "header", {"steps": 1, "name": "x"}, {"x": np.zeros(100)})
     with zipfile.ZipFile(path, "a") as file:
         file.filelist += file.filelist[-1:] * 20  # one array's bytes under many entries of the directory
         file.writestr("y", b"")
@@ -188,7 +188,7 @@ def test_an_archive_that_grows_when_it_is_read_is_one_line(tmp_path):
 
 def require_refused(path):
     with pytest.raises(DataError, match=r"^load \[.*\]: expected a file of save\(\), got .") as info:
-        archive.read("load", path, "header", FIELDS, "save()")
+        files.read("load", path, "header", FIELDS, "save()")
     assert len(str(info.value).splitlines()) == 1
     return str(info.value)
 
@@ -196,9 +196,9 @@ def require_refused(path):
 @pytest.mark.parametrize(("place", "value"), [(6, 200), (8, 0x01), (8, 0x20), (8, 0x40), (10, 8), (10, 99)])
 def test_bytes_that_are_damaged_are_no_error_of_zipfile(tmp_path, place, value):
     path = tmp_path / "file.npz"
-    archive.write("save", path, "header", {"steps": 1, "name": "x"}, {"x": np.arange(5)})
+    files.write("save", path, "header", {"steps": 1, "name": "x"}, {"x": np.arange(5)})
     damaged = bytearray(path.read_bytes())
     damaged[damaged.index(b"PK\x01\x02") + place] = value
     path.write_bytes(damaged)
     with pytest.raises(DataError, match=r"load \[.*\]: expected a file of save\(\), got"):
-        archive.read("load", path, "header", FIELDS, "save()")
+        files.read("load", path, "header", FIELDS, "save()")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdp import data
-from hpcdp.data import csv
+from hpcdp.data import datasets
 from hpcdp.errors import ConfigError, DataError
 
 
@@ -33,7 +33,7 @@ def test_the_text_that_ships():
     assert (len(train), len(test)) == (2817, 313)
     assert train.num_classes == test.num_classes == 62
     assert train.decode(train[0][0]).startswith("First Citizen:\nBefore we proceed any further")
-    whole = gzip.decompress(csv.PATH.read_bytes()).decode()
+    whole = gzip.decompress(datasets.PATH.read_bytes()).decode()
     assert set(whole) == set(train.characters)
     last, _ = train[len(train) - 1]
     first, _ = test[0]
@@ -50,8 +50,8 @@ def test_what_is_wrong_is_said(monkeypatch, tmp_path):
         data.TextDataset("abc", 2, characters="ab")
     with pytest.raises(ConfigError, match=r"data set \[shakespeare\]: expected no image_size, it is text, got 28"):
         data.load("shakespeare", image_size=28)
-    monkeypatch.setattr(csv, "PATH", tmp_path / "torn.gz")
+    monkeypatch.setattr(datasets, "PATH", tmp_path / "torn.gz")
     for content in (b"", gzip.compress(b"abc" * 99)[:20], b"\x1f\x8b" + bytes(30), gzip.compress(b"\xff")):
-        csv.PATH.write_bytes(content)
+        datasets.PATH.write_bytes(content)
         with pytest.raises(DataError, match=r"read text .*expected an undamaged file"):
             data.load("shakespeare")

@@ -26,17 +26,17 @@ from hpcdp import optim
 from hpcdp.collectives import compressed
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_transports import GpuTransport
+from hpcdp.comm.cuda_memory import GpuTransport
 from hpcdp.comm.tasks import RunningTask, run_until_complete
 from hpcdp.comm.world import Gpu
 from hpcdp.compression import Compression, codecs
 from hpcdp.core.arrays import dtype_of, is_host, to_host
 from hpcdp.core.devices import Streams, gpu
 from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, sharded_update
-from hpcdp.data_parallel.inter_node import node_nbytes
+from hpcdp.data_parallel.reductions import node_nbytes
 from hpcdp.data_parallel.trainer_state import gather_residuals, give_residuals
 from hpcdp.errors import DeviceError, MismatchError, UnsupportedError
-from hpcdp.kernels.cuda import compress
+from hpcdp.kernels.cuda import gradients
 from hpcdp.train.trainer import Trainer
 
 NODES = [(2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, (2, 3)), (7, (4, 3))]
@@ -292,7 +292,7 @@ class CudaCodes:
         import cupy
 
         def call(*given):
-            found = getattr(compress, name)(*(cupy.Array(x) if isinstance(x, np.ndarray) else x for x in given))
+            found = getattr(gradients, name)(*(cupy.Array(x) if isinstance(x, np.ndarray) else x for x in given))
             cupy.cuda.get_current_stream().synchronize()
             return found
 
@@ -451,7 +451,7 @@ def test_training_on_gpus_is_training_on_the_host(gpus_on_host, monkeypatch, way
 
 def test_who_cannot_sum_in_the_node_is_told_why(gpus_on_host, monkeypatch):
     monkeypatch.setattr(comm_world, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
-    monkeypatch.setattr("hpcdp.comm.gpu_transports._nccl_version", lambda: 0)
+    monkeypatch.setattr("hpcdp.comm.cuda_memory._nccl_version", lambda: 0)
     with pytest.warns(UserWarning, match="summed in host memory, each rank for itself: local rank 0 has no GPU"):
         monkeypatch.setattr(comm_world, "visible", lambda: ())
         thread_comm.run(2, lambda world: make(world, False)[0].way)

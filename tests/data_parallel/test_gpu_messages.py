@@ -15,12 +15,12 @@ from hpcdp.checkpoint.manager import Manager
 from hpcdp.checkpoint.save import Saving
 from hpcdp.comm import cuda_memory, tasks, thread_comm
 from hpcdp.comm.communicator import wait_for
-from hpcdp.comm.gpu_transports import GpuTransport
+from hpcdp.comm.cuda_memory import GpuTransport
 from hpcdp.comm.roll_call import RollCall
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.core.arrays import dtype_of
 from hpcdp.core.devices import Streams
-from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, inter_node
+from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, reductions
 from hpcdp.errors import ConfigError, DeviceError
 
 COUNTS = {GpuTransport.NCCL: 8, GpuTransport.CUDA_IPC: 1, GpuTransport.HOST: 0}
@@ -81,8 +81,8 @@ def sums_of(world, way, dtype, overlap):
 def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run, short_nbytes):
     way, n, nodes, dtype, overlap = run
     show_gpus(monkeypatch, COUNTS[way])
-    monkeypatch.setattr(inter_node, "SHORT_NBYTES", short_nbytes)  # by a ring, and by halving
-    monkeypatch.setattr(inter_node, "fitting", lambda *of: 300)
+    monkeypatch.setattr(reductions, "SHORT_NBYTES", short_nbytes)  # by a ring, and by halving
+    monkeypatch.setattr(reductions, "fitting", lambda *of: 300)
     through_host = []
     copy = Streams.copy_async
 
@@ -107,8 +107,8 @@ def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run,
 @pytest.mark.parametrize(("gpus_on_host", "n"), in_turn(ORDERS, [2, 3, 4]), indirect=["gpus_on_host"])
 def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
     show_gpus(monkeypatch, 0)
-    monkeypatch.setattr(inter_node, "SHORT_NBYTES", 0)
-    monkeypatch.setattr(inter_node, "fitting", lambda *of: tasks.MESSAGE_NBYTES)
+    monkeypatch.setattr(reductions, "SHORT_NBYTES", 0)
+    monkeypatch.setattr(reductions, "fitting", lambda *of: tasks.MESSAGE_NBYTES)
     segment_nbytes = 300_000
     monkeypatch.setattr(gpu_reduction, "SEGMENT_NBYTES", segment_nbytes)
     sent = []
@@ -146,7 +146,7 @@ def test_who_waits_for_the_gpu_looks_after_the_node(reached, monkeypatch):
     def check(self):
         raise DeviceError("NCCL", got="a rank that is gone")
 
-    monkeypatch.setattr("hpcdp.comm.gpu_transports.LoneRow.check", check)
+    monkeypatch.setattr("hpcdp.comm.cuda_memory.LoneRow.check", check)
     with pytest.raises(DeviceError, match="a rank that is gone"), pytest.warns(UserWarning, match="gradients on GPUs"):
         thread_comm.run(2, lambda world: sums_of(world, GpuTransport.HOST, "f4", False))
 

@@ -11,7 +11,7 @@ from gpu_on_host import streams as gpu_streams
 from hpcdp import autograd, data, nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_transports import GpuTransport
+from hpcdp.comm.cuda_memory import GpuTransport
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import to_host
 from hpcdp.core.devices import cpu, gpu

@@ -5,7 +5,7 @@ import types
 import pytest
 
 from hpcdp.engine import Engine
-from hpcdp.engine.trace import Trace, nvtx
+from hpcdp.engine.engine import Trace, nvtx
 from hpcdp.errors import ConfigError
 
 

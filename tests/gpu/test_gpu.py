@@ -17,7 +17,7 @@ from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.world import Gpu
 from hpcdp.core.devices import gpu
-from hpcdp.launch.cleanup import adopt, end_orphans
+from hpcdp.launch.process_monitor import adopt, end_orphans
 
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
 THOROUGH = os.environ.get("HPCDP_TEST_THOROUGH")

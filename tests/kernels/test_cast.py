@@ -7,14 +7,14 @@ import pytest
 
 from hpcdp import kernels
 from hpcdp.core.arrays import dtype_of, is_half, words
-from hpcdp.kernels.reference import elementwise
+from hpcdp.kernels.reference import networks
 
 SIZES = [0, 1, 7, 31, 2048, 2049, 5003]
 
 
 @pytest.fixture(params=["reference", "numba"])
 def module(request):
-    return elementwise if request.param == "reference" else kernels.load("elementwise")
+    return networks if request.param == "reference" else kernels.load("elementwise")
 
 
 def every_float16():
@@ -129,7 +129,7 @@ def test_any_size_gives_the_bits_of_the_reference(cast, size):
     out, expected = (np.empty(size + 2, np.uint16 if cast.startswith("to") else np.float32) for _ in range(2))
     out[:] = expected[:] = 7
     getattr(kernels.load("elementwise"), cast)(x, out[1:-1])
-    getattr(elementwise, cast)(x, expected[1:-1])
+    getattr(networks, cast)(x, expected[1:-1])
     np.testing.assert_array_equal(out, expected)
 
 
@@ -140,7 +140,7 @@ def test_scale(size, dtype):
     factor = 1 / 3
     wide = x.astype(np.float32) if is_half(x) else x
     expected = (wide * wide.dtype.type(factor)).astype(x.dtype)
-    for module in (elementwise, kernels.load("elementwise")):
+    for module in (networks, kernels.load("elementwise")):
         out, inside = np.full_like(x, np.nan), x.copy()
         module.scale_into(words(x), factor, words(out))
         module.scale(words(inside), factor)

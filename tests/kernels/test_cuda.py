@@ -17,10 +17,10 @@ from hpcdp import kernels, optim
 from hpcdp.core.files import data_folder
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels import cuda, reference
-from hpcdp.kernels.cuda import compress, elementwise, reduce, sequences, update
-from hpcdp.kernels.reference import compress as reference_compress
-from hpcdp.kernels.reference import reduce as reference_reduce
-from hpcdp.kernels.reference import update as reference_update
+from hpcdp.kernels.cuda import gradients, networks
+from hpcdp.kernels.reference import gradients as reference_compress
+from hpcdp.kernels.reference import gradients as reference_reduce
+from hpcdp.kernels.reference import gradients as reference_update
 
 FOLDER = Path(cuda.__file__).parent
 SOURCES = data_folder("kernels")
@@ -33,12 +33,12 @@ def test_kernels_are_chosen_by_the_array(cupy: ModuleType) -> None:
     host = np.ones(3, np.float32)
     chosen = [kernels.kernels_for("update", x) for x in (host, standin.asarray(host))]
     assert chosen == [kernels.load("update"), reference_update]
-    assert kernels.kernels_for("update", cupy.asarray(host)) is update
+    assert kernels.kernels_for("update", cupy.asarray(host)) is gradients
     assert kernels.kernels_for("update", host, plain_on_host=True) is reference_update
 
 
 def test_numpy_does_not_import_cupy() -> None:
-    program = "import sys, numpy, hpcdp.kernels.cuda.update, hpcdp.optim as o; x = numpy.ones(3); "
+    program = "import sys, numpy, hpcdp.kernels.cuda.gradients, hpcdp.optim as o; x = numpy.ones(3); "
     program += "o.SGD(lr=0.1).update(x, x.copy(), {}, step=1); assert 'cupy' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -90,15 +90,15 @@ def test_an_optimizer_updates_by_one_launch(cupy: ModuleType, monkeypatch: pytes
 def test_arrays_that_kernels_cannot_read_are_refused(cupy: ModuleType) -> None:
     x = cupy.asarray(np.ones(8, np.float32))
     with pytest.raises(UnsupportedError, match=r"sgd.*float32 or float64.*float16"):
-        update.sgd(x.astype(np.float16), x.astype(np.float16), (0.1, 0.0, 1.0))
+        gradients.sgd(x.astype(np.float16), x.astype(np.float16), (0.1, 0.0, 1.0))
     with pytest.raises(UnsupportedError, match=r"4 float32.*strides \(8,\)"):
-        update.sgd(x[:4], x[::2], (0.1, 0.0, 1.0))
+        gradients.sgd(x[:4], x[::2], (0.1, 0.0, 1.0))
     with pytest.raises(UnsupportedError, match="contiguous arrays of 8 float32, got 7 float32"):
-        update.sgd(x, x[:7], (0.1, 0.0, 1.0))
+        gradients.sgd(x, x[:7], (0.1, 0.0, 1.0))
     with pytest.raises(UnsupportedError, match="got 8 float64"):
-        update.sgd(x, x.astype(np.float64), (0.1, 0.0, 1.0))
+        gradients.sgd(x, x.astype(np.float64), (0.1, 0.0, 1.0))
     with pytest.raises(UnsupportedError, match=r"to_float16.*uint16.*int32"):
-        elementwise.to_float16(x, x.astype(np.int32))
+        networks.to_float16(x, x.astype(np.int32))
 
 
 def test_a_source_is_complete_and_asks_for_no_header() -> None:
@@ -110,14 +110,14 @@ def test_a_source_is_complete_and_asks_for_no_header() -> None:
 
 def test_numbers_that_two_files_say_agree() -> None:
     assert f"THREADS = {cuda.THREADS}, WARP = {cuda.WARP} " in cuda.source("update")
-    assert f"PIECES = {reduce._PIECES} " in cuda.source("norms")
-    assert f"KEPT = {sequences._KEPT} " in cuda.source("cross_entropy")
-    assert f"COLUMNS = {elementwise._COLUMNS} " in cuda.source("epilogue")
-    assert f"MAX_ROWS = {reduce.MAX_ROWS} " in cuda.source("reduce")
+    assert f"PIECES = {gradients._PIECES} " in cuda.source("norms")
+    assert f"KEPT = {networks._KEPT} " in cuda.source("cross_entropy")
+    assert f"COLUMNS = {networks._COLUMNS} " in cuda.source("epilogue")
+    assert f"MAX_ROWS = {gradients.MAX_ROWS} " in cuda.source("reduce")
     assert f"BLOCK = {reference_compress.BLOCK} }};" in cuda.source("compress")
     constants = f"SHARE = {reference_compress.SHARE}, LARGEST = {reference_compress._LARGEST:.7e};".replace("e+", "e")
     assert constants in cuda.source("compress")
-    assert f"DIGIT_BITS = {compress._DIGIT_BITS}, " in cuda.source("compress")
+    assert f"DIGIT_BITS = {gradients._DIGIT_BITS}, " in cuda.source("compress")
     names = [name for name in vars(reference_reduce) if name in ("SUM", "PROD", "MIN", "MAX", "MEAN")]
     assert f"enum {{ {', '.join(names)} }};" in cuda.source("reduce")
 

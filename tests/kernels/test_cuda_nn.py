@@ -14,11 +14,11 @@ from hpcdp.autograd import Tensor, record
 from hpcdp.core.arrays import dtype_of, is_half
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels import cuda
-from hpcdp.kernels.cuda import convolution, cudnn_conv, elementwise, normalisation
-from hpcdp.kernels.reference import convolution as reference_convolution
-from hpcdp.kernels.reference import elementwise as reference_elementwise
-from hpcdp.kernels.reference import normalisation as reference_normalisation
-from hpcdp.kernels.reference.convolution import output_size
+from hpcdp.kernels.cuda import cudnn_conv, networks
+from hpcdp.kernels.reference import networks as reference_convolution
+from hpcdp.kernels.reference import networks as reference_elementwise
+from hpcdp.kernels.reference import networks as reference_normalisation
+from hpcdp.kernels.reference.networks import output_size
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 WINDOWS = [((2, 2), (2, 2), (0, 0)), ((3, 3), (2, 2), (1, 1)), ((3, 2), (1, 3), (1, 0)), ((2, 2), (3, 3), (0, 0))]
@@ -56,12 +56,12 @@ def test_add_bias_and_relu_gradient(dtype: str, relu: bool, cupy: ModuleType) ->
         y, bias, gy = (normal(shape, dtype, seed) for seed, shape in enumerate(shapes))
         y[:1, 0] = np.nan
         on_device = [cupy.asarray(x) for x in (y, bias, gy, np.empty_like(y))]
-        elementwise.add_bias(on_device[0], on_device[1], relu)
+        networks.add_bias(on_device[0], on_device[1], relu)
         summed = wide(y)
         reference_elementwise.add_bias(summed, wide(bias), relu)
         same_in(y.dtype, on_device[0], summed)
         expected = np.empty_like(summed)
-        elementwise.relu_gradient(on_device[2], on_device[0], on_device[3])
+        networks.relu_gradient(on_device[2], on_device[0], on_device[3])
         reference_elementwise.relu_gradient(wide(gy), summed, expected)
         same_in(y.dtype, on_device[3], expected)
 
@@ -77,22 +77,22 @@ def test_sums_and_relu_of_whole_arrays(dtype: str, offset: int, cupy: ModuleType
         reference_elementwise.relu(wide(b), x)
         ours, more = beginning_at(offset, cupy.asarray(a)), cupy.asarray(b)
         out = cupy.asarray(np.full_like(a, 7))
-        elementwise.relu(more, out)
+        networks.relu(more, out)
         same_in(a.dtype, out, x)
-        elementwise.add(ours, more, out)
+        networks.add(ours, more, out)
         same_in(a.dtype, out, expected)
-        elementwise.add(ours, more, ours)
+        networks.add(ours, more, ours)
         same_in(a.dtype, ours, expected)
 
 
 def test_sums_of_what_no_kernel_takes_are_cupys(cupy: ModuleType) -> None:
     numbers = cupy.asarray(np.arange(6).reshape(2, 3))
     out = cupy.asarray(np.zeros((2, 3), int))
-    elementwise.add(numbers, numbers, out)
+    networks.add(numbers, numbers, out)
     assert out.to_host().tolist() == [[0, 2, 4], [6, 8, 10]]
     turned = cupy.asarray(np.arange(-3, 3, dtype=np.float32).reshape(3, 2)).T
     out = cupy.asarray(np.zeros((2, 3), np.float32))
-    elementwise.relu(turned, out)
+    networks.relu(turned, out)
     assert out.to_host().tolist() == [[0, 0, 1], [0, 0, 2]]
 
 
@@ -105,7 +105,7 @@ def test_add_bias_to_images(dtype: str, relu: bool, cupy: ModuleType) -> None:
         reference_elementwise.add_bias(expected, wide(bias), relu)
         for offset in (0, 1):
             ours = beginning_at(offset, cupy.asarray(y))
-            elementwise.add_bias(ours, cupy.asarray(bias), relu)
+            networks.add_bias(ours, cupy.asarray(bias), relu)
             same_in(y.dtype, ours, expected, f"{shape}")
 
 
@@ -133,7 +133,7 @@ def test_bias_gradient(dtype: str, relu: bool, shape: tuple[int, ...], cupy: Mod
         there = beginning_at(offset, cupy.asarray(gy))
         on_device = (beginning_at(offset, cupy.asarray(y)), beginning_at(offset, cupy.asarray(np.full_like(gy, 7))))
         dbias = cupy.asarray(np.full(shape[1], 7, gy.dtype))
-        elementwise.bias_gradient(there, *(on_device if relu else (None, None)), dbias)
+        networks.bias_gradient(there, *(on_device if relu else (None, None)), dbias)
         same_in(gy.dtype, there, wide(gy))
         if relu:
             same_in(gy.dtype, on_device[1], masked)
@@ -163,7 +163,7 @@ def test_pooling(
 
     def same(name: str, *arrays: np.ndarray) -> None:
         on_device, given = [beginning_at(offset, cupy.asarray(each)) for each in arrays], [wide(x) for x in arrays]
-        getattr(convolution, name)(*on_device, *steps)
+        getattr(networks, name)(*on_device, *steps)
         getattr(reference_convolution, name)(*given, *steps)
         for ours, theirs in zip(on_device, given, strict=True):
             same_in(x.dtype, ours, theirs, name)
@@ -198,7 +198,7 @@ def test_convolution(
     for added in (bias, None):
         out = wide(np.full_like(gy, 7))
         ours = [None if each is None else cupy.asarray(each) for each in (x, weight, added, np.full_like(gy, 7))]
-        convolution.conv2d(*ours, stride, padding, relu)
+        networks.conv2d(*ours, stride, padding, relu)
         reference_convolution.conv2d(
             wide(x), wide(weight), None if added is None else wide(added), out, stride, padding, relu
         )
@@ -208,7 +208,7 @@ def test_convolution(
     x, out = np.where(np.isnan(x), np.zeros_like(x), x), out.astype(gy.dtype)
     arrays = (x, weight, gy, out) if relu else (x, weight, gy)
     on_device = [cupy.asarray(each) for each in arrays] + [None] * (4 - len(arrays))
-    convolution.conv2d_gradients(*on_device, tuple(into), stride, padding)
+    networks.conv2d_gradients(*on_device, tuple(into), stride, padding)
     given = *map(wide, (x, weight, gy)), wide(out) if relu else None
     reference_convolution.conv2d_gradients(*given, tuple(wanted), stride, padding)
     for ours, theirs in zip(into[:2], wanted, strict=False):
@@ -216,7 +216,7 @@ def test_convolution(
     few = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-5, "float64": 1e-13}[dtype]
     same_in(gy.dtype, into[2], wanted[2], error=few)
     alone = [None, cupy.asarray(np.zeros_like(weight)), None]
-    convolution.conv2d_gradients(*on_device, tuple(alone), stride, padding)
+    networks.conv2d_gradients(*on_device, tuple(alone), stride, padding)
     same(alone[1], wanted[1])
 
 
@@ -237,7 +237,7 @@ def test_batch_norm(dtype: str, shape: tuple[int, int, int], cupy: ModuleType) -
     def same(name: str, *arrays: Any, eps: tuple[float, ...] = (1e-5,), exact: bool = False) -> None:
         on_device = [tuple(map(cupy.asarray, x)) if isinstance(x, tuple) else cupy.asarray(x) for x in arrays]
         given = [tuple(map(wide, x)) if isinstance(x, tuple) else wide(x) for x in arrays]
-        getattr(normalisation, name)(*on_device, *eps)
+        getattr(networks, name)(*on_device, *eps)
         getattr(reference_normalisation, name)(*given, *eps)
         for ours, theirs in zip(flat(on_device), flat(given), strict=True):
             error = 0 if exact else of_element if ours.dtype == x.dtype else few
@@ -268,7 +268,7 @@ def test_one_reading_is_enough_for_a_variance(dtype: str, cupy: ModuleType) -> N
     )
     saved = tuple(cupy.asarray(np.empty(6, dtype)) for _ in wanted)
     of_channels = (cupy.asarray(np.full(6, value, dtype)) for value in (1, 0))
-    normalisation.batch_norm(cupy.asarray(x), *of_channels, cupy.asarray(x), saved, 1e-5)
+    networks.batch_norm(cupy.asarray(x), *of_channels, cupy.asarray(x), saved, 1e-5)
     for ours, theirs in zip(saved, wanted, strict=True):
         np.testing.assert_allclose(ours.to_host(), theirs, rtol=max(1e-10, 2 * np.finfo(dtype).eps))
 
@@ -282,7 +282,7 @@ def test_variances_of_16_bits_do_not_go_by_one_element_that_is_far_from_all_othe
         x[0, 0, far] = 1000
         ones, zeros = (cupy.asarray(np.full(1, each, "f4")) for each in (1, 0))
         saved = cupy.empty(1, dtype="f4"), cupy.empty(1, dtype="f4")
-        normalisation.batch_norm(cupy.asarray(x), ones, zeros, cupy.asarray(x), saved, 1e-5)
+        networks.batch_norm(cupy.asarray(x), ones, zeros, cupy.asarray(x), saved, 1e-5)
         np.testing.assert_allclose(saved[1].to_host(), x.astype("f8").var(), rtol=1e-6)
 
 
@@ -302,7 +302,7 @@ def test_a_variance_that_rounding_makes_negative_is_zero(of_type: str, cupy: Mod
 def test_batch_norm_refuses_channels_of_16_bits(cupy: ModuleType) -> None:
     x, ones = (cupy.asarray(np.ones(shape, np.float16)) for shape in ((2, 3, 4), 3))
     with pytest.raises(UnsupportedError, match="expected float32, got float16"):
-        normalisation.gradient_sums(x, x, (ones, ones), cupy.asarray(np.empty((2, 3))), 0.0)
+        networks.gradient_sums(x, x, (ones, ones), cupy.asarray(np.empty((2, 3))), 0.0)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -321,7 +321,7 @@ def test_channels_have_the_same_sums_wherever_their_elements_begin(
     for offset in (0, 1):
         views = [beginning_at(offset, cupy.asarray(y)) for y in (gy, x)]
         sums = cupy.asarray(np.empty_like(expected))
-        normalisation.gradient_sums(*views, (cupy.asarray(mean), cupy.asarray(ones)), sums, 0.0)
+        networks.gradient_sums(*views, (cupy.asarray(mean), cupy.asarray(ones)), sums, 0.0)
         found.append(sums.to_host())
     np.testing.assert_array_equal(found[0], found[1])
     few = 1e-12 if dtype == "float64" else 1e-5

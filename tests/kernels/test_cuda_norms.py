@@ -9,9 +9,9 @@ import pytest
 
 from hpcdp import optim
 from hpcdp.core.arrays import dtype_of, words
-from hpcdp.kernels.cuda import reduce
-from hpcdp.kernels.reference import reduce as reference_reduce
-from hpcdp.optim import rules
+from hpcdp.kernels.cuda import gradients
+from hpcdp.kernels.reference import gradients as reference_reduce
+from hpcdp.optim import optimizer
 
 DTYPES = [dtype_of(name) for name in ("float16", "bfloat16", "float32", "float64")]
 
@@ -21,17 +21,17 @@ def test_sum_of_squares(dtype: np.dtype, cupy: ModuleType) -> None:
     for size in (0, 1, 2, 3, 31, 32, 33, 5003):
         x = words(np.random.default_rng(size).standard_normal(size + 1).astype(dtype))
         on_device = cupy.asarray(x)
-        total = reduce.sum_of_squares(on_device[1:])
+        total = gradients.sum_of_squares(on_device[1:])
         assert total == pytest.approx(reference_reduce.sum_of_squares(x[1:]), rel=1e-14)
-        assert total == reduce.sum_of_squares(cupy.asarray(x[1:])), "the same bits wherever it begins"
+        assert total == gradients.sum_of_squares(cupy.asarray(x[1:])), "the same bits wherever it begins"
         if size:
             on_device[size : size + 1] = words(np.array([np.inf], dtype))[0]
-            assert reduce.sum_of_squares(on_device[1:]) == np.inf
+            assert gradients.sum_of_squares(on_device[1:]) == np.inf
 
 
 def test_squares_of_float32_do_not_overflow(cupy: ModuleType) -> None:
     x = np.array([3e38, 1e-38, -3e38], np.float32)
-    assert reduce.sum_of_squares(cupy.asarray(x)) == pytest.approx(2 * float(x[0]) ** 2, rel=1e-14)
+    assert gradients.sum_of_squares(cupy.asarray(x)) == pytest.approx(2 * float(x[0]) ** 2, rel=1e-14)
 
 
 @pytest.mark.parametrize("squares", [[4.0], [1.0, 2.0, 0.3], [0.0], [1e-300], [1.0, np.inf], [np.nan], [2.0, -np.nan]])
@@ -41,7 +41,7 @@ def test_clipped_scale(squares: list[float], scale: float, cupy: ModuleType) -> 
         expected = reference_reduce.clipped_scale(squares, scale, most)
         assert expected <= scale
         for given in (scale, cupy.asarray(np.array([scale]))):
-            found = reduce.clipped_scale(cupy.asarray(np.array(squares)), given, most)
+            found = gradients.clipped_scale(cupy.asarray(np.array(squares)), given, most)
             assert found.to_host().tolist() == [expected]
 
 
@@ -50,12 +50,12 @@ def test_all_finite(dtype: np.dtype, cupy: ModuleType) -> None:
     for size in (0, 1, 33, 1031):
         x = np.full(size, ml_dtypes.finfo(dtype).max, dtype)
         x[::2] = ml_dtypes.finfo(dtype).smallest_subnormal
-        assert reduce.all_finite(cupy.asarray(words(x))) is True
+        assert gradients.all_finite(cupy.asarray(words(x))) is True
         for place in {0, size // 2, size - 1} if size else ():
             for special in (np.nan, np.inf, -np.inf):
                 bad = x.copy()
                 bad[place] = special
-                assert reduce.all_finite(cupy.asarray(words(bad))) is False
+                assert gradients.all_finite(cupy.asarray(words(bad))) is False
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,7 +65,7 @@ def test_segment_squares(dtype: np.dtype, cupy: ModuleType) -> None:
     expected, out = np.zeros((2, 3, 2))
     reference_reduce.segment_squares(params, grads, bounds, expected)
     on_device = cupy.asarray(out)
-    reduce.segment_squares(*(cupy.asarray(x) for x in (params, grads, bounds)), on_device)
+    gradients.segment_squares(*(cupy.asarray(x) for x in (params, grads, bounds)), on_device)
     np.testing.assert_allclose(on_device.to_host(), expected, rtol=1e-14)
 
 
@@ -80,10 +80,10 @@ def test_many_sums_wait_for_the_gpu_once(on_host: ModuleType, monkeypatch: pytes
 
         monkeypatch.setattr(on_host.Array, name, counted)
     xs = [np.random.default_rng(size).standard_normal(size).astype(np.float32) for size in (0, 1, 33, 5003)]
-    found = rules.squares([on_host.asarray(x) for x in xs])
+    found = optimizer.squares([on_host.asarray(x) for x in xs])
     assert waits == ["to_host"]
     assert found == pytest.approx([reference_reduce.sum_of_squares(x) for x in xs], rel=1e-14)
-    assert rules.squares([]) == []
+    assert optimizer.squares([]) == []
 
 
 def test_lars_takes_its_norms_from_them(cupy: ModuleType) -> None:

@@ -5,8 +5,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from hpcdp.kernels.cuda import compress
-from hpcdp.kernels.reference import compress as reference_compress
+from hpcdp.kernels.cuda import gradients
+from hpcdp.kernels.reference import gradients as reference_compress
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 
@@ -32,13 +32,13 @@ def test_same_bits_as_the_reference(dtype: type, bits: int, threshold: float, cu
             found = cupy.asarray(sent)
             for _ in range(2):
                 packed = found[:-1]
-                getattr(compress, f"pack_{name}")(*on_device, threshold, 0.7, packed)
+                getattr(gradients, f"pack_{name}")(*on_device, threshold, 0.7, packed)
             np.testing.assert_array_equal(found.to_host(), words)
             of_floats = np.float16 if dtype == np.float16 else dtype
             np.testing.assert_array_equal(on_device[1].to_host().view(of_floats), residual.view(of_floats))
         for offset in (0, 1):
             out = cupy.asarray(np.full(size + 2, 7, grad.dtype))
             expected = np.full(size + 2, 7, grad.dtype)
-            getattr(compress, f"unpack_{name}")(packed, 0.7, out[offset : offset + size])
+            getattr(gradients, f"unpack_{name}")(packed, 0.7, out[offset : offset + size])
             getattr(reference_compress, f"unpack_{name}")(words[:-1], 0.7, expected[offset : offset + size])
             np.testing.assert_array_equal(out.to_host(), expected)

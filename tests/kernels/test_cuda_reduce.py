@@ -8,9 +8,9 @@ import pytest
 from hpcdp import kernels
 from hpcdp.core.arrays import dtype_of, is_float, words
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels.cuda import reduce
-from hpcdp.kernels.reference import reduce as reference_reduce
-from hpcdp.kernels.reference.reduce import EVERY_ROW, MAX, MEAN, MIN, PROD, SUM
+from hpcdp.kernels.cuda import gradients
+from hpcdp.kernels.reference import gradients as reference_reduce
+from hpcdp.kernels.reference.gradients import EVERY_ROW, MAX, MEAN, MIN, PROD, SUM
 
 OPS = [SUM, PROD, MIN, MAX, MEAN]
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
@@ -48,7 +48,7 @@ def test_combine(dtype: str, n: int, cupy: ModuleType) -> None:
                 np.testing.assert_array_equal(bits(on_host), bits(expected))
             for start in (0, 1):  # 1: only the result begins within a pack
                 out = cupy.asarray(np.zeros(hi - lo + 2, rows.dtype))[start : start + hi - lo]
-                reduce.combine(cupy.asarray(rows), lo, hi, out, op)
+                gradients.combine(cupy.asarray(rows), lo, hi, out, op)
                 np.testing.assert_array_equal(bits(out.to_host()), bits(expected))
 
 
@@ -56,7 +56,7 @@ def test_combine(dtype: str, n: int, cupy: ModuleType) -> None:
 def test_combine_in_place_of_rows_in_memory_of_their_own(row: int, cupy: ModuleType) -> None:
     rows = given("float32", 3, 130)
     apart = [cupy.asarray(each) for each in rows]
-    reduce.combine_into(apart, 1, 129, row, SUM)
+    gradients.combine_into(apart, 1, 129, row, SUM)
     reference_reduce.combine_into(rows, 1, 129, row, SUM)
     for ours, theirs in zip(apart, rows, strict=True):
         np.testing.assert_array_equal(ours.to_host(), theirs)
@@ -65,8 +65,8 @@ def test_combine_in_place_of_rows_in_memory_of_their_own(row: int, cupy: ModuleT
 def test_a_launch_has_at_most_32_rows(cupy: ModuleType) -> None:
     rows = np.random.default_rng(0).standard_normal((33, 8))
     out, expected = cupy.empty(8, np.float64), np.empty(8)
-    reduce.combine(cupy.asarray(rows[:32]), 0, 8, out, SUM)
+    gradients.combine(cupy.asarray(rows[:32]), 0, 8, out, SUM)
     reference_reduce.combine(rows[:32], 0, 8, expected, SUM)
     np.testing.assert_array_equal(out.to_host(), expected)
     with pytest.raises(UnsupportedError, match="at most 32 rows, got 33"):
-        reduce.combine(cupy.asarray(rows), 0, 8, out, SUM)
+        gradients.combine(cupy.asarray(rows), 0, 8, out, SUM)

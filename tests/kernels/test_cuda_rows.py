@@ -12,8 +12,8 @@ from hpcdp.autograd import Tensor
 from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels import cuda
-from hpcdp.kernels.cuda import sequences
-from hpcdp.kernels.reference import sequences as reference_sequences
+from hpcdp.kernels.cuda import networks
+from hpcdp.kernels.reference import networks as reference_sequences
 
 DTYPES = [np.float16, dtype_of("bfloat16").type, np.float32, np.float64]
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
@@ -33,17 +33,17 @@ def test_rows_are_added_in_their_order(cupy: ModuleType, dtype: type, number: in
     table, values = normal(dtype, number, features), normal(dtype, count, features)
     rows = RNG.integers(0, number, count) // RNG.integers(1, 9, count)  # some far more often
     on_device = cupy.asarray(table)
-    sequences.add_rows(on_device, cupy.asarray(rows), cupy.asarray(values))
+    networks.add_rows(on_device, cupy.asarray(rows), cupy.asarray(values))
     reference_sequences.add_rows(table, rows, values)
     np.testing.assert_array_equal(on_device.to_host(), table)
 
 
 def test_more_places_than_blocks_at_once(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequences, "_CHUNK", 64)
+    monkeypatch.setattr(networks, "_CHUNK", 64)
     monkeypatch.setattr(cuda, "MAX_BLOCKS", 3)
     table, values, rows = normal("f4", 300, 2), normal("f4", 2000, 2), RNG.integers(0, 300, 2000)
     on_device = cupy.asarray(table)
-    sequences.add_rows(on_device, cupy.asarray(rows), cupy.asarray(values))
+    networks.add_rows(on_device, cupy.asarray(rows), cupy.asarray(values))
     reference_sequences.add_rows(table, rows, values)
     np.testing.assert_array_equal(on_device.to_host(), table)
 
@@ -51,7 +51,7 @@ def test_more_places_than_blocks_at_once(cupy: ModuleType, monkeypatch: pytest.M
 def test_rows_that_are_not_in_the_table_are_left_out(cupy: ModuleType) -> None:
     table, rows = np.zeros((256, 2), "f4"), np.array([5, 261, -1, 5, 256, -251, 2**40 + 5, 5])
     on_device = cupy.asarray(table)
-    sequences.add_rows(on_device, cupy.asarray(rows), cupy.asarray(np.ones((8, 2), "f4")))
+    networks.add_rows(on_device, cupy.asarray(rows), cupy.asarray(np.ones((8, 2), "f4")))
     table[5] = 3
     np.testing.assert_array_equal(on_device.to_host(), table)
 
@@ -61,7 +61,7 @@ def test_a_table_without_rows_has_none_to_add_to(cupy: ModuleType, monkeypatch: 
     table, rows, values = (
         cupy.asarray(x) for x in (np.zeros((0, 2), "f4"), np.array([0, 3, -1]), np.ones((3, 2), "f4"))
     )
-    sequences.add_rows(table, rows, values)
+    networks.add_rows(table, rows, values)
 
 
 def test_what_the_kernels_do_not_take_is_refused(cupy: ModuleType) -> None:
@@ -70,7 +70,7 @@ def test_what_the_kernels_do_not_take_is_refused(cupy: ModuleType) -> None:
     )
     for wrong in ((table, rows[:3], values), (table, rows, values[:, :1]), (table, rows.astype("i4"), values)):
         with pytest.raises(UnsupportedError, match="add_rows"):
-            sequences.add_rows(*wrong)
+            networks.add_rows(*wrong)
 
 
 KEYS = {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels.cuda import update
-from hpcdp.kernels.reference import update as reference_update
+from hpcdp.kernels.cuda import gradients
+from hpcdp.kernels.reference import gradients as reference_update
 
 RULES = {
     "sgd": (0, (0.1, 0.01, 0.3)),
@@ -41,7 +41,7 @@ def test_same_bits_as_the_reference(rule: str, dtype: type, shifted: int | None,
         for view, x in zip(views, plain, strict=True):
             view[...] = cupy.asarray(x)
         for _ in range(2):
-            getattr(update, rule)(*views, RULES[rule][1])
+            getattr(gradients, rule)(*views, RULES[rule][1])
             getattr(reference_update, rule)(*plain, RULES[rule][1])
         for k, (whole, expected) in enumerate(zip(arrays, plain, strict=True)):
             surrounded = np.full(size + 8, 7, dtype)
@@ -55,13 +55,13 @@ def test_coefficients_may_lie_on_the_gpu(rule: str, dtype: type, cupy: ModuleTyp
     plain = given(rule, dtype, 67)[: 2 + RULES[rule][0]]
     arrays = [cupy.asarray(np.nan_to_num(x)) for x in plain]
     others = [cupy.asarray(np.nan_to_num(x)) for x in plain]
-    getattr(update, rule)(*arrays, RULES[rule][1])
-    getattr(update, rule)(*others, cupy.asarray(np.array(RULES[rule][1])))
+    getattr(gradients, rule)(*arrays, RULES[rule][1])
+    getattr(gradients, rule)(*others, cupy.asarray(np.array(RULES[rule][1])))
     for one, other in zip(arrays, others, strict=True):
         np.testing.assert_array_equal(one.to_host(), other.to_host())
     for wrong in (np.ones(2), np.array(RULES[rule][1], np.float32)):
         with pytest.raises(UnsupportedError, match="float64"):
-            getattr(update, rule)(*arrays, cupy.asarray(wrong))
+            getattr(gradients, rule)(*arrays, cupy.asarray(wrong))
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -73,12 +73,12 @@ def test_the_scale_may_lie_there_by_itself(rule: str, dtype: type, cupy: ModuleT
     getattr(reference_update, rule)(*plain, RULES[rule][1])
     for coefficients in ((lr, decay, 7.0, *others), cupy.asarray(np.array((lr, decay, 7.0, *others)))):
         arrays = [cupy.asarray(np.nan_to_num(x)) for x in given(rule, dtype, 67)]
-        getattr(update, rule)(*arrays, coefficients, cupy.asarray(np.array([scale])))
+        getattr(gradients, rule)(*arrays, coefficients, cupy.asarray(np.array([scale])))
         for ours, theirs in zip(arrays, plain, strict=True):
             np.testing.assert_array_equal(ours.to_host(), theirs)
     for wrong in (np.ones(2), np.ones(1, np.float32)):
         with pytest.raises(UnsupportedError, match="float64"):
-            getattr(update, rule)(*arrays, RULES[rule][1], cupy.asarray(wrong))
+            getattr(gradients, rule)(*arrays, RULES[rule][1], cupy.asarray(wrong))
 
 
 def test_more_elements_than_threads(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_more_elements_than_threads(cupy: ModuleType, monkeypatch: pytest.Monkey
     monkeypatch.setattr("hpcdp.kernels.cuda.MAX_BLOCKS", 2)
     plain = given("sgd_momentum", np.float32, 5003)
     arrays = [cupy.asarray(x) for x in plain]
-    update.sgd_momentum(*arrays, RULES["sgd_momentum"][1])
+    gradients.sgd_momentum(*arrays, RULES["sgd_momentum"][1])
     reference_update.sgd_momentum(*plain, RULES["sgd_momentum"][1])
     for ours, theirs in zip(arrays, plain, strict=True):
         np.testing.assert_array_equal(ours.to_host(), theirs)

@@ -13,9 +13,9 @@ from pairs import pairs
 from hpcdp import kernels
 from hpcdp.core.arrays import dtype_of, is_half
 from hpcdp.errors import ConfigError
-from hpcdp.kernels.cuda import convolution, cudnn_conv
-from hpcdp.kernels.reference import convolution as reference_convolution
-from hpcdp.kernels.reference.convolution import output_size
+from hpcdp.kernels.cuda import cudnn_conv, networks
+from hpcdp.kernels.reference import networks as reference_convolution
+from hpcdp.kernels.reference.networks import output_size
 from hpcdp.nn import functional
 
 CASES = [((1, 1), (0, 0)), ((2, 1), (1, 2)), ((1, 2), (2, 0))]
@@ -324,7 +324,7 @@ def test_a_frontend_without_the_library_is_none(cudnn):
 
     cudnn.backend_version = missing
     with pytest.warns(UserWarning, match="go by im2col, for cuDNN does not start: Unable to find symbol"):
-        assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is convolution
+        assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is networks
 
 
 def test_a_batch_of_nothing_does_not_ask_cudnn(cudnn):
@@ -357,7 +357,7 @@ def test_networks_take_it_where_it_is_installed(cudnn):
 def test_without_it_convolutions_go_by_im2col(cudnn, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cudnn_conv.is_there.cache_clear()
-    assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is convolution
+    assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is networks
 
 
 def test_a_stand_in_for_cupy_has_none_where_it_is_installed(cudnn):
@@ -378,5 +378,5 @@ def test_one_that_does_not_start_is_told_once(cudnn, monkeypatch):
     monkeypatch.setattr("importlib.import_module", refuses)
     with pytest.warns(UserWarning, match=r"go by im2col, for cuDNN does not start: no libcudnn\.so\.9") as told:
         for _ in range(2):
-            assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is convolution
+            assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is networks
     assert len(told) == 1

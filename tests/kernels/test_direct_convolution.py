@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels import simd
-from hpcdp.kernels.reference import convolution
-from hpcdp.kernels.reference.convolution import output_size
+from hpcdp.kernels import jit
+from hpcdp.kernels.reference import networks
+from hpcdp.kernels.reference.networks import output_size
 
 CASES = [  # batch, in channels, (height, width), out channels, kernel, stride, padding
     (1, 1, (1, 1), 1, (1, 1), (1, 1), (0, 0)),
@@ -39,8 +39,8 @@ def in_doubles(x, weight, bias, gy, stride, padding, relu):
     """The result and the gradients of x, weights and bias by the plain convolution."""
     x, weight, bias, gy = (each.astype(np.float64) for each in (x, weight, bias, gy))
     out, into = np.empty_like(gy), tuple(np.empty_like(each) for each in (x, weight, bias))
-    convolution.conv2d(x, weight, bias, out, stride, padding, relu)
-    convolution.conv2d_gradients(x, weight, gy, out if relu else None, into, stride, padding)
+    networks.conv2d(x, weight, bias, out, stride, padding, relu)
+    networks.conv2d_gradients(x, weight, gy, out if relu else None, into, stride, padding)
     return out, *into
 
 
@@ -176,5 +176,5 @@ def test_which_convolutions_do(change, passes, monkeypatch):
     ],
 )
 def test_which_processors_have_vectors_of_eight_floats(features, are, monkeypatch):
-    monkeypatch.setattr(simd.binding, "get_host_cpu_features", lambda: features)
-    assert simd.are_eight.__wrapped__() is are
+    monkeypatch.setattr(jit.binding, "get_host_cpu_features", lambda: features)
+    assert jit.are_eight.__wrapped__() is are

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels.reference import elementwise
-from hpcdp.kernels.reference.elementwise import OPERATIONS
+from hpcdp.kernels.reference import networks
+from hpcdp.kernels.reference.networks import OPERATIONS
 
 NUMBERS = {name: number for number, name in enumerate(OPERATIONS)}
 ONE_OPERAND = ("negative", "abs", "sqrt", "sign", "gelu", "copy")
@@ -74,7 +74,7 @@ def test_add_bias(shape, dtype, relu):
     if y.size > 10:
         y[1, 2] = np.nan
     expected = np.maximum(y + bias, 0) if relu else y + bias
-    for module in (elementwise, kernels.load("elementwise")):
+    for module in (networks, kernels.load("elementwise")):
         found = y.copy()
         module.add_bias(found, bias, relu)
         np.testing.assert_array_equal(found, expected)
@@ -87,7 +87,7 @@ def test_relu_gradient(shape, dtype):
     gy, y = rng.standard_normal(shape).astype(dtype), np.maximum(rng.standard_normal(shape), 0).astype(dtype)
     gy.flat[::5], gy.flat[2::5] = np.nan, -np.inf  # also where none goes through
     expected = np.where(y > 0, gy, 0)
-    for module in (elementwise, kernels.load("elementwise")):
+    for module in (networks, kernels.load("elementwise")):
         dx = np.full_like(gy, np.nan)
         module.relu_gradient(gy, y, dx)
         np.testing.assert_array_equal(dx, expected)
@@ -101,7 +101,7 @@ def test_bias_gradient(shape, relu):
     if relu:
         gy[y <= 0] *= np.inf
     expected = np.where(y > 0, gy, 0) if relu else gy
-    for module in (elementwise, kernels.load("elementwise")):
+    for module in (networks, kernels.load("elementwise")):
         dx, dbias = np.full_like(gy, np.nan), np.full(shape[1], np.nan, np.float32)
         module.bias_gradient(gy, y if relu else None, dx if relu else None, dbias)
         np.testing.assert_allclose(dbias, expected.sum(axis=0, dtype="f8"), rtol=1e-5, atol=1e-5)

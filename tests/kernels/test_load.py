@@ -405,7 +405,7 @@ import json
 import numpy as np
 from numba import float32, float64, int64, types
 from hpcdp import kernels
-from hpcdp.kernels.jit_cache import kernel
+from hpcdp.kernels.jit import kernel
 
 @kernel([types.void(f[::1], float64) for f in (float32, float64)])
 def fill(out, number):
@@ -503,19 +503,19 @@ def test_the_usual_folder_is_replaced_where_others_may_write_on_the_way_to_it(tm
 def test_numbas_folder_is_refused_where_others_may_write(tmp_path, monkeypatch):
     from numba.core import config
 
-    from hpcdp.kernels import jit_cache
+    from hpcdp.kernels import jit
 
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
-    jit_cache._refuse_settings()
+    jit._refuse_settings()
     monkeypatch.setattr(files, "_private", set())
     tmp_path.chmod(0o777)
     with pytest.raises(
         ConfigError, match=r"NUMBA_CACHE_DIR=.*\]: expected a folder that this user alone may write, got /"
     ):
-        jit_cache._refuse_settings()
+        jit._refuse_settings()
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "sub"))  # not there yet
     with pytest.raises(ConfigError, match="NUMBA_CACHE_DIR="):
-        jit_cache._Forgiving(test_an_unknown_kernel_is_an_import_error, tmp_path)
+        jit._Forgiving(test_an_unknown_kernel_is_an_import_error, tmp_path)
 
 
 class Planted:
@@ -527,7 +527,7 @@ class Planted:
 
 
 def test_a_file_that_others_may_have_written_is_not_unpickled(tmp_path, monkeypatch, capfd):
-    from hpcdp.kernels.jit_cache import _Summed
+    from hpcdp.kernels.jit import _Summed
 
     for name in RANKS:
         monkeypatch.delenv(name, raising=False)

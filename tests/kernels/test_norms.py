@@ -7,14 +7,14 @@ import pytest
 
 from hpcdp import kernels
 from hpcdp.core.arrays import dtype_of, words
-from hpcdp.kernels.reference import reduce
+from hpcdp.kernels.reference import gradients
 
 SIZES = [0, 1, 2, 3, 31, 16384, 16385, 50_001]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
 
 def modules():
-    return [reduce, kernels.load("reduce")]
+    return [gradients, kernels.load("reduce")]
 
 
 def sample(size, dtype, seed=0):
@@ -99,8 +99,8 @@ def test_the_parts_of_a_layer_add_up():
 
 
 def test_a_gradient_is_scaled_to_the_length_that_it_may_have():
-    assert reduce.clipped_scale([9.0, 16.0], 0.5, 1.0) == 0.2
-    assert reduce.clipped_scale([9.0, 16.0], 0.5, 2.5) == 0.5
-    assert reduce.clipped_scale([0.0], 0.5, 1.0) == 0.5
+    assert gradients.clipped_scale([9.0, 16.0], 0.5, 1.0) == 0.2
+    assert gradients.clipped_scale([9.0, 16.0], 0.5, 2.5) == 0.5
+    assert gradients.clipped_scale([0.0], 0.5, 1.0) == 0.5
     for squares in (math.inf, math.nan):
-        assert reduce.clipped_scale([squares], 0.5, 1.0) == 0.5
+        assert gradients.clipped_scale([squares], 0.5, 1.0) == 0.5

@@ -5,14 +5,14 @@ import pytest
 
 from hpcdp import kernels
 from hpcdp.core.arrays import words
-from hpcdp.kernels.reference import compress
+from hpcdp.kernels.reference import gradients
 
 SIZES = [0, 1, 15, 16, 17, 31, 32, 33, 64, 997]
 DTYPES = [np.float16, np.float32, np.float64]
 
 
 def modules():
-    return [compress, kernels.load("compress")]
+    return [gradients, kernels.load("compress")]
 
 
 def data(size, dtype, seed=0):

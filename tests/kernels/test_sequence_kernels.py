@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels.reference import sequences
+from hpcdp.kernels.reference import networks
 
 DTYPES = [np.float32, np.float64]
 TOLERANCE = {np.float32: {"rtol": 2e-5, "atol": 1e-5}, np.float64: {"rtol": 1e-11, "atol": 1e-12}}
@@ -78,7 +78,7 @@ def test_gelu(draw, shape):
 @pytest.mark.parametrize(("matrices", "time"), [(1, 1), (3, 2), (2, 19), (0, 4)])
 def test_causal_softmax(draw, matrices, time):
     dtype, normal = draw
-    modules = [sequences, kernels.load("sequences")]
+    modules = [networks, kernels.load("sequences")]
 
     def softmax(n, scores):
         modules[n].causal_shift(scores, 0.3)
@@ -115,6 +115,6 @@ def test_rows_that_come_more_than_once_are_added_in_their_order(dtype):
     rng, rows = np.random.default_rng(3), np.array([3, 0, 3, 3, 1])
     table, values = rng.standard_normal((4, 7)).astype(dtype), rng.standard_normal((5, 7)).astype(dtype)
     expected = table.copy()
-    sequences.add_rows(expected, rows, values)
+    networks.add_rows(expected, rows, values)
     kernels.load("sequences").add_rows(table, rows, values)
     np.testing.assert_array_equal(table, expected)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels.reference import update as reference_update
+from hpcdp.kernels.reference import gradients as reference_update
 
 RULES = {
     "sgd": (0, (0.1, 0.01, 0.3)),

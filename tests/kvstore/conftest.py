@@ -3,7 +3,7 @@
 import pytest
 
 from hpcdp import kvstore
-from hpcdp.kvstore.servers import protocol
+from hpcdp.kvstore import protocol
 
 
 @pytest.fixture(params=list(kvstore.KINDS))

@@ -13,7 +13,7 @@ import hpcdp
 from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
-from hpcdp.kvstore.servers import protocol
+from hpcdp.kvstore import protocol
 
 PRIME = 1_000_003
 

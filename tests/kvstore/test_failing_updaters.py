@@ -13,8 +13,8 @@ from small_stores import added, full
 from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
-from hpcdp.kvstore.servers import protocol
-from hpcdp.kvstore.servers.handlers import serve
+from hpcdp.kvstore import protocol
+from hpcdp.kvstore.handlers import serve
 from hpcdp.nn import Parameter
 
 KINDS = [("local", None), ("dist_sync", None), ("dist_async", None), ("dist_async", 1)]

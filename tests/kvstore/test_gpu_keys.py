@@ -12,7 +12,7 @@ from pairs import in_turn, pairs
 from hpcdp import checkpoint, kvstore, optim
 from hpcdp.comm import cuda_memory, thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_transports import GpuTransport
+from hpcdp.comm.cuda_memory import GpuTransport
 from hpcdp.comm.world import Gpu
 from hpcdp.core import devices
 from hpcdp.core.devices import Device, Streams, gpu

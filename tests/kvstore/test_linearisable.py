@@ -10,8 +10,8 @@ import pytest
 
 from hpcdp import kvstore
 from hpcdp.comm import thread_comm
-from hpcdp.kvstore.servers import protocol
-from hpcdp.kvstore.servers.handlers import serve
+from hpcdp.kvstore import protocol
+from hpcdp.kvstore.handlers import serve
 
 PRIME = 1_000_003
 COUNT = 6

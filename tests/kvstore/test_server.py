@@ -7,9 +7,9 @@ import pytest
 
 from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
-from hpcdp.kvstore.servers.handlers import serve
-from hpcdp.kvstore.servers.protocol import Message, MessageKind
-from hpcdp.kvstore.servers.server import Server
+from hpcdp.kvstore.handlers import serve
+from hpcdp.kvstore.protocol import Message, MessageKind
+from hpcdp.kvstore.server import Server
 
 
 class OnItsWay:

@@ -11,8 +11,8 @@ import hpcdp
 from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
-from hpcdp.kvstore.servers import key_directory
-from hpcdp.kvstore.servers.handlers import Replay, serve
+from hpcdp.kvstore import handlers
+from hpcdp.kvstore.handlers import Replay, serve
 
 WORLDS = [
     *((False, *each) for each in ((2, None, 0), (3, None, 0), (2, 1, 1))),  # there is nothing to cut keys over
@@ -114,7 +114,7 @@ def test_none_is_without_bound_and_0_is_dist_sync():
 
 @pytest.mark.parametrize(("ranks", "per_node", "num_servers"), [(2, None, 0), (2, 1, 0), (2, None, 1), (3, 1, 2)])
 def test_who_holds_others_back_is_named(ranks, per_node, num_servers, split, monkeypatch, capfd):
-    monkeypatch.setattr(key_directory, "REPORTED_S", 0.05)
+    monkeypatch.setattr(handlers, "REPORTED_S", 0.05)
 
     def one(world):
         store = kvstore.create("dist_async", world, staleness=1)

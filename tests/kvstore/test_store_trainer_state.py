@@ -9,7 +9,7 @@ import hpcdp
 from hpcdp import checkpoint, nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import thread_comm
-from hpcdp.core import archive
+from hpcdp.core import files
 from hpcdp.errors import ConfigError, StaleGradientError
 from hpcdp.kvstore.trainer import _with_keys
 
@@ -210,7 +210,7 @@ def steps_of(net, trainer, world, count=1):
 
 
 def by_name(path):
-    header, arrays = archive.read("read", path, "hpcdp/kvstore", {"names": dict}, "save_states")
+    header, arrays = files.read("read", path, "hpcdp/kvstore", {"names": dict}, "save_states")
     keys = (name.rpartition("/") for name in arrays)
     return {f"{header['names'][key]}/{state}": arrays[f"{key}/{state}"] for key, _, state in keys}
 

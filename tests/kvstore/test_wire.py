@@ -11,19 +11,10 @@ from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import ENDED
 from hpcdp.errors import HpcdpError, MismatchError
-from hpcdp.kvstore.servers import server
-from hpcdp.kvstore.servers.handlers import Requests, serve
-from hpcdp.kvstore.servers.protocol import (
-    AWAY,
-    BACK,
-    DTYPES,
-    HEADER_NBYTES,
-    Message,
-    MessageKind,
-    decode,
-    following_nbytes,
-)
-from hpcdp.kvstore.servers.server import REQUESTS
+from hpcdp.kvstore import server
+from hpcdp.kvstore.handlers import Requests, serve
+from hpcdp.kvstore.protocol import AWAY, BACK, DTYPES, HEADER_NBYTES, Message, MessageKind, decode, following_nbytes
+from hpcdp.kvstore.server import REQUESTS
 
 MESSAGES = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") else 20_000
 

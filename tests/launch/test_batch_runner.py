@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from batch_jobs import wait_for
 
-from hpcdp.launch import batch_runner
+from hpcdp.launch import batch
 
 TELLS = """
 import os, signal, sys, time
@@ -23,20 +23,20 @@ for _ in range(600):  # in one sleep a signal that comes just before it would no
 
 
 def start(folder: Path, *command: str, stop_s: str = "inf") -> subprocess.Popen[bytes]:
-    runner = [sys.executable, "-m", "hpcdp.launch.batch_runner", str(folder), "99", stop_s]
+    runner = [sys.executable, "-m", "hpcdp.launch.batch", str(folder), "99", stop_s]
     return subprocess.Popen([*runner, *command], start_new_session=True)
 
 
 @pytest.mark.parametrize(("status", "ends"), [(0, 0), (7, 7), (75, 99), (99, 1), (100, 1)])
 def test_the_status_is_left_in_the_folder(status: int, ends: int, tmp_path: Path) -> None:
     (tmp_path / "status").write_text("3")  # of the run before
-    assert batch_runner.main([str(tmp_path), "99", "inf", sys.executable, "-c", f"raise SystemExit({status})"]) == ends
+    assert batch.main([str(tmp_path), "99", "inf", sys.executable, "-c", f"raise SystemExit({status})"]) == ends
     assert [path.name for path in tmp_path.iterdir()] == ["status"]
     assert (tmp_path / "status").read_text() == str(status)
 
 
 def test_a_command_that_a_signal_ends(tmp_path: Path) -> None:
-    assert batch_runner.run(tmp_path, [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) == 137
+    assert batch.run_command(tmp_path, [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) == 137
     assert (tmp_path / "status").read_text() == "137"
 
 
@@ -83,4 +83,4 @@ def test_what_it_has_started_ends_with_it(tmp_path: Path) -> None:
 def test_a_folder_that_has_gone_is_no_fault(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     folder.mkdir()
-    assert batch_runner.run(folder, [sys.executable, "-c", f"import os; os.rmdir({str(folder)!r})"]) == 0
+    assert batch.run_command(folder, [sys.executable, "-c", f"import os; os.rmdir({str(folder)!r})"]) == 0

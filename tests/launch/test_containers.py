@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from batch_jobs import processes, wait_for
 
-from hpcdp.launch import mpi_library, yarn_containers
+from hpcdp.launch import mpi_library
+from hpcdp.launch.launchers import yarn
 
 IS_OPEN_MPI = mpi_library.find_library().family == "openmpi"
 LEADS = "import time; from pathlib import Path\nwhile not Path('enough').exists(): time.sleep(0.02)"
@@ -31,7 +32,7 @@ def start(folder: Path, count: int, constant: tuple[str, float] | None = None) -
 
 def agent(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     script = folder / "job" / "agent"
-    script.write_text(yarn_containers.agent_script(folder / "job"))
+    script.write_text(yarn.agent_script(folder / "job"))
     script.chmod(0o755)
     return subprocess.run([script, *words], capture_output=True, text=True, timeout=30)
 
@@ -120,7 +121,7 @@ def test_containers_that_do_not_come_are_told_of(folder: Path) -> None:
 
 def test_open_mpi_is_not_started_in_two_containers_of_a_machine(folder: Path) -> None:
     both = [
-        subprocess.Popen([sys.executable, "-m", "hpcdp.launch.yarn_containers", str(folder / "job"), "2", "true"])
+        subprocess.Popen([sys.executable, "-m", "hpcdp.launch.launchers.yarn", str(folder / "job"), "2", "true"])
         for _ in range(2)
     ]
     assert [each.wait(20) for each in both] == [0, 0]

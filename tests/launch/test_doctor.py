@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import cleanup, doctor, hosts
+from hpcdp.launch import doctor, hosts, process_monitor
 from hpcdp.launch.doctor import Verdict
 
 
@@ -105,7 +105,7 @@ def test_the_remedy_for_two_ranks_is_a_command_of_this_library(monkeypatch: pyte
 
 
 def test_a_hang_of_two_ranks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cleanup, "LIMIT_S", 1.5)
+    monkeypatch.setattr(process_monitor, "LIMIT_S", 1.5)
     monkeypatch.setattr(doctor, "HELLO", "import time; time.sleep(50)  # doctor's hang")
     finding = doctor.check_two_ranks()
     assert finding.verdict is Verdict.FAILED and "it hangs" in finding.saw
@@ -240,22 +240,22 @@ def test_a_wrapped_message_is_told_from_its_start() -> None:
     ]
     code = f"print({chr(10).join(wrapped)!r}); exit(3)"
     said = "It looks like opal_init failed for some reason; your parallel process is likely to abort"
-    assert cleanup.child([sys.executable, "-c", code]) == (3, said)
+    assert process_monitor.child([sys.executable, "-c", code]) == (3, said)
     code = f"{'x' * 80} = 1; 1 / 0"
-    assert cleanup.child([sys.executable, "-c", code]) == (1, "ZeroDivisionError: division by zero")
+    assert process_monitor.child([sys.executable, "-c", code]) == (1, "ZeroDivisionError: division by zero")
 
 
 def test_a_child_may_say_what_is_no_text() -> None:
-    assert cleanup.child([sys.executable, "-c", r"import os; os.write(1, b'caf\xe9\n')"]) == (0, "caf\ufffd")
+    assert process_monitor.child([sys.executable, "-c", r"import os; os.write(1, b'caf\xe9\n')"]) == (0, "caf\ufffd")
 
 
 def test_a_child_says_its_answer_before_what_a_library_adds() -> None:
     noisy = "print('hello 2'); print('[7] UCX WARN object was not returned')"
-    assert cleanup.child([sys.executable, "-c", noisy], "hello") == (0, "hello 2")
+    assert process_monitor.child([sys.executable, "-c", noisy], "hello") == (0, "hello 2")
 
 
 def test_a_child_says_its_last_line() -> None:
-    assert cleanup.child([sys.executable, "-c", "print('first'); print('last'); print('----'); exit(3)"]) == (
+    assert process_monitor.child([sys.executable, "-c", "print('first'); print('last'); print('----'); exit(3)"]) == (
         3,
         "last",
     )

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from hpcdp.errors import SaveError, Terminated
-from hpcdp.launch import exit_analysis
-from hpcdp.launch.exit_analysis import INTERRUPTED, TERMINATED, end_early, fail
+from hpcdp.launch import mpirun_output
+from hpcdp.launch.mpirun_output import INTERRUPTED, TERMINATED, end_early, fail
 
 CODE = (
-    "import sys; from hpcdp.launch.exit_analysis import fail; "
+    "import sys; from hpcdp.launch.mpirun_output import fail; "
     "print('out', end=''); fail('why', {}, by_all={}); sys.exit(9)"
 )
 
@@ -39,8 +39,8 @@ def test_an_error_of_all_ranks_is_reported_by_one(
     rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
-    monkeypatch.setattr(exit_analysis.os, "_exit", ended.append)
-    monkeypatch.setattr(exit_analysis.time, "sleep", lambda _: None)
+    monkeypatch.setattr(mpirun_output.os, "_exit", ended.append)
+    monkeypatch.setattr(mpirun_output.time, "sleep", lambda _: None)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
     error = SaveError("save", got="No space left on device")

@@ -17,10 +17,9 @@ from types import SimpleNamespace
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import hosts
+from hpcdp.launch import guard, guard_client, hosts
+from hpcdp.launch.guard_client import Guards
 from hpcdp.launch.hosts import HostSlots
-from hpcdp.launch.remote import channel, guard, guard_client
-from hpcdp.launch.remote.guard_client import Guards
 
 SSH = """#!/bin/sh
 while [ "$1" != "--" ]; do shift; done
@@ -344,7 +343,7 @@ def test_time_in_which_a_guard_itself_did_not_run_or_its_launcher_is_stopped_is_
 
 def test_a_guard_that_is_killed_closes_its_connection_whatever_it_has_started() -> None:
     started = subprocess.Popen(
-        [sys.executable, "-P", "-c", channel._GUARD.format(str(channel._ROOT))],
+        [sys.executable, "-P", "-c", guard_client._GUARD.format(str(guard_client._ROOT))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from hpcdp.errors import ConfigError, HpcdpError, LaunchError
-from hpcdp.launch.hosts import HostSlots, is_this_machine, place, read, read_file, those_of_this_machine
+from hpcdp.launch.hosts import HostSlots, assign_ranks, is_this_machine, read, read_file, those_of_this_machine
 from hpcdp.launch.spec import Host, Job
 
 INPUTS = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") == "1" else 1_000
@@ -161,7 +161,7 @@ def test_random_files_are_hosts_or_one_line(tmp_path: Path) -> None:
 def test_who_goes_where(
     text: str, ranks: int, servers: int, per_node: int | None, expected: list[tuple[str, int, int]]
 ) -> None:
-    assert place(job(text, ranks, servers, per_node)) == tuple(HostSlots(*each) for each in expected)
+    assert assign_ranks(job(text, ranks, servers, per_node)) == tuple(HostSlots(*each) for each in expected)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_who_goes_where(
 )
 def test_too_few_slots(text: str, ranks: int, servers: int, per_node: int | None, says: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        place(job(text, ranks, servers, per_node))
+        assign_ranks(job(text, ranks, servers, per_node))
     assert says in str(caught.value)
 
 
@@ -188,7 +188,7 @@ def test_random_places_hold_all_and_no_more_than_there_is_room() -> None:
             ",".join(map("".join, zip(names, slots, strict=True))), pick.randrange(1, 9), pick.randrange(3), per_node
         )
         try:
-            found = place(asked)
+            found = assign_ranks(asked)
         except HpcdpError:
             assert per_node or any(slots)
             continue

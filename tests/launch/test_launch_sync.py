@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch.remote import guard_client
+from hpcdp.launch import guard_client
 
 SSH = """#!/bin/sh
 while :; do case $1 in -o) shift 2 ;; -*) shift ;; *) break ;; esac; done

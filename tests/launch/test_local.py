@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from hpcdp.core.environment import SAVE_AT
-from hpcdp.launch import cleanup, doctor, hosts, mpi_library, runner
-from hpcdp.launch.rank_environment import environment
+from hpcdp.launch import doctor, hosts, mpi_library, process_monitor, runner
+from hpcdp.launch.mpi_library import environment
 
 CORES = len(os.sched_getaffinity(0))
 SLEEPER = """
@@ -329,7 +329,7 @@ def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whose", ["launcher", "mpirun", "rank"])
 def test_a_kill_leaves_nothing_behind(whose: str, tmp_path: Path) -> None:
-    with cleanup.files_of_mpich_removed():  # by the launcher, unless it is killed itself
+    with process_monitor.files_of_mpich_removed():  # by the launcher, unless it is killed itself
         job = Job(tmp_path)
         children = Path(f"/proc/{job.launcher.pid}/task/{job.launcher.pid}/children").read_text().split()
         pids = {"launcher": job.launcher.pid, "mpirun": int(children[0]), "rank": job.rank_pid(1)}

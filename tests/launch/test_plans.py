@@ -9,7 +9,7 @@ import pytest
 
 from hpcdp import cli
 from hpcdp.errors import HpcdpError
-from hpcdp.launch import checks, hosts, launchers, mpi_library, rank_environment
+from hpcdp.launch import checks, hosts, launchers, mpi_library
 from hpcdp.launch.spec import Host, Job
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -63,7 +63,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         program = found.path.parent.parent / "bin" / ("mpiexec.hydra" if library == "mpich" else "mpirun")
         monkeypatch.setattr(mpi_library, "find_library", lambda: found)
         monkeypatch.setattr(mpi_library, "find_mpirun", lambda _: program)
-        for module in (mpi_library, rank_environment):
+        for module in (mpi_library, mpi_library):
             monkeypatch.setattr(module, "is_open_mpi_4", lambda _: library == "openmpi4")
         monkeypatch.setattr(hosts, "is_this_machine", lambda name: name == "node1")
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import cleanup, hosts, mpi_library
+from hpcdp.launch import hosts, mpi_library, process_monitor
 
 FAULT = """
 import os, signal, sys, time
@@ -51,7 +51,7 @@ def test_only_new_and_old_ones_that_nobody_uses_are_removed() -> None:
     os.utime(old, (time.time() - 70,) * 2)
     holder = mapping = None
     try:
-        with cleanup.files_of_mpich_removed():
+        with process_monitor.files_of_mpich_removed():
             unused.touch()
             other.touch()
             mapped.write_bytes(bytes(4096))
@@ -72,7 +72,7 @@ def test_only_new_and_old_ones_that_nobody_uses_are_removed() -> None:
 
 
 def test_topologies_of_daemons_that_have_gone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cleanup, "_TOPOLOGIES", (tmp_path, "hydra_hwloc_xmlfile_*"))
+    monkeypatch.setattr(process_monitor, "_TOPOLOGIES", (tmp_path, "hydra_hwloc_xmlfile_*"))
     now = time.time()
     daemon = tmp_path / "hydra_pmi_proxy"
     daemon.symlink_to("/bin/sleep")
@@ -81,30 +81,30 @@ def test_topologies_of_daemons_that_have_gone_are_removed(tmp_path: Path, monkey
         os.utime(tmp_path / name, (now - age_s,) * 2)
     with subprocess.Popen([daemon, "60"]) as running:
         try:
-            with cleanup.files_of_mpich_removed():
+            with process_monitor.files_of_mpich_removed():
                 pass
             assert sorted(path.name for path in tmp_path.glob("*l*")) == ["hydra_hwloc_xmlfile_new"], "a daemon runs"
         finally:
             running.kill()
     monkeypatch.setattr(hosts, "started_at_s", lambda name: [])  # other jobs' daemons
-    with cleanup.files_of_mpich_removed():
+    with process_monitor.files_of_mpich_removed():
         pass
     assert {path.name for path in tmp_path.iterdir()} == {"hydra_pmi_proxy", "other"}
 
 
 def test_a_folder_of_the_jobs_own_goes_with_it_unless_the_user_named_one() -> None:
-    with cleanup.own_folder({"A": "b"}) as (environ, folder):
+    with process_monitor.own_folder({"A": "b"}) as (environ, folder):
         assert folder is not None
         (folder / "segment").touch()
         assert environ.pop("A") == "b"
         assert len(environ) == 3 and set(environ.values()) == {str(folder)}
     assert not folder.exists()
-    with cleanup.own_folder({"OMPI_MCA_btl_sm_backing_directory": "/mine"}) as (environ, own):
+    with process_monitor.own_folder({"OMPI_MCA_btl_sm_backing_directory": "/mine"}) as (environ, own):
         assert str(own).startswith("/dev/shm/hpcdp-")
         assert environ.pop("OMPI_MCA_btl_sm_backing_directory") == "/mine"
         assert all(value.startswith("/dev/shm/hpcdp-") for value in environ.values())
         environ["OMPI_MCA_btl_sm_backing_directory"] = "/mine"
-    with cleanup.own_folder(environ) as (same, none):
+    with process_monitor.own_folder(environ) as (same, none):
         assert same == environ and none is None
 
 
@@ -122,10 +122,10 @@ def test_the_files_of_mpirun_are_in_the_jobs_own_folder() -> None:
 def test_a_folder_is_removed_once_its_launcher_has_gone() -> None:
     left = Path(tempfile.mkdtemp(prefix="hpcdp-segments-", dir="/dev/shm"))
     (left / "sm_segment.0").write_bytes(b"memory")
-    with cleanup.own_folder({}) as (_, first):
+    with process_monitor.own_folder({}) as (_, first):
         assert first is not None and first.is_dir() and not left.exists()
         (first / "sm_segment.0").touch()
-        with cleanup.own_folder({}) as (_, second):
+        with process_monitor.own_folder({}) as (_, second):
             assert second not in (None, first) and (first / "sm_segment.0").exists()
         assert not second.exists() and first.exists()
     assert not first.exists()
@@ -133,11 +133,11 @@ def test_a_folder_is_removed_once_its_launcher_has_gone() -> None:
 
 def test_the_folder_of_a_job_from_another_host_is_removed_with_its_guard_alone() -> None:
     folder = Path(f"/dev/shm/hpcdp-segments-{uuid.uuid4().hex}")
-    with cleanup.same_folder(str(folder)):
+    with process_monitor.same_folder(str(folder)):
         (folder / "sm_segment.1").touch(mode=0o600)
-        with cleanup.own_folder({}):  # a job that is started on that host
+        with process_monitor.own_folder({}):  # a job that is started on that host
             assert (folder / "sm_segment.1").exists()
-        with cleanup.same_folder(str(folder)):  # a second name of one host
+        with process_monitor.same_folder(str(folder)):  # a second name of one host
             pass
     assert not folder.exists()
 
@@ -150,7 +150,7 @@ def test_a_folder_that_somebody_else_has_made_on_a_host_is_refused() -> None:
     fcntl.flock(lock, fcntl.LOCK_SH)  # or it would be removed first, as one that was left behind
     with (
         pytest.raises(PermissionError, match=f"others may change: {folder}, which every"),
-        cleanup.same_folder(str(folder)),
+        process_monitor.same_folder(str(folder)),
     ):
         pass
     os.close(lock)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp.launch import mpi_library
-from hpcdp.launch.rank_environment import environment
+from hpcdp.launch.mpi_library import environment
 
 SERVER = """
 import os, signal, sys, types
@@ -29,7 +29,7 @@ def serve(whole):
     for worker in range(whole.size - whole.num_servers):
         whole.comm.irecv(np.empty(0, np.uint8), worker, ENDED).wait()
 
-stub = sys.modules["hpcdp.kvstore.servers.handlers"] = types.ModuleType("hpcdp.kvstore.servers.handlers")
+stub = sys.modules["hpcdp.kvstore.handlers"] = types.ModuleType("hpcdp.kvstore.handlers")
 stub.serve = serve
 program.main()
 """

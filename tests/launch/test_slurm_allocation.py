@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hpcdp.cli import launch
 from hpcdp.errors import LaunchError
 from hpcdp.launch import doctor, launchers
-from hpcdp.launch.slurm.allocation import Allocation, allocation, check, expand_counts, expand_hosts
+from hpcdp.launch.hosts import Allocation, allocation, check_allocation, expand_counts, expand_hosts
 from hpcdp.launch.spec import Host, Job
 
 
@@ -148,7 +148,7 @@ POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
 )
 def test_what_the_mpirun_of_open_mpi_could_not_start_in_a_job(job: Job, says: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        check(job, GIVEN, "openmpi")
+        check_allocation(job, GIVEN, "openmpi")
     assert says in str(caught.value)
 
 
@@ -167,13 +167,13 @@ def test_what_the_mpirun_of_open_mpi_could_not_start_in_a_job(job: Job, says: st
 )
 def test_what_an_mpirun_starts_in_a_job_is_not_refused(family: str, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(POLICY, raising=False)
-    check(job, GIVEN, family)
+    check_allocation(job, GIVEN, family)
 
 
 def test_mpich_is_not_asked_for_a_host_that_it_would_wait_for() -> None:
     for name in ("node3", "10.77.0.2"):
         with pytest.raises(LaunchError, match=f"got {name}"):
-            check(Job(("x",), 1, hosts=(Host(name),)), GIVEN, "mpich")
+            check_allocation(Job(("x",), 1, hosts=(Host(name),)), GIVEN, "mpich")
 
 
 def test_it_is_checked_before_mpirun_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import exit_analysis, mpi_library, process_monitor
+from hpcdp.launch import mpi_library, mpirun_output, process_monitor
 from hpcdp.launch.process_monitor import End, Watch
 
 MPICH = mpi_library.find_library().family == "mpich"
@@ -99,14 +99,14 @@ def test_the_rank_that_fails_first_is_named_in_one_line(fault: str, status: int,
 @pytest.mark.parametrize(
     ("aborts", "named", "status"),
     [
-        (f"sleep 0.32; exit {exit_analysis.LOST_CONNECTION_STATUS}", 0, 1),
-        (f"sleep 0.32; exit {exit_analysis.LOST_CONNECTION_STATUS}", 1, 1),
+        (f"sleep 0.32; exit {mpirun_output.LOST_CONNECTION_STATUS}", 0, 1),
+        (f"sleep 0.32; exit {mpirun_output.LOST_CONNECTION_STATUS}", 1, 1),
         (
             "sleep 0.32; kill -TERM $$",
             0,
-            exit_analysis.LOST_CONNECTION_STATUS,
+            mpirun_output.LOST_CONNECTION_STATUS,
         ),  # mpirun heard of its abort, and was faster
-        ("sleep 0.4; kill -KILL $$", 0, exit_analysis.LOST_CONNECTION_STATUS),
+        ("sleep 0.4; kill -KILL $$", 0, mpirun_output.LOST_CONNECTION_STATUS),
     ],
 )
 def test_a_rank_is_named_where_open_mpi_names_one_that_aborts_for_it(

@@ -12,7 +12,7 @@ from hpcdp.autograd import Tensor
 from hpcdp.errors import DataError, UnsupportedError
 from hpcdp.nn import functional
 from hpcdp.nn.functional import joint_batch_norm
-from hpcdp.nn.sequence import gelu, layer_norm
+from hpcdp.nn.layers import gelu, layer_norm
 
 RNG = np.random.default_rng(4)
 IMAGES = RNG.standard_normal((2, 3, 7, 6))

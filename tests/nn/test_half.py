@@ -13,7 +13,7 @@ from hpcdp.autograd import Tensor, operators, record
 from hpcdp.core.arrays import dtype_of, to_host
 from hpcdp.errors import DataError
 from hpcdp.nn.functional import joint_batch_norm
-from hpcdp.nn.sequence import causal_attention, embedding, gelu, layer_norm, lstm
+from hpcdp.nn.layers import causal_attention, embedding, gelu, layer_norm, lstm
 
 F = nn.functional
 HALVES = {"float16": 0.01, "bfloat16": 0.08}

@@ -10,7 +10,7 @@ from hpcdp import autograd, kernels, nn
 from hpcdp.autograd import Tensor
 from hpcdp.nn.jit import executor, fusion
 from hpcdp.nn.jit.fusion import BACKWARD, FORWARD, FusedProgram, _lies_in_order
-from hpcdp.nn.sequence import gelu
+from hpcdp.nn.layers import gelu
 
 F = nn.functional
 ONE = {

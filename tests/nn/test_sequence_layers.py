@@ -8,7 +8,7 @@ from finite_differences import assert_gradients
 from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor
 from hpcdp.errors import ConfigError, DataError, UnsupportedError
-from hpcdp.nn import sequence
+from hpcdp.nn import layers as sequence
 from hpcdp.nn.functional import softmax_cross_entropy
 
 RNG = np.random.default_rng(8)

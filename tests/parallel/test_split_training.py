@@ -11,7 +11,7 @@ from hpcdp.comm import thread_comm
 from hpcdp.data_parallel.sharded_update import squares_of_model
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.parallel import ColumnDense, Pipeline, RowDense, split_world
-from hpcdp.parallel.p2p import Split
+from hpcdp.parallel.pipeline import Split
 from hpcdp.train.fit import fit
 from hpcdp.train.trainer import Trainer
 

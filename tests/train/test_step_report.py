@@ -9,7 +9,7 @@ from hpcdp import nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
 from hpcdp.data_parallel.profiling import BucketTimes
-from hpcdp.engine.trace import Trace
+from hpcdp.engine.engine import Trace
 from hpcdp.train import report as train_report
 from hpcdp.train.fit import fit
 from hpcdp.train.report import StepReport, compare

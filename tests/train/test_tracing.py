@@ -17,7 +17,7 @@ import hpcdp
 from hpcdp import optim
 from hpcdp.comm import thread_comm
 from hpcdp.engine import Engine
-from hpcdp.engine.trace import Slice, Trace
+from hpcdp.engine.engine import Slice, Trace
 from hpcdp.errors import ConfigError
 from hpcdp.train import chrome_trace
 from hpcdp.train.chrome_trace import measure_offsets, traced, tracks

@@ -1,6 +1,6 @@
 """Convolution and pooling of NumPy arrays; a convolution goes by whichever of three ways suits its shapes.
 
-Functions have the names and arguments of `reference.convolution`; all arrays must be C-contiguous. Pooling has its
+Functions have the names and arguments of `reference.networks`; all arrays must be C-contiguous. Pooling has its
 bits: sums are of 0, too, so that none is -0, and add in the same order, of gradients from the last window to the first.
 Windows of 2 x 2 without overlap or padding, the usual ones, have loops of their own that vectorise. Indices are
 unsigned where Numba would ask of each whether it counts from the end.
@@ -13,8 +13,7 @@ import numpy as np
 
 from .. import load
 from ..buffers import empty
-from ..jit_cache import kernel
-from ..simd import are_eight
+from ..jit import are_eight, kernel
 from . import im2col
 
 _FLOATS = (numba.float32, numba.float64)
@@ -71,7 +70,7 @@ def conv2d(
     padding: Pair,
     relu: bool,
 ) -> None:
-    """See `reference.convolution.conv2d`."""
+    """See `reference.conv2d`."""
     if _by_winograd(x, weight, out, stride, padding):
         load("convolution.winograd").conv2d(x, weight, bias, out, padding, relu)
     elif _directly(x, weight, out):
@@ -89,7 +88,7 @@ def conv2d_gradients(
     stride: Pair,
     padding: Pair,
 ) -> None:
-    """See `reference.convolution.conv2d_gradients`."""
+    """See `reference.conv2d_gradients`."""
     by_winograd = _by_winograd(x, weight, gy, stride, padding)
     if not by_winograd and not _directly(x, weight, gy):
         im2col.conv2d_gradients(x, weight, gy, out, into, stride, padding)
@@ -130,7 +129,7 @@ def _plain(kernel, stride, padding):  # type: ignore[no-untyped-def]
 
 @_compile("f", "f")
 def average_pool(x, out, kernel, stride, padding):  # type: ignore[no-untyped-def]
-    """See `reference.convolution.average_pool`."""
+    """See `reference.average_pool`."""
     share = x.dtype.type(1.0 / (kernel[0] * kernel[1]))
     for n in range(out.shape[0]):
         for c in range(out.shape[1]):
@@ -153,7 +152,7 @@ def average_pool(x, out, kernel, stride, padding):  # type: ignore[no-untyped-de
 
 @_compile("f", "f")
 def average_pool_gradient(gy, dx, kernel, stride, padding):  # type: ignore[no-untyped-def]
-    """See `reference.convolution.average_pool_gradient`."""
+    """See `reference.average_pool_gradient`."""
     share = dx.dtype.type(1.0 / (kernel[0] * kernel[1]))
     for n in range(gy.shape[0]):
         for c in range(gy.shape[1]):
@@ -181,7 +180,7 @@ def average_pool_gradient(gy, dx, kernel, stride, padding):  # type: ignore[no-u
 
 @_compile("f", "f", numba.int32[:, :, :, ::1])
 def max_pool(x, out, chosen, kernel, stride, padding):  # type: ignore[no-untyped-def]
-    """See `reference.convolution.max_pool`."""
+    """See `reference.max_pool`."""
     for n in range(out.shape[0]):
         for c in range(out.shape[1]):
             for y in range(out.shape[2]):
@@ -201,7 +200,7 @@ def max_pool(x, out, chosen, kernel, stride, padding):  # type: ignore[no-untype
 
 @_compile("f", numba.int32[:, :, :, ::1], "f")
 def max_pool_gradient(gy, chosen, dx, kernel, stride, padding):  # type: ignore[no-untyped-def]
-    """See `reference.convolution.max_pool_gradient`."""
+    """See `reference.max_pool_gradient`."""
     height, width = np.uint64(dx.shape[2]), np.uint64(dx.shape[3])  # what is below 0 is beyond them, unsigned
     for n in range(gy.shape[0]):
         for c in range(gy.shape[1]):

@@ -22,8 +22,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..buffers import empty
-from ..jit_cache import kernel
-from ..simd import WORD, Lanes, copy_run, weave_run
+from ..jit import WORD, Lanes, copy_run, kernel, weave_run
 
 LANES = 8
 ROWS = 6
@@ -414,7 +413,7 @@ def _room(channels: int, depth: int) -> np.ndarray:
 def conv2d(
     x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, out: np.ndarray, stride: Pair, padding: Pair, relu: bool
 ) -> None:  # fmt: skip
-    """See `reference.convolution.conv2d`; float32, at least one result."""
+    """See `reference.conv2d`; float32, at least one result."""
     layout = _of_input(x.shape, weight.shape[2:], out.shape[2:], stride, padding)
     outputs, depth = len(weight), weight[0].size
     panels, padded = _room(outputs, depth), np.zeros(outputs + 2 * LANES, np.float32)

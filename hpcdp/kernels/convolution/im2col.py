@@ -23,9 +23,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..buffers import empty
-from ..jit_cache import kernel
+from ..jit import add_both, add_run, copy_run, copy_strided, kernel
 from ..products import multiply
-from ..simd import add_both, add_run, copy_run, copy_strided
 
 _FLOATS = (numba.float32, numba.float64)
 _PAIR, _TRIPLE = numba.types.UniTuple(numba.int64, 2), numba.types.UniTuple(numba.int64, 3)
@@ -554,7 +553,7 @@ def conv2d(
     padding: Pair,
     relu: bool,
 ) -> None:
-    """See `reference.convolution.conv2d`."""
+    """See `reference.conv2d`."""
     blocks = _Blocks(x, weight, out, stride, padding, unfolds_alone=False)
     matrix = blocks.patches.matrix()
     planes = blocks.planes(out)
@@ -593,7 +592,7 @@ def conv2d_gradients(
     stride: Pair,
     padding: Pair,
 ) -> None:
-    """See `reference.convolution.conv2d_gradients`."""
+    """See `reference.conv2d_gradients`."""
     dx, dweight, dbias = into
     blocks = _Blocks(x, weight, gy, stride, padding, unfolds_alone=dx is None)
     patches, room = blocks.patches, blocks.product

@@ -23,9 +23,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..buffers import empty
-from ..jit_cache import kernel
+from ..jit import Lanes, kernel
 from ..products import multiply
-from ..simd import Lanes
 
 _LANES = 16
 _BLOCK_TILES = 64
@@ -250,7 +249,7 @@ def _convolve(
 def conv2d(
     x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, out: np.ndarray, padding: Pair, relu: bool
 ) -> None:  # fmt: skip
-    """See `reference.convolution.conv2d`; float32, at least one result."""
+    """See `reference.conv2d`; float32, at least one result."""
     _convolve(x, _weight_planes(weight.transpose(1, 0, 2, 3), False), bias, out, padding, relu)
 
 

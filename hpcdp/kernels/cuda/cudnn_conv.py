@@ -2,7 +2,7 @@
 
 ``pip install nvidia-cudnn-frontend nvidia-cudnn-cu12`` (or ``cu13``); without them, for what cuDNN has no engine for,
 and for arrays that begin where it takes none, `cuda.convolution` computes. Functions have the names and arguments of
-`reference.convolution`, sums in another order. Engines that round to fewer bits than the arrays have (TF32 on tensor
+`reference.networks`, sums in another order. Engines that round to fewer bits than the arrays have (TF32 on tensor
 cores), or whose bits differ from run to run, are left out. What has 16 bits is multiplied on tensor cores, which add up
 in float32, and rounded; what a bias is added to is rounded once more.
 
@@ -30,12 +30,12 @@ import numpy as np
 from ...core.arrays import Array, array_namespace, dtype_name, is_half
 from ...core.checks import one_of
 from .. import cuda
-from ..reference.convolution import Pair
-from . import convolution, elementwise
-from .convolution import average_pool as average_pool
-from .convolution import average_pool_gradient as average_pool_gradient
-from .convolution import max_pool as max_pool
-from .convolution import max_pool_gradient as max_pool_gradient
+from ..reference.networks import Pair
+from . import networks
+from .networks import average_pool as average_pool
+from .networks import average_pool_gradient as average_pool_gradient
+from .networks import max_pool as max_pool
+from .networks import max_pool_gradient as max_pool_gradient
 
 _TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT", "float64": "DOUBLE"}
 _ALIGNED = 16
@@ -66,13 +66,13 @@ def is_there() -> bool:
 
 
 def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair, padding: Pair, relu: bool) -> None:
-    """See `reference.convolution.conv2d`."""
+    """See `reference.conv2d`."""
     if not _run("conv_fprop", {"image": x, "weight": weight}, out, stride, padding):
-        convolution.conv2d(x, weight, bias, out, stride, padding, relu)
+        networks.conv2d(x, weight, bias, out, stride, padding, relu)
     elif bias is not None:
-        elementwise.add_bias(out, bias, relu)
+        networks.add_bias(out, bias, relu)
     elif relu:
-        elementwise.relu(out, out)
+        networks.relu(out, out)
 
 
 def conv2d_gradients(
@@ -84,19 +84,19 @@ def conv2d_gradients(
     stride: Pair,
     padding: Pair,
 ) -> None:
-    """See `reference.convolution.conv2d_gradients`."""
+    """See `reference.conv2d_gradients`."""
     dx, dweight, dbias = into
     loss = gy if out is None else array_namespace(gy).empty(gy.shape, dtype=gy.dtype)
     if dbias is not None:
-        elementwise.bias_gradient(gy, out, loss, dbias)
+        networks.bias_gradient(gy, out, loss, dbias)
     elif out is not None:
-        elementwise.relu_gradient(gy, out, loss)
+        networks.relu_gradient(gy, out, loss)
     if dx is not None and _run("conv_dgrad", {"loss": loss, "filter": weight}, dx, stride, padding):
         dx = None
     if dweight is not None and _run("conv_wgrad", {"image": x, "loss": loss}, dweight, stride, padding):
         dweight = None
     if dx is not None or dweight is not None:
-        convolution.conv2d_gradients(x, weight, loss, None, (dx, dweight, None), stride, padding)
+        networks.conv2d_gradients(x, weight, loss, None, (dx, dweight, None), stride, padding)
 
 
 def _run(operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair) -> bool:

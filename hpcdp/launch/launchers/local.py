@@ -10,8 +10,7 @@ from collections.abc import Callable
 from ...errors import LaunchError
 from .. import hosts, mpi_library
 from ..checks import check, check_binding, missing_module, warn_of_other_library
-from ..mpi_library import Dialect, program
-from ..rank_environment import environment
+from ..mpi_library import Dialect, environment, program
 from ..runner import supervise
 from ..spec import Command, Job, LaunchPlan, server
 

@@ -19,15 +19,12 @@ from pathlib import Path
 
 from ...core.environment import batch_system
 from ...errors import LaunchError
-from .. import batch, cleanup, mpi_library
+from .. import batch, guard_client, hosts, mpi_library, process_monitor
 from ..checks import check, check_binding, missing_module, warn_of_other_library
-from ..hosts import of_ranks, place, those_of_this_machine
-from ..mpi_library import Dialect, program
-from ..rank_environment import environment_of_hosts, travelling
-from ..remote import guard_client
-from ..remote.guard_client import Guards
+from ..guard_client import Guards
+from ..hosts import assign_ranks, of_ranks, those_of_this_machine
+from ..mpi_library import Dialect, environment_of_hosts, program, travelling
 from ..runner import say, supervise
-from ..slurm import allocation
 from ..spec import Command, Job, LaunchPlan, server
 
 
@@ -42,8 +39,8 @@ def plan_mpirun(job: Job, *, by_ssh: bool, folder: Path = Path()) -> LaunchPlan:
 
 def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[LaunchPlan, mpi_library.MpiLibrary, Dialect]:
     """With what has been found for it, which takes several milliseconds."""
-    given = None if by_ssh else allocation.allocation()
-    places = place(job) if job.hosts else ()
+    given = None if by_ssh else hosts.allocation()
+    places = assign_ranks(job) if job.hosts else ()
     unnamed = () if by_ssh or job.hosts else batch.read()
     further = check(job, several_hosts=len(places or unnamed or (given.hosts if given else ())) > 1)
     library = mpi_library.find_library()
@@ -52,7 +49,7 @@ def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[LaunchPlan, mpi_libr
     places = places or batch.placed(job, unnamed, mpirun, dialect)
     warn_of_other_library(job, library.family)
     if given is not None:
-        allocation.check(job, given, library.family)
+        hosts.check_allocation(job, given, library.family)
     environ = environment_of_hosts(library, dialect, places, {**os.environ, **job.env})
     environ |= dialect.interface(job.interface)
     if by_ssh:
@@ -82,7 +79,7 @@ def run_mpirun(job: Job, *, by_ssh: bool) -> int:
     with _ended_by_signals(), contextlib.ExitStack() as left_behind:
         try:
             base = Path(tempfile.gettempdir())
-            folder = left_behind.enter_context(cleanup.new(base, cleanup.of_this_host("hpcdp-hosts")))
+            folder = left_behind.enter_context(process_monitor.new(base, process_monitor.of_this_host("hpcdp-hosts")))
         except OSError as error:
             raise LaunchError("make a temporary folder", got=error.strerror, remedy="set TMPDIR") from error
         planned, library, dialect = _planned(job, by_ssh, folder)
@@ -95,7 +92,7 @@ def run_mpirun(job: Job, *, by_ssh: bool) -> int:
 
 def _run_by_ssh(job: Job, command: Command, library: mpi_library.MpiLibrary, dialect: Dialect) -> int:
     tell = _teller(job)
-    places = place(job)
+    places = assign_ranks(job)
     names_here = those_of_this_machine(each.name for each in places)
     others = [each for each in places if each.name not in names_here]
     environ = {**os.environ, **command.env}
@@ -187,7 +184,7 @@ def _segments(
 ) -> contextlib.AbstractContextManager[tuple[dict[str, str], Path | None]]:
     """``environ`` with the folder of Open MPI 5's segments, and that folder, which guards make on their hosts too."""
     if dialect.family == "openmpi" and not dialect.is_open_mpi_4:
-        return cleanup.own_folder(environ)
+        return process_monitor.own_folder(environ)
     return contextlib.nullcontext((environ, None))
 
 

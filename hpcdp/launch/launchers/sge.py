@@ -127,7 +127,7 @@ def _script(job: Job, folder: Path, stop_s: float, *, has_hosts: bool) -> str:
         hosts = '"$hosts"'
     runner = [
         sys.executable,
-        *module("hpcdp.launch.batch_runner"),
+        *module("hpcdp.launch.batch"),
         str(folder),
         str(_AGAIN),
         f"{stop_s:g}",

@@ -19,11 +19,9 @@ from collections.abc import Mapping, Sequence
 from ...errors import LaunchError
 from .. import batch, mpi_library
 from ..checks import check, missing_module, warn_of_other_library
-from ..hosts import of_ranks, place
-from ..mpi_library import Dialect, program
-from ..rank_environment import blas_threads
+from ..hosts import Allocation, allocation, assign_ranks, of_ranks
+from ..mpi_library import Dialect, blas_threads, program
 from ..runner import supervise
-from ..slurm.allocation import Allocation, allocation
 from ..spec import Command, Job, LaunchPlan, server
 
 MPI_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}
@@ -137,7 +135,7 @@ def _layout(job: Job, given: Allocation | None) -> list[str]:
     """Never tasks and nodes alone, which places 4 ranks on 2 nodes as 3 and 1."""
     ranks = job.ranks + job.servers
     if job.hosts:  # where each task goes: else srun sorts the hosts, and knows nothing of their slots
-        places = place(job)
+        places = assign_ranks(job)
         names = ",".join(of_ranks(places))
         return [f"--nodes={len(places)}", f"--ntasks={ranks}", "--distribution=arbitrary", f"--nodelist={names}"]
     if job.ranks_per_node is not None:

@@ -1,7 +1,7 @@
 """Networks that are traced once and replayed from a plan."""
 
-from . import guards
+from . import tracing
 from .cache import Hybrid
 from .graph import Graph
 
-__all__ = ["Graph", "Hybrid", "guards"]
+__all__ = ["Graph", "Hybrid", "tracing"]

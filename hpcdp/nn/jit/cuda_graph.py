@@ -16,15 +16,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...autograd import Gradient, Tensor, pause
-from ...autograd.dispatch import CALLS, modes
-from ...autograd.tape import Pullback, add_gradients, leaves_below
+from ...autograd.tape import CALLS, Pullback, add_gradients, leaves_below, modes
 from ...core.arrays import Array, array_namespace
 from ...errors import UnsupportedError
 from ...kernels.cuda.capture import Capturer, CudaGraph, warmed_up
 from .executor import Shortcut, SplicedNode, copied, source_of
-from .graph import Graph, GraphNode, Input, Result, Source
-from .guards import HeldArrays
-from .serialize import call
+from .graph import Graph, GraphNode, Input, Result, Source, call
+from .tracing import HeldArrays
 
 _BACKWARDS_KEPT = 8
 """Graphs of backward for so many combinations of outputs and places of gradients are kept."""

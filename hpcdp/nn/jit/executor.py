@@ -18,15 +18,14 @@ from typing import Any
 import numpy as np
 
 from ...autograd import Tensor
-from ...autograd.dispatch import OPERATORS, Again, Call, Operator, calls_of, captured, modes
-from ...autograd.tape import Node, Pullback
+from ...autograd.tape import OPERATORS, Again, Call, Node, Operator, Pullback, calls_of, captured, modes
 from ...autograd.tensor import value_of
 from ...core.arrays import Array
 from ...errors import UnsupportedError
 from ...kernels.buffers import empty
 from .fusion import ChainLink, Moving, chained, direct, join, link, nowhere, reads_of
 from .graph import CapturedTensor, Graph, Input, Result, Source
-from .guards import HeldArrays, state, wait_for_update
+from .tracing import HeldArrays, state, wait_for_update
 
 _ALIGNMENT = 64
 _WASTE = 4

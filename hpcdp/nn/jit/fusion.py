@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import kernels
-from ...autograd.dispatch import Call
-from ...autograd.tape import Gradient
+from ...autograd.tape import Call, Gradient
 from ...autograd.tensor import value_of
 from ...core.arrays import Array
 from ...kernels.buffers import empty
-from ...kernels.reference.elementwise import OPERATIONS
+from ...kernels.reference.networks import OPERATIONS
 from .graph import CapturedTensor, Literal, Source
 
 Number = int | float
@@ -47,7 +46,7 @@ class Term:
     """An operand of a chain, or the result of an operation on terms.
 
     Args:
-        operation: one of `kernels.reference.elementwise.OPERATIONS` or of `BY_NUMPY`; "" where it is an operand.
+        operation: one of `kernels.reference.OPERATIONS` or of `BY_NUMPY`; "" where it is an operand.
         value: an operand's array, `Moving` or number; None where it is told later.
     """
 

@@ -36,7 +36,7 @@ from ...comm.world import device_of
 from ...compression import pays_below
 from ...core.devices import MEMORY_LIMIT, Device, cpu
 from ...data_parallel.bucket_trainer import BucketTrainer
-from ...data_parallel.inter_node import node_nbytes
+from ...data_parallel.reductions import node_nbytes
 from ...data_parallel.trainer import BaseTrainer
 from ...errors import ConfigError, SaveError, Terminated, listed
 from ...kvstore.trainer import StoreTrainer

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcdp.errors import ConfigError
-from hpcdp.launch.slurm import profile
-from hpcdp.launch.slurm.profile import Profile, load, places
+from hpcdp.launch import slurm_scripts
+from hpcdp.launch.slurm_scripts import Profile, load, places
 
 WHOLE = """
 launcher = "mpirun"
@@ -154,13 +154,13 @@ INPUTS = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") else 100
 
 
 @settings(max_examples=INPUTS)
-@given(st.sampled_from(profile.names()), VALUES)
+@given(st.sampled_from(slurm_scripts.names()), VALUES)
 def test_any_value_is_taken_or_refused(name: str, value: object) -> None:
     try:
-        kept = Profile(**{name: profile._as_kept(name, value)})
+        kept = Profile(**{name: slurm_scripts._as_kept(name, value)})
     except ConfigError:
         return
-    assert kept.launcher in profile.LAUNCHERS
+    assert kept.launcher in slurm_scripts.LAUNCHERS
 
 
 @settings(max_examples=INPUTS)

@@ -8,8 +8,8 @@ import pytest
 
 from hpcdp import cli
 from hpcdp.errors import LaunchError
-from hpcdp.launch.slurm import queue
-from hpcdp.launch.slurm.script import Script
+from hpcdp.launch import slurm_scripts
+from hpcdp.launch.slurm_scripts import Script
 
 TRAIN = ("--", "hpcdp", "train", "lenet", "--run-dir", "out/a")
 
@@ -29,7 +29,7 @@ def test_submit_writes_a_file_for_its_owner_and_tells_the_job(standin, capsys: p
 
 
 def test_a_script_holds_the_bytes_of_an_argument(tmp_path: Path) -> None:
-    path = queue.write(Script(os.fsdecode(b"python caf\xe9.py\n"), "train", tmp_path))
+    path = slurm_scripts.write(Script(os.fsdecode(b"python caf\xe9.py\n"), "train", tmp_path))
     assert path.read_bytes() == b"python caf\xe9.py\n"
 
 
@@ -38,7 +38,7 @@ def test_a_script_is_not_written_where_every_user_may_exchange_it(tmp_path: Path
     with pytest.raises(
         LaunchError, match=f"not everybody may change, got {tmp_path}, which every user may write; submit"
     ):
-        queue.write(Script("", "train", tmp_path))
+        slurm_scripts.write(Script("", "train", tmp_path))
 
 
 def test_two_of_one_second_have_two_files(standin) -> None:
@@ -105,7 +105,7 @@ def test_unknown_jobs_are_named(standin, command: str, capsys: pytest.CaptureFix
 
 
 def test_cancel(standin, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "_POLL_S", 0.01)
+    monkeypatch.setattr(slurm_scripts, "_POLL_S", 0.01)
     standin(job7={}, job8={}, job9={"state": "COMPLETED"})
     assert cli.main(["slurm", "cancel", "7"]) == 0
     assert cli.main(["slurm", "cancel", "--save", "8"]) == 0
@@ -119,7 +119,7 @@ def test_cancel(standin, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 def test_cancel_tells_how_what_it_has_saved_goes_on(
     standin, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue, "_POLL_S", 0.01)
+    monkeypatch.setattr(slurm_scripts, "_POLL_S", 0.01)
     standin(job7={}, job8={"state": "PENDING"})
     Path("out of 7").write_text("hpcdp: job 7, start 1\nhpcdp: job 7 does not come back; go on with: sbatch a\nlast\n")
     assert cli.main(["slurm", "cancel", "--save", "7", "8"]) == 0

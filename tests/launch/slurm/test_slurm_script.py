@@ -14,9 +14,8 @@ import pytest
 
 from hpcdp.core.files import data_folder
 from hpcdp.errors import ConfigError
-from hpcdp.launch.slurm import script
-from hpcdp.launch.slurm.profile import Profile
-from hpcdp.launch.slurm.script import ScriptRequest, render
+from hpcdp.launch import slurm_scripts
+from hpcdp.launch.slurm_scripts import Profile, ScriptRequest, render
 
 GOLDEN = Path(__file__).with_name("golden")
 SRUN = Profile(
@@ -57,7 +56,7 @@ def test_the_whole_script(name: str) -> None:
 
 
 def test_every_template_has_a_golden_file() -> None:
-    assert {request.template for request, _ in CASES.values()} == set(script.TEMPLATES)
+    assert {request.template for request, _ in CASES.values()} == set(slurm_scripts.TEMPLATES)
     assert {path.stem for path in GOLDEN.iterdir()} == set(CASES)
 
 
@@ -167,14 +166,14 @@ def test_a_request_that_is_wrong(arguments: dict[str, object], says: str) -> Non
 def test_a_sweeps_lines(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text("# first\n--lr 0.1  # small\n\n--model 'a b'\n")
-    assert script.read_settings(path) == (("--lr", "0.1"), ("--model", "a b"))
+    assert slurm_scripts.read_settings(path) == (("--lr", "0.1"), ("--model", "a b"))
     path.write_bytes(b"\xef\xbb\xbf--lr 0.1\r\n--lr 0.2\r\n")
-    assert script.read_settings(path) == (("--lr", "0.1"), ("--lr", "0.2"))
+    assert slurm_scripts.read_settings(path) == (("--lr", "0.1"), ("--lr", "0.2"))
     path.write_text("--lr 1\n--model 'a\n")
     with pytest.raises(ConfigError, match=r"lines, line 2\]: expected closed quotes"):
-        script.read_settings(path)
+        slurm_scripts.read_settings(path)
     with pytest.raises(ConfigError, match="No such file"):
-        script.read_settings(tmp_path / "none")
+        slurm_scripts.read_settings(tmp_path / "none")
 
 
 @pytest.mark.parametrize(

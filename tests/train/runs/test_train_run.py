@@ -15,7 +15,7 @@ from train_command import ENVIRONMENT, start, train, train_on_threads
 
 from hpcdp import cli
 from hpcdp.errors import Terminated
-from hpcdp.launch.exit_analysis import end_early
+from hpcdp.launch.mpirun_output import end_early
 from hpcdp.train.metrics import read_metrics
 from hpcdp.train.preemption import StopRequests
 from hpcdp.train.runs import config as runs_config

@@ -24,13 +24,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ...core.files import who_else_may_write
-from ...core.sockets import keep_to_interface
-from .. import cleanup, hosts
-from ..cleanup import adopt, bound, end_orphans, living
-from ..mpi_library import LOST_AFTER_S, STALLED_S
-from ..process_monitor import Watch
-from ..rank_environment import blas_threads
+from ..core.files import who_else_may_write
+from ..core.sockets import keep_to_interface
+from . import hosts, process_monitor
+from .mpi_library import LOST_AFTER_S, STALLED_S, blas_threads
+from .process_monitor import Watch, adopt, bound, end_orphans, living
 
 FIRST_WORDS = "hpcdp guard "
 """Before its first line: what a login script has written is not taken for it."""
@@ -73,10 +71,10 @@ class Guard:
         """Returns once the job is over here and nothing of it is left."""
         with contextlib.ExitStack() as left_behind:
             if self._folder is None:
-                left_behind.enter_context(cleanup.files_of_mpich_removed())
+                left_behind.enter_context(process_monitor.files_of_mpich_removed())
             else:
                 try:
-                    left_behind.enter_context(cleanup.same_folder(self._folder))
+                    left_behind.enter_context(process_monitor.same_folder(self._folder))
                 except OSError as error:
                     self._wrong.append(f"no folder for segments: {error.strerror}")
             try:

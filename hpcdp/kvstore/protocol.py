@@ -29,13 +29,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...comm.communicator import bounds
-from ...comm.shared_memory import NodeLocks, NodeMemory
-from ...comm.tasks import MESSAGE_NBYTES, segments
-from ...errors import HpcdpError, MismatchError
-from ...optim import Optimizer
-from ..arguments import STORABLE
-from ..updaters import apply_rule, new_state
+from ..comm.communicator import bounds
+from ..comm.shared_memory import NodeLocks, NodeMemory
+from ..comm.tasks import MESSAGE_NBYTES, segments
+from ..errors import HpcdpError, MismatchError
+from ..optim import Optimizer
+from .arguments import STORABLE
+from .updaters import apply_rule, new_state
 
 SPLIT_NBYTES = 4 << 20
 """From so many bytes on a key is cut: below, agreeing on an order among servers costs more than sharing saves."""

@@ -18,19 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from ...comm import Request
-from ...comm.communicator import PolledRequest, Steps
-from ...comm.tasks import run_until_complete
-from ...compression import Compression, ErrorFeedback
-from ...core.arrays import Array
-from ...core.state import Part, Sharded
-from ...data_parallel.overlap import SendPriority
-from ...errors import HpcdpError, MismatchError, to_stderr
-from ...optim import Schedule
-from ..updaters import Rate, state_dtype
-from .key_directory import Delay, Item, Table, take
+from ..comm import Request
+from ..comm.communicator import PolledRequest, Steps
+from ..comm.tasks import run_until_complete
+from ..compression import Compression, ErrorFeedback
+from ..core.arrays import Array
+from ..core.state import Part, Sharded
+from ..data_parallel.overlap import SendPriority
+from ..errors import HpcdpError, MismatchError, to_stderr
+from ..optim import Schedule
+from .handlers import Delay, Item, Table, take
 from .protocol import AWAY, NO_STATE, VALUE, Change, Message, MessageKind, ShmValue
 from .server import PendingRequest, Server
+from .updaters import Rate, state_dtype
 
 
 @dataclass

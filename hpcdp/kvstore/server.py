@@ -18,14 +18,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ... import errors
-from ...comm import Communicator, Request, World
-from ...comm.communicator import ENDED, short_name_of, wait_for
-from ...comm.world import weakly
-from ...data_parallel.overlap import CommunicationLane
-from ...errors import HpcdpError, to_stderr
-from ..updaters import described
+from .. import errors
+from ..comm import Communicator, Request, World
+from ..comm.communicator import ENDED, short_name_of, wait_for
+from ..comm.world import weakly
+from ..data_parallel.overlap import CommunicationLane
+from ..errors import HpcdpError, to_stderr
 from .protocol import Message, MessageKind, decode, following_nbytes, pieces
+from .updaters import described
 
 REQUESTS, ANSWERS = 1, 2
 """Tags."""

@@ -1,4 +1,19 @@
-"""Reference encodings of gradients for the wire, in the operations that NumPy and CuPy share.
+"""Reference reductions: rows of several ranks, norms, the search for infinities and NaNs.
+
+Rows are reduced in their order, so the result has the same bits on every rank and in every run. Floats of 16 bits, as
+`hpcdp.core.arrays.words`, are accumulated in float32 and rounded once. A NaN wins in minimum and maximum. Norms take
+1-D contiguous arrays of float32, float64 or `hpcdp.core.arrays.words`; any number of elements, also none.
+
+Reference optimizer updates, in the operations that NumPy and CuPy share.
+
+All arrays are 1-D, contiguous, of one float dtype and one size, and do not overlap. Coefficients are Python floats and
+are rounded to the arrays' dtype before use. Every operation is elementwise, in the order in which it stands here.
+
+Updates by LARS take ``squares``, too, float64, shape ``(2,)``: of the norms of the layer's weights and of its gradient
+before ``scale``, as `reference.segment_squares` has them, and the trust as the last coefficient. What the norms
+make of the coefficients is computed in float64, and then rounded.
+
+Reference encodings of gradients for the wire, in the operations that NumPy and CuPy share.
 
 All arrays are 1-D, contiguous and do not overlap; any number of elements, also none.
 
@@ -17,11 +32,205 @@ it arrives as no finite number, in 1 and 2 bits as a whole block of NaN, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from ...core.arrays import Array, array_namespace
-from .elementwise import from_bfloat16, from_float16, to_bfloat16, to_float16
+from .networks import from_bfloat16, from_float16, narrowed, to_bfloat16, to_float16, widened
+
+SUM, PROD, MIN, MAX, MEAN = 0, 1, 2, 3, 4
+
+EVERY_ROW = -1
+"""As ``row`` of `combine_into`."""
+
+Rows = Array | Sequence[Array]
+"""An array of shape ``(n, m)``, or n arrays of shape ``(m,)``."""
+
+
+def combine(rows: Rows, lo: int, hi: int, out: Array, op: int) -> None:
+    """Reduce columns ``lo`` to ``hi`` of ``rows`` into ``out``, shape ``(hi - lo,)``, which must not overlap them."""
+    out[...] = _combined(rows, lo, hi, op)
+
+
+def combine_into(rows: Rows, lo: int, hi: int, row: int, op: int) -> None:
+    """Reduce columns ``lo`` to ``hi`` of ``rows`` in place: into ``row``, or all if that is `EVERY_ROW`."""
+    result = _combined(rows, lo, hi, op)
+    for target in range(len(rows)) if row == EVERY_ROW else (row,):
+        rows[target][lo:hi] = result
+
+
+def _combined(rows: Rows, lo: int, hi: int, op: int) -> Array:
+    xp = array_namespace(rows[0])
+    total = widened(rows[0][lo:hi])
+    reduced = {SUM: xp.add, MEAN: xp.add, PROD: xp.multiply, MIN: xp.minimum, MAX: xp.maximum}[op]
+    for row in range(1, len(rows)):
+        total = reduced(total, widened(rows[row][lo:hi]))
+    if op == MEAN:
+        total = (total / len(rows)).astype(total.dtype)
+    return narrowed(total, rows[0])
+
+
+ROWS_AT_ONCE = 256
+
+
+def add_up_rows(x: Array, out: Array | None = None) -> Array:
+    """The sum over the first axis, into ``out`` where that is given.
+
+    NumPy adds one row after the other, and its error grows with their number: of 10,000 rows of 0.1 it is 1e-4, of a
+    million 1%. So rows are added in blocks, and then their sums.
+    """
+    if type(x) is not np.ndarray or x.dtype.kind != "f":
+        return x.sum(axis=0, out=out)
+    while len(x) > ROWS_AT_ONCE:
+        starts = range(0, len(x), ROWS_AT_ONCE)
+        sums = np.empty((len(starts), *x.shape[1:]), x.dtype)
+        for total, start in zip(sums, starts, strict=True):
+            np.add.reduce(x[start : start + ROWS_AT_ONCE], axis=0, out=total)
+        x = sums
+    return np.add.reduce(x, axis=0, out=out)
+
+
+def all_finite(x: Array) -> bool:
+    """Whether no element of ``x`` is infinite or NaN."""
+    return bool(array_namespace(x).isfinite(widened(x)).all())
+
+
+def sum_of_squares(x: Array) -> float:
+    """The sum of the squares of ``x``, in float64.
+
+    But for float64 it is finite exactly if all elements are: the square of no other number overflows.
+    """
+    xp = array_namespace(x)
+    wide = widened(x).astype(xp.float64)
+    return float((wide * wide).sum())
+
+
+def sums_of_squares(xs: Iterable[Array]) -> list[float]:
+    """`sum_of_squares` of each."""
+    return [float(sum_of_squares(x)) for x in xs]
+
+
+def clipped_scale(squares: Iterable[float], scale: float, most: float) -> float:
+    """The scale by which a gradient is at most ``most`` long, whose parts have these sums of squares: ``scale``, where
+    it is that already, and where it is not finite.
+
+    Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013, algorithm 1.
+    """
+    norm = math.sqrt(sum(squares))
+    return most / norm if norm < math.inf and norm * scale > most else scale
+
+
+def segment_squares(params: Array, grads: Array, bounds: Array, out: Array) -> None:
+    """The squared norms that LARS needs (You, Gitman and Ginsburg 2017, algorithm 1), of every layer in one reading.
+
+    Squares, so that the parts of a layer that ranks own add up. Changes ``out``.
+
+    Args:
+        params: the weights of all layers, flat, shape ``(count,)``.
+        grads: their gradients, likewise.
+        bounds: int64, shape ``(layers + 1,)``, ascending: layer k is elements ``bounds[k]`` to ``bounds[k + 1]``.
+        out: float64, shape ``(layers, 2)``: the sums of squares of a layer's weights and of its gradients.
+    """
+    for segment in range(bounds.size - 1):
+        first, last = int(bounds[segment]), int(bounds[segment + 1])
+        out[segment, 0] = sum_of_squares(params[first:last])
+        out[segment, 1] = sum_of_squares(grads[first:last])
+
+
+def sgd(param: Array, grad: Array, coefficients: tuple[float, float, float]) -> None:
+    """``p -= lr * (scale * g + weight_decay * p)``; changes ``param``.
+
+    Args:
+        coefficients: ``(lr, weight_decay, scale)``.
+    """
+    lr, weight_decay, scale = coefficients
+    g = grad * scale + param * weight_decay
+    param[...] = param - g * lr
+
+
+def sgd_momentum(param: Array, grad: Array, velocity: Array, coefficients: tuple[float, float, float, float]) -> None:
+    """``v = momentum * v + g``, ``p -= lr * v`` (Polyak 1964, in the form of Sutskever et al. 2013, without dampening).
+
+    Changes ``param`` and ``velocity``.
+
+    Args:
+        coefficients: ``(lr, weight_decay, scale, momentum)``.
+    """
+    lr, weight_decay, scale, momentum = coefficients
+    g = grad * scale + param * weight_decay
+    velocity[...] = velocity * momentum + g
+    param[...] = param - velocity * lr
+
+
+def sgd_nesterov(param: Array, grad: Array, velocity: Array, coefficients: tuple[float, float, float, float]) -> None:
+    """``v = momentum * v + g``, ``p -= lr * (g + momentum * v)`` (Sutskever et al. 2013, section 2).
+
+    Changes ``param`` and ``velocity``.
+
+    Args:
+        coefficients: ``(lr, weight_decay, scale, momentum)``.
+    """
+    lr, weight_decay, scale, momentum = coefficients
+    g = grad * scale + param * weight_decay
+    velocity[...] = velocity * momentum + g
+    param[...] = param - (g + velocity * momentum) * lr
+
+
+def adam(param: Array, grad: Array, m: Array, v: Array, coefficients: tuple[float, ...]) -> None:
+    """Adam (Kingma and Ba 2015, algorithm 1) and AdamW (Loshchilov and Hutter 2019, algorithm 2).
+
+    ``p = shrink * p - step_size * m / (sqrt(v) * root_scale + eps)``; changes ``param``, ``m`` and ``v``.
+
+    Args:
+        coefficients: ``(step_size, weight_decay, scale, shrink, 1 - beta1, beta2, 1 - beta2, root_scale, eps)``, where
+            ``step_size`` is ``lr / (1 - beta1**step)``, ``root_scale`` is ``1 / sqrt(1 - beta2**step)``; Adam has
+            ``shrink`` 1, AdamW has ``weight_decay`` 0 and ``shrink`` ``1 - lr * weight_decay``.
+    """
+    step_size, weight_decay, scale, shrink, one_minus_beta1, beta2, one_minus_beta2, root_scale, eps = coefficients
+    xp = array_namespace(param, grad, m, v)
+    g = grad * scale + param * weight_decay
+    m[...] = m + (g - m) * one_minus_beta1
+    v[...] = v * beta2 + (g * g) * one_minus_beta2
+    param[...] = param * shrink - (m / (xp.sqrt(v) * root_scale + eps)) * step_size
+
+
+def _rates(squares: Array, weight_decay: float, scale: float, trust: float) -> tuple[Array, Array]:
+    """Weight decay and scale of the layer: times ``trust * |w| / (scale * |g| + weight_decay * |w|)``, if that has a
+    meaning (You, Gitman and Ginsburg 2017, algorithm 1)."""
+    xp = array_namespace(squares)
+    weights, gradient = xp.sqrt(squares[0]), xp.sqrt(squares[1])
+    has_meaning = (weights != 0) & (gradient != 0)
+    length = xp.where(has_meaning, gradient * scale + weight_decay * weights, 1.0)
+    factor = xp.where(has_meaning, trust * weights / length, 1.0)
+    return weight_decay * factor, scale * factor
+
+
+def _of_layer(squares: Array, like: Array, coefficients: tuple[float, ...]) -> tuple[float, ...]:
+    lr, weight_decay, scale, *momentum, trust = coefficients
+    rates = (each.astype(like.dtype) for each in _rates(squares, weight_decay, scale, trust))
+    return (lr, *rates, *momentum)  # type: ignore[return-value]
+
+
+def lars_sgd(param: Array, grad: Array, squares: Array, coefficients: tuple[float, float, float, float]) -> None:
+    """`reference.sgd` of a layer; ``coefficients`` are ``(lr, weight_decay, scale, trust)``."""
+    sgd(param, grad, _of_layer(squares, param, coefficients))  # type: ignore[arg-type]
+
+
+def lars_sgd_momentum(
+    param: Array, grad: Array, velocity: Array, squares: Array, coefficients: tuple[float, float, float, float, float]
+) -> None:
+    """`reference.sgd_momentum` of a layer; ``coefficients``: ``(lr, weight_decay, scale, momentum, trust)``."""
+    sgd_momentum(param, grad, velocity, _of_layer(squares, param, coefficients))  # type: ignore[arg-type]
+
+
+def lars_sgd_nesterov(
+    param: Array, grad: Array, velocity: Array, squares: Array, coefficients: tuple[float, float, float, float, float]
+) -> None:
+    """`reference.sgd_nesterov` of a layer; ``coefficients`` as of `lars_sgd_momentum`."""
+    sgd_nesterov(param, grad, velocity, _of_layer(squares, param, coefficients))  # type: ignore[arg-type]
 
 
 def _floats(x: Array) -> Array:

@@ -1,0 +1,568 @@
+"""Reference elementwise operations: sums, activations, bias, chains, casts to 16 bits and scaling.
+
+Casts and scaling take 1-D contiguous arrays that do not overlap. The 16-bit numbers of casts are given as their bits in
+uint16. Casts to them round to nearest, ties to even (IEEE 754, section 4.3.1): what is too large becomes infinite,
+subnormals are kept, and a NaN stays one.
+
+Reference normalisation, in the operations that NumPy and CuPy share: over a batch, and over each row.
+
+Results are written into the arrays given for them, all of one float dtype; those must not overlap with the operands.
+
+Reference operations of networks on sequences: attention, LSTM, embedding, cross-entropy.
+
+Sequences are ``(batch, time, features)``. Results are written into the arrays given for them, all contiguous and of one
+float dtype; those must not overlap with the operands. What is added to one row of a table is added in the order in
+which it is given, so the same run has the same bits again.
+
+Reference convolution and pooling, in the operations that NumPy and CuPy share.
+
+Images are ``(batch, channels, height, width)``, weights ``(out, in, kernel height, kernel width)``. Pairs ``kernel``,
+``stride`` and ``padding`` are (vertical, horizontal); padding is on both sides, of a convolution with zeros. Results
+are written into the arrays given for them, all of one float dtype; those must not overlap with the operands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import Array, array_namespace, is_half
+from ..cuda.cublas import matmul_of
+
+_SLOPE, _CUBE = math.sqrt(2 / math.pi), 0.044715
+
+
+def add(a: Array, b: Array, out: Array) -> None:
+    """``out = a + b``, of one shape; ``out`` may be either."""
+    array_namespace(a).add(a, b, out=out)
+
+
+def relu(x: Array, out: Array) -> None:
+    """``out = max(x, 0)``, in which a NaN stays; ``out`` may be ``x``."""
+    array_namespace(x).maximum(x, 0, out=out)
+
+
+def add_bias(y: Array, bias: Array, relu: bool) -> None:
+    """``y += bias``, then ``max(y, 0)`` if ``relu``; changes ``y``, of shape ``(rows, features)`` or images."""
+    xp = array_namespace(y, bias)
+    y += bias.reshape(-1, *[1] * (y.ndim - 2))
+    if relu:
+        xp.maximum(y, 0, out=y)
+
+
+def relu_gradient(gy: Array, y: Array, dx: Array) -> None:
+    """``dx = gy`` where the result ``y`` of ReLU is positive, else 0, whatever ``gy`` is; changes ``dx``; any shape."""
+    dx[...] = array_namespace(gy, y).where(y > 0, gy, 0)
+
+
+def bias_gradient(gy: Array, y: Array | None, dx: Array | None, dbias: Array) -> None:
+    """``dbias`` becomes the sum of ``gy``, like what `add_bias` takes, over all axes but the second.
+
+    Args:
+        y: None, or the result of ReLU: then `relu_gradient` is written to ``dx``, and summed.
+    """
+    if y is not None:
+        relu_gradient(gy, y, dx)
+        gy = dx
+    dbias[...] = gy.sum(axis=(0, *range(2, gy.ndim)), dtype="float32" if is_half(gy) else None)
+
+
+def gelu(x: Array, out: Array) -> None:
+    """``x`` times nearly the chance of a normal number below it (Hendrycks and Gimpel 2016, section 2, by tanh)."""
+    xp = array_namespace(x)
+    out[...] = 0.5 * x * (1 + xp.tanh(_SLOPE * (x + _CUBE * x * x * x)))
+
+
+def gelu_gradient(gy: Array, x: Array, dx: Array) -> None:
+    """The gradient of `gelu`; ``dx`` is written."""
+    xp = array_namespace(gy, x)
+    y = xp.tanh(_SLOPE * (x + _CUBE * x * x * x))
+    dx[...] = gy * (0.5 * (1 + y) + 0.5 * x * (1 - y * y) * _SLOPE * (1 + 3 * _CUBE * x * x))
+
+
+def _of_namespace(name: str) -> Callable[..., Array]:
+    return lambda *operands: getattr(array_namespace(*operands), name)(*operands)
+
+
+def _as_number(relation: str) -> Callable[[Array, Array], Array]:
+    def compare(a: Array, b: Array) -> Array:
+        xp = array_namespace(a, b)
+        return getattr(xp, relation)(a, b).astype(xp.result_type(a, b))
+
+    return compare
+
+
+def _where_positive(a: Array, b: Array) -> Array:
+    return array_namespace(a, b).where(a > 0, b, 0)
+
+
+def _gelu(a: Array) -> Array:
+    out = array_namespace(a).empty(a.shape, dtype=a.dtype)
+    gelu(a, out)
+    return out
+
+
+def _gelu_gradient(gy: Array, a: Array) -> Array:
+    out = array_namespace(gy, a).empty(a.shape, dtype=a.dtype)
+    gelu_gradient(gy, a, out)
+    return out
+
+
+OPERATIONS: dict[str, Callable[..., Array]] = {
+    **{name: _of_namespace(name) for name in ("add", "subtract", "multiply", "divide", "maximum", "minimum")},
+    **{name: _of_namespace(name) for name in ("negative", "abs", "sqrt", "sign")},
+    "greater": _as_number("greater"),
+    "equal": _as_number("equal"),
+    "where_positive": _where_positive,
+    "gelu": _gelu,
+    "gelu_gradient": _gelu_gradient,
+    "copy": lambda a: a.copy(),
+}
+"""By name; `chain` knows them by their places in this order. ``greater`` and ``equal`` give 1 or 0, ``where_positive(a,
+b)`` is ``b`` where ``a`` is above 0, else 0."""
+
+
+def to_float16(x: Array, out: Array) -> None:
+    """float32, here float64, too, to the bits of IEEE binary16; changes ``out``."""
+    xp = array_namespace(x, out)
+    with np.errstate(over="ignore"):
+        out[...] = x.astype(xp.float16).view(xp.uint16)
+
+
+def from_float16(x: Array, out: Array) -> None:
+    """The bits of IEEE binary16 to float32, exactly; changes ``out``."""
+    xp = array_namespace(x, out)
+    out[...] = x.view(xp.float16).astype(xp.float32)
+
+
+def to_bfloat16(x: Array, out: Array) -> None:
+    """float32 to the bits of bfloat16, the upper half of a float32; changes ``out``.
+
+    Adding 0x7fff carries into the upper half above a tie, and one more does at a tie whose upper half is odd. A NaN
+    must not be rounded, it could become infinite: it is cut off and made quiet.
+    """
+    xp = array_namespace(x, out)
+    bits = x.view(xp.uint32)
+    upper = bits >> 16
+    rounded = (bits + ((upper & 1) + 0x7FFF)) >> 16
+    out[...] = xp.where(x != x, upper | 0x40, rounded).astype(xp.uint16)
+
+
+def from_bfloat16(x: Array, out: Array) -> None:
+    """The bits of bfloat16 to float32, exactly; changes ``out``."""
+    xp = array_namespace(x, out)
+    out[...] = (x.astype(xp.uint32) << 16).view(xp.float32)
+
+
+def widened(x: Array) -> Any:
+    """``x``, of any shape, in the type that it is computed in: `hpcdp.core.arrays.words` as float32, all else as it
+    is."""
+    xp = array_namespace(x)
+    if x.dtype not in (xp.uint16, xp.int16):
+        return x
+    wide, from_words = xp.empty(x.shape, dtype=xp.float32), from_float16 if x.dtype == xp.uint16 else from_bfloat16
+    from_words(x.view(xp.uint16), wide)
+    return wide
+
+
+def narrowed(wide: Array, like: Array) -> Any:
+    """What `widened` has made of an array like ``like`` as words again, rounded; all else as it is."""
+    xp = array_namespace(wide, like)
+    if like.dtype not in (xp.uint16, xp.int16):
+        return wide
+    found, to_words = xp.empty(wide.shape, dtype=xp.uint16), to_float16 if like.dtype == xp.uint16 else to_bfloat16
+    to_words(wide, found)
+    return found.view(like.dtype)
+
+
+def follow(wide: Array, x: Array) -> None:
+    """Elements of ``wide``, float32, that are not rounded to those of `hpcdp.core.arrays.words` ``x`` become these."""
+    xp = array_namespace(wide, x)
+    xp.copyto(wide, widened(x), where=narrowed(wide, x) != x)
+
+
+def scale(x: Array, factor: float) -> None:
+    """``x *= factor``, in place; ``factor`` is rounded to the dtype first.
+
+    `hpcdp.core.arrays.words` are multiplied in float32 and rounded once.
+    """
+    scale_into(x, factor, x)
+
+
+def scale_into(x: Array, factor: float, out: Array) -> None:
+    """``out = x * factor``, as `scale`; changes ``out``."""
+    wide = widened(x)
+    out[...] = narrowed(wide * wide.dtype.type(factor), x)
+
+
+def batch_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Array, Array], eps: float) -> None:
+    """Batch normalisation (Ioffe and Szegedy 2015, algorithm 1) over all axes but the second.
+
+    Args:
+        x: shape ``(batch, channels, positions)``.
+        scale: gamma, shape ``(channels,)``.
+        shift: beta, shape ``(channels,)``.
+        out: like ``x``; changed.
+        saved: mean and variance (biased) of each channel, shape ``(channels,)``; changed.
+    """
+    xp = array_namespace(x, scale)
+    mean, variance = saved
+    mean[...] = x.mean(axis=(0, 2))
+    centred = x - mean[:, None]
+    variance[...] = (centred * centred).mean(axis=(0, 2))
+    out[...] = centred * (scale / xp.sqrt(variance + eps))[:, None] + shift[:, None]
+
+
+def batch_norm_gradients(
+    gy: Array,
+    x: Array,
+    scale: Array,
+    saved: tuple[Array, Array],
+    into: tuple[Array, Array, Array],
+    eps: float,
+) -> None:
+    """The gradients of `batch_norm`; ``into`` is where those of ``x``, ``scale`` and ``shift`` go, all changed."""
+    xp = array_namespace(gy, x)
+    dx, dscale, dshift = into
+    mean, variance = saved
+    inverse = 1.0 / xp.sqrt(variance + eps)
+    normal = (x - mean[:, None]) * inverse[:, None]
+    dshift[...] = gy.sum(axis=(0, 2))
+    dscale[...] = (gy * normal).sum(axis=(0, 2))
+    count = x.shape[0] * x.shape[2]
+    rest = dshift[:, None] + normal * dscale[:, None]
+    dx[...] = (gy - rest * (1.0 / count)) * (scale * inverse)[:, None]
+
+
+def channel_sums(x: Array, sums: Array) -> None:
+    """Of each channel of ``x``, shape ``(batch, channels, positions)``, the sum and that of the squares.
+
+    Args:
+        sums: shape ``(2, channels)``, float64, in which squares cancel harmlessly; changed.
+    """
+    xp = array_namespace(x, sums)
+    doubles = x.astype(xp.float64)
+    sums[0] = doubles.sum(axis=(0, 2))
+    sums[1] = (doubles * doubles).sum(axis=(0, 2))
+
+
+def normalise(x: Array, scale: Array, shift: Array, saved: tuple[Array, Array], out: Array, eps: float) -> None:
+    """`batch_norm` by the mean and variance ``saved``; changes ``out``."""
+    xp = array_namespace(x, scale)
+    mean, variance = saved
+    out[...] = (x - mean[:, None]) * (scale / xp.sqrt(variance + eps))[:, None] + shift[:, None]
+
+
+def gradient_sums(gy: Array, x: Array, saved: tuple[Array, Array], sums: Array, eps: float) -> None:
+    """What this batch adds to the gradients of shift and scale: rows 0 and 1 of ``sums``, ``(2, channels)`` float64."""
+    xp = array_namespace(gy, x)
+    mean, variance = saved
+    normal = (x - mean[:, None]) / xp.sqrt(variance + eps)[:, None]
+    sums[0] = gy.sum(axis=(0, 2))
+    sums[1] = (gy * normal).sum(axis=(0, 2))
+
+
+def gradient_of_input(
+    gy: Array, x: Array, scale: Array, saved: tuple[Array, Array], means: Array, dx: Array, eps: float
+) -> None:
+    """The gradient of ``x`` where ``means`` are `gradient_sums` over the count of the whole batch; changes ``dx``."""
+    xp = array_namespace(gy, x)
+    mean, variance = saved
+    inverse = 1.0 / xp.sqrt(variance + eps)
+    constant, slope = means.astype(x.dtype)
+    normal = (x - mean[:, None]) * inverse[:, None]
+    dx[...] = (gy - constant[:, None] - normal * slope[:, None]) * (scale * inverse)[:, None]
+
+
+def layer_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Array, Array], eps: float) -> None:
+    """Each row normalised by its own mean and variance (Ba, Kiros and Hinton 2016), times ``scale``, plus ``shift``.
+
+    Args:
+        x: ``(rows, features)``; ``out`` likewise, written.
+        saved: where each row's mean and inverse deviation go, ``(rows,)``; written.
+    """
+    xp = array_namespace(x, scale)
+    mean = x.mean(axis=1)
+    centred = x - mean[:, None]
+    inverse = 1.0 / xp.sqrt((centred * centred).mean(axis=1) + eps)
+    out[...] = centred * inverse[:, None] * scale + shift
+    saved[0][...], saved[1][...] = mean, inverse
+
+
+def layer_norm_gradients(
+    gy: Array, x: Array, scale: Array, saved: tuple[Array, Array], into: tuple[Array, Array, Array]
+) -> None:
+    """The gradients of `layer_norm`; ``into`` is where those of ``x``, ``scale`` and ``shift`` go, all written."""
+    dx, dscale, dshift = into
+    mean, inverse = saved
+    normal = (x - mean[:, None]) * inverse[:, None]
+    dscale[...] = (gy * normal).sum(axis=0)
+    dshift[...] = gy.sum(axis=0)
+    scaled = gy * scale
+    along = (scaled * normal).mean(axis=1)[:, None]
+    dx[...] = (scaled - scaled.mean(axis=1)[:, None] - normal * along) * inverse[:, None]
+
+
+def causal_shift(scores: Array, factor: float) -> None:
+    """Row i of each matrix times ``factor``, less its largest among the first i + 1, and minus infinity after them.
+
+    Args:
+        scores: ``(matrices, time, time)``; changed.
+    """
+    xp = array_namespace(scores)
+    time = scores.shape[-1]
+    later = xp.arange(time)[None, :] > xp.arange(time)[:, None]
+    scores *= factor
+    scores[...] = xp.where(later, -xp.inf, scores)
+    scores -= scores.max(axis=-1, keepdims=True)
+
+
+def normalise_rows(chances: Array) -> None:
+    """Each row over its sum; ``chances``, ``(matrices, time, time)``, is changed."""
+    chances /= chances.sum(axis=-1, keepdims=True)
+
+
+def softmax_gradient(chances: Array, gradients: Array, factor: float) -> None:
+    """The gradient before a softmax over rows, times ``factor``, of that after it, in place of ``gradients``."""
+    along = (gradients * chances).sum(axis=-1, keepdims=True)
+    gradients[...] = chances * (gradients - along) * factor
+
+
+def lstm_step(bias: Array, product: Array, t: int, gates: Array, cells: Array, inputs: Array) -> None:
+    """One step of an LSTM (Hochreiter and Schmidhuber 1997; with forget gates, Gers, Schmidhuber and Cummins 2000).
+
+    Arrays of all steps begin with time, so that what a step takes lies together.
+
+    Args:
+        bias: ``(4 size,)``, of the input, forget, candidate and output gates.
+        product: ``(batch, 4 size)``, ``inputs[t]`` times the weights.
+        gates: ``(time, batch, 4 size)``, of which ``t``, the values of the gates, is written.
+        cells: ``(time + 1, batch, size)``; ``t`` is read and ``t + 1`` written.
+        inputs: ``(time + 1, batch, features + size)``, of each step what it is given and the hidden values of the step
+            before; the hidden values of this one are written at ``t + 1``.
+    """
+    xp = array_namespace(gates, bias)
+    size = cells.shape[2]
+    total = product + bias
+    i, f, o = (0.5 * xp.tanh(0.5 * total[:, k * size : (k + 1) * size]) + 0.5 for k in (0, 1, 3))
+    g = xp.tanh(total[:, 2 * size : 3 * size])
+    gates[t] = xp.concatenate([i, f, g, o], axis=1)
+    cells[t + 1] = i * g + f * cells[t]
+    inputs[t + 1, :, -size:] = o * xp.tanh(cells[t + 1])
+
+
+def lstm_step_gradients(
+    gy: Array, dinputs: Array, dcell: Array, t: int, gates: Array, cells: Array, dgates: Array, dbias: Array
+) -> None:
+    """The gradients of `lstm_step`.
+
+    Args:
+        gy: ``(batch, time, size)``, of the hidden values from outside of the LSTM.
+        dinputs: of ``inputs``; ``gy`` at ``t`` is added to that of the hidden values at ``t + 1``.
+        dcell: ``(batch, size)``, of the cells after this step; becomes that of the cells before it.
+        dgates: at ``t`` the gradient of the gates before their activation; written.
+        dbias: the same, summed over the batch, is added to it.
+    """
+    xp = array_namespace(gy, gates)
+    size = dcell.shape[1]
+    i, f, g, o = (gates[t, :, k * size : (k + 1) * size] for k in range(4))
+    dhidden = dinputs[t + 1, :, -size:]
+    dhidden += gy[:, t]
+    y = xp.tanh(cells[t + 1])
+    dcell += dhidden * o * (1 - y * y)
+    parts = [
+        dcell * g * i * (1 - i),
+        dcell * cells[t] * f * (1 - f),
+        dcell * i * (1 - g * g),
+        dhidden * y * o * (1 - o),
+    ]
+    dgates[t] = xp.concatenate(parts, axis=1)
+    dbias += dgates[t].sum(axis=0)
+    dcell *= f
+
+
+def softmax_cross_entropy(logits: Array, labels: Array, chances: Array, losses: Array) -> None:
+    """``losses = -log(softmax(logits)[label])`` of each row; changes ``chances`` and ``losses``.
+
+    Args:
+        logits: shape ``(rows, classes)``.
+        labels: int64, shape ``(rows,)``, from 0 to ``classes - 1``.
+        chances: like ``logits``: the softmax of each row.
+        losses: shape ``(rows,)``.
+    """
+    xp = array_namespace(logits, labels)
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    xp.exp(shifted, out=chances)
+    total = chances.sum(axis=1)
+    xp.subtract(xp.log(total), shifted[xp.arange(labels.size), labels], out=losses)
+    xp.divide(chances, total[:, None], out=chances)
+
+
+def softmax_cross_entropy_gradient(gy: Array, labels: Array, chances: Array, dx: Array) -> None:
+    """The gradient of the logits from the gradient ``gy`` of the losses, shape ``(rows,)``; changes ``dx``."""
+    xp = array_namespace(gy, chances)
+    xp.multiply(chances, gy[:, None], out=dx)
+    dx[xp.arange(labels.size), labels] -= gy
+
+
+def add_rows(table: Array, rows: Array, values: Array) -> None:
+    """``table[rows[k]] += values[k]`` for each k, in that order; ``table`` is changed.
+
+    Args:
+        table: ``(number, features)``.
+        rows: integers from 0 to ``number - 1``, shape ``(count,)``.
+        values: ``(count, features)``.
+    """
+    add_at(table, rows, values)
+
+
+def add_at(table: Array, key: Any, values: Array) -> None:
+    """``table[key] += values``, where an element that ``key`` names several times gets all that is there for it.
+
+    Args:
+        key: of arrays of integers, masks, slices and what else an index may have.
+        values: of the shape of ``table[key]``.
+    """
+    array_namespace(table, values).add.at(table, key, values)
+
+
+Pair = tuple[int, int]
+
+
+def output_size(size: int, kernel: int, stride: int, padding: int) -> int:
+    """How many positions a window of ``kernel`` has along an axis of ``size``."""
+    return (size + 2 * padding - kernel) // stride + 1
+
+
+def padded(x: Array, padding: Pair, value: float = 0.0) -> Array:
+    """``x`` with ``value`` around it; itself without padding."""
+    if padding == (0, 0):
+        return x
+    (batch, channels, height, width), (top, left) = x.shape, padding
+    xp = array_namespace(x)
+    wide = xp.full((batch, channels, height + 2 * top, width + 2 * left), value, dtype=x.dtype)
+    wide[:, :, top : top + height, left : left + width] = x
+    return wide
+
+
+def window(wide: Array, at: Pair, size: Pair, stride: Pair) -> Array:
+    """The view of ``wide`` that element ``at`` of the window sees over all positions."""
+    (i, j), (height, width), (down, right) = at, size, stride
+    return wide[:, :, i : i + (height - 1) * down + 1 : down, j : j + (width - 1) * right + 1 : right]
+
+
+def offsets(kernel: Pair) -> list[Pair]:
+    """The elements of a window, along its rows."""
+    return [(i, j) for i in range(kernel[0]) for j in range(kernel[1])]
+
+
+def _unfolded(x: Array, kernel: Pair, stride: Pair, padding: Pair, size: Pair) -> Array:
+    """Patches (im2col): shape ``(channels * kernel positions, batch * output positions)``."""
+    xp = array_namespace(x)
+    wide = padded(x, padding)
+    patches = xp.stack([window(wide, at, size, stride) for at in offsets(kernel)], axis=0)
+    rows = x.shape[1] * kernel[0] * kernel[1]
+    return patches.transpose(2, 0, 1, 3, 4).reshape(rows, x.shape[0] * size[0] * size[1])
+
+
+def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair, padding: Pair, relu: bool) -> None:
+    """``out = weight * x + bias``, cross-correlation, followed by ``max(out, 0)`` if ``relu``; changes ``out``.
+
+    Args:
+        bias: shape ``(out channels,)``.
+    """
+    xp = array_namespace(x, weight)
+    batch, channels, height, width = out.shape
+    columns = _unfolded(x, weight.shape[2:], stride, padding, (height, width))
+    product = matmul_of(xp)(weight.reshape(channels, -1), columns).reshape(channels, batch, height, width)
+    if bias is not None:
+        product = product + bias[:, None, None, None]
+    if relu:
+        product = xp.maximum(product, 0)
+    out[...] = product.transpose(1, 0, 2, 3)
+
+
+def conv2d_gradients(
+    x: Array,
+    weight: Array,
+    gy: Array,
+    out: Array | None,
+    into: tuple[Array | None, Array | None, Array | None],
+    stride: Pair,
+    padding: Pair,
+) -> None:
+    """The gradients of `conv2d` from the gradient ``gy`` of its result.
+
+    Args:
+        out: the result, if it went through ReLU.
+        into: where the gradients of ``x``, ``weight`` and bias go; changes those that are not None.
+    """
+    xp = array_namespace(x, weight)
+    dx, dweight, dbias = into
+    if out is not None:
+        gy = xp.where(out > 0, gy, 0)
+    channels, kernel, size = gy.shape[1], weight.shape[2:], gy.shape[2:]
+    flat = gy.transpose(1, 0, 2, 3).reshape(channels, x.shape[0] * size[0] * size[1])
+    if dbias is not None:
+        dbias[...] = flat.sum(axis=1)
+    if dweight is not None:
+        columns = _unfolded(x, kernel, stride, padding, size)
+        dweight[...] = matmul_of(xp)(flat, columns.T).reshape(weight.shape)
+    if dx is not None:
+        columns = matmul_of(xp)(weight.reshape(channels, -1).T, flat)
+        columns = columns.reshape(x.shape[1], len(offsets(kernel)), x.shape[0], *size)
+        wide = xp.zeros_like(padded(x, padding))
+        for number, at in enumerate(offsets(kernel)):
+            part = window(wide, at, size, stride)
+            part += columns[:, number].transpose(1, 0, 2, 3)
+        dx[...] = window(wide, padding, x.shape[2:], (1, 1))
+
+
+def average_pool(x: Array, out: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
+    """``out`` becomes the mean of each window, padding counted; changes ``out``."""
+    wide = padded(x, padding)
+    total = sum(window(wide, at, out.shape[2:], stride) for at in offsets(kernel))
+    out[...] = total * (1.0 / (kernel[0] * kernel[1]))
+
+
+def average_pool_gradient(gy: Array, dx: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
+    """The gradient of `average_pool`; changes ``dx``."""
+    xp = array_namespace(gy)
+    wide = xp.zeros_like(padded(dx, padding))
+    share = gy * (1.0 / (kernel[0] * kernel[1]))
+    for at in offsets(kernel):
+        part = window(wide, at, gy.shape[2:], stride)
+        part += share
+    dx[...] = window(wide, padding, dx.shape[2:], (1, 1))
+
+
+def max_pool(x: Array, out: Array, chosen: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
+    """``out`` becomes the largest element of each window, padding never being it; changes ``out`` and ``chosen``.
+
+    Args:
+        chosen: int32, like ``out``: which element of the window it is, counted along its rows; the first of equal ones,
+            but the last NaN, which counts as larger than all.
+    """
+    xp = array_namespace(x)
+    wide = padded(x, padding, -xp.inf)
+    is_inside = padded(xp.ones((1, 1, *x.shape[2:]), dtype=bool), padding, False)
+    out[...] = -xp.inf
+    chosen[...] = -1
+    for number, at in enumerate(offsets(kernel)):
+        part = window(wide, at, out.shape[2:], stride)
+        larger = (part > out) | (part != part) | ((chosen < 0) & window(is_inside, at, out.shape[2:], stride))
+        chosen[...] = xp.where(larger, xp.asarray(number, dtype=chosen.dtype), chosen)
+        out[...] = xp.where(larger, part, out)
+
+
+def max_pool_gradient(gy: Array, chosen: Array, dx: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
+    """The gradient of `max_pool`; changes ``dx``."""
+    xp = array_namespace(gy)
+    wide = xp.zeros_like(padded(dx, padding))
+    for number, at in enumerate(offsets(kernel)):
+        part = window(wide, at, gy.shape[2:], stride)
+        part += xp.where(chosen == number, gy, 0)
+    dx[...] = window(wide, padding, dx.shape[2:], (1, 1))

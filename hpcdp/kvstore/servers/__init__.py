@@ -1,1 +1,0 @@
-"""Servers of asynchronous stores."""

@@ -1,0 +1,712 @@
+"""What a site wants of every job, in a TOML file: partition, account, modules, and how MPI is started there.
+
+Filling a template in: what is asked for and what the site wants become one script, with every value quoted.
+
+Slurm's queue: submitting a script, asking how jobs are, ending them. Everything is asked of Slurm's own commands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import re
+import shlex
+import shutil
+import string
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core import files
+from ..core.checks import check_name, matching
+from ..core.files import data_folder, require_private
+from ..errors import ConfigError, LaunchError, listed, whole_number
+from .batch import SLURM
+
+LAUNCHERS = ("srun", "mpirun")
+FILE = "hpcdp-site.toml"
+"""The name of a profile in the working folder."""
+
+_VALID = {
+    "mpi_type": ("(?!none$)[A-Za-z0-9_.]+", "a name such as pmix, with which ranks find each other"),
+    "gpu_bind": ("[\\w.:,=*-]+", "a word of --gpu-bind, e.g. none or closest"),
+    **SLURM,
+}
+"""What a value of a key must be, and how that is said, where sbatch would refuse any other."""
+
+_VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+_OPTION = re.compile("--([a-z][a-z0-9-]*)(=.*)?")
+_LISTS = ("modules", "sbatch")
+_TAKEN = (
+    "job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "time", "partition", "account", "qos", "gres",
+    "output", "signal", "requeue", "no-requeue", "open-mode", "array", "parsable", "wait", "wrap", "export",
+    "test-only",
+)  # fmt: skip
+"""Options of sbatch that other keys, flags or templates set, or that would undo what templates do."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A site; None and empty: not said. A value that is wrong raises `ConfigError`, which names key and value.
+
+    Args:
+        launcher: what starts the ranks: ``"srun"``, or ``"mpirun"``, which is `hpcdp launch` inside the job.
+        mpi_type: ``--mpi`` of srun: ``"pmix"`` for Open MPI, ``"pmi2"`` for MPICH and Intel MPI.
+        time: of a job, as Slurm writes it: ``"04:00:00"``, ``"2-12"``.
+        partition, account, qos: as sbatch takes them.
+        gres: the GPUs of a node, for the template ``train-gpu``: ``"gpu:4"``.
+        gpu_bind: ``--gpu-bind`` of srun.
+        modules: environment modules that are loaded.
+        venv: the virtual environment, in a folder that all nodes see; ``~`` is the home of who renders.
+        image: an Apptainer image in which the ranks run; likewise.
+        env: variables of the job.
+        sbatch: further options of sbatch, such as ``"--constraint=ib"``.
+    """
+
+    launcher: str = "srun"
+    mpi_type: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    gres: str | None = None
+    gpu_bind: str = "none"
+    modules: tuple[str, ...] = ()
+    venv: str | None = None
+    image: str | None = None
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sbatch: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, label, text in _texts(self):
+            _check(f"site profile: {label}", name, text)
+        check_name("launcher", self.launcher, LAUNCHERS)
+        for variable in self.env:
+            if not _VARIABLE.fullmatch(variable):
+                raise _wrong("env", "names of variables", variable)
+        for option in self.sbatch:
+            found = _OPTION.fullmatch(option)
+            if found is None:
+                raise _wrong("sbatch", "long options with the value behind =, e.g. --constraint=ib", option)
+            if any(taken.startswith(found[1]) for taken in _TAKEN):  # sbatch takes --node for --nodes
+                raise _wrong("sbatch", "no option that a key, a flag or the template sets", option)
+            pattern, expected = SLURM.get(found[1], (".*", ""))
+            if not re.fullmatch(pattern, (found[2] or "")[1:]):
+                raise _wrong("sbatch", f"for --{found[1]} {expected}", option)
+
+    def with_flags(self, said: Mapping[str, str]) -> Profile:
+        """The same with other values, by key, for one job. A wrong one is a `ConfigError` that names the flag."""
+        for name, text in said.items():
+            _check(f"--{name}", name, text)
+        return dataclasses.replace(self, **said)  # type: ignore[arg-type]
+
+    def require(self, name: str, remedy: str) -> str:
+        """The value of a key that a template cannot do without; `ConfigError` with the ``remedy`` where it is None."""
+        value: str | None = getattr(self, name)
+        if value is None:
+            raise ConfigError("site profile", expected=f"the key {name}", got="none", remedy=remedy)
+        return value
+
+
+def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ) -> Profile:
+    """The profile in ``path``, else in what ``HPCDP_SITE`` names, else in the first that is there of `places`.
+
+    A job runs what its profile says, so one that was not named must be this user's alone, and one that was named must
+    not be everybody's.
+
+    Raises:
+        ConfigError: there is none; it cannot be read; others may write it; a key is unknown, or a value wrong.
+    """
+    said = environ.get("HPCDP_SITE") if path is None else None
+    is_named = bool(path or said)
+    if path is None:
+        path = said or next((place for place in places(environ) if os.path.isfile(place)), None)
+    if path is None:
+        raise ConfigError(
+            "site profile", expected=f"a file: {', '.join(map(str, places(environ)))}", got="none",
+            remedy='write one, e.g. with the line mpi_type = "pmix", or name one with --site FILE',
+        )  # fmt: skip
+    try:
+        remedy = "copy it to a folder of yours" if is_named else f"name it with --site {path} to use it"
+        require_private("site profile", path, "a file that others may not change", remedy, everybody=is_named)
+        given = files.read_toml(path)
+    except OSError as error:
+        where = f"HPCDP_SITE={said}" if said else path
+        raise ConfigError("site profile", where=where, expected="a file", got=error.strerror) from error
+    except ValueError as error:
+        raise ConfigError("site profile", where=path, expected="a TOML file", got=error) from error
+    for name in given:
+        check_name("key", name, names(), where=path)
+    try:
+        return Profile(**{name: _as_kept(name, value) for name, value in given.items()})
+    except ConfigError as error:
+        error.where = path
+        raise
+
+
+def places(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Where a profile is looked for that is not named: the first one counts."""
+    home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")) / ".config")
+    return [Path(FILE), home / "hpcdp" / "site.toml"]
+
+
+def names() -> list[str]:
+    """The keys of a profile."""
+    return [field.name for field in dataclasses.fields(Profile)]
+
+
+def _as_kept(name: str, value: Any) -> Any:
+    if name in _LISTS:
+        if not isinstance(value, list):
+            raise _wrong(name, 'a list, e.g. ["a", "b"]', value)
+        return tuple(value)
+    if name == "env":
+        if not isinstance(value, dict):
+            raise _wrong(name, "a table [env] of variables", value)
+        return {variable: str(text) if type(text) is int else text for variable, text in value.items()}
+    return value
+
+
+def _texts(profile: Profile) -> Iterator[tuple[str, str, Any]]:
+    """Every text in a profile, after the name of its key and how that is written: ``env.HOME``."""
+    for name in names():
+        value = getattr(profile, name)
+        if name == "env":
+            yield from ((name, f"env.{variable}", text) for variable, text in value.items() if text != "")
+        elif name in _LISTS:
+            yield from ((name, name, text) for text in value)
+        elif value is not None:
+            yield name, name, value
+
+
+def _check(operation: str, name: str, text: Any) -> None:
+    pattern, expected = _VALID.get(name, (".*", "text on one line"))
+    if isinstance(text, bool | int | float | datetime.time | datetime.date):
+        said = str(text).lower() if isinstance(text, bool) else str(text)
+        raise ConfigError(operation, expected=f"{expected}, in quotes", got=said, remedy=f'write "{said}"')
+    if not isinstance(text, str) or not text.strip() or not text.isprintable():
+        raise ConfigError(operation, expected="text on one line", got=repr(text))
+    matching(operation, text, pattern, expected)
+
+
+def _wrong(name: str, expected: str, got: object) -> ConfigError:
+    return ConfigError(f"site profile: {name}", expected=expected, got=repr(got))
+
+
+TEMPLATES = {
+    "train": "train.sbatch",
+    "train-gpu": "train-gpu.sbatch",
+    "sweep": "sweep.sbatch",
+    "benchmark": "benchmark.sbatch",
+    "interactive": "interactive.sh",
+}
+PROGRAMS = {"benchmark": ("hpcdp", "bench", "allreduce"), "interactive": ("bash",)}
+"""What runs where nothing was said; elsewhere `hpcdp train`."""
+
+REQUEUES = 3
+"""So many times a job comes back after faults, if nothing else was asked for."""
+_TRAINING = ("train", "train-gpu", "sweep")
+_RUNS = "runs"
+_TRAIN = ("hpcdp", "train")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_MOST_TASKS = 100_000
+_MOST = 1_000_000
+_LEAD_S = 120
+_COUNTS = ("nodes", "ranks_per_node", "cpus_per_task", "at_once", "requeues")
+
+
+class _Template(string.Template):
+    """With ``@@name``: bash has its own meaning for ``$``."""
+
+    delimiter = "@@"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptRequest:
+    """What a script is to do.
+
+    Args:
+        template: a key of `TEMPLATES`.
+        program: with its arguments; empty for the template's own.
+        nodes: how many.
+        ranks_per_node: on each of them.
+        cpus_per_task: cores of a rank.
+        name: of the job, None for the template's.
+        settings: of a sweep, the further arguments of each task.
+        at_once: of a sweep, so many tasks run at a time; None for as many as fit.
+        requeues: of what trains, so many times a job comes back after faults; None for `REQUEUES`.
+    """
+
+    template: str
+    program: tuple[str, ...] = ()
+    nodes: int = 1
+    ranks_per_node: int = 1
+    cpus_per_task: int = 1
+    name: str | None = None
+    settings: tuple[tuple[str, ...], ...] = ()
+    at_once: int | None = None
+    requeues: int | None = None
+
+    def __post_init__(self) -> None:
+        check_name("template", self.template, TEMPLATES)
+        for count in _COUNTS:
+            flag = f"--{count.replace('_', '-')}"
+            whole_number(flag, None, getattr(self, count) or 0, None, _MOST, expected=f"at most {_MOST:,}")
+        if self.name is not None:
+            matching("--name", self.name, _NAME, "letters, digits and _.-")
+        for argument in (*self.program, *(each for line in self.settings for each in line)):
+            if "\n" in argument or "\0" in argument:
+                raise ConfigError("program", expected="arguments of one line", got=repr(argument))
+        if self.template == "sweep" and not 0 < len(self.settings) <= _MOST_TASKS:
+            raise ConfigError(
+                "sweep", expected=f"a file of 1 to {_MOST_TASKS:,} lines of settings", got=len(self.settings),
+                remedy="--settings FILE names it",
+            )  # fmt: skip
+        if self.template != "sweep" and (self.settings or self.at_once):
+            raise ConfigError(self.template, expected="no settings of a sweep", got="some", remedy="that is sweep")
+        if self.requeues is not None and self.template not in _TRAINING:
+            raise ConfigError("--requeues", expected=f"the template {', '.join(_TRAINING)}", got=self.template)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script, and the folder where it and its output lie: that of the run."""
+
+    text: str
+    name: str
+    folder: Path
+
+
+def render(request: ScriptRequest, profile: Profile) -> Script:
+    """The script for ``request`` at a site.
+
+    Raises:
+        ConfigError: the profile lacks something, or the program cannot be run in that way.
+    """
+    name = request.name or request.template
+    time = profile.require("time", 'say it with --time, or in the profile: time = "04:00:00"')
+    program, run, checkpoints, folder = _program(request, name)
+    interactive = request.template == "interactive"
+    options = list(_options(request, profile, name, time, folder))
+    parts = {
+        "shebang": "#!/bin/bash -l" if profile.modules else "#!/bin/bash",
+        "environment": "\n".join(_environment(request, profile)),
+        "program": " ".join([*_container(request, profile), *program]),
+        "run": run,
+        "checkpoints": checkpoints,
+        "requeues": str(REQUEUES if request.requeues is None else request.requeues),
+        "launch": "" if interactive else " ".join(_launch(request, profile)),
+    }
+    if interactive:
+        parts["options"] = "\n".join(f"  {shlex.quote(option)}" for option in options)
+    else:
+        parts["directives"] = "\n".join(f"#SBATCH {_directive(option)}" for option in options)
+        parts["signal"] = f"USR1@{_lead_s(time)}"
+    if request.template == "train-gpu":
+        parts["gres"] = _quoted(profile.require("gres", 'say it with --gres, or in the profile: gres = "gpu:4"'))
+    if request.template == "sweep":
+        throttle = f"%{request.at_once}" if request.at_once else ""
+        parts["array"] = f"1-{len(request.settings)}{throttle}"
+        parts["settings"] = "\n".join(
+            f"  {number}) settings=({shlex.join(line)}) ;;" for number, line in enumerate(request.settings, 1)
+        )
+    parts["ranks"] = _filled("ranks.sh", parts).rstrip("\n")
+    return Script(_filled(TEMPLATES[request.template], parts), name, folder)
+
+
+def read_settings(path: str | Path) -> tuple[tuple[str, ...], ...]:
+    """The lines of a sweep's file, each as the arguments that it adds; without blank ones and comments (``#``).
+
+    Raises:
+        ConfigError: the file cannot be read, or a line has a quote that is not closed.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()  # some editors begin it with a mark
+    except (OSError, UnicodeDecodeError) as error:
+        got = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError("sweep", where=path, expected="a file of settings, one line a task", got=got) from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ConfigError("sweep", where=f"{path}, line {number}", expected="closed quotes", got=line) from error
+        if words:
+            found.append(tuple(words))
+    return tuple(found)
+
+
+def _filled(file: str, parts: dict[str, str]) -> str:
+    text = (data_folder("slurm") / file).read_text(encoding="utf-8")
+    return re.sub("\n{3,}", "\n\n", _Template(text).substitute(parts))
+
+
+def _program(request: ScriptRequest, name: str) -> tuple[list[str], str, str, Path]:
+    """The program as words of bash, the values of ``run`` and ``checkpoints`` there, and the folder of the script and
+    its output.
+
+    `hpcdp train` goes on in a run folder that is the job's own, unless another is named: by the script's argument, or
+    in the program, where ``run`` is empty. Where other programs save is not known, and ``checkpoints`` empty.
+    """
+    given = request.program or PROGRAMS.get(request.template, _TRAIN)
+    words = [shlex.quote(word) for word in given]
+    sweep = request.template == "sweep"
+    if sweep:
+        words.append('"${settings[@]}"')
+    if given[:2] != _TRAIN or request.template not in _TRAINING:
+        return words, "''", "''", Path(_RUNS)
+    said = [given, *request.settings]
+    if any(_value(line, "--overwrite") is not None for line in said):
+        raise ConfigError(
+            "hpcdp train --overwrite", expected="none in a job that is resumed", got="it",
+            remedy="name another --run-dir, or leave it out: each job has a folder of its own",
+        )  # fmt: skip
+    run_dir = next((each for line in said if (each := _value(line, "--run-dir")) is not None), None)
+    if sweep and run_dir is not None:
+        raise ConfigError(
+            "sweep", expected="no --run-dir", got=run_dir, remedy="each task has a folder of its own"
+        )  # fmt: skip
+    run, folder = "''", shlex.quote(run_dir or "")
+    if run_dir is None:
+        run = f"${{1:-{_RUNS}/{name}-{'$SLURM_ARRAY_JOB_ID' if sweep else '$job'}}}"
+        folder = "$run/$SLURM_ARRAY_TASK_ID" if sweep else "$run"
+        words += ["--run-dir", f'"{folder}"']
+    if not any(_value(line, "--resume") is not None for line in said):
+        words += ["--resume", "auto"]
+    return words, run, f"{folder}/checkpoints", Path(_RUNS) if run_dir is None else Path(run_dir).parent
+
+
+def _value(arguments: Sequence[str], flag: str) -> str | None:
+    """What a flag is given, the last time; empty where nothing follows, None where it is not there."""
+    found = None
+    for position, word in enumerate(arguments):
+        if word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+        elif word == flag:
+            found = arguments[position + 1] if position + 1 < len(arguments) else ""
+    return found
+
+
+def _options(request: ScriptRequest, profile: Profile, name: str, time: str, folder: Path) -> Iterator[str]:
+    """Never ``--ntasks`` with ``--nodes`` alone, which places 4 ranks on 2 nodes as 3 and 1."""
+    yield f"--job-name={name}"
+    yield f"--nodes={request.nodes}"
+    yield f"--ntasks-per-node={request.ranks_per_node}"
+    yield f"--cpus-per-task={request.cpus_per_task}"
+    yield f"--time={time}"
+    for key in ("partition", "account", "qos"):
+        if (value := getattr(profile, key)) is not None:
+            yield f"--{key}={value}"
+    if request.template != "interactive":
+        numbers = "%A_%a" if request.template == "sweep" else "%j"
+        yield f"--output={str(folder / name).replace('%', '%%')}-{numbers}.out"
+    elif profile.gres is not None:
+        yield f"--gres={profile.gres}"
+    yield from profile.sbatch
+
+
+def _lead_s(time: str) -> int:
+    """So many seconds before a limit, as Slurm writes it, a job stops early: two minutes, but not in its first half."""
+    days, has_days, rest = time.rpartition("-")
+    if not rest.replace(":", "").isdecimal():  # UNLIMITED
+        return _LEAD_S
+    numbers = [int(number) for number in rest.split(":")]
+    if has_days:  # D-H, D-H:M, D-H:M:S
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    else:  # M, M:S, H:M:S
+        hours, minutes, seconds = {1: (0, *numbers, 0), 2: (0, *numbers), 3: tuple(numbers)}[len(numbers)]
+    limit_s = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    return min(_LEAD_S, limit_s // 2) or _LEAD_S  # 0: no limit
+
+
+def _environment(request: ScriptRequest, profile: Profile) -> Iterator[str]:
+    if profile.modules:
+        yield f"module load {shlex.join(profile.modules)} || exit 1"
+    if profile.venv is not None:
+        yield "# shellcheck source=/dev/null"
+        yield f"source {shlex.quote(str(_path('venv', profile.venv, 'bin', 'activate')))} || exit 1"
+    cores = str(request.cpus_per_task)
+    if request.template != "interactive":
+        cores = f'"${{SLURM_CPUS_PER_TASK:-{cores}}}"'
+    yield f"export SRUN_CPUS_PER_TASK={cores}  # srun does not take it from the job"
+    yield f"export OMP_NUM_THREADS={cores}"
+    if profile.launcher == "srun" and str(profile.mpi_type).startswith("pmix"):
+        yield "export PMIX_MCA_psec=native  # or Open MPI says that it found no munge"
+    for variable, text in profile.env.items():
+        yield f"export {variable}={shlex.quote(text)}"
+
+
+def _path(key: str, text: str, *inside: str) -> Path:
+    try:
+        path = Path(text, *inside).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"site profile: {key}", expected="a home folder for its ~", got=repr(text)) from error
+    expected, remedy = "what not everybody may change", "move it to a folder of yours"
+    with contextlib.suppress(OSError):  # it may be there on the nodes alone
+        require_private(f"site profile: {key}", path, expected, remedy, everybody=True)
+    return path
+
+
+def _launch(request: ScriptRequest, profile: Profile) -> Iterator[str]:
+    if profile.launcher == "mpirun":
+        yield f"hpcdp launch --launcher mpi -n {request.nodes * request.ranks_per_node} --"
+    else:
+        remedy = 'mpi_type = "pmix" for Open MPI, "pmi2" for MPICH, or launcher = "mpirun"; srun --mpi=list lists them'
+        mpi_type = profile.require("mpi_type", remedy)
+        if any(":" in line for line in (request.program, *request.settings)):
+            raise ConfigError(
+                "program", expected="no argument : alone, where srun begins another program", got="one",
+                remedy="a script of its own can give it",
+            )  # fmt: skip
+        yield f"srun --mpi={mpi_type}"
+        # Others of a rank that has died, also before MPI was up, may wait for ever; an end at once would hide a 75.
+        yield "--wait=30"
+        if request.template == "train-gpu":
+            yield f"--gpu-bind={shlex.quote(profile.gpu_bind)}"
+
+
+def _container(request: ScriptRequest, profile: Profile) -> Iterator[str]:
+    if profile.image is not None and request.template != "interactive":
+        yield "apptainer exec --nv" if request.template == "train-gpu" else "apptainer exec"
+        yield shlex.quote(str(_path("image", profile.image)))
+
+
+def _directive(option: str) -> str:
+    name, equals, value = option.partition("=")
+    return f"{name}{equals}{_quoted(value)}" if equals else name
+
+
+def _quoted(value: str) -> str:
+    """As a line of ``#SBATCH`` takes it, where a backslash counts within any quotes."""
+    if re.fullmatch(r"[A-Za-z0-9_.,:/=+%@\[\]-]+", value):
+        return value
+    return '"' + re.sub(r'([\\"])', r"\\\1", value) + '"'
+
+
+SAVE_LIMIT_S = 150.0
+"""So long a job may take to save and end once it is asked to: a little more than the signal leaves it."""
+
+_LIMIT_S = 60.0
+_POLL_S = 2.0
+_JOB = re.compile(r"[0-9]{1,18}(_[0-9]{1,18})?")
+_UNKNOWN = re.compile("invalid job id|no job|not found", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job, or a task of an array, as Slurm tells it; empty where it does not.
+
+    Args:
+        number: ``"4711"``, of a task ``"4711_3"``, of tasks that wait ``"4711_[4-9]"``.
+        state: ``"RUNNING"``, ``"PENDING"``, ``"COMPLETED"``, ...
+        took: wall time since it was started the last time.
+        where: hosts; why it waits; how it ended.
+    """
+
+    number: str
+    name: str
+    state: str
+    took: str
+    where: str
+
+    @property
+    def family(self) -> str:
+        """The number without that of a task."""
+        return self.number.partition("_")[0]
+
+
+def write(script: Script) -> Path:
+    """Write the script into its folder, which is made, under a new name; for nobody else to read.
+
+    Raises:
+        LaunchError: it cannot be written, or every user may write to its folder.
+    """
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path = script.folder / f"{script.name}-{stamp}.sbatch"
+    try:
+        script.folder.mkdir(parents=True, exist_ok=True)
+        require_private(  # others might exchange the script before sbatch reads it
+            "write the script", script.folder, "a folder that not everybody may change",
+            "submit from a folder of yours", everybody=True, error=LaunchError,
+        )  # fmt: skip
+        number = 1
+        while True:
+            try:
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                break
+            except FileExistsError:
+                number += 1
+                path = script.folder / f"{script.name}-{stamp}-{number}.sbatch"
+        with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(script.text)
+    except OSError as error:
+        raise LaunchError("write the script", where=path, got=error.strerror) from error
+    return path
+
+
+def submit(path: Path) -> str:
+    """Submit a script and return the number of its job; ``LaunchError`` says what sbatch refuses."""
+    done = _run(["sbatch", "--parsable", str(path)])
+    number = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
+    if done.returncode or not number.isdecimal():
+        raise LaunchError("sbatch", where=path, got=_said(done))
+    return number
+
+
+def own_jobs() -> list[QueuedJob]:
+    """Those of this user in the queue. `LaunchError` where Slurm is not there or does not answer."""
+    return _queued([f"--user={os.getuid()}"])
+
+
+def jobs(numbers: Sequence[str]) -> tuple[list[QueuedJob], list[str]]:
+    """The jobs of these numbers, in that order, and the numbers of which nobody knows a job.
+
+    One that has left the queue is looked up in the accounts (sacct), else in what Slurm still remembers of it.
+
+    Raises:
+        LaunchError: Slurm is not there or does not answer; a number is none.
+    """
+    check_numbers(numbers)
+    found: list[QueuedJob] = []
+    unknown = []
+    for number in dict.fromkeys(numbers):
+        of_it = _queued([f"--jobs={number}"]) or _accounted(number) or _remembered(number)
+        found += of_it
+        if not of_it:
+            unknown.append(number)
+    return found, unknown
+
+
+def refuse_unknown(unknown: Sequence[str]) -> None:
+    """``LaunchError`` that names them, where there are any."""
+    if unknown:
+        there = listed(sorted({job.number for job in own_jobs()})) or "none"
+        raise LaunchError("Slurm job", expected=f"jobs; yours in the queue: {there}", got=f"unknown {listed(unknown)}")
+
+
+def check_numbers(numbers: Sequence[str]) -> None:
+    """``LaunchError`` for the first that is no number of a job."""
+    for number in numbers:
+        if not _JOB.fullmatch(number):
+            raise LaunchError("Slurm job", expected="a number such as 4711, or 4711_3 for a task", got=repr(number))
+
+
+def cancel(numbers: Sequence[str], save: bool) -> list[str]:
+    """End jobs. With ``save`` they are asked to stop with a checkpoint first, and are not requeued.
+
+    Returns:
+        With ``save`` a line for each job: what its script has said of how it goes on, or why there is nothing of that.
+
+    Raises:
+        LaunchError: as `jobs`, or nobody knows a job, before anything is done; one is at its end already; Slurm
+            refuses.
+    """
+    check_numbers(numbers)
+    there = {number: _queued([f"--jobs={number}"]) for number in dict.fromkeys(numbers)}
+    if gone := [number for number, found in there.items() if not found]:
+        ended, unknown = jobs(gone)
+        refuse_unknown(unknown)
+        raise LaunchError("cancel", where=ended[0].number, expected="a job in the queue", got=ended[0].state)
+    told = []
+    if save:
+        queued = [job for found in there.values() for job in found]
+        running = [job.number for job in queued if job.state == "RUNNING"]
+        for number in running:
+            _do(["scontrol", "update", f"JobId={number}", "Requeue=0"])
+            _do(["scancel", "--batch", "--signal=USR1", number])
+        deadline = time.monotonic() + SAVE_LIMIT_S
+        while _are_running(running) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        told = [_last_words(each.number) if each.number in running else _idle(each) for each in queued]
+    _do(["scancel", *there])
+    return told
+
+
+def _are_running(numbers: Sequence[str]) -> bool:
+    states = {job.state for number in numbers for job in _queued([f"--jobs={number}"])}
+    return bool(states & {"RUNNING", "COMPLETING"})
+
+
+def _idle(job: QueuedJob) -> str:
+    return f"job {job.number} was {job.state}: it had nothing to save"
+
+
+def _last_words(number: str) -> str:
+    """What the script of a job has said at last of itself, in its output; else where that is."""
+    found = re.search(r"^ *StdOut=(.*)$", _run(["scontrol", "show", "job", number]).stdout, re.MULTILINE)
+    lines: list[str] = []
+    if found is not None:
+        with contextlib.suppress(OSError):
+            lines = Path(found[1]).read_text(encoding="utf-8", errors="replace").splitlines()
+    said = [line for line in lines if line.startswith(f"hpcdp: job {number} ")]
+    if not said:
+        return f"job {number} has said nothing of a checkpoint: see {found[1] if found else 'its output'}"
+    return said[-1].removeprefix("hpcdp: ")
+
+
+def _queued(which: Sequence[str]) -> list[QueuedJob]:
+    done = _run(["squeue", "--noheader", "--format=%i|%T|%M|%R|%j", *which])
+    if done.returncode:
+        if _UNKNOWN.search(done.stderr):
+            return []
+        raise LaunchError("squeue", got=_said(done))
+    rows = [line.split("|", 4) for line in done.stdout.splitlines() if line.count("|") >= 4]
+    return [QueuedJob(number, name, state, took, where) for number, state, took, where, name in rows]
+
+
+def _accounted(number: str) -> list[QueuedJob]:
+    if shutil.which("sacct") is None:
+        return []
+    columns = "--format=JobID,State,Elapsed,ExitCode,JobName"
+    done = _run(["sacct", "--noheader", "--parsable2", "--allocations", columns, f"--jobs={number}"])
+    rows = [line.split("|", 4) for line in done.stdout.splitlines() if line.count("|") >= 4]
+    if done.returncode:  # most often it keeps no accounts
+        return []
+    return [QueuedJob(job, name, state, took, f"exit {code}") for job, state, took, code, name in rows]
+
+
+def _remembered(number: str) -> list[QueuedJob]:
+    done = _run(["scontrol", "--oneliner", "show", "job", number])
+    if done.returncode:
+        return []
+    found = []
+    for line in done.stdout.splitlines():
+        facts = dict(re.findall(r"(\w+)=(\S*)", line))
+        if "JobState" in facts:
+            array = facts.get("ArrayJobId")
+            task = f"{array}_{facts['ArrayTaskId']}" if array and "ArrayTaskId" in facts else facts["JobId"]
+            code = f"exit {facts.get('ExitCode', '')}"
+            found.append(QueuedJob(task, facts.get("JobName", ""), facts["JobState"], facts.get("RunTime", ""), code))
+    return found
+
+
+def _do(command: Sequence[str]) -> None:
+    done = _run(command)
+    if done.returncode:
+        raise LaunchError(command[0], where=shlex.join(command[1:]), got=_said(done))
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    if shutil.which(command[0]) is None:
+        raise LaunchError(
+            command[0],
+            expected="Slurm's commands on PATH",
+            got="none",
+            remedy="run this on a login node of the cluster",
+        )
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(command[0], got=f"no answer in {_LIMIT_S:g} s", remedy="is Slurm's controller up?") from error
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"status {done.returncode}"
