@@ -15,7 +15,7 @@ from typing import Any
 class _Anything(types.ModuleType):
     """A module in which each capitalised name is a class, and each other one a module, or a decorator."""
 
-    __path__ = ()
+    __path__: list[str] = []  # noqa: RUF012
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
