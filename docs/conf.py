@@ -44,6 +44,7 @@ toc_object_entries_show_parents = "hide"
 autosummary_generate = False
 autodoc_default_options = {"special-members": "__call__"}
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True  # as the source has them
 autodoc_inherit_docstrings = False  # a layer's ``forward`` says nothing that `Module.forward` does not
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False

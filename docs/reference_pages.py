@@ -127,9 +127,10 @@ def add_lists_of_pages(app: Sphinx, docname: str, source: list[str]) -> None:
     if not docname.endswith("/index"):
         return
     for heading, body in re.findall(r"^#+ (.*)\n((?:(?!#).*\n)*)", source[0], re.M):
-        pages = re.findall(r"^\| \[[^]]*\]\(([^)]*)\.md\)", body, re.M)
+        pages = re.findall(r"^\| \[([^]]*)\]\(([^)]*)\.md\)", body, re.M)
         if pages:
-            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {heading}\n\n" + "\n".join(pages) + "\n```\n"
+            lines = "\n".join(f"{title} <{page}>" for title, page in pages)
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {heading}\n\n{lines}\n```\n"
 
 
 def resolve_short_names(
@@ -173,6 +174,13 @@ def require_all(app: Sphinx, env: BuildEnvironment) -> None:
         logger.warning("the command %r has no entry in docs/reference/cli.md", name)
 
 
+def skip_what_refers(
+    app: Sphinx, what: str, name: str, value: object, is_skipped: bool, options: object
+) -> bool | None:
+    """Leave out methods that say no more than which method of a base they are."""
+    return True if re.fullmatch(r"See `[\w.]+`\.", inspect.getdoc(value) or "") else None
+
+
 def hide_colon(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
     """Replace the colons in the first line of an attribute's docstring, before which napoleon expects a type."""
     if what in ("attribute", "data", "property") and lines:
@@ -200,6 +208,7 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", add_lists_of_pages)
     app.connect("missing-reference", resolve_short_names)
     app.connect("env-check-consistency", require_all)
+    app.connect("autodoc-skip-member", skip_what_refers)
     app.connect("autodoc-process-docstring", hide_colon, priority=400)  # napoleon's is 500
     app.connect("autodoc-process-docstring", show_colon, priority=600)
     app.connect("autodoc-process-signature", signature_of_init)
