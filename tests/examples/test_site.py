@@ -33,9 +33,7 @@ def test_a_command_without_an_entry_is_found(pages: ModuleType) -> None:
 
 
 def test_the_tables_of_an_index_are_its_lists_of_pages(pages: ModuleType) -> None:
-    text = (
-        "# Title\n\n## Guides\n\n| page | for |\n|---|---|\n| [Data](data.md) | a |\n| [Read](../README.md) | b |\n"
-    )
+    text = "# Title\n\n## Guides\n\n| page | for |\n|---|---|\n| [Data](data.md) | a |\n| [Read](../README.md) | b |\n"
     source = [text]
     pages.add_lists_of_pages(None, "docs/index", source)
     toctree = "\n```{toctree}\n:hidden:\n:caption: Guides\n\nData <data>\nRead <../README>\n```\n"
