@@ -4,6 +4,7 @@ import argparse
 import importlib
 import inspect
 import re
+from types import ModuleType
 from typing import Any
 
 from docutils import nodes
@@ -23,10 +24,10 @@ from hpcdp.launch.checks import Parser
 
 PACKAGES = (
     "hpcdp", "hpcdp.autograd", "hpcdp.checkpoint", "hpcdp.collectives", "hpcdp.compression", "hpcdp.data",
-    "hpcdp.engine", "hpcdp.kvstore", "hpcdp.nn", "hpcdp.nn.functional", "hpcdp.nn.models", "hpcdp.optim",
-    "hpcdp.parallel", "hpcdp.torch", "hpcdp.train",
+    "hpcdp.engine", "hpcdp.kvstore", "hpcdp.nn", "hpcdp.nn.functional", "hpcdp.nn.init", "hpcdp.nn.models",
+    "hpcdp.optim", "hpcdp.parallel", "hpcdp.torch", "hpcdp.train",
 )  # fmt: skip
-"""Those of which each name in ``__all__`` must have an entry."""
+"""Those of which each public name must have an entry."""
 
 _COLON = "\x1f"
 logger = logging.getLogger(__name__)
@@ -156,8 +157,14 @@ def missing_names(documented: set[str]) -> list[str]:
     """Return the public names that are not among the ``documented`` ones."""
     public = set(PACKAGES)
     for package in PACKAGES:
-        public |= {f"{package}.{name}" for name in importlib.import_module(package).__all__}
+        public |= {f"{package}.{name}" for name in _public(importlib.import_module(package))}
     return sorted(public - documented)
+
+
+def _public(module: ModuleType) -> list[str]:
+    """Return the names in ``__all__``, or where there is none those that the module defines."""
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    return getattr(module, "__all__", [name for name in own if not name.startswith("_")])
 
 
 def missing_commands(documented: set[str]) -> list[str]:
