@@ -52,8 +52,11 @@ class Listing(SphinxDirective):
         names = [item.removesuffix("()") for item in items]
         text = [f".. py:currentmodule:: {module}", "", ".. autosummary::", "   :nosignatures:", ""]
         text += [*(f"   {name}" for name in names), ""]
-        for item, name in zip(items, names, strict=True):
-            kind = _kind(getattr(importlib.import_module(module), name))
+        try:
+            kinds = [_kind(getattr(importlib.import_module(module), name)) for name in names]
+        except (ImportError, AttributeError) as error:
+            raise self.error(f"{module} cannot be listed: {error}") from error
+        for item, name, kind in zip(items, names, kinds, strict=True):
             if home:
                 arguments = "(...)" if kind == "function" else ""
                 text += [f".. py:{kind}:: {name}{arguments}", "", f"   The same as `{home}.{name}`.", ""]
