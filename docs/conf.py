@@ -1,6 +1,6 @@
 """The settings of the site, which ``make docs`` builds from the Markdown pages and the docstrings.
 
-The source folder is the root of the repository: README.md and benchmarks/RESULTS.md are pages of the site, too.
+The source folder is the root of the repository: README.md and its like, and the pages in benchmarks/, are on it, too.
 """
 
 import importlib
@@ -22,9 +22,8 @@ extensions = [
 ]
 
 root_doc = "docs/index"
-PAGES = ["README.md", "CHANGELOG.md", "benchmarks/RESULTS.md", "docs/**.md"]
-include_patterns = PAGES
-exclude_patterns = sorted({path.name for path in ROOT.iterdir()} - {page.partition("/")[0] for page in PAGES})
+include_patterns = ["*.md", "benchmarks/**.md", "docs/**.md"]
+exclude_patterns = [path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in ("benchmarks", "docs")]
 
 html_theme = "furo"
 html_title = "hpcdp"

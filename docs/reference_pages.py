@@ -124,14 +124,15 @@ def _parsed(directive: SphinxDirective, text: list[str]) -> list[nodes.Node]:
 
 
 def add_lists_of_pages(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Append a hidden toctree for each section of an index: of the pages that its table links to, in this order.
+    """Append a hidden toctree for each section of an index: of the pages in the first column of its table.
 
     So the indexes are plain Markdown, and no page is named twice.
     """
     if not docname.endswith("/index"):
         return
     for heading, body in re.findall(r"^#+ (.*)\n((?:(?!#).*\n)*)", source[0], re.M):
-        pages = re.findall(r"^\| \[([^]]*)\]\(([^)]*)\.md\)", body, re.M)
+        cells = "\n".join(re.findall(r"^\|[^|]*\|", body, re.M))
+        pages = re.findall(r"\[([^]]*)\]\(([^)]*)\.md\)", cells)
         if pages:
             lines = "\n".join(f"{title} <{page}>" for title, page in pages)
             source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {heading}\n\n{lines}\n```\n"
