@@ -123,19 +123,16 @@ def _parsed(directive: SphinxDirective, text: list[str]) -> list[nodes.Node]:
     return parent.children
 
 
-def add_lists_of_pages(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Append a hidden toctree for each section of an index: of the pages in the first column of its table.
+def add_list_of_pages(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Append to an index a hidden toctree of the pages in the first column of its tables.
 
     So the indexes are plain Markdown, and no page is named twice.
     """
-    if not docname.endswith("/index"):
-        return
-    for heading, body in re.findall(r"^#+ (.*)\n((?:(?!#).*\n)*)", source[0], re.M):
-        cells = "\n".join(re.findall(r"^\|[^|]*\|", body, re.M))
+    if docname.endswith("/index"):
+        cells = "\n".join(re.findall(r"^\|[^|]*\|", source[0], re.M))
         pages = re.findall(r"\[([^]]*)\]\(([^)]*)\.md\)", cells)
-        if pages:
-            lines = "\n".join(f"{title} <{page}>" for title, page in pages)
-            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {heading}\n\n{lines}\n```\n"
+        lines = "\n".join(f"{title} <{page}>" for title, page in pages)
+        source[0] += f"\n```{{toctree}}\n:hidden:\n\n{lines}\n```\n"
 
 
 def resolve_short_names(
@@ -216,7 +213,7 @@ def setup(app: Sphinx) -> None:
     """Add all of this to ``app``; Sphinx calls it."""
     app.add_directive("listing", Listing)
     app.add_directive("command", Command)
-    app.connect("source-read", add_lists_of_pages)
+    app.connect("source-read", add_list_of_pages)
     app.connect("missing-reference", resolve_short_names)
     app.connect("env-check-consistency", require_all)
     app.connect("autodoc-skip-member", skip_what_refers)

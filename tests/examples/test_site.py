@@ -1,6 +1,14 @@
-"""What has no page is said; `make docs`, which builds the pages, is a part of `make check`."""
+"""The pages of the reference: their examples run, and what has no page is found.
+
+`make docs`, which `make check` runs, builds the pages.
+"""
 
 import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -9,6 +17,12 @@ import pytest
 from hpcdp import optim
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+RUN_ALL = """
+import runpy, sys
+for name in sys.argv[1:]:
+    runpy.run_path(name)
+"""
+"""Run pages one after the other in one process, because imports take most of the time."""
 
 
 @pytest.fixture
@@ -18,6 +32,26 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.import_module("reference_pages")
     monkeypatch.setattr(module, "PACKAGES", ("hpcdp.optim",))
     return module
+
+
+def programs() -> dict[str, str]:
+    """Return the ``python`` blocks of each page that has some, as one program."""
+    texts = {page.stem: page.read_text() for page in sorted((DOCS / "reference").glob("*.md"))}
+    found = {name: "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)) for name, text in texts.items()}
+    has_torch = importlib.util.find_spec("torch") is not None
+    return {name: code for name, code in found.items() if code and (has_torch or "import torch" not in code)}
+
+
+def test_examples_run_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "run_all.py").write_text(RUN_ALL)
+    for name, code in programs().items():
+        (tmp_path / f"{name}_page.py").write_text(code)
+    names = [path.name for path in sorted(tmp_path.glob("*_page.py"))]
+    assert len(names) > 10
+    launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable, "run_all.py", *names]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE"))}
+    done = subprocess.run(launch, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 def test_a_public_name_without_an_entry_is_found(pages: ModuleType) -> None:
@@ -32,9 +66,8 @@ def test_a_command_without_an_entry_is_found(pages: ModuleType) -> None:
     assert pages.missing_commands(documented - {"hpcdp tune"}) == ["hpcdp tune"]
 
 
-def test_the_tables_of_an_index_are_its_lists_of_pages(pages: ModuleType) -> None:
-    text = "# Title\n\n## Guides\n\n| page | for |\n|---|---|\n| [Data](data.md) | a |\n| [Read](../README.md) | b |\n"
+def test_the_table_of_an_index_is_its_list_of_pages(pages: ModuleType) -> None:
+    text = "# Title\n\n| page | for |\n|---|---|\n| [A](a.md), [B](../b.md) | see [C](c.md) |\n"
     source = [text]
-    pages.add_lists_of_pages(None, "docs/index", source)
-    toctree = "\n```{toctree}\n:hidden:\n:caption: Guides\n\nData <data>\nRead <../README>\n```\n"
-    assert source == [text + toctree]
+    pages.add_list_of_pages(None, "docs/index", source)
+    assert source == [text + "\n```{toctree}\n:hidden:\n\nA <a>\nB <../b>\n```\n"]
