@@ -66,6 +66,12 @@ def test_a_command_without_an_entry_is_found(pages: ModuleType) -> None:
     assert pages.missing_commands(documented - {"hpcdp tune"}) == ["hpcdp tune"]
 
 
+def test_every_page_is_in_the_index() -> None:
+    index = (DOCS / "reference" / "index.md").read_text()
+    names = [page.name for page in (DOCS / "reference").glob("*.md") if page.name != "index.md"]
+    assert [name for name in names if f"({name})" not in index] == []
+
+
 def test_the_table_of_an_index_is_its_list_of_pages(pages: ModuleType) -> None:
     text = "# Title\n\n| page | for |\n|---|---|\n| [A](a.md), [B](../b.md) | see [C](c.md) |\n"
     source = [text]
