@@ -27,7 +27,7 @@ bracketed = $(if $(strip $(1)),[$(subst $(empty) $(empty),$(comma),$(strip $(1))
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-torch test-thorough test-cluster test-gpu test-cupy check bench clean
+.PHONY: help install train test test-torch test-thorough test-cluster test-gpu test-cupy check docs bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target about; do \
@@ -74,12 +74,17 @@ test-cupy:  ## run CuPy itself without a GPU, for its calls and waits, not for v
 bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (ten to twenty quiet minutes)
 	@$(BIN)/python benchmarks/bench_suite.py $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)
 
-check: $(VENV)/installed-dev  ## lint, formatting, types, order of the packages
+check: $(VENV)/installed-dev  ## lint, formatting, types, order of the packages, the site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_imports.py
+	@$(MAKE) --no-print-directory docs
+
+docs: $(VENV)/installed-dev  ## build the site of guides and reference, warnings are errors
+	$(BIN)/sphinx-build -q -E -W --keep-going -c docs -d build/doctrees . build/site
+	@echo "open build/site/index.html"
 
 clean:  ## remove the environments and caches, never a run
 	rm -rf $(foreach venv,.venv .venv-mpich .venv-system,$(venv) $(venv)-cupy) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -97,8 +102,8 @@ $(VENV)/installed: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	@echo "installing the test tools into $(VENV)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.$(call bracketed,$(EXTRAS) dev)'
+	@echo "installing the tools of tests and pages into $(VENV)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.$(call bracketed,$(EXTRAS) dev docs)'
 	@touch $@
 
 $(VENV)/installed-cuda%: $(VENV)/installed-dev

@@ -139,22 +139,29 @@ def _require_working_folder(command: str) -> None:
         raise ConfigError(command, expected="a working folder", got=error.strerror, remedy="cd to another") from error
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def parser() -> Parser:
+    """Return the options of ``hpcdp`` and its commands; those of `_FORWARDING` have parsers of their own."""
     from ..launch.checks import Parser
 
+    made = Parser(prog="hpcdp", description="Data-parallel training of neural networks on MPI.")
+    made.add_argument("--version", action="version", version=f"hpcdp {hpcdp.__version__}")
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", required=True)
+    for add in (_add_train, _add_info, _add_doctor):
+        add(commands)
+    for name, about in _FORWARDING.items():
+        _add_command(commands, name, about, run=_forward)
+    return made
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if argv and argv[0] in _FORWARDING:
         return argparse.Namespace(command=_forward, name=argv[0], rest=argv[1:])
-    parser = Parser(prog="hpcdp", description="Data-parallel training of neural networks on MPI.")
-    parser.add_argument("--version", action="version", version=f"hpcdp {hpcdp.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", required=True)
-    adders = {"train": _add_train, "info": _add_info, "doctor": _add_doctor}
-    known = {name: add(commands) for name, add in adders.items()}
-    known |= {name: _add_command(commands, name, about, run=_forward) for name, about in _FORWARDING.items()}
+    made = parser()
     if argv and not argv[0].startswith("-"):
-        check_name("command", argv[0], known)
-    arguments, unknown = parser.parse_known_args(argv)
+        check_name("command", argv[0], made.commands)
+    arguments, unknown = made.parse_known_args(argv)
     if unknown:
-        command = known[arguments.command_name]
+        command = made.commands[arguments.command_name]
         if not unknown[0].startswith("-"):
             command.error(f"unexpected argument {unknown[0]!r}")
         options = [option for option in command._option_string_actions if option.startswith("--")]

@@ -11,7 +11,7 @@ The public operations: what they check, and how arrays of any kind become the fl
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -65,6 +65,8 @@ def _copy(streams: Streams, target: Array, source: Array) -> None:
     streams.synchronize(stream)
 
 
+ArrayT = TypeVar("ArrayT", bound=Array)
+"""The type of an array that a function is given and returns."""
 _MOVED: Any = object()
 """In the place of an op: what is only moved is not reduced."""
 
@@ -73,12 +75,12 @@ _NO_PLANS: dict[object, Any] = {}
 
 
 def allreduce(
-    x: Array,
+    x: ArrayT,
     op: str | Monoid = "sum",
     world: World | None = None,
     algorithm: str = "auto",
-    out: Array | None = None,
-) -> Array:
+    out: ArrayT | None = None,
+) -> ArrayT:
     """Reduce ``x`` element by element over all ranks; every rank gets the same bits.
 
     Every rank must call, with the same shape, dtype, op and algorithm and in the same order: from one thread at a time.
@@ -105,7 +107,8 @@ def allreduce(
     world = _ranks(world)
     plan = _planned("allreduce", x, op, algorithm, world)
     target = x if out is None else _receiver("allreduce", x, out)
-    if type(target) is np.ndarray and target.flags.carray:
+    is_plain = type(target) is np.ndarray and target.flags.carray
+    if is_plain:
         refuse_change(target, "x", "allreduce")
         if plan.takes_quotients:
             plan.run(world, _flat(target))
@@ -250,7 +253,7 @@ def _own_part(gathered: np.ndarray, x: np.ndarray, world: World) -> np.ndarray:
     return part
 
 
-def broadcast(x: Array, root: int = 0, world: World | None = None, algorithm: str = "auto") -> Array:
+def broadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: str = "auto") -> ArrayT:
     """Overwrite ``x`` on all ranks with that of rank ``root``; every rank must call.
 
     Args:
@@ -280,13 +283,13 @@ def broadcast(x: Array, root: int = 0, world: World | None = None, algorithm: st
 
 
 def reduce(
-    x: Array,
+    x: ArrayT,
     op: str | Monoid = "sum",
     root: int = 0,
     world: World | None = None,
     algorithm: str = "auto",
-    out: Array | None = None,
-) -> Array:
+    out: ArrayT | None = None,
+) -> ArrayT:
     """Reduce ``x`` element by element over all ranks, for rank ``root`` alone; every rank must call.
 
     Args:

@@ -181,7 +181,9 @@ class World:
     """
 
     rank: int
+    """The number of this rank, from 0."""
     size: int
+    """The number of ranks."""
     local_rank: int
     """This rank among those of its node, from 0."""
     local_size: int
@@ -189,6 +191,7 @@ class World:
     node: int
     """The number of this node; nodes are ordered by their lowest rank."""
     num_nodes: int
+    """The number of nodes."""
     num_rails: int
     """As many as the smallest node has ranks that share memory; 1 where memory cannot be shared."""
     comm: Communicator

@@ -408,6 +408,7 @@ class BaseTrainer:
     world: World | None
     """The ranks; None where a store of this process alone is given."""
     optimizer: Optimizer
+    """The update rule; its learning rate may be assigned between steps."""
     policy: Policy
     stats: CommunicationStats
     compression: Compression | None

@@ -43,6 +43,12 @@ class Parser(argparse.ArgumentParser):
             options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**{"allow_abbrev": False, **options})
 
+    @property
+    def commands(self) -> dict[str, Parser]:
+        """The parsers of its commands by name."""
+        added = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return dict(added[0].choices) if added else {}
+
     def error(self, message: str) -> NoReturn:
         about = self.prog.removeprefix("hpcdp").strip()
         remedy = f"{self.prog} -h lists the options"

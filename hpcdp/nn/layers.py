@@ -702,7 +702,7 @@ class LayerNorm(Module):
 
 
 class GELU(Module):
-    """See `gelu`."""
+    """``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`` (Hendrycks and Gimpel 2016, section 2)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return gelu(x)

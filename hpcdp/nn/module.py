@@ -97,8 +97,12 @@ class Module:
         """What the module computes from tensors; subclasses define it."""
         raise ConfigError(type(self).__name__, expected="a method forward(self, x)", got="none")
 
-    def __call__(self, *inputs: Any) -> Any:
-        """``forward`` of the inputs, arrays among them made tensors; by a plan where the module is hybridized."""
+    def __call__(self, *inputs: Any) -> Tensor:
+        """``forward`` of the inputs, arrays among them made tensors; by a plan where the module is hybridized.
+
+        Returns:
+            What ``forward`` returns: one tensor, as the type says, or several as a tuple.
+        """
         if self._hybrid is not None:
             return self._hybrid(inputs)
         return self.forward(*map(as_tensor, inputs))

@@ -187,7 +187,7 @@ class ExponentialSchedule(Schedule):
 
 @dataclasses.dataclass
 class CosineSchedule(Schedule):
-    """From ``lr`` along half a cosine to ``final_lr`` after ``steps`` steps (Loshchilov and Hutter 2017, eq. 5)."""
+    """From ``lr`` along half a cosine to ``final_lr`` in ``steps`` steps (Loshchilov and Hutter 2017, equation 5)."""
 
     lr: float
     steps: int

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SyncBatchNorm", "TrainStep", "traced"]
 
-_HOMES = {"SyncBatchNorm": "sync_batch_norm", "TrainStep": "train_step", "traced": "chrome_trace"}
+_HOMES = {"SyncBatchNorm": "sync_batch_norm", "TrainStep": "trainer", "traced": "chrome_trace"}
 
 
 def __getattr__(name: str) -> Any:

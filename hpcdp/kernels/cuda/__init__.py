@@ -1,8 +1,8 @@
 """CUDA kernels for CuPy arrays: how they are compiled, and how one is launched.
 
 `networks` and `gradients` have the functions that launch kernels, named as those of `reference`. The kernels are in
-sources ``*.cu`` in the folder ``kernels`` of `hpcdp.core.files`. Beside them are `capture`, for CUDA graphs, `cublas` and
-`cudnn_conv`. CuPy is imported when the first of its arrays arrives, and compiles a file for the
+sources ``*.cu`` in the folder ``kernels`` of `hpcdp.core.files`. Beside them are `capture`, for CUDA graphs, `cublas`
+and `cudnn_conv`. CuPy is imported when the first of its arrays arrives, and compiles a file for the
 GPU that is there (NVRTC), once for each user: it keeps what it has compiled in ``~/.cupy/kernel_cache``.
 
 A launch goes to the current stream and waits for nothing.

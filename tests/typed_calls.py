@@ -1,0 +1,71 @@
+"""Types of public calls as a user's type checker sees them: mypy reads this file in `make check`, nothing runs it."""
+
+from typing import Any, assert_type
+
+import numpy as np
+from numpy.typing import NDArray
+
+import hpcdp
+from hpcdp import autograd, checkpoint, data, kvstore, nn, optim
+from hpcdp.autograd import Tensor
+from hpcdp.comm import Request
+from hpcdp.train import TrainStep
+from hpcdp.train.evaluate import Evaluation, evaluate
+from hpcdp.train.fit import fit
+
+
+def of_networks(x: NDArray[np.float32], labels: NDArray[np.int64]) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Dense(64, 10), nn.ReLU())
+    assert_type(net(x), Tensor)
+    assert_type(nn.Dense(64, 10)(net(x)), Tensor)
+    assert_type(nn.models.create("lenet"), nn.Module)
+    assert_type(nn.models.lenet(seed=0)(x), Tensor)
+    assert_type(net.parameters(), list[nn.Parameter])
+    loss = nn.functional.softmax_cross_entropy(net(x), labels)
+    assert_type(loss, Tensor)
+    assert_type(nn.functional.l2_loss(net(x), x), Tensor)
+    assert_type(loss.backward(), None)
+    assert_type((loss * 2 + 1).mean(), Tensor)
+    assert_type(loss[0], Tensor)
+    with autograd.record():
+        assert_type(autograd.maximum(loss, 0), Tensor)
+    assert_type(autograd.is_recording(), bool)
+
+
+def of_collectives(x: NDArray[np.float32], world: hpcdp.World) -> None:
+    assert_type(hpcdp.init(), hpcdp.World)
+    assert_type(hpcdp.allreduce(x), NDArray[np.float32])
+    assert_type(hpcdp.allreduce(x, op="mean", world=world, out=x), NDArray[np.float32])
+    assert_type(hpcdp.broadcast(x, root=1), NDArray[np.float32])
+    assert_type(hpcdp.reduce(x), NDArray[np.float32])
+    assert_type(hpcdp.iallreduce(x), Request)
+    assert_type(world.rank, int)
+    assert_type(world.split(0), hpcdp.World)
+    assert_type(hpcdp.gpu(0), hpcdp.Device)
+
+
+def of_training(x: NDArray[np.float32], world: hpcdp.World) -> None:
+    net = nn.Dense(64, 10)
+    optimizer = optim.SGD(lr=optim.CosineSchedule(lr=0.1, steps=10))
+    assert_type(optim.create("adam", lr=0.1), optim.Optimizer)
+    trainer = hpcdp.Trainer(net.parameters(), optimizer, world)
+    assert_type(trainer, hpcdp.Trainer)
+    assert_type(trainer.step(8), int)
+    dataset = data.load("digits")
+    assert_type(dataset, data.Dataset)
+    loader = data.DataLoader(dataset, data.BatchSampler(data.SequentialSampler(8), 4))
+    assert_type(fit(net, trainer, loader, epochs=1), list[dict[str, Any]])
+    assert_type(evaluate(net, dataset, world), Evaluation)
+    assert_type(evaluate(net, dataset, world).accuracy, float)
+    losses, _ = TrainStep(net, trainer)(x, x)
+    assert_type(losses, Tensor)
+
+
+def of_stores(x: NDArray[np.float32]) -> None:
+    store = kvstore.create("local")
+    assert_type(store, kvstore.KVStore)
+    assert_type(store.push("weight", x), None)
+    with checkpoint.Manager("saved") as manager:
+        assert_type(manager, checkpoint.Manager)
+        assert_type(manager.latest(), int | None)
+        assert_type(manager.restore(), checkpoint.Restored)
