@@ -103,7 +103,7 @@ def test_help_names_what_there_is() -> None:
     from hpcdp.data.catalog import NAMES
     from hpcdp.nn.models import MODELS
 
-    shown = " ".join(hpcdp("train", "-h").stdout.split())
+    shown = " ".join(hpcdp("train", "-h", COLUMNS="80").stdout.split())
     assert f"network to train: {', '.join(MODELS)} (" in shown
     assert f"data set to train on: {', '.join(NAMES)} (" in shown
     assert "--data-dir DIR the folder that holds NAME/, e.g. ~/data for ~/data/mnist" in shown

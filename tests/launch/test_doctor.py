@@ -24,7 +24,7 @@ def test_nothing_is_wrong_here(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setenv("COLUMNS", "80")
     assert doctor.show() == 0, capsys.readouterr().out
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
+    assert max(len(line) for line in lines if len(line.split()) > 1) <= 80  # a path may need more, on a line of its own
     assert lines[-1].startswith(f"{len(doctor.CHECKS)} checks: ") and lines[-1].endswith(", 0 failed")
 
 
