@@ -25,12 +25,17 @@ from hpcdp.train.runs.run import _interruptible, report
 from hpcdp.train.runs.run_dir import RunFolder
 
 
+def widest(lines: list[str]) -> int:
+    """Return the length of the longest line, where the run and this host have short names."""
+    return max(len(line.replace("runs/mlp-digits-001", "a").replace(gethostname(), "node")) for line in lines)
+
+
 def test_a_log_has_a_plain_line_an_epoch_and_the_report(finished):
     folder, shown = finished
     lines = shown.splitlines()
     assert shown.isascii()
     assert all(line.isprintable() for line in lines)
-    assert max(len(line.replace("runs/mlp-digits-001", "a").replace(gethostname(), "node")) for line in lines) <= 80
+    assert widest(lines) <= 80
     assert [line[:9] for line in lines if line.startswith("epoch")] == [f"epoch {n}/4" for n in range(1, 5)]
     assert all(line.startswith("  compute ") for before, line in itertools.pairwise(lines) if before[:5] == "epoch")
     told = dict(re.split(r" {2,}", line, maxsplit=1) for line in lines if not line.startswith("epoch"))
@@ -106,7 +111,7 @@ def test_a_run_on_a_store(kind, tmp_path):
     done = train(tmp_path, "mlp", "--data", "digits", *settings)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert max(len(line.replace("runs/mlp-digits-001", "a")) for line in lines) <= 80
+    assert widest(lines) <= 80
     assert [line[:9] for line in lines if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
     told = dict(re.split(r" {2,}", line, maxsplit=1) for line in lines if not line.startswith("epoch"))
     assert told["store"] == f"{kind}, {'the store' if kind == 'dist_async' else 'every rank'} updates"
