@@ -195,18 +195,6 @@ def test_bytes_of_an_argument_are_printed_as_they_are() -> None:
     assert done.stdout.endswith(b" true 'caf\xe9'\n"), done.stderr
 
 
-def test_files_in_the_working_folder_pass_for_no_module_of_pythons(tmp_path: Path) -> None:
-    for name in ("random", "queue", "signal"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working folder')")
-    program = "import sys; from hpcdp import cli; sys.path.insert(0, sys.prefix); sys.exit(cli.main())"  # as bin/hpcdp
-    train = ["train", "mlp", "--servers", "1", "--kv-store", "dist_async", "--run-dir", "run", *QUICK]
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program, *train], capture_output=True, text=True, timeout=120, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "metrics.jsonl").exists()
-
-
 @pytest.mark.parametrize("name", ["train", "launch"])
 def test_a_working_folder_that_is_gone_is_one_line(name: str, tmp_path: Path) -> None:
     gone = tmp_path / "gone"

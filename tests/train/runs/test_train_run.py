@@ -6,6 +6,7 @@ import math
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from socket import gethostname
@@ -105,10 +106,16 @@ def test_the_trace_shows_every_step_of_every_rank(finished):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("dist_sync", marks=pytest.mark.thorough), "dist_async"])
-def test_a_run_on_a_store(kind, tmp_path):
+def test_a_run_on_a_store_beside_files_named_as_modules_of_pythons(kind, tmp_path):
     settings = ("--ranks", "2", "--epochs", "2", "--batch-size", "49", "--kv-store", kind)
     settings += ("--servers", "1", "--staleness", "4") if kind == "dist_async" else ("--no-update-on-kvstore",)
-    done = train(tmp_path, "mlp", "--data", "digits", *settings)
+    for name in ("random", "queue", "signal"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working folder')")
+    program = "import sys; from hpcdp import cli; sys.path.insert(0, sys.prefix); sys.exit(cli.main())"  # as bin/hpcdp
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, "train", "mlp", "--data", "digits", *settings],
+        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert widest(lines) <= 80
