@@ -94,7 +94,9 @@ def test_a_setting_that_is_wrong_is_one_line(name, ranks, arguments, said, tmp_p
     assert error.startswith("hpcdp: ") and error.count("\n") == 1 and said.format(name=name) in error
 
 
-@pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--staleness", "2"]])
+@pytest.mark.parametrize(
+    "arguments", [pytest.param(["--epochs", "0"], marks=pytest.mark.thorough), ["--staleness", "2"]]
+)
 def test_of_ranks_that_are_processes_one_says_it(arguments):
     done = launched("kvstore.py", 2, *arguments)
     said = [line for line in done.stderr.splitlines() if "expected" in line]
