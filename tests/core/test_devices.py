@@ -80,8 +80,9 @@ def test_a_limit_of_memory_is_as_cupy_reads_it(limit, gpus_on_host, monkeypatch)
 def test_kernels_of_cupy_that_others_may_write_are_not_loaded(gpus_on_host, monkeypatch, tmp_path):
     tmp_path.chmod(0o777)
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(DeviceError, match=f"kernel cache {tmp_path}/cache") as caught:
+    with pytest.raises(DeviceError, match="kernel cache /") as caught:
         gpu(0).use()
+    assert f"kernel cache {tmp_path}/cache" in str(caught.value.where)
     assert caught.value.got == f"{tmp_path}, which every user may write"  # the line may be cut
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
     gpu(0).use()

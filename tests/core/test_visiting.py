@@ -153,8 +153,11 @@ def leading_outside(folder: Path) -> dict[str, str]:
 
 def test_what_lies_in_another_file_is_read_where_that_is_asked_for(tmp_path: Path) -> None:
     for name, says in leading_outside(tmp_path).items():
-        with pytest.raises(DataError, match=rf"in\.h5:{name}\]: expected elements in this file, got {says}; HDF5Data"):
+        with pytest.raises(
+            DataError, match=rf"in\.h5:{name}\]: expected elements in this file, got .*; HDF5Data"
+        ) as caught:
             HDF5Dataset(tmp_path / "in.h5", name, "y")
+        assert caught.value.got == says  # the line may be cut
         with pytest.raises(DataError, match=r"expected elements in this file, got"):
             read_arrays(tmp_path / "in.h5", {name: ((3,), "float64")})
         with contextlib.closing(HDF5Dataset(tmp_path / "in.h5", name, "y", external=True)) as dataset:

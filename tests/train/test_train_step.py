@@ -320,7 +320,7 @@ def test_fit_hybridized_is_fit(n, store):
 def test_the_command_hybridizes_steps_and_evaluation(monkeypatch, tmp_path):
     told = []
     for number, flags in enumerate(([], ["--hybridize"])):
-        settings = ("lenet", "--data", "digits", "--epochs", "2", "--run-dir", str(number), *flags)
+        settings = ("mlp", "--data", "digits", "--epochs", "2", "--run-dir", str(number), *flags)
         assert train_on_threads(monkeypatch, tmp_path, 2, *settings) == [0, 0]
         records = read_metrics(tmp_path / str(number) / "metrics.jsonl")
         told.append([[each.get(name) for name in ("loss", "accuracy", "test_loss", "step")] for each in records])
