@@ -14,12 +14,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 import hpcdp
-from hpcdp import autograd, checkpoint, data, kvstore, nn, optim, parallel
+from hpcdp import autograd, checkpoint, data, kvstore, nn, optim
 from hpcdp.cli import main
 from hpcdp.comm import World, thread_comm
-from hpcdp.train.callbacks import EarlyStopping
-from hpcdp.train.evaluate import evaluate
-from hpcdp.train.fit import fit
 from hpcdp.train.runs.config import TrainConfig
 
 MESSAGES = Path(__file__).with_name("error_messages.txt")
