@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, DataError, HpcdpError, reason
+from ..errors import ConfigError, DataError, HpcdpError, MissingFileError, reason
 from .arrays import BFLOAT16, bits, is_bfloat16, of_bits
 from .environment import speaks
 
@@ -51,7 +51,7 @@ def require_file(operation: str, path: str | Path) -> None:
             return
         got = "none"
     except (FileNotFoundError, NotADirectoryError):
-        got = "none"
+        raise MissingFileError(operation, where=path, expected="a file", got="none") from None
     except OSError as error:  # pathlib raises it, too: a folder that may not be searched, a name that is too long
         got = error.strerror or str(error)
     raise DataError(operation, where=path, expected="a file", got=got)

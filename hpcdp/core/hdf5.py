@@ -467,6 +467,8 @@ def require_inside(file: h5py.File, name: str, remedy: str | None = None) -> Non
 def damage_as_data_error(path: str | Path) -> Iterator[None]:
     try:
         yield
+    except HpcdpError:
+        raise
     except (OSError, RuntimeError, KeyError, ValueError, OverflowError, MemoryError) as error:
         raise DataError("read HDF5", where=path, expected="undamaged data", got=error) from error
 
