@@ -23,7 +23,7 @@ import numpy as np
 from ..core.arrays import Array
 from ..core.devices import Device, Streams
 from ..engine import Engine, Variable
-from ..errors import ConfigError
+from ..errors import ConfigError, HpcdpError
 from .tape import Operator, catch_up, does_not_fit, first_on_gpu, modes, on_their_gpu
 from .tensor import Tensor
 
@@ -224,6 +224,8 @@ class _Dispatcher:
                 with place():
                     try:
                         result = context.run(on_their_gpu, called, [*map(_settled, args)], given)
+                    except HpcdpError:
+                        raise
                     except ValueError as error:
                         raise does_not_fit(called, args, kwargs, error) from error
             except Exception as error:

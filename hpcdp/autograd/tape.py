@@ -285,6 +285,8 @@ def operator(
                 if "cupy" not in sys.modules:
                     return function(*args, **kwargs)  # all is on the host
                 return on_their_gpu(own, args, kwargs)
+            except HpcdpError:
+                raise
             except ValueError as error:
                 raise does_not_fit(own, args, kwargs, error) from error
 

@@ -27,6 +27,8 @@ def array_of(data: Any) -> np.ndarray:
     remedy = None
     try:
         numbers = np.asarray(data, None if hasattr(data, "dtype") else np.float32)
+    except HpcdpError:
+        raise
     except (RuntimeError, TypeError, ValueError) as error:
         remedy = str(error) if hasattr(data, "dtype") else None  # as PyTorch says what is to be done
     else:

@@ -25,7 +25,7 @@ from ..core.arrays import Array, is_host, to_host
 from ..core.checks import function, not_copied, number
 from ..core.devices import to_device_of
 from ..engine import Engine, Variable
-from ..errors import ConfigError, UnsupportedError, listed
+from ..errors import ConfigError, MissingKeyError, UnsupportedError, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer
 from .arguments import (
     Entry,
@@ -400,7 +400,8 @@ class KVStore(StateDictMixin):
         if isinstance(key, int | str) and not isinstance(key, bool) and key in self._entries:
             return self._entries[key]
         there = listed([repr(each) for each in self._entries]) if self._entries else "none yet"
-        raise ConfigError(operation, where=f"key {key!r}", expected=f"one of the keys that init() has made: {there}")
+        expected = f"one of the keys that init() has made: {there}"
+        raise MissingKeyError(operation, where=f"key {key!r}", expected=expected)
 
     def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> PullHandle:
         variable, version = self._engine.variable(f"pull of {entry.key!r}"), entry.pushes

@@ -42,7 +42,7 @@ from ..core.arrays import (
 from ..core.checks import function, instances, same_names
 from ..core.devices import Device
 from ..core.state import refuse_change, require_state
-from ..errors import ConfigError, DeviceError, UnsupportedError, type_named, whole_number
+from ..errors import ConfigError, DeviceError, HpcdpError, UnsupportedError, type_named, whole_number
 from .jit import Graph, Hybrid, tracing
 from .parameter import Parameter
 
@@ -331,6 +331,8 @@ def _fitting(name: str, given: Any, own: Array) -> Array:
         raise ConfigError("load_state_dict", where=name, expected=f"shape {tuple(own.shape)}", got=got)
     try:
         array = given if has_namespace(given) else np.asarray(given)
+    except HpcdpError:
+        raise
     except (RuntimeError, TypeError) as error:  # as PyTorch says it of a tensor that wants a gradient
         raise ConfigError("load_state_dict", where=name, expected=expected, got=error) from error
     are_floats = is_float(array.dtype) and is_float(own.dtype)  # NumPy casts bfloat16 to float16 only if told to
@@ -437,6 +439,8 @@ def drawn(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
     given = draw(shape)
     try:
         values = given.astype(np.float32, copy=False) if is_cupy(given) else np.asarray(given, np.float32)
+    except HpcdpError:
+        raise
     except (TypeError, ValueError):
         got = type_named(given)
     else:

@@ -73,7 +73,7 @@ def test_a_drawing_shows_every_operation(ending, tmp_path):
     root = ElementTree.parse(path).getroot()
     boxes = [each for each in root.iter() if str(each.get("id", "")).startswith("patch_")]
     assert len(boxes) >= len(graph.nodes) + 1
-    with pytest.raises(ConfigError, match=r"draw \[.*net\.svg\]: expected a folder .*absent that is there, got none"):
+    with pytest.raises(ConfigError, match=r"draw \[.*net\.svg\]: expected an existing folder .*absent, got none"):
         graph.draw(tmp_path / "absent" / "net.svg")
 
 

@@ -256,7 +256,7 @@ def test_a_file_that_is_open_with_locks_is_called_that(tmp_path):
         file["x"], file["y"] = X, Y
     with (
         h5py.File(path, "r", locking=True),
-        pytest.raises(hpcdp.HpcdpError, match=r"without locks, or not at all, got one with locks; .*locking=False"),
+        pytest.raises(hpcdp.HpcdpError, match=r"has not opened with locks, got one opened with locks; .*locking=False"),
     ):
         data.HDF5Dataset(path)
     with h5py.File(path, "r", locking=False):

@@ -25,7 +25,7 @@ from ...autograd import Tensor
 from ...autograd.tape import OPERATORS
 from ...core.arrays import bits, dtype_of, is_float, to_host
 from ...core.checks import file_name
-from ...errors import ConfigError, DataError
+from ...errors import ConfigError, DataError, HpcdpError
 
 
 @dataclass(frozen=True)
@@ -623,6 +623,8 @@ class Reader:
             for each in read["nodes"]:
                 graph.nodes.append(self._node(each, graph))
             graph.outputs = tuple(self._input(each, graph) for each in read["outputs"])
+        except HpcdpError:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise self._error("an undamaged graph", f"{type(error).__name__}: {error}") from error
         self._require(len(graph.outputs) == 1 or graph.form != "one", "one output", len(graph.outputs))

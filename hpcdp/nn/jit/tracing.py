@@ -393,6 +393,8 @@ class TracingRun:
         modes.tracer = None
         try:
             result = called.function(*map(_inner, args), **{name: _inner(each) for name, each in kwargs.items()})
+        except HpcdpError:
+            raise
         except ValueError as error:
             raise does_not_fit(called, args, kwargs, error) from error
         finally:
