@@ -279,7 +279,7 @@ def test_states_of_another_optimizer_are_refused(optimizer, message):
 
 def test_an_optimizer_takes_no_settings_of_another_state():
     rule = optim.SGD(lr=0.1)
-    with pytest.raises(ConfigError, match=r"expected sgd that keeps \(\), got one that keeps \('momentum',\)"):
+    with pytest.raises(ConfigError, match=r"expected sgd with state \(\), got one with state \('momentum',\)"):
         rule.take_config(optim.SGD(lr=0.1, momentum=0.9).config())
     with pytest.raises(ConfigError, match="expected sgd, got sgd with lr, momentum"):
         rule.take_config({"name": "sgd", "lr": 0.1, "momentum": 0.9})
