@@ -74,7 +74,7 @@ class Parameter(Tensor):
 
     @property
     def grad_req(self) -> str:  # type: ignore[override]
-        """How backward stores ``grad``: "write", "add" or "null"; see `Tensor.attach_grad`."""
+        """Treatment of ``grad`` by backward: "write", "add" or "null"; see `Tensor.attach_grad`."""
         return _grad_req.__get__(self)  # type: ignore[no-any-return]
 
     @grad_req.setter

@@ -104,7 +104,7 @@ class HeldArrays:
 
     @property
     def are_settled(self) -> bool:
-        """Whether no update of a parameter can be running."""
+        """True if no update of a parameter can be running."""
         return self.seen is state.parameters
 
     def wait_for_updates(self) -> None:
