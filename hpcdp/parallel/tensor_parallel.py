@@ -1,20 +1,14 @@
-"""Tensor parallelism: layers whose parameters are split over ranks.
+"""Tensor parallelism: dense and convolution layers whose parameters are split over ranks.
 
-What passes between the ranks that compute layers together: each exchange of a forward has its own in backward.
+A **column** layer computes part of the output channels from the full input. A **row** layer holds part of the input
+channels, and its output is summed over the ranks. A column layer followed by a row layer communicates once in forward
+and once in backward. Layers between them must act on each channel separately, as activations and pooling do.
 
-A tensor is **whole**, and alike on all these ranks, or each has **its channels** of it. All of them must call, alike
-and in the same order, and so must their backwards. Losses are of whole tensors: every rank computes the same one, and
-the gradient of a whole tensor is whole, and the same bits, on each.
+A tensor is either **full**, with the same bits on all ranks, or each rank has **its channels**. All ranks must call, in
+the same order, and so must their backwards. Losses are computed from full tensors on every rank, and the gradient of a
+full tensor has the same bits on each.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3: `fan_out` is f of figure 3, and `summed` is g.
-
-Dense and convolution layers of which each of several ranks holds and computes a part of the channels.
-
-A **column** layer has a part of the outputs, of a whole input; a **row** layer a part of the inputs, and its output is
-summed over the ranks. A column layer followed by a row layer exchanges once in forward and once in backward; what lies
-between must go channel by channel, as activations and pooling do.
-
-Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
 
 from __future__ import annotations
@@ -40,7 +34,7 @@ from .pipeline import share_replica
 
 
 def fan_out(x: Tensor, parts: World) -> Tensor:
-    """``x``, whole, of which each rank computes something else; backward sums what these add to its gradient."""
+    """Return ``x``, full, as the input of different computations; backward sums their gradients over the ranks."""
     if parts.size == 1:
         return x
 
@@ -52,7 +46,7 @@ def fan_out(x: Tensor, parts: World) -> Tensor:
 
 
 def summed(x: Tensor, parts: World) -> Tensor:
-    """The sum over the ranks, whole; the gradient of each ``x`` is that of the sum."""
+    """Return the full sum over the ranks; the gradient of each ``x`` is that of the sum."""
     if parts.size == 1:
         return x
     total = empty(x.shape, x.dtype, array_namespace(x.data))
@@ -65,11 +59,13 @@ def summed(x: Tensor, parts: World) -> Tensor:
 
 
 def gathered(x: Tensor, axis: int, ends: Sequence[int], parts: World) -> Tensor:
-    """Whole, of which each rank has its channels; in backward each takes those of the gradient.
+    """Return the full tensor from each rank's channels; backward returns each rank its channels of the gradient.
 
     Args:
-        axis: of the channels.
-        ends: where the channels of each rank begin, and the last ones end.
+        x: this rank's channels.
+        axis: the axis of the channels.
+        ends: bounds of the ranks' channels, ``parts.size + 1`` integers.
+        parts: the ranks; all must call.
     """
     if parts.size == 1:
         return x
@@ -83,7 +79,13 @@ def gathered(x: Tensor, axis: int, ends: Sequence[int], parts: World) -> Tensor:
 
 
 def own_channels(x: Tensor, axis: int, ends: Sequence[int], parts: World) -> Tensor:
-    """This rank's channels of ``x``, which is whole; backward gathers those of the gradient. The rest is as `gathered`.
+    """Return this rank's channels of the full ``x``; backward gathers the gradient.
+
+    Args:
+        x: the full tensor.
+        axis: the axis of the channels.
+        ends: bounds of the ranks' channels, ``parts.size + 1`` integers.
+        parts: the ranks; all must call.
 
     Raises:
         UnsupportedError: ``x`` has another number of channels.
@@ -107,32 +109,36 @@ def _own(axis: int, ends: Sequence[int], parts: World) -> tuple[slice, ...]:
 
 
 def _join(own: Array, axis: int, ends: Sequence[int], parts: World) -> Array:
-    """All ranks' channels, in their order. Ranks may have different numbers of them, an allgather may not."""
+    """Return all ranks' channels in rank order, padded for allgather since ranks may have different numbers."""
     xp = array_namespace(own)
     counts = [ends[rank + 1] - ends[rank] for rank in range(parts.size)]
     channels = xp.moveaxis(own, axis, 0)
-    room = xp.zeros((parts.size, max(counts), *channels.shape[1:]), dtype=own.dtype)
-    room[parts.rank, : counts[parts.rank]] = channels
-    allgather(room[parts.rank], parts, out=room)
-    whole = xp.concatenate([room[rank, :count] for rank, count in enumerate(counts)])
-    return xp.ascontiguousarray(xp.moveaxis(whole, 0, axis))
+    padded = xp.zeros((parts.size, max(counts), *channels.shape[1:]), dtype=own.dtype)
+    padded[parts.rank, : counts[parts.rank]] = channels
+    allgather(padded[parts.rank], parts, out=padded)
+    full = xp.concatenate([padded[rank, :count] for rank, count in enumerate(counts)])
+    return xp.ascontiguousarray(xp.moveaxis(full, 0, axis))
 
 
 class ColumnDense(Dense):
-    """`nn.Dense` of which each rank of ``parts`` computes some of the outputs. All must make it, and call it, alike.
+    """`nn.Dense` of which each rank of ``parts`` computes part of the outputs.
 
-    Initial values are this rank's of the whole weight, drawn as `nn.Dense` draws it: with a seeded ``weight_init``
-    those of the unsplit layer, on any number of ranks. Ranks may have different numbers of channels, but each has one.
+    All ranks must construct and call it identically. The initial weight is drawn like that of `nn.Dense`, and each rank
+    keeps its part. With a seeded ``weight_init`` it equals the unsplit layer on any number of ranks. Ranks may have
+    different numbers of channels, at least one.
 
     Args:
+        in_features: length of the full input's last axis; None takes it from the first input.
+        out_features: length of the full output's last axis.
         parts: the ranks: see `split_world`.
-        gather: give all outputs to every rank. False: each goes on with its own, ``(batch, ..., own features)``.
-
-    The others are those of `nn.Dense`, of the whole layer.
+        bias: whether to add a bias, split like the outputs.
+        activation: "relu" or None.
+        weight_init: initialiser of the full weight, by default `nn.init.Xavier`.
+        gather: whether every rank gets all outputs; False returns ``(batch, ..., own features)``.
 
     Raises:
         ConfigError: fewer channels than ranks.
-        MismatchError: the ranks have made it differently, or call it with inputs of different sizes.
+        MismatchError: ranks construct it differently, or call it with inputs of different sizes.
     """
 
     is_traceable = False
@@ -157,26 +163,36 @@ class ColumnDense(Dense):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, ..., in_features)`` to ``(batch, ..., own or all out_features)``; all ranks must call."""
         y = super().forward(fan_out(x, self.parts))
         return gathered(y, -1, self._ends, self.parts) if self.gather else y
 
     def describe(self) -> str:
+        """Return the arguments and the part shown in ``repr``."""
         return super().describe() + _part(self.parts)
 
 
 class RowDense(Dense):
-    """`nn.Dense` of which each rank of ``parts`` has some of the inputs; every rank gets all outputs.
+    """`nn.Dense` of which each rank of ``parts`` holds part of the inputs; every rank gets all outputs.
 
-    The bias is whole on every rank, and added once. What is said of `ColumnDense` is so here.
+    The full bias is on every rank and added once, after the sum. Construction and initial values are as in
+    `ColumnDense`.
 
     Args:
-        scatter: inputs are whole, and each rank takes its own of them. False: each has its own, as a column layer
-            leaves them.
-        channels: inputs are so many channels of as many features each, as `nn.Flatten` makes of images, and are split
-            between channels. None: as many as there are features.
+        in_features: length of the full input's last axis.
+        out_features: length of the output's last axis.
+        parts: the ranks: see `split_world`.
+        bias: whether to add a bias.
+        activation: "relu" or None.
+        weight_init: initialiser of the full weight, by default `nn.init.Xavier`.
+        scatter: whether inputs are full and each rank takes its part; False expects each rank's part, as from a column
+            layer.
+        channels: number of channels in the features, if `nn.Flatten` made them of images: the split is then between
+            channels. None: as many as there are features.
 
     Raises:
-        ConfigError: as `ColumnDense`, or ``channels`` do not divide the features.
+        ConfigError: as `ColumnDense`, or ``channels`` does not divide ``in_features``.
+        MismatchError: as `ColumnDense`.
     """
 
     is_traceable = False
@@ -192,8 +208,8 @@ class RowDense(Dense):
         scatter: bool = False,
         channels: int | None = None,
     ) -> None:
-        said = f"{in_features}, {out_features}, {bias=}, {activation=}, {scatter=}, {channels=}"
-        _require_alike(self, parts, said)
+        arguments = f"{in_features}, {out_features}, {bias=}, {activation=}, {scatter=}, {channels=}"
+        _require_alike(self, parts, arguments)
         require_channels(self, in_features=in_features, out_features=out_features)
         functional.is_relu(activation)
         self.parts, self.scatter = parts, scatter
@@ -203,23 +219,35 @@ class RowDense(Dense):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, ..., own or all in_features)`` to ``(batch, ..., out_features)``; all ranks must call."""
         own = own_channels(x, -1, self._ends, self.parts) if self.scatter else x
         self.check(own)
         y = summed(functional.dense(own, self.weight), self.parts)
         return _finished(y, self.bias, self.activation)
 
     def describe(self) -> str:
+        """Return the arguments and the part shown in ``repr``."""
         return super().describe() + _part(self.parts)
 
 
 class ColumnConv2D(Conv2D):
-    """`nn.Conv2D` of which each rank of ``parts`` computes some of the output channels: see `ColumnDense`.
+    """`nn.Conv2D` of which each rank of ``parts`` computes part of the output channels: see `ColumnDense`.
 
     Args:
-        parts, gather: as `ColumnDense`; the others are those of `nn.Conv2D`, of the whole layer.
+        in_channels: channels of the input; None takes them from the first input.
+        out_channels: channels of the full output.
+        kernel_size: as in `nn.Conv2D`.
+        parts: the ranks: see `split_world`.
+        stride: as in `nn.Conv2D`.
+        padding: as in `nn.Conv2D`.
+        bias: whether to add a bias, split like the outputs.
+        activation: "relu" or None.
+        weight_init: initialiser of the full weight, by default `nn.init.Xavier`.
+        gather: whether every rank gets all channels.
 
     Raises:
-        ConfigError, MismatchError: as `ColumnDense`.
+        ConfigError: as `ColumnDense`.
+        MismatchError: as `ColumnDense`.
     """
 
     is_traceable = False
@@ -250,21 +278,33 @@ class ColumnConv2D(Conv2D):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, in_channels, height, width)`` to this rank's channels, or all; all ranks must call."""
         y = super().forward(fan_out(x, self.parts))
         return gathered(y, 1, self._ends, self.parts) if self.gather else y
 
     def describe(self) -> str:
+        """Return the arguments and the part shown in ``repr``."""
         return super().describe() + _part(self.parts)
 
 
 class RowConv2D(Conv2D):
-    """`nn.Conv2D` of which each rank of ``parts`` has some of the input channels: see `RowDense`.
+    """`nn.Conv2D` of which each rank of ``parts`` holds part of the input channels: see `RowDense`.
 
     Args:
-        parts, scatter: as `RowDense`; the others are those of `nn.Conv2D`, of the whole layer.
+        in_channels: channels of the full input.
+        out_channels: channels of the output.
+        kernel_size: as in `nn.Conv2D`.
+        parts: the ranks: see `split_world`.
+        stride: as in `nn.Conv2D`.
+        padding: as in `nn.Conv2D`.
+        bias: whether to add a bias.
+        activation: "relu" or None.
+        weight_init: initialiser of the full weight, by default `nn.init.Xavier`.
+        scatter: as in `RowDense`.
 
     Raises:
-        ConfigError, MismatchError: as `ColumnDense`.
+        ConfigError: as `ColumnDense`.
+        MismatchError: as `ColumnDense`.
     """
 
     is_traceable = False
@@ -295,24 +335,26 @@ class RowConv2D(Conv2D):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map this rank's channels, or all, to ``(batch, out_channels, height, width)``; all ranks must call."""
         own = own_channels(x, 1, self._ends, self.parts) if self.scatter else x
         self.check(own)
         y = summed(functional.conv2d(own, self.weight, None, self.stride, self.padding), self.parts)
         return _finished(y, None if self.bias is None else self.bias.reshape(-1, 1, 1), self.activation)
 
     def describe(self) -> str:
+        """Return the arguments and the part shown in ``repr``."""
         return super().describe() + _part(self.parts)
 
 
-def _require_alike(layer: Dense | Conv2D, parts: World, said: str) -> None:
+def _require_alike(layer: Dense | Conv2D, parts: World, arguments: str) -> None:
     name = type(layer).__name__
     instance(name, "parts", parts, World, "a world, that of split_world(...).parts")
-    require_same(parts.comm, name, [said], "make it alike on all ranks")
+    require_same(parts.comm, name, [arguments], "pass the same arguments on all ranks")
     share_replica(parts)
 
 
 def _ends(layer: Dense | Conv2D, where: str, features: int | None, channels: int | None, parts: World) -> list[int]:
-    """Where the features of each rank begin, and the last ones end: whole channels of nearly equal number."""
+    """Return the bounds of each rank's features, which are complete channels of nearly equal number."""
     name = type(layer).__name__
     expected = f"at least as many channels as the {parts.size} ranks"
     channels = whole_number(name, where, channels, parts.size, expected=expected)
@@ -324,14 +366,14 @@ def _ends(layer: Dense | Conv2D, where: str, features: int | None, channels: int
 def _own_part(
     shape: tuple[int | None, ...], axis: int, ends: Sequence[int], parts: World, initial: Initialiser
 ) -> Parameter:
-    """This rank's part of a parameter of ``shape``, whose values are drawn whole."""
+    """Return this rank's part of a parameter of ``shape``, whose full values are drawn."""
     first, last = ends[parts.rank], ends[parts.rank + 1]
     cut = Cut(axis, first, ends[-1])
     module.require_draw(initial)
 
     def draw(own: tuple[int, ...]) -> np.ndarray:
-        whole = module.drawn(initial, cut.whole(own))
-        return np.array(whole[(*(slice(None),) * axis, slice(first, last))], order="C")
+        full = module.drawn(initial, cut.whole(own))
+        return np.array(full[(*(slice(None),) * axis, slice(first, last))], order="C")
 
     param = module.parameter((*shape[:axis], last - first, *shape[axis + 1 :]), draw, initial)
     param.cut = cut
@@ -339,7 +381,7 @@ def _own_part(
 
 
 def _finished(y: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """What a row layer does with the sum, once."""
+    """Add the bias to the sum and apply the activation of a row layer."""
     y = y if bias is None else y + bias
     return functional.relu(y) if functional.is_relu(activation) else y
 

@@ -214,5 +214,5 @@ def leading_to(pipe: Path, folder: Path) -> list[str]:
 def test_other_files_are_opened_only_if_they_are_regular(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.h5")  # whoever opens it waits for ever
     for name in leading_to(tmp_path / "pipe.h5", tmp_path):
-        with pytest.raises(DataError, match=r"expected elements in regular files, got some in .*\.h5, which is none"):
+        with pytest.raises(DataError, match=r"expected elements in regular files, got elements in .*\.h5"):
             HDF5Dataset(tmp_path / "in.h5", name, "y", external=True)

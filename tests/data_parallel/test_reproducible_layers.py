@@ -63,7 +63,7 @@ def test_dropout_without_a_seed_is_refused_and_with_a_plain_trainer_is_not():
         backward(net, IMAGES[:4], LABELS[:4])
         return trainer.step(4)
 
-    with pytest.raises(ConfigError, match=r"Dropout \[seed\]: expected a number, since the trainer is reproducible"):
+    with pytest.raises(ConfigError, match=r"Dropout \[seed\]: expected an integer seed"):
         thread_comm.run(1, one)
     assert thread_comm.run(1, lambda world: one(world, reproducible=False)) == [4]
 

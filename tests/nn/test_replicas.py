@@ -33,7 +33,7 @@ def test_the_documents_matrix():
     np.testing.assert_array_equal(first, x[:2])
     np.testing.assert_array_equal(second, x[2:])
     assert not np.shares_memory(first, x)
-    with pytest.raises(ConfigError, match="expected a number of samples that 3 divides, got 4"):
+    with pytest.raises(ConfigError, match="expected a number of samples divisible by 3, got 4"):
         data.split_and_load(x, devices(3))
     assert [len(part) for part in data.split_and_load(x, devices(3), even_split=False)] == [1, 1, 2]
 
@@ -238,7 +238,7 @@ def test_the_network_must_be_on_the_first_device(monkeypatch):
         (lambda: nn.Replicas(network(), hpcdp.cpu()), r"expected a list of devices, .* got cpu\(0\)"),
         (
             lambda: nn.Replicas(network(), devices(1) * 2),
-            r"Replicas \[devices\]: expected each once, got \[cpu\(0\), cpu",
+            r"Replicas \[devices\]: expected distinct devices, got \[cpu\(0\), cpu",
         ),
         (
             lambda: nn.Replicas(network, devices(2)),

@@ -1,16 +1,11 @@
-"""Fusion of elementwise operators into one compiled loop.
+"""Fusion: chains of elementwise operators computed in one compiled loop, forward and backward.
 
-What elementwise operators compute, forward and backward, as arithmetic on terms.
+`FORWARD` and `BACKWARD` repeat the arithmetic of `autograd.operators` and of the layers, operation by operation, so a
+chain gives the same bits; tests compare each operator. A `FusedProgram` computes terms by calls of the chain kernel
+and, block by block, of NumPy.
 
-It is the arithmetic of `autograd.operators` and of the layers' own, operation by operation, so that a chain that is
-made of these terms has the same bits; the tests compare every one of them.
-
-Terms made into calls that compute them: of the kernel for chains, and of NumPy, block by block.
-
-Chains: elementwise operators that follow each other in a plan, made in one pass over memory, forward and backward.
-
-A chain's forward is one `Program`, in which what the chain alone reads is never written to memory. With a tape, it is
-cut into parts with one result each; a part is one node of the tape, and its backward one program.
+A chain's forward is one program, which never writes intermediate results to memory if only the chain reads them. With a
+tape, the chain is cut into parts with one result each. A part is one tape node, and its backward is one program.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ _numbers = itertools.count()
 
 
 class Moving:
-    """Where an input, or a result, lies in this call; in the next one it may be elsewhere."""
+    """Array of an input or result that differs from call to call."""
 
     __slots__ = ("array",)
 
@@ -43,11 +38,12 @@ class Moving:
 
 
 class Term:
-    """An operand of a chain, or the result of an operation on terms.
+    """Operand of a chain, or the result of an operation on terms.
 
     Args:
-        operation: one of `kernels.reference.OPERATIONS` or of `BY_NUMPY`; "" where it is an operand.
-        value: an operand's array, `Moving` or number; None where it is told later.
+        operation: one of `kernels.reference.OPERATIONS` or of `BY_NUMPY`; "" for an operand.
+        operands: the operands of the operation.
+        value: an operand's array, `Moving` or number; None if each run passes it.
     """
 
     __slots__ = ("number", "operands", "operation", "value")
@@ -82,13 +78,13 @@ class Term:
 
 
 def quiet_exp(x: Array, out: Array | None = None) -> Array:
-    """`numpy.exp` without a warning that it is too large, where an infinity is as good."""
+    """Compute `numpy.exp` without an overflow warning, since an infinity is acceptable."""
     with np.errstate(over="ignore"):
         return np.exp(x, out=out)
 
 
 BY_NUMPY: dict[str, Callable[..., Any]] = {"tanh": np.tanh, "exp": np.exp, "quiet_exp": quiet_exp, "log": np.log}
-"""Operations whose results are NumPy's own choice of roundings: it computes them, block by block."""
+"""Operations whose rounding is NumPy's own; NumPy computes them block by block."""
 
 
 def _made(operation: str, *operands: Term | Number) -> Term:
@@ -119,7 +115,7 @@ FORWARD: dict[str, Callable[..., Term]] = {
     "sigmoid": lambda x: 1 / (_quiet_exp(-x) + 1),
     "relu": lambda x: _maximum(x, 0),
 }
-"""For each operator its result, of its operands."""
+"""Result of each operator, as a function of its operands."""
 
 BACKWARD: dict[str, tuple[Callable[..., Term], ...]] = {
     "add": (lambda g, y, a, b: g, lambda g, y, a, b: g),
@@ -138,11 +134,11 @@ BACKWARD: dict[str, tuple[Callable[..., Term], ...]] = {
     "sigmoid": (lambda g, y, x: (1 - y) * y * g,),
     "relu": (lambda g, y, x: _where_positive(y, g),),
 }
-"""For each operator the gradients of its operands, of that of its result, its result, and its operands."""
+"""Gradients of each operator's operands, as functions of the result's gradient, the result and the operands."""
 
 
 def in_order(results: Iterable[Term]) -> list[Term]:
-    """The operations that ``results`` need, each once, in the order in which they were written down."""
+    """Return the operations that ``results`` need, each once, in order of creation."""
     found: dict[int, Term] = {}
     waiting = list(results)
     while waiting:
@@ -154,35 +150,35 @@ def in_order(results: Iterable[Term]) -> list[Term]:
 
 
 _PIECE = 32768
-"""Elements that NumPy is given at a time, where it takes part: they stay in the second-level cache, and a call of NumPy
-takes less time than they do."""
+"""Elements of a NumPy call, if NumPy takes part: they fit the second-level cache, and outweigh the call overhead."""
 _MOST_PIECES = 1024
 _NUMBERS = {name: number for number, name in enumerate(OPERATIONS)}
 
 
 Operation = tuple[str, int, int, int]
-"""Its name, the places of its operands, and that of its result."""
+"""Operation name, the places of its operands, and the place of its result."""
 
 
 class _Operand(NamedTuple):
     array: Array
-    """Flat; None where it is told later."""
+    """Flat array; None if each run passes it."""
     moves: bool = False
-    """Whether its elements are those of the block."""
+    """Whether its elements advance with the block."""
     is_row: bool = False
-    """Whether they begin again after each period."""
+    """Whether its elements repeat with each period."""
     is_whole: bool = False
-    """Whether it has all elements, and not only those of a piece."""
+    """Whether it has all elements, not only those of a piece."""
 
 
 class FusedProgram:
-    """Computes terms for all elements of a chain.
+    """Computation of terms for all elements of a chain.
 
     Args:
-        results: terms, and the C-contiguous array for each, or a `Moving`; None: told in each run. An array may lie
-            where an operand does that no later term reads.
-        size: elements of each result. Operands have as many, or fewer, all of one number, that are repeated, or one.
-        dtype: of all arrays.
+        results: terms, each with its C-contiguous array or a `Moving`, or None if each run passes it. An array may be
+            that of an operand which no later term reads.
+        size: elements of each result. Operands have as many, or one element, or a common number of elements that
+            repeat.
+        dtype: dtype of all arrays.
     """
 
     def __init__(self, results: Sequence[tuple[Term, Array | Moving | None]], size: int, dtype: np.dtype) -> None:
@@ -196,7 +192,7 @@ class FusedProgram:
         self._numbers: dict[Any, int] = {}
         self._moving: list[tuple[int, Moving]] = []
         self._places: dict[int, int] = {}
-        """Of terms, by number, among the operands."""
+        """Places of terms among the operands, by term number."""
         leaves = [each for term in self._terms for each in term.operands if not each.operation]
         repeated = {each.value.size for each in leaves if isinstance(each.value, np.ndarray)} - {1, size}
         (self._row,) = repeated or {0}
@@ -205,27 +201,27 @@ class FusedProgram:
         self._period = size if not self._row else block // self._row * self._row if self._is_short else self._row
         self._piece = _piece(size, max(1, self._row))
         self._told = [self._add(_Operand(None, moves=True, is_whole=True)) for _, array in results if array is None]
-        """The operands that are told: results, then others in the order in which they are met."""
+        """Operands passed to each run: results, then others in the order of their first use."""
         operations = list(self._operations(results))
         self._codes: list[tuple[Array, Array]] = []
-        """The code of the kernel's calls, one after the other, and how many bytes of the whole come before each."""
+        """Codes of the kernel's calls, and the byte offset of each call's piece."""
         self._now: dict[int, Array] = {}
-        """Flat arrays of what was not known, in this run."""
+        """Flat arrays passed to this run."""
         self._made = list(self._pieces(operations) if self._is_mixed else self._kernel_calls(operations, [0]))
         self.calls: list[Call] = [(self.run, ())] if self._moving else self._made
 
     @property
     def kept(self) -> list[Array]:
-        """The arrays that the calls know by their addresses."""
+        """The arrays that calls refer to by address."""
         return [*self._repeated, *(each.array for each in self._operands)]
 
     def run(self, told: Sequence[Array] = ()) -> None:
-        """Compute into, and from, arrays that are told: results first, then operands; C-contiguous."""
+        """Compute with the arrays passed, C-contiguous: results first, then operands."""
         moved = [(number, moving.array) for number, moving in self._moving]
         for number, array in (*zip(self._told, told, strict=True), *moved):
             address = _address(array)
             for codes, before in self._codes:
-                if len(before) == 1:  # a number is set in a twentieth of the time that an array is
+                if len(before) == 1:  # setting a number is twenty times faster than an array
                     codes[0, 1 + number, 0] = address
                 else:
                     codes[:, 1 + number, 0] = address + before
@@ -247,7 +243,7 @@ class FusedProgram:
         return len(self._operands) - 1
 
     def _operations(self, results: Sequence[tuple[Term, Array | Moving | None]]) -> Iterable[Operation]:
-        """Each operation with the places of its operands and of its result."""
+        """Yield each operation with the places of its operands and its result."""
         targets: dict[int, list[int]] = {}
         told = iter(self._told)
         for term, array in results:
@@ -307,7 +303,7 @@ class FusedProgram:
         return self._add(_Operand(filled, is_row=flat.size > 1))
 
     def _kernel_calls(self, operations: Sequence[Operation], starts: Sequence[int]) -> list[Call]:
-        """The kernel's calls of ``operations`` for the elements from each of ``starts`` on."""
+        """Return the kernel's calls of ``operations`` for the pieces that begin at ``starts``."""
         size = self._dtype.itemsize
         fillings = [] if self._is_mixed and operations else self._fillings
         codes = []
@@ -325,7 +321,7 @@ class FusedProgram:
         return [(function, (code, zero)) for code in self._codes[-1][0]]
 
     def _pieces(self, operations: Iterable[Operation]) -> Iterable[Call]:
-        """Calls of the kernel and of NumPy in turn, for one piece after the other."""
+        """Yield calls of the kernel and of NumPy in turn, for one piece after the other."""
         starts = range(0, self._size, self._piece)
         parts = []
         for by_numpy, some in itertools.groupby(operations, lambda each: each[0] in BY_NUMPY):
@@ -354,7 +350,7 @@ class FusedProgram:
 
 
 def direct(call: Call) -> Call:
-    """A compiled kernel without the choice among its versions, which takes as long again as a call of a small one."""
+    """Return a compiled kernel's call without Numba's dispatch, which doubles the time of a small one."""
     function: Any = call[0]
     args = call[1]
     if not hasattr(function, "typeof_pyval"):
@@ -363,7 +359,7 @@ def direct(call: Call) -> Call:
 
 
 def _piece(size: int, row: int) -> int:
-    """How many elements NumPy is given at a time: whole rows."""
+    """Return the number of elements of a NumPy call, a multiple of ``row``."""
     least = max(_PIECE, -(-size // _MOST_PIECES))
     return max(1, least // row) * row
 
@@ -373,10 +369,11 @@ def _address(array: Array) -> int:
 
 
 def evaluated(terms: Sequence[Term], told: dict[int, Array]) -> list[Array]:
-    """The values of ``terms`` one operation after the other, laid out in memory as NumPy does it.
+    """Return the values of ``terms``, computed one operation at a time in NumPy's own memory layout.
 
     Args:
-        told: arrays of the terms that were not known, by number.
+        terms: the terms.
+        told: arrays of terms without a value, by term number.
     """
     values: dict[int, Any] = dict(told)
     functions: dict[str, Callable[..., Any]] = {**OPERATIONS, **BY_NUMPY, "gelu_gradient": _gelu_gradient}
@@ -395,15 +392,18 @@ def _gelu_gradient(gy: Array, x: Array) -> Array:
 
 _WITH_EPILOGUE = ("affine", "dense")
 _LONGEST = 64
-"""So many operators are a chain at most: each is compared with all before it, and has a block of the cache."""
+"""Operators of a chain at most: each is compared with all before it, and needs a block of the cache."""
 
 
 class ChainLink:
-    """What a chain knows of one operator's call.
+    """Operator call as a link of a chain.
 
     Args:
-        operands: arrays and numbers; None where the call is an epilogue alone: a bias, and perhaps a ReLU, that are
-            added in place to what a product has written to ``value``.
+        step: the plan's step.
+        operator: its name.
+        uses: number of readers.
+        operands: arrays and numbers; None for the epilogue of a product, which adds a bias, and optionally a ReLU, to
+            ``value`` in place.
     """
 
     def __init__(self, step: Any, operator: str, uses: int, operands: list[Any] | None) -> None:
@@ -414,13 +414,14 @@ class ChainLink:
 
     @property
     def value(self) -> Array:
+        """The result's array."""
         return self.step.value
 
 
 def link(
     step: Any, operator: str, uses: int, operands: Sequence[Any], keeps: bool, held: Sequence[Any]
 ) -> ChainLink | None:
-    """The call as part of a chain, where it can be one; ``keeps`` says whether backward may follow."""
+    """Return the call as a link, or None if it cannot be one; ``keeps`` says whether backward may follow."""
     value = step.value
     is_known = value.dtype.char in "fd" and value.dtype.isnative and value.flags.c_contiguous
     if not step.calls or not is_known or not value.size:
@@ -435,7 +436,7 @@ def link(
     given = [value_of(each) for each in operands]
     whole = [each for each in given if isinstance(each, np.ndarray) and each.shape == value.shape]
     rows = [each for each in given if isinstance(each, np.ndarray) and each.shape != value.shape]
-    if any(isinstance(each, list) for each in given):  # kernels know arrays and numbers
+    if any(isinstance(each, list) for each in given):  # kernels accept arrays and numbers
         return None
     if not whole or not all(each.dtype == value.dtype and each.flags.c_contiguous for each in (*whole, *rows)):
         return None
@@ -443,7 +444,7 @@ def link(
         return None
     for each, source in zip(given, step.sources, strict=True):
         if keeps and isinstance(each, np.ndarray) and each.shape != value.shape and _may_want_gradient(source, held):
-            return None  # that would be a sum, whose order is NumPy's
+            return None  # its gradient is a sum, whose order is NumPy's
     return ChainLink(step, operator, uses, given)
 
 
@@ -459,9 +460,9 @@ def _may_want_gradient(source: Source, held: Sequence[Any]) -> bool:
 
 
 def chained(steps: Sequence[Any], links: Sequence[ChainLink | None]) -> list[list[ChainLink]]:
-    """The links that follow each other, where that saves a pass over memory: where the kernel makes two operations.
+    """Return chains of consecutive links that save a pass over memory: those with at least two kernel operations.
 
-    Steps without calls, which are views, break no chain.
+    Steps without calls, which are views, do not interrupt a chain.
     """
     chains: list[list[ChainLink]] = [[]]
     for step, each in zip(steps, links, strict=True):
@@ -499,22 +500,24 @@ def _read(one: ChainLink) -> list[Array]:
 
 
 def _is_hazard(target: Array, x: Array) -> bool:
-    """Whether a block of one may lie in another block of the other."""
+    """Return whether a block of one may overlap another block of the other."""
     if target is x or not np.may_share_memory(target, x):
         return False
     return target.size != x.size or target.ctypes.data != x.ctypes.data
 
 
 def reads_of(chain: Sequence[ChainLink], array: Array) -> int:
-    """How often ``chain`` reads all of ``array``, in its order."""
+    """Return how often ``chain`` reads all of ``array`` in order."""
     return sum(x is array for each in chain for x in each.operands or () if each.value.size == array.size)
 
 
 def join(chain: list[ChainLink], keeps: bool, moving: Mapping[int, Moving]) -> None:
-    """Have the steps of ``chain`` computed by the first one's calls; what the others alone would hold is given up.
+    """Compute all steps of ``chain`` by the first one's calls, without memory for results that only the chain reads.
 
     Args:
-        moving: where arrays are in a call that may be elsewhere in the next, by their ids.
+        chain: the links.
+        keeps: whether backward may follow.
+        moving: arrays that differ from call to call, by the ids of their first ones.
     """
     first = chain[0].step
     parts = _parts([each for each in chain if each.operands is not None], moving) if keeps else []
@@ -528,7 +531,7 @@ def join(chain: list[ChainLink], keeps: bool, moving: Mapping[int, Moving]) -> N
         reads = reads_of(chain, each.value)
         if each.uses > reads or id(each.value) in needed or each.relu:
             results.append((made, moving.get(id(each.value), each.value)))
-        elif each.operands is not None:  # else a product is there
+        elif each.operands is not None:  # otherwise the product needs the memory
             given_up.append(each)
     program = FusedProgram(results, chain[0].value.size, chain[0].value.dtype)
     first.calls = [*(first.calls[:-1] if chain[0].operands is None else ()), *program.calls]
@@ -543,7 +546,7 @@ def join(chain: list[ChainLink], keeps: bool, moving: Mapping[int, Moving]) -> N
 
 
 def nowhere(array: Array) -> Array:
-    """What stands for an array of this shape and dtype that is not there: nodes of the tape ask for no more."""
+    """Return a placeholder of the array's shape and dtype without memory, which is all that tape nodes need."""
     return np.broadcast_to(np.empty((), array.dtype), array.shape)
 
 
@@ -555,7 +558,7 @@ def _forward(one: ChainLink, terms: Mapping[int, Term], moving: Mapping[int, Mov
 
 
 def _parts(links: list[ChainLink], moving: Mapping[int, Moving]) -> list[_Part]:
-    """``links`` cut so that of each part only the last result is read by others."""
+    """Cut ``links`` so that only the last result of each part has other readers."""
     parts, waiting = [], [links] if links else []
     while waiting:
         part = waiting.pop()
@@ -573,7 +576,7 @@ def _parts(links: list[ChainLink], moving: Mapping[int, Moving]) -> list[_Part]:
 
 
 class _Part:
-    """Links of which one result is read by others: one node of the tape, and its pullback."""
+    """Links with one result read by others: one tape node, and its pullback."""
 
     def __init__(self, links: list[ChainLink], moving: Mapping[int, Moving]) -> None:
         self._links = links
@@ -583,12 +586,12 @@ class _Part:
         self._operands = [
             [own.get(id(x), Term(value=moving.get(id(x), x))) for x in each.operands or ()] for each in links
         ]
-        """Of each link: the numbers of earlier ones, and terms."""
+        """Operands of each link: numbers of earlier links, and terms."""
         self._size, self._dtype, self._shape = links[-1].value.size, links[-1].value.dtype, links[-1].value.shape
         self._programs: dict[tuple[bool, ...], tuple[Term, list[Term], FusedProgram | None]] = {}
 
     def needs(self) -> list[Array]:
-        """The arrays that backward reads."""
+        """Return the arrays that backward reads."""
         count = sum(isinstance(x, Term) for operands in self._operands for x in operands)
         _, results = self._gradients([True] * count)
         waiting, found = list(results), []
@@ -600,7 +603,7 @@ class _Part:
         return found
 
     def take_place(self, given_up: list[ChainLink]) -> None:
-        """Be the node of the last link; those of the others are left out."""
+        """Become the tape node of the last link and remove those of the others."""
         steps = [each.step for each in self._links]
         sources = []
         for step, operands in zip(reversed(steps), reversed(self._operands), strict=True):
@@ -613,9 +616,9 @@ class _Part:
         self._links = []
 
     def _gradients(self, wanted: Sequence[bool]) -> tuple[Term, list[Term]]:
-        """The gradient of the result, and those of the operands from outside that are wanted.
+        """Return the term of the result's gradient, and the gradients of the wanted outside operands.
 
-        They come in the order in which backward would add them up: operators from the last to the first.
+        They are in the order in which backward would sum them: operators from the last to the first.
         """
         head = Term()
         of: dict[int, Term] = {len(self._operators) - 1: head}
@@ -641,26 +644,26 @@ class _Part:
             self._programs[wanted] = head, results, FusedProgram(made, self._size, self._dtype) if made else None
         head, results, program = self._programs[wanted]
         into = [each for each in gradients if each is not None]
-        if not _lies_in_order(gy):  # sums that follow would see another order in memory, and round otherwise
-            for gradient, found in zip(into, evaluated(results, {head.number: gy}), strict=True):
-                gradient.add(found)
+        if not _lies_in_order(gy):  # later sums would see another memory order, and round differently
+            for gradient, value in zip(into, evaluated(results, {head.number: gy}), strict=True):
+                gradient.add(value)
             return
         places = []
-        met = set()
+        seen = set()
         for gradient, term in zip(into, results, strict=True):
             if term is not head:
-                is_first = id(gradient) not in met
+                is_first = id(gradient) not in seen
                 places.append(gradient.empty() if is_first else empty(self._shape, self._dtype))
-            met.add(id(gradient))
+            seen.add(id(gradient))
         if program is not None:
             program.run([*places, np.ascontiguousarray(gy)])
-        found = iter(places)
+        values = iter(places)
         for gradient, term in zip(into, results, strict=True):
-            gradient.add(gy if term is head else next(found))
+            gradient.add(gy if term is head else next(values))
 
 
 def _lies_in_order(x: Array) -> bool:
-    """Whether operations on ``x`` give C-contiguous arrays."""
+    """Return whether operations on ``x`` give C-contiguous arrays."""
     if x.flags.c_contiguous:
         return True
     strides = [stride for stride, n in zip(x.strides, x.shape, strict=True) if n > 1 and stride]

@@ -1,12 +1,7 @@
-"""Graphs of operators, passes over them, and their drawing.
+"""Graphs of traced networks: their nodes, rewriting passes, summary and drawing, and JSON serialisation.
 
-The graph of a network: which operators are called with what.
-
-Rewriting: what a graph computes in fewer passes over memory, to the same bits.
-
-A graph for people: a table of its operations, and a drawing.
-
-Graphs as JSON, and back; what comes back is checked before anything is computed by it.
+Rewriting merges operators that need fewer passes over memory, with the same bits. A graph read from JSON is checked
+before anything is computed with it.
 """
 
 from __future__ import annotations
@@ -30,23 +25,23 @@ from ...errors import ConfigError, DataError, HpcdpError
 
 @dataclass(frozen=True)
 class Input:
-    """An input of the network."""
+    """Input of the network, by number."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class CapturedTensor:
-    """A tensor or array that the network has as an attribute."""
+    """Tensor or array that the network has as an attribute, by number."""
 
     number: int
     is_detached: bool = False
-    """Whether the array of the tensor is meant, through which no gradient goes."""
+    """Whether only the tensor's array is meant, through which no gradient flows."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What an earlier node has computed."""
+    """Output of an earlier node."""
 
     node: int
     output: int = 0
@@ -54,13 +49,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Literal:
-    """A number, or numbers in lists, of a NumPy dtype or, where that is None, of Python."""
+    """Number, or nested lists of numbers, of a NumPy dtype, or of Python if that is None."""
 
     value: Any
     dtype: str | None = None
 
     def operand(self) -> Any:
-        """As operators take it."""
+        """Return the value as operators take it."""
         return self.value if self.dtype is None else _of_type(dtype_of(self.dtype).type, self.value)
 
 
@@ -80,6 +75,7 @@ class Meta:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the array."""
         return int(np.prod(self.shape, dtype=np.int64)) * dtype_of(self.dtype).itemsize
 
 
@@ -92,67 +88,70 @@ class GraphNode:
     attributes: dict[str, Any]
     outputs: tuple[Meta, ...]
     is_recorded: bool = True
-    """Whether the call was put on the tape, if the network's was: not inside ``with autograd.pause()``."""
+    """Whether the call was put on the tape if the network's was: not inside ``with autograd.pause()``."""
 
     def results(self) -> Iterator[Result]:
-        """The earlier nodes that it reads."""
+        """Return an iterator over the results that it reads."""
         return (each for each in self.inputs if isinstance(each, Result))
 
 
 @dataclass
 class Graph:
-    """Nodes in the order of their calls.
+    """Nodes of a traced network in the order of their calls.
 
-    ``form`` says what ``outputs`` were returned as: "one", "tuple" or "list".
+    ``form`` says how ``outputs`` were returned: "one", "tuple" or "list".
     """
 
     inputs: tuple[Meta, ...]
     held: list[Any] = field(default_factory=list)
     """Tensors and arrays of the network."""
     names: list[str] = field(default_factory=list)
-    """Their paths in it."""
+    """Paths of ``held`` in the network."""
     kinds: list[tuple[tuple[int, ...], Any]] = field(default_factory=list)
-    """Shape and dtype of each."""
+    """Shape and dtype of each of ``held``."""
     lists: list[tuple[Any, Any]] = field(default_factory=list)
-    """The program's lists of numbers that became literals, and what each was."""
+    """Lists of numbers in the program that became literals, each with a copy of its traced content."""
     nodes: list[GraphNode] = field(default_factory=list)
     outputs: tuple[Source, ...] = ()
     form: str = "one"
     any_batch: bool = False
-    """Whether it is known to be the network's for any number of rows, and not only for that of ``inputs``."""
+    """Whether the graph is known to be valid for any batch size, not only that of ``inputs``."""
 
     def summary(self) -> str:
-        """A table: a line for every operation, with what it reads, the shape and bytes of its result, parameters."""
-
+        """Return a table of the operations, with operands, shape and bytes of the result, and parameters."""
         return summary(self)
 
     def draw(self, path: str | Path) -> None:
-        """Draw the operations from top to bottom into a PNG, SVG or PDF, which is replaced.
+        """Draw the operations from top to bottom into a PNG, SVG or PDF, replacing the file.
+
+        A box shows an operation, its result's shape and the parameters it reads; arrows show the results it reads.
+
+        Args:
+            path: the file; its suffix selects the format.
 
         Raises:
-            ConfigError: a name with another ending, or of no folder that is there.
-            OSError: it cannot be written.
+            ConfigError: another suffix, or a missing folder.
+            OSError: the file cannot be written.
         """
-
         draw(self, path)
 
     def has_its_lists(self) -> bool:
-        """Whether the program's lists are as they were traced; it may have changed them since, in place."""
+        """Return whether the program's lists still have their traced content; it may have changed them in place."""
         return all(now == before for now, before in self.lists)
 
     def last_uses(self) -> list[int]:
-        """For each node the number of the last one that reads it; the number of nodes where the network returns it."""
+        """Return for each node the number of its last reader, or the number of nodes if the network returns it."""
         last = list(range(len(self.nodes)))
         for number, node in enumerate(self.nodes):
-            for each in node.results():
-                last[each.node] = number
+            for result in node.results():
+                last[result.node] = number
         for output in self.outputs:
             if isinstance(output, Result):
                 last[output.node] = len(self.nodes)
         return last
 
     def num_uses(self) -> list[int]:
-        """How often each node is read or returned."""
+        """Return how often each node is read or returned."""
         uses = [0] * len(self.nodes)
         for each in [*(each for node in self.nodes for each in node.results()), *self.outputs]:
             if isinstance(each, Result):
@@ -160,10 +159,11 @@ class Graph:
         return uses
 
     def changed_to(self, nodes: list[GraphNode | None], moved: dict[int, int]) -> Graph:
-        """The graph of those of ``nodes``, one for each old one, that are not None.
+        """Return the graph with the ``nodes`` that are not None, one entry for each old node.
 
         Args:
-            moved: for a node that is gone, by number, the one that computes what it did.
+            nodes: replacement of each node, or None.
+            moved: maps the number of a removed node to the node that now computes its result.
         """
         numbers: dict[int, int] = {}
         kept: list[GraphNode] = []
@@ -181,7 +181,7 @@ class Graph:
         return replace(self, nodes=kept, outputs=tuple(map(renumbered, self.outputs)))
 
     def without_unused(self) -> Graph:
-        """The graph without nodes whose results nobody needs and that do nothing else."""
+        """Return the graph without nodes that have neither readers nor side effects."""
         needed: set[int] = {each.node for each in self.outputs if isinstance(each, Result)}
         for number in reversed(range(len(self.nodes))):
             node = self.nodes[number]
@@ -192,7 +192,7 @@ class Graph:
         return self.changed_to([node if i in needed else None for i, node in enumerate(self.nodes)], {})
 
     def operand(self, source: Source, tensors: Mapping[Source, Any]) -> Any:
-        """What an operator is called with; ``tensors`` are those of inputs and results."""
+        """Return the operand that ``source`` denotes; ``tensors`` has those of inputs and results."""
         if isinstance(source, CapturedTensor):
             held = self.held[source.number]
             return Tensor(held.data) if source.is_detached and isinstance(held, Tensor) else held
@@ -201,12 +201,12 @@ class Graph:
         return None if source is None else tensors[source]
 
     def returned(self, values: Callable[[Source], Any]) -> Any:
-        """The outputs in the form in which the network returned them."""
-        found = [values(each) for each in self.outputs]
-        return found[0] if self.form == "one" else tuple(found) if self.form == "tuple" else found
+        """Return the outputs in the form in which the network returned them."""
+        outputs = [values(each) for each in self.outputs]
+        return outputs[0] if self.form == "one" else tuple(outputs) if self.form == "tuple" else outputs
 
     def returned_with(self, results: Mapping[Source, Any], given: Sequence[Any]) -> Any:
-        """`returned`, of ``results`` of nodes, inputs and the network's own tensors."""
+        """Return the outputs, given the ``results`` of nodes and the inputs."""
 
         def value(source: Source) -> Any:
             if isinstance(source, Input):
@@ -219,13 +219,13 @@ class Graph:
 _TAKES_ACTIVATION = ("affine", "conv2d", "dense")
 
 
-def rewritten(graph: Graph, recording: bool) -> Graph:
-    """The graph as it is planned; ``recording`` says whether backward may follow."""
+def rewritten(graph: Graph) -> Graph:
+    """Return the graph as plans compute it."""
     return with_activations(with_biases(graph))
 
 
 def with_biases(graph: Graph) -> Graph:
-    """Products together with the bias that is added to each by the very next operator, which alone reads it."""
+    """Merge products with the bias that the next operator adds, if it is their only reader."""
     uses = graph.num_uses()
     nodes: list[GraphNode | None] = list(graph.nodes)
     moved = {}
@@ -250,9 +250,9 @@ def _is_bias(graph: Graph, source: Source, product: Meta) -> bool:
 
 
 def with_activations(graph: Graph) -> Graph:
-    """Convolutions, dense layers and products with a bias together with the ReLU that alone reads them.
+    """Merge convolutions, dense layers and products with a bias with the ReLU that is their only reader.
 
-    The node stands where the convolution stood, so backward adds up gradients in the same order.
+    The merged node keeps the place of the first, so backward sums gradients in the same order.
     """
     uses = graph.num_uses()
     nodes: list[GraphNode | None] = list(graph.nodes)
@@ -275,7 +275,7 @@ def with_activations(graph: Graph) -> Graph:
 
 _BOX = (1.9, 0.62)
 _STEP = (2.3, 1.05)
-"""Inches from one box to the next, to the side and downwards."""
+"""Inches from one box to the next, horizontally and vertically."""
 _COLORS = {
     "dense": "#d7e5f7",
     "conv2d": "#d7e5f7",
@@ -288,12 +288,11 @@ _MOST_INCHES = 200.0
 _ENDINGS = (".png", ".svg", ".pdf")
 _COLUMNS = 80
 _READS, _LEAST_READS = 2, 16
-"""The column of a table that is wrapped where a line is too long, and how narrow it may become."""
+"""The column of a table that is wrapped if a line is too long, and its least width."""
 
 
 def summary(graph: Graph) -> str:
-    """A line for every operation: what it reads, its result's shape and bytes, and the parameters that it is the first
-    to read."""
+    """Return the table of `Graph.summary`; a parameter counts at its first reader."""
     seen: set[int] = set()
     rows = [("", "operation", "reads", "shape", "parameters", "bytes")]
     rows += [("", f"input {i}", "", _shape(each.shape), "", f"{each.nbytes:,}") for i, each in enumerate(graph.inputs)]
@@ -317,12 +316,12 @@ def summary(graph: Graph) -> str:
     total = sum(math.prod(shape) for held, (shape, _) in zip(graph.held, graph.kinds, strict=True) if _learnt(held))
     nbytes = sum(each.outputs[0].nbytes for each in graph.nodes)
     outputs = ", ".join(_name(graph, each) for each in graph.outputs)
-    whole = f"{len(graph.nodes)} operations, {total:,} parameters, {nbytes:,} bytes of results; returns {outputs}"
-    return "\n".join([*lines, *textwrap.wrap(whole, _COLUMNS)])
+    totals = f"{len(graph.nodes)} operations, {total:,} parameters, {nbytes:,} bytes of results; returns {outputs}"
+    return "\n".join([*lines, *textwrap.wrap(totals, _COLUMNS)])
 
 
 def _reads_width(rows: Sequence[tuple[str, ...]]) -> int:
-    """What the other columns leave of a line for what operations read."""
+    """Return the width left for the column of operands."""
     others = [max(len(row[i]) for row in rows) + 2 for i in range(len(rows[0])) if i != _READS]
     return max(_COLUMNS - sum(others), _LEAST_READS)
 
@@ -336,14 +335,14 @@ def _wrapped(row: tuple[str, ...], width: int) -> Iterator[tuple[str, ...]]:
 
 
 def _cut(path: str, width: int) -> str:
-    """A path that is too long for a line, with blanks behind some of its dots."""
+    """Insert blanks after dots of a path that is too long for a line."""
     if len(path) <= width:
         return path
     return " ".join(line.replace(". ", ".") for line in textwrap.wrap(path.replace(".", ". "), width))
 
 
 def title(node: GraphNode) -> str:
-    """The operator, with what distinguishes this call of it."""
+    """Return the operator with the attributes that distinguish this call."""
     attributes = node.attributes
     text = str(attributes["name"]) if node.operator == "compare" else node.operator.replace("_", " ")
     if attributes.get("activation") is not None:
@@ -363,10 +362,10 @@ def _learnt(held: Any) -> bool:
 
 def _count_new(graph: Graph, node: GraphNode, seen: set[int]) -> int:
     count = 0
-    for each in node.inputs:
-        if isinstance(each, CapturedTensor) and each.number not in seen and _learnt(graph.held[each.number]):
-            seen.add(each.number)
-            count += math.prod(graph.kinds[each.number][0])
+    for source in node.inputs:
+        if isinstance(source, CapturedTensor) and source.number not in seen and _learnt(graph.held[source.number]):
+            seen.add(source.number)
+            count += math.prod(graph.kinds[source.number][0])
     return count
 
 
@@ -385,14 +384,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def draw(graph: Graph, path: str | Path) -> None:
-    """Draw the graph from top to bottom into ``path``, a PNG, SVG or PDF by its ending, which is replaced.
-
-    A box is an operation with its result's shape and the parameters that it reads; arrows are results that it reads.
-
-    Raises:
-        ConfigError: another ending, or no such folder.
-        OSError: the file cannot be written.
-    """
+    """Draw ``graph`` into ``path``; see `Graph.draw`."""
     path = file_name("draw", "path", path, _ENDINGS)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -429,7 +421,7 @@ def draw(graph: Graph, path: str | Path) -> None:
 
 
 def _texts(graph: Graph, source: Source, seen: set[int]) -> tuple[list[str], str]:
-    """The lines in a box, and its color."""
+    """Return the lines in a box, and its color."""
     if isinstance(source, Input):
         return [f"input {source.number}", _shape(graph.inputs[source.number].shape)], _COLORS["input"]
     assert isinstance(source, Result)
@@ -444,7 +436,7 @@ def _texts(graph: Graph, source: Source, seen: set[int]) -> tuple[list[str], str
 
 
 def _arrow(axes: Any, source: tuple[float, float], target: tuple[float, float], steps: int) -> None:
-    """From the lower edge of one box to the upper edge of another, around those between them."""
+    """Draw an arrow from the lower edge of one box to the upper edge of another, around boxes between them."""
     begin, end = (source[0], source[1] - _BOX[1] / 2), (target[0], target[1] + _BOX[1] / 2)
     bend = "arc3,rad=0"
     if steps > 1:
@@ -457,7 +449,10 @@ def _arrow(axes: Any, source: tuple[float, float], target: tuple[float, float], 
 
 
 def _places(graph: Graph) -> dict[Source, tuple[float, int]]:
-    """Column and row of every input and node: below what it reads; what reads no input, just above its first reader."""
+    """Return column and row of every input and node.
+
+    A node is below its operands. A node without inputs is just above its first reader.
+    """
     rows: dict[Source, int] = {Input(i): 0 for i in range(len(graph.inputs))}
     readers: dict[int, list[int]] = {}
     for number, node in enumerate(graph.nodes):
@@ -482,7 +477,7 @@ def _places(graph: Graph) -> dict[Source, tuple[float, int]]:
 
 
 def _depends_last(graph: Graph, source: Source) -> int:
-    """In a row, what reads results of others stands left of what reads only parameters."""
+    """Sort key that puts readers of results left of nodes that read only parameters."""
     if isinstance(source, Result):
         return 0 if any(True for _ in graph.nodes[source.node].results()) else 1
     return 0
@@ -490,20 +485,20 @@ def _depends_last(graph: Graph, source: Source) -> int:
 
 FORMAT, VERSION = "hpcdp graph", 1
 _AS_IT_WAS = 0
-"""The first number of a new shape that is the batch, whatever its size."""
+"""First dimension of a reshape that stands for the batch size."""
 
 
 def arrays_of(graph: Graph) -> dict[str, np.ndarray]:
-    """What the graph's network holds, by name, in host memory."""
+    """Return the network's tensors by name, in host memory."""
     values = [each.data if isinstance(each, Tensor) else each for each in graph.held]
     return {name: np.asarray(to_host(value), order="C") for name, value in zip(graph.names, values, strict=True)}
 
 
 def as_json(graph: Graph, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The graph of a prediction, of which `arrays_of` are saved beside it.
+    """Return the graph of a prediction as JSON data; `arrays_of` are saved beside it.
 
     Raises:
-        ConfigError: an operator has something that cannot be written down.
+        ConfigError: an operator has an attribute or operand that cannot be serialised.
     """
     calls = calls_as_json(graph)
     nodes = zip(calls["nodes"], graph.nodes, strict=True)
@@ -527,9 +522,10 @@ def as_json(graph: Graph, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def calls_as_json(graph: Graph) -> dict[str, Any]:
-    """What `as_json` has of the graph beside shapes and dtypes: which operators are called with what.
+    """Return the operator calls as JSON data, without shapes and dtypes.
 
-    Raises as that does.
+    Raises:
+        ConfigError: as `as_json`.
     """
     return {
         "nodes": [
@@ -546,7 +542,7 @@ def calls_as_json(graph: Graph) -> dict[str, Any]:
 
 
 def _attributes(graph: Graph, node: GraphNode) -> dict[str, Any]:
-    """Those of ``node``; a new shape that begins with the batch does so for any batch."""
+    """Return the attributes of ``node``; a new shape that begins with the batch size becomes valid for any batch."""
     if node.operator != "reshape":
         return node.attributes
     source, shape = node.inputs[0], node.attributes["shape"]
@@ -595,20 +591,21 @@ def _not_written(where: str, expected: str, got: Any) -> ConfigError:
 
 
 class Reader:
-    """Reads what `as_json` has written.
+    """Reader of the JSON data that `as_json` returns.
 
     Args:
-        where: what errors call the file.
+        where: the file named in errors.
+        read: the parsed JSON.
     """
 
     def __init__(self, where: object, read: Any) -> None:
         self._where, self._read = where, read
 
     def graph(self) -> tuple[Graph, list[dict[str, Any]]]:
-        """The graph, whose ``held`` is empty, and what it says of each tensor that belongs there.
+        """Return the graph without ``held``, and the metadata of each tensor that belongs there.
 
         Raises:
-            DataError: the file is of another kind, or does not fit itself.
+            DataError: the file is of another kind, or inconsistent.
         """
         read = self._read
         self._require(isinstance(read, dict) and read.get("format") == FORMAT, f"a file of {FORMAT}")
@@ -616,13 +613,13 @@ class Reader:
         try:
             graph = Graph(tuple(map(self._meta, read["inputs"])), form=read["form"], any_batch=read["any_batch"])
             self._require(type(graph.any_batch) is bool, "any_batch true or false", graph.any_batch)
-            tensors = [self._tensor(each) for each in read["tensors"]]
-            graph.names = [each["name"] for each in tensors]
+            tensors = [self._tensor(entry) for entry in read["tensors"]]
+            graph.names = [entry["name"] for entry in tensors]
             self._require(len(set(graph.names)) == len(tensors), "a name for each tensor", graph.names)
             self._require(graph.form in ("one", "tuple", "list"), "form one, tuple or list", graph.form)
-            for each in read["nodes"]:
-                graph.nodes.append(self._node(each, graph))
-            graph.outputs = tuple(self._input(each, graph) for each in read["outputs"])
+            for entry in read["nodes"]:
+                graph.nodes.append(self._node(entry, graph))
+            graph.outputs = tuple(self._input(entry, graph) for entry in read["outputs"])
         except HpcdpError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -705,7 +702,7 @@ def _is_numbers(read: Any) -> bool:
 
 
 def call(node: GraphNode, operands: list[Any], functions: Mapping[str, Callable[..., Any]]) -> Any:
-    """What ``node`` computes from ``operands``, by the functions of `registry.CALLS`."""
+    """Compute ``node`` from ``operands`` with ``functions``, such as `autograd.tape.CALLS`."""
     operator, attributes = OPERATORS[node.operator], node.attributes
     if node.operator == "reshape" and attributes["shape"][:1] == (_AS_IT_WAS,):
         attributes = {"shape": (operands[0].shape[0], *attributes["shape"][1:])}
@@ -715,5 +712,5 @@ def call(node: GraphNode, operands: list[Any], functions: Mapping[str, Callable[
 
 
 def with_held(graph: Graph, held: list[Any]) -> Graph:
-    """The graph that was read, with its network's tensors."""
+    """Return a graph that was read, with its network's tensors."""
     return replace(graph, held=held, kinds=[(each.shape, each.dtype) for each in held])
