@@ -30,7 +30,7 @@ from ..core.checks import check_name
 from ..errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError
 
 if TYPE_CHECKING:
-    from ..launch.checks import Parser
+    from ..launch.parser import Parser
     from ..train.runs.config import TrainConfig
 
 _TRAIN_EXAMPLES = """\
@@ -141,7 +141,7 @@ def _require_working_folder(command: str) -> None:
 
 def parser() -> Parser:
     """Return the options of ``hpcdp`` and its commands; those of `_FORWARDING` have parsers of their own."""
-    from ..launch.checks import Parser
+    from ..launch.parser import Parser
 
     made = Parser(prog="hpcdp", description="Data-parallel training of neural networks on MPI.")
     made.add_argument("--version", action="version", version=f"hpcdp {hpcdp.__version__}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.checks import check_name
 from ..errors import ConfigError, DataError, printable
-from ..launch.checks import Parser, at_least
+from ..launch.parser import Parser, at_least
 
 if TYPE_CHECKING:
     from ..checkpoint.export import Writer

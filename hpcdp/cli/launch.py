@@ -14,8 +14,8 @@ from pathlib import Path
 from ..core.checks import check_name
 from ..errors import ConfigError, shortened, type_named
 from ..launch import hosts, launchers
-from ..launch.checks import Parser
 from ..launch.hosts import allocation, require_one_component
+from ..launch.parser import Parser
 from ..launch.spec import BINDINGS, Job
 
 _MOST_RANKS = 1_000_000

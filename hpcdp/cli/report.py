@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..core.checks import file_name
 from ..errors import ConfigError, printable, reason
-from ..launch.checks import Parser
+from ..launch.parser import Parser
 from ..train.metrics import replace_file
 
 _EPILOG = """\

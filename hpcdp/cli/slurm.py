@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.checks import check_name
 from ..errors import ConfigError
-from ..launch.checks import Parser, at_least
+from ..launch.parser import Parser, at_least
 
 if TYPE_CHECKING:
     from ..launch.slurm_scripts import Script

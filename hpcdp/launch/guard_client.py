@@ -46,8 +46,8 @@ AT_ONCE = 64
 """Hosts that are connected to at a time: each takes a process here."""
 FILES = 2
 """Descriptors of a channel."""
-_ROOT = Path(__file__).resolve().parents[3]
-_GUARD = "import sys; sys.path.insert(0, {!r}); from hpcdp.launch.remote import guard; guard.main()"
+_ROOT = Path(__file__).resolve().parents[2]
+_GUARD = "import sys; sys.path.insert(0, {!r}); from hpcdp.launch import guard; guard.main()"
 _MOST_WORDS = 10_000
 
 

@@ -43,7 +43,7 @@ LAUNCHER = """
 import os, sys
 from pathlib import Path
 from hpcdp.launch import runner as supervise
-from hpcdp.launch.remote import channel, guard, guard_client as guards
+from hpcdp.launch import guard_client as guards
 from hpcdp.launch.hosts import HostSlots as Place
 supervise._FAILED_GRACE_S = 0.5
 with guards.Guards([Place("away", 1)], print) as reached:

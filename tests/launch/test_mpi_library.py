@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import checks, mpi_library
+from hpcdp.launch import mpi_library, parser
 from hpcdp.launch.spec import Job
 
 ELF = b"\x7fELF"
@@ -117,12 +117,12 @@ def test_a_program_of_another_librarys_environment_is_told_of(
         "/bin/sh": False,
         "no-such-program": False,
     }.items():
-        checks.warn_of_other_library(Job((program,), 2), here)
+        parser.warn_of_other_library(Job((program,), 2), here)
         assert (says in capsys.readouterr().err) == told, program
     monkeypatch.setenv("PATH", str(tmp_path / other / "bin"))
-    checks.warn_of_other_library(Job(("python",), 2), here)
+    parser.warn_of_other_library(Job(("python",), 2), here)
     assert (
         f"{says}: its ranks will be worlds of one; use {tmp_path / other}/bin/hpcdp launch\n" in capsys.readouterr().err
     )
-    checks.warn_of_other_library(Job(("python",), 2, env={"MPI4PY_LIBMPI": "/site/lib/libmpi.so"}), here)
+    parser.warn_of_other_library(Job(("python",), 2, env={"MPI4PY_LIBMPI": "/site/lib/libmpi.so"}), here)
     assert capsys.readouterr().err == ""

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from ...errors import LaunchError
 from .. import hosts, mpi_library
-from ..checks import check, check_binding, missing_module, warn_of_other_library
 from ..mpi_library import Dialect, environment, program
+from ..parser import check, check_binding, missing_module, warn_of_other_library
 from ..runner import supervise
 from ..spec import Command, Job, LaunchPlan, server
 

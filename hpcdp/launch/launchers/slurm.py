@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 
 from ...errors import LaunchError
 from .. import batch, mpi_library
-from ..checks import check, missing_module, warn_of_other_library
 from ..hosts import Allocation, allocation, assign_ranks, of_ranks
 from ..mpi_library import Dialect, blas_threads, program
+from ..parser import check, missing_module, warn_of_other_library
 from ..runner import supervise
 from ..spec import Command, Job, LaunchPlan, server
 
@@ -59,7 +59,7 @@ def plan(job: Job) -> LaunchPlan:
     """The srun of ``job``.
 
     Raises:
-        LaunchError: something was asked for that srun cannot do; and as `hpcdp.launch.checks.check` does.
+        LaunchError: something was asked for that srun cannot do; and as `hpcdp.launch.parser.check` does.
         ConfigError: as that does; an option of srun has a value that cannot be.
     """
     given = allocation()
