@@ -4,6 +4,7 @@ python docs/images/gradient.py
 """
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
@@ -32,7 +33,7 @@ def arrow(start, end, color, style="-|>"):
 for y, label in STEPS.items():
     text(0.5, y, label, 9.5, ha="left", weight="bold")
 for node, x in enumerate((22, 63)):
-    frame = {"boxstyle": "round,pad=0.3", "facecolor": "#F7F7F7", "edgecolor": "#BBBBBB"}
+    frame: dict[str, Any] = {"boxstyle": "round,pad=0.3", "facecolor": "#F7F7F7", "edgecolor": "#BBBBBB"}
     axes.add_patch(FancyBboxPatch((x - 2, 2), 37, 56, **frame))
     text(x + 17, 56.6, f"node {node}", 10, weight="bold")
     first, second = 2 * node, 2 * node + 1
