@@ -89,68 +89,36 @@ FORWARD, BACKWARD = 1, 2
 """Directions of messages, as used in tags."""
 
 
-class StageLink(Protocol):
-    """One direction between two neighbouring stages, first in, first out."""
-
-    def begin(self, length: int) -> None:
-        """Announce a batch of ``length`` samples, whose micro-batches are sent next."""
-        ...
-
-    def expect(self, length: int) -> None:
-        """Wait for the announcement of a batch of ``length`` samples.
-
-        Raises:
-            MismatchError: the other end has announced another length.
-        """
-        ...
-
-    def send(self, arrays: tuple[Array, ...]) -> None:
-        """Start to send; the arrays must not change afterwards."""
-        ...
-
-    def receive(self) -> tuple[Array, ...]:
-        """Wait for the next arrays and return them, in memory owned by the caller."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until everything sent has left."""
-        ...
-
-    def forget(self) -> None:
-        """Drop arrays that were sent but not received, after an error."""
-        ...
-
-
-class Queue:
-    """`StageLink` between stages of one process."""
+class StageLink:
+    """One direction between two neighbouring stages, first in, first out; here a queue within one process."""
 
     def __init__(self) -> None:
         self._sent: deque[tuple[Array, ...]] = deque()
 
     def begin(self, length: int) -> None:
-        """Do nothing: there is one batch."""
+        """Announce a batch of ``length`` samples, whose micro-batches are sent next."""
 
     def expect(self, length: int) -> None:
-        """Do nothing: there is one batch."""
+        """Wait for the announcement of a batch of ``length`` samples."""
 
     def send(self, arrays: tuple[Array, ...]) -> None:
-        """Append the arrays."""
+        """Start to send; the arrays must not change afterwards."""
         self._sent.append(arrays)
 
     def receive(self) -> tuple[Array, ...]:
-        """Return the next arrays, which are present since stages of one process take turns."""
+        """Wait for the next arrays and return them; stages of one process take turns and never wait."""
         return self._sent.popleft()
 
     def finish(self) -> None:
-        """Do nothing: nothing is in flight."""
+        """Wait until everything sent has left."""
 
     def forget(self) -> None:
-        """Drop the arrays."""
+        """Drop arrays that were sent but not received, after an error; between ranks the job ends with it."""
         self._sent.clear()
 
 
-class StageMessages:
-    """`StageLink` between ranks: a header with shape and dtype precedes each array.
+class StageMessages(StageLink):
+    """Messages between ranks: a header with shape and dtype precedes each array.
 
     Args:
         comm: a communicator for these messages and those of the other direction.
@@ -164,6 +132,7 @@ class StageMessages:
     def __init__(
         self, comm: Communicator, other: int, way: int, watchdog: Watchdog, behind: list[int], like: Array
     ) -> None:
+        super().__init__()
         self._comm, self._other, self._tag = comm, other, make_tag(_SIGNATURE, way)
         self._watchdog, self._behind, self._like = watchdog, behind, like
         what = "activations" if way == FORWARD else "gradients"
@@ -175,7 +144,7 @@ class StageMessages:
         self._send(np.array([length], np.int64))
 
     def expect(self, length: int) -> None:
-        """See `StageLink.expect`."""
+        """See `StageLink.expect`; a batch of another length is a `MismatchError`."""
         with self._waiting():
             (theirs,) = self._receive(np.empty(1, np.int64))
         if theirs != length:
@@ -239,9 +208,6 @@ class StageMessages:
         """See `StageLink.finish`."""
         while self._under_way:
             self._under_way.popleft()[0].wait()
-
-    def forget(self) -> None:
-        """Do nothing: between ranks the job ends with the error."""
 
 
 class Action(NamedTuple):
@@ -425,7 +391,7 @@ class Pipeline(Module):
         """Return the forward and backward links of each boundary of this rank, by the number of the later stage."""
         found: dict[int, tuple[StageLink, StageLink] | None] = {0: None, self._num_stages: None}
         if column is None:
-            return found | {stage: (Queue(), Queue()) for stage in range(1, self._num_stages)}
+            return found | {stage: (StageLink(), StageLink()) for stage in range(1, self._num_stages)}
         places = column.comm.allgather_json([world.node, world.local_rank])
         comm, watchdog = column.comm.duplicate(), Watchdog.of(world)
         like = next(iter(modules[own[0]].state_dict().values()), np.empty(0))
