@@ -35,11 +35,7 @@ _OF_DISKS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Create ``folder`` and hold its lock, so that only one of several processes downloads a file.
-
-    Raises:
-        DataError: the folder cannot be created or written, or its file system has no locks.
-    """
+    """Create ``folder`` and hold its lock, so that only one process downloads; `DataError` if that fails."""
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -54,11 +50,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def check_md5(path: Path, md5: str) -> None:
-    """Compare a file with its published MD5 checksum, which detects damage, not tampering.
-
-    Raises:
-        DataError: it differs, or the file cannot be read.
-    """
+    """Raise `DataError` unless a file has the published MD5 checksum, which detects damage, not tampering."""
     try:
         with open(path, "rb") as file:
             got = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
@@ -141,19 +133,7 @@ _SPLITS = {"train": 0, "test": 1}
 
 
 def read_digits(split: str, image_size: int | None = None) -> ArrayDataset:
-    """Read one part of the digits set.
-
-    Args:
-        split: "train" or "test".
-        image_size: None for 8 x 8 images, or a larger size, see `images.resize`.
-
-    Returns:
-        Images of shape ``(n, 1, image_size, image_size)``, float32 in [0, 1], with int64 labels of shape ``(n,)``.
-
-    Raises:
-        DataError: the file is damaged.
-        ConfigError: the size is less than 8.
-    """
+    """Read one part of the digits set, 8 x 8 or enlarged to ``image_size``; see `load`."""
     trust(PATH)  # part of the package
     with open_hdf5(PATH, ("split", "images", "labels")) as file:
         members = file["split"][:] == _SPLITS[split]
