@@ -28,6 +28,11 @@ from ..kernels.reference.networks import output_size
 from .microbatch import move
 from .module import in_float32
 
+__all__ = [
+    "avg_pool2d", "batch_norm", "batch_norm_by_running", "conv2d", "dense", "dropout", "l2_loss", "max_pool2d", "relu",
+    "sigmoid", "softmax", "softmax_cross_entropy", "tanh",
+]  # fmt: skip
+
 
 def kernels_for(family: str, x: Array, plain_on_host: bool = False) -> Any:
     """Return `kernels.kernels_for`; for 16-bit arrays only CUDA has kernels of its own."""
@@ -37,16 +42,9 @@ def kernels_for(family: str, x: Array, plain_on_host: bool = False) -> Any:
 
 
 def alike(operation: str, x: Array, *others: Array | None, wide: bool = False) -> Any:
-    """Return the namespace of all operands, which must have one native float dtype.
+    """Return the namespace of all operands; `UnsupportedError` unless they have one native float dtype.
 
-    Args:
-        operation: the operation named in an error.
-        x: the first operand.
-        others: further operands, or None.
-        wide: whether the others must be float32 if ``x`` has 16 bits.
-
-    Raises:
-        UnsupportedError: the dtypes differ, or are not native float32 or float64.
+    With ``wide`` the others must be float32 if ``x`` has 16 bits.
     """
     operands = [x]
     are_alike = (x.dtype.char in "fd" and x.dtype.isnative) or is_half(x)
@@ -195,10 +193,7 @@ def l2_loss(predictions: Any, targets: Any) -> Tensor:
 
 
 def require_per_sample(operation: str, losses: object, count: int) -> None:
-    """Raise `ConfigError` unless ``losses`` is a tensor of shape ``(count,)``.
-
-    Gradients are summed and divided by the number of samples, so other shapes would change the learning rate.
-    """
+    """Raise `ConfigError` unless ``losses`` is a tensor of shape ``(count,)``: others change the learning rate."""
     if not isinstance(losses, Tensor):
         got, remedy = type_named(losses), "return the result of an nn.functional or autograd operator"
         raise ConfigError(operation, where="loss", expected="a Tensor", got=got, remedy=remedy)
@@ -216,10 +211,7 @@ def misshapen(operation: str, expected: str, *arrays: Array | Tensor | None) -> 
 
 
 def require_channels(x: Array, *others: Array | Tensor | None) -> None:
-    """Raise `UnsupportedError` unless each of ``others`` has one element for each channel of ``x``.
-
-    The kernels do not check bounds, and would read beyond the end of shorter arrays.
-    """
+    """Raise `UnsupportedError` unless ``others`` have one element for each channel of ``x``: kernels do not check."""
     shape = x.shape[1:2]
     for other in others:
         if other is not None and (other.shape != shape or not shape):
@@ -345,14 +337,8 @@ def joint_batch_norm(
 ) -> tuple[Tensor, Array, Array, int]:
     """Compute `batch_norm` with the statistics of a batch that is distributed over several processes.
 
-    Gradients of ``scale`` and ``shift`` are those of the local part, which may be empty.
-
-    Args:
-        x: the local part, shape ``(batch, channels, ...)``.
-        scale: shape ``(channels,)``.
-        shift: shape ``(channels,)``.
-        eps: number added to the variance.
-        add_up: sums a flat float64 array over the processes, in place; called here and in backward.
+    ``add_up`` sums a flat float64 array over the processes, in place, here and in backward. The local part ``x`` may be
+    empty; gradients of ``scale`` and ``shift`` are those of this part.
 
     Returns:
         The result, mean and biased variance of each channel, and the number of values a channel, over all processes.
@@ -390,22 +376,6 @@ def joint_batch_norm(
 
     return on_tape(out.reshape(a.shape), (x, scale, shift), pullback), *saved, count
 
-
-__all__ = [
-    "avg_pool2d",
-    "batch_norm",
-    "batch_norm_by_running",
-    "conv2d",
-    "dense",
-    "dropout",
-    "l2_loss",
-    "max_pool2d",
-    "relu",
-    "sigmoid",
-    "softmax",
-    "softmax_cross_entropy",
-    "tanh",
-]
 
 Pair = tuple[int, int]
 Size = int | tuple[int, int]
@@ -510,13 +480,8 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
 def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
     """Compute ``activation(a @ b + bias)``, rounded like the separate operations, in one pass after the product.
 
-    Plans of hybridized networks use it; programs call `dense`.
-
-    Args:
-        a: left factor.
-        b: right factor.
-        bias: shape ``(n,)``, where n is the product's last length; of its dtype, float32 or float64.
-        activation: "relu" or None.
+    Plans of hybridized networks use it; programs call `dense`. The bias has the product's last length and dtype,
+    float32 or float64.
     """
     x, y, row = (as_tensor(operand).data for operand in (a, b, bias))
     whole, relu = contiguous(row), is_relu(activation)

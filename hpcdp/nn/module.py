@@ -421,10 +421,7 @@ Draw = Callable[[tuple[int, ...]], np.ndarray]
 def parameter(shape: Shape, draw: Draw, initial: object = None) -> Parameter:
     """Return a parameter with the values ``draw(shape)``, drawn now, or by `settle` if a length is None.
 
-    Args:
-        shape: the shape; one length may be None.
-        draw: the function that draws values of a given shape.
-        initial: the initialiser behind ``draw``, if it is another object.
+    ``initial`` is the initialiser behind ``draw``, if it is another object.
     """
     require_draw(draw)
     known = tuple(length for length in shape if length is not None)
@@ -472,10 +469,7 @@ def lacks_shapes(module: Module) -> bool:
 
 
 class Deferred(Parameter):
-    """Parameter without values until its layer is first called.
-
-    Reading its values before that raises a DeviceError, which is a RuntimeError.
-    """
+    """Parameter without values until its layer is first called; reading it raises `DeviceError`, a RuntimeError."""
 
     __slots__ = ("draw", "expected", "initial")
 

@@ -34,16 +34,9 @@ from .parameter import Parameter
 
 
 def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:
-    """Write ``graph`` to ``path`` with ``.json`` and its network's tensors to ``path`` with ``.h5``.
+    """Write ``graph`` and its network's tensors; see `Module.export`.
 
     An older pair is replaced once both files are complete. The JSON file holds checksums of the tensors in the other.
-
-    Returns:
-        Both paths.
-
-    Raises:
-        DataError: the files cannot be written.
-        ConfigError: the graph holds something that cannot be serialised, or ``path`` has no file name.
     """
     description, parameters = _files("export", path)
     arrays = arrays_of(graph)

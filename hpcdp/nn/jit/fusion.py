@@ -369,12 +369,7 @@ def _address(array: Array) -> int:
 
 
 def evaluated(terms: Sequence[Term], told: dict[int, Array]) -> list[Array]:
-    """Return the values of ``terms``, computed one operation at a time in NumPy's own memory layout.
-
-    Args:
-        terms: the terms.
-        told: arrays of terms without a value, by term number.
-    """
+    """Compute ``terms`` one operation at a time in NumPy's own memory layout; ``told`` are values by term number."""
     values: dict[int, Any] = dict(told)
     functions: dict[str, Callable[..., Any]] = {**OPERATIONS, **BY_NUMPY, "gelu_gradient": _gelu_gradient}
     for term in in_order(terms):

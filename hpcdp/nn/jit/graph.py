@@ -161,9 +161,7 @@ class Graph:
     def changed_to(self, nodes: list[GraphNode | None], moved: dict[int, int]) -> Graph:
         """Return the graph with the ``nodes`` that are not None, one entry for each old node.
 
-        Args:
-            nodes: replacement of each node, or None.
-            moved: maps the number of a removed node to the node that now computes its result.
+        ``moved`` maps the number of a removed node to the node that now computes its result.
         """
         numbers: dict[int, int] = {}
         kept: list[GraphNode] = []
@@ -495,11 +493,7 @@ def arrays_of(graph: Graph) -> dict[str, np.ndarray]:
 
 
 def as_json(graph: Graph, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return the graph of a prediction as JSON data; `arrays_of` are saved beside it.
-
-    Raises:
-        ConfigError: an operator has an attribute or operand that cannot be serialised.
-    """
+    """Return the graph of a prediction as JSON data; `ConfigError` if an attribute or operand cannot be serialised."""
     calls = calls_as_json(graph)
     nodes = zip(calls["nodes"], graph.nodes, strict=True)
     return {
@@ -522,11 +516,7 @@ def as_json(graph: Graph, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def calls_as_json(graph: Graph) -> dict[str, Any]:
-    """Return the operator calls as JSON data, without shapes and dtypes.
-
-    Raises:
-        ConfigError: as `as_json`.
-    """
+    """Return the operator calls as JSON data, without shapes and dtypes."""
     return {
         "nodes": [
             {
@@ -591,22 +581,13 @@ def _not_written(where: str, expected: str, got: Any) -> ConfigError:
 
 
 class Reader:
-    """Reader of the JSON data that `as_json` returns.
-
-    Args:
-        where: the file named in errors.
-        read: the parsed JSON.
-    """
+    """Reader of the JSON data that `as_json` returns; ``where`` is the file named in errors."""
 
     def __init__(self, where: object, read: Any) -> None:
         self._where, self._read = where, read
 
     def graph(self) -> tuple[Graph, list[dict[str, Any]]]:
-        """Return the graph without ``held``, and the metadata of each tensor that belongs there.
-
-        Raises:
-            DataError: the file is of another kind, or inconsistent.
-        """
+        """Return the graph without ``held``, and the metadata of its tensors; `DataError` for inconsistent data."""
         read = self._read
         self._require(isinstance(read, dict) and read.get("format") == FORMAT, f"a file of {FORMAT}")
         self._require(read.get("version") == VERSION, f"version {VERSION}", read.get("version"))

@@ -50,11 +50,7 @@ class Look:
 
 
 def in_module(module: object, name: str) -> None:
-    """Register that an attribute of a module is about to change.
-
-    Raises:
-        HpcdpError: this thread is tracing, and a replay would not repeat the assignment.
-    """
+    """Register that an attribute of a module is about to change; an error while tracing, replays do not assign."""
     if modes.signature & TRACING:
         raise refusal(
             users_line()[0], "a forward that assigns no attributes", f"an assignment of {type(module).__name__}.{name}",
@@ -124,11 +120,8 @@ def wait_for_update(param: Any) -> None:
 def takes_any_batch(graph: Graph, trace: Callable[[list[Tensor]], Graph]) -> bool:
     """Return whether traces with other batch sizes call the same operators in the same way.
 
-    They do not if the forward uses the batch size as a number, e.g. as a divisor or in a loop.
-
-    Args:
-        graph: the graph of the first trace.
-        trace: function that traces the network's forward again and returns its graph.
+    They do not if the forward uses the batch size as a number, e.g. as a divisor or in a loop. ``trace`` traces it
+    again.
     """
     if not all(each.shape for each in graph.inputs):
         return False
@@ -158,11 +151,7 @@ def zeros_for(graph: Graph, rows: Callable[[int], int]) -> list[Tensor]:
 def with_pauses(graph: Graph, trace: Callable[[list[Tensor]], Graph]) -> Graph:
     """Return ``graph`` with gradients stopped at results computed within ``pause()``.
 
-    A prediction records nothing, so its graph does not show pauses; the forward is traced again while recording.
-
-    Args:
-        graph: the graph of a prediction.
-        trace: function that traces the network's forward again and returns its graph.
+    A prediction records nothing, so its graph does not show pauses; ``trace`` traces the forward again while recording.
     """
     try:
         with record(train_mode=False):
@@ -332,12 +321,7 @@ class Traced(Tensor):
 
 
 class TracingRun:
-    """Tracing of one run of a module's forward.
-
-    Args:
-        held: path and value of every tensor and array among the attributes of the module and its parts.
-        given: the inputs.
-    """
+    """Tracing of one run of a module's forward; ``held`` has path and value of all its tensors and arrays."""
 
     def __init__(self, held: Sequence[tuple[str, Any]], given: Sequence[Tensor]) -> None:
         self.graph = Graph(tuple(_meta(each) for each in given))
