@@ -65,11 +65,11 @@ def gathered(x: Tensor, axis: int, ends: Sequence[int], parts: World) -> Tensor:
     """
     if parts.size == 1:
         return x
-    own = _own(axis % x.ndim, ends, parts)
+    own_part = _own(axis % x.ndim, ends, parts)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
-            dx.add(array_namespace(gy).ascontiguousarray(gy[own]))
+            dx.add(array_namespace(gy).ascontiguousarray(gy[own_part]))
 
     return on_tape(_join(x.data, axis, ends, parts), (x,), pullback)
 
@@ -86,20 +86,20 @@ def own_channels(x: Tensor, axis: int, ends: Sequence[int], parts: World) -> Ten
         if dx is not None:
             dx.add(_join(gy, axis, ends, parts))
 
-    own = x.data[_own(axis % x.ndim, ends, parts)]
-    return on_tape(array_namespace(own).ascontiguousarray(own), (x,), pullback)
+    channels = x.data[_own(axis % x.ndim, ends, parts)]
+    return on_tape(array_namespace(channels).ascontiguousarray(channels), (x,), pullback)
 
 
 def _own(axis: int, ends: Sequence[int], parts: World) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, slice(ends[parts.rank], ends[parts.rank + 1]))
 
 
-def _join(own: Array, axis: int, ends: Sequence[int], parts: World) -> Array:
+def _join(part: Array, axis: int, ends: Sequence[int], parts: World) -> Array:
     """Return all ranks' channels in rank order, padded for allgather since ranks may have different numbers."""
-    xp = array_namespace(own)
+    xp = array_namespace(part)
     counts = [ends[rank + 1] - ends[rank] for rank in range(parts.size)]
-    channels = xp.moveaxis(own, axis, 0)
-    padded = xp.zeros((parts.size, max(counts), *channels.shape[1:]), dtype=own.dtype)
+    channels = xp.moveaxis(part, axis, 0)
+    padded = xp.zeros((parts.size, max(counts), *channels.shape[1:]), dtype=part.dtype)
     padded[parts.rank, : counts[parts.rank]] = channels
     allgather(padded[parts.rank], parts, out=padded)
     full = xp.concatenate([padded[rank, :count] for rank, count in enumerate(counts)])
