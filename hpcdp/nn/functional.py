@@ -365,9 +365,9 @@ def joint_batch_norm(
         g = contiguous(gy).reshape(planes.shape)
         sums = xp.empty((2, channels), dtype=xp.float64)
         compute.gradient_sums(g, planes, saved, sums, eps)
-        for gradient, own in zip(gradients, sums[::-1], strict=True):
+        for gradient, total in zip(gradients, sums[::-1], strict=True):
             if gradient is not None:
-                gradient.add(own.astype(gamma.dtype))
+                gradient.add(total.astype(gamma.dtype))
         add_up(sums.reshape(-1))
         if dx is not None:
             place = empty(planes.shape, planes.dtype, xp)
@@ -433,8 +433,8 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
     xp = alike("dense", a, w, b)
     if a.ndim < 1 or w.ndim != 2 or a.shape[-1] != w.shape[0] or (b is not None and b.shape != w.shape[1:]):
         raise misshapen("dense", "(..., in), (in, out) and (out,)", a, w, b)
-    whole = contiguous(a)
-    rows = whole if whole.ndim == 2 else whole.reshape(math.prod(a.shape[:-1]), w.shape[0])
+    operand = contiguous(a)
+    rows = operand if operand.ndim == 2 else operand.reshape(math.prod(a.shape[:-1]), w.shape[0])
     out = empty((rows.shape[0], w.shape[1]), a.dtype, xp)
     called([product(rows, w, out)])
     added = None
@@ -444,7 +444,7 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
 
     def again(place: Array) -> list[Call]:
         into = place.reshape(out.shape)
-        calls = [*refreshed(whole, a), product(rows, w, into)]
+        calls = [*refreshed(operand, a), product(rows, w, into)]
         if added is not None:
             calls += [] if b is None else refreshed(added, b)
             calls += [(kernels_for("elementwise", a).add_bias, (into, added, relu))]
@@ -484,12 +484,12 @@ def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
     float32 or float64.
     """
     x, y, row = (as_tensor(operand).data for operand in (a, b, bias))
-    whole, relu = contiguous(row), is_relu(activation)
+    vector, relu = contiguous(row), is_relu(activation)
     xp = array_namespace(x, y, row)
     out = matmul_of(xp)(x, y)
     add_bias = kernels_for("elementwise", out).add_bias
     flat = math.prod(out.shape[:-1]), row.size
-    add_bias(out.reshape(flat), whole, relu)
+    add_bias(out.reshape(flat), vector, relu)
     of_product = operators.gradients_of_product(x, y)
 
     def pullback(gy: Array, dbias: Gradient | None, da: Gradient | None, db: Gradient | None) -> None:
@@ -503,7 +503,7 @@ def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
 
     def again(place: Array) -> list[Call]:
         product = (partial(matmul_of(xp), out=place), (x, y))
-        return [*refreshed(whole, row), product, (add_bias, (place.reshape(flat), whole, relu))]
+        return [*refreshed(vector, row), product, (add_bias, (place.reshape(flat), vector, relu))]
 
     return on_tape(out, (bias, a, b), pullback, again)
 
@@ -579,21 +579,7 @@ def avg_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
     Returns:
         Shape ``(batch, channels, (height + 2 padding - kernel) // stride + 1, ...)``.
     """
-    a, kernel, zeros = _images("avg_pool2d", x), pair(kernel_size), pair(padding)
-    steps = kernel if stride is None else pair(stride)
-    xp = alike("avg_pool2d", a)
-    out = empty((*a.shape[:2], *_windows("avg_pool2d", a, kernel, steps, zeros)), a.dtype, xp)
-    compute = kernels_for("convolution", a).average_pool
-    compute(a, out, kernel, steps, zeros)
-
-    def pullback(gy: Array, dx: Gradient | None) -> None:
-        if dx is not None:
-            place = dx.empty()
-            kernels_for("convolution", gy).average_pool_gradient(contiguous(gy), place, kernel, steps, zeros)
-            dx.add(place)
-
-    given = as_tensor(x).data
-    return on_tape(out, (x,), pullback, lambda out: [*refreshed(a, given), (compute, (a, out, kernel, steps, zeros))])
+    return _pooled("avg_pool2d", "average_pool", x, kernel_size, stride, padding, has_choice=False)
 
 
 @operator("max_pool2d")
@@ -610,24 +596,34 @@ def max_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
     Returns:
         Shape ``(batch, channels, (height + 2 padding - kernel) // stride + 1, ...)``.
     """
-    a, kernel, zeros = _images("max_pool2d", x), pair(kernel_size), pair(padding)
-    steps = kernel if stride is None else pair(stride)
-    xp = alike("max_pool2d", a)
+    kernel, zeros = pair(kernel_size), pair(padding)
     if zeros[0] * 2 > kernel[0] or zeros[1] * 2 > kernel[1]:
         raise UnsupportedError("max_pool2d", where="padding", expected=f"at most half of {kernel}", got=zeros)
-    out = empty((*a.shape[:2], *_windows("max_pool2d", a, kernel, steps, zeros)), a.dtype, xp)
-    chosen = empty(out.shape, xp.int32, xp)
-    compute = kernels_for("convolution", a).max_pool
-    compute(a, out, chosen, kernel, steps, zeros)
+    return _pooled("max_pool2d", "max_pool", x, kernel, stride, zeros, has_choice=True)
+
+
+def _pooled(
+    operation: str, name: str, x: Any, kernel_size: Size, stride: Size | None, padding: Size, has_choice: bool
+) -> Tensor:
+    """Pool by the kernel ``name``, which with ``has_choice`` stores which element of each window it has chosen."""
+    given, a = as_tensor(x).data, _images(operation, x)
+    kernel, zeros = pair(kernel_size), pair(padding)
+    steps = kernel if stride is None else pair(stride)
+    xp = alike(operation, a)
+    out = empty((*a.shape[:2], *_windows(operation, a, kernel, steps, zeros)), a.dtype, xp)
+    chosen = (empty(out.shape, xp.int32, xp),) if has_choice else ()
+    compute = getattr(kernels_for("convolution", a), name)
+    compute(a, out, *chosen, kernel, steps, zeros)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             place = dx.empty()
-            kernels_for("convolution", gy).max_pool_gradient(contiguous(gy), chosen, place, kernel, steps, zeros)
+            backward = getattr(kernels_for("convolution", gy), f"{name}_gradient")
+            backward(contiguous(gy), *chosen, place, kernel, steps, zeros)
             dx.add(place)
 
     def again(place: Array) -> list[Call]:
-        return [*refreshed(a, as_tensor(x).data), (compute, (a, place, chosen, kernel, steps, zeros))]
+        return [*refreshed(a, given), (compute, (a, place, *chosen, kernel, steps, zeros))]
 
     return on_tape(out, (x,), pullback, again)
 

@@ -452,7 +452,7 @@ def drawn(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
 def settle(param: Parameter, length: int) -> None:
     """Draw the values of a deferred ``param`` now that its missing dimension is known to be ``length``."""
     if isinstance(param, Deferred) and param.draw is not None:
-        values = drawn(param.draw, tuple(length if each is None else each for each in param.expected))
+        values = drawn(param.draw, tuple(length if n is None else n for n in param.expected))
         param.draw = param.data_hook = None
         param.data = values
         param.attach_grad(param.grad_req)
@@ -523,7 +523,7 @@ def in_float32(
             ):
                 return function(*args, **kwargs)
             operands = [value_of(x) for x in (*args, *kwargs.values())]
-            x = next((each for each in operands if is_half(each)), None)
+            x = next((operand for operand in operands if is_half(operand)), None)
             if x is None:
                 return function(*args, **kwargs)
             stays = not is_host(x) and (is_product or (has_kernels and is_cupy(x)))

@@ -167,10 +167,10 @@ class _OnDevice(Module):
 def _require_on(net: Module, device: Device) -> None:
     """Raise `DeviceError` unless ``net`` is on ``device``; all virtual CPU devices share the host's memory."""
     for name, tensor in net._tensors():
-        found = Device.of(array_of(tensor))
-        if found != device and not found.kind == device.kind == "cpu":
+        place = Device.of(array_of(tensor))
+        if place != device and not place.kind == device.kind == "cpu":
             raise DeviceError(
-                "Replicas", where=device, expected="the network on the first device", got=f"{name} on {found}",
+                "Replicas", where=device, expected="the network on the first device", got=f"{name} on {place}",
                 remedy=f"call net.to(hpcdp.{device})",
             )  # fmt: skip
 
@@ -204,7 +204,7 @@ class _Copy:
                 if value not in done:
                     done[value] = moved(value, self.device)
                 here[name] = given[name] = done[value]
-            elif is_own or name == "_hybrid" or (here.get(name) is not value and any(value is each for each in kept)):
+            elif is_own or name == "_hybrid" or (here.get(name) is not value and any(value is x for x in kept)):
                 continue
             elif isinstance(value, Tensor):
                 catch_up()
