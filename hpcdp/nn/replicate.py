@@ -91,7 +91,7 @@ class Replicas(Module):
         if copied is not None:
             return _OnDevice(copied)
         network = _OnDevice(_Copy(self.net, device))
-        network.bring()  # raises if shapes are still deferred
+        network.update()  # raises if shapes are still deferred
         self._copies[device] = network.copy
         return network
 
@@ -123,7 +123,7 @@ class Replicas(Module):
             return partial(self.net, piece)
         network = self.on(device)
         assert isinstance(network, _OnDevice)
-        network.bring()
+        network.update()
         return partial(network.compute, moved(piece, device))
 
     def children(self) -> Iterator[tuple[str, Module]]:
@@ -144,24 +144,24 @@ class Replicas(Module):
 class _OnDevice(Module):
     """The network on one device; each call first copies the network's current state there."""
 
-    def __init__(self, there: _Copy) -> None:
-        self.net, self.there, self.device = there.net, there.module, there.device
-        self.copy = there
+    def __init__(self, copy: _Copy) -> None:
+        self.net, self.module, self.device = copy.net, copy.module, copy.device
+        self.copy = copy
 
     def forward(self, *inputs: Any) -> Any:
         """Copy the network's state to the device and compute there."""
-        self.bring()
+        self.update()
         return self.compute(*inputs)
 
-    def bring(self) -> None:
+    def update(self) -> None:
         """Copy the network's current state to the device."""
         with self.device.current():
-            self.copy.bring({})
+            self.copy.update({})
 
     def compute(self, *inputs: Any) -> Any:
         """Compute with the state copied last."""
         with self.device.current():
-            return self.there(*inputs)
+            return self.module(*inputs)
 
 
 def _require_on(net: Module, device: Device) -> None:
@@ -189,7 +189,7 @@ class _Copy:
         self._given = vars(self.module).copy()
         """Attributes copied from the network."""
 
-    def bring(self, done: dict[Tensor, Tensor]) -> None:
+    def update(self, done: dict[Tensor, Tensor]) -> None:
         """Copy the network's current attributes; ``done`` maps parameters already copied, since layers may share them.
 
         In training each device keeps its own running statistics: they are not read before the next copy.
@@ -211,9 +211,9 @@ class _Copy:
                 here[name] = given[name] = Tensor(self.device.put(value.data))
             else:
                 here[name] = given[name] = value
-        self._take_away()
+        self._remove_missing()
 
-    def _take_away(self) -> None:
+    def _remove_missing(self) -> None:
         """Delete attributes that the network no longer has, and restore the network's order."""
         here, given, theirs = vars(self.module), self._given, vars(self.net)
         for name in given.keys() - theirs.keys():
@@ -227,5 +227,5 @@ class _Copy:
         part = self._parts.get(name)
         if part is None or part.net is not value:
             part = self._parts[name] = _Copy(value, self.device)
-        part.bring(done)
+        part.update(done)
         return part.module

@@ -200,7 +200,7 @@ class FusedProgram:
         self._is_short = self._row <= block // 2
         self._period = size if not self._row else block // self._row * self._row if self._is_short else self._row
         self._piece = _piece(size, max(1, self._row))
-        self._told = [self._add(_Operand(None, moves=True, is_whole=True)) for _, array in results if array is None]
+        self._passed = [self._add(_Operand(None, moves=True, is_whole=True)) for _, array in results if array is None]
         """Operands passed to each run: results, then others in the order of their first use."""
         operations = list(self._operations(results))
         self._codes: list[tuple[Array, Array]] = []
@@ -215,10 +215,10 @@ class FusedProgram:
         """The arrays that calls refer to by address."""
         return [*self._repeated, *(operand.array for operand in self._operands)]
 
-    def run(self, told: Sequence[Array] = ()) -> None:
+    def run(self, passed: Sequence[Array] = ()) -> None:
         """Compute with the arrays passed, C-contiguous: results first, then operands."""
         moved = [(number, moving.array) for number, moving in self._moving]
-        for number, array in (*zip(self._told, told, strict=True), *moved):
+        for number, array in (*zip(self._passed, passed, strict=True), *moved):
             address = _address(array)
             for codes, before in self._codes:
                 if len(before) == 1:  # setting a number is twenty times faster than an array
@@ -245,9 +245,9 @@ class FusedProgram:
     def _operations(self, results: Sequence[tuple[Term, Array | Moving | None]]) -> Iterable[Operation]:
         """Yield each operation with the places of its operands and its result."""
         targets: dict[int, list[int]] = {}
-        told = iter(self._told)
+        passed = iter(self._passed)
         for term, array in results:
-            place = next(told) if array is None else self._whole(array)
+            place = next(passed) if array is None else self._whole(array)
             targets.setdefault(term.number, []).append(place)
         last = {operand.number: term.number for term in self._terms for operand in term.operands}
         free: list[int] = []
@@ -284,7 +284,7 @@ class FusedProgram:
         block = self._kernel.CHAIN_BLOCK
         if value is None:
             number = self._add(_Operand(None, moves=True, is_whole=True))
-            self._told.append(number)
+            self._passed.append(number)
             return number
         if isinstance(value, Moving):
             return self._whole(value)
@@ -368,9 +368,9 @@ def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def evaluated(terms: Sequence[Term], told: dict[int, Array]) -> list[Array]:
-    """Compute ``terms`` one operation at a time in NumPy's own memory layout; ``told`` are values by term number."""
-    values: dict[int, Any] = dict(told)
+def evaluated(terms: Sequence[Term], passed: dict[int, Array]) -> list[Array]:
+    """Compute ``terms`` one operation at a time in NumPy's own memory layout; ``passed`` are values by term number."""
+    values: dict[int, Any] = dict(passed)
     functions: dict[str, Callable[..., Any]] = {**OPERATIONS, **BY_NUMPY, "gelu_gradient": _gelu_gradient}
     for term in in_order(terms):
         given = [values.get(operand.number, operand.value) for operand in term.operands]
