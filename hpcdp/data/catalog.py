@@ -35,11 +35,7 @@ _OF_DISKS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Create ``folder`` and hold its lock, so that only one of several processes downloads a file.
-
-    Raises:
-        DataError: the folder cannot be created or written, or its file system has no locks.
-    """
+    """Create ``folder`` and hold its lock, so that only one process downloads; `DataError` if that fails."""
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -54,20 +50,15 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def check_md5(path: Path, md5: str) -> None:
-    """Compare a file with its published MD5 checksum, which detects damage, not tampering.
-
-    Raises:
-        DataError: it differs, or the file cannot be read.
-    """
+    """Raise `DataError` unless a file has the published MD5 checksum, which detects damage, not tampering."""
     try:
         with open(path, "rb") as file:
             got = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     except OSError as error:
         raise DataError("checksum", where=path, expected="a file that can be read", got=error.strerror) from error
     if got != md5:
-        raise DataError(
-            "checksum", where=path, expected=f"MD5 {md5}", got=got, remedy="delete the file to fetch it again"
-        )
+        remedy = "delete the file to fetch it again"
+        raise DataError("checksum", where=path, expected=f"MD5 {md5}", got=got, remedy=remedy)
 
 
 def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) -> None:
@@ -114,13 +105,8 @@ def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) 
                         remedy="set HPCDP_DATA_DIR to such a folder",
                     ) from error  # fmt: skip
                 reasons.append(f"{_host_of(url)}: {type(error).__name__} {error}")
-    raise DataError(
-        "download",
-        where=path.name,
-        expected="an answer",
-        got="; ".join(reasons),
-        remedy=f"put it into {path.parent} by hand, or set HPCDP_DATA_DIR to the parent of a folder that has it",
-    )
+    remedy = f"put it into {path.parent} by hand, or set HPCDP_DATA_DIR to the parent of a folder that has it"
+    raise DataError("download", where=path.name, expected="an answer", got="; ".join(reasons), remedy=remedy)
 
 
 def _host_of(url: str) -> str:
@@ -147,19 +133,7 @@ _SPLITS = {"train": 0, "test": 1}
 
 
 def read_digits(split: str, image_size: int | None = None) -> ArrayDataset:
-    """Read one part of the digits set.
-
-    Args:
-        split: "train" or "test".
-        image_size: None for 8 x 8 images, or a larger size, see `images.resize`.
-
-    Returns:
-        Images of shape ``(n, 1, image_size, image_size)``, float32 in [0, 1], with int64 labels of shape ``(n,)``.
-
-    Raises:
-        DataError: the file is damaged.
-        ConfigError: the size is less than 8.
-    """
+    """Read one part of the digits set, 8 x 8 or enlarged to ``image_size``; see `load`."""
     trust(PATH)  # part of the package
     with open_hdf5(PATH, ("split", "images", "labels")) as file:
         members = file["split"][:] == _SPLITS[split]
@@ -222,15 +196,15 @@ def load(name: str, split: str = "train", root: str | Path | None = None, image_
         if image_size is not None:
             raise ConfigError("data set", where=name, expected="no image_size for a text", got=image_size)
         return read_shakespeare(split)
-    dataset = read_digits(split, image_size) if name == "digits" else _read(name, split, _root(root), image_size)
+    dataset: Dataset
+    if name == "digits":
+        dataset = read_digits(split, image_size)
+    else:
+        folder = _root(root) / name
+        images, labels = _cifar10(folder, split) if name == "cifar10" else _idx_pair(name, folder, split)
+        dataset = ImageDataset(images, labels, image_size)
     dataset.num_classes = _NUM_CLASSES
     return dataset
-
-
-def _read(name: str, split: str, root: Path, image_size: int | None) -> Dataset:
-    folder = root / name
-    images, labels = _cifar10(folder, split) if name == "cifar10" else _idx_pair(name, folder, split)
-    return ImageDataset(images, labels, image_size)
 
 
 def _root(root: str | Path | None) -> Path:
@@ -268,9 +242,8 @@ def _idx_pair(name: str, folder: Path, split: str) -> tuple[np.ndarray, np.ndarr
     if len(images) == 0:
         raise DataError("read idx", where=paths[0], expected="at least one image", got=f"shape {images.shape}")
     if labels.max() >= _NUM_CLASSES:
-        raise DataError(
-            "read idx", where=paths[1], expected=f"labels from 0 to {_NUM_CLASSES - 1}", got=f"a label {labels.max()}"
-        )
+        expected = f"labels from 0 to {_NUM_CLASSES - 1}"
+        raise DataError("read idx", where=paths[1], expected=expected, got=f"a label {labels.max()}")
     return images[:, None], labels
 
 
@@ -286,19 +259,12 @@ def _cifar10(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
         with folder_lock(folder):
             if not all(map(os.path.isfile, paths)):
                 data_images.unpack_cifar10(archive)
-    _require_equal_sizes(paths)
-    return data_images.read_cifar10(*paths)
-
-
-def _require_equal_sizes(paths: list[Path]) -> None:
-    """Raise `DataError` if the files differ in size: they hold equally many records, so a shorter one is truncated."""
-    sizes = [path.stat().st_size for path in paths]
-    if min(sizes) < max(sizes):
-        cut = sizes.index(min(sizes))
+    # The files hold equally many records, so a shorter one is truncated.
+    sizes = {path: path.stat().st_size for path in paths}
+    shortest, longest = min(paths, key=sizes.__getitem__), max(paths, key=sizes.__getitem__)
+    if sizes[shortest] < sizes[longest]:
         raise DataError(
-            "read CIFAR-10",
-            where=paths[cut],
-            expected=f"{max(sizes)} bytes, like {paths[sizes.index(max(sizes))].name}",
-            got=f"{sizes[cut]} bytes",
-            remedy="delete the .bin files to fetch them again",
-        )
+            "read CIFAR-10", where=shortest, expected=f"{sizes[longest]} bytes, like {longest.name}",
+            got=f"{sizes[shortest]} bytes", remedy="delete the .bin files to fetch them again",
+        )  # fmt: skip
+    return data_images.read_cifar10(*paths)

@@ -17,8 +17,9 @@ import math
 import os
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -85,12 +86,8 @@ def split_batch(x: Array, k: int, even_split: bool = True) -> list[Array]:
     count = x.shape[0]
     bounds = piece_bounds(count, k)
     if even_split and count % k:
-        raise ConfigError(
-            "split_batch",
-            expected=f"a number of samples divisible by {k}",
-            got=count,
-            remedy="pass even_split=False, or discard the last batch",
-        )
+        expected, remedy = f"a number of samples divisible by {k}", "pass even_split=False, or discard the last batch"
+        raise ConfigError("split_batch", expected=expected, got=count, remedy=remedy)
     return [x[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
@@ -199,11 +196,8 @@ class ImageDataset(Dataset):
     def __init__(self, images: np.ndarray, labels: np.ndarray, image_size: int | None = None) -> None:
         images, labels = np.asarray(images), np.asarray(labels)
         if images.ndim != 4 or labels.ndim != 1 or len(images) != len(labels):
-            raise DataError(
-                "ImageDataset",
-                expected="images (n, channels, height, width) and labels (n,)",
-                got=f"shapes {images.shape} and {labels.shape}",
-            )
+            expected, got = "images (n, channels, height, width), labels (n,)", f"{images.shape} and {labels.shape}"
+            raise DataError("ImageDataset", expected=expected, got=f"shapes {got}")
         if images.dtype != np.uint8 or labels.dtype.kind not in "biu":
             raise DataError(
                 "ImageDataset", expected="images of uint8 and labels of integers",
@@ -246,11 +240,10 @@ class HDF5Dataset(Dataset):
         try:
             with damage_as_data_error(path):
                 self._x, self._y = self._dataset(x), self._dataset(y)
-                lengths = len(self._x), len(self._y)
-            if lengths[0] != lengths[1]:
-                raise DataError(
-                    "read HDF5", where=path, expected="x and y of equal length", got=f"{lengths[0]} and {lengths[1]}"
-                )
+                n, num_labels = len(self._x), len(self._y)
+            if n != num_labels:
+                got = f"{n} and {num_labels}"
+                raise DataError("read HDF5", where=path, expected="x and y of equal length", got=got)
         except BaseException:
             self._file.close()
             raise
@@ -258,13 +251,11 @@ class HDF5Dataset(Dataset):
     def _dataset(self, name: str) -> h5py.Dataset:
         import h5py
 
+        fault = partial(DataError, "read HDF5", where=f"{self.path}:{name}")
         if not self._external:
             require_inside(self._file, name, "HDF5Dataset(..., external=True) reads it, if you trust the file")
         elif (special := special_file(self._file, name)) is not None:
-            where = f"{self.path}:{name}"
-            raise DataError(
-                "read HDF5", where=where, expected="elements in regular files", got=f"elements in {special}"
-            )
+            raise fault(expected="elements in regular files", got=f"elements in {special}")
         dataset = self._file.get(name)
         if not isinstance(dataset, h5py.Dataset):
             names: list[str] = []  # damaged names are bytes
@@ -273,16 +264,10 @@ class HDF5Dataset(Dataset):
             )
             raise DataError("read HDF5", where=self.path, expected=f"one of {', '.join(names) or 'none'}", got=name)
         if dataset.dtype.kind not in "biuf" or dataset.ndim < 1:
-            raise DataError(
-                "read HDF5",
-                where=f"{self.path}:{name}",
-                expected="an array of numbers",
-                got=f"{dataset.dtype} of shape {dataset.shape}",
-            )
+            raise fault(expected="an array of numbers", got=f"{dataset.dtype} of shape {dataset.shape}")
         missing = missing_source(dataset, lambda path, names: open_to_read(path, names, self._external))
         if missing is not None:
-            expected = f"{missing[1]} in the file {missing[0]}"
-            raise DataError("read HDF5", where=f"{self.path}:{name}", expected=expected, got="none")
+            raise fault(expected=f"{missing[1]} in the file {missing[0]}", got="none")
         return dataset
 
     def __len__(self) -> int:
@@ -478,56 +463,47 @@ def read_csv(
     if num_parts > 1 and Path(path).suffix in (".gz", ".bz2", ".xz"):
         expected = "num_parts=1, since compressed files can only be read from the start"
         raise ConfigError("read csv", where=path, expected=expected, got=num_parts)
+    path, fault = Path(path), partial(DataError, "read csv", where=path)
     try:
-        table = _table(Path(path), delimiter, skip_rows, num_parts, part_index)
+        table = _table(path, delimiter, skip_rows, num_parts, part_index)
     except _UNREADABLE as error:
-        _refuse_damaged(Path(path))
-        _refuse_rows(Path(path), delimiter, skip_rows)
-        raise DataError("read csv", where=path, expected="rows of equally many numbers", got=str(error)) from error
+        _refuse_damaged(path, fault)
+        _refuse_rows(path, delimiter, skip_rows, fault)
+        raise fault(expected="rows of equally many numbers", got=str(error)) from error
     rows, columns = table.shape
 
     def place(row: int, column: int) -> str:
-        line = _line_of(Path(path), skip_rows, num_parts, part_index, row)
+        line = _line_of(path, skip_rows, num_parts, part_index, row)
         return f"line {line}, column {column % columns + 1}"
 
     if columns < 2:
-        raise DataError("read csv", where=path, expected="a label and at least one other column", got="1 column")
+        raise fault(expected="a label and at least one other column", got="1 column")
     if not -columns <= label_column < columns:
-        raise DataError(
-            "read csv",
-            where=path,
-            expected=f"label_column from {-columns} to {columns - 1} in a table of {columns} columns",
-            got=label_column,
-        )
+        expected = f"label_column from {-columns} to {columns - 1} in a table of {columns} columns"
+        raise fault(expected=expected, got=label_column)
     with np.errstate(over="ignore"):
         narrow = table.astype(np.float32)
     infinite = np.isinf(narrow)
     infinite[:, label_column] &= labels_as == np.float32
     if infinite.any():
-        written = _table(Path(path), delimiter, skip_rows, num_parts, part_index, str)
+        written = _table(path, delimiter, skip_rows, num_parts, part_index, str)
         for row, column in np.argwhere(infinite).tolist():
             if "inf" not in str(written[row, column]).lower():  # an overflow, not a written infinity
-                raise DataError(
-                    "read csv", where=path, expected="numbers of float32, up to 3.4e38",
-                    got=f"{str(written[row, column])!r} in {place(row, column)}",
-                )  # fmt: skip
+                got = f"{str(written[row, column])!r} in {place(row, column)}"
+                raise fault(expected="numbers of float32, up to 3.4e38", got=got)
     labels = table[:, label_column]
     samples = np.delete(narrow, label_column, axis=1)
     if sample_shape is not None:
         values = math.prod(sample_shape)
         if values != columns - 1:
-            raise DataError(
-                "read csv", where=path, expected=f"{values} values a sample for {sample_shape}", got=columns - 1
-            )
+            raise fault(expected=f"{values} values a sample for {sample_shape}", got=columns - 1)
         samples = samples.reshape(rows, *sample_shape)
     if labels_as == np.int64:
         (wrong,) = np.nonzero(~((labels == np.floor(labels)) & (np.abs(labels) < 2**53)))  # also finds NaN
         if len(wrong):
-            raise DataError(
-                "read csv", where=path, expected="whole numbers below 2**53 as labels",
-                got=f"{labels[wrong[0]]:.17g} in {place(int(wrong[0]), label_column)}",
-                remedy="pass label_dtype=np.float32 for other labels",
-            )  # fmt: skip
+            got = f"{labels[wrong[0]]:.17g} in {place(int(wrong[0]), label_column)}"
+            remedy = "pass label_dtype=np.float32 for other labels"
+            raise fault(expected="whole numbers below 2**53 as labels", got=got, remedy=remedy)
     return ArrayDataset(samples, labels.astype(labels_as))
 
 
@@ -588,17 +564,17 @@ def _line_of(path: Path, skip_rows: int, num_parts: int, part_index: int, row: i
     return next(itertools.islice(_numbered(path, skip_rows), row, None))[0]
 
 
-def _refuse_damaged(path: Path) -> None:
+def _refuse_damaged(path: Path, fault: Callable[..., DataError]) -> None:
     """Raise `DataError` if a compressed file is damaged, since rows after the damage are garbage."""
     try:
         with np.lib.npyio.DataSource().open(str(path), "rb") as file:
             while file.read(1 << 20):
                 pass
     except _UNREADABLE as error:
-        raise DataError("read csv", where=path, expected="an undamaged file", got=error) from error
+        raise fault(expected="an undamaged file", got=error) from error
 
 
-def _refuse_rows(path: Path, delimiter: str, skip_rows: int) -> None:
+def _refuse_rows(path: Path, delimiter: str, skip_rows: int, fault: Callable[..., DataError]) -> None:
     """Raise `DataError` for the first row that is not as many numbers as the first row.
 
     NumPy's own message counts rows of the part, from 0 or from 1, so it cannot name the line.
@@ -608,11 +584,8 @@ def _refuse_rows(path: Path, delimiter: str, skip_rows: int) -> None:
         for line, row in _numbered(path, skip_rows):
             fields = row.split(delimiter)
             if columns == 0 and len(fields) > 1 and not any(map(_is_number, fields)):
-                raise DataError(
-                    "read csv", where=path, expected=f"numbers in line {line}, the first row",
-                    got=listed([repr(field) for field in fields]),
-                    remedy=f"if they are column names, pass skip_rows={line}",
-                )  # fmt: skip
+                got, remedy = listed(list(map(repr, fields))), f"if they are column names, pass skip_rows={line}"
+                raise fault(expected=f"numbers in line {line}, the first row", got=got, remedy=remedy)
             columns = columns or len(fields)
             wrong = next((column for column, field in enumerate(fields) if not _is_number(field)), None)
             if len(fields) != columns:
@@ -621,7 +594,7 @@ def _refuse_rows(path: Path, delimiter: str, skip_rows: int) -> None:
                 got = f"{shortened(repr(fields[wrong]), 40)}, which is not a number, in line {line}, column {wrong + 1}"
             else:
                 continue
-            raise DataError("read csv", where=path, expected=f"rows of {columns} numbers, as the first one", got=got)
+            raise fault(expected=f"rows of {columns} numbers, as the first one", got=got)
 
 
 def _is_number(field: str) -> bool:

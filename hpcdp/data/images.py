@@ -90,7 +90,7 @@ def read_idx(path: str | Path) -> np.ndarray:
         DataError: the file is missing, not an idx file, truncated, longer than its header says, or damaged. No memory
             is allocated for dimensions that the file cannot hold.
     """
-    path = Path(path)
+    fault = functools.partial(DataError, "read idx", where=Path(path))
     try:
         with open(path, "rb") as raw:
             compressed = raw.read(2) == b"\x1f\x8b"
@@ -98,43 +98,39 @@ def read_idx(path: str | Path) -> np.ndarray:
             nbytes = os.fstat(raw.fileno()).st_size
             if compressed:
                 with gzip.GzipFile(fileobj=raw) as stream:
-                    return _read(stream, path, nbytes * _MAX_INFLATION, exact=False)  # type: ignore[arg-type]
-            return _read(raw, path, nbytes, exact=True)
+                    return _read(stream, fault, nbytes * _MAX_INFLATION, exact=False)  # type: ignore[arg-type]
+            return _read(raw, fault, nbytes, exact=True)
     except FileNotFoundError as error:
-        raise MissingFileError("read idx", where=path, expected="a file", got="none") from error
+        raise fault(expected="a file", got="none") from error
     except (EOFError, zlib.error, OSError, MemoryError) as error:
-        raise DataError("read idx", where=path, expected="an undamaged file", got=error) from error
+        raise fault(expected="an undamaged file", got=error) from error
 
 
-def _read(stream: BinaryIO, path: Path, max_nbytes: int, exact: bool) -> np.ndarray:
+def _read(stream: BinaryIO, fault: Callable[..., DataError], max_nbytes: int, exact: bool) -> np.ndarray:
     start = stream.read(4)
     if len(start) < 4 or start[:2] != b"\0\0" or start[2] not in _TYPES or not 1 <= start[3] <= _MAX_DIMS:
         codes = ", ".join(f"{code:02x}" for code in _TYPES)
-        raise DataError(
-            "read idx",
-            where=path,
-            expected=f"a header 00 00, a type of {codes}, 1 to {_MAX_DIMS} dimensions",
-            got=start.hex(" ") or "an empty file",
-        )
+        expected = f"a header 00 00, a type of {codes}, 1 to {_MAX_DIMS} dimensions"
+        raise fault(expected=expected, got=start.hex(" ") or "an empty file")
     header = stream.read(4 * start[3])
     if len(header) < 4 * start[3]:
-        raise DataError("read idx", where=path, expected=f"{start[3]} dimensions", got="a truncated header")
+        raise fault(expected=f"{start[3]} dimensions", got="a truncated header")
     shape = struct.unpack(f">{start[3]}I", header)
     dtype = np.dtype(_TYPES[start[2]])
     nbytes = math.prod(shape) * dtype.itemsize
     total = 4 + len(header) + nbytes
     if total > max_nbytes or (exact and total < max_nbytes):
         size = f"{max_nbytes} bytes" if exact else f"at most {max_nbytes} bytes"
-        raise DataError("read idx", where=path, expected=f"{total} bytes for shape {shape} of {dtype.name}", got=size)
+        raise fault(expected=f"{total} bytes for shape {shape} of {dtype.name}", got=size)
     if math.prod(max(length, 1) for length in shape) * dtype.itemsize > np.iinfo(np.intp).max:
-        raise DataError("read idx", where=path, expected="a shape that fits the address space", got=shape)
+        raise fault(expected="a shape that fits the address space", got=shape)
     values = np.empty(nbytes, np.uint8)
     filled = 0
     while filled < nbytes and (count := stream.readinto(memoryview(values)[filled:])):  # type: ignore[attr-defined, arg-type]
         filled += count
     if filled < nbytes or stream.read(1):
         got = f"{filled} bytes" if filled < nbytes else "more"
-        raise DataError("read idx", where=path, expected=f"{nbytes} bytes of values", got=got)
+        raise fault(expected=f"{nbytes} bytes of values", got=got)
     return values.view(dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 
 
@@ -165,12 +161,8 @@ def read_cifar10(*paths: str | Path) -> tuple[np.ndarray, np.ndarray]:
         require_file("read CIFAR-10", path)
         nbytes = os.path.getsize(path)
         if nbytes == 0 or nbytes % RECORD:
-            raise DataError(
-                "read CIFAR-10",
-                where=path,
-                expected=f"a multiple of {RECORD} bytes (the binary version)",
-                got=f"{nbytes} bytes",
-            )
+            expected = f"a multiple of {RECORD} bytes (the binary version)"
+            raise DataError("read CIFAR-10", where=path, expected=expected, got=f"{nbytes} bytes")
         counts.append(nbytes // RECORD)
     images = np.empty((sum(counts), 3, 32, 32), np.uint8)
     labels = np.empty(sum(counts), np.uint8)
@@ -185,10 +177,8 @@ def read_cifar10(*paths: str | Path) -> tuple[np.ndarray, np.ndarray]:
         records = read.reshape(count, RECORD)
         labels[start : start + count] = records[:, 0]
         images[start : start + count] = records[:, 1:].reshape(count, 3, 32, 32)
-        if labels[start : start + count].max() >= CLASSES:
-            raise DataError(
-                "read CIFAR-10", where=path, expected="labels 0 to 9", got=labels[start : start + count].max()
-            )
+        if records[:, 0].max() >= CLASSES:
+            raise DataError("read CIFAR-10", where=path, expected="labels 0 to 9", got=records[:, 0].max())
         start += count
     return images, labels
 

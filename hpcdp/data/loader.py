@@ -35,11 +35,11 @@ class _Slot:
         self._memory: list[np.ndarray] = []
         """One buffer an array: CuPy's pool rounds up to a power of two, which image arrays often have but pairs do
         not."""
-        self.begun, self.come = streams.event(), streams.event()
+        self.ready, self.copied = streams.event(), streams.event()
 
     def stage(self, batch: Batch) -> list[np.ndarray]:
         """Copy the arrays of ``batch`` to pinned memory once it is free; it grows as needed."""
-        self._streams.synchronize(self.come)
+        self._streams.synchronize(self.copied)
         staged = []
         for number, x in enumerate(batch):
             if number == len(self._memory):
@@ -52,11 +52,11 @@ class _Slot:
         return staged
 
 
-class Brought(NamedTuple):
+class DeviceBatch(NamedTuple):
     """Batch in flight to the GPU: its arrays there, and the event after the copies."""
 
     arrays: tuple[Array, ...]
-    come: Event
+    copied: Event
 
 
 class Delivery:
@@ -77,28 +77,28 @@ class Delivery:
         self._slots = [_Slot(streams) for _ in range(under_way + 1)]
         self._next = itertools.cycle(self._slots)
 
-    def bring(self, batch: Batch) -> Brought:
+    def start(self, batch: Batch) -> DeviceBatch:
         """Start to copy ``batch``, arrays in host memory; callable on any thread, but only for one batch at a time."""
         streams, slot = self._streams, next(self._next)
         staged = slot.stage(batch)
         arrays = tuple(streams.empty(x.shape, x.dtype, self._compute) for x in staged)
         # Earlier work on the compute stream may still read this memory, as that of arrays since freed.
-        streams.record(slot.begun, self._compute)
-        streams.wait_event(self._copies, slot.begun)
+        streams.record(slot.ready, self._compute)
+        streams.wait_event(self._copies, slot.ready)
         for target, x in zip(arrays, staged, strict=True):
             streams.copy_async(target, x, self._copies)
-        streams.record(slot.come, self._copies)
-        return Brought(arrays, slot.come)
+        streams.record(slot.copied, self._copies)
+        return DeviceBatch(arrays, slot.copied)
 
-    def take(self, brought: Brought) -> tuple[Array, ...]:
+    def take(self, batch: DeviceBatch) -> tuple[Array, ...]:
         """Return the arrays of a batch, for later work on the loop's stream."""
-        self._streams.wait_event(self._compute, brought.come)
-        return brought.arrays
+        self._streams.wait_event(self._compute, batch.copied)
+        return batch.arrays
 
     def close(self) -> None:
         """Wait until no copy is in flight, because its memory and arrays may be reused next."""
         for slot in self._slots:
-            self._streams.synchronize(slot.come)
+            self._streams.synchronize(slot.copied)
 
 
 Transform = Callable[..., Batch]
@@ -287,7 +287,7 @@ class DataLoader:
 
             def read(numbers: np.ndarray) -> Any:
                 batch = self._read(numbers, epoch)
-                return batch if delivery is None else delivery.bring(batch)
+                return batch if delivery is None else delivery.start(batch)
 
             with contextlib.closing(self._reads(batches, read, may_be_here=delivery is None)) as reads:
                 for batch in reads:

@@ -27,6 +27,8 @@ class Ordered:
 
     decides: ClassVar[tuple[str, ...]] = ()
     """Attribute names of the arguments that determine the order."""
+    optional: ClassVar[Mapping[str, Any]] = {}
+    """Entries that a `state_dict` may lack, with their values."""
     epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -39,10 +41,11 @@ class Ordered:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for a `state_dict` of another order; the error names the argument that differs."""
-        for name, own in self.state_dict().items():
-            if name not in state or (name in self.decides and state[name] != own):
+        state = {**self.optional, **state}
+        for name, value in self.state_dict().items():
+            if name not in state or (name in self.decides and state[name] != value):
                 raise ConfigError(
-                    "load_state_dict", where=f"{type(self).__name__} {name}", expected=own,
+                    "load_state_dict", where=f"{type(self).__name__} {name}", expected=value,
                     got=state.get(name, "nothing"), remedy="create the sampler with its original arguments",
                 )  # fmt: skip
 
@@ -301,6 +304,7 @@ class ShardedSampler(Resumable):
     """
 
     decides = ("n", "batch_size", "shuffle", "seed", "last")
+    optional: ClassVar = {"weights": None}
 
     def __init__(
         self,
@@ -343,10 +347,6 @@ class ShardedSampler(Resumable):
     def state_dict(self) -> dict[str, Any]:
         """Return `Ordered.state_dict`, with the weights if there are any."""
         return super().state_dict() | ({} if self.weights is None else {"weights": list(self.weights)})
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` as `Ordered.check_state`; weights may be missing."""
-        super().check_state({"weights": None, **state})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue as `Ordered.load_state_dict`, with the saved weights if the number of parts is the same."""
@@ -510,6 +510,7 @@ class SharedSampler(Resumable):
     """
 
     decides = ("n", "shuffle", "seed", "last")
+    optional: ClassVar = {"blank": 0}
 
     def __init__(
         self, n: int, batch_size: int, numbers: Iterable[int], shuffle: bool = True, seed: int = 0, last: str = "keep"
@@ -547,10 +548,6 @@ class SharedSampler(Resumable):
         """Return `Ordered.state_dict` with the batch size."""
         blank = {"blank": self._blank} if self._blank else {}
         return super().state_dict() | {"batch_size": self.batch_size} | blank
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` as `Ordered.check_state`."""
-        super().check_state({"blank": 0, **state})
 
     def taken_over(self, state: Mapping[str, Any], done: int) -> int:
         """Return the batches that are done; see `Resumable.taken_over`. Samples count, whatever their batch size."""

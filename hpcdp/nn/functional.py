@@ -28,6 +28,11 @@ from ..kernels.reference.networks import output_size
 from .microbatch import move
 from .module import in_float32
 
+__all__ = [
+    "avg_pool2d", "batch_norm", "batch_norm_by_running", "conv2d", "dense", "dropout", "l2_loss", "max_pool2d", "relu",
+    "sigmoid", "softmax", "softmax_cross_entropy", "tanh",
+]  # fmt: skip
+
 
 def kernels_for(family: str, x: Array, plain_on_host: bool = False) -> Any:
     """Return `kernels.kernels_for`; for 16-bit arrays only CUDA has kernels of its own."""
@@ -37,16 +42,9 @@ def kernels_for(family: str, x: Array, plain_on_host: bool = False) -> Any:
 
 
 def alike(operation: str, x: Array, *others: Array | None, wide: bool = False) -> Any:
-    """Return the namespace of all operands, which must have one native float dtype.
+    """Return the namespace of all operands; `UnsupportedError` unless they have one native float dtype.
 
-    Args:
-        operation: the operation named in an error.
-        x: the first operand.
-        others: further operands, or None.
-        wide: whether the others must be float32 if ``x`` has 16 bits.
-
-    Raises:
-        UnsupportedError: the dtypes differ, or are not native float32 or float64.
+    With ``wide`` the others must be float32 if ``x`` has 16 bits.
     """
     operands = [x]
     are_alike = (x.dtype.char in "fd" and x.dtype.isnative) or is_half(x)
@@ -195,10 +193,7 @@ def l2_loss(predictions: Any, targets: Any) -> Tensor:
 
 
 def require_per_sample(operation: str, losses: object, count: int) -> None:
-    """Raise `ConfigError` unless ``losses`` is a tensor of shape ``(count,)``.
-
-    Gradients are summed and divided by the number of samples, so other shapes would change the learning rate.
-    """
+    """Raise `ConfigError` unless ``losses`` is a tensor of shape ``(count,)``: others change the learning rate."""
     if not isinstance(losses, Tensor):
         got, remedy = type_named(losses), "return the result of an nn.functional or autograd operator"
         raise ConfigError(operation, where="loss", expected="a Tensor", got=got, remedy=remedy)
@@ -216,10 +211,7 @@ def misshapen(operation: str, expected: str, *arrays: Array | Tensor | None) -> 
 
 
 def require_channels(x: Array, *others: Array | Tensor | None) -> None:
-    """Raise `UnsupportedError` unless each of ``others`` has one element for each channel of ``x``.
-
-    The kernels do not check bounds, and would read beyond the end of shorter arrays.
-    """
+    """Raise `UnsupportedError` unless ``others`` have one element for each channel of ``x``: kernels do not check."""
     shape = x.shape[1:2]
     for other in others:
         if other is not None and (other.shape != shape or not shape):
@@ -345,14 +337,8 @@ def joint_batch_norm(
 ) -> tuple[Tensor, Array, Array, int]:
     """Compute `batch_norm` with the statistics of a batch that is distributed over several processes.
 
-    Gradients of ``scale`` and ``shift`` are those of the local part, which may be empty.
-
-    Args:
-        x: the local part, shape ``(batch, channels, ...)``.
-        scale: shape ``(channels,)``.
-        shift: shape ``(channels,)``.
-        eps: number added to the variance.
-        add_up: sums a flat float64 array over the processes, in place; called here and in backward.
+    ``add_up`` sums a flat float64 array over the processes, in place, here and in backward. The local part ``x`` may be
+    empty; gradients of ``scale`` and ``shift`` are those of this part.
 
     Returns:
         The result, mean and biased variance of each channel, and the number of values a channel, over all processes.
@@ -379,9 +365,9 @@ def joint_batch_norm(
         g = contiguous(gy).reshape(planes.shape)
         sums = xp.empty((2, channels), dtype=xp.float64)
         compute.gradient_sums(g, planes, saved, sums, eps)
-        for gradient, own in zip(gradients, sums[::-1], strict=True):
+        for gradient, total in zip(gradients, sums[::-1], strict=True):
             if gradient is not None:
-                gradient.add(own.astype(gamma.dtype))
+                gradient.add(total.astype(gamma.dtype))
         add_up(sums.reshape(-1))
         if dx is not None:
             place = empty(planes.shape, planes.dtype, xp)
@@ -390,22 +376,6 @@ def joint_batch_norm(
 
     return on_tape(out.reshape(a.shape), (x, scale, shift), pullback), *saved, count
 
-
-__all__ = [
-    "avg_pool2d",
-    "batch_norm",
-    "batch_norm_by_running",
-    "conv2d",
-    "dense",
-    "dropout",
-    "l2_loss",
-    "max_pool2d",
-    "relu",
-    "sigmoid",
-    "softmax",
-    "softmax_cross_entropy",
-    "tanh",
-]
 
 Pair = tuple[int, int]
 Size = int | tuple[int, int]
@@ -463,8 +433,8 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
     xp = alike("dense", a, w, b)
     if a.ndim < 1 or w.ndim != 2 or a.shape[-1] != w.shape[0] or (b is not None and b.shape != w.shape[1:]):
         raise misshapen("dense", "(..., in), (in, out) and (out,)", a, w, b)
-    whole = contiguous(a)
-    rows = whole if whole.ndim == 2 else whole.reshape(math.prod(a.shape[:-1]), w.shape[0])
+    operand = contiguous(a)
+    rows = operand if operand.ndim == 2 else operand.reshape(math.prod(a.shape[:-1]), w.shape[0])
     out = empty((rows.shape[0], w.shape[1]), a.dtype, xp)
     called([product(rows, w, out)])
     added = None
@@ -474,7 +444,7 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
 
     def again(place: Array) -> list[Call]:
         into = place.reshape(out.shape)
-        calls = [*refreshed(whole, a), product(rows, w, into)]
+        calls = [*refreshed(operand, a), product(rows, w, into)]
         if added is not None:
             calls += [] if b is None else refreshed(added, b)
             calls += [(kernels_for("elementwise", a).add_bias, (into, added, relu))]
@@ -510,21 +480,16 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
 def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
     """Compute ``activation(a @ b + bias)``, rounded like the separate operations, in one pass after the product.
 
-    Plans of hybridized networks use it; programs call `dense`.
-
-    Args:
-        a: left factor.
-        b: right factor.
-        bias: shape ``(n,)``, where n is the product's last length; of its dtype, float32 or float64.
-        activation: "relu" or None.
+    Plans of hybridized networks use it; programs call `dense`. The bias has the product's last length and dtype,
+    float32 or float64.
     """
     x, y, row = (as_tensor(operand).data for operand in (a, b, bias))
-    whole, relu = contiguous(row), is_relu(activation)
+    vector, relu = contiguous(row), is_relu(activation)
     xp = array_namespace(x, y, row)
     out = matmul_of(xp)(x, y)
     add_bias = kernels_for("elementwise", out).add_bias
     flat = math.prod(out.shape[:-1]), row.size
-    add_bias(out.reshape(flat), whole, relu)
+    add_bias(out.reshape(flat), vector, relu)
     of_product = operators.gradients_of_product(x, y)
 
     def pullback(gy: Array, dbias: Gradient | None, da: Gradient | None, db: Gradient | None) -> None:
@@ -538,7 +503,7 @@ def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
 
     def again(place: Array) -> list[Call]:
         product = (partial(matmul_of(xp), out=place), (x, y))
-        return [*refreshed(whole, row), product, (add_bias, (place.reshape(flat), whole, relu))]
+        return [*refreshed(vector, row), product, (add_bias, (place.reshape(flat), vector, relu))]
 
     return on_tape(out, (bias, a, b), pullback, again)
 
@@ -614,21 +579,7 @@ def avg_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
     Returns:
         Shape ``(batch, channels, (height + 2 padding - kernel) // stride + 1, ...)``.
     """
-    a, kernel, zeros = _images("avg_pool2d", x), pair(kernel_size), pair(padding)
-    steps = kernel if stride is None else pair(stride)
-    xp = alike("avg_pool2d", a)
-    out = empty((*a.shape[:2], *_windows("avg_pool2d", a, kernel, steps, zeros)), a.dtype, xp)
-    compute = kernels_for("convolution", a).average_pool
-    compute(a, out, kernel, steps, zeros)
-
-    def pullback(gy: Array, dx: Gradient | None) -> None:
-        if dx is not None:
-            place = dx.empty()
-            kernels_for("convolution", gy).average_pool_gradient(contiguous(gy), place, kernel, steps, zeros)
-            dx.add(place)
-
-    given = as_tensor(x).data
-    return on_tape(out, (x,), pullback, lambda out: [*refreshed(a, given), (compute, (a, out, kernel, steps, zeros))])
+    return _pooled("avg_pool2d", "average_pool", x, kernel_size, stride, padding, has_choice=False)
 
 
 @operator("max_pool2d")
@@ -645,24 +596,34 @@ def max_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
     Returns:
         Shape ``(batch, channels, (height + 2 padding - kernel) // stride + 1, ...)``.
     """
-    a, kernel, zeros = _images("max_pool2d", x), pair(kernel_size), pair(padding)
-    steps = kernel if stride is None else pair(stride)
-    xp = alike("max_pool2d", a)
+    kernel, zeros = pair(kernel_size), pair(padding)
     if zeros[0] * 2 > kernel[0] or zeros[1] * 2 > kernel[1]:
         raise UnsupportedError("max_pool2d", where="padding", expected=f"at most half of {kernel}", got=zeros)
-    out = empty((*a.shape[:2], *_windows("max_pool2d", a, kernel, steps, zeros)), a.dtype, xp)
-    chosen = empty(out.shape, xp.int32, xp)
-    compute = kernels_for("convolution", a).max_pool
-    compute(a, out, chosen, kernel, steps, zeros)
+    return _pooled("max_pool2d", "max_pool", x, kernel, stride, zeros, has_choice=True)
+
+
+def _pooled(
+    operation: str, name: str, x: Any, kernel_size: Size, stride: Size | None, padding: Size, has_choice: bool
+) -> Tensor:
+    """Pool by the kernel ``name``, which with ``has_choice`` stores which element of each window it has chosen."""
+    given, a = as_tensor(x).data, _images(operation, x)
+    kernel, zeros = pair(kernel_size), pair(padding)
+    steps = kernel if stride is None else pair(stride)
+    xp = alike(operation, a)
+    out = empty((*a.shape[:2], *_windows(operation, a, kernel, steps, zeros)), a.dtype, xp)
+    chosen = (empty(out.shape, xp.int32, xp),) if has_choice else ()
+    compute = getattr(kernels_for("convolution", a), name)
+    compute(a, out, *chosen, kernel, steps, zeros)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             place = dx.empty()
-            kernels_for("convolution", gy).max_pool_gradient(contiguous(gy), chosen, place, kernel, steps, zeros)
+            backward = getattr(kernels_for("convolution", gy), f"{name}_gradient")
+            backward(contiguous(gy), *chosen, place, kernel, steps, zeros)
             dx.add(place)
 
     def again(place: Array) -> list[Call]:
-        return [*refreshed(a, as_tensor(x).data), (compute, (a, place, chosen, kernel, steps, zeros))]
+        return [*refreshed(a, given), (compute, (a, place, *chosen, kernel, steps, zeros))]
 
     return on_tape(out, (x,), pullback, again)
 

@@ -423,10 +423,7 @@ Draw = Callable[[tuple[int, ...]], np.ndarray]
 def parameter(shape: Shape, draw: Draw, initial: object = None) -> Parameter:
     """Return a parameter with the values ``draw(shape)``, drawn now, or by `settle` if a length is None.
 
-    Args:
-        shape: the shape; one length may be None.
-        draw: the function that draws values of a given shape.
-        initial: the initialiser behind ``draw``, if it is another object.
+    ``initial`` is the initialiser behind ``draw``, if it is another object.
     """
     require_draw(draw)
     known = tuple(length for length in shape if length is not None)
@@ -459,7 +456,7 @@ def drawn(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
 def settle(param: Parameter, length: int) -> None:
     """Draw the values of a deferred ``param`` now that its missing dimension is known to be ``length``."""
     if isinstance(param, Deferred) and param.draw is not None:
-        values = drawn(param.draw, tuple(length if each is None else each for each in param.expected))
+        values = drawn(param.draw, tuple(length if n is None else n for n in param.expected))
         param.draw = param.data_hook = None
         param.data = values
         param.attach_grad(param.grad_req)
@@ -476,10 +473,7 @@ def lacks_shapes(module: Module) -> bool:
 
 
 class Deferred(Parameter):
-    """Parameter without values until its layer is first called.
-
-    Reading its values before that raises a DeviceError, which is a RuntimeError.
-    """
+    """Parameter without values until its layer is first called; reading it raises `DeviceError`, a RuntimeError."""
 
     __slots__ = ("draw", "expected", "initial")
 
@@ -533,7 +527,7 @@ def in_float32(
             ):
                 return function(*args, **kwargs)
             operands = [value_of(x) for x in (*args, *kwargs.values())]
-            x = next((each for each in operands if is_half(each)), None)
+            x = next((operand for operand in operands if is_half(operand)), None)
             if x is None:
                 return function(*args, **kwargs)
             stays = not is_host(x) and (is_product or (has_kernels and is_cupy(x)))

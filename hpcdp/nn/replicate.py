@@ -91,7 +91,7 @@ class Replicas(Module):
         if copied is not None:
             return _OnDevice(copied)
         network = _OnDevice(_Copy(self.net, device))
-        network.bring()  # raises if shapes are still deferred
+        network.update()  # raises if shapes are still deferred
         self._copies[device] = network.copy
         return network
 
@@ -123,7 +123,7 @@ class Replicas(Module):
             return partial(self.net, piece)
         network = self.on(device)
         assert isinstance(network, _OnDevice)
-        network.bring()
+        network.update()
         return partial(network.compute, moved(piece, device))
 
     def children(self) -> Iterator[tuple[str, Module]]:
@@ -144,33 +144,33 @@ class Replicas(Module):
 class _OnDevice(Module):
     """The network on one device; each call first copies the network's current state there."""
 
-    def __init__(self, there: _Copy) -> None:
-        self.net, self.there, self.device = there.net, there.module, there.device
-        self.copy = there
+    def __init__(self, copy: _Copy) -> None:
+        self.net, self.module, self.device = copy.net, copy.module, copy.device
+        self.copy = copy
 
     def forward(self, *inputs: Any) -> Any:
         """Copy the network's state to the device and compute there."""
-        self.bring()
+        self.update()
         return self.compute(*inputs)
 
-    def bring(self) -> None:
+    def update(self) -> None:
         """Copy the network's current state to the device."""
         with self.device.current():
-            self.copy.bring({})
+            self.copy.update({})
 
     def compute(self, *inputs: Any) -> Any:
         """Compute with the state copied last."""
         with self.device.current():
-            return self.there(*inputs)
+            return self.module(*inputs)
 
 
 def _require_on(net: Module, device: Device) -> None:
     """Raise `DeviceError` unless ``net`` is on ``device``; all virtual CPU devices share the host's memory."""
     for name, tensor in net._tensors():
-        found = Device.of(array_of(tensor))
-        if found != device and not found.kind == device.kind == "cpu":
+        place = Device.of(array_of(tensor))
+        if place != device and not place.kind == device.kind == "cpu":
             raise DeviceError(
-                "Replicas", where=device, expected="the network on the first device", got=f"{name} on {found}",
+                "Replicas", where=device, expected="the network on the first device", got=f"{name} on {place}",
                 remedy=f"call net.to(hpcdp.{device})",
             )  # fmt: skip
 
@@ -189,7 +189,7 @@ class _Copy:
         self._given = vars(self.module).copy()
         """Attributes copied from the network."""
 
-    def bring(self, done: dict[Tensor, Tensor]) -> None:
+    def update(self, done: dict[Tensor, Tensor]) -> None:
         """Copy the network's current attributes; ``done`` maps parameters already copied, since layers may share them.
 
         In training each device keeps its own running statistics: they are not read before the next copy.
@@ -204,16 +204,16 @@ class _Copy:
                 if value not in done:
                     done[value] = moved(value, self.device)
                 here[name] = given[name] = done[value]
-            elif is_own or name == "_hybrid" or (here.get(name) is not value and any(value is each for each in kept)):
+            elif is_own or name == "_hybrid" or (here.get(name) is not value and any(value is x for x in kept)):
                 continue
             elif isinstance(value, Tensor):
                 catch_up()
                 here[name] = given[name] = Tensor(self.device.put(value.data))
             else:
                 here[name] = given[name] = value
-        self._take_away()
+        self._remove_missing()
 
-    def _take_away(self) -> None:
+    def _remove_missing(self) -> None:
         """Delete attributes that the network no longer has, and restore the network's order."""
         here, given, theirs = vars(self.module), self._given, vars(self.net)
         for name in given.keys() - theirs.keys():
@@ -227,5 +227,5 @@ class _Copy:
         part = self._parts.get(name)
         if part is None or part.net is not value:
             part = self._parts[name] = _Copy(value, self.device)
-        part.bring(done)
+        part.update(done)
         return part.module

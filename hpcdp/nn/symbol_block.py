@@ -34,16 +34,9 @@ from .parameter import Parameter
 
 
 def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:
-    """Write ``graph`` to ``path`` with ``.json`` and its network's tensors to ``path`` with ``.h5``.
+    """Write ``graph`` and its network's tensors; see `Module.export`.
 
     An older pair is replaced once both files are complete. The JSON file holds checksums of the tensors in the other.
-
-    Returns:
-        Both paths.
-
-    Raises:
-        DataError: the files cannot be written.
-        ConfigError: the graph holds something that cannot be serialised, or ``path`` has no file name.
     """
     description, parameters = _files("export", path)
     arrays = arrays_of(graph)
@@ -156,10 +149,10 @@ def _computed(graph: Graph, inputs: Any, check: bool = False) -> Any:
         return source.operand() if isinstance(source, Literal) else None
 
     for number, node in enumerate(graph.nodes):
-        result = call(node, [value(each) for each in node.inputs], CALLS)
+        result = call(node, [value(source) for source in node.inputs], CALLS)
         results.append(list(result) if isinstance(result, tuple) else [result])
-        declared = [(each.shape, each.dtype) for each in node.outputs]
-        if check and declared != [(tuple(each.shape), str(each.dtype)) for each in results[-1]]:
+        declared = [(meta.shape, meta.dtype) for meta in node.outputs]
+        if check and declared != [(tuple(output.shape), str(output.dtype)) for output in results[-1]]:
             raise ValueError(f"node {number} ({node.operator}), whose shapes or dtypes differ from the file")
     return graph.returned(value)
 
@@ -167,7 +160,7 @@ def _computed(graph: Graph, inputs: Any, check: bool = False) -> Any:
 def _try(graph: Graph, where: Path) -> None:
     """Compute once on zeros, so that an inconsistent or manipulated graph is refused now, by name."""
     try:
-        zeros = [Tensor(np.zeros(each.shape, dtype_of(each.dtype))) for each in graph.inputs]
+        zeros = [Tensor(np.zeros(meta.shape, dtype_of(meta.dtype))) for meta in graph.inputs]
         with pause(), np.errstate(all="ignore"):
             _computed(graph, zeros, check=True)
     except (HpcdpError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:

@@ -16,7 +16,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from ..errors import ConfigError, DataError, MismatchError, UnsupportedError, ty
 from ..nn import Module
 from ..nn.functional import require_per_sample
 from ..nn.jit.tracing import Look
+
+if TYPE_CHECKING:
+    from ..data_parallel.trainer import BaseTrainer
 
 
 class Split(NamedTuple):
@@ -89,68 +92,36 @@ FORWARD, BACKWARD = 1, 2
 """Directions of messages, as used in tags."""
 
 
-class StageLink(Protocol):
-    """One direction between two neighbouring stages, first in, first out."""
-
-    def begin(self, length: int) -> None:
-        """Announce a batch of ``length`` samples, whose micro-batches are sent next."""
-        ...
-
-    def expect(self, length: int) -> None:
-        """Wait for the announcement of a batch of ``length`` samples.
-
-        Raises:
-            MismatchError: the other end has announced another length.
-        """
-        ...
-
-    def send(self, arrays: tuple[Array, ...]) -> None:
-        """Start to send; the arrays must not change afterwards."""
-        ...
-
-    def receive(self) -> tuple[Array, ...]:
-        """Wait for the next arrays and return them, in memory owned by the caller."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until everything sent has left."""
-        ...
-
-    def forget(self) -> None:
-        """Drop arrays that were sent but not received, after an error."""
-        ...
-
-
-class Queue:
-    """`StageLink` between stages of one process."""
+class StageLink:
+    """One direction between two neighbouring stages, first in, first out; here a queue within one process."""
 
     def __init__(self) -> None:
         self._sent: deque[tuple[Array, ...]] = deque()
 
     def begin(self, length: int) -> None:
-        """Do nothing: there is one batch."""
+        """Announce a batch of ``length`` samples, whose micro-batches are sent next."""
 
     def expect(self, length: int) -> None:
-        """Do nothing: there is one batch."""
+        """Wait for the announcement of a batch of ``length`` samples."""
 
     def send(self, arrays: tuple[Array, ...]) -> None:
-        """Append the arrays."""
+        """Start to send; the arrays must not change afterwards."""
         self._sent.append(arrays)
 
     def receive(self) -> tuple[Array, ...]:
-        """Return the next arrays, which are present since stages of one process take turns."""
+        """Wait for the next arrays and return them; stages of one process take turns and never wait."""
         return self._sent.popleft()
 
     def finish(self) -> None:
-        """Do nothing: nothing is in flight."""
+        """Wait until everything sent has left."""
 
     def forget(self) -> None:
-        """Drop the arrays."""
+        """Drop arrays that were sent but not received, after an error; between ranks the job ends with it."""
         self._sent.clear()
 
 
-class StageMessages:
-    """`StageLink` between ranks: a header with shape and dtype precedes each array.
+class StageMessages(StageLink):
+    """Messages between ranks: a header with shape and dtype precedes each array.
 
     Args:
         comm: a communicator for these messages and those of the other direction.
@@ -164,10 +135,11 @@ class StageMessages:
     def __init__(
         self, comm: Communicator, other: int, way: int, watchdog: Watchdog, behind: list[int], like: Array
     ) -> None:
+        super().__init__()
         self._comm, self._other, self._tag = comm, other, make_tag(_SIGNATURE, way)
         self._watchdog, self._behind, self._like = watchdog, behind, like
-        what = "activations" if way == FORWARD else "gradients"
-        self._label = f"wait for {what} from rank {other} of the pipeline"
+        content = "activations" if way == FORWARD else "gradients"
+        self._label = f"wait for {content} from rank {other} of the pipeline"
         self._under_way: deque[tuple[Request, np.ndarray]] = deque()
 
     def begin(self, length: int) -> None:
@@ -175,7 +147,7 @@ class StageMessages:
         self._send(np.array([length], np.int64))
 
     def expect(self, length: int) -> None:
-        """See `StageLink.expect`."""
+        """See `StageLink.expect`; a batch of another length is a `MismatchError`."""
         with self._waiting():
             (theirs,) = self._receive(np.empty(1, np.int64))
         if theirs != length:
@@ -240,9 +212,6 @@ class StageMessages:
         while self._under_way:
             self._under_way.popleft()[0].wait()
 
-    def forget(self) -> None:
-        """Do nothing: between ranks the job ends with the error."""
-
 
 class Action(NamedTuple):
     """Next action of a stage: forward or backward of a micro-batch, counted from 0."""
@@ -291,26 +260,6 @@ batches."""
 
 Stage = Module | Callable[[], Module]
 Loss = Callable[[Any, Array], Tensor]
-
-
-class Trains(Protocol):
-    """Interface of the `Trainer` that a pipeline uses."""
-
-    virtual_shards: int | None
-    loss_scale: float
-
-    @property
-    def world(self) -> World | None:
-        """The ranks of the trainer."""
-
-    def step(self, count: int) -> int:
-        """Reduce the gradients and update; see `Trainer.step`."""
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients without reduction; see `Trainer.no_sync`."""
-
-    def drop(self) -> None:
-        """Drop accumulated gradients."""
 
 
 @dataclass
@@ -384,10 +333,11 @@ class Pipeline(Module):
         self._num_stages = len(stages)
         on_ranks = world.size > 1
         num_replicas = world.size // len(stages) if on_ranks else 1
-        own = range(world.rank // num_replicas, world.rank // num_replicas + 1) if on_ranks else range(len(stages))
+        first = world.rank // num_replicas
+        own_stages = range(first, first + 1) if on_ranks else range(len(stages))
 
         def built() -> dict[int, Module]:
-            modules = {stage: _made(stage, stages[stage]) for stage in own}
+            modules = {stage: _made(stage, stages[stage]) for stage in own_stages}
             if on_ranks:
                 _refuse_tied(dict(enumerate(stages)) | modules)
             return modules
@@ -399,8 +349,8 @@ class Pipeline(Module):
         """The ranks of this copy of the model, by stage; None if all stages are in this process."""
         if column is not None:
             share_replica(column)
-        self.replicas = world if column is None else world.split(own[0], model_comm=column.comm)
-        links = self._links(world, column, own, modules)
+        self.replicas = world if column is None else world.split(own_stages[0], model_comm=column.comm)
+        links = self._links(world, column, own_stages, modules)
         self._parts = [_Part(stage, module, links[stage], links[stage + 1]) for stage, module in modules.items()]
         for stage, module in modules.items():
             setattr(self, str(stage), module)
@@ -420,24 +370,24 @@ class Pipeline(Module):
     )
 
     def _links(
-        self, world: World, column: World | None, own: range, modules: dict[int, Module]
+        self, world: World, column: World | None, stages: range, modules: dict[int, Module]
     ) -> dict[int, tuple[StageLink, StageLink] | None]:
         """Return the forward and backward links of each boundary of this rank, by the number of the later stage."""
-        found: dict[int, tuple[StageLink, StageLink] | None] = {0: None, self._num_stages: None}
+        links: dict[int, tuple[StageLink, StageLink] | None] = {0: None, self._num_stages: None}
         if column is None:
-            return found | {stage: (Queue(), Queue()) for stage in range(1, self._num_stages)}
+            return links | {stage: (StageLink(), StageLink()) for stage in range(1, self._num_stages)}
         places = column.comm.allgather_json([world.node, world.local_rank])
         comm, watchdog = column.comm.duplicate(), Watchdog.of(world)
-        like = next(iter(modules[own[0]].state_dict().values()), np.empty(0))
-        for boundary, other in ((own[0], own[0] - 1), (own[0] + 1, own[0] + 1)):
+        like = next(iter(modules[stages[0]].state_dict().values()), np.empty(0))
+        for boundary, other in ((stages[0], stages[0] - 1), (stages[0] + 1, stages[0] + 1)):
             if 0 < boundary < self._num_stages:
                 node, local_rank = places[other]
                 behind = [local_rank] if node == world.node else []
-                found[boundary] = (
+                links[boundary] = (
                     StageMessages(comm, other, FORWARD, watchdog, behind, like),
                     StageMessages(comm, other, BACKWARD, watchdog, behind, like),
                 )
-        return found
+        return links
 
     def hybridize(self, active: bool = True) -> None:
         """Hybridize each of this rank's stages, see `Module.hybridize`; communication is not part of the plans."""
@@ -472,7 +422,7 @@ class Pipeline(Module):
         self._finish()
         return _alone(_tensors(self._from_last(_arrays(outputs))))
 
-    def step(self, trainer: Trains, x: Array, y: Array) -> float:
+    def step(self, trainer: BaseTrainer, x: Array, y: Array) -> float:
         """Run forward, backward and update for one batch of this copy; every rank of ``world`` must call.
 
         If an error occurs, and all stages are in this process, the batch leaves no state behind.
@@ -502,7 +452,7 @@ class Pipeline(Module):
         if trainer.virtual_shards is not None:
             raise ConfigError("Pipeline.step", where="trainer", expected="a trainer without reproducible=True",
                               got=f"{trainer.virtual_shards} virtual shards")  # fmt: skip
-        if not all(hasattr(each, "__len__") for each in (x, y)):
+        if not all(hasattr(array, "__len__") for array in (x, y)):
             got = f"{type_named(x)} and {type_named(y)}"
             raise ConfigError("Pipeline.step", expected="samples and a label for each", got=got)
         if len(x) != len(y):
@@ -511,7 +461,7 @@ class Pipeline(Module):
             total = self._train(trainer, x, y)
         return float(self._from_last((np.array([total]),))[0][0])
 
-    def _train(self, trainer: Trains, x: Array, y: Array) -> float:
+    def _train(self, trainer: BaseTrainer, x: Array, y: Array) -> float:
         """Return the sum of the losses on ranks with the last stage, else 0."""
         spans = pieces(len(x), self._micro_batches)
         for part in self._parts:
@@ -537,7 +487,7 @@ class Pipeline(Module):
         return total
 
     @contextlib.contextmanager
-    def _forgetting_at_errors(self, trainer: Trains | None = None) -> Iterator[None]:
+    def _forgetting_at_errors(self, trainer: BaseTrainer | None = None) -> Iterator[None]:
         """Drop messages that the next call would mistake for its own, after an error; between ranks the job ends."""
         try:
             yield
@@ -569,8 +519,8 @@ class Pipeline(Module):
         """Return the sum of the losses at the last stage, else 0."""
         with autograd.record():
             inputs = (as_tensor(x),) if part.before is None else _tensors(part.before[0].receive())
-            for each in _floats(inputs) if part.before is not None else ():
-                each.attach_grad()
+            for tensor in _floats(inputs) if part.before is not None else ():
+                tensor.attach_grad()
             outputs = tuple(map(_recorded, _several(part.module(*inputs))))
             if part.after is None:
                 losses = self._loss(_alone(outputs), y)
@@ -588,7 +538,7 @@ class Pipeline(Module):
         pairs = [pair for pair in zip(_floats(outputs), gradients, strict=True) if pair[0].node is not None]
         autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         if part.before is not None:
-            part.before[1].send(tuple(each.grad for each in _floats(inputs)))
+            part.before[1].send(tuple(x.grad for x in _floats(inputs)))
 
     def _finish(self) -> None:
         for part in self._parts:
@@ -600,12 +550,12 @@ class Pipeline(Module):
         if self._comm is None:
             return arrays
         comm, root = self._comm, self._comm.size - 1
-        host = [native(to_host(each)) for each in arrays]
-        shapes = comm.allgather_json([[list(each.shape), each.dtype.name] for each in host])[root]
+        host = [native(to_host(array)) for array in arrays]
+        shapes = comm.allgather_json([[list(array.shape), array.dtype.name] for array in host])[root]
         if comm.rank != root:
             host = [np.empty(shape, dtype_of(dtype)) for shape, dtype in shapes]
-        for each in host:
-            comm.native_broadcast(each, root)
+        for array in host:
+            comm.native_broadcast(array, root)
         return tuple(host)
 
 
@@ -655,7 +605,7 @@ def _is_ready(stage: int, action: Action, num_stages: int, done: set[tuple[int, 
 
 def _several(x: Any) -> tuple[Tensor, ...]:
     several = tuple(x) if isinstance(x, (tuple, list)) else (x,)
-    if not all(isinstance(each, Tensor) for each in several):
+    if not all(isinstance(value, Tensor) for value in several):
         got = ", ".join(map(type_named, several))
         raise ConfigError("Pipeline", expected="stages that return one or more tensors", got=got)
     return several
@@ -666,13 +616,13 @@ def _alone(xs: tuple[Any, ...]) -> Any:
 
 
 def _tensors(arrays: tuple[Array, ...]) -> tuple[Tensor, ...]:
-    return tuple(Tensor(each) for each in arrays)
+    return tuple(Tensor(array) for array in arrays)
 
 
 def _floats(tensors: tuple[Tensor, ...]) -> list[Tensor]:
     """Return the tensors that have gradients."""
-    return [each for each in tensors if is_float(each.dtype)]
+    return [tensor for tensor in tensors if is_float(tensor.dtype)]
 
 
 def _arrays(tensors: tuple[Tensor, ...]) -> tuple[Array, ...]:
-    return tuple(each.data for each in tensors)
+    return tuple(tensor.data for tensor in tensors)

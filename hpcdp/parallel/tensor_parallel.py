@@ -27,7 +27,7 @@ from ..core.checks import instance
 from ..core.state import Cut
 from ..errors import ConfigError, UnsupportedError, whole_number
 from ..kernels.buffers import empty
-from ..nn import Conv2D, Dense, Parameter, functional, module
+from ..nn import Conv2D, Dense, Module, Parameter, functional, module
 from ..nn.init import Initialiser, Xavier, Zeros
 from ..nn.layers import require_channels, window
 from .pipeline import share_replica
@@ -59,37 +59,23 @@ def summed(x: Tensor, parts: World) -> Tensor:
 
 
 def gathered(x: Tensor, axis: int, ends: Sequence[int], parts: World) -> Tensor:
-    """Return the full tensor from each rank's channels; backward returns each rank its channels of the gradient.
+    """Return the full tensor from each rank's channels along ``axis``; backward returns each rank its gradient.
 
-    Args:
-        x: this rank's channels.
-        axis: the axis of the channels.
-        ends: bounds of the ranks' channels, ``parts.size + 1`` integers.
-        parts: the ranks; all must call.
+    ``ends`` are the bounds of the ranks' channels, ``parts.size + 1`` integers.
     """
     if parts.size == 1:
         return x
-    own = _own(axis % x.ndim, ends, parts)
+    own_part = _own(axis % x.ndim, ends, parts)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
-            dx.add(array_namespace(gy).ascontiguousarray(gy[own]))
+            dx.add(array_namespace(gy).ascontiguousarray(gy[own_part]))
 
     return on_tape(_join(x.data, axis, ends, parts), (x,), pullback)
 
 
 def own_channels(x: Tensor, axis: int, ends: Sequence[int], parts: World) -> Tensor:
-    """Return this rank's channels of the full ``x``; backward gathers the gradient.
-
-    Args:
-        x: the full tensor.
-        axis: the axis of the channels.
-        ends: bounds of the ranks' channels, ``parts.size + 1`` integers.
-        parts: the ranks; all must call.
-
-    Raises:
-        UnsupportedError: ``x`` has another number of channels.
-    """
+    """Return this rank's channels of the full ``x``; backward gathers the gradient. ``ends`` are as in `gathered`."""
     if x.ndim < 2 or x.shape[axis] != ends[-1]:
         expected = f"{ends[-1]} channels along axis {axis}, to be split over {parts.size} ranks"
         raise UnsupportedError("own_channels", expected=expected, got=tuple(x.shape))
@@ -100,27 +86,45 @@ def own_channels(x: Tensor, axis: int, ends: Sequence[int], parts: World) -> Ten
         if dx is not None:
             dx.add(_join(gy, axis, ends, parts))
 
-    own = x.data[_own(axis % x.ndim, ends, parts)]
-    return on_tape(array_namespace(own).ascontiguousarray(own), (x,), pullback)
+    channels = x.data[_own(axis % x.ndim, ends, parts)]
+    return on_tape(array_namespace(channels).ascontiguousarray(channels), (x,), pullback)
 
 
 def _own(axis: int, ends: Sequence[int], parts: World) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, slice(ends[parts.rank], ends[parts.rank + 1]))
 
 
-def _join(own: Array, axis: int, ends: Sequence[int], parts: World) -> Array:
+def _join(part: Array, axis: int, ends: Sequence[int], parts: World) -> Array:
     """Return all ranks' channels in rank order, padded for allgather since ranks may have different numbers."""
-    xp = array_namespace(own)
+    xp = array_namespace(part)
     counts = [ends[rank + 1] - ends[rank] for rank in range(parts.size)]
-    channels = xp.moveaxis(own, axis, 0)
-    padded = xp.zeros((parts.size, max(counts), *channels.shape[1:]), dtype=own.dtype)
+    channels = xp.moveaxis(part, axis, 0)
+    padded = xp.zeros((parts.size, max(counts), *channels.shape[1:]), dtype=part.dtype)
     padded[parts.rank, : counts[parts.rank]] = channels
     allgather(padded[parts.rank], parts, out=padded)
     full = xp.concatenate([padded[rank, :count] for rank, count in enumerate(counts)])
     return xp.ascontiguousarray(xp.moveaxis(full, 0, axis))
 
 
-class ColumnDense(Dense):
+class _SplitLayer(Module):
+    is_traceable = False
+
+    def _begin(self, parts: World, activation: str | None, arguments: str, **channels: int | None) -> None:
+        """Check the arguments, which must be the same on all ranks of ``parts``, before parameters are drawn."""
+        name = type(self).__name__
+        instance(name, "parts", parts, World, "a world, that of split_world(...).parts")
+        require_same(parts.comm, name, [arguments], "pass the same arguments on all ranks")
+        share_replica(parts)
+        require_channels(self, **channels)
+        functional.is_relu(activation)
+        self.parts, self.activation = parts, activation
+
+    def describe(self) -> str:
+        """Return the arguments and the part shown in ``repr``."""
+        return f"{super().describe()}, part {self.parts.rank} of {self.parts.size}"
+
+
+class ColumnDense(_SplitLayer, Dense):
     """`nn.Dense` of which each rank of ``parts`` computes part of the outputs.
 
     All ranks must construct and call it identically. The initial weight is drawn like that of `nn.Dense`, and each rank
@@ -141,8 +145,6 @@ class ColumnDense(Dense):
         MismatchError: ranks construct it differently, or call it with inputs of different sizes.
     """
 
-    is_traceable = False
-
     def __init__(
         self,
         in_features: int | None,
@@ -153,26 +155,20 @@ class ColumnDense(Dense):
         weight_init: Initialiser | None = None,
         gather: bool = False,
     ) -> None:
-        _require_alike(self, parts, f"{in_features}, {out_features}, {bias=}, {activation=}, {gather=}")
-        require_channels(self, in_features=in_features, out_features=out_features)
-        functional.is_relu(activation)
-        self.parts, self.gather = parts, gather
+        arguments = f"{in_features}, {out_features}, {bias=}, {activation=}, {gather=}"
+        self._begin(parts, activation, arguments, in_features=in_features, out_features=out_features)
+        self.gather = gather
         self._ends = _ends(self, "out_features", out_features, out_features, parts)
         self.weight = _own_part((in_features, out_features), 1, self._ends, parts, weight_init or Xavier())
         self.bias = _own_part((out_features,), 0, self._ends, parts, Zeros()) if bias else None
-        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, ..., in_features)`` to ``(batch, ..., own or all out_features)``; all ranks must call."""
         y = super().forward(fan_out(x, self.parts))
         return gathered(y, -1, self._ends, self.parts) if self.gather else y
 
-    def describe(self) -> str:
-        """Return the arguments and the part shown in ``repr``."""
-        return super().describe() + _part(self.parts)
 
-
-class RowDense(Dense):
+class RowDense(_SplitLayer, Dense):
     """`nn.Dense` of which each rank of ``parts`` holds part of the inputs; every rank gets all outputs.
 
     The full bias is on every rank and added once, after the sum. Construction and initial values are as in
@@ -195,8 +191,6 @@ class RowDense(Dense):
         MismatchError: as `ColumnDense`.
     """
 
-    is_traceable = False
-
     def __init__(
         self,
         in_features: int,
@@ -209,14 +203,11 @@ class RowDense(Dense):
         channels: int | None = None,
     ) -> None:
         arguments = f"{in_features}, {out_features}, {bias=}, {activation=}, {scatter=}, {channels=}"
-        _require_alike(self, parts, arguments)
-        require_channels(self, in_features=in_features, out_features=out_features)
-        functional.is_relu(activation)
-        self.parts, self.scatter = parts, scatter
+        self._begin(parts, activation, arguments, in_features=in_features, out_features=out_features)
+        self.scatter = scatter
         self._ends = _ends(self, "in_features", in_features, in_features if channels is None else channels, parts)
         self.weight = _own_part((in_features, out_features), 0, self._ends, parts, weight_init or Xavier())
         self.bias = Parameter(Zeros()((out_features,))) if bias else None
-        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, ..., own or all in_features)`` to ``(batch, ..., out_features)``; all ranks must call."""
@@ -225,12 +216,8 @@ class RowDense(Dense):
         y = summed(functional.dense(own, self.weight), self.parts)
         return _finished(y, self.bias, self.activation)
 
-    def describe(self) -> str:
-        """Return the arguments and the part shown in ``repr``."""
-        return super().describe() + _part(self.parts)
 
-
-class ColumnConv2D(Conv2D):
+class ColumnConv2D(_SplitLayer, Conv2D):
     """`nn.Conv2D` of which each rank of ``parts`` computes part of the output channels: see `ColumnDense`.
 
     Args:
@@ -250,8 +237,6 @@ class ColumnConv2D(Conv2D):
         MismatchError: as `ColumnDense`.
     """
 
-    is_traceable = False
-
     def __init__(
         self,
         in_channels: int | None,
@@ -266,28 +251,22 @@ class ColumnConv2D(Conv2D):
         gather: bool = False,
     ) -> None:
         sizes = f"{kernel_size=}, {stride=}, {padding=}"
-        _require_alike(self, parts, f"{in_channels}, {out_channels}, {sizes}, {bias=}, {activation=}, {gather=}")
-        require_channels(self, in_channels=in_channels, out_channels=out_channels)
-        functional.is_relu(activation)
-        self.parts, self.gather = parts, gather
+        arguments = f"{in_channels}, {out_channels}, {sizes}, {bias=}, {activation=}, {gather=}"
+        self._begin(parts, activation, arguments, in_channels=in_channels, out_channels=out_channels)
+        self.gather = gather
         self._ends = _ends(self, "out_channels", out_channels, out_channels, parts)
         shape = (out_channels, in_channels, *window(self, "kernel_size", kernel_size, 1))
         self.weight = _own_part(shape, 0, self._ends, parts, weight_init or Xavier())
         self.bias = _own_part((out_channels,), 0, self._ends, parts, Zeros()) if bias else None
         self.stride, self.padding = window(self, "stride", stride, 1), window(self, "padding", padding, 0)
-        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, in_channels, height, width)`` to this rank's channels, or all; all ranks must call."""
         y = super().forward(fan_out(x, self.parts))
         return gathered(y, 1, self._ends, self.parts) if self.gather else y
 
-    def describe(self) -> str:
-        """Return the arguments and the part shown in ``repr``."""
-        return super().describe() + _part(self.parts)
 
-
-class RowConv2D(Conv2D):
+class RowConv2D(_SplitLayer, Conv2D):
     """`nn.Conv2D` of which each rank of ``parts`` holds part of the input channels: see `RowDense`.
 
     Args:
@@ -307,8 +286,6 @@ class RowConv2D(Conv2D):
         MismatchError: as `ColumnDense`.
     """
 
-    is_traceable = False
-
     def __init__(
         self,
         in_channels: int,
@@ -323,16 +300,14 @@ class RowConv2D(Conv2D):
         scatter: bool = False,
     ) -> None:
         sizes = f"{kernel_size=}, {stride=}, {padding=}"
-        _require_alike(self, parts, f"{in_channels}, {out_channels}, {sizes}, {bias=}, {activation=}, {scatter=}")
-        require_channels(self, in_channels=in_channels, out_channels=out_channels)
-        functional.is_relu(activation)
-        self.parts, self.scatter = parts, scatter
+        arguments = f"{in_channels}, {out_channels}, {sizes}, {bias=}, {activation=}, {scatter=}"
+        self._begin(parts, activation, arguments, in_channels=in_channels, out_channels=out_channels)
+        self.scatter = scatter
         self._ends = _ends(self, "in_channels", in_channels, in_channels, parts)
         shape = (out_channels, in_channels, *window(self, "kernel_size", kernel_size, 1))
         self.weight = _own_part(shape, 1, self._ends, parts, weight_init or Xavier())
         self.bias = Parameter(Zeros()((out_channels,))) if bias else None
         self.stride, self.padding = window(self, "stride", stride, 1), window(self, "padding", padding, 0)
-        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         """Map this rank's channels, or all, to ``(batch, out_channels, height, width)``; all ranks must call."""
@@ -340,17 +315,6 @@ class RowConv2D(Conv2D):
         self.check(own)
         y = summed(functional.conv2d(own, self.weight, None, self.stride, self.padding), self.parts)
         return _finished(y, None if self.bias is None else self.bias.reshape(-1, 1, 1), self.activation)
-
-    def describe(self) -> str:
-        """Return the arguments and the part shown in ``repr``."""
-        return super().describe() + _part(self.parts)
-
-
-def _require_alike(layer: Dense | Conv2D, parts: World, arguments: str) -> None:
-    name = type(layer).__name__
-    instance(name, "parts", parts, World, "a world, that of split_world(...).parts")
-    require_same(parts.comm, name, [arguments], "pass the same arguments on all ranks")
-    share_replica(parts)
 
 
 def _ends(layer: Dense | Conv2D, where: str, features: int | None, channels: int | None, parts: World) -> list[int]:
@@ -384,7 +348,3 @@ def _finished(y: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """Add the bias to the sum and apply the activation of a row layer."""
     y = y if bias is None else y + bias
     return functional.relu(y) if functional.is_relu(activation) else y
-
-
-def _part(parts: World) -> str:
-    return f", part {parts.rank} of {parts.size}"

@@ -100,7 +100,7 @@ def test_statistics_are_those_of_each_device():
         alone(x[:10])
     for name in RUNNING:
         np.testing.assert_allclose(net.state_dict()[f"1.{name}"], alone.state_dict()[f"1.{name}"], rtol=1e-5)
-        there = replicas.on(hpcdp.cpu(1)).there.state_dict()[f"1.{name}"]
+        there = replicas.on(hpcdp.cpu(1)).module.state_dict()[f"1.{name}"]
         assert np.abs(there - net.state_dict()[f"1.{name}"]).max() > 1e-3
 
 
@@ -165,7 +165,7 @@ def test_what_a_forward_assigns_is_its_devices():
     replicas = nn.Replicas(Counts(), devices(2))
     for _ in range(3):
         replicas(X[:5])
-    assert (replicas.net.rows, replicas.on(hpcdp.cpu(1)).there.rows) == (6, 9)
+    assert (replicas.net.rows, replicas.on(hpcdp.cpu(1)).module.rows) == (6, 9)
 
 
 def test_a_network_that_returns_several_tensors_is_refused():

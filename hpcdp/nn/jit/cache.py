@@ -51,7 +51,7 @@ class _Known:
     def __init__(self, traced: Graph, given: Sequence[Tensor], recording: bool) -> None:
         self.traced = traced
         self._types = _types_of(traced)
-        kinds = {*self._types, *(_kind_of(each.data) for each in given)}
+        kinds = {*self._types, *(_kind_of(x.data) for x in given)}
         self.is_on_host = kinds <= {np.ndarray}
         records_by_itself = not recording and any(node.is_recorded for node in traced.nodes)
         self.is_planned = all(map(_is_planned_kind, kinds)) and not records_by_itself
@@ -61,7 +61,7 @@ class _Known:
 
     def still_fits(self) -> bool:
         """Return whether shapes, dtypes and array types of the network's tensors, and lists, are as traced."""
-        kinds = [(each.shape, each.dtype) for each in self.traced.held]
+        kinds = [(held.shape, held.dtype) for held in self.traced.held]
         return kinds == self.traced.kinds and _types_of(self.traced) == self._types and self.traced.has_its_lists()
 
 
@@ -172,7 +172,7 @@ class Hybrid:
         here = self._here
         if here.modules is not state.modules:
             self._look_at_attributes(here)
-        unknown = sorted({type(each).__name__ for each in _parts(self._module) if not each.is_traceable})
+        unknown = sorted({type(part).__name__ for part in _parts(self._module) if not part.is_traceable})
         if unknown:
             raise ConfigError(
                 "hybridize", where=type(self._module).__name__, expected="traceable parts",
@@ -201,19 +201,19 @@ class Hybrid:
         """Return whether all parts can be traced and no layer waits for its shape, for which some assign attributes."""
         from ..module import lacks_shapes
 
-        return all(each.is_traceable for each in _parts(self._module)) and not lacks_shapes(self._module)
+        return all(part.is_traceable for part in _parts(self._module)) and not lacks_shapes(self._module)
 
     def _look_at_attributes(self, here: _Here) -> None:
         """Drop all plans if an attribute of the module or of its parts is another object."""
         now = state.modules
-        attributes = [value for each in self._module.modules() for value in (each, *vars(each).values())]
+        attributes = [value for part in self._module.modules() for value in (part, *vars(part).values())]
         same = len(attributes) == len(here.attributes)
         if not same or any(a is not b for a, b in zip(attributes, here.attributes, strict=True)):
             here.known.clear()
             here.shortcut = None
             here.attributes = attributes
             here.parameter = next((held for _, held in attributes_of(self._module) if hasattr(held, "held")), None)
-            here.needs_all_ranks = any(each.needs_all_ranks for each in self._module.modules())
+            here.needs_all_ranks = any(part.needs_all_ranks for part in self._module.modules())
         here.modules = now
 
     def _trace(self, key: Key, given: Sequence[Tensor], here: _Here) -> Any:
@@ -273,15 +273,15 @@ def _kind_of(x: Array) -> type:
 
 
 def _types_of(graph: Graph) -> list[type]:
-    return [_kind_of(array_of(each)) for each in graph.held]
+    return [_kind_of(array_of(held)) for held in graph.held]
 
 
 def attributes_of(module: Module) -> list[tuple[str, Any]]:
     """Return path and value of each tensor and array that a forward may use beside its inputs."""
     return [
         (prefix + name, value)
-        for prefix, each in module._modules("")
-        for name, value in vars(each).items()
+        for prefix, part in module._modules("")
+        for name, value in vars(part).items()
         if isinstance(value, (Tensor, np.ndarray)) or is_cupy(value)
     ]
 
@@ -341,13 +341,13 @@ def finish(trainer: Stepping, phases: Phases, returned: Sequence[Any]) -> list[A
         losses.backward(trainer.loss_scale)
     with phases.step:
         trainer.step(len(losses))
-    return [off_the_tape(each) for each in returned]
+    return [off_the_tape(value) for value in returned]
 
 
 def off_the_tape(x: Any) -> Any:
     """Return a network's result ``x`` with tensors over the same arrays that are on no tape."""
     if isinstance(x, dict):
-        return {name: off_the_tape(each) for name, each in x.items()}
+        return {name: off_the_tape(value) for name, value in x.items()}
     if isinstance(x, (tuple, list)):
         return like(x, map(off_the_tape, x))
     return Tensor(x.data) if isinstance(x, Tensor) else x
@@ -391,7 +391,7 @@ class HybridStep(Hybrid):
 
     def _mode(self, given: Sequence[Tensor]) -> Key:
         # Graphs on a GPU either add to gradients or write them. Inputs such as tokens may be in host memory.
-        on_gpu = is_cupy(array_of(self._first)) or any(is_cupy(each.data) for each in given)
+        on_gpu = is_cupy(array_of(self._first)) or any(is_cupy(x.data) for x in given)
         return (*super()._mode(given), *(self._trainer.accumulation if on_gpu else ()))
 
 
@@ -457,11 +457,11 @@ class CudaStepPlan(CudaPlan):
         self._trainer, self._phases = trainer, phases
         losses = _meta_of(graph, _losses_of(graph))
         self._count = losses.shape[0]
-        xp = array_namespace(*(each.data for each in graph.held if isinstance(each, Tensor)))
+        xp = array_namespace(*(held.data for held in graph.held if isinstance(held, Tensor)))
         self._seeds = _Seeds(xp.empty(losses.shape, dtype=dtype_of(losses.dtype)))
-        for each in graph.held:
-            if isinstance(each, Tensor) and each.grad_req != "null" and each.grad is None:
-                each.grad = xp.zeros(each.shape, dtype=each.dtype)  # allocated outside the graph's memory pool
+        for held in graph.held:
+            if isinstance(held, Tensor) and held.grad_req != "null" and held.grad is None:
+                held.grad = xp.zeros(held.shape, dtype=held.dtype)  # allocated outside the graph's memory pool
         self._leaves: list[Tensor] = []
         self._homes: list[tuple[Array, str]] = []
         """The leaves' gradients and ``grad_req``."""
@@ -496,8 +496,8 @@ class CudaStepPlan(CudaPlan):
             self._update = self._trainer.graph_update(self._leaves)
             if self._update is not None:
                 self._update.capture()
-        for each in self._results.values():
-            each.node = None  # the next launch overwrites what backward reads
+        for result in self._results.values():
+            result.node = None  # the next launch overwrites what backward reads
 
     def is_busy(self) -> bool:
         """Return whether another stream than the capture's is current."""

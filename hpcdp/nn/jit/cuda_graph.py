@@ -50,9 +50,9 @@ class CudaPlan:
         self._held = HeldArrays(graph)
         self._frozen = self._held.without_gradients()
         self._capturer = Capturer()
-        self._places = [Tensor(array_namespace(each.data).empty(each.shape, dtype=each.dtype)) for each in given]
-        for place, each in zip(self._places, given, strict=True):
-            place.grad_req = "null" if not keeps or source_of(each) is None else "write"
+        self._places = [Tensor(array_namespace(x.data).empty(x.shape, dtype=x.dtype)) for x in given]
+        for place, x in zip(self._places, given, strict=True):
+            place.grad_req = "null" if not keeps or source_of(x) is None else "write"
         self._results: dict[Source, Tensor] = {}
         self._held.wait_for_updates()
         self._graph = self._capturer.capture(self._run)
@@ -86,8 +86,8 @@ class CudaPlan:
     def replay(self, given: Sequence[Tensor]) -> Any:
         """Return the network's result for ``given``, which must have the plan's shapes and dtypes."""
         self._held.wait_for_updates()
-        for place, each in zip(self._places, given, strict=True):
-            place.data[...] = each.data
+        for place, x in zip(self._places, given, strict=True):
+            place.data[...] = x.data
         self._launch()
         return self._returned(given)
 
@@ -107,12 +107,12 @@ class CudaPlan:
         tensors: dict[Source, Any] = {Input(i): place for i, place in enumerate(self._places)}
         for number, node in enumerate(self.graph.nodes):
             tensors |= self._called(number, node, tensors)
-            for source in [each for each in tensors if isinstance(each, Result) and last[each.node] <= number]:
+            for source in [key for key in tensors if isinstance(key, Result) and last[key.node] <= number]:
                 del tensors[source]  # frees its memory, unless backward needs it
-        self._results = {each: tensors[each] for each in self.graph.outputs if isinstance(each, Result)}
+        self._results = {output: tensors[output] for output in self.graph.outputs if isinstance(output, Result)}
 
     def _called(self, number: int, node: GraphNode, tensors: dict[Source, Any]) -> dict[Source, Any]:
-        operands = [self.graph.operand(each, tensors) for each in node.inputs]
+        operands = [self.graph.operand(source, tensors) for source in node.inputs]
         try:
             with contextlib.nullcontext() if node.is_recorded or not modes.recording else pause(modes.training):
                 result = call(node, operands, CALLS)
@@ -121,13 +121,13 @@ class CudaPlan:
             got = f"{type(error).__name__}: {error}"
             raise UnsupportedError("CUDA graph", where=node.operator, expected=expected, got=got) from error
         listed = result if isinstance(result, tuple) else (result,)
-        return {Result(number, i): each if isinstance(each, Tensor) else Tensor(each) for i, each in enumerate(listed)}
+        return {Result(number, i): x if isinstance(x, Tensor) else Tensor(x) for i, x in enumerate(listed)}
 
 
-def warn_without_graph(what: str, error: Exception) -> None:
+def warn_without_graph(name: str, error: Exception) -> None:
     """Warn that ``what``, a module or its backward, runs without a CUDA graph; results are the same."""
     problem = str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
-    warnings.warn(f"hybridize: {what} goes without a CUDA graph; {problem}", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"hybridize: {name} goes without a CUDA graph; {problem}", RuntimeWarning, stacklevel=2)
 
 
 class _Backward:
@@ -144,15 +144,15 @@ class _Backward:
 
     def __init__(self, capturer: Capturer, results: list[Tensor], places: list[Tensor]) -> None:
         self._capturer = capturer
-        self._heads = {number: each for number, each in enumerate(results) if each.node is not None}
+        self._heads = {number: head for number, head in enumerate(results) if head.node is not None}
         self._leaves = leaves_below(list(self._heads.values()))
-        if any(len(leaves_below([each])) < len(self._leaves) for each in self._heads.values()):
+        if any(len(leaves_below([head])) < len(self._leaves) for head in self._heads.values()):
             expected = "outputs that all depend on the same parameters and inputs"
             raise UnsupportedError("CUDA graph", where="backward", expected=expected)
         self._inputs = {id(place): number for number, place in enumerate(places)}
-        self._seeds = {number: each.data.copy() for number, each in self._heads.items()}
+        self._seeds = {number: head.data.copy() for number, head in self._heads.items()}
         """The gradients of the outputs."""
-        self._nothing = next((each.reshape(-1)[:0] for each in self._seeds.values()), None)
+        self._nothing = next((seed.reshape(-1)[:0] for seed in self._seeds.values()), None)
         """The gradient of the whole plan's node, an empty array that only marks its presence."""
         self._received: list[int] = []
         """Numbers of the outputs that have received a gradient."""
@@ -171,9 +171,9 @@ class _Backward:
         sources = tuple(
             source_of(given[self._inputs[id(leaf)]]) if id(leaf) in self._inputs else leaf for leaf in self._leaves
         )
-        whole = SplicedNode(self._nothing, sources, self._pull_back, token)
+        plan_node = SplicedNode(self._nothing, sources, self._pull_back, token)
         for number in self._heads:
-            outputs[number].node = SplicedNode(outputs[number].data, (whole,), self._receiver(number), token)
+            outputs[number].node = SplicedNode(outputs[number].data, (plan_node,), self._receiver(number), token)
 
     def _receiver(self, number: int) -> Pullback:
         """Return the pullback of an output: it stores the gradient for the plan's node, whose pullback runs last."""
@@ -189,9 +189,11 @@ class _Backward:
     def _pull_back(self, _: Array, *gradients: Gradient | None) -> None:
         received = sorted(self._received)
         self._received.clear()
-        wanted = {leaf: each for leaf, each in zip(self._leaves, gradients, strict=True) if each is not None}
-        homes = [self._home(leaf, each) for leaf, each in wanted.items()]
-        begun = tuple([each.value is not None for each in wanted.values()])
+        wanted = {
+            leaf: gradient for leaf, gradient in zip(self._leaves, gradients, strict=True) if gradient is not None
+        }
+        homes = [self._home(leaf, gradient) for leaf, gradient in wanted.items()]
+        begun = tuple([gradient.value is not None for gradient in wanted.values()])
         key = tuple(received), tuple(map(id, wanted)), tuple(map(id, homes)), begun
         if key not in self._graphs:  # the first time compiles kernels
             self._graphs[key] = None, homes
@@ -207,18 +209,18 @@ class _Backward:
         if graph is None:
             self._add_gradients(received, wanted)
             return
-        for (leaf, each), home in zip(wanted.items(), homes, strict=True):
-            if home is None and each.value is not None:
-                self._sums[leaf][...] = each.value
+        for (leaf, gradient), home in zip(wanted.items(), homes, strict=True):
+            if home is None and gradient.value is not None:
+                self._sums[leaf][...] = gradient.value
         graph.launch()
-        for (leaf, each), home in zip(wanted.items(), homes, strict=True):
+        for (leaf, gradient), home in zip(wanted.items(), homes, strict=True):
             if home is not None:
-                each.replace(home)
-            elif each.home is None:
-                each.replace(self._sums[leaf].copy())
+                gradient.replace(home)
+            elif gradient.home is None:
+                gradient.replace(self._sums[leaf].copy())
             else:
-                each.home[...] = self._sums[leaf]
-                each.replace(each.home)
+                gradient.home[...] = self._sums[leaf]
+                gradient.replace(gradient.home)
 
     def _home(self, leaf: Tensor, gradient: Gradient) -> Array | None:
         """Return the array of a parameter's gradient; None for inputs, which are new tensors in each call."""
@@ -229,16 +231,16 @@ class _Backward:
 
     def _is_captured(self, wanted: dict[Tensor, Gradient]) -> bool:
         """Return False after a failed capture, or if two leaves of the plan are one tensor outside."""
-        return not self._is_refused and len({id(each) for each in wanted.values()}) == len(wanted)
+        return not self._is_refused and len({id(gradient) for gradient in wanted.values()}) == len(wanted)
 
     def _capture(self, received: list[int], wanted: dict[Tensor, Gradient]) -> CudaGraph | None:
         """Capture a graph that adds to the gradients in place; warn and return None if that fails."""
         into = {}
-        for leaf, each in wanted.items():
-            xp, home = array_namespace(leaf.data), self._home(leaf, each)
+        for leaf, gradient in wanted.items():
+            xp, home = array_namespace(leaf.data), self._home(leaf, gradient)
             if home is None:
                 home = self._sums.setdefault(leaf, xp.empty(leaf.shape, dtype=leaf.dtype))
-            into[leaf] = Gradient(leaf, xp, home=home, adds=each.value is not None)
+            into[leaf] = Gradient(leaf, xp, home=home, adds=gradient.value is not None)
         try:
             return self._capturer.capture(lambda: self._add_gradients(received, into))
         except Exception as error:

@@ -52,7 +52,8 @@ class Arena:
 
     def take(self, number: int, like: np.ndarray) -> np.ndarray:
         """Return uninitialised memory for the result of a node, with shape, dtype and memory order of ``like``."""
-        fitting = [each for each in self._free if like.nbytes <= each.nbytes <= _WASTE * max(like.nbytes, _ALIGNMENT)]
+        most = _WASTE * max(like.nbytes, _ALIGNMENT)
+        fitting = [block for block in self._free if like.nbytes <= block.nbytes <= most]
         if fitting:
             block = min(reversed(fitting), key=lambda block: block.nbytes)  # the block freed last may be cached
             self._free.remove(block)
@@ -165,19 +166,19 @@ class Plan:
         self.graph = graph
         self._keeps = keeps
         self._token = object()
-        self._places: list[Any] = [np.empty_like(each.data) for each in given]
+        self._places: list[Any] = [np.empty_like(x.data) for x in given]
         """Arrays that inputs are copied to; `Moving` for large inputs that are used where they are."""
         self._moving_outputs: dict[Result, Moving] = {}
         self._arena = None if keeps else Arena()
         self._steps: list[_Step] = []
-        for place, each in zip(self._places, given, strict=True):
-            place[...] = each.data
+        for place, x in zip(self._places, given, strict=True):
+            place[...] = x.data
         self._build()
         for step in self._steps:
             step.calls = [direct(call) for call in step.calls]
         self._calls = [call for step in self._steps for call in step.calls]
         self._held = HeldArrays(graph)
-        self._outputs = {each: self._values[each] for each in graph.outputs if isinstance(each, Result)}
+        self._outputs = {output: self._values[output] for output in graph.outputs if isinstance(output, Result)}
         for result, moving in self._moving_outputs.items():
             moving.array = copied(moving.array)
             self._steps[result.node].value = self._outputs[result] = self._values[result] = nowhere(moving.array)
@@ -190,23 +191,24 @@ class Plan:
         tensors: dict[Source, Any] = {Input(i): Tensor(place) for i, place in enumerate(self._places)}
         roots = list(range(len(self.graph.nodes)))
         """For each node the node that owns its result's memory."""
-        origin: dict[int, Source] = {id(each): source for source, each in tensors.items()}
+        origin: dict[int, Source] = {id(tensor): source for source, tensor in tensors.items()}
         alive: list[Any] = []  # keeps ids unique
         for number, node in enumerate(self.graph.nodes):
             step = _Step()
-            operands = [self.graph.operand(each, tensors) for each in node.inputs]
+            operands = [self.graph.operand(source, tensors) for source in node.inputs]
             alive += operands
             for source, operand in zip(node.inputs, operands, strict=True):
                 if isinstance(operand, Tensor):
                     origin[id(operand)] = source
             results, noted = _called(OPERATORS[node.operator], operands, node.attributes)
             value = np.asarray(results[0].data)
-            if not any(each is results[0] for each in operands) and any(value is value_of(each) for each in operands):
+            is_operand = any(x is results[0] for x in operands)
+            if not is_operand and any(value is value_of(x) for x in operands):
                 value = value.view()  # chains identify operands by array; a detached one must differ
-            viewed = [each for each in operands if _shares(value, each)]
+            viewed = [operand for operand in operands if _shares(value, operand)]
             if noted is not None:
                 inputs, pullback, again = noted
-                step.sources = tuple(origin.get(id(each)) for each in inputs)
+                step.sources = tuple(origin.get(id(x)) for x in inputs)
                 step.pullback = pullback if self._keeps and node.is_recorded else None
                 if not viewed:
                     if self._arena is not None and _is_elementwise(again):  # it may overwrite its operands
@@ -215,9 +217,9 @@ class Plan:
                     step.calls = list(_calls(again, value, node.operator))
             results[0].data = step.value = value
             links.append(link(step, node.operator, uses[number], operands, self._keeps, self.graph.held))
-            for each in node.results():
-                if viewed and any(tensors[each] is one for one in viewed):
-                    roots[number] = roots[each.node]
+            for result in node.results():
+                if viewed and any(tensors[result] is one for one in viewed):
+                    roots[number] = roots[result.node]
                     last[roots[number]] = max(last[roots[number]], last[number])
             step.params = [x for x in operands if hasattr(x, "held")]
             for i, tensor in enumerate(results):
@@ -229,15 +231,15 @@ class Plan:
 
     def _join(self, links: list[ChainLink | None]) -> None:
         """Join consecutive links to chains."""
-        numbers = {id(each): number for number, each in enumerate(links)}
+        numbers = {id(op): number for number, op in enumerate(links)}
         chains = chained(self._steps, links)
         moving = self._moving_in(chains)
         for chain in chains:
             first, last = (numbers[id(chain[i])] for i in (0, -1))
             join(chain, self._keeps, moving)
-            self._steps[first].params = [each for step in self._steps[first : last + 1] for each in step.params]
-        for number, each in enumerate(self._steps):
-            if each.value is not self._values.get(Result(number), each.value):
+            self._steps[first].params = [param for step in self._steps[first : last + 1] for param in step.params]
+        for number, step in enumerate(self._steps):
+            if step.value is not self._values.get(Result(number), step.value):
                 del self._values[Result(number)]
 
     def _moving_in(self, chains: list[list[ChainLink]]) -> dict[int, Moving]:
@@ -245,24 +247,24 @@ class Plan:
 
         They are large inputs that only ``chains`` read, and large outputs that only ``chains`` compute.
         """
-        found: dict[int, Moving] = {}
-        sources = [*(each for node in self.graph.nodes for each in node.inputs), *self.graph.outputs]
-        read = Counter(each for each in sources if isinstance(each, (Input, Result)))
+        addresses: dict[int, Moving] = {}
+        sources = [*(source for node in self.graph.nodes for source in node.inputs), *self.graph.outputs]
+        read = Counter(source for source in sources if isinstance(source, (Input, Result)))
         for number, place in enumerate(self._places):
             reads = sum(reads_of(chain, place) for chain in chains)
             if place.nbytes >= _MOVES_FROM and 0 < reads == read[Input(number)]:
-                found[id(place)] = self._places[number] = Moving(place)
-        for result in {each for each in self.graph.outputs if isinstance(each, Result)}:
+                addresses[id(place)] = self._places[number] = Moving(place)
+        for result in {output for output in self.graph.outputs if isinstance(output, Result)}:
             value = self._values[result]
             computed = [(chain, one) for chain in chains for one in chain if one.value is value]
             if not computed or value.nbytes < _MOVES_FROM or self.graph.outputs.count(result) != 1:
                 continue
-            chain, own = computed[0]
-            if self._keeps and own.relu:
+            chain, op = computed[0]
+            if self._keeps and op.relu:
                 continue  # the pullback of a product with a ReLU reads the original array
             if read[result] == reads_of(chain, value) + 1:
-                found[id(value)] = self._moving_outputs[result] = Moving(value)
-        return found
+                addresses[id(value)] = self._moving_outputs[result] = Moving(value)
+        return addresses
 
     def _place(self, value: Array) -> Array:
         """Return the memory of a node's result, filled with ``value``."""
@@ -274,16 +276,16 @@ class Plan:
 
     @property
     def _moves(self) -> bool:
-        return bool(self._moving_outputs) or any(isinstance(each, Moving) for each in self._places)
+        return bool(self._moving_outputs) or any(isinstance(place, Moving) for place in self._places)
 
     @property
     def nbytes(self) -> int:
         """Bytes of results and input copies that the plan holds."""
-        places = sum(each.nbytes for each in self._places if not isinstance(each, Moving))
+        places = sum(place.nbytes for place in self._places if not isinstance(place, Moving))
         if self._arena is not None:
             return places + self._arena.nbytes
-        own = {id(each.base if each.base is not None else each): each for each in self._values.values()}
-        return places + sum(each.nbytes for each in own.values())
+        arrays = {id(value.base if value.base is not None else value): value for value in self._values.values()}
+        return places + sum(array.nbytes for array in arrays.values())
 
     def is_busy(self) -> bool:
         """Return whether a tape still needs the results of the last replay."""
@@ -303,11 +305,11 @@ class Plan:
         return self._returned(given)
 
     def _compute(self, given: Sequence[Tensor]) -> None:
-        for place, each in zip(self._places, given, strict=True):
+        for place, x in zip(self._places, given, strict=True):
             if isinstance(place, Moving):
-                place.array = _as_kernels_take_it(each.data)
+                place.array = _as_kernels_take_it(x.data)
             else:
-                place[...] = each.data
+                place[...] = x.data
         for moving in self._moving_outputs.values():
             moving.array = empty(moving.array.shape, moving.array.dtype)
         if self._held.are_settled:
@@ -348,11 +350,11 @@ class Plan:
     def _copies(self, given: Sequence[Tensor], nodes: list[Node | None] | None) -> Any:
         """Return copies of the last run's outputs, with their tape ``nodes`` if given."""
         outputs: dict[Source, Any] = {}
-        for each, value in self._outputs.items():
-            moving = self._moving_outputs.get(each)
-            outputs[each] = result = Tensor(copied(value) if moving is None else moving.array)
-            if nodes is not None and each.output == 0:
-                result.node = nodes[each.node]
+        for source, value in self._outputs.items():
+            moving = self._moving_outputs.get(source)
+            outputs[source] = result = Tensor(copied(value) if moving is None else moving.array)
+            if nodes is not None and source.output == 0:
+                result.node = nodes[source.node]
         return self.graph.returned_with(outputs, given)
 
     def _spliced(self, given: Sequence[Tensor]) -> list[Node | None]:
@@ -361,7 +363,7 @@ class Plan:
         for step in self._steps:
             node = None
             if step.pullback is not None:
-                sources = tuple(self._on_tape(each, nodes, given) for each in step.sources)
+                sources = tuple(self._on_tape(source, nodes, given) for source in step.sources)
                 if any(source is not None for source in sources):
                     node = SplicedNode(step.value, sources, step.pullback, self._token)
             nodes.append(node)
@@ -392,7 +394,7 @@ def _called(called: Operator, operands: list[Any], attributes: dict[str, Any]) -
         else:
             result = called.function(**dict(zip(called.inputs, operands, strict=True)), **attributes)
     listed = list(result) if isinstance(result, tuple) else [result]
-    return [each if isinstance(each, Tensor) else Tensor(each) for each in listed], noted[0] if noted else None
+    return [result if isinstance(result, Tensor) else Tensor(result) for result in listed], noted[0] if noted else None
 
 
 def _calls(again: Again | None, value: Array, name: str) -> Sequence[Call]:

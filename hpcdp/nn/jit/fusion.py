@@ -88,7 +88,7 @@ BY_NUMPY: dict[str, Callable[..., Any]] = {"tanh": np.tanh, "exp": np.exp, "quie
 
 
 def _made(operation: str, *operands: Term | Number) -> Term:
-    return Term(operation, tuple(each if isinstance(each, Term) else Term(value=each) for each in operands))
+    return Term(operation, tuple(operand if isinstance(operand, Term) else Term(value=operand) for operand in operands))
 
 
 def _operation(name: str) -> Callable[..., Term]:
@@ -139,14 +139,14 @@ BACKWARD: dict[str, tuple[Callable[..., Term], ...]] = {
 
 def in_order(results: Iterable[Term]) -> list[Term]:
     """Return the operations that ``results`` need, each once, in order of creation."""
-    found: dict[int, Term] = {}
+    operations: dict[int, Term] = {}
     waiting = list(results)
     while waiting:
         term = waiting.pop()
-        if term.operation and term.number not in found:
-            found[term.number] = term
+        if term.operation and term.number not in operations:
+            operations[term.number] = term
             waiting += term.operands
-    return [found[number] for number in sorted(found)]
+    return [operations[number] for number in sorted(operations)]
 
 
 _PIECE = 32768
@@ -193,14 +193,14 @@ class FusedProgram:
         self._moving: list[tuple[int, Moving]] = []
         self._places: dict[int, int] = {}
         """Places of terms among the operands, by term number."""
-        leaves = [each for term in self._terms for each in term.operands if not each.operation]
-        repeated = {each.value.size for each in leaves if isinstance(each.value, np.ndarray)} - {1, size}
+        leaves = [operand for term in self._terms for operand in term.operands if not operand.operation]
+        repeated = {leaf.value.size for leaf in leaves if isinstance(leaf.value, np.ndarray)} - {1, size}
         (self._row,) = repeated or {0}
         block = self._kernel.CHAIN_BLOCK
         self._is_short = self._row <= block // 2
         self._period = size if not self._row else block // self._row * self._row if self._is_short else self._row
         self._piece = _piece(size, max(1, self._row))
-        self._told = [self._add(_Operand(None, moves=True, is_whole=True)) for _, array in results if array is None]
+        self._passed = [self._add(_Operand(None, moves=True, is_whole=True)) for _, array in results if array is None]
         """Operands passed to each run: results, then others in the order of their first use."""
         operations = list(self._operations(results))
         self._codes: list[tuple[Array, Array]] = []
@@ -213,12 +213,12 @@ class FusedProgram:
     @property
     def kept(self) -> list[Array]:
         """The arrays that calls refer to by address."""
-        return [*self._repeated, *(each.array for each in self._operands)]
+        return [*self._repeated, *(operand.array for operand in self._operands)]
 
-    def run(self, told: Sequence[Array] = ()) -> None:
+    def run(self, passed: Sequence[Array] = ()) -> None:
         """Compute with the arrays passed, C-contiguous: results first, then operands."""
         moved = [(number, moving.array) for number, moving in self._moving]
-        for number, array in (*zip(self._told, told, strict=True), *moved):
+        for number, array in (*zip(self._passed, passed, strict=True), *moved):
             address = _address(array)
             for codes, before in self._codes:
                 if len(before) == 1:  # setting a number is twenty times faster than an array
@@ -245,11 +245,11 @@ class FusedProgram:
     def _operations(self, results: Sequence[tuple[Term, Array | Moving | None]]) -> Iterable[Operation]:
         """Yield each operation with the places of its operands and its result."""
         targets: dict[int, list[int]] = {}
-        told = iter(self._told)
+        passed = iter(self._passed)
         for term, array in results:
-            place = next(told) if array is None else self._whole(array)
+            place = next(passed) if array is None else self._whole(array)
             targets.setdefault(term.number, []).append(place)
-        last = {each.number: term.number for term in self._terms for each in term.operands}
+        last = {operand.number: term.number for term in self._terms for operand in term.operands}
         free: list[int] = []
         for term in self._terms:
             a, b = (self._place(term.operands[i]) for i in (0, -1))
@@ -262,12 +262,12 @@ class FusedProgram:
             yield term.operation, a, b, out
             for other in wanted:
                 yield "copy", out, out, other
-            scratch = {self._places[each.number] for each in (*term.operands, term)
-                       if each.operation and last.get(each.number, term.number) == term.number}  # fmt: skip
-            free += [each for each in scratch if not self._operands[each].is_whole]
+            scratch = {self._places[operand.number] for operand in (*term.operands, term)
+                       if operand.operation and last.get(operand.number, term.number) == term.number}  # fmt: skip
+            free += [place for place in scratch if not self._operands[place].is_whole]
 
     def _overlap(self, target: int, *others: int) -> bool:
-        written, *read = [self._operands[each].array for each in (target, *others)]
+        written, *read = [self._operands[place].array for place in (target, *others)]
         return written is not None and any(x is not None and np.may_share_memory(written, x) for x in read)
 
     def _scratch(self) -> _Operand:
@@ -284,7 +284,7 @@ class FusedProgram:
         block = self._kernel.CHAIN_BLOCK
         if value is None:
             number = self._add(_Operand(None, moves=True, is_whole=True))
-            self._told.append(number)
+            self._passed.append(number)
             return number
         if isinstance(value, Moving):
             return self._whole(value)
@@ -324,12 +324,12 @@ class FusedProgram:
         """Yield calls of the kernel and of NumPy in turn, for one piece after the other."""
         starts = range(0, self._size, self._piece)
         parts = []
-        for by_numpy, some in itertools.groupby(operations, lambda each: each[0] in BY_NUMPY):
+        for by_numpy, some in itertools.groupby(operations, lambda operation: operation[0] in BY_NUMPY):
             if not by_numpy:
                 parts.append(self._kernel_calls(list(some), starts))
                 continue
             for name, a, _, out in some:
-                is_known = all(self._operands[each].array is not None for each in (a, out))
+                is_known = all(self._operands[place].array is not None for place in (a, out))
                 make = self._bound if is_known else self._to_bind
                 parts.append([make(BY_NUMPY[name], a, out, start) for start in starts])
         yield from self._kernel_calls([], [0]) if self._fillings else ()
@@ -368,18 +368,13 @@ def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def evaluated(terms: Sequence[Term], told: dict[int, Array]) -> list[Array]:
-    """Return the values of ``terms``, computed one operation at a time in NumPy's own memory layout.
-
-    Args:
-        terms: the terms.
-        told: arrays of terms without a value, by term number.
-    """
-    values: dict[int, Any] = dict(told)
+def evaluated(terms: Sequence[Term], passed: dict[int, Array]) -> list[Array]:
+    """Compute ``terms`` one operation at a time in NumPy's own memory layout; ``passed`` are values by term number."""
+    values: dict[int, Any] = dict(passed)
     functions: dict[str, Callable[..., Any]] = {**OPERATIONS, **BY_NUMPY, "gelu_gradient": _gelu_gradient}
     for term in in_order(terms):
-        given = [values.get(each.number, each.value) for each in term.operands]
-        operands = [each.array if isinstance(each, Moving) else each for each in given]
+        given = [values.get(operand.number, operand.value) for operand in term.operands]
+        operands = [x.array if isinstance(x, Moving) else x for x in given]
         values[term.number] = functions[term.operation](*operands)
     return [values[term.number] for term in terms]
 
@@ -428,22 +423,22 @@ def link(
         return None
     if operator in _WITH_EPILOGUE and step.calls[-1][0] is kernels.load("elementwise").add_bias:
         into, bias, relu = step.calls[-1][1]
-        found = ChainLink(step, operator, uses, None)
-        found.bias, found.relu = bias, relu
-        return found if into.size == value.size else None
+        epilogue = ChainLink(step, operator, uses, None)
+        epilogue.bias, epilogue.relu = bias, relu
+        return epilogue if into.size == value.size else None
     if operator not in FORWARD or (keeps and step.pullback is None):
         return None
-    given = [value_of(each) for each in operands]
-    whole = [each for each in given if isinstance(each, np.ndarray) and each.shape == value.shape]
-    rows = [each for each in given if isinstance(each, np.ndarray) and each.shape != value.shape]
-    if any(isinstance(each, list) for each in given):  # kernels accept arrays and numbers
+    given = [value_of(operand) for operand in operands]
+    arrays = [x for x in given if isinstance(x, np.ndarray) and x.shape == value.shape]
+    rows = [x for x in given if isinstance(x, np.ndarray) and x.shape != value.shape]
+    if any(isinstance(x, list) for x in given):  # kernels accept arrays and numbers
         return None
-    if not whole or not all(each.dtype == value.dtype and each.flags.c_contiguous for each in (*whole, *rows)):
+    if not arrays or not all(x.dtype == value.dtype and x.flags.c_contiguous for x in (*arrays, *rows)):
         return None
-    if not all(_is_row_of(each, value) for each in rows):
+    if not all(_is_row_of(row, value) for row in rows):
         return None
-    for each, source in zip(given, step.sources, strict=True):
-        if keeps and isinstance(each, np.ndarray) and each.shape != value.shape and _may_want_gradient(source, held):
+    for x, source in zip(given, step.sources, strict=True):
+        if keeps and isinstance(x, np.ndarray) and x.shape != value.shape and _may_want_gradient(source, held):
             return None  # its gradient is a sum, whose order is NumPy's
     return ChainLink(step, operator, uses, given)
 
@@ -465,19 +460,19 @@ def chained(steps: Sequence[Any], links: Sequence[ChainLink | None]) -> list[lis
     Steps without calls, which are views, do not interrupt a chain.
     """
     chains: list[list[ChainLink]] = [[]]
-    for step, each in zip(steps, links, strict=True):
-        if each is None:
+    for step, op in zip(steps, links, strict=True):
+        if op is None:
             if step.calls:
                 chains.append([])
             continue
-        if each.operands is None or len(chains[-1]) == _LONGEST or not _fits(chains[-1], each):
+        if op.operands is None or len(chains[-1]) == _LONGEST or not _fits(chains[-1], op):
             chains.append([])
-        chains[-1].append(each)
+        chains[-1].append(op)
     return [chain for chain in chains if len(chain) > 1 and _num_compiled(chain) > 1]
 
 
 def _num_compiled(chain: list[ChainLink]) -> int:
-    terms = in_order(_forward(each, {}, {}) for each in chain)
+    terms = in_order(_forward(op, {}, {}) for op in chain)
     return sum(term.operation not in BY_NUMPY for term in terms)
 
 
@@ -486,17 +481,17 @@ def _fits(chain: list[ChainLink], following: ChainLink) -> bool:
     if chain and (value.size != chain[0].value.size or value.dtype != chain[0].value.dtype):
         return False
     before = [x for one in chain for x in _read(one)]
-    own = _read(following)
-    if len({x.size for x in (*before, *own)} - {1, value.size}) > 1:
+    read = _read(following)
+    if len({x.size for x in (*before, *read)} - {1, value.size}) > 1:
         return False  # rows of several lengths
     written = [one.value for one in chain]
-    if any(_is_hazard(value, x) for x in (*before, *own, *written)):
+    if any(_is_hazard(value, x) for x in (*before, *read, *written)):
         return False
-    return not any(_is_hazard(target, x) for target in written for x in own)
+    return not any(_is_hazard(target, x) for target in written for x in read)
 
 
 def _read(one: ChainLink) -> list[Array]:
-    return [one.bias] if one.operands is None else [each for each in one.operands if isinstance(each, np.ndarray)]
+    return [one.bias] if one.operands is None else [x for x in one.operands if isinstance(x, np.ndarray)]
 
 
 def _is_hazard(target: Array, x: Array) -> bool:
@@ -508,7 +503,7 @@ def _is_hazard(target: Array, x: Array) -> bool:
 
 def reads_of(chain: Sequence[ChainLink], array: Array) -> int:
     """Return how often ``chain`` reads all of ``array`` in order."""
-    return sum(x is array for each in chain for x in each.operands or () if each.value.size == array.size)
+    return sum(x is array for op in chain for x in op.operands or () if op.value.size == array.size)
 
 
 def join(chain: list[ChainLink], keeps: bool, moving: Mapping[int, Moving]) -> None:
@@ -520,29 +515,29 @@ def join(chain: list[ChainLink], keeps: bool, moving: Mapping[int, Moving]) -> N
         moving: arrays that differ from call to call, by the ids of their first ones.
     """
     first = chain[0].step
-    parts = _parts([each for each in chain if each.operands is not None], moving) if keeps else []
+    parts = _parts([op for op in chain if op.operands is not None], moving) if keeps else []
     needed = {id(array) for part in parts for array in part.needs()}
     terms: dict[int, Term] = {}
     results: list[tuple[Term, Array | Moving | None]] = []
     given_up = []
-    for each in chain:
-        made = _forward(each, terms, moving)
-        terms[id(each.value)] = made
-        reads = reads_of(chain, each.value)
-        if each.uses > reads or id(each.value) in needed or each.relu:
-            results.append((made, moving.get(id(each.value), each.value)))
-        elif each.operands is not None:  # otherwise the product needs the memory
-            given_up.append(each)
+    for op in chain:
+        made = _forward(op, terms, moving)
+        terms[id(op.value)] = made
+        reads = reads_of(chain, op.value)
+        if op.uses > reads or id(op.value) in needed or op.relu:
+            results.append((made, moving.get(id(op.value), op.value)))
+        elif op.operands is not None:  # otherwise the product needs the memory
+            given_up.append(op)
     program = FusedProgram(results, chain[0].value.size, chain[0].value.dtype)
     first.calls = [*(first.calls[:-1] if chain[0].operands is None else ()), *program.calls]
     first.kept = program.kept
-    for each in chain[1:]:
-        each.step.calls = []
+    for op in chain[1:]:
+        op.step.calls = []
     for part in parts:
         part.take_place(given_up)
     if keeps:
-        for each in given_up:
-            each.step.value = nowhere(each.value)
+        for op in given_up:
+            op.step.value = nowhere(op.value)
 
 
 def nowhere(array: Array) -> Array:
@@ -562,12 +557,12 @@ def _parts(links: list[ChainLink], moving: Mapping[int, Moving]) -> list[_Part]:
     parts, waiting = [], [links] if links else []
     while waiting:
         part = waiting.pop()
-        reads = {id(each.value): 0 for each in part}
+        reads = {id(op.value): 0 for op in part}
         for one in part:
             for array in one.operands or ():
                 if id(array) in reads:
                     reads[id(array)] += 1
-        cut = next((i for i, each in enumerate(part[:-1], 1) if each.uses > reads[id(each.value)]), None)
+        cut = next((i for i, op in enumerate(part[:-1], 1) if op.uses > reads[id(op.value)]), None)
         if cut is None:
             parts.append(_Part(part, moving))
         else:
@@ -580,12 +575,10 @@ class _Part:
 
     def __init__(self, links: list[ChainLink], moving: Mapping[int, Moving]) -> None:
         self._links = links
-        own = {id(each.value): number for number, each in enumerate(links)}
-        self._operators = [each.operator for each in links]
-        self._values = [Term(value=moving.get(id(each.value), each.value)) for each in links]
-        self._operands = [
-            [own.get(id(x), Term(value=moving.get(id(x), x))) for x in each.operands or ()] for each in links
-        ]
+        own = {id(op.value): number for number, op in enumerate(links)}
+        self._operators = [op.operator for op in links]
+        self._values = [Term(value=moving.get(id(op.value), op.value)) for op in links]
+        self._operands = [[own.get(id(x), Term(value=moving.get(id(x), x))) for x in op.operands or ()] for op in links]
         """Operands of each link: numbers of earlier links, and terms."""
         self._size, self._dtype, self._shape = links[-1].value.size, links[-1].value.dtype, links[-1].value.shape
         self._programs: dict[tuple[bool, ...], tuple[Term, list[Term], FusedProgram | None]] = {}
@@ -594,17 +587,17 @@ class _Part:
         """Return the arrays that backward reads."""
         count = sum(isinstance(x, Term) for operands in self._operands for x in operands)
         _, results = self._gradients([True] * count)
-        waiting, found = list(results), []
+        waiting, arrays = list(results), []
         while waiting:
             term = waiting.pop()
             waiting += term.operands
             value = term.value.array if isinstance(term.value, Moving) else term.value
-            found += [] if term.operation else [value]
-        return found
+            arrays += [] if term.operation else [value]
+        return arrays
 
     def take_place(self, given_up: list[ChainLink]) -> None:
         """Become the tape node of the last link and remove those of the others."""
-        steps = [each.step for each in self._links]
+        steps = [op.step for op in self._links]
         sources = []
         for step, operands in zip(reversed(steps), reversed(self._operands), strict=True):
             sources += [source for source, x in zip(step.sources, operands, strict=True) if isinstance(x, Term)]
@@ -637,13 +630,13 @@ class _Part:
         return head, results
 
     def _pull_back(self, gy: Array, *gradients: Gradient | None) -> None:
-        wanted = tuple(each is not None for each in gradients)
+        wanted = tuple(gradient is not None for gradient in gradients)
         if wanted not in self._programs:
             head, results = self._gradients(wanted)
-            made = [(each, None) for each in results if each is not head]
+            made = [(result, None) for result in results if result is not head]
             self._programs[wanted] = head, results, FusedProgram(made, self._size, self._dtype) if made else None
         head, results, program = self._programs[wanted]
-        into = [each for each in gradients if each is not None]
+        into = [gradient for gradient in gradients if gradient is not None]
         if not _lies_in_order(gy):  # later sums would see another memory order, and round differently
             for gradient, value in zip(into, evaluated(results, {head.number: gy}), strict=True):
                 gradient.add(value)

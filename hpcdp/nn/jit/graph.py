@@ -60,7 +60,7 @@ class Literal:
 
 
 def _of_type(kind: Callable[[Any], Any], value: Any) -> Any:
-    return [_of_type(kind, each) for each in value] if isinstance(value, list) else kind(value)
+    return [_of_type(kind, element) for element in value] if isinstance(value, list) else kind(value)
 
 
 Source = Input | CapturedTensor | Result | Literal | None
@@ -92,7 +92,7 @@ class GraphNode:
 
     def results(self) -> Iterator[Result]:
         """Return an iterator over the results that it reads."""
-        return (each for each in self.inputs if isinstance(each, Result))
+        return (meta for meta in self.inputs if isinstance(meta, Result))
 
 
 @dataclass
@@ -118,8 +118,31 @@ class Graph:
     """Whether the graph is known to be valid for any batch size, not only that of ``inputs``."""
 
     def summary(self) -> str:
-        """Return a table of the operations, with operands, shape and bytes of the result, and parameters."""
-        return summary(self)
+        """Return a table of the operations: operands, shape and bytes of results, parameters at their first reader."""
+        seen: set[int] = set()
+        rows = [("", "operation", "reads", "shape", "parameters", "bytes")]
+        rows += [
+            ("", f"input {i}", "", _shape(meta.shape), "", f"{meta.nbytes:,}") for i, meta in enumerate(self.inputs)
+        ]
+        for number, node in enumerate(self.nodes):
+            count = _count_new(self, node, seen)
+            reads = ", ".join(filter(None, (_name(self, source) for source in node.inputs)))
+            out = node.outputs[0]
+            rows.append(
+                (str(number), title(node), reads, _shape(out.shape), f"{count:,}" if count else "", f"{out.nbytes:,}")
+            )
+        table = [line for row in rows for line in _wrapped(row, _reads_width(rows))]
+        widths = [max(len(row[i]) for row in table) for i in range(len(rows[0]))]
+        lines = []
+        for row in table:
+            sized = enumerate(zip(row, widths, strict=True))
+            cells = [cell.ljust(width) if 1 <= i <= 3 else cell.rjust(width) for i, (cell, width) in sized]
+            lines.append("  ".join(cells).rstrip())
+        total = sum(math.prod(shape) for held, (shape, _) in zip(self.held, self.kinds, strict=True) if _learnt(held))
+        nbytes = sum(node.outputs[0].nbytes for node in self.nodes)
+        outputs = ", ".join(_name(self, output) for output in self.outputs)
+        totals = f"{len(self.nodes)} operations, {total:,} parameters, {nbytes:,} bytes of results; returns {outputs}"
+        return "\n".join([*lines, *textwrap.wrap(totals, _COLUMNS)])
 
     def draw(self, path: str | Path) -> None:
         """Draw the operations from top to bottom into a PNG, SVG or PDF, replacing the file.
@@ -133,7 +156,39 @@ class Graph:
             ConfigError: another suffix, or a missing folder.
             OSError: the file cannot be written.
         """
-        draw(self, path)
+        path = file_name("draw", "path", path, _ENDINGS)
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import FancyBboxPatch
+
+        places = _places(self)
+        columns = [x for x, _ in places.values()]
+        depth = max(y for _, y in places.values()) + 1
+        width, height = (max(columns) - min(columns) + 1) * _STEP[0] + 0.6, depth * _STEP[1] + 0.2
+        figure = Figure((min(width, _MOST_INCHES), min(height, _MOST_INCHES)))
+        FigureCanvasAgg(figure)
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set_xlim((min(columns) - 0.5) * _STEP[0] - 0.3, (max(columns) + 0.5) * _STEP[0] + 0.3)
+        axes.set_ylim(-(depth - 0.5) * _STEP[1] - 0.1, 0.5 * _STEP[1] + 0.1)
+        axes.set_axis_off()
+        middle = {source: (x * _STEP[0], -y * _STEP[1]) for source, (x, y) in places.items()}
+        for number, node in enumerate(self.nodes):
+            target = Result(number)
+            for operand in node.inputs:
+                source = Result(operand.node) if isinstance(operand, Result) else operand
+                if source in middle:
+                    _arrow(axes, middle[source], middle[target], places[target][1] - places[source][1])
+        seen: set[int] = set()
+        for source, (x, y) in middle.items():
+            lines, color = _texts(self, source, seen)
+            corner = x - _BOX[0] / 2, y - _BOX[1] / 2
+            axes.add_patch(FancyBboxPatch(corner, *_BOX, boxstyle="round,pad=0,rounding_size=0.09", facecolor=color,
+                                          edgecolor="#555555", linewidth=0.8, zorder=2))  # fmt: skip
+            offset = (len(lines) - 1) / 2
+            for i, line in enumerate(lines):
+                axes.text(x, y + (offset - i) * 0.17, line, ha="center", va="center", fontsize=8 if i == 0 else 7,
+                          color="#111111" if i == 0 else "#444444", zorder=3)  # fmt: skip
+        figure.savefig(path, dpi=110)
 
     def has_its_lists(self) -> bool:
         """Return whether the program's lists still have their traced content; it may have changed them in place."""
@@ -153,17 +208,15 @@ class Graph:
     def num_uses(self) -> list[int]:
         """Return how often each node is read or returned."""
         uses = [0] * len(self.nodes)
-        for each in [*(each for node in self.nodes for each in node.results()), *self.outputs]:
-            if isinstance(each, Result):
-                uses[each.node] += 1
+        for source in [*(result for node in self.nodes for result in node.results()), *self.outputs]:
+            if isinstance(source, Result):
+                uses[source.node] += 1
         return uses
 
     def changed_to(self, nodes: list[GraphNode | None], moved: dict[int, int]) -> Graph:
         """Return the graph with the ``nodes`` that are not None, one entry for each old node.
 
-        Args:
-            nodes: replacement of each node, or None.
-            moved: maps the number of a removed node to the node that now computes its result.
+        ``moved`` maps the number of a removed node to the node that now computes its result.
         """
         numbers: dict[int, int] = {}
         kept: list[GraphNode] = []
@@ -182,13 +235,13 @@ class Graph:
 
     def without_unused(self) -> Graph:
         """Return the graph without nodes that have neither readers nor side effects."""
-        needed: set[int] = {each.node for each in self.outputs if isinstance(each, Result)}
+        needed: set[int] = {output.node for output in self.outputs if isinstance(output, Result)}
         for number in reversed(range(len(self.nodes))):
             node = self.nodes[number]
             if OPERATORS[node.operator].has_effect:
                 needed.add(number)
             if number in needed:
-                needed |= {each.node for each in node.results()}
+                needed |= {result.node for result in node.results()}
         return self.changed_to([node if i in needed else None for i, node in enumerate(self.nodes)], {})
 
     def operand(self, source: Source, tensors: Mapping[Source, Any]) -> Any:
@@ -202,7 +255,7 @@ class Graph:
 
     def returned(self, values: Callable[[Source], Any]) -> Any:
         """Return the outputs in the form in which the network returned them."""
-        outputs = [values(each) for each in self.outputs]
+        outputs = [values(output) for output in self.outputs]
         return outputs[0] if self.form == "one" else tuple(outputs) if self.form == "tuple" else outputs
 
     def returned_with(self, results: Mapping[Source, Any], given: Sequence[Any]) -> Any:
@@ -233,7 +286,7 @@ def with_biases(graph: Graph) -> Graph:
         before = graph.nodes[number - 1] if number else node
         if node.operator != "add" or before.operator != "matmul" or uses[number - 1] != 1:
             continue
-        bias = next((each for each in node.inputs if each != Result(number - 1)), None)
+        bias = next((source for source in node.inputs if source != Result(number - 1)), None)
         if before.is_recorded == node.is_recorded and _is_bias(graph, bias, before.outputs[0]):
             inputs = (*before.inputs, bias)
             nodes[number - 1] = replace(before, operator="affine", inputs=inputs, attributes={"activation": None})
@@ -277,11 +330,8 @@ _BOX = (1.9, 0.62)
 _STEP = (2.3, 1.05)
 """Inches from one box to the next, horizontally and vertically."""
 _COLORS = {
-    "dense": "#d7e5f7",
-    "conv2d": "#d7e5f7",
-    "matmul": "#d7e5f7",
-    "batch_norm": "#f6ead2",
-    "batch_norm_by_running": "#f6ead2",
+    **dict.fromkeys(("dense", "conv2d", "matmul"), "#d7e5f7"),
+    **dict.fromkeys(("batch_norm", "batch_norm_by_running"), "#f6ead2"),
     "input": "#e3f1df",
 }
 _MOST_INCHES = 200.0
@@ -289,35 +339,6 @@ _ENDINGS = (".png", ".svg", ".pdf")
 _COLUMNS = 80
 _READS, _LEAST_READS = 2, 16
 """The column of a table that is wrapped if a line is too long, and its least width."""
-
-
-def summary(graph: Graph) -> str:
-    """Return the table of `Graph.summary`; a parameter counts at its first reader."""
-    seen: set[int] = set()
-    rows = [("", "operation", "reads", "shape", "parameters", "bytes")]
-    rows += [("", f"input {i}", "", _shape(each.shape), "", f"{each.nbytes:,}") for i, each in enumerate(graph.inputs)]
-    for number, node in enumerate(graph.nodes):
-        count = _count_new(graph, node, seen)
-        reads = ", ".join(filter(None, (_name(graph, each) for each in node.inputs)))
-        out = node.outputs[0]
-        rows.append(
-            (str(number), title(node), reads, _shape(out.shape), f"{count:,}" if count else "", f"{out.nbytes:,}")
-        )
-    table = [line for row in rows for line in _wrapped(row, _reads_width(rows))]
-    widths = [max(len(row[i]) for row in table) for i in range(len(rows[0]))]
-    left = (False, True, True, True, False, False)
-    lines = [
-        "  ".join(
-            cell.ljust(width) if to_left else cell.rjust(width)
-            for cell, width, to_left in zip(row, widths, left, strict=True)
-        ).rstrip()
-        for row in table
-    ]
-    total = sum(math.prod(shape) for held, (shape, _) in zip(graph.held, graph.kinds, strict=True) if _learnt(held))
-    nbytes = sum(each.outputs[0].nbytes for each in graph.nodes)
-    outputs = ", ".join(_name(graph, each) for each in graph.outputs)
-    totals = f"{len(graph.nodes)} operations, {total:,} parameters, {nbytes:,} bytes of results; returns {outputs}"
-    return "\n".join([*lines, *textwrap.wrap(totals, _COLUMNS)])
 
 
 def _reads_width(rows: Sequence[tuple[str, ...]]) -> int:
@@ -383,43 +404,6 @@ def _shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "number"
 
 
-def draw(graph: Graph, path: str | Path) -> None:
-    """Draw ``graph`` into ``path``; see `Graph.draw`."""
-    path = file_name("draw", "path", path, _ENDINGS)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import FancyBboxPatch
-
-    places = _places(graph)
-    columns = [x for x, _ in places.values()]
-    depth = max(y for _, y in places.values()) + 1
-    width, height = (max(columns) - min(columns) + 1) * _STEP[0] + 0.6, depth * _STEP[1] + 0.2
-    figure = Figure((min(width, _MOST_INCHES), min(height, _MOST_INCHES)))
-    FigureCanvasAgg(figure)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim((min(columns) - 0.5) * _STEP[0] - 0.3, (max(columns) + 0.5) * _STEP[0] + 0.3)
-    axes.set_ylim(-(depth - 0.5) * _STEP[1] - 0.1, 0.5 * _STEP[1] + 0.1)
-    axes.set_axis_off()
-    middle = {source: (x * _STEP[0], -y * _STEP[1]) for source, (x, y) in places.items()}
-    for number, node in enumerate(graph.nodes):
-        target = Result(number)
-        for each in node.inputs:
-            source = Result(each.node) if isinstance(each, Result) else each
-            if source in middle:
-                _arrow(axes, middle[source], middle[target], places[target][1] - places[source][1])
-    seen: set[int] = set()
-    for source, (x, y) in middle.items():
-        lines, color = _texts(graph, source, seen)
-        corner = x - _BOX[0] / 2, y - _BOX[1] / 2
-        axes.add_patch(FancyBboxPatch(corner, *_BOX, boxstyle="round,pad=0,rounding_size=0.09", facecolor=color,
-                                      edgecolor="#555555", linewidth=0.8, zorder=2))  # fmt: skip
-        offset = (len(lines) - 1) / 2
-        for i, line in enumerate(lines):
-            axes.text(x, y + (offset - i) * 0.17, line, ha="center", va="center", fontsize=8 if i == 0 else 7,
-                      color="#111111" if i == 0 else "#444444", zorder=3)  # fmt: skip
-    figure.savefig(path, dpi=110)
-
-
 def _texts(graph: Graph, source: Source, seen: set[int]) -> tuple[list[str], str]:
     """Return the lines in a box, and its color."""
     if isinstance(source, Input):
@@ -430,7 +414,7 @@ def _texts(graph: Graph, source: Source, seen: set[int]) -> tuple[list[str], str
     count = _count_new(graph, node, seen)
     if count:
         lines.append(f"{count:,} parameters")
-    if source.node in [each.node for each in graph.outputs if isinstance(each, Result)]:
+    if source.node in [output.node for output in graph.outputs if isinstance(output, Result)]:
         lines[0] += " (returned)"
     return lines, _COLORS.get(node.operator, "#f4f4f4")
 
@@ -456,15 +440,15 @@ def _places(graph: Graph) -> dict[Source, tuple[float, int]]:
     rows: dict[Source, int] = {Input(i): 0 for i in range(len(graph.inputs))}
     readers: dict[int, list[int]] = {}
     for number, node in enumerate(graph.nodes):
-        found = [rows[key] for each in node.inputs
-                 if (key := Result(each.node) if isinstance(each, Result) else each) in rows]  # fmt: skip
-        for each in node.results():
-            readers.setdefault(each.node, []).append(number)
-        if found:
-            rows[Result(number)] = max(found) + 1
+        above = [rows[key] for source in node.inputs
+                 if (key := Result(source.node) if isinstance(source, Result) else source) in rows]  # fmt: skip
+        for result in node.results():
+            readers.setdefault(result.node, []).append(number)
+        if above:
+            rows[Result(number)] = max(above) + 1
     for number in reversed(range(len(graph.nodes))):
         if Result(number) not in rows:
-            rows[Result(number)] = min((rows[Result(each)] for each in readers.get(number, [])), default=1) - 1
+            rows[Result(number)] = min((rows[Result(reader)] for reader in readers.get(number, [])), default=1) - 1
     lowest = min(rows.values(), default=0)
     members: dict[int, list[Source]] = {}
     for source, row in rows.items():
@@ -472,7 +456,7 @@ def _places(graph: Graph) -> dict[Source, tuple[float, int]]:
     return {
         source: (place - (len(sources) - 1) / 2, row)
         for row, sources in members.items()
-        for place, source in enumerate(sorted(sources, key=lambda each: _depends_last(graph, each)))
+        for place, source in enumerate(sorted(sources, key=lambda source: _depends_last(graph, source)))
     }
 
 
@@ -490,23 +474,19 @@ _AS_IT_WAS = 0
 
 def arrays_of(graph: Graph) -> dict[str, np.ndarray]:
     """Return the network's tensors by name, in host memory."""
-    values = [each.data if isinstance(each, Tensor) else each for each in graph.held]
+    values = [held.data if isinstance(held, Tensor) else held for held in graph.held]
     return {name: np.asarray(to_host(value), order="C") for name, value in zip(graph.names, values, strict=True)}
 
 
 def as_json(graph: Graph, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return the graph of a prediction as JSON data; `arrays_of` are saved beside it.
-
-    Raises:
-        ConfigError: an operator has an attribute or operand that cannot be serialised.
-    """
+    """Return the graph of a prediction as JSON data; `ConfigError` if an attribute or operand cannot be serialised."""
     calls = calls_as_json(graph)
     nodes = zip(calls["nodes"], graph.nodes, strict=True)
     return {
         "format": FORMAT,
         "version": VERSION,
         "any_batch": graph.any_batch,
-        "inputs": [_meta(each) for each in graph.inputs],
+        "inputs": [_meta(meta) for meta in graph.inputs],
         "tensors": [
             {
                 "name": name,
@@ -517,26 +497,22 @@ def as_json(graph: Graph, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
             for name, held in zip(graph.names, graph.held, strict=True)
         ],
         **calls,
-        "nodes": [{**call, "outputs": [_meta(each) for each in node.outputs]} for call, node in nodes],
+        "nodes": [{**call, "outputs": [_meta(meta) for meta in node.outputs]} for call, node in nodes],
     }
 
 
 def calls_as_json(graph: Graph) -> dict[str, Any]:
-    """Return the operator calls as JSON data, without shapes and dtypes.
-
-    Raises:
-        ConfigError: as `as_json`.
-    """
+    """Return the operator calls as JSON data, without shapes and dtypes."""
     return {
         "nodes": [
             {
                 "operator": node.operator,
-                "inputs": [_source(each, node) for each in node.inputs],
-                "attributes": {name: _value(node, each) for name, each in _attributes(graph, node).items()},
+                "inputs": [_source(source, node) for source in node.inputs],
+                "attributes": {name: _value(node, value) for name, value in _attributes(graph, node).items()},
             }
             for node in graph.nodes
         ],
-        "outputs": [_source(each) for each in graph.outputs],
+        "outputs": [_source(output) for output in graph.outputs],
         "form": graph.form,
     }
 
@@ -576,9 +552,9 @@ def _value(node: GraphNode, value: Any) -> Any:
     if value is Ellipsis:
         return {"ellipsis": True}
     if isinstance(value, slice):
-        return {"slice": [_value(node, each) for each in (value.start, value.stop, value.step)]}
+        return {"slice": [_value(node, bound) for bound in (value.start, value.stop, value.step)]}
     if isinstance(value, tuple):
-        return {"tuple": [_value(node, each) for each in value]}
+        return {"tuple": [_value(node, element) for element in value]}
     if isinstance(value, np.generic) and isinstance(value.item(), float):
         return {"number": [value.item(), str(value.dtype)]}
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -591,22 +567,13 @@ def _not_written(where: str, expected: str, got: Any) -> ConfigError:
 
 
 class Reader:
-    """Reader of the JSON data that `as_json` returns.
-
-    Args:
-        where: the file named in errors.
-        read: the parsed JSON.
-    """
+    """Reader of the JSON data that `as_json` returns; ``where`` is the file named in errors."""
 
     def __init__(self, where: object, read: Any) -> None:
         self._where, self._read = where, read
 
     def graph(self) -> tuple[Graph, list[dict[str, Any]]]:
-        """Return the graph without ``held``, and the metadata of each tensor that belongs there.
-
-        Raises:
-            DataError: the file is of another kind, or inconsistent.
-        """
+        """Return the graph without ``held``, and the metadata of its tensors; `DataError` for inconsistent data."""
         read = self._read
         self._require(isinstance(read, dict) and read.get("format") == FORMAT, f"a file of {FORMAT}")
         self._require(read.get("version") == VERSION, f"version {VERSION}", read.get("version"))
@@ -671,12 +638,12 @@ class Reader:
         operator = OPERATORS.get(read["operator"])
         self._require(operator is not None, "operators of this version", read["operator"])
         assert operator is not None
-        attributes = {name: self._value(each) for name, each in read["attributes"].items()}
+        attributes = {name: self._value(value) for name, value in read["attributes"].items()}
         self._require(
             set(attributes) == set(operator.attributes) and "generator" not in attributes,
             f"attributes of {operator.name}", ", ".join(attributes),
         )  # fmt: skip
-        inputs = tuple(self._input(each, graph) for each in read["inputs"])
+        inputs = tuple(self._input(source, graph) for source in read["inputs"])
         fits = len(inputs) == len(operator.inputs) or operator.takes_many
         self._require(fits, f"{len(operator.inputs)} inputs of {operator.name}", len(inputs))
         return GraphNode(operator.name, inputs, attributes, tuple(map(self._meta, read["outputs"])))
@@ -687,7 +654,7 @@ class Reader:
             if kind == "ellipsis":
                 return Ellipsis
             self._require(kind in ("slice", "tuple", "number"), "attributes", read)
-            values = [self._value(each) for each in value]
+            values = [self._value(element) for element in value]
             if kind == "number":
                 number, dtype = values[0], dtype_of(values[1])
                 self._require(type(number) is float and is_float(dtype), "a number of floating point", read)
@@ -713,4 +680,4 @@ def call(node: GraphNode, operands: list[Any], functions: Mapping[str, Callable[
 
 def with_held(graph: Graph, held: list[Any]) -> Graph:
     """Return a graph that was read, with its network's tensors."""
-    return replace(graph, held=held, kinds=[(each.shape, each.dtype) for each in held])
+    return replace(graph, held=held, kinds=[(value.shape, value.dtype) for value in held])

@@ -50,11 +50,7 @@ class Look:
 
 
 def in_module(module: object, name: str) -> None:
-    """Register that an attribute of a module is about to change.
-
-    Raises:
-        HpcdpError: this thread is tracing, and a replay would not repeat the assignment.
-    """
+    """Register that an attribute of a module is about to change; an error while tracing, replays do not assign."""
     if modes.signature & TRACING:
         raise refusal(
             users_line()[0], "a forward that assigns no attributes", f"an assignment of {type(module).__name__}.{name}",
@@ -100,7 +96,7 @@ class HeldArrays:
 
     def without_gradients(self) -> list[bool]:
         """Return for each of the network's tensors and arrays whether it gets no gradient."""
-        return [getattr(each, "grad_req", "null") == "null" for each in self._all]
+        return [getattr(held, "grad_req", "null") == "null" for held in self._all]
 
     @property
     def are_settled(self) -> bool:
@@ -124,19 +120,16 @@ def wait_for_update(param: Any) -> None:
 def takes_any_batch(graph: Graph, trace: Callable[[list[Tensor]], Graph]) -> bool:
     """Return whether traces with other batch sizes call the same operators in the same way.
 
-    They do not if the forward uses the batch size as a number, e.g. as a divisor or in a loop.
-
-    Args:
-        graph: the graph of the first trace.
-        trace: function that traces the network's forward again and returns its graph.
+    They do not if the forward uses the batch size as a number, e.g. as a divisor or in a loop. ``trace`` traces it
+    again.
     """
-    if not all(each.shape for each in graph.inputs):
+    if not all(meta.shape for meta in graph.inputs):
         return False
     own = graph.names, calls_as_json(graph)
     try:
         with pause(), np.errstate(all="ignore"):
             traced = map(trace, _others(graph))
-            return all((each.names, calls_as_json(each)) == own for each in traced)
+            return all((other.names, calls_as_json(other)) == own for other in traced)
     except Exception:  # the forward may reject this batch size with any exception
         return False
 
@@ -150,19 +143,15 @@ def _others(graph: Graph) -> Iterator[list[Tensor]]:
 def zeros_for(graph: Graph, rows: Callable[[int], int]) -> list[Tensor]:
     """Return zeros for each input, with the batch size ``rows(size)``, on the device of the network's tensors."""
     like = array_of(graph.held[0]) if graph.held else np.empty(0)
-    shapes = [(*map(rows, each.shape[:1]), *each.shape[1:]) for each in graph.inputs]
-    zeros = [np.zeros(shape, dtype_of(each.dtype)) for shape, each in zip(shapes, graph.inputs, strict=True)]
-    return [Tensor(from_host(each, like)) for each in zeros]
+    shapes = [(*map(rows, meta.shape[:1]), *meta.shape[1:]) for meta in graph.inputs]
+    zeros = [np.zeros(shape, dtype_of(meta.dtype)) for shape, meta in zip(shapes, graph.inputs, strict=True)]
+    return [Tensor(from_host(array, like)) for array in zeros]
 
 
 def with_pauses(graph: Graph, trace: Callable[[list[Tensor]], Graph]) -> Graph:
     """Return ``graph`` with gradients stopped at results computed within ``pause()``.
 
-    A prediction records nothing, so its graph does not show pauses; the forward is traced again while recording.
-
-    Args:
-        graph: the graph of a prediction.
-        trace: function that traces the network's forward again and returns its graph.
+    A prediction records nothing, so its graph does not show pauses; ``trace`` traces the forward again while recording.
     """
     try:
         with record(train_mode=False):
@@ -192,7 +181,7 @@ def _detached(graph: Graph, paused: list[bool]) -> Graph:
         return detached[source]
 
     for number, node in enumerate(graph.nodes):
-        within = [moved[each] if isinstance(each, Result) else each for each in node.inputs]
+        within = [moved[source] if isinstance(source, Result) else source for source in node.inputs]
         inputs = within if paused[number] else map(outside, node.inputs)
         made = replace(node, inputs=tuple(inputs))
         moved |= {Result(number, i): Result(len(nodes), i) for i in range(len(node.outputs))}
@@ -332,15 +321,10 @@ class Traced(Tensor):
 
 
 class TracingRun:
-    """Tracing of one run of a module's forward.
-
-    Args:
-        held: path and value of every tensor and array among the attributes of the module and its parts.
-        given: the inputs.
-    """
+    """Tracing of one run of a module's forward; ``held`` has path and value of all its tensors and arrays."""
 
     def __init__(self, held: Sequence[tuple[str, Any]], given: Sequence[Tensor]) -> None:
-        self.graph = Graph(tuple(_meta(each) for each in given))
+        self.graph = Graph(tuple(_meta(x) for x in given))
         self._known: dict[int, tuple[str, Any, bool]] = {}
         for name, value in held:
             if isinstance(value, Tensor):
@@ -388,12 +372,12 @@ class TracingRun:
             value = bound.arguments[name]
             is_many = called.signature.parameters[name].kind is called.signature.parameters[name].VAR_POSITIONAL
             inputs += value if is_many else [value]
-        sources = tuple(self._source(each) for each in inputs)
-        if called.name == "getitem" and any(_is_mask(value_of(_inner(each))) for each in inputs[1:]):  # lists are fixed
+        sources = tuple(self._source(x) for x in inputs)
+        if called.name == "getitem" and any(_is_mask(value_of(_inner(x))) for x in inputs[1:]):  # lists are fixed
             _refuse("use autograd.where: how many elements a mask selects depends on values", "a tensor as a mask")
         modes.tracer = None
         try:
-            result = called.function(*map(_inner, args), **{name: _inner(each) for name, each in kwargs.items()})
+            result = called.function(*map(_inner, args), **{name: _inner(value) for name, value in kwargs.items()})
         except HpcdpError:
             raise
         except ValueError as error:
@@ -401,11 +385,11 @@ class TracingRun:
         finally:
             modes.tracer = self
         attributes = {name: _plain(bound.arguments[name]) for name in called.attributes}
-        results = [each if isinstance(each, Tensor) else Tensor(each) for each in _listed(result)]
+        results = [value if isinstance(value, Tensor) else Tensor(value) for value in _listed(result)]
         node = len(self.graph.nodes)
-        metas = tuple(_meta(each) for each in results)
+        metas = tuple(_meta(result) for result in results)
         self.graph.nodes.append(GraphNode(called.name, sources, attributes, metas, modes.recording))
-        traced = [Traced(self, Result(node, i), each) for i, each in enumerate(results)]
+        traced = [Traced(self, Result(node, i), inner) for i, inner in enumerate(results)]
         return tuple(traced) if isinstance(result, tuple) else traced[0]
 
     def read(self) -> None:
@@ -462,7 +446,7 @@ class TracingRun:
 def _numbers(x: Any) -> Any:
     """Return a copy of the numbers in nested lists."""
     if isinstance(x, (list, tuple, range)):
-        return [_numbers(each) for each in x]
+        return [_numbers(element) for element in x]
     number = x.item() if isinstance(x, np.generic) else x
     if not isinstance(number, (bool, int, float)):
         raise TypeError
@@ -497,5 +481,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, slice):
         return slice(_plain(value.start), _plain(value.stop), _plain(value.step))
     if isinstance(value, (tuple, list)):
-        return tuple(_plain(each) for each in value)
+        return tuple(_plain(element) for element in value)
     return value
