@@ -26,7 +26,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from ..core.files import replaced, require_file
-from ..errors import ConfigError, DataError, MissingFileError, type_named, whole_number
+from ..errors import ConfigError, DataError, type_named, whole_number
 from ..kernels.buffers import empty
 
 

@@ -519,5 +519,5 @@ def test_parameters_on_several_gpus_are_refused(gpus_on_host):
         layout = buckets.plan([(p.name, (3,), np.dtype("f4")) for p in params])
         Reducer(params, layout, world)
 
-    with pytest.raises(UnsupportedError, match=r"all parameters on one GPU, got gpu\(0\) and gpu\(1\); net.to"):
+    with pytest.raises(UnsupportedError, match=r"got parameters on gpu\(0\) and gpu\(1\); call net.to"):
         thread_comm.run(2, rank)

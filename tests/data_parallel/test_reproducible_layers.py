@@ -127,9 +127,9 @@ def test_a_layer_whose_parameters_the_trainer_does_not_have_is_refused(is_a_copy
 
     said = thread_comm.run(2, caught)
     assert said[0] == said[1] and said[0].startswith(
-        "step: expected layers whose parameters the Trainer has, got a Batch"
+        "step: expected layers with parameters of this Trainer, got a Batch"
     )
-    assert said[0].endswith("copies of nn.Replicas have none of theirs there")
+    assert said[0].endswith("copies of nn.Replicas have none")
 
 
 def test_layers_are_found_by_any_of_their_parameters():

@@ -246,7 +246,7 @@ def test_another_layout_is_taken_with_one_warning_and_the_same_without(monkeypat
     monkeypatch.setattr(
         "hpcdp.data_parallel.bucket_trainer.plan", lambda params, cap, room_for: plan(params, 0.001, 0.001)
     )
-    with pytest.warns(UserWarning, match="buckets were laid out in another way") as warned:
+    with pytest.warns(UserWarning, match="another layout of buckets") as warned:
         again, _, _ = gone_on(2, None, state, params_then, steps=0)
     assert len(warned) == 1
     same(again["states"], state["states"])
