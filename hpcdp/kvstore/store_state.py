@@ -45,8 +45,7 @@ def write_states(
 ) -> None:
     """Write the states and the number of updates of each key to a file that replaces ``path`` atomically.
 
-    Args:
-        names: the parameter names of keys that number parameters, see `read_states`; may be empty.
+    ``names`` are the parameter names of keys that number parameters, see `read_states`; it may be empty.
 
     Raises:
         DataError: the file cannot be written.
@@ -64,6 +63,8 @@ def read_states(
     """Return the number of updates of each key, and its states.
 
     Args:
+        path: the file.
+        optimizer: the optimizer whose states the file must have.
         shapes: the shapes of the store's keys.
         names: the parameter names of keys that number parameters. Where the file has names, too, they match its keys
             to the store's.
@@ -198,12 +199,9 @@ class StateDictMixin(abc.ABC):
         return []
 
     def _put(self, entry: Entry, values: Any, states: Mapping[str, Any], updates: int | None) -> None:
-        """Set a key's value, optimizer state and number of updates.
+        """Set a key's value, optimizer state and number of updates, which is None without an optimizer.
 
-        Args:
-            values: the result of `_values_of`, filled.
-            states: the result of `_states_of`, filled.
-            updates: the number of updates; None without an optimizer.
+        ``values`` and ``states`` are the results of `_values_of` and `_states_of`, filled.
         """
         if isinstance(self._updater, ByOptimizer):
             self._updater.steps.pop(entry.key, None)

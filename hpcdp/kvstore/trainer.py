@@ -296,6 +296,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         return None if is_alone else init() if world is None else world
 
     def check_options(self, options: dict[str, Any]) -> None:
+        """See `BaseTrainer.check_options`."""
         kind, policy = _kind_of(options["kvstore"]), checked_policy(options.get("policy"))
         for_buckets = {name: value for name, value in options.items() if name in FOR_BUCKETS}
         update = options.get("update_on_kvstore")
@@ -432,7 +433,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients wait for a later update."""
+        """True while gradients wait for a later update."""
         return self._holds_sums or self._held_count > 0 or self._overwriting is not None
 
     def state_dict(self) -> dict[str, Any]:
@@ -609,7 +610,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
 
     @property
     def _needs_store(self) -> bool:
-        """Whether the trainer's state includes the store's: values that it updates, or compression residuals."""
+        """True if the trainer's state includes the store's: values that it updates, or compression residuals."""
         return self.update_on_kvstore or self.compression is not None
 
     def _own_states(self) -> dict[str, dict[str, Sharded]]:
