@@ -137,7 +137,7 @@ def test_the_public_face() -> None:
         (["train", "--epoch", "3"], "unknown train option '--epoch'; did you mean '--epochs'? valid: "),
         (["train", "--epochs", "x"], "setting epochs: expected an integer, got 'x'"),
         (["train", "--lr", "0"], "setting lr: expected more than 0, got 0.0"),
-        (["train", "--lr"], "train: argument --lr: expected one argument; one that begins with - is given as --lr=-"),
+        (["train", "--lr"], "train: argument --lr: expected one argument; write a value that begins with - as --lr=-"),
         (
             ["launch", "-n", "2", "--mpi-args", "-v", "--", "true"],
             "begins with - is given as --mpi-args=-...; hpcdp launch -h",
@@ -160,7 +160,7 @@ def test_the_public_face() -> None:
         ),
         (["train", "-s", "x"], "setting servers: expected an integer, got 'x'"),
         (["launch", "-n", "2", "--mpi-args='unbal", "--", "x"], "--mpi-args: expected closed quotes, got"),
-        (["launch", "-n", "2", "--", __file__], "got a file that is not executable; name what runs it, e.g. python"),
+        (["launch", "-n", "2", "--", __file__], "got a file that is not executable; put its interpreter before"),
         (["launch", "-n", "2"], "expected a program after --"),
         (["launch", "--", "x"], "required: -n/--ranks"),
         (["launch", "-n", "2", "--hosts-file", "x", "--", "x"], "unknown launch option '--hosts-file'; did you mean"),
@@ -276,11 +276,11 @@ def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(to_a_rank: boo
     shown, said = job.communicate(timeout=60)
     assert job.returncode == 128 + signal.SIGTERM
     first, *_, last = said.splitlines()
-    assert last.startswith("hpcdp: ended by SIGTERM, all ranks have ended; what it had written is in run"), said
+    assert last.startswith("hpcdp: ended by SIGTERM, all ranks have ended; its files are in run"), said
     if to_a_rank:
         assert "SIGTERM) before the others" in said
     else:
-        assert first == "hpcdp launch: SIGTERM: the run is saved before it ends; a second one ends it at once"
+        assert first == "hpcdp launch: SIGTERM: the run saves and ends; a second one ends it at once"
         assert last.endswith("; go on with: hpcdp train --resume run")
         assert "(SIGTERM): a checkpoint is in run/checkpoints\n" in shown
         (saved,) = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")][-1:]

@@ -74,9 +74,7 @@ def test_an_mpirun_that_reads_them_itself_is_left_alone(variables: dict[str, str
 
 def test_more_ranks_than_slots_are_a_line(batch_job) -> None:
     batch_job({"PE_HOSTFILE": "FILE"})
-    said = (
-        "launch in a job of Grid Engine: expected slots for 6 ranks, got 5 on node1:2, node2:3; ask it for more slots"
-    )
+    said = "launch in a job of Grid Engine: expected slots for 6 ranks, got 5 on node1:2, node2:3; request more slots"
     with pytest.raises(LaunchError, match=said):
         launchers.launcher("mpi").plan(Job(("train",), 6))
 
@@ -103,5 +101,5 @@ def test_traffic_between_their_hosts_takes_no_loopback(batch_job, monkeypatch: p
     monkeypatch.setattr(hosts, "here", lambda: ["lo", "eth0"])
     monkeypatch.setattr(hosts, "to_other_hosts", lambda: ["eth0"])
     batch_job({"LSB_HOSTS": "node1 node2"})
-    with pytest.raises(Exception, match="got 'lo', which leads to no other host"):
+    with pytest.raises(Exception, match="got 'lo', which reaches no other host"):
         launchers.launcher("mpi").plan(Job(("train",), 2, interface="lo"))

@@ -61,7 +61,7 @@ def test_the_file_of_a_library_is_found_by_what_is_in_it() -> None:
     assert mpi_library._file_at(0) is None
     library = mpi_library.find_library()
     assert mpi_library._loaded_by(str(library.path)) == mpi_library.MpiLibrary(library.family, library.path.resolve())
-    with pytest.raises(LaunchError, match=r"a libmpi\.so behind it"):
+    with pytest.raises(LaunchError, match=r"a link to libmpi\.so"):
         mpi_library._loaded_by("libc.so.6")
 
 
@@ -109,7 +109,7 @@ def test_a_program_of_another_librarys_environment_is_told_of(
         (tmp_path / family / "pyvenv.cfg").touch()
     (other,) = libraries.keys() - {here}
     name = mpi_library.FAMILIES[other]
-    says = f"python is of an environment with {name}, and is started for {mpi_library.FAMILIES[here]}"
+    says = f"python has {name}, but {mpi_library.FAMILIES[here]} starts it"
     for program, told in {
         str(tmp_path / other / "bin" / "python"): True,
         str(tmp_path / here / "bin" / "python"): False,

@@ -120,7 +120,7 @@ def test_a_plan(name: str, library: str, elsewhere, monkeypatch: pytest.MonkeyPa
         (
             "ssh",
             Job(PROGRAM, 5, hosts=HOSTS, interface="lo"),
-            "launch --interface: expected one of eth0, eth1, got 'lo', which leads to no other host",
+            "launch --interface: expected one of eth0, eth1, got 'lo', which reaches no other host",
         ),
         ("ssh", Job(PROGRAM, 2, hosts=HOSTS, mpi_args="'"), "launch --mpi-args: expected closed quotes"),
     ],
@@ -151,7 +151,7 @@ def test_a_copy_into_itself_is_refused(elsewhere, tmp_path: Path) -> None:
 
 def test_hydra_takes_no_ipv6_address(elsewhere) -> None:
     elsewhere("mpich", "ssh")
-    with pytest.raises(HpcdpError, match=r"got an IPv6 address; name it in ~/\.ssh/config"):
+    with pytest.raises(HpcdpError, match=r"got an IPv6 address; define a name in ~/\.ssh/config"):
         launchers.launcher("ssh").plan(Job(PROGRAM, 2, hosts=(Host("node1"), Host("fe80::1"))))
 
 

@@ -93,7 +93,7 @@ def test_a_run_that_is_told_to_stop_and_then_loses_a_rank_goes_on_as_if_nothing_
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 128 + signal.SIGKILL
     assert errors.splitlines()[-1] == (
-        "hpcdp: ended by SIGKILL, all ranks have ended; what it had written is in a; go on with: hpcdp train --resume a"
+        "hpcdp: ended by SIGKILL, all ranks have ended; its files are in a; go on with: hpcdp train --resume a"
     )
     assert saved(tmp_path / "a")[-1] > stopped
 

@@ -215,7 +215,7 @@ def test_after_an_interrupt_the_ranks_end_and_the_folder_is_readable(tmp_path):
     assert run.returncode == 130
     assert "Traceback" not in errors
     assert errors.splitlines()[-1] == (
-        "hpcdp: interrupted, all ranks have ended; what it had written is in a; go on with: hpcdp train --resume a"
+        "hpcdp: interrupted, all ranks have ended; its files are in a; go on with: hpcdp train --resume a"
     )
     records = read_metrics(metrics)
     assert [record["step"] for record in records] == sorted(record["step"] for record in records)
@@ -241,7 +241,7 @@ def test_what_a_signal_has_ended_says_so_and_what_is_left(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hpcdp.launch.launchers.local.run", interrupted)
     assert cli.main(["train", "mlp", "--ranks", "2", "--run-dir", "a"]) == 130
-    said = "hpcdp: interrupted, all ranks have ended; what it had written is in a\n"
+    said = "hpcdp: interrupted, all ranks have ended; its files are in a\n"
     assert capsys.readouterr().err == said
     assert (tmp_path / "a" / "curves.png").stat().st_size > 1000
     assert [cli._ended_by(status) for status in (143, 255)] == ["ended by SIGTERM", "ended with status 255"]
