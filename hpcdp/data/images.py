@@ -26,7 +26,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from ..core.files import replaced, require_file
-from ..errors import ConfigError, DataError, type_named, whole_number
+from ..errors import ConfigError, DataError, MissingFileError, type_named, whole_number
 from ..kernels.buffers import empty
 
 
@@ -101,7 +101,7 @@ def read_idx(path: str | Path) -> np.ndarray:
                     return _read(stream, fault, nbytes * _MAX_INFLATION, exact=False)  # type: ignore[arg-type]
             return _read(raw, fault, nbytes, exact=True)
     except FileNotFoundError as error:
-        raise fault(expected="a file", got="none") from error
+        raise MissingFileError("read idx", where=path, expected="a file", got="none") from error
     except (EOFError, zlib.error, OSError, MemoryError) as error:
         raise fault(expected="an undamaged file", got=error) from error
 
