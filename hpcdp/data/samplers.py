@@ -323,7 +323,7 @@ class ShardedSampler(Resumable):
         whole_number(
             "sampler", "batch_size", batch_size, num_parts,
             expected=f"at least one sample for each of {num_parts} ranks",
-            remedy="the batch is smaller than the ranks: use fewer ranks or a larger batch",
+            remedy="use fewer ranks or a larger batch",
         )  # fmt: skip
         self.shuffle, self.seed = bool(shuffle), whole_number("sampler", "seed", seed, 0)
         self.last = one_of("sampler", "last", last, ("keep", "discard", "pad", "rollover"))

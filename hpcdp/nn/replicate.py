@@ -59,7 +59,7 @@ class Replicas(Module):
     gives_pieces = True
 
     def __init__(self, net: Module, devices: Sequence[Device]) -> None:
-        self.net = instance("Replicas", "net", net, Module, "a network, which it copies")
+        self.net = instance("Replicas", "net", net, Module, "a Module")
         self.devices = require_devices("Replicas", devices)
         if len(set(self.devices)) != len(self.devices):
             raise ConfigError("Replicas", where="devices", expected="distinct devices", got=list(devices))

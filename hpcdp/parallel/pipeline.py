@@ -67,7 +67,7 @@ def split_world(num_parts: int, world: World | None = None) -> Split:
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3, and for both kinds together figure 8.
     """
     world = init() if world is None else world
-    require_same(world.comm, "split_world", [f"num_parts {num_parts!r}"], "split alike on all ranks")
+    require_same(world.comm, "split_world", [f"num_parts {num_parts!r}"], "pass the same num_parts on all ranks")
     expected = f"a number that divides the {world.size} ranks"
     number = whole_number("split_world", "num_parts", num_parts, 1, expected=expected)
     if world.size % number:
@@ -326,7 +326,7 @@ class Pipeline(Module):
     ) -> None:
         world = init() if world is None else world
         instance("Pipeline", "stages", stages, Sequence, "a list of modules")
-        instance("Pipeline", "world", world, World, "a world, that of hpcdp.init() or split_world(...).replicas")
+        instance("Pipeline", "world", world, World, "a World, such as hpcdp.init() or split_world(...).replicas")
         _check(len(stages), world.size, micro_batches, schedule)
         arguments = [f"{len(stages)} stages", f"micro_batches {micro_batches}", f"schedule {schedule}"]
         self._loss, self._micro_batches, self._schedule = loss, micro_batches, SCHEDULES[schedule]

@@ -112,7 +112,7 @@ class _SplitLayer(Module):
     def _begin(self, parts: World, activation: str | None, arguments: str, **channels: int | None) -> None:
         """Check the arguments, which must be the same on all ranks of ``parts``, before parameters are drawn."""
         name = type(self).__name__
-        instance(name, "parts", parts, World, "a world, that of split_world(...).parts")
+        instance(name, "parts", parts, World, "a World, such as split_world(...).parts")
         require_same(parts.comm, name, [arguments], "pass the same arguments on all ranks")
         share_replica(parts)
         require_channels(self, **channels)

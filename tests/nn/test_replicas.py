@@ -242,7 +242,7 @@ def test_the_network_must_be_on_the_first_device(monkeypatch):
         ),
         (
             lambda: nn.Replicas(network, devices(2)),
-            r"Replicas \[net\]: expected a network, which it copies, got a function",
+            r"Replicas \[net\]: expected a Module, got a function",
         ),
         (lambda: data.split_and_load(X, 2), r"split_and_load \[devices\]: expected a list of devices, .* got 2"),
         (lambda: data.split_and_load(X, ["cpu"]), r"expected a list of devices, .* got 'cpu'"),

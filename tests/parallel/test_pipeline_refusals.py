@@ -27,7 +27,7 @@ def test_what_cannot_be(n, settings, says):
 
 def test_what_is_no_world_is_refused():
     def rank(world):
-        with pytest.raises(ConfigError, match=r"Pipeline \[world\]: expected a world, that of hpcdp.init\(\) or"):
+        with pytest.raises(ConfigError, match=r"Pipeline \[world\]: expected a World, such as hpcdp.init\(\) or"):
             Pipeline(stages(2), LOSS, split_world(1, world))
 
     thread_comm.run(2, rank)
