@@ -11,7 +11,6 @@ import atexit
 import json
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -270,7 +269,7 @@ class Manager:
             self.wait()
         except HpcdpError as error:
             if self.world.rank == 0:
-                warnings.warn(str(error), stacklevel=1)
+                warn(str(error))
         self._release()
 
     @property
@@ -445,7 +444,7 @@ class Manager:
             if self.keep is not None:
                 self._remove_older(step, self.keep)
         except OSError as error:  # the checkpoint is there all the same
-            warnings.warn(f"{error.filename or self.path}: {error.strerror}: an older checkpoint stays", stacklevel=2)
+            warn(f"{error.filename or self.path}: {error.strerror}: an older checkpoint stays")
         return path
 
     def _remove_older(self, step: int, keep: int) -> None:
