@@ -52,9 +52,10 @@ _FORWARDING = {
     "launch": "start a program as MPI ranks, here or on other machines",
     "bench": "measure messages and collectives",
     "tune": "measure this machine and save which algorithms suit it",
-    "checkpoint": "look at checkpoints, check, compare, export, remove them",
-    "slurm": "render batch scripts, submit them, look after their jobs",
+    "checkpoint": "list, verify, compare, export and remove checkpoints",
+    "slurm": "render batch scripts, submit them, manage their jobs",
     "report": "make a page of HTML about runs, side by side",
+    "completion": "print the completion script of bash or zsh",
 }
 """Commands whose modules parse the rest of the line, with their descriptions."""
 _INFO_EXAMPLES = """\
@@ -68,13 +69,22 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command of ``hpcdp`` and return its exit status; under mpirun or srun every rank must call."""
     _open_closed_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # file names may have undecodable bytes, or characters that it lacks
-        is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"
-        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        codecs.register_error("hpcdp", _encode)
+        sys.stdout.reconfigure(errors="hpcdp")
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no warning about a cache that cannot be written
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         return _main(sys.argv[1:] if argv is None else argv)
+
+
+def _encode(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Print undecodable bytes of a path unchanged, so that a printed command works, and escape unknown characters."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    error.end = error.start + 1
+    is_byte = "\udc80" <= error.object[error.start] <= "\udcff"
+    return codecs.lookup_error("surrogateescape" if is_byte else "backslashreplace")(error)
 
 
 def _open_closed_streams() -> None:
@@ -159,14 +169,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     made = parser()
     if argv and not argv[0].startswith("-"):
         check_name("command", argv[0], made.commands)
-    arguments, unknown = made.parse_known_args(argv)
-    if unknown:
-        command = made.commands[arguments.command_name]
-        if not unknown[0].startswith("-"):
-            command.error(f"unexpected argument {unknown[0]!r}")
-        options = [option for option in command._option_string_actions if option.startswith("--")]
-        check_name(f"{arguments.command_name} option", unknown[0].partition("=")[0], options)
+    arguments: argparse.Namespace = made.parse_args(argv)
     return arguments
+
+
+def complete_parser() -> Parser:
+    """Return the parser of ``hpcdp`` with the options of every command."""
+    made = parser()
+    action = next(action for action in made._actions if isinstance(action, argparse._SubParsersAction))
+    for name in _FORWARDING:
+        action.choices[name] = _module_of(name).parser()
+    return made
 
 
 def _add_command(commands: Any, name: str, about: str, *, run: Callable[..., int], **options: Any) -> Parser:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import io
 import itertools
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,7 +45,7 @@ def parser() -> Parser:
         epilog=_EPILOG,
     )
     made.set_defaults(run=None)
-    commands = made.add_subparsers(title="commands", metavar="COMMAND", prog="hpcdp checkpoint")
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", prog="hpcdp checkpoint")
 
     ls = _command(commands, "ls", _ls, "one line a checkpoint, left-overs, and who saves here")
     ls.add_argument("path", metavar="PATH", type=Path, help="a folder of checkpoints, of a run, or of one checkpoint")
@@ -108,12 +106,10 @@ def main(argv: Sequence[str]) -> int:
     if given.run is _show and not given.name and more and not more[0].startswith("-"):
         given.name = more.pop(0)  # argparse accepts no optional argument after an option
     if more:
-        made.error(f"unrecognized arguments: {' '.join(more)}")
+        made.refuse(more, given)
     if given.run is None:
         remedy = "list the commands with hpcdp checkpoint -h"
         raise ConfigError("checkpoint", expected="a command", got="none", remedy=remedy)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names in a checkpoint may have any character
     try:
         status: int = given.run(given)
     except OSError as error:

@@ -68,8 +68,11 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: an argument is invalid.
         LaunchError: the job cannot be started.
     """
-    given, unknown = parser().parse_known_args(argv)
-    _check_options(unknown or given.program[:1])
+    made = parser()
+    given, unknown = made.parse_known_args(argv)
+    words = unknown or given.program[:1]
+    if words and words[0].startswith("-") and words[0] != "--":
+        made.refuse(words, given)
     name = given.launcher or launchers.usual(given.hosts is not None, os.environ)
     check_name("launcher", name, launchers.LAUNCHERS)
     if name in ("mpi", "slurm") or (given.launcher is None and name == "local"):
@@ -85,13 +88,6 @@ def main(argv: Sequence[str]) -> int:
         print(launcher.plan(job))
         return 0
     return launcher.run(job)
-
-
-def _check_options(words: Sequence[str]) -> None:
-    """Raise `ConfigError` where the first word of the program is an option."""
-    if words and words[0].startswith("-") and words[0] != "--":
-        names = [option for option in parser()._option_string_actions if option.startswith("--")]
-        check_name("launch option", words[0].partition("=")[0], names)
 
 
 def _job(given: argparse.Namespace) -> Job:

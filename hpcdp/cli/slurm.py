@@ -39,7 +39,7 @@ def parser() -> Parser:
         epilog=_EPILOG,
     )
     made.set_defaults(run=None)
-    commands = made.add_subparsers(title="commands", metavar="COMMAND", prog="hpcdp slurm")
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", prog="hpcdp slurm")
     usage = "hpcdp slurm {} TEMPLATE [options] [-- PROGRAM [ARGUMENT ...]]"
     _add_request(_command(commands, "render", _render, "print the script of a job", usage=usage.format("render")))
     about = "write the script of a job beside its run, and submit it"

@@ -220,7 +220,8 @@ def _version_of(library: mpi_library.MpiLibrary, mpirun: Path) -> str:
 
 
 def _lines(facts: dict[str, Any]) -> str:
-    return "\n".join(f"{name:<14} {value}" for name, value in facts.items())
+    width = shutil.get_terminal_size((10_000, 24)).columns  # lines for grep are not wrapped
+    return "\n".join(_wrapped(f"{name:<14} {value}", width, indent=15) for name, value in facts.items())
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -292,8 +293,8 @@ def show(checks: Mapping[str, Callable[[], Finding]] | None = None) -> int:
     return 1 if Verdict.FAILED in verdicts else 0
 
 
-def _wrapped(text: str, width: int) -> str:
-    return textwrap.fill(text, width, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False)
+def _wrapped(text: str, width: int, indent: int = 9) -> str:
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def check_imports() -> Finding:

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -43,6 +43,24 @@ class Parser(argparse.ArgumentParser):
         """The parsers of the commands by name."""
         added = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         return dict(added[0].choices) if added else {}
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse a command line; raise `ConfigError` for unknown arguments."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.refuse(unknown, parsed)
+        return parsed
+
+    def refuse(self, unknown: Sequence[str], parsed: argparse.Namespace) -> NoReturn:
+        """Raise `ConfigError` for unknown arguments of this parser or its command, with the nearest option."""
+        command = self.commands.get(getattr(parsed, "command_name", ""), self)
+        option = unknown[0].partition("=")[0]
+        if not option.startswith("-"):
+            command.error(f"unrecognized arguments: {' '.join(unknown)}")
+        import difflib  # only an error needs it
+
+        close = difflib.get_close_matches(option, command._option_string_actions, n=1)
+        command.error(f"unknown option {option!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
 
     def error(self, message: str) -> NoReturn:
         """Raise `ConfigError` for wrong usage."""

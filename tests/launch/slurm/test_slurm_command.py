@@ -145,7 +145,7 @@ def test_without_slurm_it_is_one_line(
         (["rendre"], "unknown slurm command 'rendre'; did you mean 'render'? valid: render, submit, status, cancel"),
         (["render", "gpu"], "unknown template 'gpu'"),
         (["render", "train", "--nodes", "0"], "argument --nodes: expected a whole number from 1, got '0'"),
-        (["render", "train", "--nods", "2"], "unrecognized arguments: --nods 2"),
+        (["render", "train", "--nods", "2"], "slurm render: unknown option '--nods' (did you mean '--nodes'?)"),
         (["render", "train", "--time", "soon"], "hpcdp: --time: expected a time as Slurm writes it, e.g. 04:00:00"),
         (["render", "train", "--partition", "a b"], "hpcdp: --partition: expected a name of letters, digits and"),
         (["render", "train", "--account", ""], "hpcdp: --account: expected text on one line, got ''"),
