@@ -169,6 +169,18 @@ def test_files_that_are_named_with_their_folder_are_there(page):
     assert [each for each in sorted(files - {"hpcdp/kernels/cuda/X.py"}) if not (ROOT / each).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_in_tables_are_in_the_folder_of_their_column(page):
+    missing = []
+    for heads, body in re.findall(r"^\|(.*)\|\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(), re.M):
+        folders = [re.search(r"(?:file|version) in `([\w/]+/)`", head) for head in heads.split("|")]
+        for row in body.splitlines():
+            for folder, cell in zip(folders, row.strip("|").split("|"), strict=False):
+                names = re.findall(r"`([\w/.]+(?:\.\w+|/))`", cell) if folder else []
+                missing += [name for name in names if folder and not (ROOT / folder[1] / name).exists()]
+    assert missing == []
+
+
 def test_each_row_of_parity_names_tests_that_exist():
     rows = re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", (ROOT / "docs" / "parity.md").read_text(), re.M)
     assert [int(number) for number, _ in rows] == list(range(1, 49))
