@@ -494,5 +494,5 @@ def test_a_rank_shows_that_it_waits_for_others_to_start(tmp_path):
 
 
 def test_the_packages_in_which_ranks_wait_exist():
-    """In an unknown package a waiting rank would count as computing, and different calls be found at a time-out only."""
+    """In an unknown package a waiting rank would count as computing."""
     assert all(importlib.util.find_spec(package.rstrip(".")) for package in watchdog._WAITS_IN)
