@@ -24,9 +24,10 @@ from ..comm.consistency import on_every_rank, on_rank_0, require_same
 from ..compression import Compression, Settings
 from ..core import files
 from ..core.arrays import Array, from_host, is_cupy, on_device_of
+from ..core.checks import is_number
 from ..core.devices import Device, Streams
 from ..core.state import FitsSaved, Saved, Sharded, cut_of, require_state, take
-from ..errors import ConfigError, DataError, HpcdpError, NonFiniteGradientError, StaleGradientError, is_number
+from ..errors import ConfigError, DataError, HpcdpError, NonFiniteGradientError, StaleGradientError
 from ..kernels.cuda.capture import numbers
 from ..kernels.reference.gradients import clipped_scale
 from ..nn.microbatch import enter_shard

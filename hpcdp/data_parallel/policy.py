@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from ..comm import Communicator
 from ..comm.consistency import require_same
-from ..errors import ConfigError, StaleGradientError, is_number, listed
+from ..core.checks import is_number
+from ..errors import ConfigError, StaleGradientError, listed
 from .buckets import Parameter, UsageCounts
 
 _MOST_NAMES = 3
