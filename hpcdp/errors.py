@@ -1,40 +1,38 @@
-"""Exceptions, and lines on standard error.
+"""The exceptions of hpcdp, and messages on standard error.
 
-Every error says, on one line, which operation failed, where, what was expected, what was got and what to do.
+An error's text is one line: the operation, its place, what was expected, what was got, and a remedy. Every exception is
+also the built-in that programs catch, such as ValueError.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import numbers
-import operator
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeGuard
 
 LONGEST_LINE = 320
-"""Characters of an error's line: what came from outside may be of any length."""
+"""The most characters of an error's line, because texts from outside may have any length."""
 _PARTS = ("operation", "where", "expected", "got", "remedy")
 _LONGEST_WHERE = 128
-"""Of them for the place, most often the path of a file, before anything else is cut."""
+"""The most characters of the place, usually a file's path, which is cut before other parts."""
 
 
 class HpcdpError(Exception):
     """An error of hpcdp, whose text is one line built from its parts.
 
-    A line of more than `LONGEST_LINE` characters is cut in the middle of its longest parts, but the place, which is
-    cut by itself. The attributes stay whole.
+    A line of more than `LONGEST_LINE` characters is cut in the middle of its longest parts, except that the place has a
+    limit of its own. The attributes stay whole.
 
     Args:
-        operation: what was attempted, e.g. ``"allreduce"`` or ``"read idx"``.
+        operation: the attempted operation, e.g. ``"allreduce"`` or ``"read idx"``.
         where: the file, parameter, key or rank list that it concerns.
-        expected: what would have been valid.
-        got: what was found instead.
-        remedy: what the user can do about it.
-        rank: the rank that raised, where that matters.
+        expected: a description of valid values.
+        got: the value found instead.
+        remedy: an instruction for the user.
+        rank: the rank that raised, if it matters.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class HpcdpError(Exception):
         self.remedy = remedy
         self.rank = rank
         self.is_on_every_rank = False
-        """Whether every rank of a world raises this error (`hpcdp.comm.consistency`), so that one can report it."""
+        """Whether every rank of a world raises this error (`hpcdp.comm.consistency`), so that one rank reports it."""
         super().__init__(operation)
 
     def __str__(self) -> str:
@@ -147,68 +145,28 @@ class WorldAborted(HpcdpError, RuntimeError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, where it unwinds a program as Ctrl-C does. The command line exits with 143."""
-
-
-def whole_number(
-    operation: str,
-    where: str | None,
-    value: object,
-    least: int | None = None,
-    most: int | None = None,
-    *,
-    expected: str | None = None,
-    shown: object = None,
-    remedy: str | None = None,
-) -> int:
-    """Return an integer of Python's or NumPy's as an int; `ConfigError` unless it is from ``least`` to ``most``.
-
-    Args:
-        shown: the whole argument, which the error shows, where ``value`` is one of several numbers in it.
-    """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:  # arrays have __index__, too, whatever is in them
-        number = None
-    if number is None or (least is not None and number < least) or (most is not None and number > most):
-        if expected is None:
-            bounds = "" if least is None else f" >= {least}" if most is None else f" from {least} to {most}"
-            expected = f"an integer{bounds}" if least != most or least is None else f"{least}"
-        raise ConfigError(
-            operation, where=where, expected=expected, got=repr(value if shown is None else shown), remedy=remedy
-        )
-    return number
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether ``value`` is a real number, of Python's or NumPy's, that a float can be, and no bool."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return False
-    try:
-        float(value)
-    except OverflowError:  # an int of 309 digits or more
-        return False
-    return True
+    """A SIGTERM that unwinds the program as Ctrl-C does. The command line exits with 143."""
 
 
 def printable(text: str) -> str:
-    """A text on one line, which does nothing to a terminal: what is no character that one sees is written out."""
-    return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    """Return ``text`` with unprintable characters escaped, so that it has no effect on a terminal."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def to_stderr(text: str) -> None:
-    """Writes a line in one piece, at once: where PYTHONUNBUFFERED is set `print` writes the line's end apart, and what
-    mpirun copies of other ranks comes between."""
+    """Write a line to `sys.stderr` in one piece, at once.
+
+    With PYTHONUNBUFFERED `print` writes the line's end separately, and mpirun may copy other ranks' output in between.
+    """
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
 def report_directly(text: str) -> None:
-    """Write a line to file descriptor 2, whatever stands in `sys.stderr`: for what is said before a job ends.
+    """Write a line to file descriptor 2, whatever `sys.stderr` is; for messages before a job ends. Raises nothing.
 
-    A buffer in the place of `sys.stderr` is lost with the process: torch.distributed's `sys.excepthook` puts one there
-    and calls the hook that it has replaced. A stream that leads elsewhere, such as a log file, gets the line as well.
-    Raises nothing.
+    A buffer in place of `sys.stderr` is lost with the process: torch.distributed's `sys.excepthook` installs one and
+    calls the hook that it has replaced. A stream with another target, such as a log file, also gets the line.
     """
     stream, line = sys.stderr, f"{text}\n".encode(errors="backslashreplace")
     data = line
@@ -219,7 +177,7 @@ def report_directly(text: str) -> None:
             data = data[os.write(_STDERR, data) :]
     with contextlib.suppress(Exception):
         if not _is_descriptor_2(stream):
-            with _without_descriptor_2():  # a stream that writes to several places must not repeat the line there
+            with _without_descriptor_2():  # a stream that also writes to descriptor 2 must not repeat the line
                 stream.write(line.decode())
                 stream.flush()
 
@@ -237,26 +195,26 @@ def _is_descriptor_2(stream: object) -> bool:
 
 @contextlib.contextmanager
 def _without_descriptor_2() -> Iterator[None]:
-    """Drop what is written to descriptor 2 within this context."""
-    kept = os.dup(_STDERR)
+    """Discard output to descriptor 2 within this context."""
+    original = os.dup(_STDERR)
     try:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), _STDERR)
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), _STDERR)
         yield
     finally:
-        os.dup2(kept, _STDERR)
-        os.close(kept)
+        os.dup2(original, _STDERR)
+        os.close(original)
 
 
 def listed(names: Sequence[object], most: int = 3) -> str:
-    """The first of ``names``, at ``most`` so many, and how many more there are."""
+    """Join the first ``most`` of ``names``, with the number of further ones."""
     return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def reason(error: OSError) -> str:
-    """Return why a folder cannot be made or a file not be written, in words.
+    """Return why a folder cannot be made or a file cannot be written, in words.
 
-    "File exists" becomes what is in the place of the folder.
+    "File exists" becomes a description of what is in the place of the folder.
     """
     if isinstance(error, FileExistsError):
         is_link = error.filename is not None and not os.path.exists(error.filename)
@@ -265,12 +223,12 @@ def reason(error: OSError) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """``text`` in at most so many characters, the last three of which stand for what is cut off."""
+    """Return ``text`` in at most ``longest`` characters; "..." replaces the end."""
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def cut_in_middle(text: str, longest: int) -> str:
-    """Return ``text`` in at most so many characters, " ... " in place of those in its middle."""
+    """Return ``text`` in at most ``longest`` characters; " ... " replaces the middle."""
     if len(text) <= longest:
         return text
     end = (longest - 5) // 3
@@ -278,7 +236,7 @@ def cut_in_middle(text: str, longest: int) -> str:
 
 
 def type_named(value: object) -> str:
-    """The type of a value, with its article: "an int", "a list"."""
+    """Return the type of a value with its article: "an int", "a list"."""
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..core.checks import check_name
-from ..errors import ConfigError, UnsupportedError, listed, to_stderr, whole_number
+from ..core.checks import check_name, whole_number
+from ..errors import ConfigError, UnsupportedError, listed, to_stderr
 from ..launch.parser import Parser
 from .measure import format_size
 

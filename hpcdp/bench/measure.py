@@ -25,8 +25,9 @@ import numpy.typing as npt
 from ..comm import World
 from ..comm.consistency import on_rank_0
 from ..core.arrays import BFLOAT16, is_float, is_half
+from ..core.checks import whole_number
 from ..core.files import part_of, replaced
-from ..errors import ConfigError, whole_number
+from ..errors import ConfigError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # A prime, so that a segment that ends at the wrong place never looks right.

@@ -51,9 +51,9 @@ from ..core.arrays import (
     on_device_of,
     to_host,
 )
-from ..core.checks import instance
+from ..core.checks import instance, whole_number
 from ..core.state import FitsSaved, Part, PerRank, Sharded, Stateful
-from ..errors import ConfigError, HpcdpError, UnsupportedError, WorldAborted, shortened, whole_number
+from ..errors import ConfigError, HpcdpError, UnsupportedError, WorldAborted, shortened
 
 TOLD = (Exception, SystemExit)
 """What is caught, to be told to all ranks."""

@@ -22,9 +22,9 @@ import numpy as np
 from ..comm import World, init
 from ..comm.consistency import Outcome, on_every_rank, on_rank_0, require_same, told_to_all
 from ..comm.world import WeakMethods, require_world
-from ..core.checks import boolean, instance, instances, not_copied, one_of, whole_numbers
+from ..core.checks import boolean, instance, instances, not_copied, one_of, whole_number, whole_numbers
 from ..engine import Engine
-from ..errors import ConfigError, DataError, HpcdpError, warn, whole_number
+from ..errors import ConfigError, DataError, HpcdpError, warn
 from . import directory, flatten, load, manifest
 from .directory import WriterLock
 from .flatten import is_utf8

@@ -1,15 +1,10 @@
-"""The interface of a communicator: messages, reductions, tags and roles of ranks.
+"""The interface of a communicator: messages, reductions, tags, steps, and roles of ranks.
 
-What a communicator can do: the protocol that MPI ranks and thread ranks both follow.
+MPI ranks (`mpi`) and thread ranks (`thread_comm`) follow the same protocol.
 
-Reductions: the named ones and a user's own.
-
-Work under way: machines that are resumed when what they wait for has come.
-
-A machine is a generator. It starts what a stage needs, yields the requests for it, and is resumed when all of them are
-complete. `hpcdp.comm.tasks` runs them, many at a time in one thread.
-
-Who works and who serves: the processes of a job are workers, and behind them the servers, if there are some.
+An algorithm is a generator, `Steps`: it starts the messages of a stage, yields their requests, and is resumed when all
+of them are complete. `hpcdp.comm.tasks` runs many of them in one thread. The processes of a job are workers, followed
+by servers, if there are any.
 """
 
 from __future__ import annotations
@@ -33,13 +28,13 @@ OPS = ("sum", "mean", "min", "max", "prod")
 
 @dataclass(frozen=True)
 class Monoid:
-    """A user's own reduction, e.g. ``Monoid(np.logaddexp, -np.inf, "log-sum-exp")``.
+    """A user-defined reduction, e.g. ``Monoid(np.logaddexp, -np.inf, "log-sum-exp")``.
 
     Args:
-        function: takes two arrays of one shape and dtype and returns their reduction, element by element, changing
-            neither. It must be associative and commutative: algorithms reduce in orders of their own.
-        identity: reduces with any x to x: what a rank without data can fill its array with, as reductions do not.
-        name: for messages; the same on all ranks.
+        function: takes two arrays of one shape and dtype and returns their elementwise reduction, changing neither. It
+            must be associative and commutative, because algorithms reduce in different orders.
+        identity: the neutral element, with which a rank without data can fill its array; reductions do not use it.
+        name: the name in messages; the same on all ranks.
 
     Raises:
         UnsupportedError: ``function`` cannot be called.
@@ -58,9 +53,9 @@ class Monoid:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What algorithms do with two arrays that meet. Made by `resolve`.
+    """The reduction of two arrays into one; made by `resolve`.
 
-    Floats of 16 bits are accumulated in float32 and rounded once; a mean is a sum, divided when it is complete.
+    16-bit floats are accumulated in float32 and rounded once. A mean is a sum that is divided when it is complete.
     """
 
     name: str
@@ -70,11 +65,11 @@ class Reduction:
     """Whether ``name`` is one of `OPS`."""
 
     def without_mean(self) -> Reduction:
-        """The reduction of parts of which the mean is still to be taken."""
+        """Return the reduction for partial results: the sum for a mean."""
         return _NAMED["sum"] if self.name == "mean" and self.named else self
 
     def widened(self, x: np.ndarray) -> np.ndarray:
-        """``x`` in its accumulator's dtype: itself, or a copy where that is another."""
+        """Return ``x`` in the accumulator's dtype: ``x`` itself, or a copy if the dtypes differ."""
         return x.astype(np.float32) if x.dtype.itemsize == 2 and is_half(x) else x
 
     def finish(self, total: np.ndarray, n: int, out: np.ndarray) -> None:
@@ -89,7 +84,7 @@ _UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, 
 
 
 def _by(ufunc: np.ufunc) -> Callable[[np.ndarray, np.ndarray], None]:
-    @np.errstate(over="ignore", invalid="ignore")  # as in memory and by MPI; to raise here would end one rank alone
+    @np.errstate(over="ignore", invalid="ignore")  # as MPI does; raising here would end one rank alone
     def into(total: np.ndarray, x: np.ndarray) -> None:
         ufunc(total, x, out=total)
 
@@ -114,10 +109,10 @@ _NAMED = {name: Reduction(name, _by(ufunc)) for name, ufunc in _UFUNCS.items()}
 
 
 def resolve(operation: str, op: str | Monoid, dtype: np.dtype) -> Reduction:
-    """The reduction called ``op`` for arrays of ``dtype``.
+    """Return the reduction called ``op`` for arrays of ``dtype``.
 
     Raises:
-        UnsupportedError: an unknown one, or a mean of integers, for which see `Quotients`; it names what is valid.
+        UnsupportedError: the reduction is unknown, or a mean of integers (see `Quotients`).
     """
     if isinstance(op, Monoid):
         return Reduction(op.name, _by_monoid(op), named=False)
@@ -131,20 +126,20 @@ def resolve(operation: str, op: str | Monoid, dtype: np.dtype) -> Reduction:
 
 
 class Quotients:
-    """Means of integers, rounded towards zero, by sums of other integers that do not overflow.
+    """Means of integers, rounded towards zero, from sums of integers that do not overflow.
 
-    Integers of up to 32 bits are summed in 64. Of those of 64 bits the sum may need more, so the quotients by the
-    number of ranks and the remainders are summed apart.
+    Integers of up to 32 bits are summed in 64 bits. The sum of 64-bit integers may need more, so their quotients by the
+    number of ranks and their remainders are summed separately.
 
     Args:
-        x: this rank's, any shape.
+        x: this rank's array, any shape.
         n: the number of ranks.
     """
 
     def __init__(self, x: np.ndarray, n: int) -> None:
         self._n = n
         self.parts: list[np.ndarray] = [*divmod(x, x.dtype.type(n))] if x.dtype.itemsize == 8 else [x.astype(np.int64)]
-        """What is to be summed over the ranks."""
+        """The arrays to sum over the ranks."""
 
     @staticmethod
     def dtype_for(dtype: np.dtype) -> np.dtype:
@@ -152,7 +147,7 @@ class Quotients:
         return dtype if dtype.itemsize == 8 else np.dtype(np.int64)
 
     def finish(self, sums: Sequence[np.ndarray], out: np.ndarray) -> None:
-        """Write the means to ``out``, of which ``sums`` are the summed `parts`, or the same pieces of them."""
+        """Write the means to ``out``; ``sums`` are the summed `parts`, or the same pieces of them."""
         floor, remainder = divmod(sums[-1], sums[-1].dtype.type(self._n))
         if len(sums) == 2:
             floor += sums[0]
@@ -161,10 +156,10 @@ class Quotients:
 
 
 def reducible(x: np.ndarray) -> np.ndarray:
-    """``x`` in a dtype whose reductions MPI libraries do right: itself, or a copy that is narrowed when it is done.
+    """Return ``x`` in a dtype that MPI libraries reduce correctly: itself, or a copy to `narrow` afterwards.
 
-    MPI has no floats of 16 bits, which are reduced in float32; Open MPI 5's sums of integers of 8 and 16 bits saturate
-    where they should wrap around.
+    MPI has no 16-bit floats, which are reduced in float32. Open MPI 5's sums of 8- and 16-bit integers saturate instead
+    of wrapping around.
     """
     if is_half(x):
         return x.astype(np.float32)
@@ -174,13 +169,13 @@ def reducible(x: np.ndarray) -> np.ndarray:
 
 
 def narrow(wide: np.ndarray, out: np.ndarray) -> None:
-    """Write ``wide`` to ``out``, of which it is the accumulator."""
-    with np.errstate(over="ignore"):  # of 16 bits: to an infinity, which whoever cares will look for
+    """Write the accumulator ``wide`` to ``out``."""
+    with np.errstate(over="ignore"):  # 16-bit floats overflow to infinity, which the caller may check
         out[...] = wide
 
 
 def reduce_in_order(inputs: Sequence[np.ndarray], op: Reduction) -> np.ndarray:
-    """The reduction of one array from every rank, in the order of the ranks; it has the accumulator's dtype."""
+    """Return the reduction of one array per rank, in rank order, in the accumulator's dtype."""
     total = op.widened(inputs[0])
     total = total.copy() if total is inputs[0] else total
     for other in inputs[1:]:
@@ -194,22 +189,24 @@ LANE_BITS, OPERATION_BITS = 6, 9
 
 
 def make_tag(signature: int, operation: int, lane: int = 0) -> int:
-    """The tag of one lane of the messages of one operation.
+    """Return the tag of one lane of an operation's messages.
 
     Args:
-        signature: what all ranks must agree on, hashed: messages of ranks that do not agree never meet, since a message
-            that is longer than its receiver expects may overwrite memory (Open MPI 5 between processes of one machine).
-        operation: a number that tells operations under way from each other, below ``2 ** OPERATION_BITS``.
+        signature: a hash of what all ranks must agree on. Messages of ranks that disagree never match, because a
+            message that is longer than its receive expects may overwrite memory (Open MPI 5 between processes of one
+            machine).
+        operation: a number that distinguishes concurrent operations, below ``2 ** OPERATION_BITS``.
         lane: below ``2 ** LANE_BITS``.
     """
     return (signature << OPERATION_BITS | operation) << LANE_BITS | lane
 
 
 def disagree(expected: int, got: int, users: Set[int] = frozenset()) -> bool:
-    """Whether two tags are of one operation, called by ranks that do not agree about it.
+    """Return whether two tags belong to one operation that ranks have called differently.
 
     Args:
-        expected, got: the tags.
+        expected: the tag of the receive.
+        got: the tag of the message.
         users: see `Communicator.users`.
     """
     signatures = LANE_BITS + OPERATION_BITS
@@ -218,21 +215,19 @@ def disagree(expected: int, got: int, users: Set[int] = frozenset()) -> bool:
 
 
 def disagreement(source: int) -> MismatchError:
-    """What is raised where rank ``source`` sent something of the same operation, but with another signature."""
+    """Return the error for a message of the same operation of rank ``source`` with another signature."""
     return MismatchError(
-        "receive",
-        where=f"from rank {source} of this communicator",
-        expected="a message of the same collective, size, dtype, op and algorithm",
-        got="one that differs in some of them",
+        "receive", where=f"from rank {source} of this communicator",
+        expected="a message of the same collective, size, dtype, op and algorithm", got="a message of another call",
         remedy="call collectives alike, and in the same order, on all ranks",
-    )
+    )  # fmt: skip
 
 
 class Request(Protocol):
-    """A message under way."""
+    """A message in progress."""
 
     def test(self) -> bool:
-        """Whether it is complete; never blocks."""
+        """Return whether it is complete; never block."""
         ...
 
     def wait(self) -> None:
@@ -241,7 +236,7 @@ class Request(Protocol):
 
 
 class Messages(Protocol):
-    """What algorithms of collectives need: messages between some ranks. Arrays are contiguous."""
+    """The messages between ranks that collective algorithms need. Arrays are contiguous."""
 
     rank: int
     size: int
@@ -253,7 +248,7 @@ class Messages(Protocol):
     def irecv(self, x: Array, source: int, tag: int = 0) -> Request:
         """Receive into ``x`` from ``source``, which must have sent as many bytes.
 
-        Waiting raises MismatchError where it sent something else of this operation: see `make_tag`.
+        Waiting raises MismatchError if ``source`` sent a different message of this operation: see `make_tag`.
         """
         ...
 
@@ -261,25 +256,26 @@ class Messages(Protocol):
 class Communicator(Messages, Protocol):
     """A group of ranks that exchange messages.
 
-    Arrays are NumPy's; where `cuda_aware.agreed` says so `isend` and `irecv` take CuPy's, too. No work on the GPU may
-    then still write to what is sent, or use what is to be received into, and what comes is there when the request is
+    Arrays are NumPy's; with CUDA-aware messages (`cuda_memory.agreed`) `isend` and `irecv` take CuPy's too. No pending
+    GPU work may then write to a sent array or use a receive buffer, and received data are valid when the request is
     complete.
     """
 
     signatures: int
-    """How many different signatures its tags can carry."""
+    """The number of different signatures that its tags can carry."""
     lost: set[int]
-    """Ranks of which the library has told that they have died; always empty where it ends the job instead."""
+    """Ranks that the library has reported dead; always empty if the library ends the job instead."""
     users: set[int]
-    """Signatures of those who share it, each with operations of its own under way; empty where there is one user. A
-    message of another one's is not taken for one of an operation that its sender has called differently."""
+    """Signatures of users that share the communicator, each with concurrent operations; empty with one user. A message
+    of another user is not taken for one of an operation that its sender called differently.
+    """
 
     def barrier(self) -> None:
         """Block until every rank has called it."""
         ...
 
     def isend_whole(self, x: np.ndarray, dest: int, tag: int) -> Request:
-        """Send ``x``, dtype uint8, to ``dest`` in one message, as `irecv_up_to` receives it."""
+        """Send ``x``, dtype uint8, to ``dest`` in one message, for `irecv_up_to`."""
         ...
 
     def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> Request:
@@ -287,18 +283,18 @@ class Communicator(Messages, Protocol):
         ...
 
     def swap(self, x: np.ndarray, received: np.ndarray, peer: int, tag: int) -> None:
-        """Send ``x`` to ``peer``, which calls it as well, and receive at most ``received`` from it; dtype uint8."""
+        """Send ``x`` to ``peer``, which also calls it, and receive at most ``received`` from it; dtype uint8."""
         ...
 
     def takes_note(self, error: Exception) -> bool:
-        """Whether an error of the library's tells that ranks have died; they are among the `lost` then."""
+        """Return whether an error of the library reports dead ranks; if so, add them to `lost`."""
         ...
 
     def irecv_any(self, tag: int) -> tuple[int, np.ndarray, Request] | None:
-        """Begin to receive the next message of a tag, whoever has sent it; None where none has come; never blocks.
+        """Start to receive the next message with a tag, from any rank; return None if there is none. Never blocks.
 
         Returns:
-            Its sender, where its bytes go (dtype uint8), and the request. One rank's messages come in their order.
+            The sender, the receive buffer (dtype uint8) and the request. Messages of one rank arrive in order.
         """
         ...
 
@@ -309,7 +305,7 @@ class Communicator(Messages, Protocol):
     def native_iallreduce(self, x: np.ndarray, op: str) -> Request:
         """Start the library's own allreduce of ``x`` in place; all ranks must start theirs in one order.
 
-        No mean, nothing of 16 bits and no integers of 8; whether a NaN wins a minimum is the library's affair.
+        It supports no mean, no 16-bit floats and no 8-bit integers. The library decides whether a NaN wins a minimum.
         """
         ...
 
@@ -318,7 +314,7 @@ class Communicator(Messages, Protocol):
         ...
 
     def native_reduce(self, x: np.ndarray, op: str, root: int) -> None:
-        """Reduce ``x`` over all ranks, in place on ``root`` and nowhere else; every rank must call."""
+        """Reduce ``x`` over all ranks, in place on ``root`` only; every rank must call."""
         ...
 
     def native_allgather(self, out: np.ndarray) -> None:
@@ -330,11 +326,11 @@ class Communicator(Messages, Protocol):
         ...
 
     def duplicate(self) -> Communicator:
-        """The same ranks, whose messages never meet those of this communicator; every rank must call."""
+        """Return a communicator of the same ranks with separate messages; every rank must call."""
         ...
 
     def allgather_json(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (what JSON can carry; nothing is pickled), by rank; every rank must call."""
+        """Return every rank's ``value``, by rank; every rank must call. Values are sent as JSON, never pickled."""
         ...
 
     def abort(self, code: int) -> None:
@@ -344,33 +340,33 @@ class Communicator(Messages, Protocol):
 
 @dataclass
 class Traffic:
-    """What a rank has sent through a communicator of thread ranks."""
+    """Counts of the messages and bytes that a thread rank has sent through a communicator."""
 
     messages: int = 0
     nbytes: int = 0
 
 
 def exchange_of(comm: Communicator) -> Callable[[Any], list[Any]]:
-    """Return ``comm.allgather_json`` as it is now, to be wrapped by another one; it does not keep ``comm`` alive."""
+    """Return the present ``comm.allgather_json`` for another function to wrap; it does not keep ``comm`` alive."""
     own = vars(comm).get("allgather_json")
     return own or type(comm).allgather_json.__get__(weakref.proxy(comm))  # type: ignore[no-any-return]
 
 
 def join_parts(x: np.ndarray, comm: Communicator) -> None:
-    """Complete ``x``, contiguous, in place, of which each rank has written other elements and left the rest zero.
+    """Complete ``x``, contiguous, in place; each rank has written different elements and left the others zero.
 
-    Every rank must call. To the bit: taken for whole numbers, of which all but one are 0, they have an exact sum.
+    Every rank must call. The result is exact: the elements are summed as integers, of which all but one are 0.
     """
     comm.native_allreduce(x.view(f"u{x.dtype.itemsize}"), "sum")
 
 
 def bounds(count: int, n: int) -> list[int]:
-    """Where ``n`` nearly equal parts of ``count`` elements begin, and where the last ends: ``n + 1`` numbers."""
+    """Return the ``n + 1`` limits of ``n`` nearly equal parts of ``count`` elements."""
     return [count * part // n for part in range(n + 1)]
 
 
 def split(flat: Array, n: int) -> list[Array]:
-    """``n`` nearly equal parts of ``flat``, shape ``(count,)``: views."""
+    """Return ``n`` nearly equal parts of ``flat``, shape ``(count,)``, as views."""
     ends = bounds(flat.size, n)
     return [flat[first:last] for first, last in itertools.pairwise(ends)]
 
@@ -378,19 +374,20 @@ def split(flat: Array, n: int) -> list[Array]:
 T = TypeVar("T")
 
 Steps = Generator[Sequence[Request], None, None]
-"""A machine; each item is a stage: the requests that must be complete before it goes on."""
+"""A resumable algorithm; each yielded stage is the list of requests that must be complete before it continues."""
 
 StepsTo = Generator[Sequence[Request], None, T]
-"""A part of a machine, which returns something to the rest of it."""
+"""A part of an algorithm, which returns a value to the rest of it."""
 
 _YIELDS, _NAP_S = 10, 50e-6
 
 
 class PolledRequest:
-    """That ``test()`` has become true: a request for what is no message.
+    """A request that is complete when ``test()`` returns true.
 
     Args:
-        yields: how often who waits for it alone asks before it naps; more where it comes soon.
+        test: the condition.
+        yields: the number of tests before a lone waiter naps; higher if the condition is expected soon.
     """
 
     def __init__(self, test: Callable[[], bool], yields: int = _YIELDS) -> None:
@@ -398,12 +395,12 @@ class PolledRequest:
         self._yields = yields
 
     def wait(self) -> None:
-        """Block until it has."""
+        """Block until the condition is true."""
         wait_for(self.test, self._yields)
 
 
 def wait_for(test: Callable[[], bool], yields: int = _YIELDS) -> None:
-    """Call ``test()`` until it is true: at once for a while, then after naps, which leave the core to others."""
+    """Poll ``test()`` until it is true: first without naps, then with naps, which leave the core to others."""
     idle = 0
     while not test():
         idle += 1
@@ -414,7 +411,7 @@ def wait_for(test: Callable[[], bool], yields: int = _YIELDS) -> None:
 
 
 ENDED = 3
-"""The tag of the empty message to each server, on the communicator of all, by which a worker says that it has ended."""
+"""The tag of the empty message by which a worker tells each server that it has ended, on the communicator of all."""
 
 _REMEDY = (
     "mpirun -n 4 python train.py : -n 2 python -m hpcdp.kvstore.serve, or hpcdp launch -n 4 -s 2 -- python train.py"
@@ -422,13 +419,13 @@ _REMEDY = (
 
 
 def count_workers(serve: Sequence[bool]) -> int:
-    """How many processes are workers, those behind them being servers.
+    """Return the number of workers, which precede the servers.
 
     Args:
         serve: whether each process is a server, by rank.
 
     Raises:
-        LaunchError: there is no worker, or a server comes before one.
+        LaunchError: there is no worker, or a server precedes one.
     """
     workers = list(serve).count(False)
     if workers == 0:
@@ -443,16 +440,16 @@ def count_workers(serve: Sequence[bool]) -> int:
 
 
 def name_of(rank: int, workers: int) -> str:
-    """What a process is called in messages, by its rank among all."""
+    """Return a process's name in messages, given its rank among all processes."""
     return f"rank {rank} of {workers}" if rank < workers else f"server {rank - workers} (rank {rank})"
 
 
 def short_name_of(rank: int, workers: int) -> str:
-    """As `name_of`, of a worker without how many there are."""
+    """Return `name_of`, without the number of workers."""
     return f"rank {rank}" if rank < workers else name_of(rank, workers)
 
 
 def tell_servers(comm: Communicator, num_servers: int) -> None:
-    """Say on the communicator of all that this worker has ended (`ENDED`): the servers end when all workers have."""
+    """Tell all servers that this worker has ended (`ENDED`): they end when all workers have."""
     for server in range(comm.size - num_servers, comm.size):
         comm.isend(np.empty(0, np.uint8), server, ENDED).wait()

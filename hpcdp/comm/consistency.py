@@ -1,24 +1,15 @@
-"""Consistency checks: every collective call is compared between ranks, and errors are raised on all.
+"""Consistency checks: collective calls are compared between ranks, and errors are raised on all of them.
 
-The same error on every rank: where they hold different things, or where one of them has failed.
+If ranks hold different values, or one of them fails, every rank raises the same error, so that none waits for one that
+has given up. `Refused` replaces the communicators of a world in which this process may not communicate.
 
-So that none is left waiting for one that has given up.
+Every rank must make the same collective call. Each call is compared before any rank enters the MPI library with it. If
+all ranks share memory, each posts a signature of its call beside its counter there (`InMemory`). Between nodes the
+signature is the header of a message that pairs of ranks exchange at growing distances (`ByMessages`); a short allreduce
+sends its data along. If signatures differ, all ranks know it after the same exchange, and tell each other their calls.
 
-Stand-in for the communicators and the memory of a world in which this process may not communicate.
-
-A world is closed, or this process is a child of a rank. What is called then fails at its first use of a communicator,
-so that nothing needs to be asked where communication is possible.
-
-Comparison of collective calls: every rank must make the same one, or all of them raise the same error.
-
-A call is compared before any rank enters the MPI library with it, in each call anew, so no rank relies on what it has
-seen before. Where all ranks share memory, each posts a signature of its call beside its counter there (`InMemory`).
-Between nodes the signature travels at the head of a message that pairs of ranks exchange at growing distances
-(`ByMessages`); a short allreduce takes its data along. Where signatures differ, all ranks know it after the same
-exchange, and tell each other what they have called.
-
-Sent per rank by messages, for a call: log2 p messages of 16 bytes, p the largest power of two up to n; a rank that has
-a partner beyond p 1 more, and its partner 1 in all.
+Messages per rank and call: log2 p of 16 bytes, p the largest power of two up to n. A rank with a partner beyond p sends
+1 more, and its partner 1 in total.
 """
 
 from __future__ import annotations
@@ -46,7 +37,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _LONG = 160
-"""Characters of two texts that differ, above which an error shows the words that differ alone."""
+"""The length of two texts above which an error shows only the words that differ."""
 _PARTS = ("operation", "where", "expected", "got", "remedy")
 
 
@@ -56,16 +47,16 @@ _BUILT_ALIKE = "build the same model with the same options on every rank"
 def require_same(comm: Communicator, operation: str, items: Sequence[str], remedy: str = _BUILT_ALIKE) -> None:
     """Check that every rank passes the same ``items``; every rank must call.
 
-    One hash a rank is exchanged; the items themselves only where hashes differ.
+    One hash per rank is exchanged, and the items themselves only if hashes differ.
 
     Args:
         comm: the ranks to compare.
-        operation: what the error says was attempted.
+        operation: the operation that the error names.
         items: one line each, e.g. ``"0.weight (20, 1, 3, 3) float32"``.
-        remedy: what the error says to do.
+        remedy: the advice of the error.
 
     Raises:
-        MismatchError: on every rank alike; it names the ranks and the first difference.
+        MismatchError: the same on every rank; it names the ranks and the first difference.
     """
     digests = _exchanged(comm, f"require_same of {operation}", _digest(items))
     _raise_first_difference(comm, operation, items, remedy, digests)
@@ -78,7 +69,7 @@ def _digest(items: Sequence[str]) -> str:
 def _raise_first_difference(
     comm: Communicator, operation: str, items: Sequence[str], remedy: str, digests: Sequence[str]
 ) -> None:
-    """Where the ``digests`` of all ranks' items differ: every rank must call."""
+    """Raise if the ``digests`` of the ranks' items differ; every rank must call."""
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if not odd:
         return
@@ -90,33 +81,30 @@ def _raise_first_difference(
 def first_difference(
     operation: str, first: Sequence[str], other: Sequence[str], odd: Sequence[int], remedy: str
 ) -> MismatchError:
-    """Return the error for ranks of which rank 0 has the items ``first``, and the ranks ``odd`` have ``other``."""
+    """Return the error for ranks ``odd`` that have the items ``other`` instead of ``first``, those of rank 0."""
     at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     longer, most = (0, len(first)) if at < len(first) else (odd[0], len(other))
     wanted, found = _around_difference(_item(first, at), _item(other, at))
     error = MismatchError(
-        operation,
-        where=f"item {at + 1} of {most} on rank {longer}",
-        expected=f"{wanted} as on rank 0",
-        got=f"{found} on rank{'s' if len(odd) > 1 else ''} {listed(odd, 8)}",
-        remedy=remedy,
-    )
+        operation, where=f"item {at + 1} of {most} on rank {longer}", expected=f"{wanted} as on rank 0",
+        got=f"{found} on rank{'s' if len(odd) > 1 else ''} {listed(odd, 8)}", remedy=remedy,
+    )  # fmt: skip
     error.is_on_every_rank = True
     return error
 
 
 def _around_difference(first: str, other: str) -> tuple[str, str]:
-    """Return two texts, or of long ones the words that differ: the line of an error is cut in its middle."""
+    """Return two texts, or only the differing words of long ones, because an error's line is cut in its middle."""
     if len(first) + len(other) <= _LONG:
         return first, other
     words = first.split(" "), other.split(" ")
     shorter = min(map(len, words))
     begin = next((i for i in range(shorter) if words[0][i] != words[1][i]), shorter)
     kept = next((i for i in range(shorter - begin) if words[0][-1 - i] != words[1][-1 - i]), shorter - begin)
-    if kept and shorter - kept == begin:  # a text has nothing in the place of the other's words: what follows is shown
+    if kept and shorter - kept == begin:  # one text lacks the other's words: show the next word too
         kept -= 1
-    begin = max(begin - 1, 0)  # a word before, which may be the name of what differs
-    cut = [" ".join(each[begin : len(each) - kept]) for each in words]
+    begin = max(begin - 1, 0)  # include the word before, which may be a name
+    cut = [" ".join(text[begin : len(text) - kept]) for text in words]
     before, after = "... " if begin else "", " ..." if kept else ""
     return f"{before}{cut[0]}{after}", f"{before}{cut[1]}{after}"
 
@@ -127,32 +115,32 @@ def _item(items: Sequence[str], at: int) -> str:
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What a call on this rank has returned, or the error that it has raised."""
+    """The result of a call on this rank, or its error."""
 
     value: T | None = None
     error: HpcdpError | None = None
 
     @classmethod
     def of(cls, fn: Callable[[], T]) -> Outcome[T]:
-        """Call ``fn``. What is no `HpcdpError` passes."""
+        """Call ``fn`` and keep its result or `HpcdpError`; other exceptions pass."""
         try:
             return cls(fn())
         except HpcdpError as error:
             return cls(error=error)
 
     def get(self) -> T:
-        """The value; raises the error."""
+        """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]
 
 
 def on_every_rank(comm: Communicator, fn: Callable[[], T]) -> T:
-    """``fn()`` of this rank; every rank must call.
+    """Call ``fn()`` and return its result; every rank must call.
 
-    Where it raised an `HpcdpError` on some rank, every rank raises the error of the lowest such rank, which is named
-    unless all ranks failed. Other exceptions pass, and so end the job. A rank that does something else together with
-    others meanwhile is a `MismatchError` on all.
+    If it raises an `HpcdpError` on some rank, every rank raises the error of the lowest such rank, which is named
+    unless all ranks failed. Other exceptions pass, and so end the job. If a rank is in another collective exchange
+    meanwhile, all raise a `MismatchError`.
     """
     return told_to_all(comm, Outcome.of(fn))
 
@@ -160,28 +148,30 @@ def on_every_rank(comm: Communicator, fn: Callable[[], T]) -> T:
 def told_to_all(
     comm: Communicator, outcome: Outcome[T], operation: str = "", alike: Sequence[tuple[Sequence[str], str]] = ()
 ) -> T:
-    """`on_every_rank` for what has been called already; and `require_same`, in the same exchange.
+    """Share an outcome as `on_every_rank` does, and check `require_same` in the same exchange.
 
     Args:
-        operation: what a `MismatchError` says was attempted.
-        alike: items that must be the same on all ranks where none has failed, with what the error says to do; as many
-            on each rank that has not failed.
+        comm: the ranks; every rank must call.
+        outcome: this rank's result or error.
+        operation: the operation that a `MismatchError` names.
+        alike: items that must be equal on all ranks if none has failed, each with the advice of the error; the same
+            number on each rank that has not failed.
     """
     mine = [_described(outcome.error), *([_digest(items) for items, _ in alike] if outcome.error is None else [])]
     try:
         everyone = _exchanged(comm, "on_every_rank", mine)
-    except MismatchError as error:  # others are elsewhere, perhaps since this rank has failed
+    except MismatchError as error:  # others are in another call, perhaps because this rank has failed
         raise outcome.error or error from (error if outcome.error else error.__cause__)
     _raise_first([report for report, *_ in everyone], outcome.error)
     for number, (items, remedy) in enumerate(alike, 1):
-        _raise_first_difference(comm, operation, items, remedy, [each[number] for each in everyone])
+        _raise_first_difference(comm, operation, items, remedy, [reports[number] for reports in everyone])
     return outcome.value  # type: ignore[return-value]
 
 
 def on_rank_0(comm: Communicator, fn: Callable[[], T]) -> T:
-    """What ``fn()``, called on rank 0 alone, returned or raised (`HpcdpError`); every rank must call.
+    """Call ``fn()`` on rank 0 only; return its result, or raise its `HpcdpError`, on every rank. Every rank must call.
 
-    The result goes to the other ranks as JSON.
+    The result is sent to the other ranks as JSON.
     """
     own = Outcome.of(fn) if comm.rank == 0 else Outcome()
     call = f"on_rank_0 of {getattr(fn, '__qualname__', type(fn).__name__).partition('.<locals>')[0]}"
@@ -191,17 +181,17 @@ def on_rank_0(comm: Communicator, fn: Callable[[], T]) -> T:
 
 
 def _exchanged(comm: Communicator, call: str, value: Any) -> list[Any]:
-    """Every rank's ``value``, where all ranks make the same ``call``; else `MismatchError`, on all that are here."""
+    """Return every rank's ``value``; raise `MismatchError` on all ranks here unless all make the same ``call``."""
     everyone = comm.allgather_json({"call": call, "value": value})
-    calls = [each.get("call") if isinstance(each, dict) else None for each in everyone]
-    odd = next((rank for rank, each in enumerate(calls) if each != calls[0]), None)
+    calls = [message.get("call") if isinstance(message, dict) else None for message in everyone]
+    odd = next((rank for rank, other in enumerate(calls) if other != calls[0]), None)
     if odd is not None:
         raise MismatchError(
-            "what ranks do together", expected=f"{calls[0] or 'another call'} as on rank 0",
+            "exchange of all ranks", expected=f"{calls[0] or 'another call'} as on rank 0",
             got=f"{calls[odd] or 'another call'} on rank {odd}",
-            remedy="call what every rank must call on all ranks, in the same order",
+            remedy="make every collective call on all ranks, in the same order",
         )  # fmt: skip
-    return [each["value"] for each in everyone]
+    return [message["value"] for message in everyone]
 
 
 def _described(error: HpcdpError | None) -> dict[str, Any] | None:
@@ -226,15 +216,16 @@ def _raise_first(reports: list[dict[str, Any] | None], own: HpcdpError | None) -
 
 
 FIELDS = ("comm", "call_comm", "node_comm", "rail_comm", "node_memory", "divide")
-"""Of a `World`: what it communicates by."""
+"""The fields of a `World` by which it communicates."""
 
 
 class Refused:
-    """Raises an error for whatever is called of it, by the name of the function of hpcdp that the program has called.
+    """A stand-in that raises an error at any use, named after the hpcdp function that the program called.
 
     Args:
-        kind: of error.
-        rank, size: what the communicator says of itself.
+        kind: the class of the error.
+        rank: the communicator's `rank`.
+        size: the communicator's `size`.
         why: the parts of the error.
     """
 
@@ -243,11 +234,12 @@ class Refused:
         self._kind, self._why = kind, why
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # copy, pickle and NumPy ask for some
+        if name.startswith("__"):  # copy, pickle and NumPy look up some
             raise AttributeError(name)
         self._refuse()
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Raise the error."""
         self._refuse()
 
     def __contains__(self, _: object) -> NoReturn:
@@ -267,22 +259,22 @@ class Refused:
 
 
 def called(frame: FrameType | None) -> tuple[str, str]:
-    """Return what a program has called: the outermost function of hpcdp below it on a stack.
+    """Return the public function that a program has called: the outermost of hpcdp below it on a stack.
 
     Args:
-        frame: the innermost of the stack.
+        frame: the innermost frame of the stack.
 
     Returns:
-        The public name of its class, which may be empty, and its own: of what makes or calls an object the class's
-        again, of a context ``with``, of an attribute that is made on demand the attribute's.
+        The public name of its class, which may be empty, and its own name. For a constructor or ``__call__`` the latter
+            is the class's, for a context ``with``, for an attribute made on demand the attribute's.
     """
     package = __package__.partition(".")[0]
     owner, name = "", "communicate"
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith(f"{package}."):
-            if found := _public_name(frame, sys.modules[package].__all__):
-                owner, name = found
+            if names := _public_name(frame, sys.modules[package].__all__):
+                owner, name = names
         elif module != "contextlib":
             break
         frame = frame.f_back
@@ -292,8 +284,8 @@ def called(frame: FrameType | None) -> tuple[str, str]:
 def _public_name(frame: FrameType, public: Collection[str]) -> tuple[str, str] | None:
     code, seen = frame.f_code, frame.f_locals
     path = code.co_qualname
-    if "<locals>" in path:  # of a decorator: what it decorates
-        path = next((seen[each].__qualname__ for each in code.co_freevars if hasattr(seen.get(each), "__code__")), "")
+    if "<locals>" in path:  # the wrapper of a decorator: take the decorated function
+        path = next((seen[free].__qualname__ for free in code.co_freevars if hasattr(seen.get(free), "__code__")), "")
         if not path or "<locals>" in path:
             return None
     owner, _, name = path.rpartition(".")
@@ -303,7 +295,7 @@ def _public_name(frame: FrameType, public: Collection[str]) -> tuple[str, str] |
         kind = this if isinstance(this, type) else type(this)
         classes = [base.__name__ for base in kind.__mro__]
         if owner in classes:
-            known_as = getattr(kind, "public_name", classes[0])  # an abstract base class is in no other one's bases
+            known_as = getattr(kind, "public_name", classes[0])
             owner = next((name for name in classes if name in public), known_as)
     if name == "__getattr__":
         name = str(seen.get(code.co_varnames[1]))
@@ -315,7 +307,7 @@ def _public_name(frame: FrameType, public: Collection[str]) -> tuple[str, str] |
 
 
 def refuse(world: World, kind: type[HpcdpError], kept: Any, **why: Any) -> None:
-    """Let all communication of ``world`` fail from now on; ``kept`` takes the place of its `World.kept`."""
+    """Let all communication of ``world`` fail from now on; ``kept`` replaces its `World.kept`."""
     for name in FIELDS:
         if (before := getattr(world, name)) is not None and not isinstance(before, Refused):
             rank, size = getattr(before, "rank", 0), getattr(before, "size", 1)
@@ -324,18 +316,18 @@ def refuse(world: World, kind: type[HpcdpError], kept: Any, **why: Any) -> None:
 
 
 MOST_NBYTES = 64 << 10
-"""Of the data that a message takes along with the signature of a call."""
+"""The most data that a message sends along with the signature of a call."""
 
 _HEADER_NBYTES = 16
 _DIFFERENT = -1
-"""In the place of a signature: some ranks have made other calls."""
+"""A value in place of a signature: some ranks have made other calls."""
 _FOLD, _RESULT = 0, 1
-"""The lanes of messages of ranks beyond a power of two, to their partner and back."""
+"""The lanes of messages from ranks beyond a power of two to their partner, and back."""
 _TEXT_NBYTES = 1 << 10
 _MOST_SIDES = 64
 _BY_MESSAGES_FIRST = 16
-"""So many calls of a node's ranks are compared by messages: a program that makes few needs no compiled kernels."""
-_ALIKE = "call it alike, and in the same order, on all ranks"
+"""Calls of a node's ranks that are compared by messages first: a program with few calls needs no compiled kernels."""
+_ALIKE = "call it with the same arguments, and in the same order, on all ranks"
 
 
 class Call:
@@ -343,7 +335,7 @@ class Call:
 
     Args:
         operation: its name.
-        facts: one line each, all of which must be the same on all ranks.
+        facts: one line each; all must be equal on all ranks.
     """
 
     __slots__ = ("facts", "operation", "signature")
@@ -354,11 +346,13 @@ class Call:
         self.signature = zlib.crc32("\n".join(self.facts).encode())
 
     def differs_from(self, everyone: Sequence[str]) -> MismatchError:
-        """Return the error for ranks that have called what ``everyone`` says, a text of each rank."""
+        """Return the error for ranks whose calls are the texts ``everyone``, by rank."""
         items = [text.split("\n") for text in everyone]
         odd = [rank for rank, own in enumerate(items) if own != items[0]]
-        if not odd:  # cut short, or signatures that are damaged
-            error = MismatchError(self.operation, expected="the same call on every rank", got="others", remedy=_ALIKE)
+        if not odd:  # the texts were cut, or signatures damaged
+            error = MismatchError(
+                self.operation, expected="the same call on every rank", got="different calls", remedy=_ALIKE
+            )
             error.is_on_every_rank = True
             return error
         operation = items[0][0].partition(" ")[0]
@@ -370,10 +364,10 @@ class Call:
 
 
 class InMemory:
-    """Comparison through memory that all ranks share. All ranks must make it together.
+    """Comparison through memory that all ranks share; all ranks must make it together.
 
-    Exchanges of data between the ranks may use its counters, too: see `hpcdp.collectives.intra_node`. They are served
-    one after another, in the order in which they were begun.
+    Data exchanges between the ranks may use its counters too: see `hpcdp.collectives.intra_node`. Exchanges run one
+    after another, in the order in which they began.
     """
 
     def __init__(self, memory: NodeMemory) -> None:
@@ -389,7 +383,7 @@ class InMemory:
         self._tickets = self._served = 0
 
     def agree(self, call: Call) -> None:
-        """Block until every rank has made ``call``; nothing that was begun by `steps` may be under way."""
+        """Block until every rank has made ``call``; no exchange of `steps` may be in progress."""
         self.be_patient()
         signature, n = call.signature, self.memory.size
         while (met := self._meet(self.counters, n, self.state, signature)) != self._done:
@@ -400,7 +394,7 @@ class InMemory:
             self.memory.check()
 
     def steps(self, call: Call) -> Steps:
-        """`agree` as a machine. Whatever the machine does next is done in the order of the calls."""
+        """Return `agree` as resumable steps. Steps that follow it in an algorithm run in the order of the calls."""
         ticket = self.begin()
         return self._steps(call, ticket)
 
@@ -415,28 +409,28 @@ class InMemory:
             self.end()
 
     def begin(self) -> int:
-        """Return the number of an exchange, whose turn comes after that of those that were begun before."""
+        """Return the ticket of an exchange, which runs after all earlier ones."""
         self._tickets += 1
         return self._tickets - 1
 
     def turn(self, ticket: int, patient: bool) -> Steps:
-        """Wait for the turn of an exchange; a ``patient`` one waits in the kernels. Call `end` after it."""
+        """Wait for the turn of an exchange; a ``patient`` one waits in the kernels. Call `end` afterwards."""
         if self._served != ticket:
             yield [PolledRequest(lambda: self._served == ticket)]
         self.be_patient(patient)
 
     def end(self) -> None:
-        """Let the next exchange have its turn."""
+        """Let the next exchange run."""
         self._served += 1
 
     def be_patient(self, patient: bool = True) -> None:
-        """Choose whether kernels wait for the other ranks, or return at once where some are not there."""
+        """Choose whether kernels wait for other ranks, or return at once if some have not arrived."""
         if patient != self._patient:
             self._patient = patient
             self.state[[self.exchange.SPINS, self.exchange.SLEEP_NS]] = self.memory.patience if patient else 0
 
     def difference(self, call: Call) -> Steps:
-        """Raise the error for ranks that have made different calls; all ranks come here.
+        """Raise the error for ranks that have made different calls; all ranks must run it.
 
         Raises:
             MismatchError: always; the same on every rank.
@@ -444,14 +438,14 @@ class InMemory:
         text, mine = str(call).encode()[:_TEXT_NBYTES], self._texts[self.memory.rank]
         mine[:] = 0
         mine[: len(text)] = np.frombuffer(text, np.uint8)
-        # The texts stay until all have arrived at another exchange, so every rank has read them.
+        # The texts stay until all ranks arrive at another exchange, so every rank has read them.
         while self._meet(self.counters, self.memory.size, self.state, 0) != self._done:
             yield [self.arrival]
         raise call.differs_from([row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in self._texts])
 
 
 class _Arrival:
-    """The arrival of every rank at the exchange in which this one is: a request."""
+    """A request: all ranks have arrived at this rank's exchange."""
 
     def __init__(self, memory: NodeMemory, counters: np.ndarray, state: np.ndarray) -> None:
         self._memory, self._counters, self._state = memory, counters, state
@@ -472,7 +466,7 @@ class _Arrival:
 
 
 class _Side:
-    """A message: the signature of a call, and behind it the data that it takes along."""
+    """A message: the signature of a call, followed by the data that is sent along."""
 
     __slots__ = ("body", "header", "sent", "whole")
 
@@ -484,10 +478,10 @@ class _Side:
 
 
 class _Blocks:
-    """Memory of a message to a partner and of one from it, as calls take it whose data are alike."""
+    """Buffers for a message to a partner and one from it, reused by calls with data of one kind."""
 
     def __init__(self) -> None:
-        # A partner that calls something else may send as much as there can be.
+        # A partner in another call may send a message of the maximum size.
         self._blocks = np.empty((2, _HEADER_NBYTES + MOST_NBYTES), np.uint8)
         self._sides: dict[object, tuple[_Side, _Side]] = {}
 
@@ -505,10 +499,10 @@ class _Blocks:
 class ByMessages:
     """Comparison by messages between pairs of ranks, at distances 1, 2, 4 and so on.
 
-    Ranks beyond the largest power of two send to a partner first, and get the result from it at last.
+    Ranks beyond the largest power of two send to a partner first, and get the result from it last.
 
     Args:
-        comm: all ranks; nothing else may use it.
+        comm: all ranks; for this object only.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -521,15 +515,15 @@ class ByMessages:
         self._blocks = _Blocks()
 
     def agree(self, call: Call, total: np.ndarray | None = None, op: Reduction | None = None) -> None:
-        """Block until every rank has made ``call``, and reduce ``total`` meanwhile.
+        """Block until every rank has made ``call``; also reduce ``total``.
 
         Args:
-            call: this rank's.
+            call: this rank's call.
             total: shape ``(count,)``; reduced in place over all ranks, without the division of a mean.
             op: the reduction.
 
         Raises:
-            MismatchError: on every rank alike; ``total`` is undefined then.
+            MismatchError: the same on every rank; ``total`` is undefined then.
         """
         tag = self._next_tag()
         if not self._pairs or (total is not None and total.nbytes > MOST_NBYTES):
@@ -552,7 +546,7 @@ class ByMessages:
             self._raise_difference(call)
 
     def steps(self, call: Call, total: np.ndarray | None = None, op: Reduction | None = None) -> Steps:
-        """`agree` as a machine. Whatever the machine does next is done in the order of the calls."""
+        """Return `agree` as resumable steps. Steps that follow it in an algorithm run in the order of the calls."""
         exchange = self._exchange(call, self._next_tag(), _Blocks(), total, op)
         self._tickets += 1
         return self._in_order(exchange, self._tickets - 1)
@@ -560,7 +554,7 @@ class ByMessages:
     def _in_order(self, exchange: Steps, ticket: int) -> Steps:
         try:
             yield from exchange
-        finally:  # the others of a failed one fail as well
+        finally:  # if this exchange fails, later ones fail as well
             if self._served != ticket:
                 yield [PolledRequest(lambda: self._served == ticket)]
             self._served += 1
@@ -605,8 +599,8 @@ class ByMessages:
             self._raise_difference(call)
 
     def _reduce(self, total: np.ndarray, other: np.ndarray, peer: int, op: Any) -> None:
-        """Reduce ``other`` of rank ``peer`` into ``total``: the lower rank's stands first: the same bits on both."""
-        # Nothing is written to what was sent: the other core has just read it, and each of its lines would be fetched.
+        """Reduce ``other`` of rank ``peer`` into ``total``, the lower rank's operand first: the same bits on both."""
+        # Do not write to the sent buffer: the other core has just read it, and each cache line would be fetched again.
         if peer > self._comm.rank:
             op.into(total, other)
         else:
@@ -614,16 +608,16 @@ class ByMessages:
             total[...] = other
 
     def _raise_difference(self, call: Call) -> None:
-        """Raise the error for ranks that have made different calls; all ranks come here, and block."""
+        """Raise the error for ranks that have made different calls; all ranks call it, blocking."""
         signatures = self._comm.allgather_json(call.signature)
         odd = next((rank for rank, other in enumerate(signatures) if other != signatures[0]), 0)
         texts = self._comm.allgather_json(str(call) if self._comm.rank in (0, odd) else None)
         known = {signatures[0]: texts[0], signatures[odd]: texts[odd]}
-        raise call.differs_from([known.get(each, "") for each in signatures])
+        raise call.differs_from([known.get(signature, "") for signature in signatures])
 
 
 def _rounds(rank: int, n: int) -> list[tuple[int, int, bool, bool]]:
-    """Return the messages of ``rank`` one after another: lane, partner, whether it sends and whether it receives."""
+    """Return the messages of ``rank`` in order: lane, partner, whether it sends, whether it receives."""
     p = 1 << n.bit_length() - 1
     if rank >= p:
         return [(_FOLD, rank - p, True, False), (_RESULT, rank - p, False, True)]
@@ -634,31 +628,31 @@ def _rounds(rank: int, n: int) -> list[tuple[int, int, bool, bool]]:
 
 
 class Calls:
-    """The collective calls of a world's ranks, which must all be alike. See `of`."""
+    """The collective calls of a world's ranks, which must all be the same; see `of`."""
 
     def __init__(self, world: World) -> None:
         self.messages = ByMessages(world.call_comm)
         self.memory: InMemory | None = None
-        """None where ranks do not share memory, or have not made many calls yet."""
+        """None if ranks do not share memory, or have not made many calls yet."""
         self.number = 0
-        """The number of the latest call: the same on all ranks, also after calls that differed. Whoever compares a call
-        otherwise than by `agree` and `steps` counts it."""
+        """The number of the latest call, equal on all ranks, also after calls that differed. Code that compares a call
+        without `agree` or `steps` must increment it."""
         self._alone = world.size == 1
         self._node = world.node_memory if world.node_memory.size == world.size else None
         self._by_messages = 0
 
     @classmethod
     def of(cls, world: World) -> Calls:
-        """Return those of ``world``."""
+        """Return the calls of ``world``."""
         return world.kept.get(cls) or world.keep(cls, lambda: cls(world))
 
     def agree(self, call: Call) -> None:
-        """Block until every rank of the world has made ``call``, which no rank has done before it ends.
+        """Block until every rank of the world has made ``call``.
 
-        What was started before must have ended (`World.settle`).
+        Operations started before must have ended (`World.settle`).
 
         Raises:
-            MismatchError: some rank has made another one; the same error on every rank.
+            MismatchError: some rank has made another call; the same error on every rank.
         """
         self.number += 1
         if self.memory is not None:
@@ -670,13 +664,13 @@ class Calls:
                 self.share_memory(self._node)
 
     def share_memory(self, memory: NodeMemory) -> InMemory:
-        """Return what compares calls in ``memory`` of all ranks from now on; all ranks call it together."""
+        """Compare calls in ``memory`` of all ranks from now on; all ranks call it together."""
         if self.memory is None:
             self.memory = InMemory(memory)
         return self.memory
 
     def steps(self, call: Call) -> Steps:
-        """`agree` as a machine. Whatever the machine does next is done in the order of the calls."""
+        """Return `agree` as resumable steps. Steps that follow it in an algorithm run in the order of the calls."""
         self.number += 1
         return (self.messages if self.memory is None else self.memory).steps(call)
 
@@ -686,7 +680,7 @@ _exchanges: dict[str, Call] = {}
 
 
 def compare_exchanges(world: World) -> None:
-    """Compare what all ranks of ``world`` tell each other by ``allgather_json`` with collective calls of others."""
+    """Compare ``allgather_json`` exchanges of all ranks of ``world`` with the collective calls of others."""
     exchange, ours = exchange_of(world.comm), weakref.ref(world)
 
     def compared(value: Any) -> list[Any]:

@@ -1,39 +1,23 @@
-"""CUDA-aware MPI, and CUDA IPC between ranks of one node.
+"""Transports between GPUs: CUDA-aware messages, CUDA IPC on a shared GPU, and the rows of a bucket.
 
-Whether messages go from and to a GPU's memory itself: some MPI libraries take arrays there (CUDA-aware ones).
+CUDA-aware MPI libraries send and receive arrays in GPU memory. A library's own claim may be wrong: it then crashes, or
+sends something else. So if it claims support, two ranks of a separate job try it on each machine, as in `hpcdp info`.
+Between nodes a library uses another path, and a rank can start no job there. So the ranks themselves exchange a
+message, check it, and time it against host memory: a library without GPUDirect copies in small pieces.
 
-What a library says of itself may be wrong: it then crashes, or sends something else. So where it says yes, two ranks of
-a job of their own try it on each machine, as in `hpcdp info`. Between nodes a library goes another way than within a
-machine, and a rank can start no job there. So then the ranks themselves send each other a message, look what comes, and
-whether it comes sooner than through host memory: a library that has no way from GPU to GPU copies in small pieces.
+Ranks that share one GPU, which NCCL refuses, sum through CUDA IPC: the first of them maps the rows of the others.
+Processes that share a GPU take turns on it unless a server (MPS) runs them together. A turn takes time to begin, even
+for an event: 0.2 ms and more on an H200, where four rows of 64 MB are summed in 0.13 ms. So one rank sums for all, and
+the others give the GPU no work meanwhile, not even a wait::
 
-Sums over ranks that share one GPU, which NCCL refuses: the first of them has mapped what the others have (CUDA IPC).
+    each rank            polls until its row is complete; posts a number in host memory
+    the first rank       sees all numbers; sums; polls until the sum is complete; posts
+    each rank            sees that, and continues
 
-Processes that share a GPU take turns on it, unless a server (MPS) runs them together, and a turn takes time to begin,
-even if it is for an event alone: 0.2 ms and more on an H200, where four rows of 64 MB are summed in 0.13. So one rank
-sums for all, and the others give the GPU nothing meanwhile, not even a wait::
+Rows come from cudaMalloc itself, in multiples of 2 MiB, because a handle shares the whole block that contains an
+allocation. Source: NVIDIA, "CUDA C++ Programming Guide", section "Interprocess Communication".
 
-    each rank            sees that what its row waits for is done; posts a number in host memory
-    the first rank       sees all numbers; sums; sees that it is done; posts
-    each rank            sees that, and goes on
-
-Rows come from cudaMalloc itself, in whole multiples of 2 MiB: a handle shares the block that an allocation lies in,
-with all else that is in it.
-
-Source: NVIDIA, "CUDA C++ Programming Guide", section "Interprocess Communication".
-
-The transports between GPUs of a node, and the rows of a bucket on them.
-
-How a node's ranks sum what they have on their GPUs: what each of them offers, and what is chosen.
-
-Two ranks have the same GPU where it has one place on the PCI bus: numbers are each process's own. NCCL refuses such
-ranks, or hangs; CUDA IPC is for them.
-
-Arrays of a node's ranks on its GPUs, summed where they lie: what NCCL and CUDA IPC both do, each in its way.
-
-It is what the CPU's ranks do in shared memory (`hpcdp.data_parallel.reducer`): each rank has a row, which it fills;
-parts of the columns have owners, in whose rows they are summed, in the order of the ranks where one GPU does it; owners
-exchange their sums with other nodes; each part goes from its owner's row to all others. No call of it blocks the host.
+Two ranks have the same GPU if it has one place on the PCI bus, because device numbers are each process's own.
 """
 
 from __future__ import annotations
@@ -70,7 +54,7 @@ from .world import World
 
 
 class GpuTransport(Enum):
-    """How a node's ranks sum what they have on their GPUs."""
+    """A way to sum arrays on the GPUs of a node's ranks."""
 
     ALONE = "this node has one rank"
     NCCL = "NCCL: each rank has a GPU of its own"
@@ -81,21 +65,21 @@ class GpuTransport(Enum):
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank has for sums on GPUs."""
+    """A rank's means for sums on GPUs."""
 
     bus_id: str = ""
-    """See `Gpu`; empty where the rank has none."""
+    """See `world.Gpu`; empty without a GPU."""
     uuid: str = ""
     nccl: int = 0
-    """The version of NCCL that CuPy has loaded; 0 where there is none."""
+    """The version of NCCL that CuPy has loaded; 0 for none."""
     shares_memory: bool = True
-    """Whether it shares host memory with all other ranks of its node."""
+    """Whether the rank shares host memory with all other ranks of its node."""
     pid: int = 0
-    """Of its process."""
+    """The rank's process."""
 
 
 def own_offer(device: Device, *, shares_memory: bool) -> Offer:
-    """That of this rank; imports CuPy where ``device`` is a GPU."""
+    """Return this rank's offer; imports CuPy if ``device`` is a GPU."""
     seen = world.visible()
     if device.kind == "cpu" or device.index >= len(seen):
         return Offer(shares_memory=shares_memory)
@@ -105,44 +89,40 @@ def own_offer(device: Device, *, shares_memory: bool) -> Offer:
 
 def _nccl_version() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CuPy's, where there is none: `choose` says what to do
+        warnings.simplefilter("ignore")  # CuPy's warning about missing NCCL: `choose` gives the remedy
         nccl = importlib.import_module("cupy.cuda.nccl")
     return nccl.get_version() if nccl.available else 0
 
 
 def offers(comm: Communicator, mine: Offer) -> list[Offer]:
-    """That of each rank of ``comm``; every rank must call."""
-    return [Offer(**each) for each in comm.allgather_json(asdict(mine))]
+    """Return the offer of each rank of ``comm``; every rank must call."""
+    return [Offer(**fields) for fields in comm.allgather_json(asdict(mine))]
 
 
 def choose(found: Sequence[Offer]) -> tuple[GpuTransport, str]:
-    """The way of a node whose ranks have these offers, and a word on why; alike on all ranks, which have the same."""
+    """Return the transport of a node whose ranks have these offers, and the reason; equal on all ranks."""
     if len(found) == 1:
         return GpuTransport.ALONE, GpuTransport.ALONE.value
-    without = [rank for rank, each in enumerate(found) if not each.bus_id]
+    without = [rank for rank, offer in enumerate(found) if not offer.bus_id]
     if without:
         return GpuTransport.HOST, f"local rank {without[0]} has no GPU"
-    if not all(each.shares_memory for each in found):
-        return GpuTransport.HOST, "its ranks share no host memory, in which they say how far they are"
+    if not all(offer.shares_memory for offer in found):
+        return GpuTransport.HOST, "its ranks share no host memory, in which they would report their progress"
     groups = by_gpu(found)
     for ranks in groups:
         if len({found[rank].uuid for rank in ranks}) > 1:
             first, second = ranks[:2]
-            return (
-                GpuTransport.HOST,
-                f"local ranks {first} and {second} have instances of one GPU (MIG), which share no memory",
-            )
+            why = f"local ranks {first} and {second} have instances of one GPU (MIG), which share no memory"
+            return GpuTransport.HOST, why
         if len({found[rank].pid for rank in ranks}) < len(ranks):
-            return (
-                GpuTransport.HOST,
-                "its ranks are threads of one process, and CUDA IPC opens no handle of its own process",
-            )
+            why = "its ranks are threads of one process, and CUDA IPC opens no handle of its own process"
+            return GpuTransport.HOST, why
     if len(groups) == 1:
         return GpuTransport.CUDA_IPC, GpuTransport.CUDA_IPC.value
-    without = [rank for rank, each in enumerate(found) if not each.nccl]
+    without = [rank for rank, offer in enumerate(found) if not offer.nccl]
     if without:
         return GpuTransport.HOST, f"local rank {without[0]} has no NCCL; pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]'"
-    versions = sorted({each.nccl for each in found})
+    versions = sorted({offer.nccl for offer in found})
     if len(versions) > 1:
         return GpuTransport.HOST, f"its ranks have different versions of NCCL, {' and '.join(map(str, versions))}"
     way = GpuTransport.NCCL if len(groups) == len(found) else GpuTransport.GROUPS
@@ -150,72 +130,75 @@ def choose(found: Sequence[Offer]) -> tuple[GpuTransport, str]:
 
 
 def by_gpu(found: Sequence[Offer]) -> list[list[int]]:
-    """The local ranks of each GPU, by the first of them."""
+    """Return the local ranks of each GPU, ordered by the first of them."""
     groups: dict[str, list[int]] = {}
-    for rank, each in enumerate(found):
-        groups.setdefault(each.bus_id, []).append(rank)
+    for rank, offer in enumerate(found):
+        groups.setdefault(offer.bus_id, []).append(rank)
     return list(groups.values())
 
 
 def refuse_shared(found: Sequence[Offer]) -> None:
-    """Raise `DeviceError` where two ranks have one GPU: NCCL may hang there."""
+    """Raise `DeviceError` if two ranks have one GPU: NCCL may hang there."""
     ranks = next((ranks for ranks in by_gpu(found) if len(ranks) > 1), None)
     if ranks is not None:
         raise DeviceError(
             "NCCL", where=f"GPU {found[ranks[0]].bus_id}", expected="one rank on each GPU",
             got=f"local ranks {', '.join(map(str, ranks))}",
-            remedy="start as many ranks a node as it has GPUs, which all see (srun --gres=gpu:N --gpu-bind=none); "
-            "ranks that share one GPU sum through CUDA IPC",
+            remedy="start one rank per GPU of a node, with all GPUs visible (srun --gres=gpu:N --gpu-bind=none)",
         )  # fmt: skip
 
 
 Part = tuple[int, int]
-"""The first column and one after the last."""
+"""The first column, and the one after the last."""
 
 OwnedPart = tuple[int, Part]
 """The rank in whose row the part is summed, and the part."""
 
 SUMMED_KINDS = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
-"""What both `kernels/reduce.cu` and the host, for other nodes, add up."""
+"""Dtypes that `kernels/reduce.cu` and, for other nodes, the host can sum."""
 
 
 @dataclass(frozen=True)
 class RowSize:
-    """How long a row is, and of what."""
+    """The length and the dtype of a row."""
 
     count: int
     dtype: np.dtype
 
     @property
     def nbytes(self) -> int:
-        """Of the row."""
+        """The size of the row in bytes."""
         return self.count * self.dtype.itemsize
 
 
 class NodeRows(Protocol):
-    """One row for each rank of a node.
+    """One row of columns for each rank of a node, on its GPUs, summed where they are.
 
-    A machine has ended when its work is given to `stream`, and need not be done: what `stream` is given next finds the
-    sums. The ranks of a node may run the machines of different rows in different orders. Where rows share `stream`
-    (NCCL's do) each machine has its turn there. So what it waits for on the GPU it is told as events ``after``, which
-    were recorded before it begins: were `stream` to wait for them at once, so would machines whose turn comes first.
+    As for CPU ranks in shared memory (`hpcdp.data_parallel.reducer`), each rank fills its row. Parts of the columns
+    have owners, in whose rows they are summed, in rank order if one GPU does it. Owners exchange their sums with other
+    nodes; each part is then copied from its owner's row to all others. No call blocks the host.
+
+    Steps end when their work is enqueued on `stream`; it need not be done, but later work on `stream` sees the sums.
+    The ranks of a node may run the steps of different rows in different orders. If rows share `stream` (NCCL's do),
+    each operation has its turn there. So GPU work that it depends on is passed as events ``after``, recorded before it
+    begins: if `stream` waited for them at once, so would operations whose turn comes first.
     """
 
     mine: Array
     """This rank's row, shape ``(count,)``; zeros at first."""
     size: RowSize
     stream: Stream
-    """Where the work goes."""
+    """The stream of the work."""
 
     def reduce_scatter(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
-        """Sum the columns ``parts[r]`` over all ranks into rank r's row, for each r; what else is there is undefined.
+        """Sum the columns ``parts[r]`` over all ranks into rank r's row, for each r; other columns become undefined.
 
         Every rank of the node must run it, with the same parts: one for each rank, some may be empty.
         """
         ...
 
     def allgather(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
-        """Bring the columns ``parts[r]`` of rank r's row to all others, for each r."""
+        """Copy the columns ``parts[r]`` of rank r's row to all others, for each r."""
         ...
 
     def allreduce(self, after: Sequence[Event] = ()) -> Steps:
@@ -223,40 +206,43 @@ class NodeRows(Protocol):
         ...
 
     def check(self) -> None:
-        """Called now and then by who waits for what `stream` does: raises when waiting has become pointless."""
+        """Raise if waiting for the work on `stream` has become pointless; called by waiting ranks from time to time."""
         ...
 
 
 def parts_of(count: int, owners: int, ranks: int) -> list[Part]:
-    """Nearly equal parts of ``count`` columns for the first ``owners`` of ``ranks`` ranks; the others' are empty."""
+    """Return nearly equal parts of ``count`` columns for the first ``owners`` of ``ranks`` ranks; others are empty."""
     ends = bounds(count, owners)
     return [(ends[rank], ends[rank + 1]) if rank < owners else (count, count) for rank in range(ranks)]
 
 
 class LoneRow:
-    """`NodeRows` of a rank that sums with none of its node: what it has is the sum."""
+    """`NodeRows` of a rank that sums with no other of its node: its row is the sum."""
 
     def __init__(self, streams: Streams, mine: Array, size: RowSize, stream: Stream) -> None:
         self._streams = streams
         self.mine, self.size, self.stream = mine, size, stream
 
     def reduce_scatter(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        """See `NodeRows.reduce_scatter`."""
         yield from self.allreduce(after)
 
     def allgather(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        """See `NodeRows.allgather`."""
         yield from self.allreduce(after)
 
     def allreduce(self, after: Sequence[Event] = ()) -> Steps:
+        """Wait for the events."""
         self._streams.wait_events(self.stream, after)
         yield []
 
     def check(self) -> None:
-        """Nobody to wait for."""
+        """Do nothing: there is no other rank."""
 
 
 def lone_rows(streams: Streams, sizes: Sequence[RowSize]) -> list[LoneRow]:
-    """One for each size."""
-    rows = [LoneRow(streams, streams.zeros(each.count, each.dtype), each, streams.stream()) for each in sizes]
+    """Return a `LoneRow` for each size."""
+    rows = [LoneRow(streams, streams.zeros(size.count, size.dtype), size, streams.stream()) for size in sizes]
     for row in rows:
         streams.follow(row.stream)
     return rows
@@ -264,44 +250,44 @@ def lone_rows(streams: Streams, sizes: Sequence[RowSize]) -> list[LoneRow]:
 
 SETTING = "HPCDP_GPU_MESSAGES"
 MESSAGES = ("auto", "direct", "staged")
-"""The valid values of ``HPCDP_GPU_MESSAGES``: direct where it was tried and is sooner, direct untried, through host
-memory."""
+"""Valid values of ``HPCDP_GPU_MESSAGES``: direct if tried and faster, direct without a trial, through host memory."""
 
 _COUNTS = (100, 1 << 17)
-"""Of int64: what a library sends at once, and the longest message of `data_parallel.gpu_reduction`."""
+"""Lengths in int64: a message that libraries send at once, and the longest of `data_parallel.gpu_reduction`."""
 _TIMED, _IN_FLIGHT, _TURNS = 1 << 20, 4, 3
-"""Of float32, in so many messages at once."""
+"""The length in float32 of a timed exchange, its messages in flight, and its repetitions."""
 _LIMIT_S = 120.0
-"""Of the try, which ends itself after 60 s."""
+"""Seconds for the trial, which ends itself after 60 s."""
 
 _TRY = "from hpcdp.launch import doctor as gpus; print(gpus.cuda_aware())"
 _YES = "yes"
 _OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "SLURM_")
-"""How variables begin by which launchers tell a process that it is a rank, and of which job."""
+"""Prefixes of variables by which launchers tell a process that it is a rank, and of which job."""
 _SETTINGS = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_", "PRTE_ALLOW_")
-"""What a user sets begins so, and has to do with what a library can."""
+"""Prefixes of a user's settings that affect the library's abilities."""
 _OF_OPEN_MPI_4 = ("OMPI_MCA_ess_", "OMPI_MCA_orte_")
 
 
 def says(library: ctypes.CDLL) -> bool:
-    """Whether an MPI library says that it takes arrays in a GPU's memory."""
-    said = ctypes.c_int()
+    """Return whether an MPI library claims to take arrays in GPU memory."""
+    claim = ctypes.c_int()
     if hasattr(library, "MPIX_Query_cuda_support"):  # Open MPI
-        said.value = library.MPIX_Query_cuda_support()
+        claim.value = library.MPIX_Query_cuda_support()
     elif hasattr(library, "MPIX_GPU_query_support"):  # MPICH
-        library.MPIX_GPU_query_support(0, ctypes.byref(said))
-    return bool(said.value)
+        library.MPIX_GPU_query_support(0, ctypes.byref(claim))
+    return bool(claim.value)
 
 
 def agreed(world: World) -> tuple[bool, str]:
-    """Whether messages of ``world`` take arrays in GPUs' memory as they are, and why, or why not.
+    """Return whether messages of ``world`` may use arrays in GPU memory, and the reason.
 
-    Every rank must call, and all have the same answer, that of the first call: all libraries say so, on each node it
-    was tried, and between nodes comes what was sent, sooner than through host memory; or what ``HPCDP_GPU_MESSAGES`` of
-    rank 0 says. On one node no message is sent but where ranks have no way on their GPUs; then all of them are timed.
+    Every rank must call, and all get the same answer, that of the first call. It is yes if all libraries claim support,
+    a trial on each node succeeds, and messages between nodes arrive unchanged and faster than through host memory.
+    ``HPCDP_GPU_MESSAGES`` of rank 0 overrides it. On one node ranks only send messages if their GPUs have no other
+    transport; then all of them are timed.
 
     Raises:
-        ConfigError: it says something else than `MESSAGES`; on all ranks.
+        ConfigError: the variable is none of `MESSAGES`; on all ranks.
     """
     return world.keep("messages of GPUs", lambda: _agree(world))
 
@@ -312,7 +298,7 @@ def _agree(world: World) -> tuple[bool, str]:
         raise ConfigError("reduction", where=SETTING, expected=" or ".join(MESSAGES), got=repr(setting))
     if setting == "direct" and world.rank == 0 and not library_says():
         warnings.warn(
-            f"{SETTING}=direct, but the MPI library says that it takes no arrays in a GPU's memory: it may crash",
+            f"{SETTING}=direct, but the MPI library does not claim to take arrays in GPU memory: it may crash",
             stacklevel=5,
         )
     if setting != "auto":
@@ -320,48 +306,50 @@ def _agree(world: World) -> tuple[bool, str]:
     if not all(world.comm.allgather_json(library_says())):
         return False, "no, the MPI library says"
     answers = world.comm.allgather_json(tried() if world.local_rank == 0 else _YES)
-    no = next((each for each in answers if not each.startswith(_YES)), None)
+    no = next((answer for answer in answers if not answer.startswith(_YES)), None)
     if no is not None:
         return False, no
     wrong = [rank for rank, arrives in enumerate(world.comm.allgather_json(_arrives(world.rail_comm))) if not arrives]
     if wrong:
-        return False, f"no: rank {wrong[0]} gets something else from another node than was sent"
+        return False, f"no: rank {wrong[0]} receives other data from another node than was sent"
     own = _seconds(world.rail_comm if world.num_nodes > 1 else world.comm)
     direct_s, staged_s = map(max, zip(*world.comm.allgather_json(own), strict=True))
     if direct_s > staged_s:
-        took = f"{1e3 * staged_s:.1f} ms for {4 * _TIMED >> 20} MiB, not {1e3 * direct_s:.1f}"
-        return False, f"no: the way through host memory is faster, {took}"
-    return True, f"{answers[0]}, and between nodes comes what is sent" if world.num_nodes > 1 else answers[0]
+        times = f"{1e3 * staged_s:.1f} ms for {4 * _TIMED >> 20} MiB, not {1e3 * direct_s:.1f}"
+        return False, f"no: staging in host memory is faster, {times}"
+    return True, f"{answers[0]}, and messages between nodes arrive" if world.num_nodes > 1 else answers[0]
 
 
 def _arrives(comm: Communicator | None) -> bool:
-    """Whether each rank of ``comm`` gets what the one before it sends, of all lengths; every rank of it must call."""
+    """Return whether each rank of ``comm`` receives what the previous one sends; every rank of it must call."""
     if comm is None or comm.size == 1:
         return True
     cupy = importlib.import_module("cupy")
     before = (comm.rank - 1) % comm.size
     is_right = True
     for count in _COUNTS:
-        sent, come = cupy.arange(count) + comm.rank, cupy.zeros(count, dtype=np.int64)
-        cupy.cuda.get_current_stream().synchronize()  # a library does not wait for it
-        _exchange(comm, sent, come)
-        is_right = is_right and bool((come == cupy.arange(count) + before).all())
+        sent, received = cupy.arange(count) + comm.rank, cupy.zeros(count, dtype=np.int64)
+        cupy.cuda.get_current_stream().synchronize()  # libraries do not wait for the stream
+        _exchange(comm, sent, received)
+        is_right = is_right and bool((received == cupy.arange(count) + before).all())
     return is_right
 
 
-def _exchange(comm: Communicator, sent: Array, come: Array, messages: int = 1) -> None:
-    """Send ``sent`` to the next rank of ``comm``, and get ``come`` from the one before, in so many messages at once."""
+def _exchange(comm: Communicator, sent: Array, received: Array, messages: int = 1) -> None:
+    """Send ``sent`` to the next rank of ``comm`` and receive from the previous one, in ``messages`` pieces at once."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    requests = [comm.irecv(each, before) for each in split(come, messages)]
-    requests += [comm.isend(each, after) for each in split(sent, messages)]
-    for each in requests:
-        each.wait()
+    requests = [comm.irecv(piece, before) for piece in split(received, messages)]
+    requests += [comm.isend(piece, after) for piece in split(sent, messages)]
+    for request in requests:
+        request.wait()
 
 
 def _seconds(comm: Communicator | None) -> tuple[float, float]:
-    """Of what each rank of ``comm`` sends to the next one, from GPU to GPU: by its own messages, and through host
-    memory; every rank of it must call. The latter is not pipelined here, as the staging is: the former leaves the host
-    to others, so it may take a little longer."""
+    """Time an exchange between neighbours of ``comm``: direct, and through host memory; every rank of it must call.
+
+    The latter is not pipelined here, unlike the real staging. Direct messages may take a little longer, because they
+    leave the host to other work.
+    """
     if comm is None or comm.size == 1:
         return 0.0, 0.0
     streams = Streams(gpu(int(importlib.import_module("cupy").cuda.runtime.getDevice())))
@@ -388,15 +376,17 @@ def _seconds(comm: Communicator | None) -> tuple[float, float]:
 
 
 def library_says() -> bool:
-    """Whether that which this process has loaded does; not where there is none."""
+    """Return whether the MPI library of this process claims support; False without one."""
     lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
     mapped = {line.split(maxsplit=5)[-1] for line in lines if "/" in line}
-    return any(says(ctypes.CDLL(each)) for each in sorted(mapped) if Path(each).name.startswith("libmpi"))
+    return any(says(ctypes.CDLL(path)) for path in sorted(mapped) if Path(path).name.startswith("libmpi"))
 
 
 def tried() -> str:
-    """What two ranks on this machine have found, as `hpcdp info` tells it: it begins with ``yes``, or else says why
-    not. For a process that may itself be a rank."""
+    """Return the result of a trial with two ranks on this machine, as in `hpcdp info`: ``yes``, or why not.
+
+    For a process that may itself be a rank.
+    """
     try:
         done = subprocess.run(
             [sys.executable, *apart(), "-c", _TRY], env=outside_of_jobs(os.environ), stdin=subprocess.DEVNULL,
@@ -410,7 +400,7 @@ def tried() -> str:
 
 
 def outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without what tells a process that it is a rank of a job."""
+    """Return ``environ`` without the variables that tell a process that it is a rank of a job."""
     return {
         name: value
         for name, value in environ.items()
@@ -421,30 +411,31 @@ def outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
 _LEADER = 0
 _BLOCK_NBYTES = 2 << 20
 _YIELDS = 1000
-"""Before a nap, where one row is waited for alone. Ranks post their numbers within microseconds of each other, an H200
-sums two to four rows of 256 MB in 0.3 to 0.5 ms, and Linux makes each nap 0.1."""
+"""Tests before a nap of a lone waiter. Ranks post their numbers within microseconds of each other, an H200 sums two to
+four rows of 256 MB in 0.3 to 0.5 ms, and Linux makes each nap 0.1 ms.
+"""
 _NO_MEMORY = 2
-"""``cudaErrorMemoryAllocation``, which CuPy's module has not among its names."""
+"""``cudaErrorMemoryAllocation``, which CuPy does not name."""
 
 
 class CudaIpc:
-    """The rows of ranks that share a GPU. All ranks of the node must make it together.
+    """The rows of ranks that share a GPU; all ranks of the node must make it together.
 
     Args:
         comm: the ranks of the node.
-        memory: what they share.
-        streams: of their GPU.
-        sizes: of the rows, alike on all ranks.
+        memory: their shared memory.
+        streams: the streams of their GPU.
+        sizes: the sizes of the rows, equal on all ranks.
 
     Raises:
-        DeviceError: the GPU has no room, or a process cannot map what another has; on all ranks.
-        UnsupportedError: there is no kernel for such numbers, or for so many ranks.
+        DeviceError: the GPU's memory is full, or a process cannot map another's memory; on all ranks.
+        UnsupportedError: there is no kernel for a dtype, or for this number of ranks.
     """
 
     def __init__(self, comm: Communicator, memory: NodeMemory, streams: Streams, sizes: Sequence[RowSize]) -> None:
-        strange = next((each.dtype for each in sizes if each.dtype.name not in SUMMED_KINDS), None)
-        if strange is not None:
-            raise UnsupportedError("CUDA IPC", where="dtype", expected=" or ".join(SUMMED_KINDS), got=strange)
+        unknown = next((size.dtype for size in sizes if size.dtype.name not in SUMMED_KINDS), None)
+        if unknown is not None:
+            raise UnsupportedError("CUDA IPC", where="dtype", expected=" or ".join(SUMMED_KINDS), got=unknown)
         if comm.size > gradients.MAX_ROWS:
             expected = f"at most {gradients.MAX_ROWS} ranks that share a GPU"
             raise UnsupportedError("CUDA IPC", expected=expected, got=comm.size, remedy="start fewer ranks a node")
@@ -466,35 +457,35 @@ class CudaIpc:
         """See `hand_out`."""
 
     def _make_rows(self, sizes: Sequence[RowSize], owner: _Owner) -> list[IpcRows]:
-        made = on_every_rank(self.comm, lambda: self._told(lambda: [self._make(each) for each in sizes]))
-        handles = self.comm.allgather_json([handle.hex() for _, handle in made])
+        memory = on_every_rank(self.comm, lambda: self._told(lambda: [self._make(size) for size in sizes]))
+        handles = self.comm.allgather_json([handle.hex() for _, handle in memory])
         for stream in self._streams_of_rows:
-            self.streams.follow(stream)  # nobody reads or writes a row before it is cleared
+            self.streams.follow(stream)  # no rank reads or writes a row before it is cleared
 
         def open_all() -> list[IpcRows]:
-            return [self._open(number, made[number][0], handles, size, owner) for number, size in enumerate(sizes)]
+            return [self._open(number, memory[number][0], handles, size, owner) for number, size in enumerate(sizes)]
 
         return on_every_rank(self.comm, lambda: self._told(open_all))
 
     def hand_out(self) -> list[IpcRows]:
-        """The rows, by number; once. They live as long as somebody has them or a view of one, which `users` tells."""
+        """Return the rows, by number; once. `users` shows whether one or a view of one is still referenced."""
         rows, self.rows = self.rows, []
         return rows
 
     def _told(self, act: Callable[[], Any]) -> Any:
-        """What ``act()`` returns; CUDA's errors as ours."""
+        """Return ``act()``; turn CUDA's errors into `DeviceError`."""
         try:
             with self.streams.on_device():
                 return act()
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
             raise DeviceError(
                 "CUDA IPC", got=str(error),
-                remedy="processes that share a GPU must see each other (containers: --ipc=host --pid=host); with one "
-                "rank a GPU it is not needed",
+                remedy="start containers with --ipc=host --pid=host, so that the processes of a GPU see each other, or "
+                "start one rank per GPU",
             ) from error  # fmt: skip
 
     def _make(self, size: RowSize) -> tuple[int, bytes]:
-        """The address of a row, and its handle."""
+        """Allocate a row; return its address and handle."""
         runtime = self._cupy.cuda.runtime
         nbytes = max(-(-size.nbytes // _BLOCK_NBYTES), 1) * _BLOCK_NBYTES
         at = self._malloc(nbytes)
@@ -503,7 +494,7 @@ class CudaIpc:
         return at, runtime.ipcGetMemHandle(at)
 
     def _malloc(self, nbytes: int) -> int:
-        """The address of new memory; CuPy's pool keeps what arrays have given back, and CUDA may have no other left."""
+        """Allocate memory; if CUDA has none left, free the unused memory of CuPy's pool first."""
         runtime = self._cupy.cuda.runtime
         try:
             return int(runtime.malloc(nbytes))
@@ -515,17 +506,17 @@ class CudaIpc:
             return int(runtime.malloc(nbytes))
         except runtime.CUDARuntimeError as error:
             raise DeviceError("CUDA IPC", expected=f"{nbytes} free bytes on the GPU", got=str(error),
-                              remedy="let fewer ranks share it") from error  # fmt: skip
+                              remedy="start fewer ranks per GPU") from error  # fmt: skip
 
     def _open(self, number: int, at: int, handles: list[list[str]], size: RowSize, owner: _Owner) -> IpcRows:
-        """The row at ``at`` of this rank; the leader maps those of all ranks."""
+        """Return this rank's row at the address ``at``; the leader maps those of all ranks."""
         places = [at]
         if self.is_leader:
             for rank in range(1, self.comm.size):
-                there = self._cupy.cuda.runtime.ipcOpenMemHandle(bytes.fromhex(handles[rank][number]))
-                self._mapped.append(there)
-                places.append(there)
-        rows = [self._array(each, size, owner) for each in places]
+                address = self._cupy.cuda.runtime.ipcOpenMemHandle(bytes.fromhex(handles[rank][number]))
+                self._mapped.append(address)
+                places.append(address)
+        rows = [self._array(address, size, owner) for address in places]
         return IpcRows(self, number, size, rows, self._streams_of_rows[number])
 
     def _array(self, at: int, size: RowSize, owner: _Owner) -> Array:
@@ -534,29 +525,29 @@ class CudaIpc:
         return self._cupy.ndarray((size.count,), size.dtype, cuda.MemoryPointer(memory, 0))
 
     def close(self) -> None:
-        """Give all back, when all that was given to the streams is done; every rank of the node must call."""
+        """Release all memory once all enqueued work is done; every rank of the node must call."""
         runtime = self._cupy.cuda.runtime
         for stream in self._streams_of_rows:
             self.streams.synchronize(stream)
         self.comm.barrier()
         with self.streams.on_device():
-            for each in self._mapped:
-                runtime.ipcCloseMemHandle(each)
+            for address in self._mapped:
+                runtime.ipcCloseMemHandle(address)
             self._mapped.clear()
             self.comm.barrier()  # memory must not be freed while others have it mapped
-            for each in self._allocated:
-                runtime.free(each)
+            for address in self._allocated:
+                runtime.free(address)
             self._allocated.clear()
 
 
 class _Owner:
-    """What rows, and views of them, keep alive as long as there is one."""
+    """An object that rows, and views of them, keep alive."""
 
 
 class IpcRows:
-    """See `node_rows.NodeRows`; those of the leader, the first of which is its own, reach the rows of all.
+    """`NodeRows` of ranks that share a GPU. The leader's reach the rows of all ranks, its own first.
 
-    Its machines end when what they do is done, and not before.
+    Its steps end when their work is done, and not before.
     """
 
     def __init__(self, node: CudaIpc, number: int, size: RowSize, rows: list[Array], stream: Stream) -> None:
@@ -565,10 +556,11 @@ class IpcRows:
         self._round = 0
 
     def check(self) -> None:
+        """See `NodeRows.check`."""
         self._node.memory.check()
 
     def _led(self, work: Callable[[], None], after: Sequence[Event]) -> Steps:
-        """Let the leader do ``work`` behind what all ranks have given their streams; all go on behind that."""
+        """Let the leader do ``work`` after the enqueued work of all ranks; all continue after it."""
         node, streams, number = self._node, self._node.streams, self._number
         self._round += 1
         if not node.is_leader:
@@ -585,6 +577,8 @@ class IpcRows:
             yield [PolledRequest(lambda: node.summed.reached(self._round, number, ranks=_LEADER + 1), _YIELDS)]
 
     def reduce_scatter(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        """See `NodeRows.reduce_scatter`."""
+
         def work() -> None:
             for owner, (first, last) in enumerate(parts):
                 if last > first:
@@ -593,6 +587,8 @@ class IpcRows:
         yield from self._led(work, after)
 
     def allgather(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        """See `NodeRows.allgather`."""
+
         def work() -> None:
             for owner, (first, last) in enumerate(parts):
                 for rank, row in enumerate(self._rows):
@@ -602,7 +598,7 @@ class IpcRows:
         yield from self._led(work, after)
 
     def sum_at_leader(self, after: Sequence[Event] = ()) -> Steps:
-        """Sum all columns over all ranks, into the leader's row."""
+        """Sum all columns over all ranks into the leader's row."""
 
         def work() -> None:
             if self.size.count:
@@ -611,11 +607,11 @@ class IpcRows:
         yield from self._led(work, after)
 
     def collect(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
-        """Bring the columns ``parts[r]`` of rank r's row to the leader's."""
+        """Copy the columns ``parts[r]`` of rank r's row to the leader's."""
         yield from self._led(lambda: self._copy(parts, lambda rank: (self._rows[rank], self._rows[_LEADER])), after)
 
     def hand_out_parts(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
-        """Bring the columns ``parts[r]`` of the leader's row to rank r's."""
+        """Copy the columns ``parts[r]`` of the leader's row to rank r's."""
         yield from self._led(lambda: self._copy(parts, lambda rank: (self._rows[_LEADER], self._rows[rank])), after)
 
     def _copy(self, parts: Sequence[Part], rows: Callable[[int], tuple[Array, Array]]) -> None:
@@ -625,6 +621,8 @@ class IpcRows:
                 self._node.streams.copy_async(target[first:last], source[first:last], self.stream)
 
     def allreduce(self, after: Sequence[Event] = ()) -> Steps:
+        """See `NodeRows.allreduce`."""
+
         def work() -> None:
             if self.size.count:
                 gradients.combine_into(self._words(), 0, self.size.count, EVERY_ROW, SUM)
@@ -632,5 +630,5 @@ class IpcRows:
         yield from self._led(work, after)
 
     def _words(self) -> list[Array]:
-        """The rows as the kernels take them."""
-        return [words(each) for each in self._rows]
+        """Return the rows as the kernels take them."""
+        return [words(row) for row in self._rows]

@@ -1,38 +1,24 @@
-"""Groups of ranks whose GPUs exchange arrays.
+"""Sums over the GPUs of a node: NCCL, and groups of ranks that share a GPU.
 
-Sums over ranks of which several share a GPU, on several GPUs: CUDA IPC on each of them, NCCL between.
-
-::
+If several ranks share each of several GPUs, they sum by CUDA IPC on each GPU and by NCCL between the GPUs::
 
     each GPU            the first of its ranks sums the rows of all into its own
-    the first ranks     sum over the GPUs, each what ranks of its GPU own
-    each GPU            the first rank brings the sums to the rows of the others
+    the first ranks     sum over the GPUs, each the columns that ranks of its GPU own
+    each GPU            the first rank copies the sums to the rows of the others
 
-NCCL refuses two ranks on a GPU, and CUDA IPC sums on one; so the first rank of each is NCCL's.
+NCCL refuses two ranks on a GPU, and CUDA IPC sums on one; so only the first rank of each GPU uses NCCL.
 
-Rows for the GPUs of a node's ranks, in the way that all nodes of a job can go, and when they are given back.
+NCCL's kernels wait for each other on the GPUs. They are launched only when all ranks are ready, in one order on all of
+them (`AgreedOrder`); if a rank fails, the others end theirs (`Nccl.check`). Sums of 16-bit floats are accumulated in
+float32, because NCCL would round to 16 bits from rank to rank. That takes a float32 row beside each such row, and twice
+the bytes between the GPUs.
 
-NCCL's communicator is ended, and mapped memory (CUDA IPC) given back, by all ranks of a node together, while Python
-forgets what nobody has any more at another moment on each. So ranks compare what they still have when they make rows
-again: what nobody has any more is given back then, and the rest when the world ends.
-
-Collectives of NCCL, given to the GPU in one order on all ranks.
-
-Sums over the GPUs of a node by NCCL, for ranks each of which has one of its own.
-
-NCCL's kernels wait for each other on the GPUs. So they are launched only when all ranks are ready, and in one order on
-all of them (`agreed_order`); and if a rank fails, the others end theirs (`Nccl.check`).
-
-Sums of 16 bits are added up in float32, as everywhere: NCCL would round to 16 bits from rank to rank. That takes a row
-of float32 beside each such row, and twice the bytes between the GPUs.
+NCCL's communicator is destroyed, and mapped memory (CUDA IPC) released, by all ranks of a node together, while Python
+drops references at different times on each. So ranks compare what they still use when they make rows again, and release
+the rest; all of it is released when the world ends.
 
 Source: NVIDIA, "NCCL User Guide", sections "Creating a Communicator", "Group Calls", "Fault Tolerance" and, on ending a
 communicator, "Communicator Creation and Management Functions".
-
-One order in which a node's ranks start what they must all start in one order, such as collectives of NCCL.
-
-Ranks become ready for things in different orders: a reduction goes on when its messages have come. The first rank of
-the node decides: what all are ready for is started next. It writes that down in the node's memory, and nobody waits.
 """
 
 from __future__ import annotations
@@ -74,49 +60,51 @@ from .shared_memory import NodeMemory, ProgressCounters
 from .world import World
 
 THINGS = 1024
-"""So many may be told apart."""
+"""The number of operations that an order distinguishes."""
 
 
 class AgreedOrder:
-    """Made by all ranks of a node together.
+    """One order in which a node's ranks start operations; made by all ranks of the node together.
 
-    Each rank says `ready` for a thing, asks until it `is_turn` of that, starts it, and says `pass_on`; by any thread,
-    as what is summed on the lane and what is gathered by who waits for it may share an order.
+    Ranks become ready in different orders, as their messages arrive. The first rank of the node decides: it starts next
+    what all are ready for, and writes that to the node's memory, so that no rank waits. A rank calls `ready`, polls
+    `is_turn`, starts the operation and calls `pass_on`; any thread may, because operations of the lane and of waiting
+    threads share an order.
     """
 
     def __init__(self, memory: NodeMemory) -> None:
         self._decides = memory.rank == 0
         self._ready = ProgressCounters(memory, THINGS)
         self._decided = ProgressCounters(memory)
-        # None is overwritten too early: a thing is decided again only when all have started what it was decided for.
+        # No decision is overwritten too early: all ranks start an operation before it is decided again.
         self._decisions = memory.alloc((THINGS,), np.int64)
         self._rounds = np.zeros(THINGS, np.int64)
-        """How often this rank has become ready for each thing."""
+        """How often this rank has become ready for each operation."""
         self._deciding = threading.Lock()
         self._awaited: set[int] = set()
-        """What this rank is ready for, and nothing is decided about; where it decides."""
+        """On the deciding rank: operations for which it is ready and that are not decided."""
         self._num_decided = self._num_started = 0
 
     def rounds(self, thing: int) -> int:
-        """How often this rank has been `ready` for ``thing``."""
+        """Return how often this rank has been `ready` for ``thing``."""
         return int(self._rounds[thing])
 
     def ready(self, thing: int) -> None:
-        """Say that this rank is ready for ``thing``, a number below `THINGS`; again only when it has started it."""
+        """Announce that this rank is ready for ``thing``, below `THINGS`; again only after it has started it."""
         self._rounds[thing] += 1
         self._ready.post(int(self._rounds[thing]), thing)
         if self._decides:
             self._awaited.add(thing)
 
     def is_turn(self, thing: int) -> bool:
-        """Whether this rank is to start ``thing`` now; never blocks."""
+        """Return whether this rank is to start ``thing`` now; never block."""
         if self._decides:
             self._decide()
         decided = self._decided.reached(self._num_started + 1, ranks=1)
         return decided and int(self._decisions[self._num_started % THINGS]) == thing
 
     def pass_on(self) -> None:
-        """Say that this rank has started the thing whose turn it was."""
+        """Record that this rank has started the operation whose turn it was."""
         self._num_started += 1
 
     def _decide(self) -> None:
@@ -136,26 +124,26 @@ _KINDS = {
 """The numbers of ``ncclDataType_t``."""
 
 _SUM = 0
-"""Of ``ncclRedOp_t``."""
+"""A value of ``ncclRedOp_t``."""
 
 _CASTS = {
     "float16": (networks.from_float16, networks.to_float16),
     "bfloat16": (networks.from_bfloat16, networks.to_bfloat16),
 }
-"""To float32 and back."""
+"""Kernels that convert to float32 and back."""
 
 
 class Nccl:
-    """NCCL's communicator of a node's ranks. All ranks of the node must make it together.
+    """NCCL's communicator of a node's ranks; all ranks of the node must make it together.
 
-    All that is summed on the same GPUs shares one (`node_groups`), with one order of launches: kernels of two that run
-    on some GPU may wait there for those of each other.
+    All sums on the same GPUs share one communicator (`make`) with one order of launches: kernels of two communicators
+    on one GPU could wait for each other forever.
 
     Args:
         comm: the ranks of the node.
-        memory: what they share.
-        streams: of this rank's GPU.
-        offers: of all ranks, see `ways.offers`.
+        memory: their shared memory.
+        streams: the streams of this rank's GPU.
+        offers: the offers of all ranks, see `cuda_memory.offers`.
         world_rank: this rank's number in the world, for messages.
 
     Raises:
@@ -173,66 +161,66 @@ class Nccl:
         self.order = AgreedOrder(memory)
         self.stream = streams.stream()
         self._given_up = memory.alloc((comm.size,), np.int32)
-        """Of each rank that has given up who did so first: its number in the world, from 1 on; else 0."""
+        """For each rank that has given up, the world rank of the first to do so plus 1; else 0."""
         name = on_rank_0(comm, self._new_name)
         with self._told(), streams.on_device():
             self._comm = self._nccl.NcclCommunicator(comm.size, bytes.fromhex(name), comm.rank)
         self._gone = ""
         self._num_groups = 0
         self._free = list(range(THINGS))
-        """Numbers of rows that may be given, the same on all ranks."""
+        """Free row numbers, equal on all ranks."""
 
     def _new_name(self) -> str:
         with self._told():
             return bytes(self._nccl.get_unique_id()).hex()
 
     def is_common(self) -> bool:
-        """Whether no rank has given it up or ended it, and all have the same groups; every rank must call."""
+        """Return whether no rank has ended it, and all have the same groups; every rank must call."""
         mine = [not self._gone, self._num_groups, self._free]
-        return all(each == mine and each[0] for each in self._ranks.allgather_json(mine))
+        return all(state == mine and state[0] for state in self._ranks.allgather_json(mine))
 
     def group(self, sizes: Sequence[RowSize], arrays: Sequence[Any] = ()) -> NcclGroup:
-        """New rows; every rank of the node must call.
+        """Make rows; every rank of the node must call.
 
         Args:
-            sizes: of the rows, alike on all ranks.
-            arrays: where they lie; by itself in new memory.
+            sizes: the sizes of the rows, equal on all ranks.
+            arrays: the memory of the rows; by default new memory.
 
         Raises:
-            UnsupportedError: see `require_rows`; more rows than there are numbers left.
+            UnsupportedError: see `require_rows`; or there are fewer free numbers than rows.
         """
         require_rows(sizes, len(self._free))
         self._num_groups += 1
         numbers, self._free = self._free[: len(sizes)], self._free[len(sizes) :]
-        made = arrays or [self.streams.zeros(each.count, each.dtype) for each in sizes]
+        memory = arrays or [self.streams.zeros(size.count, size.dtype) for size in sizes]
         self.streams.follow(self.stream)
-        rows = [NcclRows(self, *row) for row in zip(numbers, made, sizes, strict=True)]
-        own = [row.summed for row in rows if row.summed is not row.mine]
-        return NcclGroup(self, numbers, rows, own if arrays else [*own, *made])
+        rows = [NcclRows(self, *row) for row in zip(numbers, memory, sizes, strict=True)]
+        accumulators = [row.summed for row in rows if row.summed is not row.mine]
+        return NcclGroup(self, numbers, rows, accumulators if arrays else [*accumulators, *memory])
 
     def give_back(self, numbers: Sequence[int]) -> None:
-        """Those of a group that no rank uses any more; ends the communicator with the last. Every rank must call."""
-        rounds = [self.order.rounds(each) for each in numbers]
-        if all(each == rounds for each in self._ranks.allgather_json(rounds)):
-            self._free = sorted([*self._free, *numbers])  # else some rank was left behind, and waits for the others
+        """Free the row numbers of a group, and end the communicator with the last group; every rank must call."""
+        rounds = [self.order.rounds(number) for number in numbers]
+        if all(other == rounds for other in self._ranks.allgather_json(rounds)):
+            self._free = sorted([*self._free, *numbers])  # otherwise some rank still waits in one of the rounds
         self._num_groups -= 1
         if self._num_groups == 0:
             self.close()
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """NCCL's errors as ours, which say what to do."""
+        """Turn NCCL's errors into `DeviceError`."""
         try:
             yield
         except self._nccl.NcclError as error:
-            remedy = "NCCL_DEBUG=INFO in the environment says more"
+            remedy = "set NCCL_DEBUG=INFO for details"
             raise DeviceError("NCCL", rank=self._world_rank, got=str(error), remedy=remedy) from error
 
     def launch(self, calls: Callable[[Any, int], None]) -> None:
-        """Let ``calls(comm, stream)`` call collectives; they are one launch.
+        """Call ``calls(comm, stream)``, whose collectives become one launch.
 
         Raises:
-            DeviceError: NCCL refuses, or has been given up.
+            DeviceError: NCCL fails, or has been given up.
         """
         self.check()
         with self._or_give_up(), self._told(), self.streams.on_device():
@@ -243,10 +231,10 @@ class Nccl:
                 self._nccl.groupEnd()
 
     def check(self) -> None:
-        """Raise, and end what is under way on the GPU, if it has failed or another rank is gone, or has given up.
+        """Raise, and end pending GPU work, if NCCL has failed or another rank is gone or has given up.
 
         Raises:
-            DeviceError: NCCL has met an error since it was called, or has been given up, here or by another rank.
+            DeviceError: NCCL reports an asynchronous error, or this or another rank has given it up.
         """
         if self._gone:
             raise DeviceError("NCCL", rank=self._world_rank, got=f"its communicator was given up: {self._gone}")
@@ -268,17 +256,17 @@ class Nccl:
             raise
 
     def _abort(self, why: str) -> None:
-        """End NCCL's kernels that wait for other ranks; nothing can be summed any more, on no rank of the node."""
+        """End NCCL's kernels that wait for other ranks; no rank of the node can sum any more."""
         if not self._gone:
             self._gone = why
             self._given_up[self.rank] = self._given_up[self.rank] or 1 + self._world_rank
             self._comm.abort()
 
     def close(self) -> None:
-        """End the communicator, when all that was given to the stream is done; every rank of the node must call.
+        """End the communicator once all enqueued work is done; every rank of the node must call.
 
-        NCCL destroys one together, on all ranks of the node. So where a rank has given up, or does so while it waits
-        here, the others do. CuPy would destroy it when its object is collected, at another moment on each rank.
+        NCCL destroys a communicator collectively. If a rank has given up, or does so while it waits here, the others
+        abort as well. Without this CuPy would destroy it when its object is collected, at different times on each rank.
         """
         done = self.streams.event()
 
@@ -294,40 +282,40 @@ class Nccl:
         if self._given_up.any():
             self._abort("another rank has given up")
         else:
-            self._gone = "nobody uses it any more"
+            self._gone = "no rows use it any more"
             with self._told(), self.streams.on_device():
                 self._comm.destroy()
 
 
 def require_rows(sizes: Sequence[RowSize], most: int = THINGS) -> None:
-    """Raises `UnsupportedError` where NCCL has no such numbers, or there are more than ``most`` rows."""
-    strange = next((each.dtype for each in sizes if each.dtype.name not in _KINDS), None)
-    if strange is not None:
-        raise UnsupportedError("NCCL", where="dtype", expected=" or ".join(_KINDS), got=strange)
+    """Raise `UnsupportedError` if NCCL lacks a dtype, or there are more than ``most`` rows."""
+    unknown = next((size.dtype for size in sizes if size.dtype.name not in _KINDS), None)
+    if unknown is not None:
+        raise UnsupportedError("NCCL", where="dtype", expected=" or ".join(_KINDS), got=unknown)
     if len(sizes) > most:
         raise UnsupportedError("NCCL", expected=f"at most {most} rows", got=len(sizes))
 
 
 class NcclGroup:
-    """Rows that are made, and given back, together; see `Nccl.group`."""
+    """Rows that are made, and released, together; see `Nccl.group`."""
 
     def __init__(self, node: Nccl, numbers: Sequence[int], rows: list[NcclRows], memory: list[Any]) -> None:
         self.node, self.rows = node, rows
         self._numbers = numbers
         self._memory = memory
-        """Its own, which kernels may still write when nobody has the rows any more."""
+        """Memory of the rows, which kernels may still write when the rows are unreferenced."""
         self._maker = node.streams.current()
-        """To which CuPy's pool gives that memory when it is given back, whatever stream is current then."""
+        """The stream to which CuPy's pool returns that memory, whatever stream is current then."""
         self.users: weakref.WeakSet[object] = weakref.WeakSet(rows)
         """See `hand_out`."""
 
     def hand_out(self) -> list[NcclRows]:
-        """The rows, by number; once. They live as long as somebody has them, which `users` tells."""
+        """Return the rows, by number; once. `users` shows which are still referenced."""
         rows, self.rows = self.rows, []
         return rows
 
     def close(self) -> None:
-        """Give all back; every rank of the node must call, when none uses the rows any more."""
+        """Release all rows; every rank of the node must call, when none uses them any more."""
         self.node.give_back(self._numbers)
         streams, done = self.node.streams, self.node.streams.event()
         streams.record(done, self.node.stream)
@@ -336,7 +324,7 @@ class NcclGroup:
 
 
 class NcclRows:
-    """See `node_rows.NodeRows`."""
+    """`NodeRows` of ranks that have a GPU each."""
 
     def __init__(self, node: Nccl, number: int, mine: Any, size: RowSize) -> None:
         self.mine, self.size, self.stream = mine, size, node.stream
@@ -345,9 +333,10 @@ class NcclRows:
         self.summed = (
             mine if self._casts is None else node.streams.empty((size.count,), np.dtype(np.float32), node.stream)
         )
-        """What NCCL adds up: the row itself, or its numbers in float32."""
+        """The array that NCCL sums: the row itself, or its values in float32."""
 
     def check(self) -> None:
+        """See `NodeRows.check`."""
         self._node.check()
 
     def _in_turn(self, act: Callable[[], None], after: Sequence[Event]) -> Steps:
@@ -364,7 +353,7 @@ class NcclRows:
         order.pass_on()
 
     def _sum(self, calls: Callable[[Any, int], None], first: int, last: int) -> None:
-        """Launch ``calls``, which sum `summed`; the columns from ``first`` to ``last`` of the row get the sum."""
+        """Launch ``calls``, which sum `summed`, and write columns ``first`` to ``last`` of the sum to the row."""
         if self._casts is None:
             self._node.launch(calls)
             return
@@ -376,10 +365,11 @@ class NcclRows:
             narrow(self.summed[first:last], self.mine[first:last].view(np.uint16))
 
     def reduce_scatter(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        """See `NodeRows.reduce_scatter`."""
         yield from self.reduce(list(enumerate(parts)), after)
 
     def reduce(self, parts: Sequence[OwnedPart], after: Sequence[Event] = ()) -> Steps:
-        """As `reduce_scatter`, of columns of which each rank may own several parts, or none."""
+        """Sum like `reduce_scatter`, with any number of parts per rank."""
         node, x, kind = self._node, self.summed, _kind(self.summed)
         alike = _equal_part(parts, node.num_ranks)
         own = [part for owner, part in parts if owner == node.rank] or [(0, 0)]
@@ -392,14 +382,15 @@ class NcclRows:
                 at = _at(x, first)
                 comm.reduce(at, at, last - first, kind, _SUM, owner, stream)
 
-        first, last = min(first for first, _ in own), max(last for _, last in own)  # what others own is undefined here
+        first, last = min(first for first, _ in own), max(last for _, last in own)  # other parts are undefined here
         yield from self._in_turn(lambda: self._sum(calls, first, last), after)
 
     def allgather(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        """See `NodeRows.allgather`."""
         yield from self.broadcast(list(enumerate(parts)), after)
 
     def broadcast(self, parts: Sequence[OwnedPart], after: Sequence[Event] = ()) -> Steps:
-        """As `allgather`, of columns of which each rank may own several parts, or none."""
+        """Copy like `allgather`, with any number of parts per rank."""
         node, x, kind = self._node, self.mine, _kind(self.mine)
         alike = _equal_part(parts, node.num_ranks)
 
@@ -414,6 +405,7 @@ class NcclRows:
         yield from self._in_turn(lambda: node.launch(calls), after)
 
     def allreduce(self, after: Sequence[Event] = ()) -> Steps:
+        """See `NodeRows.allreduce`."""
         at, count, kind = _at(self.summed, 0), self.size.count, _kind(self.summed)
 
         def calls(comm: Any, stream: int) -> None:
@@ -431,7 +423,7 @@ def _kind(x: Any) -> int:
 
 
 def _equal_part(parts: Sequence[OwnedPart], num_ranks: int) -> int:
-    """How long all parts are, which NCCL's own collectives want to be alike and in order, one a rank; else 0."""
+    """Return the length of equal parts in rank order, one per rank, as NCCL's own collectives need; else 0."""
     start, end = parts[0][1]
     count = end - start
     wanted = [(rank, (start + rank * count, start + (rank + 1) * count)) for rank in range(num_ranks)]
@@ -443,19 +435,19 @@ def _not_empty(parts: Sequence[OwnedPart]) -> list[OwnedPart]:
 
 
 class GpuGroups:
-    """The rows of a node's ranks. All ranks of the node must make it together.
+    """The rows of a node's ranks, several of which share each GPU; all ranks of the node must make it together.
 
     Args:
         shared: the ranks of this rank's GPU, as a world.
-        groups: the local ranks of each GPU, see `ways.by_gpu`.
+        groups: the local ranks of each GPU, see `cuda_memory.by_gpu`.
         node: all ranks of the node.
-        streams: of its GPU.
-        sizes: of the rows, alike on all ranks.
-        between: makes rows of NCCL in these arrays, between the GPUs; called by the first rank of each.
+        streams: the streams of this rank's GPU.
+        sizes: the sizes of the rows, equal on all ranks.
+        between: makes NCCL rows in given arrays, between the GPUs; called by the first rank of each.
 
     Raises:
-        DeviceError: as `CudaIpc`, on all ranks, and `Nccl`.
-        UnsupportedError: as well.
+        DeviceError: as for `CudaIpc`, on all ranks, and for `Nccl`.
+        UnsupportedError: as for `CudaIpc` and `Nccl`.
     """
 
     def __init__(
@@ -469,11 +461,11 @@ class GpuGroups:
     ) -> None:
         self._streams = streams
         made: list[CudaIpc] = []
-        try:  # or the first ranks of other GPUs would wait for one whose GPU has no room
+        try:  # together: the first ranks of other GPUs would wait for one whose GPU has no memory left
             on_every_rank(node, lambda: made.append(CudaIpc(shared.node_comm, shared.node_memory, streams, sizes)))
         except DeviceError:
-            for each in made:
-                each.close()
+            for ipc in made:
+                ipc.close()
             raise
         (self._ipc,) = made
         self.users = self._ipc.users
@@ -486,20 +478,20 @@ class GpuGroups:
         gpu_of = {rank: number for number, ranks in enumerate(groups) for rank in ranks}
         own = groups[gpu_of[node.rank]]
         places = [gpu_of[rank] for rank in sorted(gpu_of)]
-        self._rows = [GroupRows(streams, *each, own, places) for each in zip(on_gpus, over_gpus, strict=True)]
+        self._rows = [GroupRows(streams, *rows, own, places) for rows in zip(on_gpus, over_gpus, strict=True)]
 
     @property
     def firsts(self) -> NcclGroup | None:
-        """Of the first ranks, between the GPUs; None where another rank of this one is part of it."""
+        """The NCCL rows of the first ranks; None unless this rank is one."""
         return self._firsts
 
     def hand_out(self) -> list[GroupRows]:
-        """The rows, by number; once. They live as long as somebody has them or a view of one, which `users` tells."""
+        """Return the rows, by number; once. `users` shows whether one or a view of one is still referenced."""
         rows, self._rows = self._rows, []
         return rows
 
     def close(self) -> None:
-        """Give all back, when all that was given to the streams is done; every rank of the node must call."""
+        """Release all rows once all enqueued work is done; every rank of the node must call."""
         if self._firsts is not None:
             self._streams.synchronize(self._firsts.node.stream)
             self._firsts.close()
@@ -507,13 +499,14 @@ class GpuGroups:
 
 
 class GroupRows:
-    """See `node_rows.NodeRows`. Its machines end when what they do is done.
+    """`NodeRows` of ranks that share GPUs in groups. Its steps end when their work is done.
 
     Args:
+        streams: the streams of this rank's GPU.
         on_gpu: the rows of this rank's GPU.
-        over_gpus: those of the first ranks; None where this is no first rank.
+        over_gpus: the rows of the first ranks; None on other ranks.
         own: the local ranks of this GPU.
-        places: of each local rank which GPU is its, by their first ranks.
+        places: the GPU of each local rank, as the number of its first rank among the first ranks.
     """
 
     def __init__(
@@ -524,12 +517,13 @@ class GroupRows:
         self._streams, self._done = streams, streams.event()
 
     def check(self) -> None:
+        """See `NodeRows.check`."""
         self._on_gpu.check()
         if self._over_gpus is not None:
             self._over_gpus.check()
 
     def _over(self, machine: Callable[[NcclRows], Steps]) -> StepsTo[Sequence[Event]]:
-        """Run it between the GPUs; the events behind which it is done."""
+        """Run ``machine`` between the GPUs; return the events behind its work."""
         if self._over_gpus is None:
             return ()
         yield from machine(self._over_gpus)
@@ -540,29 +534,32 @@ class GroupRows:
         return [parts[rank] for rank in self._own]
 
     def _of_gpus(self, parts: Sequence[Part]) -> list[OwnedPart]:
-        """What each GPU's ranks own; one part where it is side by side."""
-        found: list[OwnedPart] = []
+        """Return the parts that each GPU's ranks own; adjacent ones are joined."""
+        joined: list[OwnedPart] = []
         for place, part in zip(self._places, parts, strict=True):
-            if found and found[-1][0] == place and found[-1][1][1] == part[0]:
-                found[-1] = (place, (found[-1][1][0], part[1]))
+            if joined and joined[-1][0] == place and joined[-1][1][1] == part[0]:
+                joined[-1] = (place, (joined[-1][1][0], part[1]))
             else:
-                found.append((place, part))
-        return found
+                joined.append((place, part))
+        return joined
 
     def _everything(self) -> list[Part]:
         return [(0, self.size.count)] * len(self._own)
 
     def reduce_scatter(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        """See `NodeRows.reduce_scatter`."""
         yield from self._on_gpu.sum_at_leader(after)
         done = yield from self._over(lambda rows: rows.reduce(self._of_gpus(parts)))
         yield from self._on_gpu.hand_out_parts(self._own_parts(parts), done)
 
     def allgather(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        """See `NodeRows.allgather`."""
         yield from self._on_gpu.collect(self._own_parts(parts), after)
         done = yield from self._over(lambda rows: rows.broadcast(self._of_gpus(parts)))
         yield from self._on_gpu.hand_out_parts(self._everything(), done)
 
     def allreduce(self, after: Sequence[Event] = ()) -> Steps:
+        """See `NodeRows.allreduce`."""
         yield from self._on_gpu.sum_at_leader(after)
         done = yield from self._over(lambda rows: rows.allreduce())
         yield from self._on_gpu.hand_out_parts(self._everything(), done)
@@ -570,31 +567,32 @@ class GroupRows:
 
 @dataclass(frozen=True)
 class _Given:
-    """What a call of `make` has given this rank."""
+    """Rows that a call of `make` has made for this rank."""
 
     group: NcclGroup | CudaIpc | GpuGroups | None
-    """None on a node of one rank."""
+    """The owner of the rows; None on a node of one rank."""
     users: weakref.WeakSet[object]
-    """What must be gone before ``group`` is ended."""
+    """Objects that must be gone before ``group`` is ended."""
 
     def end(self) -> None:
-        """Every rank of the node must call."""
+        """Release the rows; every rank of the node must call."""
         if self.group is not None:
             self.group.close()
 
 
 def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequence[NodeRows], GpuTransport]:
-    """Rows on this rank's GPU, and how they are summed over its node; every rank of the world must call.
+    """Make rows on this rank's GPU and choose how its node sums them; every rank of the world must call.
 
-    Where some node can go no way, no node does: all ranks have a `LoneRow` for each size then, and rank 0 warns.
+    If some node has no transport, no node uses one: all ranks get a `LoneRow` for each size, and rank 0 warns.
 
     Args:
-        streams: of the rank's GPU.
-        sizes: alike on all ranks.
+        world: the ranks.
+        streams: the streams of the rank's GPU.
+        sizes: the sizes of the rows, equal on all ranks.
 
     Raises:
-        DeviceError: as `Nccl` and `CudaIpc`; on all ranks of the world.
-        UnsupportedError: as well.
+        DeviceError: as for `Nccl` and `CudaIpc`; on all ranks of the world.
+        UnsupportedError: as for `Nccl` and `CudaIpc`; on all ranks of the world.
     """
     given = world.keep("rows on GPUs", lambda: _begin(world))
     _give_back(world, given)
@@ -628,7 +626,7 @@ def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequ
             return _communicator(world, streams, found, world.rank).group(sizes)
         return CudaIpc(comm, memory, streams, sizes) if way is GpuTransport.CUDA_IPC else None
 
-    group = on_every_rank(world.comm, make_group)  # or other nodes would wait for one that has failed
+    group = on_every_rank(world.comm, make_group)  # together: other nodes would wait for one that has failed
     if isinstance(group, NcclGroup):
         _communicators(world)[_gpus_of(found)] = group.node
     if isinstance(group, GpuGroups) and parts is not None and group.firsts is not None:
@@ -639,26 +637,26 @@ def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequ
 
 
 def _communicators(world: World) -> dict[tuple[str, ...], Nccl]:
-    """Those that all ranks of the node have made, by the GPUs of these."""
+    """Return the NCCL communicators that all ranks of the node have made, by their GPUs."""
     return world.keep("communicators of NCCL", dict)
 
 
 def _gpus_of(found: Sequence[Offer]) -> tuple[str, ...]:
-    return tuple(each.bus_id for each in found)
+    return tuple(offer.bus_id for offer in found)
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """A world in which several ranks share a GPU, on several GPUs of a node."""
+    """The worlds within a world of which several ranks share a GPU, with several GPUs on a node."""
 
     shared: World
     """The ranks of this rank's GPU."""
     firsts: World
-    """The first ranks of all GPUs, or all others."""
+    """The first ranks of all GPUs; on other ranks all others."""
 
 
 def _parts_by_gpu(world: World, places: Sequence[tuple[int, str]]) -> _Parts:
-    """Every rank of the world must call, with the node and GPU of each rank, by its place on the bus."""
+    """Split the world by the node and GPU of each rank; every rank of the world must call."""
 
     def make() -> _Parts:
         first = places.index(places[world.rank])
@@ -668,22 +666,21 @@ def _parts_by_gpu(world: World, places: Sequence[tuple[int, str]]) -> _Parts:
 
 
 def _communicator(world: World, streams: Streams, found: Sequence[Offer], rank: int) -> Nccl:
-    """That of the node's GPUs; another one where a rank has lost it. Every rank of the node must call.
+    """Return the communicator of the node's GPUs, a new one if a rank has lost it; every rank of the node must call.
 
-    Args:
-        rank: of this one in the whole world, for messages.
+    ``rank`` is this rank's number in the world of all nodes, for messages.
     """
-    made = _communicators(world).get(_gpus_of(found))
-    if made is not None and made.is_common():
-        return made
+    kept = _communicators(world).get(_gpus_of(found))
+    if kept is not None and kept.is_common():
+        return kept
     return Nccl(world.node_comm, world.node_memory, streams, found, rank)
 
 
 class _AllGiven(list[_Given]):
-    """What a world has been given."""
+    """All rows of a world."""
 
     def end(self) -> None:
-        """Every rank must call."""
+        """Release all rows; every rank must call."""
         while self:
             self.pop().end()
 
@@ -695,10 +692,10 @@ def _begin(world: World) -> _AllGiven:
 
 
 def _give_back(world: World, given: _AllGiven) -> None:
-    """End what no rank of the world uses any more; every rank must call."""
-    gc.collect()  # networks and trainers refer to each other
-    everyone = world.comm.allgather_json([bool(each.users) for each in given])
-    for each, *used in zip(tuple(given), *everyone, strict=True):
+    """Release rows that no rank of the world uses any more; every rank must call."""
+    gc.collect()  # networks and trainers form reference cycles
+    everyone = world.comm.allgather_json([bool(rows.users) for rows in given])
+    for rows, *used in zip(tuple(given), *everyone, strict=True):
         if not any(used):
-            given.remove(each)
-            each.end()
+            given.remove(rows)
+            rows.end()

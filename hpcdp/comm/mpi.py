@@ -1,15 +1,11 @@
-"""A communicator over MPI, by mpi4py's buffer methods.
+"""A communicator over MPI, by mpi4py's buffer methods, and how a rank leaves or aborts the job.
 
-How a rank ends: the abort of the job by a rank that fails alone, and leaving at the end of the program.
+Importing this module starts MPI unless `startup` has prepared it, so only `startup` imports it, late.
 
-A rank that fails alone ends the whole job, in the way of each MPI library, and names the ranks whose death has made it
-fail.
-
-A rank that leaves by `sys.exit` with a status that tells of a failure ends the job, unless all others leave, too.
-
-One that leaves with status 0, or with 75 since the job can go on later, or in a way that is not noted
-(`hpcdp.comm.mpi`) waits for the others, which may have much to write; if they wait for it, in a collective, the
-watchdog misses it.
+A rank that fails alone ends the whole job, in the way of each MPI library, and names the ranks whose death caused the
+failure. A rank that leaves by `sys.exit` with a failure status ends the job unless all others leave too. A rank that
+leaves with status 0, with 75 (the job can resume later), or in a way that is not recorded waits for the others, which
+may have much to write. If they wait for it in a collective, the watchdog reports it.
 """
 
 from __future__ import annotations
@@ -52,18 +48,18 @@ from .communicator import (
 _PID = os.getpid()
 _LOOKS, _ENDING_NAP_S = 50, 0.01
 _OF_HYDRA, _HEARD_S = "PMI_RANK", 0.2
-"""MPICH's mpirun ends at once and drops what a rank on another host has just written, such as why it ends the job."""
+"""A variable of MPICH's mpirun, which ends at once and drops recent output of ranks on other hosts; a delay for it."""
 
 
 def end_job(comm_world: MPI.Intracomm, code: int) -> None:
-    """End all processes of the job, which has this status then; of a child made by fork, this process alone."""
+    """End all processes of the job with the status ``code``; in a child made by fork, this process only."""
     if os.getpid() != _PID:
         os._exit(code)
     for _ in range(_LOOKS if outlives_ranks() else 0):
-        with contextlib.suppress(Exception):  # by which it takes in who has died
+        with contextlib.suppress(Exception):  # a probe lets the library detect dead ranks
             comm_world.Iprobe()
         if comm_world.Get_failed().size == comm_world.size - 1:
-            os._exit(code)  # mpirun would forget the status of the only one that is left
+            os._exit(code)  # mpirun would lose the status of the last rank
         time.sleep(_ENDING_NAP_S)
     if _OF_HYDRA in os.environ:
         time.sleep(_HEARD_S)
@@ -71,22 +67,22 @@ def end_job(comm_world: MPI.Intracomm, code: int) -> None:
 
 
 _OF_ALL_S = 1.0
-"""For so long the other ranks leave it to rank 0 to report an error that every rank raises."""
+"""Seconds that other ranks leave the report of an error on every rank to rank 0."""
 
 
 def abort_when_one_fails(comm_world: MPI.Intracomm, workers: int) -> Callable[[], None]:
-    """Make an uncaught exception end the whole job: the other processes would wait for this one for ever.
+    """Make an uncaught exception end the whole job, because other processes would wait for this one forever.
 
-    Exceptions are also passed to the hooks that were there before, such as those that write a log.
+    Exceptions are also passed to the previous hooks, such as those that write a log.
 
     Returns:
-        A function for the end of the program: it ends the job if the program ends by an exception that a later hook
-        has taken (rich's and most loggers' call no other hook).
+        A function to call at the end of the program. It ends the job if an uncaught exception was handled by a later
+            hook (rich's and most loggers' call no other hook).
     """
     name = name_of(comm_world.rank, workers)
     earlier, earlier_of_threads = sys.excepthook, threading.excepthook
     is_reported = False
-    process = os.getpid()  # a child made by fork has these hooks, too, and must not use MPI
+    process = os.getpid()  # a child made by fork has these hooks too, but must not use MPI
 
     def report(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> int:
         """Report the exception, and return the status of the job."""
@@ -109,12 +105,12 @@ def abort_when_one_fails(comm_world: MPI.Intracomm, workers: int) -> Callable[[]
             return
         status = report(kind, error, trace)
         if earlier is not sys.__excepthook__ and status == 1:
-            with contextlib.suppress(BaseException):  # of a hook that fails: the job ends all the same
+            with contextlib.suppress(BaseException):  # the job ends even if the hook fails
                 earlier(kind, error, trace)
-        end_job(comm_world, status)  # with MPICH, it ends a little later
+        end_job(comm_world, status)  # with MPICH this process ends a little later
 
     def abort_from_thread(args: threading.ExceptHookArgs) -> None:
-        if issubclass(args.exc_type, SystemExit):  # which ends the thread alone
+        if issubclass(args.exc_type, SystemExit):  # ends only the thread
             return
         if os.getpid() != process:
             earlier_of_threads(args)
@@ -127,7 +123,7 @@ def abort_when_one_fails(comm_world: MPI.Intracomm, workers: int) -> Callable[[]
 
     def abort_at_end() -> None:
         error, trace = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
-        # Others set them as well, such as pytest and IPython, of an exception that no outermost frame has raised.
+        # pytest and IPython set them too, for exceptions that did not reach the outermost frame.
         is_uncaught = trace is not None and trace.tb_frame.f_back is None and not hasattr(sys, "ps1")
         if is_uncaught and isinstance(error, BaseException) and not is_reported and os.getpid() == process:
             end_job(comm_world, report(type(error), error, trace))
@@ -138,8 +134,7 @@ def abort_when_one_fails(comm_world: MPI.Intracomm, workers: int) -> Callable[[]
 
 
 def _dead_by(error: BaseException | None, comm_world: MPI.Intracomm) -> list[int]:
-    """Whose death an error, or what has led to it, tells of, where the library says so."""
-
+    """Return the ranks whose death an error, or a cause of it, reports."""
     comm = MpiCommunicator(comm_world)
     while error is not None:
         if isinstance(error, Exception) and comm.takes_note(error):
@@ -149,22 +144,23 @@ def _dead_by(error: BaseException | None, comm_world: MPI.Intracomm) -> list[int
 
 
 GRACE_S = 2.0
-"""How much later than the first rank that leaves so the last one may come to its end; then the watchdog has not yet
-ended the job for those that wait for it, with a status of its own."""
+"""Seconds that the last rank may leave after the first; shorter than the watchdog, which would end the job with a
+status of its own.
+"""
 _END_NAP_S = 0.001
 
 
 def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
-    """Make this process wait for all others when it ends, as MPI_Finalize does, but not Open MPI's under srun; or end
-    the job as an uncaught exception does, where its status tells of a failure. All processes must call.
+    """Make this process wait for all others at its end, or end the job if it exits with a failure status.
 
-    Before that this rank ends what it has under way, such as a checkpoint, and others have `GRACE_S` to end, too: those
-    that have all failed alike end as they would.
+    All processes must call. MPI_Finalize waits too, but not Open MPI's under srun. Before the wait this rank completes
+    its work, such as a checkpoint. Others have `GRACE_S` to end too, so that ranks that all fail alike end as they
+    would.
     """
-    if outlives_ranks():  # a barrier of all never ends when one has died, and who survives decides
+    if outlives_ranks():  # a barrier never ends after a death, and the survivors decide
         return
     comm = comm_world.Dup()
-    record_exit_status()  # also where hpcdp was imported before a launcher's variables were set
+    record_exit_status()  # again, in case hpcdp was imported before the launcher's variables were set
 
     def leave(*_: object) -> None:
         if MPI.Is_finalized():
@@ -176,31 +172,32 @@ def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
                 name = name_of(comm_world.rank, workers)
                 report_directly(f"{name} has left with status {exit_status()}, and others go on")
                 end_job(comm_world, exit_status())
-                return  # with MPICH, which ends the process a little later
+                return  # MPICH ends the process a little later
             time.sleep(_END_NAP_S)
 
-    atexit.register(leave)  # before what a world registers, and so called after that; engines end later still
-    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=leave), None)  # see `starting`
+    atexit.register(leave)  # registered first, so it runs after the world's functions, and before engines end
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=leave), None)  # see `startup._end_before_mpi`
 
 
 MAX_ELEMENTS = 2**30
-"""Arrays are passed to MPI in pieces of at most this many elements: Open MPI 5's Bcast fails at 2^31."""
+"""The maximum number of elements in one MPI call: Open MPI 5's Bcast fails at 2^31."""
 
 _TESTS_A_LOOK = 1 << 9
-"""After so many tests in vain, some 0.3 ms of spinning or 60 ms of naps, a receive looks for what else has come. Where
-ranks outnumber cores a turn may take milliseconds."""
+"""Failed tests after which a receive probes for other messages: 0.3 ms of spinning or 60 ms of naps. If ranks outnumber
+cores, a test may take milliseconds.
+"""
 
 _TESTS_AT_ONCE = 100
-"""Before a rank that waits lets others have its core, some 15 us: where each has one, the message may come by then."""
+"""Tests before a waiting rank yields its core, some 15 us: with a core per rank the message may arrive by then."""
 
 _SPIN_S, _NAP_S = 1e-3, 2e-3
-"""Of ranks that agree on something: how long one spins for the others, and the longest of the naps that follow."""
+"""Seconds that a rank spins for others in an agreement, and the longest of the naps that follow."""
 
 _BY_TREE_NBYTES = 1 << 20
-"""So much of all ranks is gathered by sums along a tree; more would be sent as often as it has levels."""
+"""The most bytes that are gathered by sums along a tree, which send them once per level."""
 
 _MOST_UNUSED = 64
-"""Communicators made of one, until garbage is collected to see which of them nobody holds any more."""
+"""Communicators derived from one before garbage is collected to find unreferenced ones."""
 
 _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
 _DEATHS = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING
@@ -210,19 +207,18 @@ T = TypeVar("T")
 
 
 def _in_our_words(operation: str, error: MPI.Exception) -> Exception:
-    """What to raise for an error of MPI's: messages that do not fit come of ranks that disagree."""
+    """Return the error to raise for an MPI error: messages that do not fit mean that ranks disagree."""
     if error.Get_error_class() not in (MPI.ERR_TRUNCATE, MPI.ERR_COUNT):
         return error
     return MismatchError(
-        operation,
-        expected="the same sizes and dtypes on all ranks",
+        operation, expected="the same sizes and dtypes on all ranks",
         got=f"the MPI library's {error.Get_error_string()}",
-        remedy="call it alike, and in the same order, on all ranks",
-    )
+        remedy="call it with the same arguments, and in the same order, on all ranks",
+    )  # fmt: skip
 
 
 def _explained(native: Callable[P, T]) -> Callable[P, T]:
-    """A collective of MPI's own, with its word for messages that do not fit put as ours."""
+    """Wrap a native collective so that messages that do not fit raise a `MismatchError`."""
 
     @functools.wraps(native)
     def explained(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -235,7 +231,7 @@ def _explained(native: Callable[P, T]) -> Callable[P, T]:
 
 
 class MpiRequest:
-    """A request of MPI; the array is kept alive until it is complete."""
+    """A request of MPI; it keeps the array alive until it is complete."""
 
     __slots__ = ("_request", "_x")
 
@@ -244,21 +240,23 @@ class MpiRequest:
         self._x = x
 
     def test(self) -> bool:
+        """Return whether the request is complete; turn truncation into a `MismatchError`."""
         try:
             return bool(self._request.Test())
         except MPI.Exception as error:
             raise _in_our_words("request", error) from error
 
     def wait(self) -> None:
+        """Block until the request is complete; spin first, then yield the core."""
         for _ in range(_TESTS_AT_ONCE):
             if self.test():
                 return
         while not self.test():
-            os.sched_yield()  # not in C, where Ctrl-C could not end it
+            os.sched_yield()  # a blocking call in C could not be interrupted by Ctrl-C
 
 
 class MpiReceive:
-    """A receive of MPI. Whoever waits looks now and then whether the sender does something else."""
+    """A receive of MPI that probes from time to time for a message of another call."""
 
     __slots__ = ("_comm", "_request", "_source", "_tag", "_tests", "_users", "_x")
 
@@ -269,6 +267,7 @@ class MpiReceive:
         self._tests = 0
 
     def test(self) -> bool:
+        """Return whether the message is here; probe for another call's message from time to time."""
         if self._request.Test():
             return True
         self._tests += 1
@@ -277,6 +276,7 @@ class MpiReceive:
         return False
 
     def wait(self) -> None:
+        """Block until the message is here."""
         while not self.test():
             os.sched_yield()
 
@@ -288,25 +288,27 @@ class MpiReceive:
 
 
 class Pieces:
-    """The requests of an array that went in several pieces."""
+    """The requests of an array that was sent in several pieces."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._requests = list(requests)
 
     def test(self) -> bool:
+        """Return whether all pieces are complete."""
         while self._requests and self._requests[-1].test():
             self._requests.pop()
         return not self._requests
 
     def wait(self) -> None:
+        """Block until all pieces are complete."""
         for request in self._requests:
             request.wait()
 
 
 class _Lease:
-    """An MPI communicator or window, and what was made of it, until no Python object of this rank holds it.
+    """An MPI communicator or window and everything derived from it, until this rank no longer references it.
 
-    It is freed by `MpiCommunicator.release`, together with all of its ranks.
+    `MpiCommunicator.release` frees it together with the other ranks.
     """
 
     __slots__ = ("holder", "made", "resource", "unused_limit")
@@ -314,9 +316,9 @@ class _Lease:
     def __init__(self, resource: MPI.Comm | MPI.Win, holder: object) -> None:
         self.resource = resource
         self.holder = weakref.ref(holder) if holder is not None else None
-        """The object that holds the resource; what was made of the resource holds this object."""
+        """The Python object that owns the resource; objects derived from the resource reference it."""
         self.made: list[_Lease] = []
-        """In the same order on all ranks, since all make them together."""
+        """Resources derived from this one, in the same order on all ranks, which make them together."""
         self.unused_limit = _MOST_UNUSED
 
     @property
@@ -324,14 +326,14 @@ class _Lease:
         return self.holder is None or self.holder() is None
 
     def free(self) -> None:
-        for each in self.made:
-            each.free()
+        for lease in self.made:
+            lease.free()
         if self.resource not in (MPI.COMM_NULL, MPI.WIN_NULL):
             self.resource.Free()
 
 
 class _WindowMemory:
-    """The memory of an MPI window, as NumPy takes it; keeps the communicator of its ranks alive."""
+    """The memory of an MPI window as an array interface; keeps the communicator of its ranks alive."""
 
     def __init__(self, window: MPI.Win, holder: MpiCommunicator) -> None:
         self._holder = holder
@@ -343,13 +345,13 @@ class _WindowMemory:
 class MpiCommunicator:
     """The ranks of an MPI communicator (see `Communicator`).
 
-    MPI libraries have a limited number of communicators (MPICH: 2048), and freeing one takes all of its ranks, which
-    drop their last reference at different times. So each communicator lists those made of it, and when another one is
-    made, its ranks compare which of them none of them holds any more, and free those.
+    MPI libraries have a limited number of communicators (MPICH: 2048). Freeing one is collective, but ranks drop their
+    last references at different times. So each communicator lists those derived from it. When another one is derived,
+    its ranks compare which of them no rank references any more, and free those.
 
     Args:
         comm: an intra-communicator that nothing else uses.
-        source: the one that it was made of.
+        source: the communicator from which it was derived.
     """
 
     def __init__(self, comm: MPI.Intracomm, source: MpiCommunicator | None = None) -> None:
@@ -360,29 +362,35 @@ class MpiCommunicator:
         self.size = comm.Get_size()
         self.users: set[int] = set()
         self.lost: set[int] = set()
-        # Of the world: libraries need not know it of other communicators, and Open MPI does not.
+        # The attribute of the world: libraries need not set it on other communicators, and Open MPI does not.
         self.signatures = (int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) + 1) >> LANE_BITS + OPERATION_BITS
 
     def barrier(self) -> None:
+        """See `Communicator.barrier`."""
         self.mpi.Barrier()
 
     def isend(self, x: np.ndarray, dest: int, tag: int = 0) -> Request:
+        """See `Messages.isend`; more than `MAX_ELEMENTS` go in several messages."""
         if x.size <= MAX_ELEMENTS:
             return MpiRequest(self.mpi.Isend(words(x), dest, tag), x)
         return Pieces(self.isend(piece, dest, tag) for piece in _pieces(x))
 
     def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> Request:
+        """See `Messages.irecv`; more than `MAX_ELEMENTS` come in several messages."""
         if x.size <= MAX_ELEMENTS:
             return MpiReceive(self.mpi, x, source, tag, self.users)
         return Pieces(self.irecv(piece, source, tag) for piece in _pieces(x))
 
     def isend_whole(self, x: np.ndarray, dest: int, tag: int) -> Request:
+        """See `Communicator.isend_whole`."""
         return MpiRequest(self.mpi.Isend([x, MPI.BYTE], dest, tag), x)
 
     def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> Request:
+        """See `Communicator.irecv_up_to`."""
         return MpiRequest(self.mpi.Irecv([x, MPI.BYTE], source, tag), x)
 
     def swap(self, x: np.ndarray, received: np.ndarray, peer: int, tag: int) -> None:
+        """See `Communicator.swap`; poll at first, because the peer usually calls at the same time."""
         incoming = self.mpi.Irecv([received, MPI.BYTE], peer, tag)
         outgoing = self.mpi.Isend([x, MPI.BYTE], peer, tag)
         for request in (incoming, outgoing):
@@ -393,14 +401,16 @@ class MpiCommunicator:
                 MpiRequest(request, x).wait()
 
     def takes_note(self, error: Exception) -> bool:
+        """See `Communicator.takes_note`; uses ULFM's acknowledgement of failed processes."""
         if not isinstance(error, MPI.Exception) or error.Get_error_class() not in _DEATHS:
             return False
-        self.mpi.Ack_failed()  # messages of whomever can be looked for again
+        self.mpi.Ack_failed()  # allows receives from any source again
         failed = self.mpi.Get_failed()
         self.lost = set(failed.Translate_ranks(None, self.mpi.Get_group()))
         return True
 
     def irecv_any(self, tag: int) -> tuple[int, np.ndarray, Request] | None:
+        """See `Communicator.irecv_any`; uses a matched probe (MPI_Mprobe)."""
         status = MPI.Status()
         try:
             message = self.mpi.Improbe(MPI.ANY_SOURCE, tag, status)
@@ -415,6 +425,7 @@ class MpiCommunicator:
 
     @_explained
     def native_allreduce(self, x: np.ndarray, op: str) -> None:
+        """See `Communicator.native_allreduce`; MPI_Allreduce, on every rank NaN wins a minimum or maximum."""
         resolve("allreduce", op, x.dtype)
         wide = reducible(x)
         if wide is not x:
@@ -432,7 +443,7 @@ class MpiCommunicator:
             x /= x.dtype.type(self.size)
 
     def _nan_on_any_rank(self, x: np.ndarray) -> np.ndarray | None:
-        """Where some rank has a NaN, which MPI's own minimum and maximum may drop; None where there is none at all."""
+        """Return where some rank has a NaN, which MPI's minimum and maximum may drop; None if there is none."""
         nan = np.isnan(x)
         anywhere = np.array([nan.any()], np.uint8)
         self.mpi.Allreduce(MPI.IN_PLACE, anywhere, MPI.MAX)
@@ -443,10 +454,12 @@ class MpiCommunicator:
         return nan
 
     def native_iallreduce(self, x: np.ndarray, op: str) -> Request:
+        """See `Communicator.native_iallreduce`."""
         return Pieces(MpiRequest(self.mpi.Iallreduce(MPI.IN_PLACE, piece, _OPS[op]), x) for piece in _pieces(x))
 
     @_explained
     def native_reduce_scatter(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
+        """See `Communicator.native_reduce_scatter`; a reduce per rank where MPI_Reduce_scatter cannot do it."""
         if x.size > MAX_ELEMENTS or reducible(x[:0]).dtype != x.dtype or (op in ("min", "max") and x.dtype.kind == "f"):
             for owner, part in enumerate(split(x.copy(), self.size)):
                 self.native_reduce(part, op, owner)
@@ -460,6 +473,7 @@ class MpiCommunicator:
 
     @_explained
     def native_reduce(self, x: np.ndarray, op: str, root: int) -> None:
+        """See `Communicator.native_reduce`."""
         wide = reducible(x)
         if wide is not x:
             self.native_reduce(wide, op, root)
@@ -478,6 +492,7 @@ class MpiCommunicator:
 
     @_explained
     def native_allgather(self, out: np.ndarray) -> None:
+        """See `Communicator.native_allgather`."""
         if out.size > MAX_ELEMENTS:
             for owner, part in enumerate(split(out, self.size)):
                 self.native_broadcast(part, owner)
@@ -489,15 +504,17 @@ class MpiCommunicator:
 
     @_explained
     def native_broadcast(self, x: np.ndarray, root: int) -> None:
+        """See `Communicator.native_broadcast`."""
         for piece in _pieces(words(x)):
             self.mpi.Bcast(piece, root)
 
     def duplicate(self) -> MpiCommunicator:
+        """See `Communicator.duplicate`."""
         self.release()
         return self._made(self.mpi.Dup())
 
     def split(self, color: int | None) -> MpiCommunicator | None:
-        """The ranks that pass the same ``color``, in their order here; None for None. Every rank must call."""
+        """Return the ranks that pass the same ``color``, in their order here; None for None. Every rank must call."""
         self.release()
         made = self.mpi.Split(MPI.UNDEFINED if color is None else color, self.rank)
         if made == MPI.COMM_NULL:
@@ -506,7 +523,7 @@ class MpiCommunicator:
         return self._made(made)
 
     def split_by_machine(self) -> MpiCommunicator:
-        """The ranks of this machine, in their order here; every rank must call."""
+        """Return the ranks of this machine, in their order here; every rank must call."""
         self.release()
         return self._made(self.mpi.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
 
@@ -516,7 +533,7 @@ class MpiCommunicator:
         return made
 
     def window(self, nbytes: int) -> np.ndarray:
-        """``nbytes`` zeroed bytes of an MPI window, shared by these ranks, which have one machine; all must call."""
+        """Return ``nbytes`` zeroed bytes of an MPI window shared by these ranks of one machine; all must call."""
         self.release()
         window = MPI.Win.Allocate_shared(nbytes if self.rank == 0 else 0, 1, comm=self.mpi)
         memory = _WindowMemory(window, self)
@@ -528,24 +545,25 @@ class MpiCommunicator:
         return block
 
     def release(self) -> None:
-        """Free what was made of this communicator and no rank holds any more; every rank must call.
+        """Free derived communicators that no rank references any more; every rank must call.
 
-        A rank that keeps its reference keeps the communicator on all ranks, and nobody waits for it.
+        A rank that keeps its reference keeps the communicator on all ranks; nothing waits for it.
         """
         lease, made = self._lease, self._lease.made
         if not made:
             return
-        if len(made) >= lease.unused_limit:  # alike on all ranks
-            gc.collect()  # objects that refer to each other, such as what an exception has seen, live until then
-        unused = np.array([each.is_unused for each in made], np.uint8)
+        if len(made) >= lease.unused_limit:  # equal on all ranks
+            gc.collect()  # frees communicators in reference cycles, such as those of an exception's frames
+        unused = np.array([derived.is_unused for derived in made], np.uint8)
         _doze(self.mpi.Iallreduce(MPI.IN_PLACE, unused, MPI.MIN))
-        lease.made = [each for each, free in zip(made, unused, strict=True) if not free]
+        lease.made = [derived for derived, free in zip(made, unused, strict=True) if not free]
         lease.unused_limit = max(_MOST_UNUSED, 2 * len(lease.made))
-        for each, free in zip(made, unused, strict=True):
+        for derived, free in zip(made, unused, strict=True):
             if free:
-                each.free()
+                derived.free()
 
     def allgather_json(self, value: Any) -> list[Any]:
+        """See `Communicator.allgather_json`; sums along a tree up to `_BY_TREE_NBYTES`."""
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = text.size
@@ -553,15 +571,15 @@ class MpiCommunicator:
         ends = np.cumsum(lengths)
         gathered = np.zeros(int(ends[-1]), np.uint8)
         gathered[ends[self.rank] - text.size : ends[self.rank]] = text
-        # Along a tree, where Open MPI's Iallgather connects each rank to every other one, with a descriptor for each.
+        # A sum along a tree, because Open MPI's Iallgather connects each rank to every other, one descriptor each.
         if gathered.size <= _BY_TREE_NBYTES:
             _doze(self.mpi.Iallreduce(MPI.IN_PLACE, gathered, MPI.SUM))
         else:
-            self.mpi.Allgatherv(MPI.IN_PLACE, [gathered, lengths])  # all are here
+            self.mpi.Allgatherv(MPI.IN_PLACE, [gathered, lengths])  # blocks briefly: all ranks are here
         return [json.loads(gathered[end - n : end].tobytes()) for n, end in zip(lengths, ends, strict=True)]
 
     def broadcast_json(self, value: Any) -> Any:
-        """Return rank 0's ``value`` (what JSON can carry); every rank must call."""
+        """Return rank 0's ``value``, sent as JSON; every rank must call."""
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         length = np.array([text.size], np.int64)
         _doze(self.mpi.Ibcast(length, 0))
@@ -571,31 +589,32 @@ class MpiCommunicator:
 
     def largest(self, *numbers: int) -> list[int]:
         """Return the maximum over all ranks of each number; every rank must call."""
-        found = np.array(numbers, np.int64)
-        _doze(self.mpi.Iallreduce(MPI.IN_PLACE, found, MPI.MAX))
-        return found.tolist()  # type: ignore[no-any-return]
+        maxima = np.array(numbers, np.int64)
+        _doze(self.mpi.Iallreduce(MPI.IN_PLACE, maxima, MPI.MAX))
+        return maxima.tolist()  # type: ignore[no-any-return]
 
     def count_before(self, counts: bool) -> tuple[int, int]:
-        """Return how many ranks before this one count, and how many of all ranks; every rank must call."""
+        """Return the number of true ``counts`` on lower ranks and on all ranks; every rank must call."""
         before, total = np.zeros(1, np.int64), np.array([counts], np.int64)
         _doze(self.mpi.Iexscan(np.array([counts], np.int64), before, MPI.SUM))
         _doze(self.mpi.Iallreduce(MPI.IN_PLACE, total, MPI.SUM))
-        return int(before[0]) if self.rank > 0 else 0, int(total[0])  # MPI leaves rank 0's undefined
+        return int(before[0]) if self.rank > 0 else 0, int(total[0])  # MPI leaves rank 0's result undefined
 
     def give_up(self, refused: Any) -> None:
-        """In a child made by fork: let ``refused`` take the place of MPI, also in what was made of this one."""
+        """Replace MPI by ``refused`` in a child made by fork, also in derived communicators."""
         self.mpi = refused
-        for each in self._lease.made:
-            made = None if each.holder is None else each.holder()
-            if isinstance(made, MpiCommunicator):
-                made.give_up(refused)
+        for lease in self._lease.made:
+            derived = None if lease.holder is None else lease.holder()
+            if isinstance(derived, MpiCommunicator):
+                derived.give_up(refused)
 
     def abort(self, code: int) -> None:
-        end_job(MPI.COMM_WORLD, code)  # of a part of the job, a library may end that part alone
+        """See `Communicator.abort`."""
+        end_job(MPI.COMM_WORLD, code)  # aborting a sub-communicator may end only its ranks
 
 
 def _doze(request: MPI.Request) -> None:
-    """Wait for ranks that may be seconds behind, and leave them the core: a spinning rank slows those it waits for."""
+    """Wait for ranks that may be seconds behind with naps: a spinning rank would slow those it waits for."""
     began = time.perf_counter()
     while not request.Test():
         waited = time.perf_counter() - began

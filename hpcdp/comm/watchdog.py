@@ -1,13 +1,9 @@
-"""The watchdog, which reports a rank that waits too long.
+"""The watchdog, which reports a rank that waits too long, and ends the job if nothing changes.
 
-Notices a call that does not end, says what this rank waits for and for whom, and ends the job if nothing changes.
-
-A hang is the usual end of ranks that call collectives differently, or of one that has stopped. A thread of each rank
-looks now and then whether the rank is still in the same call. How far the others of the node are is read from its
-memory, and how they are from /proc: nobody needs to answer. The watchdogs of other nodes are asked, see `roll_call`.
-A call is reported by one rank, the lowest that waits in it; where that one does not, another one does a little later.
-
-The processes of a job, as those of the same machine can look at them: nobody needs to answer.
+A hang is the usual result of ranks that call collectives differently, or of a stopped rank. A thread of each rank
+checks at intervals whether the rank is still in the same call. The progress of the node's other ranks is read from
+shared memory, and their state from /proc, so none of them needs to answer. The watchdogs of other nodes are asked, see
+`roll_call`. The lowest rank that waits in a call reports it; if it does not, another one does a little later.
 """
 
 from __future__ import annotations
@@ -62,12 +58,12 @@ class Member(NamedTuple):
     host: str
     pid: int
     born: str
-    """When its process began, as /proc puts it: a process of the same number may be another one."""
+    """When its process began, as in /proc, because process numbers are reused."""
     shows_stacks: bool
 
     @property
     def state(self) -> str:
-        """Of its process, a letter as proc(5) gives it; X: it has ended."""
+        """The state of its process, a letter of proc(5); X if it has ended."""
         state, born = look_at(self.pid)
         return "X" if born != self.born or state == "Z" else state
 
@@ -76,7 +72,7 @@ class Member(NamedTuple):
 
 
 def look_at(pid: int) -> tuple[str, str]:
-    """State and birth of a process; empty where there is none to be seen."""
+    """Return the state and the start time of a process; empty texts if it cannot be seen."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, UnicodeDecodeError):
@@ -90,35 +86,37 @@ _LOOKS = 20
 _LONGEST_LOOK_S = 1.0
 _GRACE_S = 1.0
 _DEATH_S = 3.0
-"""For so long a call must go on after a rank has gone: it may have done its part of it, and come to its end."""
+"""Seconds that a call may continue after a rank has gone, which may have done its part of it and ended."""
 _COMPARE_S = 3.0
-"""After so long ranks that wait compare in which calls."""
+"""Seconds after which waiting ranks compare their calls."""
 _SHORT_LOOK_S = 0.25
-"""How often a rank looks that waits."""
-_WAITS_IN = tuple(f"hpcdp.{each}." for each in ("comm", "collectives", "gradients", "kvstore", "engine"))
-"""The packages in whose functions the main thread is while it waits for other ranks."""
+"""Seconds between two checks of a waiting rank."""
+_WAITS_IN = tuple(f"hpcdp.{package}." for package in ("comm", "collectives", "data_parallel", "kvstore", "engine"))
+"""Packages whose functions the main thread executes while it waits for other ranks."""
 _WAITS_BY = ("threading", "contextlib", "hpcdp.kernels.")
-"""Modules that these call for it."""
+"""Modules that these packages call to wait."""
 _CALLS = "collective calls"
 _MOST_NAMES = 8
 _SHORTEST_LIMIT_S = 0.1
 _NAP_S = 0.01
 _HOP_S = 0.05
-"""So much later, for each level of a tree of all ranks, others look whether a lower rank reports what they wait in."""
+"""Seconds per level of a tree of all ranks by which others delay a report that a lower rank may make."""
 _EXCHANGE = "an exchange of all ranks"
 _STDERR = 2
-"""The descriptor, since `sys.stderr` may be a buffer that is lost with the process."""
+"""A file descriptor, because `sys.stderr` may be a buffer that is lost with the process."""
 _CLOSES = -(1 << 40)
-"""Below this minus its calls is what a rank leaves in the node's memory that has closed the world."""
+"""A rank that has closed the world leaves this minus its number of calls in the node's memory."""
 _SHOW_STACKS = signal.SIGRTMIN + 9
-"""At this signal a rank writes where its main thread is, even where an extension holds the interpreter."""
+"""The signal at which a rank prints the stack of its main thread, even while an extension holds the interpreter."""
 
 
 def limits_s() -> tuple[float, float]:
-    """Seconds until a call is reported, and until it ends the job: ``HPCDP_STALL_S`` and ``HPCDP_TIMEOUT_S``; 0: never.
+    """Return the seconds until a call is reported, and until it ends the job; 0 for never.
+
+    They are ``HPCDP_STALL_S`` and ``HPCDP_TIMEOUT_S``.
 
     Raises:
-        ConfigError: one of them is no such number.
+        ConfigError: one of them is not a valid number.
     """
     return _seconds("HPCDP_STALL_S", DEFAULT_STALL_S), _seconds("HPCDP_TIMEOUT_S", DEFAULT_TIMEOUT_S)
 
@@ -136,44 +134,44 @@ def _seconds(name: str, default: float) -> float:
 
 
 class Watchdog:
-    """Watches the calls of one rank. All ranks must make theirs together, with the same limits.
+    """An observer of one rank's calls. All ranks must make theirs together, with the same limits.
 
     Args:
         world: the ranks; its communicator ends the job.
         stall_s: seconds after which a call is reported, once; 0 for never.
         timeout_s: seconds after which a call is reported and the job ended; 0 for never.
-        stream: where reports go; default file descriptor 2, see `errors.report_directly`.
+        stream: the output of reports; default file descriptor 2, see `errors.report_directly`.
     """
 
     def __init__(self, world: World, stall_s: float, timeout_s: float, stream: TextIO | None = None) -> None:
         self._open: dict[int, tuple[Any, ...]] = {}
-        """The calls of all threads that have begun and not ended, in that order, by their identities."""
+        """Unfinished calls of all threads, by their ids, in the order in which they began."""
         self.calls = 0
-        """How many calls this rank has begun."""
+        """The number of calls that this rank has begun."""
         self.asked: WatchedCall | None = None
-        """What this rank asks for in vain now and then, between other things."""
+        """A request that this rank tests in vain from time to time, between other work."""
         self.counts: dict[str, weakref.WeakMethod[Callable[[int], int]]] = {}
-        """By kind of calls that no rank ends before all have begun them: how many of an item this rank has begun."""
+        """By kind of call that no rank ends before all have begun it: returns the number begun here of an item."""
         self._comm, self._memory, self._world = world.comm, world.node_memory, weakref.ref(world)
         self._stall_s, self._timeout_s = stall_s, timeout_s
         self._stream = stream
         self._look_s = min([_LONGEST_LOOK_S, *(limit / _LOOKS for limit in (stall_s, timeout_s) if limit > 0)])
         self.due = time.monotonic() + self._look_s
-        """When to look again."""
+        """The time of the next check (monotonic)."""
         self._looking = threading.RLock()
         self._ended = threading.Event()
         self._parent = os.getppid() if world.size > 1 else None
-        """What has started this rank among others; one that is alone may outlive the shell of its user."""
+        """The launcher's process; None for a world of one, which may outlive its shell."""
         self._watched_call: tuple[Any, ...] | None = None
-        """What this rank was in at the last look."""
+        """This rank's call at the last check."""
         self._lasted, self._told, self._is_left_to_others = 0.0, False, False
         self._gone_at: float | None = None
         self._waiting: WaitingCall | None = None
-        """What this rank was in at the last look, where it waits for all others there."""
+        """This rank's call at the last check, if it waits for all others in it."""
         self._asked_about: tuple[Any, ...] | None = None
-        """The call in which this rank has asked those of other nodes what they wait in."""
+        """The call in which this rank has asked ranks of other nodes for theirs."""
         self._mismatch: tuple[float, MismatchError] | None = None
-        """How long the call had lasted when others were found to be in another one, and the error for that."""
+        """The age of the call when others were found in a different one, and the error for it."""
         self._looked = time.monotonic()
         self._patrol: Patrol | None = None
         if stall_s > 0 or timeout_s > 0:
@@ -184,26 +182,26 @@ class Watchdog:
     def _meet(self, world: World, shows_stacks: bool) -> None:
         pid, host = os.getpid(), socket.gethostname()
         mine = Member(world.rank, host, pid, look_at(pid)[1], shows_stacks)
-        self._everyone = [Member(*each) for each in world.comm.allgather_json(mine)]
-        self._visible = [each for each in self._everyone if each.host == host and each.state != "X"]
-        """Those whose process can be looked at."""
+        self._everyone = [Member(*fields) for fields in world.comm.allgather_json(mine)]
+        self._visible = [member for member in self._everyone if member.host == host and member.state != "X"]
+        """Members whose processes are visible in /proc."""
         self._neighbours = world.node_comm.allgather_json(world.rank) if world.node_memory.size > 1 else [world.rank]
         self._seen = world.node_memory.alloc((world.node_memory.size,), np.int64)
         self._within = world.node_memory.alloc((world.node_memory.size,), np.int64)
-        """The number of the call that each rank of the node waits in, with the others; 0: none."""
+        """The number of the collective call in which each rank of the node waits; 0 for none."""
         self._reported = world.node_memory.alloc((world.node_memory.size,), np.int64)
-        """The number of the call that each rank of the node has last reported."""
+        """The number of the last call that each rank of the node has reported."""
         self._watched = threading.get_ident()
         self._shown: int | None = None
-        """The number of the call after which this rank has shown its stack to the ranks of other nodes."""
+        """The number of calls at which this rank has printed its stack for ranks of other nodes."""
         self._asked_for_stacks: int | None = None
-        """The number of the call in which this rank has asked its neighbours for theirs."""
+        """The number of the call in which this rank has asked its neighbours for their stacks."""
         self._strangers = sorted(set(range(world.size)) - set(self._neighbours))
         exchange, own = exchange_of(world.comm), weakref.ref(self)
 
         def about(calls: int) -> dict[int, str]:
             watchdog = own()
-            assert watchdog is not None  # it is who goes on with roll calls
+            assert watchdog is not None  # it runs the roll calls
             return watchdog._about(calls)
 
         def differs(theirs: WaitingCall) -> WaitingCall | None:
@@ -225,16 +223,16 @@ class Watchdog:
             with contextlib.nullcontext() if watchdog is None or watchdog.call else watchdog.watching(_EXCHANGE):
                 return exchange(value)
 
-        # Whatever ranks agree on, they exchange so; it may be far from any other call, as when a Trainer is made.
+        # Ranks agree on everything through this exchange, also outside of other calls, as when a Trainer is made.
         world.comm.allgather_json = watched  # type: ignore[method-assign]
 
     @classmethod
     def of(cls, world: World) -> Watchdog:
-        """That of ``world``; one that watches nothing where `hpcdp.init` has not made it."""
+        """Return the watchdog of ``world``; one that watches nothing unless `hpcdp.init` has made it."""
         return world.kept.get(cls) or world.keep(cls, lambda: cls(world, 0, 0))
 
     def count(self, kind: str, begun: Callable[[int], int]) -> None:
-        """Count calls of a kind, which no rank ends before all have begun them; see `counts`."""
+        """Count calls of a kind that no rank ends before all have begun them; see `counts`."""
         self.counts = {other: method for other, method in self.counts.items() if method() is not None}
         self.counts[kind] = weakref.WeakMethod(begun)
 
@@ -245,43 +243,41 @@ class Watchdog:
         behind: Callable[[], Sequence[int]] | None = None,
         counted: tuple[str, int] | None = None,
     ) -> _Watching:
-        """A context: watch what is done meanwhile; all ranks come here, so who has not can be told.
+        """Return a context that watches a call to which all ranks come, so that missing ranks can be named.
 
         Args:
-            operation: what it is.
-            x: what it is done to: an array, or a function that says so when it must be reported.
-            behind: the local ranks that are waited for; default those that have made fewer calls. `nobody` where
-                the call needs no other rank, and so goes on when one dies.
-            counted: of which kind it is, and which item of it, where it is counted (see `count`); default: as those of
-                `Calls`.
+            operation: the name of the call.
+            x: its array, or a function that describes its operand for a report.
+            behind: returns the local ranks that are waited for; default those that have made fewer calls. `nobody` if
+                the call needs no other rank, and so continues when one dies.
+            counted: its kind and item, if it is counted (see `count`); default that of `Calls`.
         """
         return _Watching(self, (operation, x, behind) if counted is None else (operation, x, behind, counted))
 
     @property
     def call(self) -> tuple[Any, ...] | None:
-        """What this rank is in, of several calls the one that has begun last; for every call a new tuple of the
-        arguments of `watching`."""
-        begun = list(self._open.values())  # a copy: other threads come and go
+        """The last begun of all threads' unfinished calls; a new tuple of `watching`'s arguments each time."""
+        begun = list(self._open.values())  # a copy, because other threads change it
         return begun[-1] if begun else None
 
     def enter(self, call: tuple[Any, ...]) -> None:
-        """Be in ``call``, a new tuple of the arguments of `watching`, until `leave` is called with it.
+        """Begin ``call``, a new tuple of `watching`'s arguments, until `leave` is called with it.
 
-        For what is too short for a context. A call to which all ranks come adds one to `calls` before; another one has
-        a fourth part, `OWN`.
+        For calls that are too short for a context. A call to which all ranks come first increments `calls`; any other
+        has a fourth element, `OWN`.
         """
         self._open[id(call)] = call
 
     def leave(self, call: tuple[Any, ...]) -> None:
-        """``call`` has ended; others may have begun or ended meanwhile, in other threads."""
+        """End ``call``; other threads may have begun or ended calls meanwhile."""
         self._open.pop(id(call), None)
 
     def end(self, has_closed: bool = False) -> None:
-        """Watch no longer; this rank makes no more calls, since the program ends or it ``has_closed`` the world."""
+        """Stop watching: this rank makes no more calls, because the program ends or it ``has_closed`` the world."""
         if self._patrol is None or self._ended.is_set():
             return
         self._ended.set()
-        has_stopped = self._looking.acquire(timeout=_GRACE_S)  # no longer: it may be ending the job
+        has_stopped = self._looking.acquire(timeout=_GRACE_S)  # with a limit, because the check may be ending the job
         self._seen[self._memory.rank] = (_CLOSES if has_closed else -1) - self.calls
         self._within[self._memory.rank] = 0
         if has_stopped:
@@ -290,10 +286,10 @@ class Watchdog:
             self._looking.release()
 
     def look(self) -> bool:
-        """Look at what this rank is in, if it is time to; return whether to go on."""
+        """Check this rank's call if it is due; return whether to continue."""
         if time.monotonic() < self.due:
             return not self._ended.is_set()
-        with self._looking, contextlib.suppress(WorldAborted):  # there is nobody left to ask
+        with self._looking, contextlib.suppress(WorldAborted):  # no rank is left to ask
             if not self._ended.is_set() and self._look():
                 is_waiting = self._waiting is not None
                 self.due = time.monotonic() + min(self._look_s, _SHORT_LOOK_S if is_waiting else self._look_s)
@@ -303,10 +299,10 @@ class Watchdog:
 
     def _look(self) -> bool:
         if self._parent not in (None, os.getppid()):
-            with contextlib.suppress(OSError):  # it may have read what is said
-                self._say("what has started the ranks is gone; this one ends now")
-            os._exit(1)  # there may be nobody left who would end the job
-        # While this process was stopped itself nobody kept it waiting.
+            with contextlib.suppress(OSError):  # the launcher may have held the reading end of stderr
+                self._say("the launcher of the ranks is gone; this rank ends now")
+            os._exit(1)  # no launcher is left to end the job
+        # Time during which this process itself was stopped does not count as waiting.
         self._lasted += min(time.monotonic() - self._looked, self._look_s + _LONGEST_LOOK_S)
         self._looked = time.monotonic()
         self._seen[self._memory.rank] = self.calls
@@ -350,7 +346,7 @@ class Watchdog:
         return True
 
     def _waits_in(self, call: tuple[Any, ...]) -> WaitingCall | None:
-        """Return what ``call`` is for `DifferentCalls`; None where the main thread does not wait for all ranks."""
+        """Return ``call`` for `DifferentCalls`; None unless the main thread waits for all ranks in it."""
         counted = call[3] if len(call) > 3 else None
         if not _is_of_all(call) or self.call is not call or (counted is None and call[2:] not in ((), (None,))):
             return None
@@ -358,7 +354,7 @@ class Watchdog:
         while inner is not None and inner.f_globals.get("__name__", "").startswith(_WAITS_BY):
             inner = inner.f_back
         if inner is None or not inner.f_globals.get("__name__", "").startswith(_WAITS_IN):
-            return None  # it computes, and another thread waits
+            return None  # the main thread computes, and another thread waits
         kind, item = counted or (_CALLS, 0)
         owner, name = called(inner)
         text = _described(call)
@@ -367,7 +363,7 @@ class Watchdog:
         return WaitingCall(kind, item, self._begun(kind, item), text.encode()[:TEXT_NBYTES].decode(errors="ignore"))
 
     def _begun(self, kind: str, item: int) -> int:
-        """Return how many calls of a kind this rank has begun; of what it does not have, or no longer, 0."""
+        """Return the number of calls of a kind that this rank has begun; 0 of an unknown kind."""
         if kind == _CALLS:
             world = self._world()
             calls = None if world is None else world.kept.get(Calls)
@@ -377,24 +373,24 @@ class Watchdog:
         return 0 if begun is None else begun(item)
 
     def _differs(self, theirs: WaitingCall) -> WaitingCall | None:
-        """Return what this rank waits in, where it has not begun what another one waits in."""
+        """Return this rank's call if it waits without having begun ``theirs``; else None."""
         is_there = self._waiting is not None and self._now() is self._watched_call
         return self._waiting if is_there and self._begun(theirs.kind, theirs.item) < theirs.number else None
 
     def _is_different(self, call: tuple[Any, ...]) -> bool:
-        """Look whether this rank and others wait for each other in different calls; return whether the job ends.
+        """Check whether this rank and others wait for each other in different calls; return whether the job ends.
 
-        Where it waits through the node's memory it gets an error, which may come too late or not at all: then the job
+        A rank that waits through the node's memory gets an error. That may come too late or not at all; then the job
         ends a little later.
         """
         waiting = self._waiting
-        found = self._different.look(waiting, self._lasted >= _COMPARE_S)
+        different = self._different.look(waiting, self._lasted >= _COMPARE_S)
         if waiting is None:
             return False
         if self._mismatch is None:
-            found = found or self._waiting_on_other_nodes(waiting, call)
-            if found and self._now() is call:
-                self._mismatch = self._lasted, mismatch(found)
+            different = different or self._waiting_on_other_nodes(waiting, call)
+            if different and self._now() is call:
+                self._mismatch = self._lasted, mismatch(different)
                 self._memory.failure = self._mismatch[1]
         elif self._lasted - self._mismatch[0] > _GRACE_S:
             self._say(f"{self._mismatch[1]}; the job ends now")
@@ -403,7 +399,7 @@ class Watchdog:
         return False
 
     def _waiting_on_other_nodes(self, waiting: WaitingCall, call: tuple[Any, ...]) -> dict[int, WaitingCall]:
-        """Ask ranks of other nodes once in a call, and unless a lower rank does, in which one they wait."""
+        """Ask ranks of other nodes for their calls, once per call and unless a lower rank asks."""
         roll, rank = self._roll, self._comm.rank
         if roll is None or self._asked_about is call or roll.is_compared(waiting):
             return {}
@@ -412,38 +408,38 @@ class Watchdog:
         self._asked_about = call
         roll.compare(waiting)
         self._answer_for(roll.limit_s, lambda: roll.is_over or self._now() is not call)
-        found = roll.compared()
-        if found is None or self._begun(found[1].kind, found[1].item) >= found[1].number:
+        answer = roll.compared()
+        if answer is None or self._begun(answer[1].kind, answer[1].item) >= answer[1].number:
             return {}
-        return {rank: waiting, found[0]: found[1]}
+        return {rank: waiting, answer[0]: answer[1]}
 
     def _now(self) -> tuple[Any, ...] | None:
         asked = self.asked
         return self.call if self.call is not None or asked is None else asked.call
 
     def _waits(self) -> int:
-        """Return the number of the call of all ranks in which this one waits; 0 where it is in none."""
+        """Return the number of the collective call in which this rank waits; 0 for none."""
         now = self._now()
         return self.calls if now is not None and _is_of_all(now) else 0
 
     def _is_reported(self, call: tuple[Any, ...]) -> bool:
-        """Return whether another rank has reported a call, or has said that it does."""
+        """Return whether another rank has reported a call, or announced that it will."""
         if not _is_of_all(call):
             return False
         here, waits = self._memory.rank, self._waits()
-        return any(said == waits for at, said in enumerate(self._reported) if at != here) or self._is_left(waits)
+        return any(call == waits for at, call in enumerate(self._reported) if at != here) or self._is_left(waits)
 
     def _is_left(self, waits: int) -> bool:
-        """Return whether a rank of all nodes has said that it reports a call."""
+        """Return whether a rank of any node has announced that it reports a call."""
         roll = self._roll
         return roll is not None and not roll.is_wanted(waits) and roll.reporter(waits) not in (None, self._comm.rank)
 
     def _reports(self, call: tuple[Any, ...], over_s: float) -> bool:
-        """Return whether this rank, of those that wait in a call, is the one that reports it, ``over_s`` too late."""
+        """Return whether this rank is the one that reports a call, ``over_s`` seconds after the limit."""
         if not _is_of_all(call) or self._has_been_in_vain(over_s):
             return True
         waits = self._waits()
-        stopped = {each.rank for each in self._visible if each.state in "XTt"}
+        stopped = {member.rank for member in self._visible if member.state in "XTt"}
         here = self._memory.rank
         if any(self._within[below] == waits and self._neighbours[below] not in stopped for below in range(here)):
             return False
@@ -452,12 +448,12 @@ class Watchdog:
         return over_s > self._comm.rank.bit_length() * (self._look_s + _HOP_S) and not self._is_left(waits)
 
     def _has_been_in_vain(self, over_s: float) -> bool:
-        """Return whether whoever was to report a call should have done so."""
+        """Return whether the responsible rank should have reported a call by now."""
         limit_s = self._look_s + _GRACE_S if self._roll is None else self._roll.limit_s
         return over_s > 2 * limit_s + self._comm.size.bit_length() * (self._look_s + _HOP_S)
 
     def _report(self, call: tuple[Any, ...], limit_s: float, next_: str) -> bool:
-        """Report a call, unless another rank does; return whether this one has."""
+        """Report a call unless another rank does; return whether this one has."""
         missing = self._missing(call)
         if missing is None:
             if not self._has_been_in_vain(self._lasted - limit_s):
@@ -472,16 +468,16 @@ class Watchdog:
         return True
 
     def _ask_for_stacks(self, missing: Mapping[int, str]) -> None:
-        """By a signal, of the ranks of this node; others show theirs when the roll is called."""
-        for each in self._visible:
-            late = each.rank in self._neighbours and missing.get(each.rank) == LATE
-            if late and each.shows_stacks and each.state != "X":
-                self._say(f"{each} shows its stack, too")
+        """Signal late ranks of this node to print their stacks; ranks of other nodes do so in the roll call."""
+        for member in self._visible:
+            late = member.rank in self._neighbours and missing.get(member.rank) == LATE
+            if late and member.shows_stacks and member.state != "X":
+                self._say(f"{member} shows its stack, too")
                 with contextlib.suppress(OSError):
-                    os.kill(each.pid, _SHOW_STACKS)
+                    os.kill(member.pid, _SHOW_STACKS)
 
     def answer(self) -> None:
-        """Go on with roll calls, and tell ranks of other nodes that have asked how far this one is."""
+        """Advance roll calls, and answer ranks of other nodes that have asked about this one."""
         if self._ended.is_set() or not self._looking.acquire(blocking=False):
             return
         try:
@@ -503,29 +499,32 @@ class Watchdog:
             elif question.calls == waits != self._asked_for_stacks:
                 self._asked_for_stacks = waits
                 now = self._now()
-                if now is not None and not any(each == waits for each in self._within[: self._memory.rank]):
+                if now is not None and not any(call == waits for call in self._within[: self._memory.rank]):
                     self._ask_for_stacks(self._late(now))
 
     def _about(self, calls: int) -> dict[int, str]:
-        """Return what is wrong with this rank, and those of the node, for one that waits in a call of this number."""
-        found: dict[int, str] = {}
-        alive = [each.rank for each in self._visible if each.state not in "XTt"]
-        if self._comm.rank == min(alive, default=self._comm.rank):  # each would say the same
+        """Return the problems of this rank and of visible ones, for a rank that waits in a call of this number."""
+        problems: dict[int, str] = {}
+        alive = [member.rank for member in self._visible if member.state not in "XTt"]
+        if self._comm.rank == min(alive, default=self._comm.rank):  # the lowest rank answers for all of a machine
             states = {"X": GONE, "T": STOPPED, "t": STOPPED}
-            found = {each.rank: states[each.state] for each in self._visible if each.state in states}
-        found |= {rank: why for rank, (begun, why) in self._ended_ranks().items() if begun < calls}
+            problems = {member.rank: states[member.state] for member in self._visible if member.state in states}
+        problems |= {rank: why for rank, (begun, why) in self._ended_ranks().items() if begun < calls}
         if self.calls < calls:
-            found[self._comm.rank] = LATE if self._now() is None else EARLIER
-        return found
+            problems[self._comm.rank] = LATE if self._now() is None else EARLIER
+        return problems
 
     def _ended_ranks(self) -> dict[int, tuple[int, str]]:
-        """Return of each rank that is known to begin no more calls how many it has begun, and why."""
+        """Return, for each rank that makes no more calls, the number that it has begun, and the reason."""
         left = {} if self._roll is None else {rank: (begun, LEFT) for rank, begun in self._roll.left.items()}
         seen = zip(self._neighbours, self._seen_calls(), strict=True)
         return left | {rank: (begun, why) for rank, (begun, why) in seen if why != LATE}
 
     def _answer_for(self, limit_s: float, enough: Callable[[], bool]) -> None:
-        """For so long, or until there is ``enough``; naps are counted, since this process may be stopped meanwhile."""
+        """Answer questions for up to ``limit_s`` seconds, or until ``enough()``.
+
+        It counts naps, not time, because this process may be stopped meanwhile.
+        """
         assert self._patrol is not None
         for _ in range(int(limit_s / _NAP_S)):
             self._patrol.answer()
@@ -547,56 +546,53 @@ class Watchdog:
             print(said, file=self._stream, flush=True)
 
     def _gone(self, call: tuple[Any, ...]) -> dict[int, str]:
-        """The ranks without which a call cannot end any more."""
+        """Return the ranks without which a call cannot end any more."""
         if call[2:] == (nobody,):
             return {}
-        found = {rank: why for rank, why in self._late(call).items() if why in (LEFT, CLOSED)}
-        found |= dict.fromkeys(self._roll.lost if self._roll else (), GONE)
-        for each in self._visible:
-            if each.state == "X":
-                found[each.rank] = GONE
-        return found
+        gone = {rank: why for rank, why in self._late(call).items() if why in (LEFT, CLOSED)}
+        gone |= dict.fromkeys(self._roll.lost if self._roll else (), GONE)
+        return gone | {member.rank: GONE for member in self._visible if member.state == "X"}
 
     def _seen_calls(self) -> list[tuple[int, str]]:
-        """Return of each rank of the node how many calls it has begun, and whether it may come to more; see `end`."""
+        """Return the number of calls that each rank of the node has begun, and whether more may follow; see `end`."""
         return [
             (_CLOSES - seen, CLOSED) if seen <= _CLOSES else (-1 - seen, LEFT) if seen < 0 else (seen, LATE)
             for seen in self._seen.tolist()
         ]
 
     def _late(self, call: tuple[Any, ...]) -> dict[int, str]:
-        """The ranks that a call waits for, of this node and of those that have left, and whether they may come."""
+        """Return the ranks of this node that a call waits for, and ranks that have left, with the reason."""
         behind = call[2] if len(call) > 2 else None
         seen = self._seen_calls()
         late = (here for here, (begun, _) in enumerate(seen) if begun < self.calls) if behind is None else behind()
-        found = {self._neighbours[here]: seen[here][1] for here in late}
-        found.pop(self._comm.rank, None)
+        missing = {self._neighbours[here]: seen[here][1] for here in late}
+        missing.pop(self._comm.rank, None)
         left = self._roll.left if self._roll else {}
-        return found | {rank: LEFT for rank, calls in left.items() if calls < self.calls}
+        return missing | {rank: LEFT for rank, calls in left.items() if calls < self.calls}
 
     def _seen_missing(self, call: tuple[Any, ...]) -> dict[int, str]:
-        """The ranks that this one waits for, as far as can be seen from here, and what is the matter with each."""
-        found = self._late(call)
-        for each in self._visible:
-            state = each.state
+        """Return the missing ranks that are visible from here, with the reason for each."""
+        missing = self._late(call)
+        for member in self._visible:
+            state = member.state
             if state == "X":
-                found[each.rank] = GONE
+                missing[member.rank] = GONE
             elif state in ("T", "t"):
-                found[each.rank] = STOPPED
-        return found
+                missing[member.rank] = STOPPED
+        return missing
 
     def _missing(self, call: tuple[Any, ...]) -> Missing | None:
-        """As `_seen_missing`, with the ranks of other nodes; None where another rank reports the call."""
-        found, roll = self._seen_missing(call), self._roll
+        """Return the missing ranks of all nodes; None if another rank reports the call."""
+        seen, roll = self._seen_missing(call), self._roll
         if roll is None:
-            return Missing(dict(sorted(found.items())), len(found))
+            return Missing(dict(sorted(seen.items())), len(seen))
         roll.call(self.calls, _described(call), alone=not _is_of_all(call))
         self._answer_for(roll.limit_s, lambda: roll.is_over or self._now() is not call)
         asked = roll.result()
         if asked is None:
             return None
-        named = {rank: why for rank, why in asked.named.items() if rank != self._comm.rank} | found
-        return Missing(dict(sorted(named.items())), asked.total + len(found.keys() - asked.named.keys()))
+        named = {rank: why for rank, why in asked.named.items() if rank != self._comm.rank} | seen
+        return Missing(dict(sorted(named.items())), asked.total + len(seen.keys() - asked.named.keys()))
 
     def _listed(self, missing: Missing) -> str:
         if missing.named:
@@ -608,7 +604,7 @@ class Watchdog:
 
 
 class Patrol:
-    """The thread of a rank that looks at the calls of its world, and of all worlds that are split from it.
+    """The thread of a rank that runs the watchdogs of its world and of all worlds split from it.
 
     It keeps no watchdog alive, and ends when there is none.
     """
@@ -617,16 +613,16 @@ class Patrol:
         self._watchdogs: list[weakref.ref[Watchdog]] = []
         self._adding, self._added = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
-        atexit.register(self.end)  # before MPI_Finalize, during which no thread may be in MPI
+        atexit.register(self.end)  # before MPI_Finalize, during which no thread may call MPI
 
     @classmethod
     def of(cls, world: World) -> Patrol:
-        """Return that of the rank whose ``world`` it is."""
+        """Return the patrol of this rank's ``world``."""
         patrol: Patrol = world.common.get(cls) or world.common.setdefault(cls, cls())
         return patrol
 
     def add(self, watchdog: Watchdog) -> None:
-        """Look at this one, too, from now on."""
+        """Run this watchdog as well from now on."""
         with self._adding:
             self._watchdogs.append(weakref.ref(watchdog, self._forget))
             self._added.set()
@@ -635,26 +631,26 @@ class Patrol:
                 self._thread.start()
 
     def _forget(self, watchdog: weakref.ref[Watchdog]) -> None:
-        with contextlib.suppress(ValueError):  # both of its end and of its watchdog's, in some order
+        with contextlib.suppress(ValueError):  # called at the watchdog's end and at its collection, in any order
             self._watchdogs.remove(watchdog)
 
     def end(self) -> None:
         """End all watchdogs."""
-        for each in tuple(self._watchdogs):
-            if (watchdog := each()) is not None:
+        for reference in tuple(self._watchdogs):
+            if (watchdog := reference()) is not None:
                 watchdog.end()
         self._added.set()
 
     def answer(self) -> None:
         """Answer ranks of other nodes, which may ask about a call in any of the worlds."""
-        for each in tuple(self._watchdogs):
-            if (watchdog := each()) is not None:
+        for reference in tuple(self._watchdogs):
+            if (watchdog := reference()) is not None:
                 watchdog.answer()
 
     def _watch(self) -> None:
         while True:
             self._added.clear()
-            due = [self._look(each) for each in tuple(self._watchdogs)]
+            due = [self._look(reference) for reference in tuple(self._watchdogs)]
             with self._adding:
                 if not self._watchdogs:
                     self._thread = None
@@ -662,7 +658,7 @@ class Patrol:
             self._added.wait(max(0.0, min(due, default=0.0) - time.monotonic()))
 
     def _look(self, own: weakref.ref[Watchdog]) -> float:
-        """Let a watchdog look where it is time to; when to ask again. Nothing of it is held after that."""
+        """Let a watchdog check if it is due; return the time of its next check, without keeping it alive."""
         watchdog = own()
         if watchdog is None or not watchdog.look():
             self._forget(own)
@@ -671,30 +667,30 @@ class Patrol:
 
 
 OWN = "own"
-"""The fourth part of a call to which not all ranks come: each that waits in such a one reports it."""
+"""The fourth element of a call to which not all ranks come; each rank that waits in one reports it."""
 
 
 def _is_of_all(call: tuple[Any, ...]) -> bool:
-    """Return whether all ranks come to a call, so one of those that wait in it reports it."""
+    """Return whether all ranks come to a call, so that one of the waiting ranks reports it."""
     return call[2:] != (nobody,) and OWN not in call[3:]
 
 
 def nobody() -> list[int]:
-    """For `Watchdog.watching`."""
+    """Return no ranks; a value of ``behind`` for `Watchdog.watching`."""
     return []
 
 
 class WatchedCall(Protocol):
-    """Something that was started, and that is asked for until it is there."""
+    """An operation that was started, and that is tested until it is complete."""
 
     call: tuple[Any, ...]
-    """As `Watchdog.call`."""
+    """As in `Watchdog.call`."""
     waited_s: float
-    """For how long it has been asked for."""
+    """The seconds for which it has been tested."""
 
 
 class _Watching:
-    """See `Watchdog.watching`; a generator would take three times as long, in each step of training."""
+    """The context of `Watchdog.watching`; a generator would take three times as long, in each training step."""
 
     __slots__ = ("_call", "_watchdog")
 
@@ -711,11 +707,11 @@ class _Watching:
 
 
 class WatchedBarrier(NodeBarrier):
-    """A gate under the eyes of a watchdog.
+    """A node barrier that a watchdog observes.
 
     Args:
         memory: see `NodeBarrier`.
-        watchdog: that of this rank.
+        watchdog: this rank's watchdog.
         most_numbers: see `NodeBarrier`.
     """
 
@@ -724,6 +720,7 @@ class WatchedBarrier(NodeBarrier):
         self._watchdog = watchdog
 
     def barrier(self) -> None:
+        """Block until every rank of the node has called it as often as this one."""
         if self._memory.size > 1:
             with self._watchdog.watching("barrier of the node's ranks"):
                 super().barrier()
@@ -736,13 +733,13 @@ def _described(call: tuple[Any, ...]) -> str:
     return f"{operation} of {x()}" if callable(x) else str(operation)
 
 
-@functools.cache  # faulthandler would not put back its handler, and a process may be of two worlds
+@functools.cache  # faulthandler would not restore its handler a second time, and a process may have two worlds
 def _show_stacks_when_asked() -> bool:
     try:
-        # What faulthandler puts back when Python ends; by default the signal would end a rank that is in MPI_Finalize.
+        # faulthandler restores this when Python ends; by default the signal would kill a rank in MPI_Finalize.
         signal.signal(_SHOW_STACKS, signal.SIG_IGN)
-        # One thread, the main one: the stacks of others may change while they are read, which has crashed.
+        # The main thread only: stacks of others may change while they are read, which has crashed.
         faulthandler.register(_SHOW_STACKS, _STDERR, all_threads=False)
-    except (OSError, ValueError, AttributeError, RuntimeError):  # not the main thread
+    except (OSError, ValueError, AttributeError, RuntimeError):  # this is not the main thread
         return False
     return True

@@ -8,19 +8,16 @@ the public boundary, and the code behind it trusts its arguments.
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
-from ..errors import ConfigError, UnsupportedError, is_number, type_named, whole_number
-
-__all__ = [
-    "boolean", "check_name", "described", "file_name", "function", "instance", "instances", "is_number", "lengths",
-    "matching", "not_copied", "number", "one_of", "part_of", "same_names", "whole_number", "whole_numbers",
-]  # fmt: skip
+from ..errors import ConfigError, UnsupportedError, type_named
 
 Kind = TypeVar("Kind")
 _LONGEST_REPR = 80
@@ -30,6 +27,46 @@ def described(value: object) -> str:
     """Return a value as an error shows it: its repr if that is short and has no address, else its type."""
     text = repr(value)
     return text if len(text) <= _LONGEST_REPR and text.isprintable() and " at 0x" not in text else type_named(value)
+
+
+def whole_number(
+    operation: str,
+    where: str | None,
+    value: object,
+    least: int | None = None,
+    most: int | None = None,
+    *,
+    expected: str | None = None,
+    shown: object = None,
+    remedy: str | None = None,
+) -> int:
+    """Return an integer of Python's or NumPy's as an int, from ``least`` to ``most``.
+
+    The error shows ``shown``, the whole argument, if ``value`` is one of several numbers in it.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:  # arrays have __index__ too, whatever their contents
+        number = None
+    if number is None or (least is not None and number < least) or (most is not None and number > most):
+        if expected is None:
+            bounds = "" if least is None else f" >= {least}" if most is None else f" from {least} to {most}"
+            expected = f"an integer{bounds}" if least != most or least is None else f"{least}"
+        raise ConfigError(
+            operation, where=where, expected=expected, got=repr(value if shown is None else shown), remedy=remedy
+        )
+    return number
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether ``value`` is a real number of Python's or NumPy's within the range of float, and no bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # an int of 309 digits or more
+        return False
+    return True
 
 
 def number(
@@ -100,10 +137,9 @@ def check_name(kind: str, name: object, valid: Iterable[str], where: object = No
 
     close = difflib.get_close_matches(str(name).lower(), valid, n=1)
     raise ConfigError(
-        f"unknown {kind} {name!r}",
-        where=where,
+        f"unknown {kind} {name!r}", where=where,
         remedy=(f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(valid)}",
-    )
+    )  # fmt: skip
 
 
 def matching(operation: str, text: str, pattern: str | re.Pattern[str], expected: str) -> str:

@@ -35,7 +35,7 @@ MEMORY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 
 @dataclass(frozen=True)
 class Device:
-    """A place for arrays: ``cpu(i)`` or ``gpu(i)``.
+    """A place for arrays: ``cpu(i)`` or ``gpu(i)``. Methods raise `DeviceError` if the machine does not have it.
 
     Every ``cpu(i)`` is a virtual device with memory of its own within host memory: arrays put there are copies.
     Programs for several devices thus run, and are tested, on machines without GPUs.
@@ -53,11 +53,7 @@ class Device:
         return cls("gpu", int(x.device.id)) if is_cupy(x) else cls("cpu", 0)
 
     def put(self, x: Array) -> Array:
-        """Copy ``x`` to this device, on the streams that are current there and where ``x`` is.
-
-        Raises:
-            DeviceError: the machine does not have the device.
-        """
+        """Copy ``x`` to this device, on the streams that are current there and where ``x`` is."""
         if self.kind == "cpu":
             return np.array(to_host(x))
         cupy = _cupy(self)
@@ -73,20 +69,12 @@ class Device:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make this the thread's current device within a context; a virtual device does nothing.
-
-        Raises:
-            DeviceError: the machine does not have the device.
-        """
+        """Make this the thread's current device within a context; a virtual device does nothing."""
         with contextlib.nullcontext() if self.kind == "cpu" else _cupy(self).cuda.Device(self.index):
             yield
 
     def use(self) -> None:
-        """Make this the thread's current device, on which CuPy computes; a virtual device does nothing.
-
-        Raises:
-            DeviceError: the machine does not have the device.
-        """
+        """Make this the thread's current device, on which CuPy computes; a virtual device does nothing."""
         if self.kind == "gpu":
             _cupy(self).cuda.Device(self.index).use()
 
@@ -97,7 +85,7 @@ class Device:
         networks, gradient sums and CUDA itself use memory beside the pool.
 
         Raises:
-            DeviceError: ``share`` is not above 0 and up to 1, or the machine does not have the device.
+            DeviceError: ``share`` is not above 0 and up to 1.
         """
         if not 0 < share <= 1:
             raise DeviceError("limit_memory", where=self, expected="a share above 0 and up to 1", got=share)
@@ -272,8 +260,7 @@ class Streams:
     current device after the first use. Going back would make device 0 current, which creates a context there
     (cudaSetDevice): some hundred MB on a GPU that may be another rank's.
 
-    Args:
-        device: a GPU.
+    `query` and `is_idle` raise `DeviceError` if earlier work on the GPU has failed.
     """
 
     def __init__(self, device: Device) -> None:
@@ -397,20 +384,12 @@ class Streams:
             self.wait_event(stream, event)
 
     def query(self, event: Event) -> bool:
-        """Return whether ``event`` has passed; never block.
-
-        Raises:
-            DeviceError: earlier work on the GPU has failed.
-        """
+        """Return whether ``event`` has passed; never block."""
         with self.on_device():
             return self._is_done(self._runtime.eventQuery(event.ptr))
 
     def is_idle(self, stream: Stream) -> bool:
-        """Return whether all work of ``stream`` is complete; never block.
-
-        Raises:
-            DeviceError: earlier work on the GPU has failed.
-        """
+        """Return whether all work of ``stream`` is complete; never block."""
         with self.on_device():
             return self._is_done(self._runtime.streamQuery(stream.ptr))
 

@@ -162,16 +162,9 @@ def require_private(
     everybody: bool = False,
     error: type[HpcdpError] = ConfigError,
 ) -> None:
-    """Raise ``error`` if another user than this one and root may change what is at ``path``.
+    """Raise ``error`` if another user than this one and root may change what is at ``path``; see `who_else_may_write`.
 
-    Args:
-        operation: the operation that the error names.
-        path: a file or a folder.
-        expected: what the error expects.
-        remedy: what the error advises.
-        where: what the error shows in place of ``path``.
-        everybody: see `who_else_may_write`.
-        error: the class of the error.
+    The error shows ``where`` in place of ``path``, if given.
 
     Raises:
         OSError: see `who_else_may_write`.

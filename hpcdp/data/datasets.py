@@ -28,11 +28,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.arrays import Array
-from ..core.checks import instance, part_of
+from ..core.checks import instance, is_number, part_of, whole_number
 from ..core.devices import Device, require_devices
 from ..core.files import require_file
 from ..core.hdf5 import damage_as_data_error, missing_source, open_to_read, require_inside, special_file
-from ..errors import ConfigError, DataError, is_number, listed, shortened, type_named, whole_number
+from ..errors import ConfigError, DataError, listed, shortened, type_named
 from .images import resize
 
 if TYPE_CHECKING:

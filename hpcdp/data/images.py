@@ -25,8 +25,9 @@ from typing import BinaryIO
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from ..core.checks import whole_number
 from ..core.files import replaced, require_file
-from ..errors import ConfigError, DataError, MissingFileError, type_named, whole_number
+from ..errors import ConfigError, DataError, MissingFileError, type_named
 from ..kernels.buffers import empty
 
 

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import Array
-from ..core.checks import function, instance
+from ..core.checks import function, instance, whole_number
 from ..core.devices import Device, Event, Streams
 from ..core.state import require_state
 from ..engine import Engine, Variable, default_engine
-from ..errors import ConfigError, type_named, whole_number
+from ..errors import ConfigError, type_named
 from .datasets import ArrayDataset, Batch, Dataset, require_dataset
 from .images import Augmentation
 from .samplers import BatchIndices, Resumable, SamplerPosition, SharedSampler

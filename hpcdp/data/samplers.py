@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from ..core.checks import one_of, part_of
+from ..core.checks import one_of, part_of, whole_number
 from ..core.state import require_state
-from ..errors import ConfigError, whole_number
+from ..errors import ConfigError
 from .datasets import piece_bounds
 
 

@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..core.arrays import Array, words
-from ..errors import ConfigError, is_number, listed
+from ..core.checks import is_number
+from ..errors import ConfigError, listed
 
 MIB = 2**20
 LINE_NBYTES = 64

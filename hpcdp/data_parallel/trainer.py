@@ -26,9 +26,9 @@ from ..comm.watchdog import Watchdog
 from ..compression import Compression
 from ..core import state as core_state
 from ..core.arrays import Array, from_host, is_cupy, is_host, to_host
-from ..core.checks import not_copied, same_names
+from ..core.checks import not_copied, same_names, whole_number
 from ..engine.engine import Trace, nvtx
-from ..errors import ConfigError, MismatchError, StaleGradientError, type_named, warn, whole_number
+from ..errors import ConfigError, MismatchError, StaleGradientError, type_named, warn
 from ..nn import module
 from ..nn.module import Deferred
 from ..optim import Optimizer

@@ -1,23 +1,13 @@
 """The dependency engine: lanes of worker threads that run tasks in the order of their variables.
 
-The engine: what its users call.
+Contains the traces, the short time slices of lanes that poll, the workers, the engine, and the shutdown of all engines
+when the process exits or forks.
 
-How soon a thread that mostly sleeps gets back a core on which another one computes.
-
-Since Linux 6.6 (the scheduler EEVDF) a thread that wakes up waits until the running one has used up its slice, some
-3 ms, and meanwhile messages lie about. Since 6.12 a thread may ask for shorter slices than others; it then gets its
-share of the core in smaller pieces, but as soon as it wakes up. Measured with a reduction of 16 MiB over 1 Gbit/s
-beside backward, a core a rank: a step took 274 ms without and 235 ms with it (docs/benchmarks.md, "Overlap").
-
-Source: Stoica and Abdel-Wahab, "Earliest eligible virtual deadline first", 1995; sched_setattr(2).
-
-What runs the tasks of a schedule: the threads of the lanes, or, in synchronous mode, whoever pushes.
-
-The engine of this process, and what becomes of all engines when it exits or forks.
-
-Trace.
-
-What this rank did when, kept in memory while it runs; `hpcdp.train.chrome_trace` makes one file of all ranks.
+Since Linux 6.6 (the EEVDF scheduler) a waking thread waits until the running one has used up its slice, some 3 ms, and
+received messages wait with it. Since 6.12 a thread may request shorter slices: it gets the same share of a core, but as
+soon as it wakes up. Measured with a reduction of 16 MiB over 1 Gbit/s beside backward, one core per rank: a step took
+274 ms without and 235 ms with short slices (docs/benchmarks.md, "Overlap"). Source: Stoica and Abdel-Wahab, "Earliest
+eligible virtual deadline first", 1995; sched_setattr(2).
 """
 
 from __future__ import annotations
@@ -41,32 +31,32 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
-from ..core.checks import not_copied, one_of
-from ..errors import ConfigError, to_stderr, whole_number
+from ..core.checks import not_copied, one_of, whole_number
+from ..errors import ConfigError, to_stderr
 from .scheduler import DeferredTask, Failure, Lane, Task, TaskSchedule, Variable, silent_bell, throw
 
 MAIN = "main"
-"""The lane of the thread that trains."""
+"""The trace's lane of the training thread."""
 
 CAPACITY = 1 << 18
-"""Slices and counts that a trace keeps unless it is told otherwise, 60 to 100 MB."""
+"""Default number of slices and counts in a trace, 60 to 100 MB."""
 
 
 class Slice(NamedTuple):
-    """Something that took its time on a lane, or an instant, whose end is its start."""
+    """An interval on a lane, or an instant, whose end equals its start."""
 
     name: str
     lane: str
     start_ns: int
     end_ns: int
     args: dict[str, Any] | None
-    """What else there is to say: strings and numbers."""
+    """Further strings and numbers to show."""
     nests: bool
-    """Whether others of its lane may lie in it; those of a lane that does several things at a time may not."""
+    """Whether slices of the lane may be nested; on a lane with several tasks at a time they are not."""
 
 
 class Count(NamedTuple):
-    """The value of a number from ``time_ns`` on."""
+    """The value of a counter from ``time_ns`` on."""
 
     name: str
     time_ns: int
@@ -74,35 +64,32 @@ class Count(NamedTuple):
 
 
 class Ranges(Protocol):
-    """What marks ranges for a profiler of the device: the module ``cupy.cuda.nvtx``."""
+    """An interface that marks ranges for a profiler of the device, such as the module ``cupy.cuda.nvtx``."""
 
     def RangePush(self, name: str) -> object:
-        """Begin a range within the one that is open on this thread."""
+        """Begin a range within this thread's open one."""
 
     def RangePop(self) -> object:
-        """End the innermost."""
+        """End the innermost range."""
 
 
 class Trace:
-    """What one rank of a world did. Any thread may add to it; nothing here talks to other ranks.
+    """A record of one rank's activity, in memory; `hpcdp.train.chrome_trace` writes one file of all ranks.
 
-    A world that is traced keeps it: ``world.kept.get(Trace)`` is None where nothing is traced. Ask once, when
-    something is made, and not in each step.
+    Any thread may add to it; nothing here communicates with other ranks. A traced world keeps it:
+    ``world.kept.get(Trace)`` is None without tracing. Look it up when an object is made, not in each step.
 
     Args:
-        capacity: how many slices and counts are kept; later ones are only counted, in `dropped`.
-        clock: integers of nanoseconds; the engine's slices are on the clock of `time.perf_counter_ns`.
-        ranges: told of every `span` as well, see `nvtx`.
+        capacity: the maximum number of slices and counts; further ones only increase `dropped`.
+        clock: returns integer nanoseconds; the engine's slices use `time.perf_counter_ns`.
+        ranges: also receives every `span`, see `nvtx`.
 
     Raises:
-        ConfigError: ``capacity`` is no integer from 1 on.
+        ConfigError: ``capacity`` is not a positive integer.
     """
 
     def __init__(
-        self,
-        capacity: int = CAPACITY,
-        clock: Callable[[], int] = time.perf_counter_ns,
-        ranges: Ranges | None = None,
+        self, capacity: int = CAPACITY, clock: Callable[[], int] = time.perf_counter_ns, ranges: Ranges | None = None
     ) -> None:
         self._capacity = whole_number("Trace", "capacity", capacity, 1)
         self.clock = clock
@@ -114,27 +101,31 @@ class Trace:
         self._lock = threading.Lock()
 
     def slice(self, name: str, lane: str, start_ns: int, end_ns: int, **args: Any) -> None:
-        """Add what went on from ``start_ns`` to ``end_ns`` (the same: an instant); an `engine.Observer`.
+        """Add an interval from ``start_ns`` to ``end_ns``, or an instant if they are equal; an `engine.Observer`.
 
         Slices of a lane other than "main" may overlap; they are drawn below each other.
 
         Args:
-            args: shown with the slice: strings and numbers.
+            name: the title of the slice.
+            lane: the row in which it is drawn.
+            start_ns: the start by `clock`.
+            end_ns: the end by `clock`.
+            args: strings and numbers to show with it.
         """
         if self._has_room():
             self.slices.append(Slice(name, lane, start_ns, end_ns, args or None, lane == MAIN))
 
     def span(self, name: str, lane: str = MAIN, **args: Any) -> Span:
-        """A context that becomes a slice when it is left, also by an exception; spans of a lane may be nested."""
+        """Return a context that adds a slice when it ends, also by an exception; spans of a lane may be nested."""
         return Span(self, name, lane, args)
 
     def count(self, name: str, value: float) -> None:
-        """``value`` is that of the number ``name`` from now on; drawn as a curve."""
+        """Set the counter ``name`` to ``value`` from now on; it is drawn as a curve."""
         if self._has_room():
             self.counts.append(Count(name, self.clock(), value))
 
     def end(self) -> None:
-        """Keep nothing more; what threads still add is not counted as dropped either."""
+        """Stop recording; later additions are not counted as dropped."""
         self._ended = True
 
     def _has_room(self) -> bool:
@@ -146,13 +137,9 @@ class Trace:
             self.dropped += 1
         return False
 
-    def _add(self, each: Slice) -> None:
-        if self._has_room():
-            self.slices.append(each)
-
 
 class Span:
-    """See `Trace.span`."""
+    """A context of `Trace.span`."""
 
     __slots__ = ("_args", "_lane", "_name", "_start_ns", "_trace")
 
@@ -172,11 +159,12 @@ class Span:
         end_ns = self._trace.clock()
         if self._trace.ranges is not None:
             self._trace.ranges.RangePop()
-        self._trace._add(Slice(self._name, self._lane, self._start_ns, end_ns, self._args or None, True))
+        if self._trace._has_room():
+            self._trace.slices.append(Slice(self._name, self._lane, self._start_ns, end_ns, self._args or None, True))
 
 
 def nvtx() -> Ranges | None:
-    """The module that marks ranges for profilers of NVIDIA's GPUs; None where it is missing."""
+    """Return the module that marks ranges for NVIDIA's profilers; None if it is missing."""
     try:
         module: Any = importlib.import_module("cupy.cuda.nvtx")
         return module
@@ -185,10 +173,10 @@ def nvtx() -> Ranges | None:
 
 
 SLICE_NS = 100_000
-"""The shortest that Linux grants."""
+"""The shortest slice that Linux grants."""
 
 _NUMBERS = {"x86_64": (314, 315), "aarch64": (274, 275), "riscv64": (274, 275), "ppc64le": (355, 356)}
-"""Of the system calls sched_setattr and sched_getattr, for which glibc has no functions before 2.41."""
+"""Numbers of the system calls sched_setattr and sched_getattr, for which glibc has no functions before 2.41."""
 
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 """struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period."""
@@ -197,10 +185,10 @@ _ORDINARY, _RUNTIME = 0, 5
 
 
 def ask_for_short_slices() -> bool:
-    """Let the calling thread have its share of a core soon and in small pieces; its priority stays as it is.
+    """Request short time slices for the calling thread; its priority and share of a core stay the same.
 
     Returns:
-        Whether the system took the wish. Before Linux 6.12 it does, and nothing changes.
+        Whether the system accepted the request. Before Linux 6.12 it does, without an effect.
     """
     attributes = _attributes()
     if attributes is None or attributes[1] != _ORDINARY:
@@ -225,7 +213,8 @@ def _system() -> ctypes.CDLL:
 
 
 NAPS_S = (50e-6, 1e-3)
-"""The first and the longest nap between calls of a lane's ``idle``; each is twice as long as the one before."""
+"""Seconds of the first and the longest nap between calls of a lane's ``idle``; each nap is twice as long as the last.
+"""
 
 Observer = Callable[[str, str, int, int], object]
 """``observer(name, lane, start_ns, end_ns)``, on the clock of `time.perf_counter_ns`."""
@@ -235,21 +224,21 @@ _living: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
 def living_workers() -> list[Workers]:
-    """Those of all engines of this process that may have threads; threads outlive an engine that nobody holds."""
+    """Return the workers of all engines that may have threads; threads can outlive an unreferenced engine."""
     return list(_living)
 
 
 class Workers:
-    """Runs tasks, tells the schedule of their end, and the observer when."""
+    """The threads of an engine: they run tasks and report the end to the schedule and the observer."""
 
     def __init__(self, schedule: TaskSchedule) -> None:
         self.observer: Observer | None = None
         self._schedule = schedule
-        self._turn = threading.Lock()  # of one pusher to run tasks inline
+        self._turn = threading.Lock()  # held by the thread that runs tasks inline
         _living.add(self)
 
     def start(self, lane: Lane) -> None:
-        """Start a lane's threads; more than there may be end by themselves."""
+        """Start a lane's threads; surplus ones end by themselves."""
         for number in range(lane.limit):
             suffix = f"-{number}" if lane.limit > 1 else ""
             name = f"hpcdp-{lane.name}{suffix}"
@@ -260,10 +249,10 @@ class Workers:
         schedule = self._schedule
         with schedule.lock:
             if schedule.closed or len(lane.threads) == lane.limit:
-                return  # two threads have pushed the lane's first task, or Ctrl-C came while its threads were started
+                return  # two threads pushed the lane's first task, or Ctrl-C interrupted the start of its threads
             lane.threads.append(threading.current_thread())
             schedule.own[get_ident()] = lane
-        if lane.idle is not None:  # it naps, and finds what has come meanwhile
+        if lane.idle is not None:  # the lane polls between naps
             ask_for_short_slices()
         bell, nap_s = silent_bell(), NAPS_S[0]
         last: Task | None = None
@@ -290,7 +279,7 @@ class Workers:
             self._tell_unseen()
 
     def _doze(self, lane: Lane, bell: threading.Lock, nap_s: float) -> float:
-        """Wait until the bell, which lies among those of the lane, is rung, or a nap is over. Returns the next nap."""
+        """Wait until the lane's bell is rung or a nap is over; return the length of the next nap."""
         pending = len(lane.deferred)
         if lane.idle is None or not self._ask(lane, lane.idle):
             bell.acquire()
@@ -306,7 +295,7 @@ class Workers:
         return min(2 * nap_s, NAPS_S[1])
 
     def _ask(self, lane: Lane, idle: Callable[[], object]) -> bool:
-        """Whether something is under way."""
+        """Call ``idle``; return whether it has work in progress."""
         try:
             return bool(idle())
         except BaseException as error:
@@ -320,14 +309,14 @@ class Workers:
         return False
 
     def _run(self, task: Task) -> Failure | None:
-        """Run a task, unless something that it reads is spoilt. Returns why it has failed."""
+        """Run a task unless a variable that it reads holds a failure; return the failure, if any."""
         for var in task.reads:
             if var.failure is not None:
                 task.fn = None
                 return var.failure
         observer = self.observer
         start_ns = time.perf_counter_ns() if observer is not None else 0
-        # Frames of the traceback lead to this one: a local variable with the failure would keep all of them alive.
+        # A local variable with the failure would keep all frames of the traceback alive, because they lead here.
         try:
             if isinstance(task, DeferredTask):
                 task.name, task.start_ns = task.label(), start_ns
@@ -335,13 +324,13 @@ class Workers:
             else:
                 task.fn()
             return None
-        except BaseException as error:  # carried to whoever waits, KeyboardInterrupt too
+        except BaseException as error:  # raised again in the waiting thread, also KeyboardInterrupt
             error.add_note(task.pushed_by())
             return Failure(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         finally:
             if observer is not None and not task.deferred:
                 self._observe(task, start_ns)
-            task.fn = None  # what the closure holds can go now
+            task.fn = None  # free the closure
 
     def _done(self, task: DeferredTask, error: BaseException | None = None) -> None:
         if error is None:
@@ -358,7 +347,7 @@ class Workers:
 
     def _observe(self, task: Task, start_ns: int) -> None:
         end_ns = time.perf_counter_ns()
-        observer = self.observer  # which another thread may take away
+        observer = self.observer  # a copy, because another thread may reset it
         try:
             if observer is not None:
                 observer(task.label(), task.lane.name, start_ns, end_ns)
@@ -381,12 +370,12 @@ class Workers:
             to_stderr("hpcdp: a task failed, and nobody waited for it:\n" + "".join(lines).rstrip())
 
     def forget_threads(self) -> None:
-        """For a child made by fork, where they do not exist: what waits or pushes is told of a shutdown."""
+        """Mark the threads as gone in a child made by fork; waits and pushes there report a shutdown."""
         self._schedule.forget()
         self._turn = threading.Lock()
 
     def run_inline(self) -> None:
-        """Run all that may run. What a task pushes runs after it, within the outermost push."""
+        """Run all ready tasks. Tasks that a task pushes run after it, within the outermost push."""
         schedule, me = self._schedule, get_ident()
         if me in schedule.own:
             return
@@ -413,24 +402,24 @@ class Workers:
 
 
 Done = Callable[..., None]
-"""What the function of a deferred task is given: ``done()`` when it has ended, ``done(error)`` when it has failed."""
+"""The argument of a deferred task's function: ``done()`` marks success, ``done(error)`` failure."""
 
 
 class Engine:
-    """Lanes of work ordered by what each task reads and writes.
+    """Lanes of work that is ordered by what each task reads and writes.
 
-    As a context it ends with `waitall` and `shutdown`; after an exception with `shutdown` alone. Threads start with the
-    first task of a lane and end with `shutdown`, which happens by itself when the process exits. Those of an engine
-    that nobody holds any more end when everything pushed is done.
+    As a context it ends with `waitall` and `shutdown`, after an exception with `shutdown` alone. Threads start with the
+    first task of a lane and end with `shutdown`, which also happens when the process exits. Threads of an unreferenced
+    engine end when all pushed tasks are done.
 
     Args:
         lanes: the names of the lanes, one thread each, or a mapping of names to numbers of threads.
-        max_inflight: how many tasks may be pushed and unfinished before `push` blocks.
-        synchronous: run every task within its `push`, in the pushing thread, and raise there: for debugging. None asks
-            the environment, where ``HPCDP_ENGINE`` may be "synchronous" or "threads" (the default).
+        max_inflight: the number of unfinished tasks at which `push` blocks.
+        synchronous: run every task within its `push`, in the pushing thread, and raise there; for debugging. None reads
+            the environment variable ``HPCDP_ENGINE``: "synchronous" or "threads" (the default).
 
     Raises:
-        ConfigError: one of these is not valid.
+        ConfigError: an argument is not valid.
     """
 
     __reduce__ = not_copied("Engine", "the engine", what="what tasks write")
@@ -448,13 +437,16 @@ class Engine:
         self._workers = Workers(self._schedule)
         for name, threads in dict(lanes if isinstance(lanes, Mapping) else dict.fromkeys(lanes, 1)).items():
             self.add_lane(name, threads)
-        # The lanes' `idle` may lead back to this engine, so what is called at its end must not hold the schedule.
+        # The lanes' `idle` may refer to this engine, so its finalizer must not hold the schedule.
         weakref.finalize(self, _abandon, weakref.ref(self._schedule)).atexit = False
 
     @property
     def observer(self) -> Observer | None:
-        """``observer(name, lane, start_ns, end_ns)`` is called after each task, in the thread where it ended, with
-        times of `time.perf_counter_ns`. What it raises is kept for `waitall` like the exception of a task."""
+        """A function called after each task: ``observer(name, lane, start_ns, end_ns)``.
+
+        It runs in the thread where the task ended, with times of `time.perf_counter_ns`. An exception of it is kept for
+        `waitall`, like that of a task.
+        """
         return self._workers.observer
 
     @observer.setter
@@ -462,22 +454,22 @@ class Engine:
         self._workers.observer = observer
 
     def variable(self, name: str = "") -> Variable:
-        """A new variable without history."""
+        """Return a new variable without history."""
         return Variable(name, self._schedule)
 
     def add_lane(self, name: str, threads: int = 1, idle: Callable[[], object] | None = None) -> None:
-        """One lane more.
+        """Add a lane.
 
         Args:
-            name: not that of another lane of this engine.
-            threads: so many tasks of the lane run at a time.
-            idle: called on the lane's thread while no task may run there, until it returns something false: true says
-                that something is under way, and it is called again after a nap, which a push interrupts. Naps are 50 us
-                after a task or when a deferred one has ended, then double up to 1 ms. What ``idle`` raises becomes the
-                exception of all deferred tasks of the lane that have not ended.
+            name: a name that no other lane of this engine has.
+            threads: the number of tasks of the lane that may run at a time.
+            idle: called on the lane's thread while none of its tasks can run. True means that work is in progress: it
+                is called again after a nap, which a push interrupts. Naps are 50 us after a task, or when a deferred
+                one has ended, then double up to 1 ms. An exception of ``idle`` becomes that of all unfinished deferred
+                tasks of the lane.
 
         Raises:
-            ConfigError: the name is taken, there is no thread, or ``idle`` would be called by several.
+            ConfigError: the name is taken, there is no thread, or ``idle`` has several.
         """
         if name in self._schedule.lanes:
             raise ConfigError("add_lane", where="name", expected=f"none of {', '.join(self._schedule.lanes)}", got=name)
@@ -497,21 +489,20 @@ class Engine:
         """Run ``fn()`` on a lane after the earlier tasks that it depends on; return at once.
 
         Blocks while `max_inflight` tasks are unfinished, except on a lane's own thread. An exception of ``fn``, with a
-        note that says which line pushed it, is kept in the written variables until they are written anew: tasks that
-        read them are not run and pass it on, and `wait_to_read` raises it.
+        note that names the pushing line, stays in the written variables until they are written again. Tasks that read
+        them are skipped and pass it on, and `wait_to_read` raises it.
 
         Args:
             fn: called without arguments; its result is dropped.
             reads: variables whose earlier writes must be done first.
-            writes: variables whose earlier reads and writes must be done first; those that are read, too, stand in
-                both.
+            writes: variables whose earlier reads and writes must be done first. A variable may be in both.
             lane: the name of a lane.
-            priority: of the tasks of a lane that may run, the highest goes first, then the earliest.
+            priority: the highest of a lane's ready tasks runs first, then the earliest.
             name: for errors and traces; default that of ``fn``.
 
         Raises:
-            ConfigError: there is no such lane, the priority is no integer, a variable is none of this engine, or the
-                engine was shut down.
+            ConfigError: the lane does not exist, the priority is no integer, a variable belongs to another engine, or
+                the engine was shut down.
         """
         self._submit(Task(fn, self._lane(lane), priority, name, _getframe(1)), reads, writes)
 
@@ -524,11 +515,11 @@ class Engine:
         priority: int = 0,
         name: str = "",
     ) -> None:
-        """Like `push`, for a task that is not done when ``fn`` returns, such as an exchange that it starts.
+        """Push a task that is not done when ``fn`` returns, such as an exchange that it starts; otherwise like `push`.
 
-        ``fn(done)`` runs on the lane, which is then free for other tasks; the variables stay held until ``done()`` or
-        ``done(error)`` is called, by any thread, once: more calls do nothing. (MXNet: PushAsync and its on_complete.)
-        Anything but an exception as ``error`` is refused, and the task goes on.
+        ``fn(done)`` runs on the lane, which is then free for other tasks. The variables stay held until any thread
+        calls ``done()`` or ``done(error)``; further calls do nothing. (MXNet: PushAsync and its on_complete.) An
+        ``error`` that is no exception is refused, and the task continues.
         """
         self._submit(DeferredTask(fn, self._lane(lane), priority, name, _getframe(1)), reads, writes)
 
@@ -563,66 +554,67 @@ class Engine:
             throw(self._schedule.take_unseen())
 
     def has_ready(self, lane: str) -> bool:
-        """Whether a task of the lane could begin now: for ``idle``, which keeps it from that."""
+        """Return whether a task of the lane could start now; for ``idle``, which delays it."""
         return bool(self._schedule.lanes[lane].ready)
 
     def wait_to_read(self, var: Variable) -> None:
         """Block until every write of ``var`` pushed so far is done; Ctrl-C ends the wait.
 
         Raises:
-            ConfigError: it is not done, and will not be: a task of this engine asks, or the engine was shut down; or it
-                is no variable of this engine.
-            BaseException: what the last of those writes raised, with its traceback and a note on who pushed it.
+            ConfigError: the wait would never end, because a task of this engine waits or the engine was shut down; or
+                the variable belongs to another engine.
+            BaseException: the exception of the last of those writes, with its traceback and a note on who pushed it.
         """
         if getattr(var, "schedule", None) is not self._schedule:
             self._refuse("wait_to_read", var)
         throw(self._schedule.wait_for(var))
 
     def hold(self, var: Variable, unless_spoilt: bool = False) -> bool:
-        """Take a variable for writing in this thread, if no task holds it or waits for it; never blocks.
+        """Acquire a variable for writing in this thread if no task holds it or waits for it; never block.
 
-        Whoever got it calls `release`; what is pushed meanwhile waits for that.
+        Returns whether it was acquired. The caller must then call `release`; tasks pushed meanwhile wait for that.
 
         Args:
-            unless_spoilt: do not take it while its last write has failed, as who only reads must not: `release` drops
-                the error.
+            var: the variable.
+            unless_spoilt: do not acquire it if its last write failed. A thread that only reads must not, because
+                `release` drops the error.
         """
         return self._schedule.hold(var, unless_spoilt)
 
     def release(self, var: Variable, error: BaseException | None = None) -> None:
-        """Let go of what `hold` has taken. ``error`` is raised to whoever reads it until it is written anew."""
+        """Release a variable acquired by `hold`; ``error`` is raised to its readers until it is written again."""
         self._schedule.release(var, None if error is None else Failure(error))
         if self.synchronous:
             self._workers.run_inline()
 
     @staticmethod
     def _refuse(operation: str, var: object) -> None:
-        got = f"that of another engine, {var!r}" if isinstance(var, Variable) else repr(var)
-        raise ConfigError(operation, expected="a variable that variable() of this engine has made", got=got)
+        got = f"{var!r} of another engine" if isinstance(var, Variable) else repr(var)
+        raise ConfigError(operation, expected="a variable of this engine", got=got, remedy="call engine.variable()")
 
     def waitall(self) -> None:
-        """Block until everything pushed is done, then raise the first exception that nobody has seen.
+        """Block until all pushed tasks are done, then raise the first exception that was not raised before.
 
         Raises:
-            ConfigError: a task of this engine asks, which would wait for itself.
+            ConfigError: a task of this engine calls it, which would wait for itself.
         """
         self.wait_for_all()
         throw(self._schedule.take_unseen())
 
     def wait_for_all(self) -> None:
-        """`waitall`, but what has failed is left to later waits, or is printed at the end."""
+        """Block until all pushed tasks are done; failures are left to later waits, or printed at the end."""
         self._schedule.wait_for_all()
 
     def shutdown(self, timeout_s: float | None = None) -> bool:
-        """Drop what has not started, wait for what runs, end the threads. The engine cannot be used again.
+        """Drop tasks that have not started, wait for running ones, and end the threads.
 
-        An exception that nobody has seen is printed.
+        The engine cannot be used again. Exceptions that were never raised are printed.
 
         Args:
-            timeout_s: wait no longer than this for what runs.
+            timeout_s: the maximum wait for running tasks in seconds; None waits without a limit.
 
         Returns:
-            Whether nothing runs any more.
+            Whether all threads have ended.
         """
         return self._workers.shutdown(timeout_s)
 
@@ -640,9 +632,9 @@ class Engine:
 
 
 def _abandon(schedule: Callable[[], TaskSchedule | None]) -> None:
-    """Let the threads of an engine that is gone end; they hold its schedule, so without one there are none."""
-    if (found := schedule()) is not None:
-        found.abandon()
+    """Let the threads of an unreferenced engine end. They hold its schedule, so without one there are none."""
+    if (living := schedule()) is not None:
+        living.abandon()
 
 
 def _asked_in_environment() -> bool:
@@ -651,14 +643,17 @@ def _asked_in_environment() -> bool:
 
 
 EXIT_LIMIT_S = 5.0
-"""So long a process that exits waits for the tasks that run; what has not started is dropped."""
+"""Seconds that an exiting process waits for running tasks; tasks that have not started are dropped."""
 
 _default: Engine | None = None
 _default_lock = threading.Lock()
 
 
 def default_engine() -> Engine:
-    """The engine of this process, made at first use, with the lane "io"; a child made by fork gets one of its own."""
+    """Return the engine of this process, made at first use, with the lane "io".
+
+    A child made by fork gets one of its own.
+    """
     global _default
     with _default_lock:
         if _default is None:

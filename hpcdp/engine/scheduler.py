@@ -1,11 +1,8 @@
-"""Tasks, variables and the order in which tasks become ready.
+"""Variables, tasks and lanes, and the schedule that decides which task may run.
 
-What is scheduled: variables, tasks, lanes. Nothing here locks; the engine does.
-
-A variable counts who holds it and queues who waits for it, in the order of pushing. It knows nothing of what is done,
-so one that lives long and is only read does not grow, and keeps no closure alive.
-
-Who may run now, and who waits for it: everything that the engine's lock guards.
+A variable counts its holders and queues its waiters in the order of pushing. It keeps no record of completed tasks, so
+a long-lived variable that is only read does not grow, and keeps no closure alive. `TaskSchedule` contains everything
+that the engine's lock guards; the other classes do not lock.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from ..errors import ConfigError
 
 
 class Variable:
-    """What a task reads or writes: a name for some state, made by `Engine.variable` and used with that engine only."""
+    """A name for state that tasks read or write; made by `Engine.variable` for that engine only."""
 
     __slots__ = ("__weakref__", "failure", "held", "name", "queue", "schedule")
 
@@ -31,16 +28,16 @@ class Variable:
 
     def __init__(self, name: str, schedule: object) -> None:
         self.name = name
-        self.schedule = schedule  # whose lock guards it
-        self.held = 0  # by so many readers, or -1: by a writer
-        self.queue: deque[tuple[Task | Waiter, bool]] | None = None  # who waits, and whether to write
+        self.schedule = schedule  # its lock guards this variable
+        self.held = 0  # the number of readers that hold it, or -1 for a writer
+        self.queue: deque[tuple[Task | Waiter, bool]] | None = None  # waiters, and whether they write
         self.failure: Failure | None = None  # of the last write
 
     def __repr__(self) -> str:
         return f"Variable({self.name!r})"
 
     def enqueue(self, who: Task | Waiter, writing: bool) -> None:
-        """Wait in the queue, behind all who wait already."""
+        """Append a waiter to the queue."""
         if self.queue is None:
             self.queue = deque()
         if isinstance(who, Task):
@@ -49,7 +46,7 @@ class Variable:
         self.queue.append((who, writing))
 
     def admit(self) -> list[Task]:
-        """Let in those of the queue who may hold it now. Returns the tasks that wait for nothing any more."""
+        """Admit waiters that may hold the variable now; return the tasks that wait for no variable any more."""
         queue, free = self.queue, []
         while queue and self.held >= 0:
             who, writing = queue[0]
@@ -67,7 +64,7 @@ class Variable:
 
 
 class Failure:
-    """An exception of a task, with the traceback that it had then: one that is raised again and again grows."""
+    """An exception of a task with its original traceback, because each raise lengthens a traceback."""
 
     __slots__ = ("error", "traceback")
 
@@ -76,37 +73,27 @@ class Failure:
 
 
 def throw(failure: Failure | None) -> None:
-    """Raise a failure, if there is one, as if for the first time."""
+    """Raise a failure, if any, with its original traceback."""
     if failure is not None:
         error, trace = failure.error, failure.traceback
         try:
             raise error.with_traceback(trace)
         finally:
-            del failure, error, trace  # a frame of the traceback that held it would keep all that it shows alive
+            del failure, error, trace  # this frame is part of the traceback: a reference would be a cycle
 
 
 class Task:
-    """A function, what it reads and writes, and where it stands.
+    """A function, the variables that it reads and writes, and its progress.
 
     Args:
-        frame: that of the caller of `Engine.push`. A frame would keep the caller's variables alive, so the code and the
-            instruction are kept, and the line is looked up when an error asks for it.
+        frame: the frame of the caller of `Engine.push`. Keeping it would keep the caller's variables alive, so only its
+            code and instruction are kept; an error looks up the line.
     """
 
     __slots__ = (
-        "blockers",
-        "code",
-        "fn",
-        "instruction",
-        "lane",
-        "name",
-        "order",
-        "priority",
-        "reads",
-        "shared",
-        "taken",
+        "blockers", "code", "fn", "instruction", "lane", "name", "order", "priority", "reads", "shared", "taken",
         "writes",
-    )
+    )  # fmt: skip
     deferred = False
 
     def __init__(self, fn: Callable[..., object], lane: Lane, priority: int, name: str, frame: FrameType) -> None:
@@ -116,19 +103,19 @@ class Task:
         self.name = name
         self.code = frame.f_code
         self.instruction = frame.f_lasti
-        self.blockers = 0  # variables in whose queue it waits
-        self.taken = 0  # variables that it holds or waits for, in the order of `writes`, then `shared`
+        self.blockers = 0  # the number of variables in whose queue it waits
+        self.taken = 0  # the number of variables that it holds or waits for, in the order of `writes`, then `shared`
         self.order: int
         self.reads: tuple[Variable, ...]
         self.writes: tuple[Variable, ...]  # each once
-        self.shared: tuple[Variable, ...]  # read and not written
+        self.shared: tuple[Variable, ...]  # read but not written
 
     def label(self) -> str:
-        """Its name, else that of its function."""
+        """Return its name, else that of its function."""
         return self.name or getattr(self.fn, "__qualname__", type(self.fn).__qualname__)
 
     def pushed_by(self) -> str:
-        """The line that pushed it, as a traceback shows lines."""
+        """Return the line that pushed it, as a traceback shows lines."""
         spans = self.code.co_lines()
         line = next((line for start, end, line in spans if start <= self.instruction < end), None)
         place = f'  File "{self.code.co_filename}", line {line}, in {self.code.co_qualname}'
@@ -136,7 +123,7 @@ class Task:
 
 
 class DeferredTask(Task):
-    """A task that goes on when its function has returned, until somebody says that it is done."""
+    """A task that continues after its function has returned, until ``done`` is called."""
 
     __slots__ = ("finished", "start_ns")
     deferred = True
@@ -165,71 +152,71 @@ class Waiter:
 
 
 class Lane:
-    """Threads, the tasks that may run on them now, and the bells of those that sleep."""
+    """A group of threads, the tasks that they may run now, and the bells of those that sleep."""
 
     def __init__(self, name: str, threads: int, idle: Callable[[], object] | None) -> None:
         self.name, self.limit, self.idle = name, threads, idle
         self.ready: list[tuple[int, int, Task]] = []
         self.asleep: list[threading.Lock] = []
         self.threads: list[threading.Thread] = []
-        self.deferred: set[DeferredTask] = set()  # not ended
+        self.deferred: set[DeferredTask] = set()  # unfinished
         self.started = False
 
     def make_ready(self, task: Task, own: Lane | None) -> None:
-        """Ring for a task, unless a thread of lane ``own`` asks, which takes the first one itself."""
+        """Add a ready task and wake a thread; a caller on a thread of lane ``own`` takes the first one itself."""
         heappush(self.ready, (-task.priority, task.order, task))
         if self.asleep and (self is not own or len(self.ready) > 1):
             ring_last(self.asleep)
 
 
 def silent_bell() -> threading.Lock:
-    """A lock that is taken: to wait is to take it, to ring is to release it."""
+    """Return an acquired lock: a thread waits by acquiring it and is woken by its release."""
     bell = threading.Lock()
     bell.acquire()
     return bell
 
 
 def ring_last(bells: list[threading.Lock]) -> None:
-    """Ring the last of the bells and remove it, so that Ctrl-C cannot come between (it could after ``bells.pop()``)."""
+    """Ring and remove the last bell, without a point for Ctrl-C in between (unlike ``bells.pop()``)."""
     bell = bells[-1]
     del bells[-1]
     bell.release()
 
 
-_ENTERED = -1  # of Task.taken: the task is its lane's now
+_ENTERED = -1  # a value of Task.taken: the task belongs to its lane
 _LOOK_S = 0.5
-_MOST_UNSEEN = 100  # each holds the local variables of what has failed
+_MOST_UNSEEN = 100  # a limit, because each failure keeps the local variables of its frames
 
 
 class TaskSchedule:
-    """Tasks that have been pushed and are not finished, by lane and by variable.
+    """Unfinished tasks, by lane and by variable.
 
-    [Note: what drops under the lock] The last reference to a closure or an exception may be the last one to anything.
-    What its end runs must not find the lock taken, so methods that drop such references give them to the caller.
+    The last reference to a closure or an exception may be the last one to anything, and the lock must be free for code
+    that runs when it is dropped. So methods that drop such references return them to the caller.
     """
 
     def __init__(self, max_inflight: int) -> None:
         self.lock = threading.Lock()
         self.lanes: dict[str, Lane] = {}
-        self.own: dict[int, Lane] = {}  # the threads that run tasks
+        self.own: dict[int, Lane] = {}  # lanes by the identifiers of the threads that run tasks
         self.closed = False
-        self.abandoned = False  # nobody holds the engine any more
+        self.abandoned = False  # whether the engine is unreferenced
         self._max_inflight = max_inflight
         self._pushed = self._inflight = self._running = 0
-        self._unseen: list[Failure] = []  # the first one first
-        self._room: list[threading.Lock] = []  # the bells of who waits for room, for the end of all, for a variable
+        self._unseen: list[Failure] = []  # in order of occurrence
+        self._room: list[threading.Lock] = []  # bells of threads that wait to push, and below for the end of all tasks
         self._drained: list[threading.Lock] = []
         self._waiters: set[Waiter] = set()
 
     def enter(self, task: Task) -> None:
-        """Let a task in when there is room for it: it holds its variables, or waits in their queues."""
+        """Accept a task once fewer than `max_inflight` are unfinished; it holds its variables or queues for them."""
         lane = task.lane
         while True:
             with self.lock:
                 if self.closed:
-                    raise ConfigError("push", expected="a running engine", got="one that was shut down")
+                    raise ConfigError("push", expected="a running engine", got="an engine after shutdown()")
                 if self._inflight < self._max_inflight or get_ident() in self.own:
-                    # Ctrl-C may raise after any call and at the end of each turn of a loop, but nowhere else.
+                    # Ctrl-C may raise after any call and at the end of each loop iteration, but nowhere else.
                     try:
                         for var in task.writes:
                             if var.held or var.queue:
@@ -260,7 +247,7 @@ class TaskSchedule:
             _hear(bell)
 
     def hold(self, var: Variable, unless_spoilt: bool) -> bool:
-        """Let a thread that runs no task write a variable, if that is free."""
+        """Let a thread that runs no task write a variable, if it is free."""
         held = False
         try:
             with self.lock:
@@ -269,14 +256,14 @@ class TaskSchedule:
                 if unless_spoilt and var.failure is not None:
                     return False
                 held, var.held = True, -1
-        except BaseException:  # Ctrl-C, when the lock was let go
+        except BaseException:  # Ctrl-C after the lock was released
             if held:
                 self.release(var, var.failure)
             raise
         return True
 
     def release(self, var: Variable, failure: Failure | None) -> None:
-        """It has written; the failure that is dropped is dropped without the lock."""
+        """Release a written variable; its previous failure is dropped outside the lock."""
         with self.lock:
             dropped, var.failure, var.held = var.failure, failure, 0
             if var.queue:
@@ -284,7 +271,7 @@ class TaskSchedule:
         del dropped
 
     def _withdraw(self, task: Task) -> None:
-        """Undo what was interrupted half-way, or complete it."""
+        """Undo an interrupted `enter`, or complete it."""
         if task.taken == _ENTERED:
             if task.lane.asleep:
                 ring_last(task.lane.asleep)
@@ -297,7 +284,7 @@ class TaskSchedule:
                 var.held = 0 if writing else var.held - 1
 
     def take(self, lane: Lane) -> Task | None:
-        """The task that a thread of a lane runs next. The lock is held."""
+        """Return the next task for a thread of a lane, or None. The caller holds the lock."""
         if not lane.ready:
             return None
         task = heappop(lane.ready)[2]
@@ -307,21 +294,21 @@ class TaskSchedule:
         return task
 
     def leave(self, task: Task, failure: Failure | None) -> object:
-        """The function of a task has returned. The lock is held; the result is to be dropped without it."""
+        """Record that a task's function has returned. The caller holds the lock and drops the result without it."""
         self._running -= 1
         dropped = None
         if not isinstance(task, DeferredTask):
             dropped = self._complete(task, failure, task.lane)
         elif failure is not None:
             dropped = self._end(task, failure, task.lane)
-            if dropped is None:  # its function has raised after it had said that it is done
+            if dropped is None:  # its function raised after it had called done()
                 self._keep_unseen(failure)
         if self.closed and not self._running:
             _ring(self._drained)
         return dropped
 
     def end(self, task: DeferredTask, failure: Failure | None) -> bool:
-        """A deferred task has ended. Returns whether nobody has said so before."""
+        """Record the end of a deferred task; return whether this is the first call for it."""
         with self.lock:
             dropped = self._end(task, failure, None)
         if self.abandoned:
@@ -336,7 +323,7 @@ class TaskSchedule:
         return self._complete(task, failure, own)
 
     def _complete(self, task: Task, failure: Failure | None, own: Lane | None) -> list[Failure]:
-        """Let go of a task's variables; a thread of lane ``own`` asks and takes a task next."""
+        """Release a task's variables; a thread of lane ``own`` calls and takes a task next."""
         dropped = []
         for var in task.writes:
             if var.failure is not None:
@@ -364,7 +351,7 @@ class TaskSchedule:
                 free.lane.make_ready(free, own)
 
     def refuse_own(self, operation: str, where: str | None) -> None:
-        """A task that waits for another could keep it from running.
+        """Refuse a wait in a thread that runs a task, which could keep the awaited task from running.
 
         Raises:
             ConfigError: this thread runs a task.
@@ -372,15 +359,13 @@ class TaskSchedule:
         lane = self.own.get(get_ident())
         if lane is not None:
             raise ConfigError(
-                operation,
-                where=where,
-                expected="a thread other than those of the engine's lanes",
+                operation, where=where, expected="a thread other than those of the engine's lanes",
                 got=f"a task of lane {lane.name}",
                 remedy="read the variable, or use another engine; a DataLoader inside a data set needs prefetch=0",
-            )
+            )  # fmt: skip
 
     def wait_for(self, var: Variable) -> Failure | None:
-        """Sleep until the writes of a variable that stand in its queue are done. Returns the failure of the last."""
+        """Sleep until the queued writes of a variable are done; return the failure of the last one."""
         waiter: Waiter | None = None
         try:
             with self.lock:
@@ -400,12 +385,12 @@ class TaskSchedule:
                     if var.queue and (waiter, False) in var.queue:
                         var.queue.remove((waiter, False))
         if waiter.dropped:
-            raise ConfigError("wait_to_read", where=var.name, expected="a running engine", got="a shutdown")
+            raise ConfigError("wait_to_read", where=var.name, expected="a running engine", got="shutdown()")
         with self.lock:
             return self._see(waiter.failure)
 
     def wait_for_all(self) -> None:
-        """Sleep until nothing is unfinished, or, after `close`, until nothing runs."""
+        """Sleep until no task is unfinished; after `close` until none is running."""
         while True:
             with self.lock:
                 if not (self._running if self.closed else self._inflight):
@@ -421,7 +406,7 @@ class TaskSchedule:
         return failure
 
     def keep_unseen(self, failure: Failure) -> None:
-        """Somebody should see it."""
+        """Keep a failure for a later wait."""
         with self.lock:
             self._keep_unseen(failure)
 
@@ -430,12 +415,12 @@ class TaskSchedule:
             self._unseen.append(failure)
 
     def take_unseen(self) -> Failure | None:
-        """The first failure that nobody has seen; it is seen now."""
+        """Return and remove the first failure that no wait has raised."""
         with self.lock:
             return self._see(self._unseen[0]) if self._unseen else None
 
     def close(self) -> list[threading.Thread]:
-        """Drop what has not started and wake everybody. Returns the threads of the lanes."""
+        """Drop tasks that have not started and wake all threads; return the threads of the lanes."""
         lanes = self.lanes.values()
         with self.lock:
             self.closed = True
@@ -453,10 +438,10 @@ class TaskSchedule:
         return threads
 
     def abandon(self) -> None:
-        """Nobody can push any more: let the threads end when nothing is unfinished.
+        """Let the threads end when no task is unfinished, because nobody can push any more.
 
-        Whatever drops the engine calls it, garbage collection under the lock, too. So it does not wait for the lock:
-        who has it, a thread that is about to sleep or that ends a deferred task, calls it thereafter.
+        The engine's finalizer calls it, possibly in garbage collection under the lock, so it never blocks on the lock.
+        The lock's holder, a thread that is about to sleep or ends a deferred task, calls it afterwards.
         """
         self.abandoned = True
         if self.lock.acquire(blocking=False):
@@ -469,16 +454,17 @@ class TaskSchedule:
                 self.lock.release()
 
     def forget(self) -> None:
-        """Close in a child made by fork, where nobody sleeps and any thread may have held the lock."""
+        """Close the schedule in a child made by fork, where no lane thread exists and the lock may be held."""
         self.lock, self.closed, self.own, self._running = threading.Lock(), True, {}, 0
         for lane in self.lanes.values():
             lane.ready, lane.threads, lane.asleep, lane.deferred = [], [], [], set()
 
 
 def _hear(bell: threading.Lock) -> None:
-    """Sleep until it rings, or until a signal's handler raises.
+    """Sleep until the bell rings or a signal handler raises.
 
-    A signal that another thread has taken, or that has come when this one was about to sleep, does not wake it.
+    The timeout is needed because a signal does not wake this thread if another thread takes it, or if it comes just
+    before the sleep.
     """
     while not bell.acquire(timeout=_LOOK_S):
         pass

@@ -30,9 +30,10 @@ from ..core.arrays import (
     to_host,
     words,
 )
+from ..core.checks import whole_number
 from ..core.devices import lie_together, to_device_of
 from ..engine import Variable
-from ..errors import ConfigError, HpcdpError, UnsupportedError, type_named, whole_number
+from ..errors import ConfigError, HpcdpError, UnsupportedError, type_named
 from ..kernels import kernels_for
 from ..kernels.reference.gradients import SUM
 

@@ -9,12 +9,12 @@ from ..comm.consistency import on_every_rank, require_same
 from ..comm.world import require_world
 from ..compression import Compression
 from ..core.arrays import Array, is_cupy, is_host, on_device_of
-from ..core.checks import one_of
+from ..core.checks import one_of, whole_number
 from ..core.devices import Device, Stream, Streams
 from ..core.state import Part
 from ..engine import Engine, Variable
 from ..engine.scheduler import throw
-from ..errors import ConfigError, whole_number
+from ..errors import ConfigError
 from .arguments import KINDS, Entry, Key, PullHandle, carry, check_storable, fill, like, merged, sum_into
 from .asynchronous import AsyncStore
 from .device_sync import DeviceSyncStore

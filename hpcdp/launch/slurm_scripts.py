@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core import files
-from ..core.checks import check_name, matching
+from ..core.checks import check_name, matching, whole_number
 from ..core.files import data_folder, require_private
-from ..errors import ConfigError, HpcdpError, LaunchError, listed, whole_number
+from ..errors import ConfigError, HpcdpError, LaunchError, listed
 from .batch import SLURM
 
 LAUNCHERS = ("srun", "mpirun")

@@ -12,9 +12,9 @@ import numpy as np
 from ..autograd import Gradient, Tensor, as_tensor, is_training, on_tape
 from ..autograd.tape import Call, operator
 from ..core.arrays import Array, is_host
-from ..core.checks import number, whole_numbers
+from ..core.checks import number, whole_number, whole_numbers
 from ..core.environment import replica_number
-from ..errors import ConfigError, DataError, UnsupportedError, whole_number
+from ..errors import ConfigError, DataError, UnsupportedError
 from ..kernels.buffers import empty
 from ..kernels.cuda.capture import fill
 from ..kernels.cuda.cublas import matmul_of

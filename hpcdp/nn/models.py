@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.checks import lengths, one_of, whole_numbers
-from ..errors import ConfigError, UnsupportedError, whole_number
+from ..core.checks import lengths, one_of, whole_number, whole_numbers
+from ..errors import ConfigError, UnsupportedError
 from .functional import relu
 from .init import Initialiser, Normal, Xavier
 from .layers import (

@@ -32,10 +32,10 @@ from ..core.arrays import (
     on_device_of,
     to_host,
 )
-from ..core.checks import function, instances, same_names
+from ..core.checks import function, instances, same_names, whole_number
 from ..core.devices import Device
 from ..core.state import refuse_change, require_state
-from ..errors import ConfigError, DeviceError, HpcdpError, UnsupportedError, type_named, whole_number
+from ..errors import ConfigError, DeviceError, HpcdpError, UnsupportedError, type_named
 from .jit import Graph, Hybrid, tracing
 from .parameter import Parameter
 

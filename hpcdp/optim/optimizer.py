@@ -16,8 +16,8 @@ import numpy as np
 
 from .. import kernels
 from ..core.arrays import Array, array_namespace, dtype_name, is_cupy, is_host, words
-from ..core.checks import instance, number
-from ..errors import ConfigError, UnsupportedError, whole_number
+from ..core.checks import instance, number, whole_number
+from ..errors import ConfigError, UnsupportedError
 from ..kernels import buffers
 from .schedules import Configurable, Schedule, build, schedule_from_config, split_config
 

@@ -15,8 +15,8 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
-from ..core.checks import instance, number, one_of
-from ..errors import ConfigError, is_number, whole_number
+from ..core.checks import instance, is_number, number, one_of, whole_number
+from ..errors import ConfigError
 
 Kind = TypeVar("Kind", bound="Configurable")
 

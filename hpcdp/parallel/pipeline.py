@@ -27,9 +27,9 @@ from ..comm.communicator import make_tag
 from ..comm.consistency import Outcome, require_same, told_to_all
 from ..comm.watchdog import OWN, Watchdog
 from ..core.arrays import Array, dtype_of, from_host, is_float, native, to_host
-from ..core.checks import instance, not_copied, one_of
+from ..core.checks import instance, not_copied, one_of, whole_number
 from ..core.environment import enter_replica, replica_number
-from ..errors import ConfigError, DataError, MismatchError, UnsupportedError, type_named, whole_number
+from ..errors import ConfigError, DataError, MismatchError, UnsupportedError, type_named
 from ..nn import Module
 from ..nn.functional import require_per_sample
 from ..nn.jit.tracing import Look

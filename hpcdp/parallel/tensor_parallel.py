@@ -23,9 +23,9 @@ from ..comm import World
 from ..comm.communicator import bounds
 from ..comm.consistency import require_same
 from ..core.arrays import Array, array_namespace
-from ..core.checks import instance
+from ..core.checks import instance, whole_number
 from ..core.state import Cut
-from ..errors import ConfigError, UnsupportedError, whole_number
+from ..errors import ConfigError, UnsupportedError
 from ..kernels.buffers import empty
 from ..nn import Conv2D, Dense, Module, Parameter, functional, module
 from ..nn.init import Initialiser, Xavier, Zeros

@@ -23,10 +23,10 @@ from ..collectives import allreduce
 from ..comm import World, init
 from ..comm.consistency import on_every_rank, require_same
 from ..core.arrays import from_host, to_host
-from ..core.checks import not_copied
+from ..core.checks import not_copied, whole_number
 from ..data_parallel import ShardedUpdate, sharded_update
 from ..data_parallel.buckets import Bucket, Slot
-from ..errors import ConfigError, MismatchError, NonFiniteGradientError, UnsupportedError, whole_number
+from ..errors import ConfigError, MismatchError, NonFiniteGradientError, UnsupportedError
 from ..optim import SGD, Adam, AdamW, Optimizer
 from . import tensors
 from .distributed import Backward, DistributedDataParallel

@@ -6,9 +6,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ..core.checks import number, one_of
+from ..core.checks import number, one_of, whole_number
 from ..core.state import Stateful, require_state
-from ..errors import ConfigError, whole_number
+from ..errors import ConfigError
 from . import progress
 from .metrics import Record
 from .runs.run_dir import RunFolder

@@ -16,10 +16,11 @@ from ..comm import World, init
 from ..comm.consistency import require_same
 from ..comm.world import require_world
 from ..core.arrays import Array, to_host
+from ..core.checks import whole_number
 from ..core.devices import values_on_device_of
 from ..data import Dataset
 from ..data.datasets import piece_bounds, require_dataset
-from ..errors import ConfigError, UnsupportedError, type_named, whole_number
+from ..errors import ConfigError, UnsupportedError, type_named
 from ..nn import Module
 from ..nn.functional import require_per_sample, softmax_cross_entropy
 from ..nn.module import shape_of

@@ -19,10 +19,11 @@ from ..autograd import Tensor
 from ..comm import World, init
 from ..comm.consistency import on_every_rank, require_same
 from ..comm.world import require_world
+from ..core.checks import whole_number
 from ..data import DataLoader, ShardedSampler, SharedSampler, VirtualShardSampler
 from ..data_parallel.trainer import BaseTrainer
 from ..engine.engine import Trace
-from ..errors import ConfigError, MismatchError, type_named, whole_number
+from ..errors import ConfigError, MismatchError, type_named
 from ..kvstore.trainer import StoreTrainer
 from ..nn import Module
 from ..nn.functional import softmax_cross_entropy

@@ -24,11 +24,12 @@ import numpy as np
 from ..collectives import allreduce
 from ..comm import World
 from ..core.arrays import Array, array_namespace, on_device_of, to_host
+from ..core.checks import whole_number
 from ..core.devices import to_device_of
 from ..core.files import replaced
 from ..core.state import Part, Sharded
 from ..data_parallel.trainer import BaseTrainer
-from ..errors import ConfigError, to_stderr, whole_number
+from ..errors import ConfigError, to_stderr
 
 Record = dict[str, Any]
 """One line of ``metrics.jsonl``: ``kind`` is "step" or "epoch", the rest are numbers, names and lists of names.

@@ -23,8 +23,9 @@ import numpy as np
 from ..comm import World
 from ..comm.communicator import Request
 from ..comm.watchdog import Watchdog
+from ..core.checks import is_number
 from ..core.environment import SAVE_AT, speaks, started_by_srun
-from ..errors import ConfigError, is_number
+from ..errors import ConfigError
 from . import stop_signal
 
 STOPPED = os.EX_TEMPFAIL

@@ -29,10 +29,11 @@ from typing import Any
 
 from ..comm import World
 from ..core import files
+from ..core.checks import is_number
 from ..data_parallel.profiling import BucketCost, BucketTimes, GpuTimes, critical_path, mirrored_need, reduction_seconds
 from ..data_parallel.trainer import BaseTrainer
 from ..engine.engine import Span, Trace
-from ..errors import ConfigError, DataError, is_number, shortened
+from ..errors import ConfigError, DataError, shortened
 from .metrics import Record, read_metrics
 from .progress import LARGEST, by_powers, loss_text, slowest_rank, styled
 

@@ -391,7 +391,7 @@ def test_calls_that_differ_are_the_same_error_on_every_rank(collective, odd, war
     assert len(told) == n
     assert len(set(told)) == 1
     assert "as on rank 0" in told[0]
-    assert "on ranks 1, 3; call it alike, and in the same order, on all ranks" in told[0]
+    assert "on ranks 1, 3; call it with the same arguments, and in the same order, on all ranks" in told[0]
 
 
 OTHERS = {
@@ -501,7 +501,7 @@ def test_real_ranks_are_told_and_go_on():
             lambda: world.barrier() if last else reduce(np.zeros(3)),
             lambda: world.comm.allgather_json(1) if last else iallreduce(np.zeros(3)).wait(),
         ):
-            with pytest.raises(MismatchError, match=f"on rank {world.size - 1}; call it alike"):
+            with pytest.raises(MismatchError, match=f"on rank {world.size - 1}; call it with"):
                 call()
         for algorithm in ("auto", "native", "ring", "recursive_doubling"):
             assert allreduce(np.ones(3), algorithm=algorithm).tolist() == [float(world.size)] * 3

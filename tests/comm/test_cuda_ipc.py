@@ -181,7 +181,9 @@ def test_processes_that_do_not_see_each_other_are_told_so_on_all_ranks(gpus_on_h
     raised = []
 
     def rank(world):
-        with pytest.raises(DeviceError, match=r"CUDA IPC: got cudaError201: stand-in; processes that share a GPU must"):
+        with pytest.raises(
+            DeviceError, match=r"CUDA IPC: got cudaError201: stand-in; start containers with --ipc=host"
+        ):
             make(world, RowSize(3, np.dtype("f4")))
         raised.append(world.rank)
 

@@ -204,9 +204,9 @@ COMPILING = re.compile(r"^hpcdp: (compiling kernels that are new|another process
 def job(*programs, **environ):
     """Run programs, each a number of processes, its code and its arguments, as one job."""
     start = (
-        "import os, subprocess, sys; from hpcdp.launch import rank_environment as environment, mpi_library\n"
+        "import os, subprocess, sys; from hpcdp.launch import mpi_library\n"
         "library = mpi_library.find_library(); mpirun = mpi_library.find_mpirun(library)\n"
-        "environ = environment.environment(library, mpirun, 4, os.environ)\n"
+        "environ = mpi_library.environment(library, mpirun, 4, os.environ)\n"
         "sys.exit(subprocess.run([mpirun, *sys.argv[1:]], env=environ).returncode)"
     )
     command = []

@@ -1,5 +1,6 @@
 """A collective that never ends: what is said, by whom, and that the job ends."""
 
+import importlib.util
 import io
 import os
 import re
@@ -490,3 +491,8 @@ def test_a_rank_shows_that_it_waits_for_others_to_start(tmp_path):
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert re.match(r"Timeout .*\n.*\n.* in _init_mpi_with_all_ranks\n(.*\n)* .*late\.py", done.stderr), done.stderr
+
+
+def test_the_packages_in_which_ranks_wait_exist():
+    """In an unknown package a waiting rank would count as computing."""
+    assert all(importlib.util.find_spec(package.rstrip(".")) for package in watchdog._WAITS_IN)

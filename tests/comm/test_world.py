@@ -139,7 +139,7 @@ def test_a_mismatch_names_rank_and_item_on_every_rank(world):
 
 @pytest.mark.mpi
 def test_init_refuses_another_node_size_later(world):
-    with pytest.raises(ConfigError, match="what the first call said"):
+    with pytest.raises(ConfigError, match="the value of the first call"):
         hpcdp.init(ranks_per_node=17)
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hpcdp.core import checks
-from hpcdp.core.checks import check_name
-from hpcdp.errors import ConfigError, UnsupportedError, is_number, whole_number
+from hpcdp.core.checks import check_name, is_number, whole_number
+from hpcdp.errors import ConfigError, UnsupportedError
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 0, 1.0, "1", None, np.array([1]), np.array(1.0)])

@@ -212,7 +212,7 @@ def test_all_nodes_must_be_able_and_each_is_tried_once(reached, monkeypatch):
         monkeypatch.setattr(cuda_memory, "tried", tried)
 
     answers("yes, it says and does", "yes, it says and does")
-    assert agreed_by(4, 2) == [(True, "yes, it says and does, and between nodes comes what is sent")] * 4
+    assert agreed_by(4, 2) == [(True, "yes, it says and does, and messages between nodes arrive")] * 4
     assert len(tries) == 2
     answers("yes, it says and does", "no: it hangs")
     assert agreed_by(4, 2) == [(False, "no: it hangs")] * 4
@@ -221,7 +221,7 @@ def test_all_nodes_must_be_able_and_each_is_tried_once(reached, monkeypatch):
 def test_the_way_through_the_host_is_taken_where_one_rank_finds_it_faster(reached, monkeypatch):
     monkeypatch.setattr(cuda_memory, "tried", lambda: "yes, it says and does")
     monkeypatch.setattr(cuda_memory, "_seconds", lambda comm: (0.025 if comm.rank == 1 else 0.001, 0.002))
-    why = "no: the way through host memory is faster, 2.0 ms for 4 MiB, not 25.0"
+    why = "no: staging in host memory is faster, 2.0 ms for 4 MiB, not 25.0"
     for nodes in (2, 1, None):
         assert agreed_by(4, nodes) == [(False, why)] * 4
 
@@ -255,7 +255,7 @@ def test_what_comes_from_another_node_must_be_what_was_sent(reached, monkeypatch
         return isend(self, x * 0 if is_array and x.nbytes >= wrong_from and self.rank == 1 else x, dest, tag)
 
     monkeypatch.setattr(thread_comm.ThreadCommunicator, "isend", spoilt)
-    why = "no: rank 4 gets something else from another node than was sent"
+    why = "no: rank 4 receives other data from another node than was sent"
     assert agreed_by(6, 2) == [(False, why)] * 6
 
 
