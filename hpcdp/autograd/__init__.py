@@ -10,23 +10,7 @@ from .tape import Gradient, backward, grad, is_recording, is_training, pause, pr
 from .tensor import Tensor, as_tensor, on_tape
 
 __all__ = [
-    "Gradient",
-    "Tensor",
-    "as_tensor",
-    "asynchronous",
-    "backward",
-    "concatenate",
-    "grad",
-    "is_recording",
-    "is_training",
-    "maximum",
-    "minimum",
-    "on_tape",
-    "pause",
-    "predict_mode",
-    "record",
-    "stack",
-    "train_mode",
-    "waitall",
-    "where",
-]
+    "Gradient", "Tensor", "as_tensor", "asynchronous", "backward", "concatenate", "grad", "is_recording",
+    "is_training", "maximum", "minimum", "on_tape", "pause", "predict_mode", "record", "stack", "train_mode",
+    "waitall", "where",
+]  # fmt: skip

@@ -94,21 +94,21 @@ def waitall() -> None:
 class _Call:
     """One call of an operator, and its results once they are computed."""
 
-    __slots__ = ("device", "engine", "found", "variable")
+    __slots__ = ("computed", "device", "engine", "variable")
 
     def __init__(self, engine: Engine, name: str, device: Device | None) -> None:
         self.engine = engine
         self.variable: Variable = engine.variable(name)
         self.device = device
         """The GPU that computes it; None for the host."""
-        self.found: list[Tensor] | None = None
+        self.computed: list[Tensor] | None = None
 
     def results(self) -> list[Tensor]:
         """Wait for the results and return them; raises the operator's error."""
-        if self.found is None:
+        if self.computed is None:
             self.engine.wait_to_read(self.variable)
-        assert self.found is not None
-        return self.found
+        assert self.computed is not None
+        return self.computed
 
 
 class Pending(Tensor):
@@ -162,7 +162,7 @@ class Pending(Tensor):
         self._call.results()
 
     def _values(self) -> Array:
-        return self.data  # no tracer: its values are final once computed
+        return self.data  # effects of other calls do not change it
 
     def __copy__(self) -> Tensor:
         return copy.copy(self.settled)
@@ -240,14 +240,14 @@ class _Dispatcher:
                 modes.recording, modes.training, modes.signature, modes.tracer, modes.numbers = before
             is_tuple = isinstance(result, tuple)
             listed = result if isinstance(result, tuple) else (result,)
-            call.found = [x if isinstance(x, Tensor) else Tensor(x) for x in listed]
+            call.computed = [x if isinstance(x, Tensor) else Tensor(x) for x in listed]
 
         reads = []
         for x in (*args, *kwargs.values()):
             if isinstance(x, Pending):
                 if x.call.engine is not self._engine:
                     x.wait_to_read()  # a result of another thread, or of an earlier block
-                reads += [x.call.variable] if x.call.found is None else []
+                reads += [x.call.variable] if x.call.computed is None else []
             elif getattr(x, "data_hook", None) is not None:
                 _ = x.data  # the training thread waits for a parameter's update here
         if called.has_effect:
@@ -328,9 +328,7 @@ def _key_of(called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _described(x: Any) -> Any:
     if isinstance(x, (np.ndarray, np.generic)) and not x.ndim and x.dtype.kind in "biu":
         return type(x), str(x.dtype), x.item()  # an axis, or a bound of a slice
-    if isinstance(x, Tensor) or (
-        hasattr(x, "dtype") and not isinstance(x, type)
-    ):  # the type np.float32 has a dtype, too
+    if isinstance(x, Tensor) or (hasattr(x, "dtype") and not isinstance(x, type)):  # the type np.float32 has one, too
         return Tensor, tuple(x.shape), str(x.dtype)
     if isinstance(x, (float, np.random.Generator)):
         return type(x)

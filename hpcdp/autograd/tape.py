@@ -491,7 +491,7 @@ def grad(
     walk.run(pairs, retain_graph)
     gradients: list[Array] = []
     for variable in wanted:  # a variable that is listed twice gets two arrays
-        gradient = walk.found(variable)
+        gradient = walk.gradient_for(variable)
         with on_device_of(gradient):
             gradients.append(gradient + 0 if any(gradient is other for other in gradients) else gradient)
     return gradients if isinstance(variables, Sequence) else gradients[0]
@@ -654,7 +654,7 @@ class _Pass(GraphWalk):
             if not retain_graph:
                 node.free()
 
-    def found(self, variable: Tensor) -> Array:
+    def gradient_for(self, variable: Tensor) -> Array:
         """Return the result of `grad` for one variable."""
         source = variable.node or variable
         if source not in self._kept:

@@ -21,12 +21,5 @@ from .api import allgather, allreduce, broadcast, iallreduce, reduce, reduce_sca
 from .registry import ALGORITHMS
 
 __all__ = [
-    "ALGORITHMS",
-    "Monoid",
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "iallreduce",
-    "reduce",
-    "reduce_scatter",
-]
+    "ALGORITHMS", "Monoid", "allgather", "allreduce", "broadcast", "iallreduce", "reduce", "reduce_scatter",
+]  # fmt: skip

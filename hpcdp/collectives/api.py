@@ -8,6 +8,7 @@ frees it.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -70,11 +71,7 @@ _NO_PLANS: dict[object, Any] = {}
 
 
 def allreduce(
-    x: ArrayT,
-    op: str | Monoid = "sum",
-    world: World | None = None,
-    algorithm: str = "auto",
-    out: ArrayT | None = None,
+    x: ArrayT, op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto", out: ArrayT | None = None
 ) -> ArrayT:
     """Reduce ``x`` elementwise over all ranks; every rank gets the same bits.
 
@@ -119,13 +116,9 @@ def allreduce(
 
 
 def iallreduce(
-    x: Array,
-    op: str | Monoid = "sum",
-    world: World | None = None,
-    algorithm: str = "auto",
-    out: Array | None = None,
+    x: Array, op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto", out: Array | None = None
 ) -> Request:
-    """Start an `allreduce` and return at once; several may be in progress.
+    """Start an `allreduce`, whose arguments and errors it has, and return at once; several may be in progress.
 
     Every rank must start the same ones in the same order. They progress during ``test()``, which never blocks, and
     ``wait()`` of any of them. Neither ``x`` nor ``out`` may be touched before the end. A blocking collective,
@@ -135,19 +128,8 @@ def iallreduce(
     With the algorithm "native", which "auto" may choose, the order of sums may differ from that of `allreduce`, because
     MPI libraries use other algorithms for nonblocking collectives.
 
-    Args:
-        x: as for `allreduce`.
-        op: as for `allreduce`.
-        world: as for `allreduce`.
-        algorithm: as for `allreduce`.
-        out: as for `allreduce`.
-
     Returns:
         A request: ``test()`` returns whether the result is complete, ``wait()`` blocks until it is.
-
-    Raises:
-        UnsupportedError: as `allreduce`.
-        MismatchError: as `allreduce`.
     """
     world = _ranks(world)
     plan = _planned("iallreduce", x, op, algorithm, world)
@@ -165,11 +147,7 @@ def iallreduce(
 
 
 def reduce_scatter(
-    x: Array,
-    op: str | Monoid = "sum",
-    world: World | None = None,
-    algorithm: str = "auto",
-    out: Array | None = None,
+    x: Array, op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto", out: Array | None = None
 ) -> Array:
     """Reduce ``x`` elementwise over all ranks and leave every rank its shard.
 
@@ -209,12 +187,7 @@ def reduce_scatter(
     return out
 
 
-def allgather(
-    x: Array,
-    world: World | None = None,
-    algorithm: str = "auto",
-    out: Array | None = None,
-) -> Array:
+def allgather(x: Array, world: World | None = None, algorithm: str = "auto", out: Array | None = None) -> Array:
     """Gather every rank's ``x`` on all ranks; every rank must call.
 
     Args:
@@ -346,21 +319,17 @@ def _ranks(world: World | None) -> World:
     return world
 
 
+@dataclass(slots=True)
 class _Plan:
     """A validated kind of call: its algorithm, its reduction, and the values that must agree on all ranks.
 
-    Args:
-        algorithm: the algorithm that runs.
-        reduction: the elementwise reduction; that of sums for a mean of integers.
-        call: the values that are compared over the ranks.
-        takes_quotients: whether it is a mean of integers, see `communicator.Quotients`.
+    ``takes_quotients`` marks a mean of integers, see `communicator.Quotients`, whose reduction is that of sums.
     """
 
-    __slots__ = ("algorithm", "call", "reduction", "takes_quotients")
-
-    def __init__(self, algorithm: Algorithm, reduction: Reduction, call: Call, takes_quotients: bool) -> None:
-        self.algorithm, self.reduction, self.call = algorithm, reduction, call
-        self.takes_quotients = takes_quotients
+    algorithm: Algorithm
+    reduction: Reduction
+    call: Call
+    takes_quotients: bool
 
     def run(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> None:
         """Reduce ``x``, shape ``(count,)``, in place, or this rank's shard into ``result``."""

@@ -202,7 +202,7 @@ def neighbours(topology: Topology) -> Load:
 
 
 @lru_cache
-def everybody(topology: Topology) -> Load:
+def all_pairs(topology: Topology) -> Load:
     """Return the load of a message from every rank to every other."""
     n, most = topology.ranks, max(topology.local_sizes)
     return Load(max(size * (n - size) for size in topology.local_sizes), most * (most - 1), n - 1)
@@ -373,12 +373,12 @@ def _double_tree(nbytes: float, on: Topology, of: MachineModel) -> Cost:
 
 def _reference(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """Cost alpha + (n - 1) S (beta + gamma): all ranks send everything to all."""
-    return everybody(on).cost(nbytes, of) + (on.ranks - 1) * _reduced(nbytes, of)
+    return all_pairs(on).cost(nbytes, of) + (on.ranks - 1) * _reduced(nbytes, of)
 
 
 def _reference_moving(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """Cost alpha + (n - 1) S / n beta: all ranks send their shards to all."""
-    return everybody(on).cost(nbytes / on.ranks, of)
+    return all_pairs(on).cost(nbytes / on.ranks, of)
 
 
 def _reference_broadcast(nbytes: float, on: Topology, of: MachineModel) -> Cost:
@@ -534,7 +534,7 @@ def model_choice(
     candidates: Iterable[str],
     machine: MachineModel | None = None,
 ) -> str:
-    """Choose an algorithm from ``candidates`` for a world without measurements.
+    """Choose an algorithm from ``candidates`` for a world without measurements; other arguments as for `predicted_s`.
 
     - One node with shared memory: ``shared``. ``native`` is faster if ranks outnumber cores and the array is below
       `_CROWDED_NBYTES`, because a waiting rank yields its core at once, and for broadcasts from
@@ -547,15 +547,8 @@ def model_choice(
       outweigh the cost of Python. On a fabric as fast as memory no gain is known.
     - Without ``native`` (a reduction that MPI does not have): the lowest prediction.
 
-    Only a measurement can choose others.
-
-    Args:
-        collective: as for `predicted_s`.
-        nbytes: as for `predicted_s`.
-        dtype_itemsize: bytes of an element. An array with fewer elements than ranks is split only as a last resort.
-        topology: as for `predicted_s`.
-        candidates: at least one name, all of which can run; the same on all ranks.
-        machine: as for `predicted_s`.
+    Only a measurement can choose others. All candidates must be able to run, and be the same on all ranks. An array
+    with fewer elements (of ``dtype_itemsize`` bytes) than ranks is split only as a last resort.
     """
     names = list(candidates)
     machine = machine or assumed(topology)

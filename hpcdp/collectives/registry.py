@@ -375,8 +375,8 @@ def _wrong_choices(choices: Any) -> str:
             if algorithm not in ALGORITHMS[collective]:
                 valid = ", ".join(ALGORITHMS[collective])
                 return f"unknown algorithm {algorithm!r} of {collective}, valid: {valid}"
-            whole = isinstance(most, int) and not isinstance(most, bool)
-            if not (last and most is None) and not (whole and most > before):
+            is_integer = isinstance(most, int) and not isinstance(most, bool)
+            if not (last and most is None) and not (is_integer and most > before):
                 return f"choice {number} of {collective} is up to {most!r} bytes, after {before}"
             before = most
     return ""

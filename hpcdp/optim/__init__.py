@@ -26,21 +26,7 @@ from .schedules import (
 )
 
 __all__ = [
-    "LARS",
-    "SGD",
-    "Adam",
-    "AdamW",
-    "ConstantSchedule",
-    "CosineSchedule",
-    "ExponentialSchedule",
-    "MultiStepSchedule",
-    "Optimizer",
-    "Schedule",
-    "StepSchedule",
-    "WarmupSchedule",
-    "create",
-    "from_config",
-    "linear_scaling",
-    "require_by_elements",
-    "require_optimizer",
-]
+    "LARS", "SGD", "Adam", "AdamW", "ConstantSchedule", "CosineSchedule", "ExponentialSchedule", "MultiStepSchedule",
+    "Optimizer", "Schedule", "StepSchedule", "WarmupSchedule", "create", "from_config", "linear_scaling",
+    "require_by_elements", "require_optimizer",
+]  # fmt: skip

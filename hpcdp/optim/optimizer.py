@@ -184,19 +184,9 @@ class Optimizer(Configurable, abc.ABC):
         coefficients: tuple[float, ...] | Array,
         scale: Array | None = None,
     ) -> None:
-        """Launch `update` on a device with the result of `kernel`.
+        """Launch `update` on a device with the ``name`` and ``coefficients`` from `kernel`; raises as `update`.
 
-        Args:
-            param: as in `update`.
-            grad: as in `update`.
-            state: as in `update`.
-            name: the kernel's name.
-            coefficients: the kernel's coefficients; may be a float64 array on the device.
-            scale: replaces the scale in ``coefficients``; float64, shape ``(1,)``, on the device.
-
-        Raises:
-            UnsupportedError: as `update`.
-            ArrayMixError: as `update`.
+        The coefficients may be a float64 array on the device. So may ``scale``, shape ``(1,)``, which replaces theirs.
         """
         arrays = (param, grad, *self.arrays_of(state))
         require_alike(f"{self.name}.update", arrays)

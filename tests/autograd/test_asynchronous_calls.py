@@ -46,7 +46,7 @@ def test_implicit_blockers(gates, read):
         y = gates.add_one(x, 1.0)
         threading.Timer(0.02, gates.events[1].set).start()
         read(y)
-        assert y.call.found is not None
+        assert y.call.computed is not None
 
 
 def test_it_prints_as_what_was_computed():
@@ -255,7 +255,7 @@ def test_synchronous_for_debugging(monkeypatch, gates):
     monkeypatch.setenv("HPCDP_ENGINE", "synchronous")
     with autograd.asynchronous():
         y = gates.add_one(random(0, 2), 0.0) * 2
-        assert y.call.found is not None
+        assert y.call.computed is not None
         with pytest.raises(DataError, match="labels"):
             LOSS(random(0, 1, 2), np.array([5]))
 

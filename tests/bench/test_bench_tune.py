@@ -291,7 +291,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(tab
     monkeypatch.setenv("HPCDP_TUNING_DIR", str(tables / "file" / "folder"))
 
     def refused(world):
-        with pytest.raises(ConfigError, match="set HPCDP_TUNING_DIR to one"):
+        with pytest.raises(ConfigError, match="set HPCDP_TUNING_DIR to a writable folder"):
             tune.tune(world, SHORT)
         return True
 
