@@ -184,7 +184,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         )  # fmt: skip
         self._means = MeanLosses(warns=self.world.rank == 0)
         self.reducer.watch = self._means.note
-        self.reducer.notify_waits(self.stats.waited)
+        self.reducer.scheduler.waited = self.stats.waited
         by_shards = owner == "shard" or (owner == "auto" and lies_once_per_node(self.reducer))
         self.owner: UpdateStrategy = (ShardedUpdate if by_shards else Replicated)(self.reducer, optimizer)
         self._places, self._grads = places_of(ours), [(param, param.grad) for param in ours]
@@ -384,7 +384,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
             return
         before, self.loss_scale = self.loss_scale, self._dynamic.after_step(self.loss_scale, is_finite)
         if self.loss_scale != before:
-            self.reducer.rescale_unsent(self.loss_scale / before)
+            self.reducer.reduction.rescale_unsent(self.loss_scale / before)
 
     @property
     def is_scaling(self) -> bool:
@@ -551,7 +551,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
     @property
     def bucket_times(self) -> Sequence[BucketTimes]:
         """See `BaseTrainer.bucket_times`."""
-        return self.reducer.times
+        return self.reducer.scheduler.times
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -572,7 +572,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
                 self.stats.waited_on_gpu(seconds)
 
         times = GpuTimes(Streams(Device.of(next(iter(self.reducer.params.values())).data)), read)
-        self.reducer.measure_waits(lambda: times.part(EXPOSED))
+        self.reducer.reduction.waiting = lambda: times.part(EXPOSED)
         self._on_host = False
         return times
 

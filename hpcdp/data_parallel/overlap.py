@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ..comm import World
 from ..comm.communicator import PolledRequest, Steps, wait_for
@@ -162,60 +162,52 @@ def _engine_of(world: World) -> Engine:
 _FILLED, _UPDATED, _PHASES = 1, 2, 2  # milestones of a bucket in a step
 
 
-class Scheduler(Protocol):
-    """Scheduler of the reductions of one reducer's buckets, and of the updates that follow them."""
-
-    times: list[BucketTimes]
-    """Times of each bucket in the last finished step; empty without overlap."""
-    waited: Callable[[int, int], None]
-    """Callback for each wait of this rank's computation for an update, with its begin and end in ns."""
-
-    def begin_step(self) -> None:
-        """Begin a step; buckets launched from now on belong to it."""
-        ...
-
-    def launch(self, bucket: Bucket) -> None:
-        """Launch the reduction of a bucket in which backward has written all gradients."""
-        ...
-
-    def reduce(self) -> None:
-        """Block until this rank's shard of every bucket is reduced; every rank must call."""
-        ...
-
-    def reduce_everywhere(self) -> None:
-        """Block until this rank's row of every bucket is the sum; every rank must call, and a barrier must follow."""
-        ...
-
-    def settle(self, bucket: Bucket) -> None:
-        """Wait for the update of a bucket, if one is under way."""
-        ...
-
-    def settle_all(self) -> None:
-        """Wait for all updates under way."""
-        ...
-
-    def let_go(self) -> None:
-        """Stop waiting for updates, which may never end."""
-        ...
-
-
-class SequentialScheduler:
-    """Scheduler of reductions in this thread, at the end of the step.
+class Scheduler:
+    """Scheduler of the reductions of one reducer's buckets, and of the updates that follow them.
 
     Args:
-        reduction: how buckets are reduced.
+        reduction: the reduction of the buckets.
         buckets: all buckets.
     """
 
     def __init__(self, reduction: BucketReduction, buckets: Sequence[Bucket]) -> None:
         self.times: list[BucketTimes] = []
+        """Times of each bucket in the last finished step; empty without overlap."""
         self.waited: Callable[[int, int], None] = lambda begin_ns, end_ns: None
+        """Callback for each wait of this rank's computation for an update, with its begin and end in ns."""
         self._reduction, self._buckets = reduction, buckets
-        self.launch = reduction.end_backward
-        """See `Scheduler.launch`: the reduction itself begins in `reduce`."""
 
     def begin_step(self) -> None:
-        """See `Scheduler.begin_step`."""
+        """Begin a step; buckets launched from now on belong to it."""
+
+    def launch(self, bucket: Bucket) -> None:
+        """Launch the reduction of a bucket in which backward has written all gradients."""
+        raise NotImplementedError
+
+    def reduce(self) -> None:
+        """Block until this rank's shard of every bucket is reduced; every rank must call."""
+        raise NotImplementedError
+
+    def reduce_everywhere(self) -> None:
+        """Block until this rank's row of every bucket is the sum; every rank must call, and a barrier must follow."""
+        raise NotImplementedError
+
+    def settle(self, bucket: Bucket) -> None:
+        """Wait for the update of a bucket, if one is under way."""
+
+    def settle_all(self) -> None:
+        """Wait for all updates under way."""
+
+    def let_go(self) -> None:
+        """Stop waiting for updates, which may never end."""
+
+
+class SequentialScheduler(Scheduler):
+    """Scheduler of reductions in this thread, at the end of the step."""
+
+    def launch(self, bucket: Bucket) -> None:
+        """See `Scheduler.launch`: the reduction itself begins in `reduce`."""
+        self._reduction.end_backward(bucket)
 
     def reduce(self) -> None:
         """See `Scheduler.reduce`."""
@@ -225,17 +217,8 @@ class SequentialScheduler:
         """See `Scheduler.reduce_everywhere`."""
         self._reduction.reduce_everywhere(self._buckets)
 
-    def settle(self, bucket: Bucket) -> None:
-        """See `Scheduler.settle`: no update is under way."""
 
-    def settle_all(self) -> None:
-        """See `Scheduler.settle_all`: no update is under way."""
-
-    def let_go(self) -> None:
-        """See `Scheduler.let_go`: no update is under way."""
-
-
-class OverlapScheduler:
+class OverlapScheduler(Scheduler):
     """Scheduler of reductions on the communication lane, and of updates on the update lane. All ranks must make it.
 
     Args:
@@ -254,11 +237,8 @@ class OverlapScheduler:
         params: Mapping[str, Parameter],
         lane: CommunicationLane,
     ) -> None:
-        self.times: list[BucketTimes] = []
-        self.waited: Callable[[int, int], None] = lambda begin_ns, end_ns: None
-        memory = reduction.memory
-        self._reduction, self._memory = reduction, memory
-        self._buckets, self._params, self._lane = buckets, params, lane
+        super().__init__(reduction, buckets)
+        self._memory, self._params, self._lane = reduction.memory, params, lane
         self._watchdog = Watchdog.of(world)
         self._trace: Trace | None = world.kept.get(Trace)
         self._step = 0
@@ -266,7 +246,7 @@ class OverlapScheduler:
         """Milestone that owners post at the end of a running update, by bucket."""
         self._ending = threading.Lock()
         self._computes = threading.get_ident()
-        self._milestones = ProgressCounters(memory, len(buckets))
+        self._milestones = ProgressCounters(self._memory, len(buckets))
         self._variables = [lane.engine.variable(f"bucket {bucket.number}") for bucket in buckets]
         world.endings.add(self.settle_all)  # a rank that ended earlier would leave others waiting
 

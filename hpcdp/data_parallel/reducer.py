@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
@@ -29,7 +28,6 @@ from .buckets import Bucket, Layout, Parameter, State
 from .deterministic import DeterministicReduction
 from .gpu_reduction import GpuReduction, streams_of
 from .overlap import CommunicationLane, OverlapScheduler, Scheduler, SequentialScheduler
-from .profiling import BucketTimes
 from .reductions import BucketReduction, HierarchicalReduction, ReductionRanks, SharedMemoryReduction
 
 _WRITABLE = (State.FILLING, State.READY)
@@ -195,7 +193,7 @@ class Reducer:
         self.reduction = reduction = choose_reduction(
             params, layout, world, signature, compression, virtual_shards, sharded, more_numbers
         )
-        """Strategy that reduces the buckets, and allocates them."""
+        """Strategy that allocates and reduces the buckets."""
         self.memory = reduction.memory
         """Memory that the ranks with rows in the same buckets share."""
         self.on_one_node = self.memory.size == world.size
@@ -224,7 +222,7 @@ class Reducer:
             if lane is None
             else OverlapScheduler(world, reduction, self.buckets, self.params, lane)
         )
-        """When reductions and updates run."""
+        """Scheduler of reductions and updates."""
         self.is_counted, self.copies, self.coder = reduction.is_counted, reduction.copies, reduction.coder
         """See `BucketReduction`, also for the next attributes."""
         self.keeps_unsent, self.is_deterministic = reduction.keeps_unsent, reduction.is_deterministic
@@ -269,19 +267,6 @@ class Reducer:
     def nbytes(self) -> int:
         """Bytes of gradients and of sums that this rank holds."""
         return sum(bucket.mine.nbytes for bucket in self.buckets) + self.reduction.nbytes
-
-    @property
-    def times(self) -> list[BucketTimes]:
-        """When the buckets of the last finished step were ready, launched and reduced; empty without overlap."""
-        return self.scheduler.times
-
-    def measure_waits(self, context: Callable[[], AbstractContextManager[None]]) -> None:
-        """Enter a ``context()`` around each wait of a GPU's stream for other ranks."""
-        self.reduction.waiting = context
-
-    def notify_waits(self, waited: Callable[[int, int], None]) -> None:
-        """Call ``waited(begin_ns, end_ns)`` after each wait of this rank's computation for an update."""
-        self.scheduler.waited = waited
 
     # Hooks of the parameters
 
@@ -433,10 +418,6 @@ class Reducer:
         """Send nothing in this step of the unused parameters ``names``; call before their buckets are launched."""
         self.reduction.keep_unsent(names)
 
-    def rescale_unsent(self, factor: float) -> None:
-        """Multiply the gradients that compression has not sent by ``factor``, after a change of the loss scale."""
-        self.reduction.rescale_unsent(factor)
-
     def launch_rest(self) -> None:
         """Launch the buckets that backward has not launched; gradients that it has not written count as zero.
 
@@ -454,10 +435,6 @@ class Reducer:
         Every rank must call. Without overlap, all must have left backward.
         """
         self.scheduler.reduce()
-
-    def reduce_bucket(self, bucket: Bucket) -> None:
-        """Sum this rank's shard of one bucket, where `sums_rows`."""
-        self.reduction.reduce([bucket])
 
     def reduce_everywhere(self) -> None:
         """Make every rank's row of every bucket the sum over all ranks; every rank must call, after backward."""

@@ -30,10 +30,10 @@ import copy
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -413,86 +413,10 @@ def rule_at(rule: Optimizer, step: int, passed_over: int) -> tuple[Optimizer, in
     return rule, step - passed_over
 
 
-class UpdateStrategy(Protocol):
-    """Strategy of the update: which rank updates which parameters, and holds their optimizer state."""
+class UpdateStrategy:
+    """Strategy of the update: which rank updates which parameters, and holds their optimizer state.
 
-    holds_all: bool
-    """Whether every rank updates all parameters, and so holds their whole state; the same on all ranks."""
-
-    @property
-    def states(self) -> list[dict[str, Array]]:
-        """The optimizer's state of the elements that this rank updates, flat, by bucket and name."""
-        ...
-
-    @property
-    def nbytes_state(self) -> int:
-        """Bytes of optimizer state on this rank."""
-        ...
-
-    @property
-    def nbytes_parameters(self) -> int:
-        """This rank's share of the bytes of the parameters, which exist on every rank or once per node."""
-        ...
-
-    def span(self, bucket: Bucket) -> tuple[int, int]:
-        """Return the columns of a bucket that this rank updates: the first, and one after the last."""
-        ...
-
-    def reduce(self) -> None:
-        """Sum the gradients that this rank updates with over all ranks; every rank must call, after backward."""
-        ...
-
-    def take_parameters(self) -> None:
-        """Set master weights to the current values of their 16-bit parameters; every rank must call."""
-        ...
-
-    def changing(self) -> AbstractContextManager[None]:
-        """Return the context of `Trainer.changing_parameters`; a nested one does nothing. Every rank must call."""
-        ...
-
-    def update(self, step: int, scale: float | Array) -> None:
-        """Update from gradients that are summed, at least in this rank's `span`; every rank must call.
-
-        The scale may be an array, as in `Optimizer.update`.
-        """
-        ...
-
-    def leave_out(self, names: Set[str]) -> None:
-        """Leave the parameters ``names`` out of the next step; the same on all ranks."""
-        ...
-
-    def pass_over(self) -> None:
-        """Count the last step in `passed_over` of parameters that it left out, or that have no rule yet."""
-        ...
-
-    @property
-    def passed_over(self) -> dict[str, int]:
-        """Number of steps that left a parameter out, by name; they do not count in its own steps."""
-        ...
-
-    def take_passed_over(self, counts: Mapping[str, int]) -> None:
-        """Set `passed_over`; the same on all ranks."""
-        ...
-
-    @property
-    def pieces(self) -> list[list[UpdateRange]]:
-        """The ranges of columns that this rank updates, by bucket."""
-        ...
-
-    def update_piece(self, bucket: Bucket, piece: UpdateRange, rule: Rule) -> None:
-        """Update the columns of ``piece`` by ``rule``, from gradients that are summed."""
-        ...
-
-    def reduce_and_update(self, step: int, scale: float) -> None:
-        """Reduce and update, if possible in one pass over memory or beside the next forward; every rank must call.
-
-        Where updates run beside the next forward, a reader of a parameter's ``data`` waits for its update.
-        """
-        ...
-
-
-class _Flat:
-    """Base of both strategies: parameters in the layout of their buckets.
+    Parameters are moved to flat arrays in the layout of their buckets.
 
     Args:
         reducer: the reducer, whose parameters it takes over.
@@ -501,6 +425,7 @@ class _Flat:
     """
 
     holds_all = False
+    """Whether every rank updates all parameters, and so holds their whole state; the same on all ranks."""
 
     def __init__(
         self, reducer: Reducer, optimizer: Optimizer, rules: Mapping[str, Optimizer | None] | None = None
@@ -510,7 +435,7 @@ class _Flat:
         self._rules = {} if rules is None else rules
         self._left_out: Set[str] = frozenset()
         self.passed_over: dict[str, int] = {}
-        """See `UpdateStrategy.passed_over`."""
+        """Number of steps that left a parameter out, by name; they do not count in its own steps."""
         self.is_changing = False
         """Whether the program is within `changing`."""
         self.flats: list[Array] = []
@@ -529,6 +454,7 @@ class _Flat:
         self._layers = Layers(reducer, self.flats)
 
     def span(self, bucket: Bucket) -> tuple[int, int]:
+        """Return the columns of a bucket that this rank updates: the first, and one after the last."""
         return 0, bucket.mine.shape[0]
 
     def _allocate(self, bucket: Bucket) -> Array:
@@ -540,11 +466,13 @@ class _Flat:
 
     @property
     def states(self) -> list[dict[str, Array]]:
+        """The optimizer's state of the elements that this rank updates, flat, by bucket and name."""
         self.reducer.settle()
         return self._states
 
     @contextmanager
     def changing(self) -> Iterator[None]:
+        """Run the context of `Trainer.changing_parameters`; a nested one does nothing. Every rank must call."""
         if self.is_changing:
             yield
             return
@@ -562,6 +490,7 @@ class _Flat:
         return True
 
     def take_parameters(self) -> None:
+        """Set master weights to the current values of their 16-bit parameters; every rank must call."""
         for bucket, state in zip(self.reducer.buckets, self.states, strict=True):
             if MASTER in state:
                 own = self.flats[bucket.number][slice(*self.span(bucket))]
@@ -569,10 +498,12 @@ class _Flat:
 
     @property
     def nbytes_state(self) -> int:
+        """Bytes of optimizer state on this rank."""
         return sum(array.nbytes for state in self._states for array in state.values())
 
     @property
     def nbytes_parameters(self) -> int:
+        """This rank's share of the bytes of the parameters, which exist on every rank or once per node."""
         return sum(flat.nbytes for flat in self.flats)
 
     def _divide(self, bucket: Bucket) -> list[UpdateRange]:
@@ -599,22 +530,26 @@ class _Flat:
         self._divide_all()
 
     def leave_out(self, names: Set[str]) -> None:
+        """Leave the parameters ``names`` out of the next step; the same on all ranks."""
         if names != self._left_out:
             self._left_out = names
             self._divide_all()
 
     def pass_over(self) -> None:
+        """Count the last step in `passed_over` of parameters that it left out, or that have no rule yet."""
         if not (self._left_out or self._rules):
             return
         for name in self._left_out | {name for name, rule in self._rules.items() if rule is None}:
             self.passed_over[name] = self.passed_over.get(name, 0) + 1
 
     def take_passed_over(self, counts: Mapping[str, int]) -> None:
+        """Set `passed_over`; the same on all ranks."""
         self.passed_over = dict(counts)
         self._divide_all()
 
     def _divide_all(self) -> None:
         self.pieces = [self._divide(bucket) for bucket in self.reducer.buckets]
+        """Ranges of columns that this rank updates, by bucket."""
         self._views: dict[tuple[int, int, int], tuple[Array, Array, dict[str, Array]]] = {}
 
     def _views_of(self, bucket: Bucket, piece: UpdateRange) -> tuple[Array, Array, dict[str, Array]]:
@@ -634,10 +569,27 @@ class _Flat:
             self.update_piece(bucket, piece, partial(rule.update, step=own_step, scale=scale))
 
     def update_piece(self, bucket: Bucket, piece: UpdateRange, rule: Rule) -> None:
+        """Update the columns of ``piece`` by ``rule``, from gradients that are summed."""
         flat, gradient, state = self._views_of(bucket, piece)
         update(rule, flat, gradient, dict(state))  # a copy of the dict, which a user's rule may change
 
-    def _update_all(self, step: int, scale: float | Array) -> None:
+    def reduce(self) -> None:
+        """Sum the gradients that this rank updates with over all ranks; every rank must call, after backward."""
+        raise NotImplementedError
+
+    def reduce_and_update(self, step: int, scale: float) -> None:
+        """Reduce and update, if possible in one pass over memory or beside the next forward; every rank must call.
+
+        Where updates run beside the next forward, a reader of a parameter's ``data`` waits for its update.
+        """
+        self.reduce()
+        self.update(step, scale)
+
+    def update(self, step: int, scale: float | Array) -> None:
+        """Update from gradients that are summed, at least in this rank's `span`; every rank must call.
+
+        The scale may be an array, as in `Optimizer.update`.
+        """
         if not self.optimizer.by_layer:
             for bucket in self.reducer.buckets:
                 self._update_own(bucket, self.pieces[bucket.number], step, scale)
@@ -656,7 +608,7 @@ class _Flat:
             self.reducer.update_later(bucket, partial(self._update_own, bucket, pieces, step, scale))
 
 
-class Replicated(_Flat):
+class Replicated(UpdateStrategy):
     """Strategy in which each rank holds and updates all parameters."""
 
     holds_all = True
@@ -670,15 +622,10 @@ class Replicated(_Flat):
         if self.reducer.updates_later and self.reducer.memory.size == 1 and not self.optimizer.by_layer:
             self._update_later(step, scale)
         else:
-            self.reduce()
-            self.update(step, scale)
-
-    def update(self, step: int, scale: float | Array) -> None:
-        """See `UpdateStrategy.update`."""
-        self._update_all(step, scale)
+            super().reduce_and_update(step, scale)
 
 
-class ShardedUpdate(_Flat):
+class ShardedUpdate(UpdateStrategy):
     """Strategy in which parameters exist once per node, and each rank updates its shard of every bucket.
 
     A rank holds 1/n of the optimizer's state. There are as many shards as the smallest node has ranks; further ranks of
@@ -723,15 +670,13 @@ class ShardedUpdate(_Flat):
     def reduce_and_update(self, step: int, scale: float) -> None:
         """See `UpdateStrategy.reduce_and_update`: in one pass over the rows where possible."""
         if self.optimizer.by_layer:
-            self.reduce()
-            self.update(step, scale)
+            super().reduce_and_update(step, scale)
         elif self.reducer.updates_later:
             self._update_later(step, scale)
         elif self.reducer.sums_rows and self.reducer.memory.size > 1:
             self._sum_and_update(step, scale)
         else:
-            self.reduce()
-            self.update(step, scale)
+            super().reduce_and_update(step, scale)
 
     def _sum_and_update(self, step: int, scale: float) -> None:
         reducer, fused = self.reducer, kernels.load("update")
@@ -749,13 +694,13 @@ class ShardedUpdate(_Flat):
                     arrays = piece.rule.arrays_of(state)
                     fused.REDUCING_RULES[name](bucket.rows, piece.first, piece.last, flat, *arrays, coefficients)
             else:
-                reducer.reduce_bucket(bucket)
+                reducer.reduction.reduce([bucket])
                 self._update_own(bucket, pieces, step, scale)
         reducer.barrier()
 
     def update(self, step: int, scale: float | Array) -> None:
-        """See `UpdateStrategy.update`."""
-        self._update_all(step, scale)
+        """See `UpdateStrategy.update`: gathers the shards on GPUs."""
+        super().update(step, scale)
         self.reducer.gather_parameters(self.flats)
 
 
