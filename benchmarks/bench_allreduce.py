@@ -47,7 +47,7 @@ from hpcdp.bench.measure import (
     write_json,
     wrong,
 )
-from hpcdp.launch.checks import at_least
+from hpcdp.launch.parser import at_least
 
 OURS = ("hpcdp buckets", "hpcdp any array")
 

@@ -31,7 +31,7 @@ from hpcdp import checkpoint, comm
 from hpcdp.bench.measure import check_writable, describe, format_size, median_ratio, parse_size, write_json
 from hpcdp.comm.consistency import on_rank_0
 from hpcdp.errors import ConfigError
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 
 RAW, OURS, TORCH, DCP = "raw", "hpcdp", "torch.save", "torch DCP"
 COPY, SHARE = "one copy of the state", "one copy of this rank's part"

@@ -26,7 +26,7 @@ from hpcdp.core.checks import check_name
 from hpcdp.core.environment import launched_ranks
 from hpcdp.data_parallel.reductions import node_nbytes
 from hpcdp.errors import ConfigError
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 
 NONE = "none"
 _JOB_TIMEOUT_S = 600

@@ -33,7 +33,7 @@ from hpcdp.bench.measure import (
 from hpcdp.kernels import buffers
 from hpcdp.kernels.reference import networks
 from hpcdp.kernels.reference.networks import output_size
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 
 _TOLERANCE = 2e-4
 """Of the largest element: sums of up to 16384 products, in another order than the reference's."""

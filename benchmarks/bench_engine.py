@@ -20,7 +20,7 @@ from bench_harness import programs
 from hpcdp.bench.measure import as_json, check_writable, describe, median_ratio, write
 from hpcdp.engine import Engine
 from hpcdp.errors import HpcdpError
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 
 TARGET_US = 10.0
 """What a push may cost, median."""

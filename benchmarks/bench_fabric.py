@@ -55,7 +55,7 @@ from hpcdp.collectives.registry import choose
 from hpcdp.comm.communicator import resolve
 from hpcdp.core.checks import check_name
 from hpcdp.errors import ConfigError, UnsupportedError
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 
 PEER = "MPI"
 _SIZES = "4,64K,1M,4M,16M,64M"

@@ -32,7 +32,7 @@ from hpcdp.bench.measure import (
 )
 from hpcdp.bench.tune import copy_rates
 from hpcdp.errors import UnsupportedError
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 
 STAGED = 4
 """The pattern for arrays that are not in shared memory; the floor is the best of those before it."""

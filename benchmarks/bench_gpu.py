@@ -35,7 +35,7 @@ from hpcdp.comm import world
 from hpcdp.core.devices import gpu
 from hpcdp.core.environment import launched_ranks
 from hpcdp.errors import ConfigError
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 from hpcdp.launch.process_monitor import adopt, bound, end_orphans
 
 _JOB_S, _ENDING_S = 90.0, 10.0

@@ -30,7 +30,7 @@ from hpcdp.comm import world as comm_world
 from hpcdp.core.arrays import Array, to_host
 from hpcdp.kernels.cuda import cudnn_conv
 from hpcdp.kernels.reference.gradients import SUM, num_blocks
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 from hpcdp.train import TrainStep
 from hpcdp.train.trainer import Trainer
 

@@ -29,7 +29,7 @@ from hpcdp.core.arrays import Array, to_host
 from hpcdp.core.devices import Streams
 from hpcdp.data_parallel.gpu_reduction import Staging
 from hpcdp.errors import DeviceError
-from hpcdp.launch.checks import Parser
+from hpcdp.launch.parser import Parser
 from hpcdp.train import TrainStep
 from hpcdp.train.trainer import Trainer
 

@@ -34,7 +34,7 @@ from hpcdp.bench.measure import (
     turn_medians,
     write_json,
 )
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 from hpcdp.nn.layers import gelu
 from hpcdp.train import TrainStep
 from hpcdp.train.trainer import Trainer

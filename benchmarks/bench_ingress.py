@@ -26,7 +26,7 @@ from hpcdp.bench.measure import as_json, check_writable, describe, format_size, 
 from hpcdp.core.environment import launched_rank
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import serve
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 
 _JOB_TIMEOUT_S = 300
 _MOST_HOSTS = 99

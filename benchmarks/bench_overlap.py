@@ -38,7 +38,7 @@ from hpcdp.data_parallel.bucket_trainer import BucketTrainer
 from hpcdp.data_parallel.buckets import MIB, Layout, Slot
 from hpcdp.data_parallel.profiling import BucketCost, CriticalPath, critical_path
 from hpcdp.errors import ConfigError
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 
 OFF, ON, ALONE = "after backward", "overlapped", "alone"
 """The candidates."""

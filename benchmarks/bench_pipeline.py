@@ -22,7 +22,7 @@ from hpcdp.bench.measure import check_writable, describe, largest_difference, me
 from hpcdp.bench.tune import sleeping_barrier
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 from hpcdp.parallel import SCHEDULES, Pipeline
 from hpcdp.train.trainer import Trainer
 

@@ -18,7 +18,7 @@ import numpy as np
 from bench_harness import programs
 from hpcdp.bench.measure import as_json, check_writable, describe, write
 from hpcdp.errors import LaunchError
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 
 _IMPORT = "import time; begin = time.perf_counter(); import hpcdp; print(time.perf_counter() - begin)"
 # The clock is the machine's, the same for all processes: a rank says when it knew the world.

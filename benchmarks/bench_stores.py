@@ -32,7 +32,7 @@ from hpcdp.bench.measure import as_json, bus_factor, check_writable, describe, w
 from hpcdp.core.checks import check_name
 from hpcdp.core.environment import launched_ranks
 from hpcdp.errors import ConfigError
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit

@@ -26,7 +26,7 @@ from bench_harness.peers import check_python
 from bench_harness.report import GPU_PARTS, render
 from hpcdp.bench.measure import as_json, check_writable, describe, format_size, parse_size, write
 from hpcdp.errors import ConfigError
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 
 _HERE = Path(__file__).resolve().parent
 _JOB_TIMEOUT_S = 600

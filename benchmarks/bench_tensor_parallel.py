@@ -21,7 +21,7 @@ from hpcdp.bench.measure import check_writable, describe, largest_difference, me
 from hpcdp.bench.tune import sleeping_barrier
 from hpcdp.collectives import allreduce
 from hpcdp.comm import thread_comm
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 from hpcdp.parallel import ColumnDense, RowDense, split_world
 from hpcdp.train.trainer import Trainer
 

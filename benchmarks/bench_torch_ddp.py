@@ -29,7 +29,7 @@ from hpcdp import comm
 from hpcdp.bench.measure import check_writable, describe, largest_difference, median_ratio, pin_to_own_core, write_json
 from hpcdp.core.checks import check_name
 from hpcdp.core.environment import launched_ranks
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 
 DDP, RANK, SHARD, ALONE = "DDP, gloo", "hpcdp, every rank", "hpcdp, shards", "no communication"
 """The candidates."""

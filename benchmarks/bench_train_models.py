@@ -25,7 +25,7 @@ from bench_train_lenet import step_of, turns_of
 from hpcdp import comm, nn, optim
 from hpcdp.bench.measure import check_writable, describe, median_ratio, pin_to_own_core, write_json
 from hpcdp.errors import ConfigError
-from hpcdp.launch.checks import Parser, at_least
+from hpcdp.launch.parser import Parser, at_least
 from hpcdp.train.trainer import Trainer
 
 _LR, _MOMENTUM = 0.01, 0.9

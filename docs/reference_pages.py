@@ -20,7 +20,7 @@ from sphinx.util.nodes import make_refnode
 from sphinx.util.rst import escape
 
 import hpcdp.cli
-from hpcdp.launch.checks import Parser
+from hpcdp.launch.parser import Parser
 
 PACKAGES = (
     "hpcdp", "hpcdp.autograd", "hpcdp.checkpoint", "hpcdp.collectives", "hpcdp.compression", "hpcdp.data",

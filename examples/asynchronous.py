@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits
 
 from hpcdp import autograd
 from hpcdp.autograd import Tensor
-from hpcdp.launch.checks import Program, at_least
+from hpcdp.launch.parser import Program, at_least
 
 
 def product(x):

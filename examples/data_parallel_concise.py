@@ -14,7 +14,7 @@ import time
 
 import hpcdp
 from hpcdp import autograd, data, kvstore, nn, optim
-from hpcdp.launch.checks import Program, at_least
+from hpcdp.launch.parser import Program, at_least
 from hpcdp.train.evaluate import evaluate
 
 

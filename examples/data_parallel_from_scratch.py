@@ -15,7 +15,7 @@ import numpy as np
 import hpcdp
 from hpcdp import autograd, data
 from hpcdp.autograd import Tensor
-from hpcdp.launch.checks import Program, at_least
+from hpcdp.launch.parser import Program, at_least
 from hpcdp.nn import functional
 
 SHAPES = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcdp import nn
-from hpcdp.launch.checks import Program, at_least
+from hpcdp.launch.parser import Program, at_least
 
 
 class MLP(nn.Module):

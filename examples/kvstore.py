@@ -13,7 +13,7 @@ import time
 
 import hpcdp
 from hpcdp import autograd, data, kvstore, nn, optim
-from hpcdp.launch.checks import Program, at_least
+from hpcdp.launch.parser import Program, at_least
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.load_balance import SharedCount
 

@@ -7,7 +7,7 @@ Four ranks are two copies of the model, whose ranks of one stage sum their gradi
 
 import hpcdp
 from hpcdp import data, nn, optim
-from hpcdp.launch.checks import Program, at_least
+from hpcdp.launch.parser import Program, at_least
 from hpcdp.parallel import Pipeline
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 import hpcdp
 from hpcdp import autograd, data, nn, optim
-from hpcdp.launch.checks import Program, at_least
+from hpcdp.launch.parser import Program, at_least
 from hpcdp.train.evaluate import evaluate
 
 

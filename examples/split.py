@@ -8,7 +8,7 @@ parallelism.
 
 import hpcdp
 from hpcdp import autograd, data, nn, optim
-from hpcdp.launch.checks import Program, at_least
+from hpcdp.launch.parser import Program, at_least
 from hpcdp.parallel import ColumnConv2D, ColumnDense, RowConv2D, RowDense, split_world
 
 

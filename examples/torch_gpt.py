@@ -15,7 +15,7 @@ from torch import nn
 
 import hpcdp
 import hpcdp.torch
-from hpcdp.launch.checks import Program, at_least
+from hpcdp.launch.parser import Program, at_least
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 256

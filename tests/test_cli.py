@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +15,9 @@ import pytest
 
 from hpcdp import cli
 from hpcdp.errors import SaveError
+from hpcdp.launch.parser import Parser
 from hpcdp.launch.process_monitor import _ranks_below
 
-COMMANDS = ("", "train", "launch", "info", "doctor", "bench", "checkpoint", "slurm")
 QUICK = ("--epochs", "1", "--warmup-epochs", "0", "--shift", "0", "--seed", "3")
 
 
@@ -71,11 +72,37 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield run
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_fits_a_terminal(name: str, forked: Run) -> None:
-    shown = forked(*filter(None, [name]), "-h", COLUMNS="80")
-    assert shown.returncode == 0
-    assert max(map(len, shown.stdout.splitlines())) <= 80
+def parsers(made: Parser) -> Iterator[Parser]:
+    yield made
+    for command_parser in made.commands.values():
+        yield from parsers(command_parser)
+
+
+def test_every_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    names = set()
+    for made in parsers(cli.complete_parser()):
+        names.add(made.prog)
+        for line in made.format_help().splitlines():
+            assert len(line) <= 80, (made.prog, line)
+    assert {"hpcdp", "hpcdp train", "hpcdp launch", "hpcdp bench", "hpcdp slurm render", "hpcdp checkpoint ls"} <= names
+
+
+def test_info_fits_80_columns(forked: Run) -> None:
+    lines = forked("info", COLUMNS="80").stdout.splitlines()
+    assert lines and all(len(line) <= 80 or " " not in line[15:] for line in lines)  # a path is not broken
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_takes_the_completion(shell: str, forked: Run, tmp_path: Path) -> None:
+    script = tmp_path / "completion"
+    script.write_text(forked("completion", shell).stdout)
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    subprocess.run([shell, "-n", script], check=True)
+    if shell == "bash":
+        words = f"source {script}; COMP_WORDS=(hpcdp checkpoint ver); COMP_CWORD=2; _shtab_hpcdp; echo $COMPREPLY"
+        assert subprocess.run(["bash", "-c", words], capture_output=True, text=True).stdout == "verify\n"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +130,7 @@ def test_help_names_what_there_is() -> None:
     from hpcdp.data.catalog import NAMES
     from hpcdp.nn.models import MODELS
 
-    shown = " ".join(hpcdp("train", "-h").stdout.split())
+    shown = " ".join(hpcdp("train", "-h", COLUMNS="80").stdout.split())
     assert f"network to train: {', '.join(MODELS)} (" in shown
     assert f"data set to train on: {', '.join(NAMES)} (" in shown
     assert "--data-dir DIR the folder that holds NAME/, e.g. ~/data for ~/data/mnist" in shown
@@ -132,15 +159,15 @@ def test_the_public_face() -> None:
     [
         (["trian"], "unknown command 'trian'; did you mean 'train'? valid: train, info, doctor, launch, bench, tune"),
         ([], "hpcdp: the following arguments are required: COMMAND; hpcdp -h lists the options"),
-        (["train", "lenet", "extra"], "hpcdp: train: unexpected argument 'extra'; hpcdp train -h lists the options"),
+        (["train", "lenet", "extra"], "hpcdp: train: unrecognized arguments: extra; hpcdp train -h lists the options"),
         (["train", "--run-dir", ""], "setting run_dir: expected a name, got ''"),
-        (["train", "--epoch", "3"], "unknown train option '--epoch'; did you mean '--epochs'? valid: "),
+        (["train", "--epoch", "3"], "train: unknown option '--epoch' (did you mean '--epochs'?); hpcdp train -h lists"),
         (["train", "--epochs", "x"], "setting epochs: expected an integer, got 'x'"),
         (["train", "--lr", "0"], "setting lr: expected more than 0, got 0.0"),
-        (["train", "--lr"], "train: argument --lr: expected one argument; one that begins with - is given as --lr=-"),
+        (["train", "--lr"], "train: argument --lr: expected one argument; write a value that begins with - as --lr=-"),
         (
             ["launch", "-n", "2", "--mpi-args", "-v", "--", "true"],
-            "begins with - is given as --mpi-args=-...; hpcdp launch -h",
+            "begins with - as --mpi-args=-...; hpcdp launch -h",
         ),
         (["train", "lenett"], "'lenett'"),
         (["train", "--data", "digitz"], "'digitz'"),
@@ -160,10 +187,13 @@ def test_the_public_face() -> None:
         ),
         (["train", "-s", "x"], "setting servers: expected an integer, got 'x'"),
         (["launch", "-n", "2", "--mpi-args='unbal", "--", "x"], "--mpi-args: expected closed quotes, got"),
-        (["launch", "-n", "2", "--", __file__], "got a file that is not executable; name what runs it, e.g. python"),
+        (["launch", "-n", "2", "--", __file__], "got a file that is not executable; put its interpreter before"),
         (["launch", "-n", "2"], "expected a program after --"),
         (["launch", "--", "x"], "required: -n/--ranks"),
-        (["launch", "-n", "2", "--hosts-file", "x", "--", "x"], "unknown launch option '--hosts-file'; did you mean"),
+        (
+            ["launch", "-n", "2", "--hosts-file", "x", "--", "x"],
+            "unknown option '--hosts-file' (did you mean '--hosts'?)",
+        ),
         (
             ["launch", "-n", "2", "--launcher", "shh", "--", "x"],
             "unknown launcher 'shh'; did you mean 'ssh'? valid: lo",
@@ -172,12 +202,12 @@ def test_the_public_face() -> None:
             ["launch", "-n", "2", "--bind", "cores", "--", "x"],
             "unknown --bind 'cores'; did you mean 'core'? valid: none",
         ),
-        (["launch", "-n", "2", "--env", "1A=x", "--", "x"], "--env: expected NAME=VALUE, the NAME of a variable here"),
+        (["launch", "-n", "2", "--env", "1A=x", "--", "x"], "--env: expected NAME=VALUE, the NAME of a variable of th"),
         (["launch", "-n", "2", "--env", "NOT_SET", "--", "x"], "--env: expected NOT_SET=VALUE, as it is not set here"),
-        (["launch", "-n", "2", "--env", "PATH=", "--", "x"], "--env: expected a PATH with folders, in which programs"),
+        (["launch", "-n", "2", "--env", "PATH=", "--", "x"], "--env: expected a PATH with folders of programs"),
         (["launch", "-n", "2", "-H", "a;b", "--", "x"], "read hosts [-H 'a;b']: expected HOST, HOST:SLOTS or"),
         (["launch", "-n", "2", "-H", f"/{'x' * 300}", "--", "x"], "got File name too long"),
-        (["info", "--xml"], "unknown info option '--xml'"),
+        (["info", "--xml"], "info: unknown option '--xml'; hpcdp info -h lists the options"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments: list[str], says: str, tmp_path: Path, forked: Run) -> None:
@@ -188,23 +218,22 @@ def test_bad_input_is_one_line_and_status_2(arguments: list[str], says: str, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bytes_of_an_argument_are_printed_as_they_are() -> None:
-    strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}  # as in any locale but C
-    asked = command("launch", "-n", "1", "--dry-run", "--", "true", os.fsdecode(b"caf\xe9"))
-    done = subprocess.run(asked, capture_output=True, env=strict, timeout=60)
-    assert done.stdout.endswith(b" true 'caf\xe9'\n"), done.stderr
+@pytest.mark.parametrize("locale", ["utf-8", "C"])
+def test_a_printed_command_has_the_bytes_of_its_arguments(locale: str) -> None:
+    utf_8 = {"PYTHONIOENCODING": "utf-8:strict"}  # as in any locale but C
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environ = os.environ | (utf_8 if locale == "utf-8" else ascii_only)
+    printed = command("launch", "-n", "1", "--dry-run", "--", "true", os.fsdecode(b"caf\xe9"), "ü")
+    done = subprocess.run(printed, capture_output=True, env=environ, timeout=60)
+    assert done.stdout.endswith(b" true 'caf\xe9' '\xc3\xbc'\n"), done.stderr
 
 
-def test_files_in_the_working_folder_pass_for_no_module_of_pythons(tmp_path: Path) -> None:
-    for name in ("random", "queue", "signal"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working folder')")
-    program = "import sys; from hpcdp import cli; sys.path.insert(0, sys.prefix); sys.exit(cli.main())"  # as bin/hpcdp
-    train = ["train", "mlp", "--servers", "1", "--kv-store", "dist_async", "--run-dir", "run", *QUICK]
+def test_a_character_that_standard_output_lacks_is_escaped() -> None:
+    latin = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", program, *train], capture_output=True, text=True, timeout=120, cwd=tmp_path
+        command("launch", "-n", "1", "--dry-run", "--", "true", "ü"), capture_output=True, env=os.environ | latin
     )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "metrics.jsonl").exists()
+    assert done.stdout.endswith(b" true '\\xfc'\n"), done.stderr
 
 
 @pytest.mark.parametrize("name", ["train", "launch"])
@@ -288,11 +317,11 @@ def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(to_a_rank: boo
     shown, said = job.communicate(timeout=60)
     assert job.returncode == 128 + signal.SIGTERM
     first, *_, last = said.splitlines()
-    assert last.startswith("hpcdp: ended by SIGTERM, all ranks have ended; what it had written is in run"), said
+    assert last.startswith("hpcdp: ended by SIGTERM, all ranks have ended; its files are in run"), said
     if to_a_rank:
         assert "SIGTERM) before the others" in said
     else:
-        assert first == "hpcdp launch: SIGTERM: the run is saved before it ends; a second one ends it at once"
+        assert first == "hpcdp launch: SIGTERM: the run saves and ends; a second one ends it at once"
         assert last.endswith("; go on with: hpcdp train --resume run")
         assert "(SIGTERM): a checkpoint is in run/checkpoints\n" in shown
         (saved,) = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")][-1:]

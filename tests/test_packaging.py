@@ -21,13 +21,14 @@ ROOT = Path(__file__).parents[1]
 SMOKE = """
 import sys, hpcdp, hpcdp.bench.tune, hpcdp.kernels.cuda
 from hpcdp.core.files import data_folder
-from hpcdp.launch.slurm import profile, script
+from hpcdp.launch import slurm_scripts
 assert sys.prefix in hpcdp.__file__, hpcdp.__file__
 hpcdp.kernels.load("update")
 assert len(hpcdp.data.load("digits", "test")) > 100
 assert sys.prefix in str(data_folder("slurm")) and (data_folder("slurm") / "ranks.sh").is_file()
 assert "this_thread" in hpcdp.kernels.cuda.source("cast")
-assert script.render(script.ScriptRequest(template="train"), profile.Profile(mpi_type="pmix", time="1")).text
+request = slurm_scripts.ScriptRequest(template="train")
+assert slurm_scripts.render(request, slurm_scripts.Profile(mpi_type="pmix", time="1")).text
 """
 
 

@@ -28,7 +28,7 @@ from hpcdp.bench.tune import link_rates
 from hpcdp.comm import World, init
 from hpcdp.errors import ConfigError, HpcdpError
 from hpcdp.kernels import cache_dir
-from hpcdp.launch.checks import at_least
+from hpcdp.launch.parser import at_least
 
 SCRIPT = programs.PROGRAMS / "cluster.sh"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpcdp.errors import ConfigError, HpcdpError, LaunchError
-from hpcdp.launch.checks import Parser, at_least
 from hpcdp.launch.mpirun_output import end_early, fail
+from hpcdp.launch.parser import Parser, at_least
 from hpcdp.launch.process_monitor import bound
 
 PROGRAMS = Path(__file__).resolve().parents[1]

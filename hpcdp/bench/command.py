@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..core.checks import check_name
 from ..errors import ConfigError, UnsupportedError, listed, to_stderr, whole_number
-from ..launch.checks import Parser
+from ..launch.parser import Parser
 from .measure import format_size
 
 if TYPE_CHECKING:

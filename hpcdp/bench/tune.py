@@ -30,7 +30,7 @@ from ..comm.shared_memory import NodeBarrier
 from ..comm.tasks import LANES, TaskGroup
 from ..core.checks import one_of
 from ..errors import ConfigError, HpcdpError, listed
-from ..launch.checks import Parser
+from ..launch.parser import Parser
 from .command import PAIRS, REDUCING, Settings
 from .measure import FreshData
 

@@ -34,7 +34,7 @@ from isal.isal_zlib import crc32
 
 from ..core.arrays import BFLOAT16
 from ..engine import Engine
-from ..errors import DataError
+from ..errors import DataError, HpcdpError
 from .flatten import HeldTensor
 
 if TYPE_CHECKING:
@@ -196,6 +196,8 @@ def failing(operation: str, where: Callable[[], object]) -> Iterator[None]:
     """Raise errors of the file system in this context as a `DataError` that names the place."""
     try:
         yield
+    except HpcdpError:
+        raise
     except (OSError, RuntimeError, ValueError, KeyError, OverflowError, MemoryError) as error:
         got = error.strerror if isinstance(error, OSError) and error.strerror else error
         errno = HDF5_ERRNO.search(str(got))
@@ -618,6 +620,8 @@ class ShardReader:
         self._require_sound(stored)
         try:
             self._read_through_hdf5(stored, first, out)
+        except HpcdpError:
+            raise
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             text = str(error.args[0]) if len(error.args) == 1 else None
             if text is None or HDF5_ERRNO.search(text):

@@ -1,7 +1,7 @@
 """The command ``hpcdp``.
 
-Parses, calls the module that does the work, and turns an error into one line and an exit status: 2 for a wrong
-argument or setting, 127 for a program that is missing, 130 after Ctrl-C, 143 after SIGTERM, 1 for the rest.
+It parses arguments, calls the module of a command, and turns errors into one line and an exit status: 2 for a wrong
+argument or setting, 127 for a missing program, 130 after Ctrl-C, 143 after SIGTERM, 1 for others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..core.checks import check_name
 from ..errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError
 
 if TYPE_CHECKING:
-    from ..launch.checks import Parser
+    from ..launch.parser import Parser
     from ..train.runs.config import TrainConfig
 
 _TRAIN_EXAMPLES = """\
@@ -52,11 +52,12 @@ _FORWARDING = {
     "launch": "start a program as MPI ranks, here or on other machines",
     "bench": "measure messages and collectives",
     "tune": "measure this machine and save which algorithms suit it",
-    "checkpoint": "look at checkpoints, check, compare, export, remove them",
-    "slurm": "render batch scripts, submit them, look after their jobs",
+    "checkpoint": "list, verify, compare, export and remove checkpoints",
+    "slurm": "render batch scripts, submit them, manage their jobs",
     "report": "make a page of HTML about runs, side by side",
+    "completion": "print the completion script of bash or zsh",
 }
-"""Commands whose rooms parse the rest of the line themselves."""
+"""Commands whose modules parse the rest of the line, with their descriptions."""
 _INFO_EXAMPLES = """\
 examples:
   hpcdp info
@@ -66,19 +67,28 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command of ``hpcdp`` and returns its exit status; under mpirun or srun every rank calls it."""
+    """Run one command of ``hpcdp`` and return its exit status; under mpirun or srun every rank must call."""
     _open_closed_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names may have bytes that are no text, or characters it has not
-        has_all = codecs.lookup(sys.stdout.encoding).name == "utf-8"
-        sys.stdout.reconfigure(errors="surrogateescape" if has_all else "backslashreplace")
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a cache that it cannot write costs a second, and no more
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        codecs.register_error("hpcdp", _encode)
+        sys.stdout.reconfigure(errors="hpcdp")
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no warning about a cache that cannot be written
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         return _main(sys.argv[1:] if argv is None else argv)
 
 
+def _encode(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Print undecodable bytes of a path unchanged, so that a printed command works, and escape unknown characters."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    error.end = error.start + 1
+    is_byte = "\udc80" <= error.object[error.start] <= "\udcff"
+    return codecs.lookup_error("surrogateescape" if is_byte else "backslashreplace")(error)
+
+
 def _open_closed_streams() -> None:
-    """What a shell has closed (``>&-``) leads nowhere: else a file opened later takes its number, and what is said."""
+    """Redirect outputs that a shell has closed (``>&-``) to /dev/null, so that no later file gets their numbers."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             from ..launch.mpirun_output import lead_nowhere
@@ -95,7 +105,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Those of hpcdp are for who runs the command: a line, without that of the source; others are for who writes it."""
+    """Print hpcdp's warnings, which concern the user, without their source line; print others as usual."""
     text = f"hpcdp: {message}\n" if category is UserWarning else None
     text = text or warnings.formatwarning(message, category, filename, lineno, line)
     with contextlib.suppress(OSError):
@@ -103,7 +113,7 @@ def _show_warning(
 
 
 def _main(argv: Sequence[str]) -> int:
-    if argv[:1] == ["train"]:  # first of all: what follows takes seconds
+    if argv[:1] == ["train"]:  # before imports that take seconds
         from ..train import stop_signal
 
         stop_signal.note()
@@ -115,20 +125,20 @@ def _main(argv: Sequence[str]) -> int:
         status = command(arguments)
         sys.stdout.flush()
         return status
-    except (KeyboardInterrupt, OSError) as error:
-        from ..launch.mpirun_output import end_early
-
-        return end_early(error, "".join(argv[:1]))
     except HpcdpError as error:
         from ..launch import ProgramMissingError
         from ..launch.mpirun_output import fail
 
         asked_wrongly = isinstance(error, ConfigError | DataError | LaunchError) and not isinstance(error, SaveError)
         return fail(error, 127 if isinstance(error, ProgramMissingError) else 2 if asked_wrongly else 1)
-    except MemoryError as error:  # that of a GPU, too
+    except (KeyboardInterrupt, OSError) as error:
+        from ..launch.mpirun_output import end_early
+
+        return end_early(error, "".join(argv[:1]))
+    except MemoryError as error:  # also a GPU's
         from ..launch.mpirun_output import fail
 
-        remedy = "take smaller batches, or fewer ranks a node" if argv[:1] == ["train"] else None
+        remedy = "use smaller batches, or fewer ranks a node" if argv[:1] == ["train"] else None
         return fail(HpcdpError("".join(argv[:1]), expected="more memory", got=str(error) or "none", remedy=remedy), 1)
 
 
@@ -140,8 +150,8 @@ def _require_working_folder(command: str) -> None:
 
 
 def parser() -> Parser:
-    """Return the options of ``hpcdp`` and its commands; those of `_FORWARDING` have parsers of their own."""
-    from ..launch.checks import Parser
+    """Return the parser of ``hpcdp`` and its commands; those of `_FORWARDING` have parsers in their modules."""
+    from ..launch.parser import Parser
 
     made = Parser(prog="hpcdp", description="Data-parallel training of neural networks on MPI.")
     made.add_argument("--version", action="version", version=f"hpcdp {hpcdp.__version__}")
@@ -159,23 +169,21 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     made = parser()
     if argv and not argv[0].startswith("-"):
         check_name("command", argv[0], made.commands)
-    arguments, unknown = made.parse_known_args(argv)
-    if unknown:
-        command = made.commands[arguments.command_name]
-        if not unknown[0].startswith("-"):
-            command.error(f"unexpected argument {unknown[0]!r}")
-        options = [option for option in command._option_string_actions if option.startswith("--")]
-        check_name(f"{arguments.command_name} option", unknown[0].partition("=")[0], options)
+    arguments: argparse.Namespace = made.parse_args(argv)
     return arguments
 
 
+def complete_parser() -> Parser:
+    """Return the parser of ``hpcdp`` with the options of every command."""
+    made = parser()
+    action = next(action for action in made._actions if isinstance(action, argparse._SubParsersAction))
+    for name in _FORWARDING:
+        action.choices[name] = _module_of(name).parser()
+    return made
+
+
 def _add_command(commands: Any, name: str, about: str, *, run: Callable[..., int], **options: Any) -> Parser:
-    parser: Parser = commands.add_parser(
-        name,
-        help=about,
-        description=about[0].upper() + about[1:] + ".",
-        **options,
-    )
+    parser: Parser = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".", **options)
     parser.set_defaults(command=run)
     return parser
 
@@ -237,58 +245,54 @@ def _train(arguments: argparse.Namespace) -> int:
     from ..core.environment import launched_ranks
     from ..train.runs import config as runs_config
 
-    atexit.register(gc.freeze)  # what is there at the end goes with the process, and is not looked through before
-    given = {
+    atexit.register(gc.freeze)  # no garbage collection at the exit of the process
+    flags = {
         name: runs_config.parse(name, text) for name, text in vars(arguments).items() if name in runs_config.names()
     }
     path = getattr(arguments, "config", None)
-    read = {} if path is None else runs_config.read_toml(path)  # once: it may be a pipe
-    config, said = runs_config.merged(read, given, path), read | given
-    if launched_ranks() is not None:
-        return _train_as_a_rank(config, said)
-    return _train_here(config, said)
+    file_settings = {} if path is None else runs_config.read_toml(path)  # read once, as it may be a pipe
+    config, settings = runs_config.merged(file_settings, flags, path), file_settings | flags
+    return (_train_here if launched_ranks() is None else _train_as_a_rank)(config, settings)
 
 
-def _train_here(config: TrainConfig, said: dict[str, Any]) -> int:
+def _train_here(config: TrainConfig, settings: dict[str, Any]) -> int:
     from ..core.environment import module
     from ..launch.launchers import local
     from ..launch.mpirun_output import fail
     from ..launch.spec import Job
     from ..train import stop_signal
-    from ..train.runs import run as runs_run
-    from ..train.runs import run_dir as runs_run_dir
+    from ..train.runs import run, run_dir
 
     if config.resume is not None:
-        from ..train.runs.run_dir import settled
-
-        config = settled(said, launched=False)
+        config = run_dir.settled(settings, launched=False)
     ranks, servers = config.ranks or 1, config.servers or 0
     config = config.for_world(ranks, servers)
-    runs_run.check(config)
+    run.check(config)
     if config.resume is None:
-        config = runs_run_dir.reserve_run_dir(config)
+        config = run_dir.reserve_run_dir(config)
     try:
         program = (sys.executable, *module("hpcdp.cli"), "train", *_as_arguments(config))
         status = local.run(Job(program, ranks, servers), usr1_has_come=stop_signal.has_come)
     finally:
         stop_signal.ignore()
-        runs_run_dir.drop_empty_run_dir(config)
-    if status == os.EX_TEMPFAIL:  # rank 0 has said how to go on
+        run_dir.drop_empty_run_dir(config)
+    if status == os.EX_TEMPFAIL:  # rank 0 has printed how to resume
         return status
-    if status:  # ranks that a signal ends have no time to draw what they have written
-        _draw_what_there_is(str(config.run_dir))
+    folder = str(config.run_dir)
+    if status:  # ranks that a signal ends have no time to draw
+        _draw_what_there_is(folder)
     if status >= 128:
-        if sys.stdout.isatty():  # nor to end the line of the progress and show the cursor again
+        if sys.stdout.isatty():  # end the line of the progress bar, and show the cursor again
             with contextlib.suppress(OSError):
                 print("\x1b[?25h", flush=True)
-        kept = f"; what it had written is in {config.run_dir}" if os.path.exists(str(config.run_dir)) else ""
-        return fail(f"{_ended_by(status)}, all ranks have ended{kept}{_how_to_go_on(str(config.run_dir))}", status)
-    if status not in (0, 2) and (how := _how_to_go_on(str(config.run_dir))):  # 2: it was asked wrongly
+        kept = f"; its files are in {folder}" if os.path.exists(folder) else ""
+        return fail(f"{_ended_by(status)}, all ranks have ended{kept}{_how_to_go_on(folder)}", status)
+    if status not in (0, 2) and (how := _how_to_go_on(folder)):  # 2: a wrong argument
         return fail(f"the run has ended with status {status}{how}", status)
     return status
 
 
-def _train_as_a_rank(config: TrainConfig, said: dict[str, Any]) -> int:
+def _train_as_a_rank(config: TrainConfig, settings: dict[str, Any]) -> int:
     from ..train.runs.config import uncollected
 
     with uncollected():
@@ -298,15 +302,13 @@ def _train_as_a_rank(config: TrainConfig, said: dict[str, Any]) -> int:
         from ..train.runs.run import run
     with StopRequests(config.time_limit_s) as stop:
         comm = init().comm
-        settings = dataclasses.asdict(config)
-        del settings["run_dir"]  # that of rank 0 counts
-        same = [f"{name} = {value}" for name, value in settings.items()]
-        require_same(comm, "train", same, "start all ranks with the same settings")
+        same = [f"{name} = {value}" for name, value in dataclasses.asdict(config).items() if name != "run_dir"]
+        require_same(comm, "train", same, "start all ranks with the same settings")  # rank 0 chooses run_dir
         if config.resume is not None:
             from ..train.runs.config import TrainConfig
             from ..train.runs.run_dir import settled
 
-            config = TrainConfig(**on_rank_0(comm, lambda: dataclasses.asdict(settled(said, launched=True))))
+            config = TrainConfig(**on_rank_0(comm, lambda: dataclasses.asdict(settled(settings, launched=True))))
         return STOPPED if run(config, stop)["stopped"] else 0
 
 
@@ -320,13 +322,12 @@ def _ended_by(status: int) -> str:
 
 
 def _how_to_go_on(run_dir: str) -> str:
-    """Return the end of a line that says how a run goes on, empty where it has no checkpoint."""
+    """Return the hint how to resume a run; empty where it has no checkpoint."""
     from ..checkpoint import directory
-    from ..checkpoint.directory import require_free
     from ..train.runs.run_dir import CHECKPOINTS
 
     with contextlib.suppress(OSError, HpcdpError):
-        require_free(Path(run_dir) / CHECKPOINTS)  # as below
+        directory.require_free(Path(run_dir) / CHECKPOINTS)  # as below
         if directory.find(Path(run_dir) / CHECKPOINTS):
             return f"; go on with: hpcdp train --resume {shlex.quote(run_dir)}"
     return ""
@@ -337,14 +338,14 @@ def _draw_what_there_is(run_dir: str) -> None:
     from ..train.runs.run_dir import CHECKPOINTS, draw_run
 
     with contextlib.suppress(OSError, ValueError, HpcdpError):
-        require_free(Path(run_dir) / CHECKPOINTS)  # the folder of another job, which has refused this one
+        require_free(Path(run_dir) / CHECKPOINTS)  # not the folder of another running job
         draw_run(Path(run_dir))
 
 
 def _as_arguments(config: TrainConfig) -> list[str]:
-    """The settings as ranks take them, who may no longer find the file: a run folder's own may be overwritten."""
+    """Return the settings as arguments of ranks, since the file with them may be in an overwritten run folder."""
     values = dataclasses.asdict(config)
-    del values["overwrite"]  # its folder is made already
+    del values["overwrite"]  # the run folder exists already
     arguments = [values.pop("model")]
     for name, value in values.items():
         flag = f"--{name.replace('_', '-')}"
@@ -358,17 +359,20 @@ def _as_arguments(config: TrainConfig) -> list[str]:
 
 
 def _forward(arguments: argparse.Namespace) -> int:
-    """Every rank of a job calls, and what is wrong is so for all."""
+    """Run a command of `_FORWARDING`; every rank of a job calls, and a wrong argument is wrong for all."""
     try:
-        room = {"bench": "hpcdp.bench.command", "tune": "hpcdp.bench.tune"}.get(
-            arguments.name, f"hpcdp.cli.{arguments.name}"
-        )
-        main: Callable[[Sequence[str]], int] = importlib.import_module(room).main
-        return main(arguments.rest)
+        status: int = _module_of(arguments.name).main(arguments.rest)
+        return status
     except ConfigError as error:
         from ..launch.mpirun_output import fail
 
         return fail(error, 2, by_all=True)
+
+
+def _module_of(name: str) -> Any:
+    """Return the module of a command of `_FORWARDING`, with its functions ``parser`` and ``main``."""
+    names = {"bench": "hpcdp.bench.command", "tune": "hpcdp.bench.tune"}
+    return importlib.import_module(names.get(name, f"hpcdp.cli.{name}"))
 
 
 def _info(arguments: argparse.Namespace) -> int:

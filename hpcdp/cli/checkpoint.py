@@ -1,13 +1,11 @@
-"""`hpcdp checkpoint`: look at checkpoints, check and compare them, export and remove them. Needs no MPI."""
+"""The command `hpcdp checkpoint`: list, verify, compare, export and remove checkpoints, without MPI."""
 
 from __future__ import annotations
 
 import argparse
-import io
 import itertools
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.checks import check_name
 from ..errors import ConfigError, DataError, printable
-from ..launch.checks import Parser, at_least
+from ..launch.parser import Parser, at_least
 
 if TYPE_CHECKING:
     from ..checkpoint.export import Writer
@@ -39,15 +37,15 @@ _SUFFIXES = {".npz": "npz", ".safetensors": "safetensors", ".pt": "pt", ".pth": 
 
 
 def parser() -> Parser:
-    """The options of ``hpcdp checkpoint``."""
+    """Return the parser of ``hpcdp checkpoint``."""
     made = Parser(
         prog="hpcdp checkpoint",
         usage="hpcdp checkpoint ls | show | verify | diff | export | prune ...",
-        description="Look at checkpoints, check and compare them, export and remove them.",
+        description="List, verify, compare, export and remove checkpoints.",
         epilog=_EPILOG,
     )
     made.set_defaults(run=None)
-    commands = made.add_subparsers(title="commands", metavar="COMMAND", prog="hpcdp checkpoint")
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", prog="hpcdp checkpoint")
 
     ls = _command(commands, "ls", _ls, "one line a checkpoint, left-overs, and who saves here")
     ls.add_argument("path", metavar="PATH", type=Path, help="a folder of checkpoints, of a run, or of one checkpoint")
@@ -95,35 +93,34 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit status, see the epilog.
+    """Run ``hpcdp checkpoint`` with ``argv`` and return its exit status, see the epilog.
 
     Raises:
-        ConfigError: it cannot be done.
-        DataError: something cannot be read or written.
+        ConfigError: an argument is invalid.
+        DataError: a file cannot be read or written.
     """
     if argv and not argv[0].startswith("-"):
         check_name("checkpoint command", argv[0], ("ls", "show", "verify", "diff", "export", "prune"))
-    of = parser()
-    given, more = of.parse_known_args(argv)
+    made = parser()
+    given, more = made.parse_known_args(argv)
     if given.run is _show and not given.name and more and not more[0].startswith("-"):
-        given.name = more.pop(0)  # which argparse does not take after an option
+        given.name = more.pop(0)  # argparse accepts no optional argument after an option
     if more:
-        of.error(f"unrecognized arguments: {' '.join(more)}")
+        made.refuse(more, given)
     if given.run is None:
-        raise ConfigError("checkpoint", expected="a command", got="none", remedy="hpcdp checkpoint -h lists them")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names in a checkpoint may have any characters
+        remedy = "list the commands with hpcdp checkpoint -h"
+        raise ConfigError("checkpoint", expected="a command", got="none", remedy=remedy)
     try:
         status: int = given.run(given)
     except OSError as error:
-        if error.filename is None:  # of what is printed
+        if error.filename is None:  # an error of standard output
             raise
         raise DataError(f"checkpoint {argv[0]}", where=error.filename, got=error.strerror) from error
     return status
 
 
 def _say(*lines: str) -> None:
-    """Print at once; what names have in them breaks no line, and does nothing to a terminal."""
+    """Print lines and flush; escape line breaks and control characters in names."""
     print("\n".join(map(printable, lines)), flush=True)
 
 
@@ -131,117 +128,96 @@ def _ls(given: argparse.Namespace) -> int:
     from ..checkpoint.inspect import overview
     from . import format
 
-    seen = overview(given.path)
-    if given.json:
-        _say(*json.dumps(format.as_json(seen), indent=2).splitlines())
-    else:
-        _say(*format.lines(seen))
+    folder = overview(given.path)
+    _say(*(json.dumps(format.as_json(folder), indent=2).splitlines() if given.json else format.lines(folder)))
     return 0
 
 
 def _show(given: argparse.Namespace) -> int:
-    from ..checkpoint.inspect import chosen, offering_another
-
-    path = chosen(given.path, given.step)
-    with offering_another(given.path, path):
-        _show_one(path, given.name.strip("/"))
-    return 0
-
-
-def _show_one(path: Path, name: str) -> None:
     from ..checkpoint import inspect, manifest
     from . import format
-    from .format import BytesBar
 
-    found = manifest.read(path)
-    tensor = format.tensor_called(found, name) if name else None
-    if tensor is None:
-        lines = format.part(found, name) if name else format.whole(found, path)
-        _say(*itertools.dropwhile(lambda line: not line, lines))
-        return
-    with BytesBar(name, tensor.nbytes) as bar:
-        of = inspect.statistics(path, tensor, bar.tell)
-    _say(*format.one(name, tensor, of))
+    path, name = inspect.chosen(given.path, given.step), given.name.strip("/")
+    with inspect.offering_another(given.path, path):
+        contents = manifest.read(path)
+        tensor = format.tensor_called(contents, name) if name else None
+        if tensor is None:
+            lines = format.part(contents, name) if name else format.whole(contents, path)
+            _say(*itertools.dropwhile(lambda line: not line, lines))
+        else:
+            with format.BytesBar(name, tensor.nbytes) as bar:
+                statistics = inspect.statistics(path, tensor, bar.tell)
+            _say(*format.one(name, tensor, statistics))
+    return 0
 
 
 def _verify(given: argparse.Namespace) -> int:
     from ..checkpoint import directory, inspect
-    from ..checkpoint import inspect as checkpoint_verify
     from . import format
-    from .format import BytesBar
 
     paths: list[Path] = []
     for path in given.paths:
-        if inspect.is_checkpoint(path):
-            paths.append(path)
-            continue
-        found = [each.path for each in inspect.overview(path).checkpoints]
-        if not found:
+        is_one = inspect.is_checkpoint(path)
+        checkpoints = [path] if is_one else [seen.path for seen in inspect.overview(path).checkpoints]
+        if not checkpoints:
             raise DataError("verify", where=path, expected="checkpoints", got="none")
-        paths += found
+        paths += checkpoints
     good: list[Path] = []
-    gone = 0
+    num_removed = 0
     for path in paths:
-        nbytes, began = inspect.size_of(path), time.monotonic()
-        with BytesBar(path.name, nbytes) as bar:
-            faults = list(checkpoint_verify.faults(path, bar.tell))
-        took = time.monotonic() - began
+        nbytes, began_s = inspect.size_of(path), time.monotonic()
+        with format.BytesBar(path.name, nbytes) as bar:
+            faults = list(inspect.faults(path, bar.tell))
+        took_s = time.monotonic() - began_s
         if not os.path.lexists(path):
             _say(f"{path}: removed meanwhile")
-            gone += 1
+            num_removed += 1
             continue
-        what = format.counted(len(faults), "fault") if faults else "good"
-        _say(f"{path}: {what}, {format.size(nbytes)} in {took:.1f} s")
-        for fault in faults:
-            _say(f"  {fault}")
-        if not faults:
-            good.append(path)
+        result = format.counted(len(faults), "fault") if faults else "good"
+        _say(f"{path}: {result}, {format.size(nbytes)} in {took_s:.1f} s", *(f"  {fault}" for fault in faults))
+        good += [] if faults else [path]
     if len(paths) > 1:
-        newest = max((each for each in good if directory.is_named(each)), key=directory.step_of, default=None)
+        newest = max((path for path in good if directory.is_named(path)), key=directory.step_of, default=None)
         _say(f"newest good: {newest or 'none'}")
-    return 0 if good and len(good) + gone == len(paths) else 1
+    return 0 if good and len(good) + num_removed == len(paths) else 1
 
 
 def _diff(given: argparse.Namespace) -> int:
     from ..checkpoint import inspect, manifest
-    from ..checkpoint.inspect import chosen
     from . import format
-    from .format import BytesBar
 
-    a, b = chosen(given.a), chosen(given.b)
-    of = manifest.read(a)
+    a, b = inspect.chosen(given.a), inspect.chosen(given.b)
+    contents = manifest.read(a)
     _say(f"A  {a}", f"B  {b}")
-    with BytesBar("compared", of.nbytes) as bar:
-        found = list(inspect.differences(a, b, given.rtol, given.atol, bar.tell))
-    for each in inspect.folded(found):
-        _say(f"{each.name or 'the state'}: {each.what}")
-    same = f"no difference in {format.counted(len(of.tensors), 'tensor')} and all values"
-    _say(format.counted(len(found), "difference") if found else same)
-    return 1 if found else 0
+    with format.BytesBar("compared", contents.nbytes) as bar:
+        differences = list(inspect.differences(a, b, given.rtol, given.atol, bar.tell))
+    for difference in inspect.folded(differences):
+        _say(f"{difference.name or 'the state'}: {difference.what}")
+    same = f"no difference in {format.counted(len(contents.tensors), 'tensor')} and all values"
+    _say(format.counted(len(differences), "difference") if differences else same)
+    return 1 if differences else 0
 
 
 def _export(given: argparse.Namespace) -> int:
-    from ..checkpoint import export as checkpoint_export
-    from ..checkpoint.inspect import chosen, offering_another
+    from ..checkpoint import export, inspect
     from . import format
-    from .format import BytesBar
 
     kind = given.format or _SUFFIXES.get(given.out.suffix)
     if kind is None:
         raise ConfigError("export", where=given.out, expected=f"a name that ends in {', '.join(_SUFFIXES)}",
-                          got=given.out.suffix or "no suffix", remedy="--format says it, too")  # fmt: skip
-    check_name("format", kind, [*checkpoint_export.WRITERS, "pt"])
-    path = chosen(given.path, given.step, given.best)
-    with offering_another(given.path, path):
-        found = checkpoint_export.choose(path, given.name)
-        writer = _torch_writer() if kind == "pt" else checkpoint_export.WRITERS[kind]
-        with BytesBar(given.out.name, found.nbytes) as bar:
-            nbytes = checkpoint_export.write(found, given.out, writer, given.overwrite, bar.tell)
-    told = f"{given.out}: {format.counted(len(found.tensors), 'tensor')} of step {found.step}, {format.size(nbytes)}"
-    left_out = [] if kind == "pt" or not found.others else [format.counted(len(found.others), "value")]
-    if found.per_rank:
-        left_out.append(f"{format.counted(len(found.per_rank), 'entry', 'entries')} that each rank has for itself")
-    _say(told + (f"; left out: {', '.join(left_out)}" if left_out else ""))
+                          got=given.out.suffix or "no suffix", remedy="rename it, or use --format")  # fmt: skip
+    check_name("format", kind, [*export.WRITERS, "pt"])
+    path = inspect.chosen(given.path, given.step, given.best)
+    with inspect.offering_another(given.path, path):
+        chosen = export.choose(path, given.name)
+        writer = _torch_writer() if kind == "pt" else export.WRITERS[kind]
+        with format.BytesBar(given.out.name, chosen.nbytes) as bar:
+            nbytes = export.write(chosen, given.out, writer, given.overwrite, bar.tell)
+    line = f"{given.out}: {format.counted(len(chosen.tensors), 'tensor')} of step {chosen.step}, {format.size(nbytes)}"
+    left_out = [] if kind == "pt" or not chosen.others else [format.counted(len(chosen.others), "value")]
+    if chosen.per_rank:
+        left_out.append(f"{format.counted(len(chosen.per_rank), 'entry', 'entries')} of single ranks")
+    _say(line + (f"; left out: {', '.join(left_out)}" if left_out else ""))
     return 0
 
 
@@ -253,18 +229,16 @@ def _torch_writer() -> Writer:
 
 def _prune(given: argparse.Namespace) -> int:
     from ..checkpoint import inspect
-    from ..checkpoint import inspect as checkpoint_verify
     from . import format
-    from .format import BytesBar
 
     path = inspect.checkpoints_folder(given.path)
-    with BytesBar("verify what stays", inspect.size_of(path)) as bar:
-        done = checkpoint_verify.prune(path, given.keep, given.keep_every, given.best, given.dry_run, bar.tell)
+    with format.BytesBar("verify what stays", inspect.size_of(path)) as bar:
+        done = inspect.prune(path, given.keep, given.keep_every, given.best, given.dry_run, bar.tell)
     for step, fault in done.damaged.items():
         _say(f"step {step} stays, but is damaged: {fault}")
     verb = "would remove" if given.dry_run else "removed"
-    for each, nbytes in done.left_over.items():
-        _say(f"{verb} {each.name}, left over: {format.size(nbytes)}")
+    for file, nbytes in done.left_over.items():
+        _say(f"{verb} {file.name}, left over: {format.size(nbytes)}")
     for step, nbytes in done.steps.items():
         _say(f"{verb} step {step}: {format.size(nbytes)}")
     nbytes = sum(done.steps.values()) + sum(done.left_over.values())

@@ -1,13 +1,4 @@
-"""Tables, texts and bars on a terminal.
-
-Numbers, tables and trees as lines that fit a terminal.
-
-What `hpcdp checkpoint ls` prints.
-
-What `hpcdp checkpoint show` prints.
-
-How many bytes of long work are done: a bar on a terminal, a line every ten seconds in a log; on standard error.
-"""
+"""Lines and bars for a terminal: numbers, tables, trees, and the output of `hpcdp checkpoint ls` and `show`."""
 
 from __future__ import annotations
 
@@ -31,12 +22,12 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
 def columns() -> int:
-    """The width that lines should fit."""
+    """Return the width of the terminal, at least 40."""
     return max(40, shutil.get_terminal_size((80, 24)).columns)
 
 
 def size(nbytes: float) -> str:
-    """Bytes in three digits, decimal."""
+    """Format a number of bytes with three digits and a decimal unit."""
     unit = 0
     while nbytes >= 999.5 and unit < len(_UNITS) - 1:
         nbytes /= 1000
@@ -45,12 +36,12 @@ def size(nbytes: float) -> str:
 
 
 def counted(number: int, one: str, several: str | None = None) -> str:
-    """ "1 file", "2 files"."""
+    """Format a number with its noun: "1 file", "2 files"."""
     return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 def local_time(written: str) -> str:
-    """An instant in ISO 8601 as the clock on the wall shows it; as it is where it is none."""
+    """Format an ISO 8601 instant in local time; return other texts unchanged."""
     try:
         return datetime.datetime.fromisoformat(written).astimezone().strftime("%Y-%m-%d %H:%M")
     except ValueError:
@@ -58,15 +49,17 @@ def local_time(written: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
-    """Lines of a table. Where the first column is too wide, it has a line of its own.
+    """Yield the lines of a table; a first cell that is too wide has its own line.
 
     Args:
-        right: which columns end at the right.
+        head: the titles of the columns.
+        rows: the cells of each row.
+        right: indices of the right-aligned columns.
     """
     lines = [list(head), *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in lines) for column in range(len(head))]
-    room = columns() - sum(widths[1:]) - 2 * (len(widths) - 1)
-    widths[0] = min(widths[0], max(room, 8))
+    rest_width = columns() - sum(widths[1:]) - 2 * (len(widths) - 1)
+    widths[0] = min(widths[0], max(rest_width, 8))
     for row in lines:
         first, *rest = row
         if len(first) > widths[0]:
@@ -78,7 +71,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[in
 
 
 def fact(name: str, text: str, width: int = 13) -> Iterator[str]:
-    """Lines of a name and what there is to say of it."""
+    """Yield the lines of a name and a wrapped text."""
     yield from textwrap.wrap(
         printable(text), columns(), initial_indent=f"{name:<{width}}", subsequent_indent=" " * width,
         break_long_words=False, break_on_hyphens=False,
@@ -86,12 +79,12 @@ def fact(name: str, text: str, width: int = 13) -> Iterator[str]:
 
 
 def numbers(values: Mapping[str, float]) -> str:
-    """Named numbers on one line."""
+    """Format named numbers on one line."""
     return ", ".join(f"{name} {value:.6g}" for name, value in values.items())
 
 
 def shape(sizes: Sequence[int], width: int | None = None) -> str:
-    """As Python writes it; where that is longer than ``width``, the first sizes and how many there are."""
+    """Format a shape as Python does; if it is longer than ``width``, its first sizes and their number."""
     text = str(tuple(sizes))
     if width is None or len(text) <= width:
         return text
@@ -100,85 +93,78 @@ def shape(sizes: Sequence[int], width: int | None = None) -> str:
 
 
 def tree(value: Any, indent: int) -> Iterator[str]:
-    """Lines of nested dicts and lists, indented; what fits is on one line."""
-    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-    for key, each in pairs:
+    """Yield the lines of nested dicts and lists, indented; values that fit are on one line."""
+    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
         start = f"{' ' * indent}{printable(str(key))}  "
-        if isinstance(each, Mapping | list | tuple) and each:
-            inline = repr(each)
-            if not _holds_dicts(each) and len(start) + len(inline) <= columns():
+        if isinstance(item, Mapping | list | tuple) and item:
+            inline = repr(item)
+            if not _holds_dicts(item) and len(start) + len(inline) <= columns():
                 yield start + inline
-            elif not isinstance(each, Mapping) and len(each) > 8 and not _holds_dicts(each):
-                yield f"{start}{len(each):,} values, {repr(each[0])[:20]} ... {repr(each[-1])[:20]}"
+            elif len(item) > 8 and not _holds_dicts(item):
+                yield f"{start}{len(item):,} values, {repr(item[0])[:20]} ... {repr(item[-1])[:20]}"
             else:
                 yield start.rstrip()
-                yield from tree(each, indent + 2)
+                yield from tree(item, indent + 2)
         else:
-            yield start + shortened(repr(each), max(columns() - len(start), 10))
+            yield start + shortened(repr(item), max(columns() - len(start), 10))
 
 
 def _holds_dicts(value: Any) -> bool:
-    inner = value.values() if isinstance(value, Mapping) else value
-    return isinstance(value, Mapping) or any(isinstance(each, Mapping) or
-                                             (isinstance(each, list | tuple) and _holds_dicts(each))
-                                             for each in inner)  # fmt: skip
+    return isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(map(_holds_dicts, value)))
 
 
-def lines(seen: Overview) -> Iterator[str]:
-    """A line a checkpoint, and what else is to be said of a folder."""
-    rows = [_row(each) for each in seen.checkpoints]
+def lines(folder: Overview) -> Iterator[str]:
+    """Yield a line for each checkpoint of a folder, and lines for left-over files and the writing process."""
+    rows = [_row(seen) for seen in folder.checkpoints]
     if rows:
-        *made, _ = table(("step", "written", "size", "ranks", "state"), [*rows, ("", "", "", "", "complete")],
-                               (0, 2, 3))  # fmt: skip
-        yield f"{made[0]}{' ' * (len('complete') - len('state'))}  metrics"
-        for line, each in zip(made[1:], seen.checkpoints, strict=True):
-            yield from _with_metrics(line, each)
+        titles, filler = ("step", "written", "size", "ranks", "state"), ("", "", "", "", "complete")
+        head, *body, _ = table(titles, [*rows, filler], (0, 2, 3))
+        yield f"{head}{' ' * (len('complete') - len('state'))}  metrics"
+        for line, seen in zip(body, folder.checkpoints, strict=True):
+            yield from _with_metrics(line, seen)
     else:
-        yield f"{seen.path}: no complete checkpoint"
-    for path, nbytes in seen.left_over.items():
-        what = "being written, or left over" if seen.writer else "left over, the next save removes it"
-        yield f"{path.name}  {size(nbytes)}, {what}"
-    if seen.writer:
-        yield f"saving here: {seen.writer}"
+        yield f"{folder.path}: no complete checkpoint"
+    for path, nbytes in folder.left_over.items():
+        state = "being written, or left over" if folder.writer else "left over, the next save removes it"
+        yield f"{path.name}  {size(nbytes)}, {state}"
+    if folder.writer:
+        yield f"saving here: {folder.writer}"
 
 
-def _row(each: Seen) -> tuple[str, ...]:
-    found, state = each.manifest, "damaged" if each.damage else "complete"
-    if found is None:
-        return f"{each.step}", "", size(each.nbytes), "", state
-    return (
-        f"{each.step}", local_time(found.written), size(each.nbytes), str(found.world.get("size", "?")),
-        state,
-    )  # fmt: skip
+def _row(seen: Seen) -> tuple[str, ...]:
+    manifest, state = seen.manifest, "damaged" if seen.damage else "complete"
+    written = "" if manifest is None else local_time(manifest.written)
+    ranks = "" if manifest is None else str(manifest.world.get("size", "?"))
+    return f"{seen.step}", written, size(seen.nbytes), ranks, state
 
 
-def _with_metrics(line: str, each: Seen) -> Iterator[str]:
-    told = numbers(each.manifest.metrics) if each.manifest is not None else ""
-    if len(line) + 2 + len(told) <= columns():
-        yield f"{line}  {told}".rstrip()
-        told = ""
+def _with_metrics(line: str, seen: Seen) -> Iterator[str]:
+    metrics = numbers(seen.manifest.metrics) if seen.manifest is not None else ""
+    if len(line) + 2 + len(metrics) <= columns():
+        yield f"{line}  {metrics}".rstrip()
+        metrics = ""
     else:
         yield line
-    for more in (told, each.damage or ""):
-        yield from textwrap.wrap(more, columns(), initial_indent="    ", subsequent_indent="    ",
+    for text in (metrics, seen.damage or ""):
+        yield from textwrap.wrap(text, columns(), initial_indent="    ", subsequent_indent="    ",
                                  break_on_hyphens=False)  # fmt: skip
 
 
-def as_json(seen: Overview) -> dict[str, Any]:
-    """The same for programs: sizes in bytes, ``damage`` null where nothing is seen to be wrong."""
+def as_json(folder: Overview) -> dict[str, Any]:
+    """Return the content of `lines` for programs: sizes in bytes, ``damage`` None where none was found."""
     return {
-        "path": str(seen.path),
+        "path": str(folder.path),
         "checkpoints": [
             {
-                "step": each.step, "path": str(each.path), "nbytes": each.nbytes, "damage": each.damage,
-                "written": each.manifest.written if each.manifest else None,
-                "world": each.manifest.world if each.manifest else None,
-                "metrics": each.manifest.metrics if each.manifest else {},
+                "step": seen.step, "path": str(seen.path), "nbytes": seen.nbytes, "damage": seen.damage,
+                "written": seen.manifest.written if seen.manifest else None,
+                "world": seen.manifest.world if seen.manifest else None,
+                "metrics": seen.manifest.metrics if seen.manifest else {},
             }
-            for each in seen.checkpoints
+            for seen in folder.checkpoints
         ],
-        "left_over": [{"path": str(path), "nbytes": nbytes} for path, nbytes in seen.left_over.items()],
-        "writer": seen.writer,
+        "left_over": [{"path": str(path), "nbytes": nbytes} for path, nbytes in folder.left_over.items()],
+        "writer": folder.writer,
     }  # fmt: skip
 
 
@@ -187,7 +173,7 @@ _SHAPE_WIDTH = 32
 
 
 class _Placeholder:
-    """So that what stands beside tensors in a list keeps its number."""
+    """A placeholder for tensors in a list, so that the other items keep their numbers."""
 
     def __repr__(self) -> str:
         return "(tensors)"
@@ -197,7 +183,7 @@ _TENSORS = _Placeholder()
 
 
 def whole(found: Manifest, path: Path) -> Iterator[str]:
-    """All there is to say of a checkpoint."""
+    """Yield the lines of a whole checkpoint."""
     nbytes = sum(file.nbytes for file in found.files)
     ranks, nodes = (found.world.get(name, "?") for name in ("size", "num_nodes"))
     yield from fact("checkpoint", str(path))
@@ -213,17 +199,17 @@ def whole(found: Manifest, path: Path) -> Iterator[str]:
 
 
 def part(found: Manifest, name: str) -> Iterator[str]:
-    """The tensors and values that lie below a name; "": all."""
+    """Yield the lines of the tensors and values below a name; ``""`` for all."""
     form = flatten.below(found.state, name) if name else found.state
-    named = [(each, node["tensor"]) for each, node in flatten.entries(form, name)
-             if isinstance(node, dict) and "tensor" in node]  # fmt: skip
-    tensors = [(each, found.tensors[key]) for each, key in named]
+    tensors = [(path, found.tensors[node["tensor"]]) for path, node in flatten.entries(form, name)
+               if isinstance(node, dict) and "tensor" in node]  # fmt: skip
     if tensors:
         yield from [""] if not name else []
         rows = [
-            (each or "state", shape(of.shape, _SHAPE_WIDTH), of.dtype, f"{of.nbytes:,}", f"{len(of.parts)}")
-            for each, of in tensors
-        ]
+            (path or "state", shape(tensor.shape, _SHAPE_WIDTH), tensor.dtype, f"{tensor.nbytes:,}",
+             f"{len(tensor.parts)}")
+            for path, tensor in tensors
+        ]  # fmt: skip
         yield from table(("tensor", "shape", "dtype", "bytes", "parts"), rows, (3, 4))
     values = _values(form)
     if isinstance(values, dict):
@@ -239,7 +225,7 @@ def _section(title: str, lines: Iterator[str]) -> Iterator[str]:
 
 
 def _values(form: flatten.Form) -> Any:
-    """The nested values of a form, without tensors and what holds nothing else; of what is per rank, rank 0's."""
+    """Return the nested values of a form, without tensors and containers of tensors only; rank 0's of each rank."""
     if not isinstance(form, dict):
         return form
     ((tag, content), *_) = form.items()
@@ -261,23 +247,23 @@ def _values(form: flatten.Form) -> Any:
 
 
 def tensor_called(found: Manifest, name: str) -> StoredTensor | None:
-    """The tensor of that name, None where other things lie below it.
+    """Return the tensor of that name; None for the name of a container.
 
     Raises:
-        ConfigError: there is nothing of that name.
+        ConfigError: the name is unknown.
     """
     nodes = dict(flatten.entries(found.state))
     if name in nodes:
         node = nodes[name]
         return found.tensors[node["tensor"]] if isinstance(node, dict) and "tensor" in node else None
-    if any(each.startswith(f"{name}/") for each in nodes):
+    if any(path.startswith(f"{name}/") for path in nodes):
         return None
     raise ConfigError("show", expected="a name of the state", got=repr(name),
-                      remedy=inspect.remedy(found.state, name) or "without a name it shows all")  # fmt: skip
+                      remedy=inspect.remedy(found.state, name) or "leave out the name to show all")  # fmt: skip
 
 
 def one(name: str, tensor: StoredTensor, of: TensorStatistics) -> Iterator[str]:
-    """One tensor and its statistics."""
+    """Yield the lines of one tensor and its statistics."""
     yield from fact("tensor", name)
     yield from fact("shape", f"{shape(tensor.shape)} {tensor.dtype}, {size(tensor.nbytes)}")
     files = [f"{part.file} {part.dataset} ({part.count:,} elements)" for part in tensor.parts]
@@ -297,11 +283,11 @@ _LOG_EVERY_S = 10.0
 
 
 class BytesBar:
-    """Shows progress inside a ``with`` statement; nothing stays of the bar.
+    """A context that shows progress on stderr: a transient bar on a terminal, elsewhere a line every ten seconds.
 
     Args:
-        what: is being done.
-        total: bytes in all.
+        what: label of the work.
+        total: total number of bytes.
     """
 
     def __init__(self, what: str, total: int) -> None:
@@ -317,8 +303,8 @@ class BytesBar:
             from rich.table import Column
 
             console = Console(file=sys.stderr, width=columns - 1, force_terminal=True, highlight=False)
-            cut_off = Column(no_wrap=True, overflow="crop")  # not every terminal has rich's ellipsis
-            # Refreshed by hand: rich's own refresh is a thread.
+            cut_off = Column(no_wrap=True, overflow="crop")  # not every terminal can show rich's ellipsis
+            # Refresh in this thread: rich's own refresh is another thread.
             self._bars = Progress(
                 TextColumn("{task.description}", markup=False, table_column=cut_off), BarColumn(),
                 DownloadColumn(table_column=cut_off), TimeRemainingColumn(table_column=cut_off),
@@ -335,7 +321,7 @@ class BytesBar:
             self._bars.stop()
 
     def tell(self, nbytes: int) -> None:
-        """So many bytes more are done."""
+        """Add ``nbytes`` to the bytes that are done."""
         self._done += nbytes
         now = time.monotonic()
         if now - self._shown < (_LOG_EVERY_S if self._bars is None else _REFRESH_S):

@@ -1,4 +1,4 @@
-"""`hpcdp launch`: start a program as MPI ranks, here or on other machines. Never starts MPI itself."""
+"""The command `hpcdp launch`: start a program as MPI ranks, here or on other machines, without initializing MPI."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from ..core.checks import check_name
 from ..errors import ConfigError, shortened, type_named
 from ..launch import hosts, launchers
-from ..launch.checks import Parser
 from ..launch.hosts import allocation, require_one_component
+from ..launch.parser import Parser
 from ..launch.spec import BINDINGS, Job
 
 _MOST_RANKS = 1_000_000
@@ -35,7 +35,7 @@ hosts.txt has a host a line, as ssh knows it: node1, node1:4 or node1 slots=4.
 
 
 def parser() -> Parser:
-    """The options of ``hpcdp launch``."""
+    """Return the parser of ``hpcdp launch``."""
     made = Parser(
         prog="hpcdp launch",
         usage="hpcdp launch -n N [-s S] [-H HOSTS] [options] -- PROGRAM [ARGUMENT ...]",
@@ -62,14 +62,17 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit status of the job.
+    """Run ``hpcdp launch`` with ``argv`` and return the exit status of the job.
 
     Raises:
-        ConfigError: it cannot be asked for.
-        LaunchError: it cannot be done.
+        ConfigError: an argument is invalid.
+        LaunchError: the job cannot be started.
     """
-    given, unknown = parser().parse_known_args(argv)
-    _check_options(unknown or given.program[:1])
+    made = parser()
+    given, unknown = made.parse_known_args(argv)
+    words = unknown or given.program[:1]
+    if words and words[0].startswith("-") and words[0] != "--":
+        made.refuse(words, given)
     name = given.launcher or launchers.usual(given.hosts is not None, os.environ)
     check_name("launcher", name, launchers.LAUNCHERS)
     if name in ("mpi", "slurm") or (given.launcher is None and name == "local"):
@@ -87,13 +90,6 @@ def main(argv: Sequence[str]) -> int:
     return launcher.run(job)
 
 
-def _check_options(words: Sequence[str]) -> None:
-    """Raises `ConfigError` where the first word that is taken for the program's is an option."""
-    if words and words[0].startswith("-") and words[0] != "--":
-        names = [option for option in parser()._option_string_actions if option.startswith("--")]
-        check_name("launch option", words[0].partition("=")[0], names)
-
-
 def _job(given: argparse.Namespace) -> Job:
     env = dict(pair for text in given.env for pair in _variables(text))
     program = _words(given.program[1:] if given.program[:1] == ["--"] else given.program, env.get("PATH"))
@@ -101,7 +97,8 @@ def _job(given: argparse.Namespace) -> Job:
     ranks = _ranks_of_the_job(given, servers) if given.ranks is None else _number("-n", "ranks", given.ranks, least=1)
     per_node = given.ranks_per_node
     if not program:
-        raise ConfigError("launch", expected="a program after --", remedy="e.g. hpcdp launch -n 2 -- python train.py")
+        remedy = "add it, e.g. hpcdp launch -n 2 -- python train.py"
+        raise ConfigError("launch", expected="a program after --", remedy=remedy)
     if given.bind is not None:
         check_name("--bind", given.bind, BINDINGS)
     return Job(
@@ -122,7 +119,7 @@ def _job(given: argparse.Namespace) -> Job:
 
 
 def _ranks_of_the_job(given: argparse.Namespace, servers: int) -> int:
-    """As many as the Slurm job has tasks, without those that are servers."""
+    """Return the number of tasks of the Slurm job, without the servers."""
     allocated = None if given.hosts is not None else allocation()
     if allocated is None:
         parser().error("the following arguments are required: -n/--ranks")
@@ -140,8 +137,11 @@ def _number(option: str, what: str, text: str, *, least: int) -> int:
 
 
 def _words(program: Sequence[str], path: str | None) -> list[str]:
-    """Return the words of a program; its first one is split as a shell would where it has blanks and names no file,
-    as launchers of key-value stores take a program and its arguments: ``"python dist.py"``."""
+    """Return the words of a program.
+
+    A first word with blanks that names no file is split as a shell does: launchers of key-value stores accept a program
+    and its arguments as one word, ``"python dist.py"``.
+    """
     first, *others = program or [""]
     if not re.search(r"\s", first) or os.path.exists(first) or shutil.which(first, path=path) is not None:
         return [*program]
@@ -149,13 +149,13 @@ def _words(program: Sequence[str], path: str | None) -> list[str]:
         return [*shlex.split(first), *others]
     except ValueError as error:
         raise ConfigError(
-            "launch", expected="a program, or a program and its arguments in one word as a shell splits it",
+            "launch", expected="a program, or a program and its arguments as one word in shell syntax",
             got=f"{first!r}: {error}",
         ) from error  # fmt: skip
 
 
 def _variables(text: str) -> list[tuple[str, str]]:
-    """Return the variables of one ``--env``, with their values."""
+    """Return the variables of one ``--env`` and their values."""
     if not text.startswith("@"):
         return [_variable(text)]
     valid = 'an object of strings, such as {"KEY": "value"}'
@@ -178,12 +178,12 @@ def _variable(text: str) -> tuple[str, str]:
 
 
 def _checked(name: str, value: str) -> tuple[str, str]:
-    """Return both; no message shows the value, which may be a secret."""
+    """Return both after checking them; no message shows the value, which may be a secret."""
     if not _NAME.fullmatch(name):
-        expected = "NAME=VALUE, the NAME of a variable here, or @FILE"
+        expected = "NAME=VALUE, the NAME of a variable of this shell, or @FILE"
         raise ConfigError("launch --env", expected=expected, got=repr(shortened(name, 80)))
     if "\0" in value:
         raise ConfigError("launch --env", where=name, expected="a value without zero bytes", got="one with them")
     if name == "PATH" and not value:
-        raise ConfigError("launch --env", expected="a PATH with folders, in which programs are found", got="PATH=")
+        raise ConfigError("launch --env", expected="a PATH with folders of programs", got="PATH=")
     return name, value

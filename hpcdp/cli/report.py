@@ -1,4 +1,4 @@
-"""`hpcdp report`: one page of HTML about runs. Needs no MPI."""
+"""The command `hpcdp report`: one page of HTML about runs, without MPI."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..core.checks import file_name
 from ..errors import ConfigError, printable, reason
-from ..launch.checks import Parser
+from ..launch.parser import Parser
 from ..train.metrics import replace_file
 
 _EPILOG = """\
@@ -21,7 +21,7 @@ examples:
 
 
 def parser() -> Parser:
-    """The options of ``hpcdp report``."""
+    """Return the parser of ``hpcdp report``."""
     made = Parser(
         prog="hpcdp report", description="Make one page of HTML about a run, or about several side by side.",
         epilog=_EPILOG,
@@ -35,14 +35,14 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit status.
+    """Run ``hpcdp report`` with ``argv`` and return its exit status.
 
     Raises:
-        ConfigError: no run folder, or a place that cannot be written.
-        DataError: a damaged file of a run.
+        ConfigError: a folder is no run's, or a file cannot be written.
+        DataError: a file of a run is damaged.
     """
     arguments = parser().parse_args(argv)
-    from ..train import report  # after --help, which needs no matplotlib
+    from ..train import report  # loads matplotlib, which --help does not need
 
     runs = report.read_runs(arguments.runs)
     output = arguments.output or (arguments.runs[0] if len(runs) == 1 else Path()) / "report.html"
@@ -67,4 +67,4 @@ def _write(path: Path, content: str | bytes) -> None:
         path.parent.mkdir(exist_ok=True)  # the folder of the pictures
         replace_file(path, content)
     except OSError as error:
-        raise ConfigError("report", where=path, expected="a place for it", got=reason(error)) from error
+        raise ConfigError("report", where=path, expected="a writable path", got=reason(error)) from error

@@ -1,4 +1,4 @@
-"""`hpcdp slurm`: render batch scripts, submit them, look after their jobs. Needs no MPI."""
+"""The command `hpcdp slurm`: render batch scripts, submit them and manage their jobs, without MPI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.checks import check_name
 from ..errors import ConfigError
-from ..launch.checks import Parser, at_least
+from ..launch.parser import Parser, at_least
 
 if TYPE_CHECKING:
     from ..launch.slurm_scripts import Script
@@ -31,15 +31,15 @@ examples:
 
 
 def parser() -> Parser:
-    """The options of ``hpcdp slurm``."""
+    """Return the parser of ``hpcdp slurm``."""
     made = Parser(
         prog="hpcdp slurm",
         usage="hpcdp slurm render | submit | status | cancel ...",
-        description="Render batch scripts for Slurm, submit them, look after their jobs.",
+        description="Render batch scripts for Slurm, submit them, manage their jobs.",
         epilog=_EPILOG,
     )
     made.set_defaults(run=None)
-    commands = made.add_subparsers(title="commands", metavar="COMMAND", prog="hpcdp slurm")
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", prog="hpcdp slurm")
     usage = "hpcdp slurm {} TEMPLATE [options] [-- PROGRAM [ARGUMENT ...]]"
     _add_request(_command(commands, "render", _render, "print the script of a job", usage=usage.format("render")))
     about = "write the script of a job beside its run, and submit it"
@@ -79,11 +79,11 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit status.
+    """Run ``hpcdp slurm`` with ``argv`` and return its exit status.
 
     Raises:
-        ConfigError: it was asked wrongly, or the site's profile lacks something.
-        LaunchError: Slurm is not there, or refuses.
+        ConfigError: an argument is invalid, or the site's profile lacks a key.
+        LaunchError: Slurm is missing or refuses.
     """
     if argv and not argv[0].startswith("-"):
         check_name("slurm command", argv[0], ("render", "submit", "status", "cancel"))
@@ -94,38 +94,37 @@ def main(argv: Sequence[str]) -> int:
     given = parser().parse_args(options)
     given.program = program
     if given.run is None:
-        raise ConfigError("slurm", expected="a command", got="none", remedy="hpcdp slurm -h lists them")
+        raise ConfigError("slurm", expected="a command", got="none", remedy="list the commands with hpcdp slurm -h")
     status: int = given.run(given)
     return status
 
 
 def _script(given: argparse.Namespace) -> Script:
     from ..launch import slurm_scripts
-    from ..launch import slurm_scripts as slurm_script
 
-    check_name("template", given.template, slurm_script.TEMPLATES)
+    check_name("template", given.template, slurm_scripts.TEMPLATES)
     if given.template == "sweep" and given.settings is None:
         raise ConfigError(
             "sweep", expected="--settings FILE, a line of further arguments for each task", got="none",
-            remedy="e.g. a file with the lines --lr 0.1 and --lr 0.2: "
+            remedy="write lines such as --lr 0.1 and --lr 0.2 into a file: "
             "hpcdp slurm submit sweep --settings lines.txt -- hpcdp train",
         )  # fmt: skip
     if given.gres is not None and given.template not in ("train-gpu", "interactive"):
         raise ConfigError("--gres", expected="the template train-gpu or interactive", got=given.template)
-    said = {name: getattr(given, name) for name in ("time", "partition", "account", "gres")}
-    site = slurm_scripts.load(given.site).with_flags({name: text for name, text in said.items() if text is not None})
-    request = slurm_script.ScriptRequest(
+    flags = {name: getattr(given, name) for name in ("time", "partition", "account", "gres")}
+    site = slurm_scripts.load(given.site).with_flags({name: text for name, text in flags.items() if text is not None})
+    request = slurm_scripts.ScriptRequest(
         template=given.template,
         program=tuple(given.program),
         nodes=given.nodes,
         ranks_per_node=given.ranks_per_node,
         cpus_per_task=given.cpus_per_task,
         name=given.name,
-        settings=slurm_script.read_settings(given.settings) if given.settings is not None else (),
+        settings=slurm_scripts.read_settings(given.settings) if given.settings is not None else (),
         at_once=given.at_once,
         requeues=given.requeues,
     )
-    return slurm_script.render(request, site)
+    return slurm_scripts.render(request, site)
 
 
 def _render(given: argparse.Namespace) -> int:
@@ -139,7 +138,7 @@ def _submit(given: argparse.Namespace) -> int:
     if given.template == "interactive":
         raise ConfigError(
             "slurm submit", expected="a template of a batch job", got="interactive",
-            remedy="hpcdp slurm render interactive >session.sh; bash session.sh",
+            remedy="run hpcdp slurm render interactive >session.sh; bash session.sh",
         )  # fmt: skip
     script = _script(given)
     if given.dry_run:
@@ -159,13 +158,13 @@ def _submit(given: argparse.Namespace) -> int:
 def _status(given: argparse.Namespace) -> int:
     from ..launch import slurm_scripts
 
-    found, unknown = slurm_scripts.jobs(given.jobs) if given.jobs else (slurm_scripts.own_jobs(), [])
+    jobs, unknown = slurm_scripts.jobs(given.jobs) if given.jobs else (slurm_scripts.own_jobs(), [])
     rows = [("JOB", "STATE", "TIME", "WHERE", "NAME")]
-    rows += [(job.number, job.state, job.took, job.where, job.name) for job in found]
+    rows += [(job.number, job.state, job.took, job.where, job.name) for job in jobs]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows if found else []:
+    for row in rows if jobs else []:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    if not given.jobs and not found:
+    if not given.jobs and not jobs:
         print("no job of yours is in the queue")
     slurm_scripts.refuse_unknown(unknown)
     return 0

@@ -32,7 +32,7 @@ from ..core.arrays import (
 )
 from ..core.devices import lie_together, to_device_of
 from ..engine import Variable
-from ..errors import ConfigError, UnsupportedError, type_named, whole_number
+from ..errors import ConfigError, HpcdpError, UnsupportedError, type_named, whole_number
 from ..kernels import kernels_for
 from ..kernels.reference.gradients import SUM
 
@@ -232,6 +232,8 @@ def checked_rows(operation: str, row_ids: Any, shape: tuple[int, ...]) -> np.nda
     """
     try:
         rows = to_host(row_ids) if is_array(row_ids) else np.asarray(row_ids)
+    except HpcdpError:
+        raise
     except ValueError:  # lists of several lengths
         rows = np.empty((0, 0))
     if isinstance(row_ids, list | tuple) and not row_ids:

@@ -21,7 +21,7 @@ from ..core.arrays import Array, is_host, to_host
 from ..core.checks import function, not_copied, number
 from ..core.devices import to_device_of
 from ..engine import Engine, Variable
-from ..errors import ConfigError, UnsupportedError, listed
+from ..errors import ConfigError, MissingKeyError, UnsupportedError, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer
 from .arguments import (
     Entry,
@@ -409,7 +409,7 @@ class KVStore(StateDictMixin):
         if isinstance(key, int | str) and not isinstance(key, bool) and key in self._entries:
             return self._entries[key]
         keys = listed([repr(name) for name in self._entries]) or "none yet"
-        raise ConfigError(operation, where=f"key {key!r}", expected=f"one of the keys made by init(): {keys}")
+        raise MissingKeyError(operation, where=f"key {key!r}", expected=f"one of the keys made by init(): {keys}")
 
     def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> PullHandle:
         variable, version = self._engine.variable(f"pull of {entry.key!r}"), entry.pushes

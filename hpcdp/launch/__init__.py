@@ -1,6 +1,6 @@
-"""Start of ranks: by one of the `launchers`, on other hosts through a `guard` there, in batch jobs.
+"""Launching of ranks: by one of the `launchers`, through a `guard` on each other host, and in batch jobs.
 
-The launcher itself never starts MPI.
+The launcher never initializes MPI.
 """
 
 from ..errors import LaunchError

@@ -1,6 +1,6 @@
-"""What mpirun takes for ssh: hands the command for a host to the launcher, whose guard there runs it.
+"""The program that mpirun starts instead of ssh: it passes a host's command to the launcher, whose guard runs it.
 
-A program of its own that imports nothing of this library, since one is started for every host:
+It imports nothing of this library, because mpirun starts one process for every host:
 ``python agent.py SOCKET [OPTION ...] HOST COMMAND ...``.
 """
 

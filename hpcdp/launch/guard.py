@@ -1,9 +1,8 @@
-"""What holds a job's processes on another host: started there by ssh, it is the ancestor of all of them.
+"""The guard of a remote host: started there by ssh, it is the ancestor of all processes of the job on that host.
 
-It starts what mpirun wants started on its host, tells of the ranks that start and end there, and dies with its
-connection: when that closes, or nothing has come for `LOST_AFTER_S`, everything below it is ended and what it left in
-/dev/shm is removed. So no rank outlives the launcher, its host, or the network between them, whatever the MPI library
-does.
+It starts mpirun's daemon, reports the starts and ends of ranks, and ends with its connection. When the connection
+closes, or is silent for `LOST_AFTER_S`, the guard ends all its descendants and removes their files in /dev/shm. So no
+rank outlives the launcher, its host or the network between them, whatever the MPI library does.
 
 Both sides write lines of JSON, each with one key: the launcher ``begin``, ``check``, ``start``, ``ranks``, ``beat``,
 ``pause`` and ``end``, the guard ``ready``, ``problems``, ``beat``, ``rank``, ``rank_end``, ``started_end``, ``died``
@@ -31,9 +30,9 @@ from .mpi_library import LOST_AFTER_S, STALLED_S, blas_threads
 from .process_monitor import Watch, adopt, bound, end_orphans, living
 
 FIRST_WORDS = "hpcdp guard "
-"""Before its first line: what a login script has written is not taken for it."""
+"""The prefix of the guard's first line, which tells it from the output of login scripts."""
 DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
-"""Programs of mpirun on other hosts."""
+"""The daemons of mpirun on other hosts."""
 _WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -41,9 +40,9 @@ class Guard:
     """The guard of this host, on its standard input and output.
 
     Args:
-        begin: how many ``ranks`` run here and ``elsewhere``, how many ``servers`` are among all, the ``workers`` here,
-            the ``environ`` of what is started, the ``folder`` that Open MPI's segments share with no other job,
-            or None, and the ``interface`` through which mpirun's daemon accepts connections, None for any.
+        begin: the launcher's settings: numbers of ``ranks`` here and ``elsewhere``, of ``servers`` among all, and of
+            ``workers`` here; the ``environ`` of started processes; the job's ``folder`` for Open MPI's segments, or
+            None; the ``interface`` on which mpirun's daemon accepts connections, None for any.
     """
 
     def __init__(self, begin: dict[str, Any]) -> None:
@@ -55,12 +54,12 @@ class Guard:
         self._wrong: list[str] = []
         self._watch = Watch(os.getpid(), begin["ranks"], set(_WATCHED), begin["servers"], begin["elsewhere"])
         self._watch.also(0, self._read)
-        # What is started here must not hold the guard's own descriptors: ssh keeps a connection open while somebody
-        # does, and the launcher would not notice that the guard was killed.
+        # Children must not inherit the guard's descriptors: ssh keeps a connection open while a process holds them, and
+        # the launcher would not notice that the guard was killed.
         self._words, self._words_end = os.pipe()
         os.set_blocking(self._words, False)
         self._watch.also(self._words, self._copy)
-        # By pid: the launcher's number, and the process, which would take its own status if it were forgotten.
+        # By pid: the launcher's number, and the Popen object, which would reap the process if it were deleted.
         self._started: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         self._told_starts, self._told_ends = 0, set[int]()
         self._buffer = b""
@@ -68,7 +67,7 @@ class Guard:
         self._heard_s = time.monotonic()
 
     def run(self) -> None:
-        """Returns once the job is over here and nothing of it is left."""
+        """Run until the job has ended on this host, and remove what it leaves behind."""
         with contextlib.ExitStack() as left_behind:
             if self._folder is None:
                 left_behind.enter_context(process_monitor.files_of_mpich_removed())
@@ -85,7 +84,7 @@ class Guard:
                     looked_s += late_s
                     if late_s > STALLED_S and self._heard_s < looked_s:
                         self._heard_s = min(looked_s, self._heard_s + late_s)
-                    if self._interface is not None and self._watch.starts:  # the daemon listens before
+                    if self._interface is not None and self._watch.starts:  # the daemon listens before it starts ranks
                         self._keep_daemons_to(self._interface)
                         self._interface = None
                     self._tell_of_ranks()
@@ -118,12 +117,12 @@ class Guard:
                 for rank, pid in value:
                     self._watch.know_of(rank, pid)
             elif key == "pause":
-                self._heard_s = math.inf  # until the next line
+                self._heard_s = math.inf  # no limit until the next line
             elif key == "end":
                 self._is_over = True
 
     def _copy(self) -> bool:
-        """Copy what processes here have written, for the launcher's stderr; return whether there was any."""
+        """Copy the output of this host's processes to the launcher's stderr; return whether there was any."""
         try:
             written = os.read(self._words, 1 << 16)
         except BlockingIOError:
@@ -133,9 +132,9 @@ class Guard:
         return True
 
     def _start(self, number: int, command: str) -> None:
-        """Start a command as sshd does, by the user's shell, from the home folder; it gets SIGTERM if the guard dies.
+        """Start a command as sshd does, by the user's shell in the home folder; it gets SIGTERM if the guard dies.
 
-        The signal reaches what the shell becomes; what has left that process, as a daemon does, ends with mpirun.
+        The signal reaches the program that replaces the shell; a process that daemonizes ends with mpirun.
         """
         process = subprocess.Popen(
             [_shell(), "-c", command],
@@ -148,11 +147,11 @@ class Guard:
         self._started[process.pid] = number, process
 
     def _keep_daemons_to(self, interface: str) -> None:
-        """A daemon is the shell that was started here, which has become it, or a child of that."""
-        for pid in self._started:
-            for each in {pid} | living(pid):
-                if _name_of(each) in DAEMONS:
-                    keep_to_interface(interface, each)
+        """Restrict the daemons' sockets to an interface; a daemon is a started shell's successor or child."""
+        for shell in self._started:
+            for pid in {shell} | living(shell):
+                if _name_of(pid) in DAEMONS:
+                    keep_to_interface(interface, pid)
 
     def _tell_of_ranks(self) -> None:
         for start in self._watch.starts[self._told_starts :]:
@@ -164,57 +163,58 @@ class Guard:
                 tell({"rank_end": [end.rank, end.pid, end.status]})
 
     def _reap(self) -> None:
-        """Takes the statuses of what was started here, and of what it left behind, such as a daemon of mpirun."""
+        """Reap and report ended children, and orphans that this process has adopted, such as a daemon of mpirun."""
         while True:
             try:
-                seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if seen is None:
+            if ended is None:
                 return
-            self._tell_of_ranks()  # of a rank that is reaped here nobody else could tell the status
-            name = _name_of(seen.si_pid)
-            _, status = os.waitpid(seen.si_pid, 0)
-            if seen.si_pid in self._started:
-                number, process = self._started.pop(seen.si_pid)
+            self._tell_of_ranks()  # the status of a rank that is reaped here is lost afterwards
+            name = _name_of(ended.si_pid)
+            _, status = os.waitpid(ended.si_pid, 0)
+            if ended.si_pid in self._started:
+                number, process = self._started.pop(ended.si_pid)
                 process.returncode = os.waitstatus_to_exitcode(status)
                 tell({"started_end": [number, process.returncode]})
             elif status:
-                tell({"died": [name, seen.si_pid, status]})
+                tell({"died": [name, ended.si_pid, status]})
 
 
 def problems(folder: str | None, program: str, interface: str | None, *, is_copy: bool = False) -> list[str]:
-    """Return why a program cannot run on this host, nothing where it can.
+    """Return the reasons why a program cannot run on this host, none where it can.
 
     Args:
-        folder: its working folder.
-        is_copy: whether ``--sync-dst-dir`` has filled the folder: others may have made it before, in /tmp.
+        folder: the working folder.
+        program: the program's path, relative to ``folder`` or absolute.
+        interface: network interface of the job's traffic; None for any.
+        is_copy: whether ``--sync-dst-dir`` has filled the folder, which others may have made before, as in /tmp.
     """
-    found = []
+    reasons = []
     if folder is not None and not os.path.isdir(folder):
-        found.append(f"there is no folder {folder}; share it, or copy it with --sync-dst-dir")
+        reasons.append(f"there is no folder {folder}; share it, or copy it with --sync-dst-dir")
     elif folder is not None and is_copy and (writer := who_else_may_write(folder, everybody=True)) is not None:
-        found.append(f"others may change {writer}; give --sync-dst-dir a folder of yours")
+        reasons.append(f"others may change {writer}; give --sync-dst-dir a folder of yours")
     path = program if os.path.isabs(program) or folder is None else os.path.join(folder, program)
     if not os.path.isfile(path) or not os.access(path, os.X_OK):
-        found.append(f"there is no program {program}; it must lie at the same path on all hosts")
-    wrong = None if interface is None else hosts.problem(interface)
-    if wrong is not None:
-        found.append(wrong)
-    return found
+        reasons.append(f"there is no program {program}; install it at the same path on all hosts")
+    if interface is not None and (reason := hosts.problem(interface)) is not None:
+        reasons.append(reason)
+    return reasons
 
 
 def tell(message: dict[str, Any], before: str = "") -> None:
-    """Writes one line to the launcher."""
+    """Write one line to the launcher."""
     os.write(1, f"{before}{json.dumps(message)}\n".encode())
 
 
 def main() -> None:
-    """The program on a host."""
+    """Run the guard on the standard input and output of ssh."""
     cores = len(os.sched_getaffinity(0))
     tell({"ready": [socket.gethostname(), cores]}, FIRST_WORDS)
     line = b""
-    while not line.endswith(b"\n"):  # no more than this line is read
+    while not line.endswith(b"\n"):  # reads no more than this line
         received = os.read(0, 1)
         if not received:
             return
@@ -223,7 +223,8 @@ def main() -> None:
 
 
 def _shares(workers: int, environ: dict[str, str]) -> dict[str, str]:
-    """This host's environment, with its cores shared out among the ranks' BLAS threads unless the user says."""
+    """Return this host's environment, with its cores shared out among the ranks' BLAS threads unless ``environ`` has
+    their number."""
     return {**os.environ, **blas_threads(max(1, len(os.sched_getaffinity(0)) // max(1, workers)), environ)}
 
 

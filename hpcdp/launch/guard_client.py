@@ -1,10 +1,7 @@
-"""The launcher's end of its connection to the guard of one host: an ssh that runs `guard` there.
+"""The launcher's connections to the guards of remote hosts, and the copies of the working folder there.
 
-Guards on remote hosts, and the copying of files to them.
-
-The guards of a job's other hosts together: reached before mpirun starts, and asked by it to start its daemons.
-
-Copies of the working folder on all hosts, by rsync.
+`Channel` is an ssh that runs `hpcdp.launch.guard` on one host. `Guards` are those of a job's other hosts: they are
+connected before mpirun starts, and start its daemons at its request. `copy` fills ``--sync-dst-dir`` by rsync.
 """
 
 from __future__ import annotations
@@ -39,20 +36,20 @@ from .process_monitor import End, Start, Watch, name_of
 from .spec import Command
 
 SSH = ("ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR")
-"""It never asks: for a password, or whether a host is known."""
+"""The ssh command, which never prompts for a password or an unknown host key."""
 ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4", "-o", "ControlPath=none")
-"""It ends by itself where neither side ends it: the guard's limit is another thing."""
+"""Options with which ssh ends by itself when the host is lost, independently of the guard's limit."""
 AT_ONCE = 64
-"""Hosts that are connected to at a time: each takes a process here."""
+"""Greatest number of hosts that are connected concurrently; each needs a process on this machine."""
 FILES = 2
-"""Descriptors of a channel."""
-_ROOT = Path(__file__).resolve().parents[3]
-_GUARD = "import sys; sys.path.insert(0, {!r}); from hpcdp.launch.remote import guard; guard.main()"
+"""Number of descriptors of a channel."""
+_ROOT = Path(__file__).resolve().parents[2]
+_GUARD = "import sys; sys.path.insert(0, {!r}); from hpcdp.launch import guard; guard.main()"
 _MOST_WORDS = 10_000
 
 
 class Channel:
-    """A connection to ``host``, as ssh knows it; the remote command line holds no value of the user's."""
+    """A connection to the guard on ``host``, a name for ssh; the remote command line has no value of the user's."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -62,32 +59,32 @@ class Channel:
         self._buffer = b""
         self._words, self._quiet = b"", Quiet()
         self.banners = Banners()
-        """What daemons of mpirun say there at length of ranks that have failed."""
+        """The long messages of mpirun's daemons on failed ranks, kept back."""
         guard = shlex.join([sys.executable, "-P", "-c", _GUARD.format(str(_ROOT))])
-        self._both_ways, of_ssh = socket.socketpair()  # one descriptor a host, not two
-        with of_ssh:
+        self._both_ways, ssh_end = socket.socketpair()  # one descriptor a host, not two
+        with ssh_end:
             self._ssh = subprocess.Popen(
                 [*SSH, *ALIVE, "--", host, f"exec {guard}"],
-                stdin=of_ssh.fileno(),
-                stdout=of_ssh.fileno(),
+                stdin=ssh_end.fileno(),
+                stdout=ssh_end.fileno(),
                 stderr=subprocess.PIPE,
-                process_group=0,  # Ctrl-C on the terminal is the launcher's alone
+                process_group=0,  # the terminal's Ctrl-C reaches the launcher only
             )
         assert self._ssh.stderr
         self.out, self.err = self._both_ways.fileno(), self._ssh.stderr.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Does nothing on a connection that has closed: `messages` tells of it."""
+        """Send a message; do nothing on a closed connection, which `messages` reports."""
         left = json.dumps(message).encode() + b"\n"
         with contextlib.suppress(OSError):
             while left:
                 left = left[os.write(self.out, left) :]
 
     def messages(self) -> Iterator[tuple[str, Any]]:
-        """What has come from the guard, read when ``out`` can be read."""
+        """Yield the messages of the guard; call this when ``out`` is readable."""
         try:
             received = os.read(self.out, 1 << 16)
-        except ConnectionError:  # it has ended before it has read everything
+        except ConnectionError:  # ssh has ended with unread input
             received = b""
         if not received:
             self.is_closed = True
@@ -107,7 +104,7 @@ class Channel:
                 yield key, value
 
     def copy_words(self) -> bool:
-        """Copies what has come on ``err`` to stderr, keeps it before the guard is ready; False at its end."""
+        """Copy input of ``err`` to stderr, or keep it until the guard is ready; return False at end of file."""
         received = os.read(self.err, 1 << 16)
         if self.is_ready:
             shown = self._quiet.pass_on(received) if received else self._quiet.end()
@@ -122,7 +119,7 @@ class Channel:
         self._words = (self._words + words)[-_MOST_WORDS:]
 
     def why_closed(self) -> str:
-        """Why no guard is there, in ssh's last words or the remote shell's."""
+        """Return the reason for a missing guard, the last line of ssh or the remote shell."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._ssh.wait(1)
         while self.copy_words() and len(self._words) < _MOST_WORDS:
@@ -130,11 +127,11 @@ class Channel:
         lines = [line.strip() for line in self._words.decode(errors="replace").splitlines() if line.strip()]
         code = self._ssh.returncode
         if code in (126, 127) or any("No module named 'hpcdp" in line for line in lines):
-            return f"no {sys.executable} with hpcdp; it must lie at the same path on all hosts"
+            return f"no {sys.executable} with hpcdp; install it at the same path on all hosts"
         return lines[-1] if lines else f"ssh ended with status {code}"
 
     def close(self) -> None:
-        """Ends the connection, and with it the guard."""
+        """Close the connection, which ends the guard."""
         self._both_ways.close()
         if self._ssh.stderr is not None:
             self._ssh.stderr.close()
@@ -146,66 +143,66 @@ class Channel:
 
 
 EXCLUDED = (".git", ".hg", ".svn", ".venv*", "__pycache__", ".*_cache", ".ipynb_checkpoints", "*.egg-info")
-"""What is not copied: histories, environments, caches."""
+"""Patterns of files that are not copied: histories, environments, caches."""
 _KEPT = "-rltOE"
-"""What a copy keeps: links, times and who may run a file; not the mode or the owner of folders that are there."""
+"""Options of rsync that keep links, times and execute permissions, but not the mode or owner of existing folders."""
 _SILENT_S = 60
 
 
 def commands(hosts: Sequence[str], folder: str) -> list[Command]:
-    """The rsync to each host; what else lies in ``folder`` there is left alone.
+    """Return the rsync of the working folder to ``folder`` on each host; other files there are kept.
 
     Raises:
-        LaunchError: ``folder`` is no absolute path, or the root of all, or one that would be copied into itself.
+        LaunchError: ``folder`` is not absolute, the root folder, or inside the working folder on this machine.
     """
     source, target = Path.cwd(), Path(folder)
     if not target.is_absolute():
         raise LaunchError("launch --sync-dst-dir", expected="an absolute path", got=repr(folder))
     if target.resolve() == Path("/"):
-        raise LaunchError("launch --sync-dst-dir", expected="a folder of its own", got=repr(folder))
+        raise LaunchError("launch --sync-dst-dir", expected="a folder below /", got=repr(folder))
     here = those_of_this_machine(hosts)
     if here and target.resolve() != source and source in target.resolve().parents:
         raise LaunchError("launch --sync-dst-dir", expected=f"a folder outside {source}", got=repr(folder))
     environments = [path.parent.name for path in source.glob("*/pyvenv.cfg")]
     excluded = [f"--exclude={name}" for name in (*EXCLUDED, *sorted(environments))]
-    made = f"mkdir -p {shlex.quote(folder)} && rsync"
-    found = []
+    remote_rsync = f"mkdir -p {shlex.quote(folder)} && rsync"
+    rsyncs = []
     for host in hosts:
         if host not in here:
-            # -s: the remote shell does not see the folder's name. ALIVE ends a copy to a host that has gone, and
-            # --timeout one that waits for a disk or a process there.
-            argv = ["rsync", f"{_KEPT}zs", f"--timeout={_SILENT_S}", *excluded, f"--rsync-path={made}"]
+            # -s: the remote shell does not parse the folder's name. ALIVE ends a copy to a lost host, and --timeout one
+            # that waits for a disk or a process there.
+            argv = ["rsync", f"{_KEPT}zs", f"--timeout={_SILENT_S}", *excluded, f"--rsync-path={remote_rsync}"]
             argv.append(f"--rsh={shlex.join([*SSH, *ALIVE])}")
-            found.append(Command((*argv, "./", f"[{host}]:{folder}/" if ":" in host else f"{host}:{folder}/")))
+            rsyncs.append(Command((*argv, "./", f"[{host}]:{folder}/" if ":" in host else f"{host}:{folder}/")))
         elif target.resolve() != source:
-            found.append(Command(("mkdir", "-p", folder)))
-            found.append(Command(("rsync", _KEPT, *excluded, "./", f"{folder}/")))
-    return found
+            rsyncs.append(Command(("mkdir", "-p", folder)))
+            rsyncs.append(Command(("rsync", _KEPT, *excluded, "./", f"{folder}/")))
+    return rsyncs
 
 
 def copy(hosts: Sequence[str], folder: str) -> None:
     """Run the rsyncs of `commands`, `AT_ONCE` at a time.
 
     Raises:
-        LaunchError: some have failed, or not answered for a minute; it names the hosts, and what rsync said of each; or
-            every user may write to the copy on this machine.
+        LaunchError: rsync is missing, or has failed or been silent for a minute on hosts, which are named with its
+            messages; or every user may write to the copy on this machine.
     """
     if shutil.which("rsync") is None:
         raise LaunchError("launch --sync-dst-dir", expected="rsync", got="none here", remedy="install it")
     running: deque[tuple[str, subprocess.Popen[str]]] = deque()
-    wrong = []
+    failures = []
 
     def end_first() -> None:
         host, process = running[0]
-        _, said = process.communicate()
+        _, errors = process.communicate()
         running.popleft()
         if process.returncode:
-            wrong.append(f"{host}: {_reason(said, process.returncode)}")
+            failures.append(f"{host}: {_reason(errors, process.returncode)}")
 
     try:
         for command in commands(hosts, folder):
             if command.argv[0] == "mkdir":
-                subprocess.run(command.argv, capture_output=True)  # rsync says why it cannot write there
+                subprocess.run(command.argv, capture_output=True)  # rsync reports a failure
                 continue
             if len(running) == AT_ONCE:
                 end_first()
@@ -227,35 +224,35 @@ def copy(hosts: Sequence[str], folder: str) -> None:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-    if not wrong and those_of_this_machine(hosts):  # the guards look at the others'
+    if not failures and those_of_this_machine(hosts):  # guards check the other hosts
         writer = who_else_may_write(folder, everybody=True)
-        wrong += [] if writer is None else [f"this machine: others may change {writer}"]
-    if wrong:
-        raise LaunchError("copy the working folder", where=folder, got=listed(wrong))
+        failures += [] if writer is None else [f"this machine: others may change {writer}"]
+    if failures:
+        raise LaunchError("copy the working folder", where=folder, got=listed(failures))
 
 
-def _reason(said: str, code: int) -> str:
-    if code == 127 or "command not found" in said or "rsync: not found" in said:
+def _reason(errors: str, code: int) -> str:
+    if code == 127 or "command not found" in errors or "rsync: not found" in errors:
         return "rsync is not installed there"
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
     return lines[0] if lines else f"rsync ended with status {code}"
 
 
 _REACHED_S, _ANSWERED_S, _ENDED_S = 20.0, 20.0, 4.0
 _BEAT_S = 2.0
 _OTHER_FILES = 256
-"""Descriptors beside those of channels: the launcher's own, local ranks, and agents that wait for their daemons."""
+"""Number of descriptors besides those of channels: the launcher's, local ranks, and waiting agents."""
 
 
 class Guards:
-    """A guard on each of ``places``, from the entry of this context to its end.
+    """A context with a guard on each of ``places``.
 
     Args:
-        places: hosts that are not this machine.
-        say: what writes a line of ``-v``.
+        places: hosts other than this machine.
+        say: writes a line of ``-v``.
 
     Raises:
-        LaunchError: on entry, naming the hosts that cannot be reached, and why.
+        LaunchError: on entry, with the hosts that cannot be reached and the reasons.
     """
 
     def __init__(self, places: Sequence[HostSlots], say: Callable[[str], None]) -> None:
@@ -265,12 +262,12 @@ class Guards:
         self._folder = Path()
         self._left_behind = contextlib.ExitStack()
         self._socket: socket.socket | None = None
-        self._agents: dict[int, socket.socket] = {}  # by the number of what they wait for
+        self._agents: dict[int, socket.socket] = {}  # by the number of the awaited daemon
         self._number = 0
         self._next_beat = 0.0
         self._watch: Watch | None = None
         self.lost: dict[str, str] = {}
-        """What has gone wrong first with each host: it is lost, or a daemon of mpirun's there."""
+        """The first failure of each host or of mpirun's daemon there."""
 
     def __enter__(self) -> Guards:
         if self._places and shutil.which("ssh") is None:
@@ -303,9 +300,15 @@ class Guards:
     def begin(
         self, ranks: int, servers: int, environ: Mapping[str, str], segments: Path | None, interface: str | None
     ) -> None:
-        """Tells every guard what will run: of ``ranks`` processes in all ``servers`` servers, with ``environ`` beside
-        the host's own; ``segments`` is a folder that it makes, and removes with all that is in it, ``interface`` the
-        one through which mpirun's daemons there accept connections."""
+        """Send the settings of the job to every guard.
+
+        Args:
+            ranks: total number of processes, including servers.
+            servers: number of servers.
+            environ: variables besides the host's own.
+            segments: folder that each guard makes, and removes at the end.
+            interface: network interface on which mpirun's daemons accept connections; None for any.
+        """
         folder = None if segments is None else str(segments)
         for name, channel in self._channels.items():
             place = self._places[name]
@@ -315,33 +318,38 @@ class Guards:
             channel.send({"begin": {**counts, **settings}})
 
     def know_of(self, ranks: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """Tells the guard of each host which ranks, with their processes, mpirun says it has started there."""
+        """Send each guard the ranks and process numbers that mpirun reports to have started on its host."""
         for host, started in ranks.items():
             if host in self._channels:
                 self._channels[host].send({"ranks": started})
 
     def cores(self) -> dict[str, int]:
-        """How many cores may be used on each host."""
+        """Return the number of usable cores of each host."""
         return {name: channel.cores for name, channel in self._channels.items()}
 
     def check(self, folder: str, program: str, interface: str | None, *, is_copy: bool = False) -> None:
-        """Raises `LaunchError`, naming the host, where the program could not run on one; after `begin`.
+        """Check that the program can run on each host; call this after `begin`.
 
         Args:
             folder: the working folder.
-            is_copy: whether the launcher has made it there.
+            program: the program's path on the hosts.
+            interface: network interface of the job's traffic; None for any.
+            is_copy: whether the launcher has made the folder there.
+
+        Raises:
+            LaunchError: it cannot, with the hosts and the first reason of each.
         """
         answers: dict[str, list[str]] = {}
         for channel in self._channels.values():
-            asked = {"folder": folder, "program": program, "interface": interface, "is_copy": is_copy}
-            channel.send({"check": asked})
-        self._wait(lambda channel: channel.host in answers, _ANSWERED_S, "ask hosts", answers)
-        wrong = [f"{host}: {problems[0]}" for host, problems in answers.items() if problems]
-        if wrong:
-            raise LaunchError("launch", got=listed(wrong))
+            request = {"folder": folder, "program": program, "interface": interface, "is_copy": is_copy}
+            channel.send({"check": request})
+        self._wait(lambda channel: channel.host in answers, _ANSWERED_S, "check hosts", answers)
+        failures = [f"{host}: {problems[0]}" for host, problems in answers.items() if problems]
+        if failures:
+            raise LaunchError("launch", got=listed(failures))
 
     def agent(self) -> str:
-        """The program that mpirun takes for ssh."""
+        """Make the program that mpirun starts instead of ssh, and return its path."""
         path, script = self._folder / "socket", self._folder / "agent"
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(path))
@@ -352,7 +360,7 @@ class Guards:
         return str(script)
 
     def attach(self, watch: Watch) -> None:
-        """From now on ``watch`` waits for the guards, too, and is told of their ranks."""
+        """Receive the guards' messages whenever ``watch`` waits, and report their ranks to it."""
         self._watch = watch
         if self._socket is not None:
             watch.also(self._socket.fileno(), self._accept)
@@ -362,7 +370,7 @@ class Guards:
             watch.also(channel.err, partial(self._copy, channel))
 
     def beat(self) -> None:
-        """Lets the guards know that the launcher lives, and sees which of them do; called every second or so."""
+        """Send heartbeats to the guards and detect lost ones; call this about every second."""
         now = time.monotonic()
         if now < self._next_beat:
             return
@@ -379,17 +387,17 @@ class Guards:
                     channel.send({"beat": 0})
 
     def pause(self) -> None:
-        """The launcher stops: until it goes on, the guards hear nothing of it, and must not take it for lost."""
+        """Tell the guards that the launcher is going to be stopped, so that its silence does not end them."""
         for channel in self._channels.values():
             channel.send({"pause": 0})
 
     def show_banners(self) -> None:
-        """Shows what mpirun's daemons have said of ranks that have failed."""
+        """Write the kept messages of mpirun's daemons on failed ranks to stderr."""
         with contextlib.suppress(OSError):
             os.write(2, b"".join(channel.banners.kept for channel in self._channels.values()))
 
     def end(self) -> None:
-        """Has everything ended that is left on the hosts, and waits for that a few seconds."""
+        """End all remaining processes on the hosts, and wait a few seconds for it."""
         for channel in self._channels.values():
             channel.send({"end": 0})
         with contextlib.suppress(LaunchError):
@@ -400,14 +408,13 @@ class Guards:
         connection, _ = self._socket.accept()
         connection.settimeout(5)
         with contextlib.suppress(OSError, ValueError):
-            asked = json.loads(connection.makefile("rb").readline())
-            channel = self._channels.get(asked["host"]) or next(
-                (each for name, each in self._channels.items() if name.partition(".")[0] == asked["host"]), None
-            )
+            request = json.loads(connection.makefile("rb").readline())
+            short_names = {name.partition(".")[0]: channel for name, channel in reversed(self._channels.items())}
+            channel = self._channels.get(request["host"]) or short_names.get(request["host"])
             if channel is not None:
                 self._number += 1
                 self._agents[self._number] = connection
-                channel.send({"start": {"number": self._number, "command": asked["command"]}})
+                channel.send({"start": {"number": self._number, "command": request["command"]}})
                 return
         connection.close()
 
@@ -433,8 +440,7 @@ class Guards:
                 if os.WIFSIGNALED(status) and name in DAEMONS and self._watch.failed is None:
                     self._lose_daemon(f"{name} (pid {pid})", channel, os.WTERMSIG(status))
             elif key == "told_to_end":
-                said = f"the guard on {channel.host} was ended by {name_of(value)}"
-                self.lost.setdefault(channel.host, said)
+                self.lost.setdefault(channel.host, f"the guard on {channel.host} was ended by {name_of(value)}")
         if channel.is_closed:
             self._lose(channel, "is lost: the connection to its guard has closed")
 
@@ -469,19 +475,19 @@ class Guards:
         among: Sequence[Channel] | None = None,
         untried: int = 0,
     ) -> None:
-        """Wait until ``is_met`` of all channels, or those ``among`` which it is asked.
+        """Wait until ``is_met`` is true of all channels, or of those ``among`` them.
 
         Raises:
-            LaunchError: some were closed before, or have not answered; they are named, and how many are ``untried``.
+            LaunchError: some have closed before or not answered, with their names and the number of ``untried`` hosts.
         """
         deadline = time.monotonic() + limit_s
         poll = select.poll()
-        asked = self._channels.values() if among is None else among
-        waiting = {channel.out: channel for channel in asked if not channel.is_closed}
+        channels = self._channels.values() if among is None else among
+        waiting = {channel.out: channel for channel in channels if not channel.is_closed}
         ends = {channel.err: channel for channel in waiting.values()}
         for descriptor in (*waiting, *ends):
             poll.register(descriptor, select.POLLIN)
-        wrong: list[str] = []
+        failures: list[str] = []
         while True:
             waiting = {descriptor: channel for descriptor, channel in waiting.items() if not is_met(channel)}
             left_s = deadline - time.monotonic()
@@ -499,29 +505,29 @@ class Guards:
                 if channel.is_closed:
                     poll.unregister(descriptor)
                     if not is_met(channel):
-                        wrong.append(f"{channel.host}: {channel.why_closed()}")
+                        failures.append(f"{channel.host}: {channel.why_closed()}")
                         del waiting[descriptor]
-        wrong += [f"{channel.host}: no answer in {limit_s:.0f} s" for channel in waiting.values()]
-        if wrong:
+        failures += [f"{channel.host}: no answer in {limit_s:.0f} s" for channel in waiting.values()]
+        if failures:
             more = f"; {untried} more hosts were not tried" if untried else ""
-            raise LaunchError(what, got=listed(sorted(wrong)) + more)
+            raise LaunchError(what, got=listed(sorted(failures)) + more)
 
 
 def _allow_files(hosts: int) -> None:
-    """Raise this process's limit of open files to what the channels to so many hosts need."""
+    """Raise this process's limit of open files to the number that channels to ``hosts`` hosts need."""
     needed = _OTHER_FILES + FILES * hosts
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         if hard != resource.RLIM_INFINITY and hard < needed:
             raise LaunchError(
                 f"launch on {hosts} other hosts", expected=f"a limit of {needed} open files", got=hard,
-                remedy=f"ulimit -n {needed}, which an administrator may have to allow",
+                remedy=f"run ulimit -n {needed}, which an administrator may have to allow",
             )  # fmt: skip
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _private_folder(left_behind: contextlib.ExitStack) -> Path:
-    """A new folder of this user's from which programs may be run; some sites forbid that in /tmp."""
+    """Return a new folder of this user's whose files may be executed, which some sites forbid in /tmp."""
     prefix = process_monitor.of_this_host("hpcdp-guards")
     reasons = []
     for base in (Path(tempfile.gettempdir()), Path(os.path.expanduser("~/.cache"))):
@@ -537,7 +543,7 @@ def _private_folder(left_behind: contextlib.ExitStack) -> Path:
             reasons.append(str(error.strerror))
     raise LaunchError(
         "launch on other hosts",
-        expected="a folder for a program: TMPDIR, or ~/.cache",
+        expected="a folder whose files may be executed, TMPDIR or ~/.cache",
         got=", ".join(reasons),
         remedy="set TMPDIR",
     )

@@ -1,17 +1,11 @@
-"""Hosts: names, slots, network interfaces and resources.
+"""The hosts of a job and the resources of this machine.
 
-The hosts of a job: as the user lists them, and which ranks and servers go to which.
-
-A host file has one host a line, as ``mpirun`` (``node1 slots=2``), hydra (``node1:2``) or a plain list write it; what
-follows a ``#`` is a comment. A host that comes twice has the slots of both lines.
-
-What this process may use of its machine, read from the operating system; nothing is started or imported for it.
-
-The network interface that a job's traffic between hosts takes.
-
-What Slurm has given to this job, read from its variables: hosts, tasks and cores, before MPI is up.
-
-Nothing is asked of Slurm's daemons, so this works in containers, too, where its commands are missing.
+- `allocation` reads the hosts, tasks and cores of a Slurm job from its variables alone, so it also works in containers
+  without Slurm's commands.
+- `read` parses ``-H``. A host file has one host a line, as ``mpirun`` (``node1 slots=2``), hydra (``node1:2``) or a
+  plain list write it; ``#`` begins a comment. A host that is listed twice has the slots of both lines.
+- `assign_ranks` distributes ranks and servers over hosts.
+- Cores, memory, GPUs and network interfaces of this machine are read from the operating system; no process is started.
 """
 
 from __future__ import annotations
@@ -20,6 +14,7 @@ import contextlib
 import fcntl
 import functools
 import ipaddress
+import itertools
 import math
 import os
 import re
@@ -48,8 +43,8 @@ class Allocation:
 
     Args:
         job: its number.
-        hosts: in Slurm's order, each with the tasks that it takes.
-        cpus_per_task: cores of a task, None where the job did not ask for a number.
+        hosts: in Slurm's order, each with its number of tasks as slots.
+        cpus_per_task: cores of a task; None where the job did not request a number.
     """
 
     job: str
@@ -62,7 +57,7 @@ class Allocation:
 
     @property
     def hosts_alike(self) -> bool:
-        """Whether all hosts take as many tasks."""
+        """Return whether all hosts have the same number of tasks."""
         return len({host.slots for host in self.hosts}) == 1
 
     def __str__(self) -> str:
@@ -70,10 +65,10 @@ class Allocation:
 
 
 def allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
-    """What the job that this process is in has been given; None outside of a Slurm job.
+    """Return the allocation of the Slurm job of this process; None outside of one.
 
     Raises:
-        LaunchError: a variable of Slurm cannot be read, or two contradict each other.
+        LaunchError: a variable of Slurm is malformed, or two contradict each other.
     """
     nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     job = environ.get("SLURM_JOB_ID")
@@ -93,27 +88,27 @@ def allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
 
 
 def require_one_component(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise `LaunchError` in a heterogeneous job: an mpirun there, or a plain srun, knows the first component alone."""
+    """Raise `LaunchError` in a heterogeneous job, of which mpirun and a plain srun see only the first component."""
     text = environ.get("SLURM_HET_SIZE", "")
     if text.isdecimal() and int(text) > 1:
         raise LaunchError(
             "launch in a heterogeneous Slurm job", expected="one component", got=text,
             remedy=f"start all with `srun --mpi=pmix --het-group=0-{int(text) - 1} PROGRAM` (MPICH: --mpi=pmi2), "
-            "or name hosts: --launcher ssh -H",
+            "or give hosts: --launcher ssh -H",
         )  # fmt: skip
 
 
 def check_allocation(job: Job, given: Allocation, family: str) -> None:
-    """Raises `LaunchError` where the mpirun of ``family`` could not start ``job`` on the hosts of ``given``.
+    """Raise `LaunchError` where the mpirun of ``family`` could not start ``job`` on the allocation ``given``.
 
-    Open MPI's says so in a page of text, or starts nothing and has status 0; MPICH's waits for ever for a host that is
-    not among them, but takes any number of processes.
+    Open MPI's mpirun prints a page of text, or starts nothing and exits with status 0. MPICH's accepts any number of
+    processes, but waits forever for a host outside the allocation.
     """
     slots = {host.name.partition(".")[0]: host.slots or 0 for host in given.hosts}
     for place in assign_ranks(job) if job.hosts else ():
         name = place.name.partition(".")[0]
         if name not in slots:
-            if family == "openmpi" and is_address(place.name):  # it asks the resolver
+            if family == "openmpi" and is_address(place.name):  # mpirun resolves addresses
                 continue
             raise LaunchError("launch -H", expected=f"hosts of {given}", got=place.name)
         if family == "openmpi" and place.processes > slots[name] and not _oversubscribes(job):
@@ -138,47 +133,45 @@ def _too_many(operation: str, most: str, given: Allocation, got: int) -> LaunchE
         operation,
         expected=f"at most {most} in {given}",
         got=f"{got} processes",
-        remedy=f"ask Slurm for more tasks, or set {_POLICY}=:oversubscribe",
+        remedy=f"request more tasks from Slurm, or set {_POLICY}=:oversubscribe",
     )
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The names that a host list of Slurm stands for, in order: ``"a[1-2,04],b"`` is a1, a2, a04 and b.
+    """Expand a host list of Slurm, in order: ``"a[1-2,04],b"`` is a1, a2, a04 and b.
 
     Raises:
-        LaunchError: it is none, or stands for more than 100,000.
+        LaunchError: the text is no host list, or has more than 100,000 hosts.
     """
     names: list[str] = []
     for entry in _entries(text):
         parts = list(_parts(entry, text))
         if len(names) + math.prod(map(len, parts)) > _MOST_HOSTS:
             raise _unreadable("host list", f"at most {_MOST_HOSTS:,} hosts", _cut(text))
-        found = [""]
-        for part in parts:
-            found = [name + ending for name in found for ending in part]
-        names += found
+        names += map("".join, itertools.product(*parts))
     return names
 
 
 def expand_counts(text: str) -> list[int]:
-    """The numbers of a list of Slurm with repetitions: ``"2(x3),1"`` is 2, 2, 2, 1.
+    """Expand a list of Slurm with repetitions: ``"2(x3),1"`` is 2, 2, 2, 1.
 
     Raises:
-        LaunchError: it is none, or has more than 100,000 numbers.
+        LaunchError: the text is no such list, or has more than 100,000 numbers.
     """
     counts: list[int] = []
     for entry in text.split(","):
-        found = _COUNT.fullmatch(entry)
-        if found is None or int(found[2] or 1) == 0:
+        match = _COUNT.fullmatch(entry)
+        repeats = int(match[2] or 1) if match else 0
+        if match is None or repeats == 0:
             raise _unreadable("numbers per host", "a list such as 2(x3),1", _cut(text))
-        if len(counts) + int(found[2] or 1) > _MOST_HOSTS:
+        if len(counts) + repeats > _MOST_HOSTS:
             raise _unreadable("numbers per host", f"at most {_MOST_HOSTS:,} of them", _cut(text))
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * repeats
     return counts
 
 
 def _entries(text: str) -> Iterator[str]:
-    """What commas outside of brackets part."""
+    """Yield the pieces of a list between commas outside of brackets."""
     depth, start = 0, 0
     for position, letter in enumerate(text + ","):
         depth += {"[": 1, "]": -1}.get(letter, 0)
@@ -190,33 +183,30 @@ def _entries(text: str) -> Iterator[str]:
 
 
 def _parts(entry: str, text: str) -> Iterator[list[str]]:
-    """The alternatives of each part of a name: itself, or the numbers in its brackets."""
+    """Yield the alternatives of each part of a name: the part itself, or the numbers in its brackets."""
     if not entry or re.search(r"[\s/'\"\\$`;&|<>()*?!]", entry):
         raise _not_a_list(text)
     position = 0
     while position < len(entry):
-        found = _PIECE.match(entry, position)
-        if found is None or found.end() == position:
+        piece = _PIECE.match(entry, position)
+        if piece is None or piece.end() == position:
             raise _not_a_list(text)
-        if found[1]:
-            yield [found[1]]
-        if found[2] is not None:
-            yield _numbers(found[2], text)
-        position = found.end()
+        if piece[1]:
+            yield [piece[1]]
+        if piece[2] is not None:
+            yield _numbers(piece[2], text)
+        position = piece.end()
 
 
-def _numbers(text: str, whole: str) -> list[str]:
+def _numbers(text: str, host_list: str) -> list[str]:
     numbers: list[str] = []
     for entry in text.split(","):
-        found = _RANGE.fullmatch(entry)
-        if found is None:
-            raise _not_a_list(whole)
-        first, last = int(found[1]), int(found[2] or found[1])
-        if last < first:
-            raise _not_a_list(whole)
+        match = _RANGE.fullmatch(entry)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise _not_a_list(host_list)
+        first, last, width = int(match[1]), int(match[2] or match[1]), len(match[1])
         if last - first + len(numbers) >= _MOST_HOSTS:
-            raise _unreadable("host list", f"at most {_MOST_HOSTS:,} hosts", _cut(whole))
-        width = len(found[1])
+            raise _unreadable("host list", f"at most {_MOST_HOSTS:,} hosts", _cut(host_list))
         numbers += [f"{number:0{width}}" for number in range(first, last + 1)]
     return numbers
 
@@ -241,19 +231,19 @@ _MIB = 1 << 20
 
 
 def usable_cores() -> list[int]:
-    """The numbers of the cores in this process's affinity mask."""
+    """Return the numbers of the cores in this process's affinity mask."""
     return sorted(os.sched_getaffinity(0))
 
 
 def cores_of(pid: int) -> str:
-    """The cores in a process's affinity mask, as `ranges` writes them; empty for one that has ended."""
+    """Return the cores in a process's affinity mask in the format of `ranges`; empty for a process that has ended."""
     with contextlib.suppress(OSError):
         return ranges(sorted(os.sched_getaffinity(pid)))
     return ""
 
 
 def core_quota() -> float | None:
-    """The cores' worth of time that the control group allows a second, None without a limit."""
+    """Return the number of cores whose time the control group allows, e.g. 1.5; None without a limit."""
     for path in ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us"):
         try:
             limit, period = [*Path(path).read_text().split(), "100000"][:2]
@@ -264,7 +254,7 @@ def core_quota() -> float | None:
 
 
 def memory_mib() -> tuple[int, int]:
-    """(total, available) memory in MiB, both at most the control group's limit."""
+    """Return the total and the available memory in MiB, both at most the control group's limit."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, available = (int(lines[key].split()[0]) // 1024 for key in ("MemTotal", "MemAvailable"))
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -278,32 +268,32 @@ def memory_mib() -> tuple[int, int]:
 
 
 def files_in_use(prefix: str) -> set[str]:
-    """The files below ``prefix`` that processes of this user map or hold open; those of other users are not shown."""
-    found = set()
+    """Return the files below ``prefix`` that processes of this user map or hold open; /proc hides other users'."""
+    paths = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             lines = (process / "maps").read_text(errors="surrogateescape").splitlines()
-            found |= {line.split(maxsplit=5)[5] for line in lines if prefix in line}
+            paths |= {line.split(maxsplit=5)[5] for line in lines if prefix in line}
             for entry in (process / "fd").iterdir():
                 with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                    found.add(os.readlink(entry))
-    return {path for path in found if path.startswith(prefix)}
+                    paths.add(os.readlink(entry))
+    return {path for path in paths if path.startswith(prefix)}
 
 
 def started_at_s(name: str) -> list[float]:
-    """When each process of that name was started, in seconds since the epoch, give or take one (proc(5))."""
-    found = []
+    """Return the start time of each process of that name, in seconds since the epoch, to about 1 s (proc(5))."""
+    times = []
     booted_s = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if "btime" in line)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             head, _, fields = stat.read_bytes().rpartition(b") ")
             if head.partition(b"(")[2] == name.encode():
-                found.append(booted_s + int(fields.split()[19]) / os.sysconf("SC_CLK_TCK"))
-    return found
+                times.append(booted_s + int(fields.split()[19]) / os.sysconf("SC_CLK_TCK"))
+    return times
 
 
 def gpus() -> list[str]:
-    """The models of this machine's NVIDIA GPUs, as their driver names them."""
+    """Return the models of this machine's NVIDIA GPUs, from their driver."""
     names = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
@@ -312,8 +302,8 @@ def gpus() -> list[str]:
 
 
 def version(distribution: str) -> str | None:
-    """The version of an installed Python distribution, None if it is not installed."""
-    import importlib.metadata  # an eighth of the time of a launch
+    """Return the version of an installed Python distribution; None if it is not installed."""
+    import importlib.metadata  # imported here, as it takes an eighth of the time of a launch
 
     try:
         return importlib.metadata.version(distribution)
@@ -322,7 +312,7 @@ def version(distribution: str) -> str | None:
 
 
 def ranges(numbers: list[int]) -> str:
-    """Sorted numbers as a list of ranges, the way that taskset writes cores: "0-3,8"."""
+    """Format sorted numbers as taskset writes cores: ``"0-3,8"``."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:
@@ -337,47 +327,46 @@ _GET_FLAGS, _REQUEST, _FLAGS_AT, _UP, _LOOPBACK = 0x8913, "16sH22x", 16, 0x1, 0x
 
 
 def here() -> list[str]:
-    """The names of this machine's interfaces."""
+    """Return the names of this machine's network interfaces."""
     return [name for _, name in socket.if_nameindex()]
 
 
 def to_other_hosts() -> list[str]:
-    """Of those the ones that are up and no loopback."""
+    """Return the names of this machine's interfaces that are up and not loopback."""
     return [name for name in here() if _flags(name) & (_UP | _LOOPBACK) == _UP]
 
 
 def is_loopback(name: str) -> bool:
-    """Whether an interface of this machine leads to itself alone."""
+    """Return whether a network interface is a loopback."""
     return bool(_flags(name) & _LOOPBACK)
 
 
 def loopback() -> str:
-    """The name of the one that leads to this machine alone."""
+    """Return the name of the loopback interface."""
     return next(filter(is_loopback, here()), "lo")
 
 
 def check(name: str, *, several_hosts: bool) -> None:
-    """Raises `ConfigError`, which lists what is valid, unless this machine has that interface, and it leads to the
-    others where there are several."""
+    """Raise `ConfigError` unless this machine has the interface and, with ``several_hosts``, it reaches other hosts."""
     valid = to_other_hosts() if several_hosts else here()
     if name in valid:
         return
-    why = ", which leads to no other host" if name in here() else ""
+    why = ", which reaches no other host" if name in here() else ""
     expected = f"one of {', '.join(valid)}" if valid else "a machine with an interface that is up"
     raise ConfigError("launch --interface", expected=expected, got=f"{name!r}{why}")
 
 
 def problem(name: str) -> str | None:
-    """Why an interface cannot carry traffic between this machine and others; None where it can."""
+    """Return why an interface cannot carry traffic between this machine and others; None where it can."""
     valid = to_other_hosts()
     if name in valid:
         return None
-    what = f"network interface {name!r} leads to no other host" if name in here() else f"no network interface {name!r}"
-    return f"{what}; valid: {', '.join(valid) or 'none is up'}"
+    why = f"network interface {name!r} reaches no other host" if name in here() else f"no network interface {name!r}"
+    return f"{why}; valid: {', '.join(valid) or 'none is up'}"
 
 
 def devices(name: str) -> str:
-    """What UCX calls an interface: itself, and before it the adapters that it belongs to, e.g. ``mlx5_0:1,ib0``."""
+    """Return UCX's names of an interface: its InfiniBand adapters, then itself, e.g. ``mlx5_0:1,ib0``."""
     adapters = sorted(Path("/sys/class/net", name, "device", "infiniband").glob("*"))
     return ",".join([*(f"{adapter.name}:1" for adapter in adapters), name])
 
@@ -395,42 +384,42 @@ _OF_FILES = (".txt", ".hosts", ".host", ".nodes", ".list", ".lst", ".conf", ".cf
 _MOST_SLOTS = 1_000_000
 _MOST_BYTES = 64 << 20
 _MOST_LOOK_UPS = 512
-"""Look-ups at a time, each in a thread."""
+"""Greatest number of concurrent name look-ups, each in a thread."""
 
 
 def read(text: str) -> tuple[Host, ...]:
-    """What ``-H`` names: the file of that name, else the hosts themselves, ``node1:4,node2:4``.
+    """Parse the value of ``-H``: the name of a host file, else the hosts themselves, ``node1:4,node2:4``.
 
     Raises:
-        ConfigError: it is no list of hosts; it names file, line and what is valid.
+        ConfigError: the text or the file is no list of hosts.
     """
     path = Path(text)
-    if "/" in text or path.suffix in _OF_FILES or os.path.exists(text):  # of any length, as no name of a file may be
+    if "/" in text or path.suffix in _OF_FILES or os.path.exists(text):  # Path.exists raises for long names
         return read_file(path)
     return merged([_host(part, f"-H {text!r}") for part in text.split(",")])
 
 
 def read_file(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file. Raises as `read` does."""
+    """Read the hosts of a file; raise the errors of `read`."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES)
     except OSError as error:
         expected = "a file of hosts, or node1:4,node2:4"
         raise ConfigError("launch -H", where=path, expected=expected, got=error.strerror) from error
-    found = []
+    hosts = []
     for number, line in enumerate(content.decode("utf-8-sig", "replace").splitlines(), 1):
-        said = line.partition("#")[0].strip()
-        if said:
-            found.append(_host(said, f"{path}, line {number}"))
-    if not found:
+        entry = line.partition("#")[0].strip()
+        if entry:
+            hosts.append(_host(entry, f"{path}, line {number}"))
+    if not hosts:
         raise ConfigError("read hosts", where=path, expected=f"lines of {_VALID}", got="none")
-    return merged(found)
+    return merged(hosts)
 
 
 def _host(text: str, where: str) -> Host:
-    """One host with what is said of it."""
-    name, *said = re.sub(r"\s*=\s*", "=", text).split() or [""]
+    """Parse one entry of a host list."""
+    name, *attributes = re.sub(r"\s*=\s*", "=", text).split() or [""]
     slots = None
     if bracketed := re.fullmatch(r"\[(.*)\](?::(.*))?", name):
         name, slots = bracketed.groups()
@@ -441,8 +430,8 @@ def _host(text: str, where: str) -> Host:
         is_address = False
         name, colon, count = name.partition(":")
         slots = count if colon else None
-    for word in said:
-        key, _, value = word.partition("=")
+    for attribute in attributes:
+        key, _, value = attribute.partition("=")
         if key not in ("slots", "max_slots", "max-slots") or (key == "slots" and slots is not None):
             raise ConfigError("read hosts", where=where, expected=_VALID, got=repr(text[:200]))
         _slots(value, text, where)
@@ -453,7 +442,7 @@ def _host(text: str, where: str) -> Host:
             where=where,
             expected=_VALID,
             got=repr(text[:200]),
-            remedy="users, ports and jumps belong into ~/.ssh/config",
+            remedy="set users, ports and jumps in ~/.ssh/config",
         )
     return Host(name, None if slots is None else _slots(slots, text, where))
 
@@ -467,7 +456,7 @@ def _slots(text: str, line: str, where: str) -> int:
 
 
 def is_address(text: str) -> bool:
-    """Whether a host's name is an IP address."""
+    """Return whether a host's name is an IP address."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -480,20 +469,20 @@ def _is_ipv6(text: str) -> bool:
 
 
 def merged(hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """Each host once; a line that does not say slots counts as one where others of the host, or others at all, do."""
+    """Merge repeated hosts; an entry without slots counts as one slot if any entry has slots or a host is repeated."""
     known: dict[str, list[int | None]] = {}
     for host in hosts:
         known.setdefault(host.name, []).append(host.slots)
-    counted = any(slots is not None for host in hosts for slots in [host.slots]) or len(known) < len(hosts)
+    has_slots = any(host.slots is not None for host in hosts) or len(known) < len(hosts)
     return tuple(
-        Host(name, sum(1 if each is None else each for each in slots) if counted else None)
+        Host(name, sum(1 if count is None else count for count in slots) if has_slots else None)
         for name, slots in known.items()
     )
 
 
 @dataclass(frozen=True)
 class HostSlots:
-    """A host of a job, with how many ranks and servers it gets."""
+    """A host of a job, with its numbers of ranks and servers."""
 
     name: str
     ranks: int
@@ -505,13 +494,13 @@ class HostSlots:
 
 
 def assign_ranks(job: Job) -> tuple[HostSlots, ...]:
-    """The hosts that get something, in their order: ranks in blocks, servers where there are fewest of them.
+    """Assign ranks in blocks to hosts, and each server to the host with the fewest; return the hosts in use, in order.
 
-    Hosts with slots are filled one after the other, as mpirun does; a plain list shares the ranks out evenly, unless
-    `Job.ranks_per_node` says how many go to a host.
+    Hosts with slots are filled one after the other, as mpirun does. A plain list shares the ranks out evenly, up to
+    `hpcdp.launch.spec.Job.ranks_per_node` on a host.
 
     Raises:
-        LaunchError: there is not enough room.
+        LaunchError: the hosts have too few slots.
     """
     free = [job.ranks + job.servers if host.slots is None else host.slots for host in job.hosts]
     plain = all(host.slots is None for host in job.hosts)
@@ -523,36 +512,36 @@ def assign_ranks(job: Job) -> tuple[HostSlots, ...]:
         ranks.append(min(slots, most, left))
         left -= ranks[-1]
     for _ in range(job.servers):
-        with_room = [index for index, slots in enumerate(free) if ranks[index] + servers[index] < slots]
-        if left or not with_room:
+        open_hosts = [index for index, slots in enumerate(free) if ranks[index] + servers[index] < slots]
+        if left or not open_hosts:
             break
-        servers[min(with_room, key=lambda index: (servers[index], ranks[index], index))] += 1
+        servers[min(open_hosts, key=lambda index: (servers[index], ranks[index], index))] += 1
     if left or sum(servers) < job.servers:
         raise _too_few(job, sum(min(slots, most) for slots in free))
     return tuple(
-        HostSlots(host.name, count, beside)
-        for host, count, beside in zip(job.hosts, ranks, servers, strict=True)
-        if count or beside
+        HostSlots(host.name, num_ranks, num_servers)
+        for host, num_ranks, num_servers in zip(job.hosts, ranks, servers, strict=True)
+        if num_ranks or num_servers
     )
 
 
 def of_ranks(places: Sequence[HostSlots]) -> list[str]:
-    """The host of each rank, then of each server."""
+    """Return the host of each rank, then of each server."""
     ranks = [place.name for place in places for _ in range(place.ranks)]
     return ranks + [place.name for place in places for _ in range(place.servers)]
 
 
-def _too_few(job: Job, room: int) -> LaunchError:
-    named = listed([f"{host.name}:{host.slots}" if host.slots else host.name for host in job.hosts])
-    asked = f"{job.ranks} ranks" + (f" and {job.servers} servers" if job.servers else "")
+def _too_few(job: Job, slots: int) -> LaunchError:
+    names = listed([f"{host.name}:{host.slots}" if host.slots else host.name for host in job.hosts])
+    needed = f"{job.ranks} ranks" + (f" and {job.servers} servers" if job.servers else "")
     limit = f" with {job.ranks_per_node} ranks per node" if job.ranks_per_node else ""
     total = sum(host.slots or 0 for host in job.hosts)
-    has = f"{min(room, total) if total else room} on {named}{limit}"
-    return LaunchError("launch -H", expected=f"slots for {asked}", got=has, remedy="name more hosts, or slots=N")
+    got = f"{min(slots, total) if total else slots} on {names}{limit}"
+    return LaunchError("launch -H", expected=f"slots for {needed}", got=got, remedy="add hosts, or slots=N")
 
 
 def is_this_machine(name: str) -> bool:
-    """Return whether a host's name means the machine that this runs on; one that only ssh knows does not."""
+    """Return whether a host's name means this machine; an alias of ssh's configuration does not."""
     own = socket.gethostname()
     if name in ("localhost", own) or name == own.partition(".")[0] or name.partition(".")[0] == own:
         return True
@@ -560,33 +549,33 @@ def is_this_machine(name: str) -> bool:
 
 
 def those_of_this_machine(names: Iterable[str]) -> set[str]:
-    """Return the names that mean this machine; they are looked up at once: one that nobody knows may take seconds."""
-    left, found = deque(dict.fromkeys(names)), set[str]()
+    """Return the names that mean this machine; look them up concurrently, as an unknown name may take seconds."""
+    pending, own = deque(dict.fromkeys(names)), set[str]()
 
-    def look() -> None:
+    def look_up() -> None:
         with contextlib.suppress(IndexError):
             while True:
-                name = left.popleft()
+                name = pending.popleft()
                 if is_this_machine(name):
-                    found.add(name)
+                    own.add(name)
 
-    # Daemons: Ctrl-C does not wait for them.
-    most = max(1, min(_MOST_LOOK_UPS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))  # each has a socket
-    threads = [threading.Thread(target=look, daemon=True) for _ in range(min(len(left), most))]
+    # Daemon threads, so that Ctrl-C does not wait for them; each has a socket.
+    most = max(1, min(_MOST_LOOK_UPS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+    threads = [threading.Thread(target=look_up, daemon=True) for _ in range(min(len(pending), most))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return own
 
 
 @functools.cache
 def _addresses(name: str) -> list[tuple[int, tuple[object, ...]]]:
     try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError):  # the latter of an empty or long label, which may be an alias of ssh's
+        records = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):  # UnicodeError: an empty or long label, which may be an alias of ssh's
         return []
-    return [(family, address) for family, _, _, _, address in found]
+    return [(family, address) for family, _, _, _, address in records]
 
 
 def _is_own(family: int, address: tuple[object, ...]) -> bool:

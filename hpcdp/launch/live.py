@@ -1,9 +1,9 @@
-"""What ranks write, shown as it comes: whole lines of one rank each, and one line that has not ended yet.
+"""Live output of ranks: whole lines of one rank each, and one unfinished line.
 
-Open MPI 5 keeps a line back until it ends, so a progress bar, which draws itself anew behind a carriage return, would
-come in one piece at the end; MPICH mixes what ranks write. So mpirun is set to hand on everything at once and to mark
-each piece by its rank. The lines of each rank are put together here. The last line of a screen may be one that has not
-ended: that of the rank that began one first. Lines of others go above it.
+Open MPI 5 keeps a line back until it ends, so a progress bar, which redraws itself after a carriage return, would
+appear in one piece at the end. MPICH mixes the output of ranks. So mpirun is set to forward everything at once and to
+mark each piece with its rank, and the lines of each rank are assembled here. The last line of a screen may be
+unfinished: that of the rank that began one first. Lines of other ranks are shown above it.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ _OF_THE_USER = re.compile(
     r"-{1,2}(?:output|tag-output|timestamp-output|output-filename|merge-stderr-to-stdout|xml|stream-buffering|"
     r"prepend-rank|prepend-pattern|l|outfile|errfile|outfile-pattern|errfile-pattern)(?:[=\s]|$)"
 )
-"""Arguments of mpirun that say themselves how output is shown."""
+"""Arguments of mpirun with which the user sets the form of the output."""
 
 _ALL = "tag-fullname:raw"
-"""The options for Open MPI 5: everything at once, behind the whole name of its rank."""
+"""The option of Open MPI 5 for unbuffered output, each piece after the full name of its rank."""
 
 _READ, _PIPE, _ATOMIC = 1 << 16, 1 << 20, 4096
 _MOST_QUEUED = 1 << 20
 _MOST_HELD = 1 << 22
-"""A line that is longer is shown before it has ended."""
+"""Greatest number of bytes of an unfinished line that is not shown yet."""
 
 _COLUMNS = 80
-"""Of a terminal that does not say how many it has."""
+"""Width of a terminal that does not report one."""
 _NO_END = re.compile(rb"\[[^\[\]\s]*(?:\](?:<[a-z]*(?:>:?)?)?)?")
-"""What may be the beginning of a mark, while none has come."""
+"""The possible beginning of a mark, before the first one."""
 
 _OF_MPIRUN = re.compile(rb"\n?(?:-{74}|={74})")
-"""How what mpirun itself writes at length begins: Open MPI's, hydra's."""
+"""The beginning of long messages of Open MPI's mpirun and of hydra."""
 
-# What moves no cursor: colours, and the end of a line erased.
+# Escape sequences that do not move the cursor: colours, and erasing to the end of the line.
 _HARMLESS = re.compile(rb"\x1b\[[0-9;]*[mK]")
 
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """How mpirun marks each piece of output by its rank.
+    """The marks with which mpirun labels each piece of output with its rank.
 
     Args:
-        pattern: a mark, with groups ``own``, its beginning, which is the same in all marks of a job, and ``rank``.
-        rest: what may follow ``own`` in a mark that has not come whole.
-        label: what leads each line that is shown, with the groups of ``pattern``; empty for nothing.
+        pattern: a mark, with the groups ``own``, the beginning of all marks of a job, and ``rank``.
+        rest: the possible text after ``own`` in an incomplete mark.
+        label: template of the label of each shown line, with the groups of ``pattern``; may be empty.
     """
 
     pattern: re.Pattern[bytes]
@@ -66,14 +66,21 @@ class Marks:
     label: bytes
 
     def split(self, received: bytes, own: bytes) -> tuple[list[tuple[re.Match[bytes] | None, bytes]], bytes, bytes]:
-        """Return the pieces of ``received``, each behind its mark, what of it may be the beginning of a mark, and the
-        beginning of all marks, where one has come by now."""
+        """Split output at its marks.
+
+        Args:
+            received: output, beginning with the unconsumed tail of the last call.
+            own: the beginning of all marks, empty before the first one.
+
+        Returns:
+            The pieces, each with the mark before it; the tail, which may be the beginning of a mark; and ``own``.
+        """
         pieces: list[tuple[re.Match[bytes] | None, bytes]] = []
         mark, at = None, 0
-        for found in self.pattern.finditer(received):
-            own = found["own"]
-            pieces.append((mark, received[at : found.start()]))
-            mark, at = found, found.end()
+        for next_mark in self.pattern.finditer(received):
+            own = next_mark["own"]
+            pieces.append((mark, received[at : next_mark.start()]))
+            mark, at = next_mark, next_mark.end()
         left = received[at:]
         begins = left.rfind(b"[")
         tail = left[begins:] if begins >= 0 else b""
@@ -87,8 +94,11 @@ class Marks:
 
 
 def marked(command: Sequence[str], family: str, asked: str) -> tuple[list[str], Marks | None]:
-    """Return ``command`` with words that have its mpirun hand on everything at once, marked by ranks, and the marks;
-    as it is, and None, for one that cannot, or where ``asked``, the user's own arguments, says how output is shown."""
+    """Return ``command`` with the options for unbuffered output marked by ranks, and the marks.
+
+    The command is unchanged, and the marks None, for an mpirun without such options, or where ``asked``, the user's
+    arguments, set the form of the output.
+    """
     program, *words = command
     if _OF_THE_USER.search(asked):
         return [*command], None
@@ -109,8 +119,10 @@ def marked(command: Sequence[str], family: str, asked: str) -> tuple[list[str], 
 
 
 def _without(option: list[str], words: list[str]) -> tuple[list[str], bool]:
-    """Return ``words`` without an option of the launcher's own, and whether it was there: first, or behind a binding,
-    see `hpcdp.launch.mpi_library.Dialect.options`. Words of the program's stand later."""
+    """Return ``words`` without the launcher's ``option``, and whether it was present.
+
+    It comes first or after a binding, see `hpcdp.launch.mpi_library.Dialect.options`; the program's words come later.
+    """
     for at in (0, 2):
         if words[at : at + len(option)] == option:
             return words[:at] + words[at + len(option) :], True
@@ -129,65 +141,65 @@ def _knows_raw(mpirun: Path) -> bool:
 
 @dataclasses.dataclass
 class Line:
-    """The line that a rank has not ended yet on one of its outputs, as far as it is known.
+    """The unfinished line of a rank on one of its outputs.
 
     Args:
-        label: what leads it.
-        is_shown: whether it may be shown before it has ended.
+        label: the label before it.
+        is_shown: returns whether the line may be shown before its end.
     """
 
     label: bytes
     is_shown: Callable[[bytearray], bool]
     text: bytearray = dataclasses.field(default_factory=bytearray)
     shown: int = 0
-    """So much of the text is on the screen."""
+    """Number of bytes of the text that are on the screen."""
     hidden: int = 0
-    """So much of it was there, and was erased for other lines."""
+    """Number of bytes that were shown and then erased for other lines."""
 
 
 class Screen:
-    """A terminal, a file or a pipe that standard output or error of this process goes to, or both.
+    """A terminal, file or pipe to which this process's standard output or error goes, or both.
 
-    On a terminal a line that has not ended is shown at once, below all others: it is erased and drawn again where lines
-    of others come. Elsewhere one is shown where it draws itself anew, behind a carriage return; a line of another then
-    begins on a new line.
+    A terminal shows an unfinished line at once, below all others; it is erased and drawn again when other lines arrive.
+    Elsewhere an unfinished line is shown only if it redraws itself after a carriage return, and the next line of
+    another rank begins on a new line.
 
     Args:
-        descriptor: where the kind of it is asked for.
-        is_alone: whether one rank alone writes.
+        descriptor: standard output or error, to find out whether it is a terminal.
+        is_alone: whether only one rank writes.
     """
 
     def __init__(self, descriptor: int, is_alone: bool) -> None:
         self._descriptor, self._is_alone = descriptor, is_alone
         self._is_terminal = os.isatty(descriptor)
         self._open: Line | None = None
-        self._lines: dict[int, tuple[Line, int]] = {}  # by id, those that have not ended, and where they go to
+        self._lines: dict[int, tuple[Line, int]] = {}  # unfinished lines by id, with their descriptors
         self._queue: deque[tuple[int, bytes]] = deque()
         self.queued = 0
-        """So many bytes wait until the reader takes them."""
+        """Number of bytes that wait for the reader."""
         self.closed: set[int] = set()
-        """The descriptors whose reader has gone."""
+        """The descriptors whose reader has closed the pipe."""
         self._is_fresh = True  # whether the next byte begins a line
         self._is_waiting = False
         self._watch: Watch | None = None
 
     def attach(self, watch: Watch, when_empty: Callable[[], object]) -> None:
-        """From now on ``watch`` writes what has to wait, as long as it waits; ``when_empty`` is called after that."""
+        """Let ``watch`` write queued bytes whenever it waits, and call ``when_empty`` once none are left."""
         self._watch, self._when_empty = watch, when_empty
 
     def end_line(self, line: Line, ending: bytes, descriptor: int) -> bytes | None:
-        """Show ``ending``, with which a line ends, or return the line where none of it is shown yet."""
+        """Show the ``ending`` of a line, or return the whole line if none of it is on the screen."""
         self._lines.pop(id(line), None)
-        whole, shown, was_hidden = bytes(line.text) + ending, line.shown, line.hidden > 0
+        text, shown, was_hidden = bytes(line.text) + ending, line.shown, line.hidden > 0
         line.text, line.shown, line.hidden = bytearray(), 0, 0
         if self._open is not line:
-            return _last_state(whole) if was_hidden else whole
+            return _last_state(text) if was_hidden else text
         self._open = None
-        self._write(descriptor, whole[shown:])
+        self._write(descriptor, text[shown:])
         return None
 
     def show(self, text: bytes, descriptor: int) -> None:
-        """Show whole lines, above the one that has not ended."""
+        """Show whole lines above the unfinished one."""
         if not text:
             return
         line = self._open
@@ -197,7 +209,7 @@ class Screen:
             self.update(line, self._lines[id(line)][1])
 
     def update(self, line: Line, descriptor: int) -> None:
-        """Show what has come of a line, where it may be shown, and no other one is."""
+        """Show an unfinished line if it may be shown and no other one is."""
         self._lines[id(line)] = line, descriptor
         if self._open in (None, line) and self._may_show(line):
             if line.shown == 0:
@@ -205,7 +217,7 @@ class Screen:
                 line.text = _last_state(line.text) if line.hidden else line.text
             self._write(descriptor, (b"" if line.shown else line.label) + bytes(line.text[line.shown :]))
             self._open = line
-            line.text = _last_state(line.text)[-_ATOMIC:]  # no longer one is shown again
+            line.text = _last_state(line.text)[-_ATOMIC:]  # the most that is drawn again
             line.shown, line.hidden = len(line.text), 0
         elif len(line.text) > _MOST_HELD and self._open is not line:
             self._lines.pop(id(line))
@@ -213,19 +225,18 @@ class Screen:
             self.show(text, descriptor)
 
     def next_line(self) -> None:
-        """Show another line that has not ended, once none is shown; one that was erased comes with its next
-        piece."""
+        """Show another unfinished line if none is shown; an erased one is shown again with its next piece."""
         for line, descriptor in [*self._lines.values()]:
             if self._open is None and not line.hidden:
                 self.update(line, descriptor)
 
     def break_line(self, descriptor: int) -> None:
-        """Have what is written next begin a line."""
+        """Begin the next output on a new line."""
         self._hide()
         self._begin_line(descriptor)
 
     def finish(self) -> Iterator[tuple[Line, int]]:
-        """Return the lines that never ended and are not shown, each with where it goes to."""
+        """Yield the unfinished lines that are not shown, with their descriptors; later writes block."""
         lines = [
             (line, descriptor)
             for line, descriptor in self._lines.values()
@@ -235,11 +246,11 @@ class Screen:
         if self._is_waiting and self._watch is not None:
             for descriptor in (1, 2):
                 self._watch.no_more(descriptor)
-        self._watch = None  # from now on each write waits for the reader
+        self._watch = None  # later writes wait for the reader
         yield from lines
 
     def flush(self) -> None:
-        """Write what waits as far as the reader takes it; no write of so few bytes has to wait behind poll(2)."""
+        """Write queued bytes as far as the reader accepts them; after poll(2) `_ATOMIC` bytes never block."""
         while self._queue:
             descriptor, text = self._queue[0]
             if descriptor not in self.closed:
@@ -248,13 +259,13 @@ class Screen:
                     return
                 try:
                     written = os.write(descriptor, text[:_ATOMIC])
-                except BlockingIOError:  # somebody else has made it so
+                except BlockingIOError:  # another process has set O_NONBLOCK
                     self._wait(descriptor)
                     return
                 except BrokenPipeError:
                     self.closed.add(descriptor)
                     continue
-                except OSError:  # a full disk, a terminal that is closed: the job goes on
+                except OSError:  # a full disk or a closed terminal does not end the job
                     written = len(text)
                 self.queued -= written
                 if written < len(text):
@@ -275,7 +286,7 @@ class Screen:
             self._is_waiting = True
 
     def give_up(self) -> None:
-        """Forget what its reader does not take, and whatever comes for that reader."""
+        """Drop the queued bytes, and all later output for the same reader."""
         self.closed |= {descriptor for descriptor, _ in self._queue}
         self.flush()
 
@@ -285,7 +296,7 @@ class Screen:
         return self._is_terminal or self._is_alone or 0 <= line.text.find(b"\r") < len(line.text) - 1
 
     def _hide(self) -> bool:
-        """Erase the line for another one; whether the one that was shown can be shown again below that."""
+        """Erase the unfinished line for another one; return whether it can be drawn again below it."""
         line = self._open
         if line is None:
             return False
@@ -301,7 +312,7 @@ class Screen:
         if "\x1b" in text or "\t" in text:
             return False
         with contextlib.suppress(OSError):
-            width = sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text)
+            width = sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
             return width < (os.get_terminal_size(self._descriptor).columns or _COLUMNS)
         return False
 
@@ -318,13 +329,14 @@ class Screen:
 
 
 class Output:
-    """One of an mpirun's outputs, put together to lines of one rank each.
+    """One of mpirun's outputs, assembled into lines of one rank each.
 
     Args:
-        marks: those of its pieces.
-        screen: where it is shown, by ``descriptor``.
-        pass_on: takes whole lines and returns what is to be shown of them.
-        is_shown: whether the beginning of a line may be shown before the line has ended.
+        marks: the marks of its pieces.
+        screen: the screen that shows it.
+        descriptor: standard output or error.
+        pass_on: filters whole lines and returns those to be shown.
+        is_shown: returns whether the beginning of a line may be shown before its end.
     """
 
     def __init__(
@@ -342,39 +354,39 @@ class Output:
         self._last = self._mpirun = Line(b"", lambda text: False)
 
     def take(self, received: bytes) -> None:
-        """Show what has come, as far as it is to be shown by now."""
+        """Process received output and show what can be shown."""
         pieces, self._begun, self._own = self._marks.split(self._begun + received, self._own)
         for mark, text in pieces:
             if mark is not None:
                 label = mark.expand(self._marks.label)
                 self._last = self._lines.setdefault(mark["rank"], Line(label, self._is_shown))
-            elif _OF_MPIRUN.match(text):  # else it goes on with a piece that has come in two
+            elif _OF_MPIRUN.match(text):  # else it continues the last piece
                 self._last = self._mpirun
             self._take(self._last, text)
 
     def end(self) -> None:
-        """Show what is left; called once nothing more will come, before `Screen.finish`."""
+        """Process the remaining tail at end of file, before `Screen.finish`."""
         if self._begun:
             self._take(self._last, self._begun)
             self._begun = b""
 
     def leave(self, line: Line) -> None:
-        """Show a line that has never ended."""
+        """Show a line that was never finished."""
         if text := self._pass_on(line.label + bytes(line.text)):
             self._screen.break_line(self._descriptor)
             self._screen.show(text, self._descriptor)
 
     def has(self, line: Line) -> bool:
-        """Whether a line is one of this output."""
+        """Return whether a line belongs to this output."""
         return line is self._mpirun or line in self._lines.values()
 
     def _take(self, line: Line, text: bytes) -> None:
         ending, has_ended, rest = text.partition(b"\n")
         if has_ended:
-            whole = self._screen.end_line(line, ending + has_ended, self._descriptor)
+            first = self._screen.end_line(line, ending + has_ended, self._descriptor)
             more, newline, ending = rest.rpartition(b"\n")
-            lines = ([] if whole is None else [whole]) + re.findall(rb"[^\n]*\n", more + newline)
-            self._screen.show(self._pass_on(b"".join(line.label + each for each in lines)), self._descriptor)
+            lines = ([] if first is None else [first]) + re.findall(rb"[^\n]*\n", more + newline)
+            self._screen.show(self._pass_on(b"".join(line.label + text for text in lines)), self._descriptor)
         if ending:
             line.text += ending
             self._screen.update(line, self._descriptor)
@@ -383,14 +395,14 @@ class Output:
 
 
 class Shown:
-    """Both outputs of an mpirun, on the outputs of this process; ``end`` is its standard output, closed by `attach`.
+    """Both outputs of an mpirun, shown on those of this process; ``end`` is mpirun's stdout, closed by `attach`.
 
     Args:
-        marks: those of its pieces.
-        is_alone: whether one rank alone writes.
+        marks: the marks of its pieces.
+        is_alone: whether only one rank writes.
 
     Raises:
-        OSError: this process has no outputs.
+        OSError: an output of this process is closed.
     """
 
     def __init__(self, marks: Marks, is_alone: bool) -> None:
@@ -401,11 +413,11 @@ class Shown:
         self._waiting: dict[int, Callable[[], object]] = {}
         self._read, self.end = os.pipe()
         os.set_blocking(self._read, False)
-        with contextlib.suppress(OSError):  # a user may have many pipes
+        with contextlib.suppress(OSError):  # the user's limit of pipe memory
             fcntl.fcntl(self._read, fcntl.F_SETPIPE_SZ, _PIPE)
 
     def errors(self, pass_on: Callable[[bytes], bytes], is_shown: Callable[[bytearray], bool]) -> Output:
-        """Return what puts standard error together, see `Output`."""
+        """Return the assembler of standard error, see `Output`."""
         self._outputs[2] = Output(self._marks, self._screens[2], 2, pass_on, is_shown)
         return self._outputs[2]
 
@@ -414,11 +426,11 @@ class Shown:
         self._screens[2].show(text, 2)
 
     def break_line(self) -> None:
-        """Have what this process writes itself to standard error begin a line."""
+        """Begin this process's next message on standard error on a new line."""
         self._screens[2].break_line(2)
 
     def attach(self, watch: Watch) -> None:
-        """From now on ``watch`` copies what comes on standard output, as long as it waits."""
+        """Let ``watch`` copy standard output whenever it waits."""
         os.close(self.end)
         self._watch = watch
         for screen in self._screens.values():
@@ -426,8 +438,11 @@ class Shown:
         watch.also(self._read, self._copy)
 
     def has_room(self, source: int, when_ready: Callable[[], object]) -> bool:
-        """Whether what can be read from ``source`` can be shown; if not it is left there, and mpirun kept waiting,
-        until the reader of this process's outputs has taken what came before."""
+        """Return whether input from ``source`` can be shown now.
+
+        If not, it stays in the pipe, so that mpirun waits, until the reader of this process has caught up; then
+        ``when_ready`` is called.
+        """
         if all(screen.queued <= _MOST_QUEUED for screen in self._screens.values()):
             return True
         self._watch.no_more(source)
@@ -435,10 +450,10 @@ class Shown:
         return False
 
     def drain(self, is_ended: Callable[[], bool]) -> None:
-        """Show what is left on standard output, once mpirun has ended.
+        """Show the rest of standard output after mpirun's end.
 
         Args:
-            is_ended: waits a moment, and says whether the reader is no longer waited for.
+            is_ended: waits a moment and returns whether to stop waiting for the reader.
         """
         while self._copy() or any(screen.queued for screen in self._screens.values()):
             for screen in self._screens.values():
@@ -449,7 +464,7 @@ class Shown:
                 return
 
     def finish(self) -> None:
-        """Show the lines that have never ended; called after `drain`, once all of standard error has been taken."""
+        """Show the unfinished lines, after `drain` and the end of standard error."""
         self._close()
         for output in self._outputs.values():
             output.end()
@@ -458,7 +473,7 @@ class Shown:
                 self._outputs[descriptor].leave(line)
 
     def _copy(self) -> bool:
-        """Whether something has come. Where the reader has gone mpirun notices, as it would without this process."""
+        """Copy standard output and return whether there was any; close it for mpirun if its reader has gone."""
         if 1 in self._screens[1].closed:
             self._close()
         if self._read < 0 or not self.has_room(self._read, self._copy):
@@ -486,7 +501,7 @@ class Shown:
 
 
 def shown(command: Sequence[str], family: str, asked: str, *, is_alone: bool) -> tuple[list[str], Shown | None]:
-    """Return what `marked` does, and what shows the output; None where it is shown as mpirun does it."""
+    """Return the command of `marked`, and the display of its output; None where mpirun's output is not processed."""
     argv, marks = marked(command, family, asked)
     if marks is not None:
         with contextlib.suppress(OSError):  # one of the outputs is closed
@@ -495,7 +510,7 @@ def shown(command: Sequence[str], family: str, asked: str, *, is_alone: bool) ->
 
 
 def _last_state(text: _Text) -> _Text:
-    """Return what a line shows once all before is drawn over."""
+    """Return the part of a line after its last carriage return."""
     return text[max(0, text.rfind(b"\r", 0, len(text.rstrip(b"\r\n")))) :]
 
 

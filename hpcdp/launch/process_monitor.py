@@ -1,26 +1,14 @@
-"""The processes of a job, watched.
+"""The processes of a job: their starts and ends, and the removal of what they leave behind.
 
-The ranks of a job while they run: where they start, in which order they end, and how; mpirun does not say.
-
-A pidfd of each rank wakes the launcher when the rank ends; between such ends it sleeps. Where /proc or pidfds are not
-to be had, nothing is known and mpirun's own words and status stand.
-
-What a job leaves behind: processes, folders, segments of shared memory.
-
-Commands that might crash or hang, run as children with a limit, and what they say.
-
-What becomes of processes when others end (prctl(2)): children that end with this one, and those that others have
-left behind, which became children of this one, a subreaper, and are ended.
-
-Folders of a job's own, removed with it: by the next job where the process that made one was killed.
-
-What is in it is executed, or says what is, so a folder that other users could change or exchange is refused.
-
-A folder is locked as long as a process lives that needs it (flock(2)), so one that nobody has locked was left behind.
-Where a file system of the network knows no such locks, what was left behind stays.
-
-What a job leaves in /dev/shm, which is memory, and in /tmp: ranks and daemons that a signal ends do not remove their
-own files.
+- `Watch` observes the ranks below an mpirun: the order in which they end, and their statuses, which mpirun does not
+  report. A pidfd of each rank wakes the launcher when the rank ends. Without /proc or pidfds nothing is observed, and
+  only mpirun's output and status are known.
+- `bound`, `adopt` and `end_orphans` end children with this process (prctl(2)), and orphans that it adopts as subreaper.
+- `new` and `named` make folders that are removed with the job, or by the next job if their process was killed. Programs
+  in them are executed, so a folder that other users could change or replace is refused. A folder is locked while a
+  process needs it (flock(2)); an unlocked one was left behind. On network file systems without locks it stays.
+- `own_folder` and `files_of_mpich_removed` clean /dev/shm, which is memory, and /tmp: ranks and daemons that a signal
+  ends do not remove their files.
 """
 
 from __future__ import annotations
@@ -48,25 +36,21 @@ from . import hosts
 
 LIMIT_S = 60.0
 _WRAPPED_FROM = 55
-"""So many characters a line has at least that an MPI library has wrapped."""
+"""Least number of characters of a line that an MPI library has wrapped."""
 
 
 def child(command: list[str], answer: str = "") -> tuple[int, str]:
-    """Exit status of ``command``, ended with all its children at the limit, and its last line or what it failed of.
+    """Run a command that might crash or hang, for at most `LIMIT_S` seconds.
 
-    Of a command that has succeeded it is the last line that begins with ``answer``, if there is one: MPI libraries may
-    have the last word.
+    Returns:
+        The exit status, 124 after the time limit, and the reason of a failure, or the last line of the output: of a
+        command that succeeds the last one that begins with ``answer``, as MPI libraries may print lines after it.
     """
     process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        errors="replace",
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, errors="replace"
     )
     try:
-        said, _ = process.communicate(timeout=LIMIT_S)
+        output, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         process.terminate()
         try:
@@ -75,17 +59,17 @@ def child(command: list[str], answer: str = "") -> tuple[int, str]:
             process.kill()
             process.communicate()
         return 124, f"nothing for {LIMIT_S:.0f} s: it hangs"
-    lines = [line.rstrip() for line in said.splitlines() if set(line.strip()) - {"-"}]
+    lines = [line.rstrip() for line in output.splitlines() if set(line.strip()) - {"-"}]
     if not lines:
         return process.returncode, ""
     if process.returncode != 0:
-        return process.returncode, _last_reason(said)
+        return process.returncode, _last_reason(output)
     return 0, next((line for line in reversed(lines) if line.startswith(answer)), lines[-1]).strip()
 
 
-def _last_reason(said: str) -> str:
-    """The first sentence of the last message in ``said``: MPI libraries wrap theirs, a traceback ends in one line."""
-    lines = [line.rstrip() for line in said.splitlines()]
+def _last_reason(output: str) -> str:
+    """Return the first sentence of the last message, which MPI libraries wrap; a traceback ends in one line."""
+    lines = [line.rstrip() for line in output.splitlines()]
     while not set(lines[-1].strip()) - {"-"}:
         lines.pop()
     first = len(lines) - 1
@@ -99,8 +83,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def bound(blocked: Iterable[int] = ()) -> Callable[[], None]:
-    """The ``preexec_fn`` of a child that gets SIGTERM when this process ends, and begins with these signals blocked
-    alone, whatever this process has blocked."""
+    """Return a ``preexec_fn`` for a child that gets SIGTERM when this process ends, and blocks only ``blocked``."""
     libc = ctypes.CDLL(None)
 
     def before_exec() -> None:
@@ -111,27 +94,27 @@ def bound(blocked: Iterable[int] = ()) -> Callable[[], None]:
 
 
 def adopt() -> None:
-    """Make this process the parent of all processes below it whose own parent ends."""
+    """Make this process the subreaper of its descendants: the parent of those whose own parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_orphans() -> None:
-    """Ends every process below this one, those that it has started itself among them."""
+    """End every child of this process, including adopted ones, by SIGTERM and then SIGKILL."""
     for sign, grace_s in ((signal.SIGTERM, 0.5), (signal.SIGKILL, 2.0)):
         deadline = time.monotonic() + grace_s
-        told: set[int] = set()
+        signalled: set[int] = set()
         while (left := children()) and time.monotonic() < deadline:
-            for pid in left - told:
+            for pid in left - signalled:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, sign)
-            told |= left
+            signalled |= left
             time.sleep(0.01)
         if not left:
             return
 
 
 def children() -> set[int]:
-    """The children of this process, those that have ended since others were reaped among them."""
+    """Reap the ended children of this process and return the others; some may have ended meanwhile."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -141,12 +124,12 @@ def children() -> set[int]:
 
 
 def living(parent: int) -> set[int]:
-    """The children of a process that have not ended; none is reaped."""
+    """Return the children of a process that have not ended, without reaping any."""
     return {pid for pid, state in _below(parent) if state != b"Z"}
 
 
 def _below(parent: int) -> Iterator[tuple[int, bytes]]:
-    """The children of a process, and their states (proc(5))."""
+    """Yield the children of a process and their states (proc(5))."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, its_parent, *_ = stat.read_bytes().rpartition(b")")[2].split()
@@ -159,22 +142,28 @@ _OPENED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def new(base: Path, prefix: str) -> Iterator[Path]:
-    """A folder of a new name in ``base``, for this user alone; `OSError` where none can be made, or others may write to
-    ``base`` and exchange it."""
+    """Make a folder with a new name in ``base``, for this user alone; remove it at the end of the context.
+
+    Raises:
+        OSError: it cannot be made, or others may write to ``base`` and replace it.
+    """
     _remove_left_behind(base, prefix)
     with _kept(lambda: Path(tempfile.mkdtemp(prefix=prefix, dir=base))) as folder:
         yield folder
 
 
 def of_this_host(prefix: str) -> str:
-    """How names begin where there may be folders of other hosts, whose locks are not seen: ``hpcdp-hosts-node1-``."""
+    """Return a prefix with the host's name, ``hpcdp-hosts-node1-``, since locks of other hosts are not visible."""
     return f"{prefix}-{socket.gethostname().partition('.')[0]}-"
 
 
 @contextlib.contextmanager
 def named(folder: Path, prefix: str) -> Iterator[None]:
-    """``folder``, whose name begins with ``prefix``, for this user alone; it may be there already. `OSError` where it
-    cannot be made, or others may change it."""
+    """Make ``folder``, whose name begins with ``prefix``, unless it exists; remove it at the end of the context.
+
+    Raises:
+        OSError: it cannot be made, or others may change it.
+    """
 
     def make() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -187,14 +176,14 @@ def named(folder: Path, prefix: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept(make: Callable[[], Path]) -> Iterator[Path]:
-    """What ``make`` makes, made anew where another process takes it for left behind before it is locked."""
+    """Make and lock a folder; make it again if another process removes it as left behind before it is locked."""
     while True:
         folder = make()
         try:
             lock = os.open(folder, _OPENED)
         except FileNotFoundError:
             continue
-        with contextlib.suppress(OSError):  # no locks there
+        with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_SH)
         if folder.exists():
             break
@@ -211,7 +200,7 @@ def _kept(make: Callable[[], Path]) -> Iterator[Path]:
 
 def _remove_left_behind(base: Path, prefix: str) -> None:
     for folder in base.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # another user's, or one that is removed at this moment
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
             lock = os.open(folder, _OPENED)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -225,72 +214,73 @@ _FOLDER = Path("/dev/shm")
 _FOLDER_VARIABLES = (
     "OMPI_MCA_btl_sm_backing_directory",
     "OMPI_MCA_osc_sm_backing_directory",
-    # An mpirun does not start where one of the same process number, which was killed, has left its files.
+    # An mpirun does not start if a killed one of the same process number has left its files.
     "PRTE_MCA_prte_tmpdir_base",
 )
 _PREFIX, _OF_MPICH = "hpcdp-segments-", "mpich_shm_*"
-# hydra's daemon writes the machine's topology there, wherever TMPDIR is, for its ranks to read.
+# hydra's daemon writes the machine's topology for its ranks to /tmp, whatever TMPDIR is.
 _TOPOLOGIES, _DAEMON = (Path("/tmp"), "hydra_hwloc_xmlfile_*"), "hydra_pmi_proxy"
 _CLOCKS_DIFFER_S, _OLD_S = 2.0, 60.0
 
 
 @contextlib.contextmanager
 def own_folder(environ: Mapping[str, str]) -> Iterator[tuple[dict[str, str], Path | None]]:
-    """``environ`` with a folder of the job's own for the files of Open MPI 5, and that folder, which is removed with
-    all that is in it; None where the user has named others for all of them."""
+    """Yield ``environ`` with a new folder for the files of Open MPI 5, and that folder; remove it at the end.
+
+    The folder is None where the user has set all variables for it, or where it cannot be made.
+    """
     unset = [name for name in _FOLDER_VARIABLES if name not in environ]
     with contextlib.ExitStack() as stack:
         folder = None
         if unset:
-            with contextlib.suppress(OSError):  # a site may forbid it; Open MPI then says what it needs itself
+            with contextlib.suppress(OSError):  # a site may forbid it; Open MPI then reports what it needs
                 folder = stack.enter_context(new(_FOLDER, _PREFIX))
         yield {**environ, **(dict.fromkeys(unset, str(folder)) if folder else {})}, folder
 
 
 def same_folder(name: str) -> contextlib.AbstractContextManager[None]:
-    """On another host the folder that `own_folder` has made on the launcher's."""
+    """Make the folder of the launcher's `own_folder` on another host, until the end of the context."""
     return named(Path(name), _PREFIX)
 
 
 @contextlib.contextmanager
 def files_of_mpich_removed() -> Iterator[None]:
-    """Removes what MPICH, which takes no folder for it, has left behind: segments that were made meanwhile, or by jobs
-    whose launcher was killed, and that nobody uses, and files of daemons that have gone.
+    """Remove MPICH's files, whose folder cannot be set, at the end of the context.
 
-    Segments of jobs that run beside this one are mapped or held open from their making on; those of a job that starts
-    in another container, whose processes are not seen, are young.
+    These are unused segments, made during the context or by jobs whose launcher was killed, and the files of ended
+    daemons. Segments of concurrent jobs are mapped or held open from their creation on. Those of a job that starts in
+    another container, whose processes are not visible, are younger than a minute.
     """
     before = set(_FOLDER.glob(_OF_MPICH))
     try:
         yield
     finally:
-        there = set(_FOLDER.glob(_OF_MPICH))  # before who uses them is asked: no later one is taken for unused
-        used = hosts.files_in_use(f"{_FOLDER}/") if there else set()
+        segments = set(_FOLDER.glob(_OF_MPICH))  # listed before files_in_use: a later one would look unused
+        used = hosts.files_in_use(f"{_FOLDER}/") if segments else set()
         old_s = time.time() - _OLD_S
-        for path in there:
+        for path in segments:
             with contextlib.suppress(OSError):
-                found = path.stat()
-                if str(path) in used or found.st_uid != os.getuid():
-                    continue
-                if path not in before or found.st_mtime < old_s:
+                info = path.stat()
+                is_ours = info.st_uid == os.getuid() and str(path) not in used
+                if is_ours and (path not in before or info.st_mtime < old_s):
                     path.unlink()
         _remove_topologies()
 
 
 def _remove_topologies() -> None:
-    """Those of this user that are older than every daemon that runs."""
+    """Remove this user's topology files that are older than every running daemon."""
     folder, names = _TOPOLOGIES
     oldest_s = min(hosts.started_at_s(_DAEMON), default=float("inf")) - _CLOCKS_DIFFER_S
     for path in folder.glob(names):
         with contextlib.suppress(OSError):
-            found = path.lstat()
-            if found.st_uid == os.getuid() and found.st_mtime < oldest_s:
+            info = path.lstat()
+            if info.st_uid == os.getuid() and info.st_mtime < oldest_s:
                 path.unlink()
 
 
 _RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
 _LOOK_S, _LOOK_SOON_S, _LATER_LOOK_S = 0.02, 10.0, 1.0
-"""Ranks are looked for so often, so long; later on less often. One that fails at an import lives for some 50 ms."""
+"""Seconds between two searches for ranks, for the first seconds and later; a failing import takes some 50 ms."""
 
 # linux/pidfd.h, Linux 6.15 and later: the status of a process that its parent has reaped
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT, _PIDFD_INFO = 0xC040FF0B, 1 << 3, "=Q52xi"
@@ -299,26 +289,26 @@ _SIGNALFD_INFO, _SIGNALFD_SIZE, _SIGNALFD_FLAGS = "=I4xi", 128, os.O_CLOEXEC | o
 
 
 class End(NamedTuple):
-    """The end of a rank: its wait status (wait(2)), None where it is not known, and when it was seen (monotonic)."""
+    """The end of a rank: its wait status (wait(2)), None where unknown, and the monotonic time of its observation."""
 
     rank: int
     pid: int
     status: int | None
     at_s: float
     server: int | None = None
-    """Which server it is, from 0; None for a worker."""
+    """The number of the server, from 0; None for a worker."""
     host: str | None = None
-    """Where it ran; None for this machine."""
+    """The rank's host; None for this machine."""
 
     @property
     def exit_status(self) -> int:
-        """As a shell puts it: 128 + the number of a signal; 0 where the status is not known."""
+        """Return the status in the shell's convention: 128 + the number of a signal; 0 where it is unknown."""
         code = os.waitstatus_to_exitcode(self.status or 0)
         return code if code >= 0 else 128 - code
 
     @property
     def who(self) -> str:
-        """The rank, or the server, with its process and where that ran."""
+        """Return the rank or the server, with its process and host."""
         where = f"pid {self.pid}" + (f" on {self.host}" if self.host else "")
         if self.server is None:
             return f"rank {self.rank} ({where})"
@@ -339,14 +329,14 @@ class End(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """A signal to the launcher: its number and where it came from (``si_code``, sigaction(2))."""
+    """A signal to the launcher: its number and its origin (``si_code``, sigaction(2))."""
 
     number: int
     code: int
 
 
 class Start(NamedTuple):
-    """A rank that was seen to run, and where; ``host`` is None for this machine."""
+    """The observed start of a rank; ``host`` is None for this machine."""
 
     rank: int
     pid: int
@@ -354,14 +344,14 @@ class Start(NamedTuple):
 
 
 class Watch:
-    """Waits for signals that the caller has blocked and sees in which order the ranks below ``mpirun`` end.
+    """An observer of signals, which the caller has blocked, and of the ends of the ranks below ``mpirun``.
 
     Args:
-        mpirun: its process, a child of the caller's, or the caller itself.
-        ranks: as many are looked for.
-        signals: what `wait` receives.
-        servers: so many of the ranks, the last ones, are servers.
-        elsewhere: so many ranks more run on other hosts, whence `note` is told of them.
+        mpirun: process number of a child of this process, or of this process itself.
+        ranks: number of ranks on this machine.
+        signals: the signals that `wait` receives.
+        servers: number of servers, which are the last ranks.
+        elsewhere: number of ranks on other hosts, which `note` reports.
     """
 
     def __init__(
@@ -374,14 +364,14 @@ class Watch:
         self._ranks: dict[int, tuple[int, int]] = {}  # by pidfd: rank and pid
         self._others: dict[int, Callable[[], object]] = {}
         self.starts: list[Start] = []
-        """The ranks that were seen to run, in that order."""
+        """The observed starts, in order."""
         self._ends: dict[int, End] = {}  # by rank, the first end first
         self.failed: End | None = None
-        """The first end that was seen, while mpirun ran, to be none with status 0."""
+        """The first end with a status other than 0, observed while mpirun ran."""
         self.all_gone_at_s: float | None = None
-        """When all ranks were first seen to be gone, none with a status other than 0 (monotonic)."""
+        """The monotonic time at which all ranks had ended, if none failed."""
         self.servers_alone_since_s: float | None = None
-        """When servers were first seen to run without any worker (monotonic); None while there are workers."""
+        """The monotonic time since which only servers run; None while there are workers."""
         self._signals = _signal_descriptor(signals)
         self._poll = select.epoll()
         self._poll.register(self._signals, select.EPOLLIN)
@@ -392,17 +382,17 @@ class Watch:
         self._poll.close()
 
     def also(self, descriptor: int, when_ready: Callable[[], object], event: int = select.EPOLLIN) -> None:
-        """Calls ``when_ready`` from `wait` whenever ``descriptor`` can be read, or written, until `no_more` of it."""
+        """Call ``when_ready`` from `wait` whenever ``descriptor`` is ready for ``event``, until `no_more`."""
         self._others[descriptor] = when_ready
         self._poll.register(descriptor, event)
 
     def no_more(self, descriptor: int) -> None:
-        """The opposite of `also`, called before the descriptor is closed."""
+        """Undo `also`; call this before closing the descriptor."""
         if self._others.pop(descriptor, None) is not None:
             self._poll.unregister(descriptor)
 
     def note(self, seen: Start | End) -> None:
-        """A rank has been seen to start, or to end, elsewhere."""
+        """Record a start or an end, observed here or reported by another host."""
         if isinstance(seen, Start):
             self.starts.append(seen)
         elif seen.rank not in self._ends:
@@ -413,13 +403,13 @@ class Watch:
                 self.all_gone_at_s = seen.at_s
 
     def know_of(self, rank: int, pid: int) -> None:
-        """A rank runs here, says who has started it; it may have ended before it was seen."""
+        """Record a rank of this machine that mpirun has reported; it may have ended before it was observed."""
         if rank not in (start.rank for start in self.starts) and not self._take(rank, pid):
             self.note(Start(rank, pid))
             self.note(End(rank, pid, None, time.monotonic(), self.server(rank)))
 
     def wait(self, timeout_s: float) -> Signal | None:
-        """The next signal; None after ``timeout_s`` seconds at most."""
+        """Wait for the next signal and return it; None after at most ``timeout_s`` seconds."""
         if self._missing and time.monotonic() >= self._next_look:
             self._look()
             now = time.monotonic()
@@ -438,11 +428,11 @@ class Watch:
 
     @property
     def running(self) -> set[int]:
-        """The ranks that were seen to start, and not to end."""
+        """Return the ranks that have started and not ended."""
         return {start.rank for start in self.starts} - self._ends.keys()
 
     def ends(self) -> list[End]:
-        """The ends that were seen, the first one first; called once mpirun has ended and reaped its ranks."""
+        """Return the observed ends in order; call this once mpirun has ended and reaped its ranks."""
         self._see(0.0)
         late = {rank: descriptor for descriptor, (rank, _) in self._ranks.items()}
         return [
@@ -451,25 +441,27 @@ class Watch:
         ]
 
     def server(self, rank: int) -> int | None:
-        """Which server a rank is, None for a worker."""
+        """Return the number of the server that ``rank`` is; None for a worker."""
         return rank - self._workers if rank >= self._workers else None
 
     def name(self, rank: int) -> str:
-        """``rank 2``, or ``server 0 (rank 2)``."""
+        """Return ``"rank 2"``, or ``"server 0 (rank 2)"``."""
         server = self.server(rank)
         return f"rank {rank}" if server is None else f"server {server} (rank {rank})"
 
     def nothing_is_left(self) -> bool:
-        """Whether, of ranks that are gone, none is known to have ended well, or no process that they have started here
-        runs on, whose output mpirun would wait for."""
+        """Return whether mpirun has nothing to wait for, once all ranks have ended.
+
+        True if no rank is known to have succeeded, or no process runs on here whose output mpirun would wait for.
+        """
         if all(end.status is None for end in self._ends.values()):
             return True
         return self._all == self._count and not living(self._mpirun) and living(os.getpid()) <= {self._mpirun}
 
     def notified(self, number: int) -> bool:
-        """Whether all ranks have been started, here, and a signal has lost its default effect, to end them, on each.
+        """Send a signal to all ranks once all run on this machine and handle it; return whether it was sent.
 
-        Then it was sent to each: an mpirun that has just started them now and then loses it.
+        An mpirun that has just started its ranks sometimes loses a signal.
         """
         pids = [pid for _, pid in _ranks_below(self._mpirun)]
         if len(pids) < self._count or not all(_takes(pid, number) for pid in pids):
@@ -480,7 +472,7 @@ class Watch:
         return True
 
     def _see(self, timeout_s: float) -> None:
-        for descriptor, _ in self._poll.poll(timeout_s):  # those that became ready first come first
+        for descriptor, _ in self._poll.poll(timeout_s):  # in the order in which they became ready
             if descriptor in self._others:
                 self._others[descriptor]()
             elif descriptor in self._ranks:
@@ -497,12 +489,12 @@ class Watch:
                 self._take(rank, pid)
 
     def _take(self, rank: int, pid: int) -> bool:
-        """Whether there is such a process, whose end is waited for from now on."""
+        """Observe the end of a process; return whether it exists."""
         try:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             return False
-        except (OSError, AttributeError):  # Python was built without
+        except (OSError, AttributeError):  # a Python built without pidfds
             return True
         self._ranks[descriptor] = rank, pid
         self.note(Start(rank, pid))
@@ -512,14 +504,14 @@ class Watch:
 
 
 def _ranks_below(pid: int) -> Iterator[tuple[int, int]]:
-    """(rank, pid) of the ranks among the descendants; what a rank has started itself carries its variables, too."""
+    """Yield (rank, pid) of the ranks among the descendants, but not a rank's children, which inherit its variables."""
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in map(int, children.read_text().split()):
                 rank, below = _rank(child), list[tuple[int, int]]()
                 if rank is None:
                     below = list(_ranks_below(child))
-                    rank = _rank(child)  # its program may have begun meanwhile, and started another
+                    rank = _rank(child)  # it may have become the rank meanwhile, and started a child
                 if rank is None:
                     yield from below
                 else:
@@ -535,7 +527,7 @@ def _rank(pid: int) -> int | None:
 
 
 def _takes(pid: int, number: int) -> bool:
-    """Whether a process catches or ignores a signal (proc(5), SigCgt and SigIgn)."""
+    """Return whether a process catches or ignores a signal (proc(5), SigCgt and SigIgn)."""
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_bytes()
         masks = re.findall(rb"^Sig(?:Cgt|Ign):\s+([0-9a-f]+)$", status, re.MULTILINE)
@@ -544,7 +536,7 @@ def _takes(pid: int, number: int) -> bool:
 
 
 def _status_of_zombie(pid: int) -> int | None:
-    """From field 52 of /proc/PID/stat (proc(5)); None where its parent has been faster."""
+    """Return the status in field 52 of /proc/PID/stat (proc(5)); None where the parent has already reaped it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -575,7 +567,7 @@ def _signal_descriptor(signals: set[signal.Signals]) -> int:
 
 
 def name_of(sign: int) -> str:
-    """Of a signal."""
+    """Return the name of a signal."""
     try:
         return signal.Signals(sign).name
     except ValueError:

@@ -1,14 +1,11 @@
-"""The run of a job: start, supervision, end.
+"""The supervision of a job's mpirun or srun from its start to its end: signals, the first failure, orphans.
 
-The ranks that mpirun has started, by the list that Open MPI 5's writes: also those that had ended before a look.
+The launcher is a subreaper (prctl(2), PR_SET_CHILD_SUBREAPER). Whatever an mpirun leaves behind, even a killed one,
+becomes the launcher's child and is ended before the launcher exits, so no rank on this machine outlives it.
 
-Its words and its status do not tell: it can have started none and end with status 0, and it says nothing of ranks on
-several hosts that are all killed at once, for which it now and then waits for ever.
-
-A job's mpirun, or whatever starts its ranks, from its start to its end: signals, who failed first, what is left.
-
-The launcher is a subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): whatever an mpirun leaves behind, even one that was
-killed, becomes its child and is ended before it exits, so no rank on this machine outlives the command.
+`Started` reads the list of started ranks that Open MPI 5 writes, which includes ranks that ended before they were
+observed. mpirun's output and status do not suffice: it can start no rank and exit with status 0. It does not report
+that all ranks on several hosts were killed at once, and sometimes waits for them forever.
 """
 
 from __future__ import annotations
@@ -35,31 +32,33 @@ from .mpi_library import is_open_mpi_4, runtimes
 from .mpirun_output import LOST_CONNECTION_STATUS, TOLD, FailedRank, MpirunStderr, first_failure
 from .process_monitor import End, Start, Watch, adopt, bound, end_orphans, name_of
 
-# The name of a program may have line breaks.
+# DOTALL: the name of a program may have line breaks.
 _START = re.compile(r"^\(rank, host, exe, pid\) = \(([0-9]+), ([^,]*), .*?, ([0-9]+)\)$", re.MULTILINE | re.DOTALL)
 _OPTIONS, _LIST = ("runtime-options", "rtos"), "output-proctable"
 
 
 class Started:
-    """The list of a job of ``ranks`` processes, which mpirun writes to ``path`` once all have been started.
+    """The list of started ranks, which mpirun writes once it has started all of them.
 
     Args:
-        hosts: where each rank runs, None for this machine; empty where the list alone can tell.
+        path: the file of the list.
+        ranks: number of processes of the job.
+        hosts: the host of each rank, None for this machine; empty where only the list has the hosts.
     """
 
     def __init__(self, path: Path, ranks: int, hosts: Sequence[str | None]) -> None:
         self._path, self._ranks, self._hosts = path, ranks, hosts
-        self._is_told = False
+        self._is_reported = False
 
     def attach(self, watch: Watch, guards: Guards | None) -> None:
-        """From now on `look` tells these of ranks that they have not seen."""
+        """Set the receivers to which `look` reports the ranks."""
         self._watch, self._guards = watch, guards
 
     def look(self) -> None:
-        """Called over and over while mpirun runs."""
-        if self._is_told or not (starts := self._starts()):
+        """Report the ranks once the list is complete; call this repeatedly while mpirun runs."""
+        if self._is_reported or not (starts := self._starts()):
             return
-        self._is_told = True
+        self._is_reported = True
         elsewhere: dict[str, list[tuple[int, int]]] = {}
         for start in starts:
             if start.host is None:
@@ -70,7 +69,7 @@ class Started:
             self._guards.know_of(elsewhere)
 
     def end(self) -> int:
-        """How many ranks there were; called once mpirun has ended, and with it those that nobody has seen."""
+        """Report the ranks that were never observed as ended, after mpirun's end, and return the number of ranks."""
         starts = self._starts()
         seen = {start.rank for start in self._watch.starts}
         for start in starts:
@@ -81,25 +80,27 @@ class Started:
         return len(starts)
 
     def _starts(self) -> list[Start]:
-        """None of them before all are there."""
-        found = []
-        for said in _START.finditer(self._path.read_text(errors="replace")):
-            rank = int(said[1])
-            host = self._hosts[rank] if rank < len(self._hosts) else said[2]
-            found.append(Start(rank, int(said[3]), host))
-        return found if len(found) >= self._ranks else []
+        """Return the entries of the list, none before it is complete."""
+        starts = []
+        for entry in _START.finditer(self._path.read_text(errors="replace")):
+            rank = int(entry[1])
+            host = self._hosts[rank] if rank < len(self._hosts) else entry[2]
+            starts.append(Start(rank, int(entry[3]), host))
+        return starts if len(starts) >= self._ranks else []
 
 
 @contextlib.contextmanager
 def listed(
     command: Sequence[str], ranks: int, hosts: Sequence[str | None]
 ) -> Iterator[tuple[Sequence[str], Started | None]]:
-    """``command`` with words that have its mpirun write the list; as it is, and None, where there are no such words,
-    or where it says itself what is listed."""
+    """Yield ``command`` with the options that make mpirun write the list of started ranks, and its reader.
+
+    The command is unchanged, and the reader None, for an mpirun without the option, or where the user has set it.
+    """
     option = _option(Path(command[0]))
-    its_own = {word.lstrip("-").partition("=")[0] for word in command} & {*_OPTIONS, _LIST}
+    user_options = {word.lstrip("-").partition("=")[0] for word in command} & {*_OPTIONS, _LIST}
     with _nameless_file() as path:
-        if option is None or path is None or its_own:
+        if option is None or path is None or user_options:
             yield command, None
         else:
             yield [command[0], option, f"{_LIST}={path}", *command[1:]], Started(path, ranks, hosts)
@@ -107,7 +108,7 @@ def listed(
 
 @contextlib.contextmanager
 def _nameless_file() -> Iterator[Path | None]:
-    """It is gone with this process, however that ends; None where the kernel forbids it or there is no /proc."""
+    """Yield a file that disappears with this process; None where the kernel forbids it or there is no /proc."""
     try:
         file = os.memfd_create("hpcdp-started")
     except OSError:
@@ -121,7 +122,7 @@ def _nameless_file() -> Iterator[Path | None]:
 
 
 def _option(mpirun: Path) -> str | None:
-    """What the option is called: versions differ, and end where they do not know a name."""
+    """Return the option's name, which differs between versions; mpirun exits at an unknown one."""
     for content in runtimes(mpirun):
         if f"\0{_LIST}\0".encode() in content:
             return next((f"--{name}" for name in _OPTIONS if f"\0{name}\0".encode() in content), None)
@@ -131,20 +132,20 @@ def _option(mpirun: Path) -> str | None:
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = tuple(SAVE_AT)
 _AS_SIGTERM = (signal.SIGQUIT, signal.SIGXCPU)
-"""What an mpirun would die of and leave its ranks: it gets SIGTERM instead."""
+"""Signals that would kill mpirun but not its ranks; mpirun gets SIGTERM instead."""
 _GRACE_S = 10.0
 _HOLD_S = 0.05
 _TELL_S = 0.1
-# MPICH's mpirun does not see that a rank on another host has ended with a status; others have to end within 10 s.
+# MPICH's mpirun does not notice that a rank on another host has failed; the other ranks have to end within 10 s.
 _FAILED_GRACE_S = 6.0
 _LOST_GRACE_S = 3.0
 _LAST_WORDS_S = 1.0
-# Of a program that saves at SIGUSR1: so long that may take, and so soon a second signal is the first one again, which
-# timeout(1), for one, sends to a process and to its group.
+# For a program that saves at SIGUSR1: the limit for saving, and the interval in which a second signal is taken for a
+# duplicate; timeout(1) sends one to a process and another to its group.
 _SAVE_S, _TWICE_S = 120.0, 0.5
 _STOPPED = os.EX_TEMPFAIL
 _OF_ERRORS = (1, 2, 127)
-"""The statuses of commands and programs that have written why."""
+"""Exit statuses of commands and programs that have written the reason."""
 _LONGEST_ERROR = 300
 _SI_KERNEL = 0x80
 
@@ -165,31 +166,34 @@ def supervise(
     interface: str | None = None,
     missing_module: Callable[[str], object | None] = lambda module: None,
 ) -> int:
-    """Runs ``command`` with all of ``environ`` until it and all that it has started have ended.
+    """Run ``command`` until it and all processes that it has started have ended.
 
     Args:
-        command: what starts the ranks, an mpirun of ``family``, or ``"srun"``.
-        ranks: how many processes it starts, of which the last ``servers`` are servers.
+        command: an mpirun of ``family`` or an srun, with its arguments.
+        environ: all environment variables of the command.
+        ranks: number of processes that it starts, including servers.
+        family: ``"openmpi"``, ``"mpich"`` or ``"srun"``.
+        servers: number of servers, which are the last ranks.
         usr1_has_come: see `hpcdp.launch.launchers.local.run`.
-        elsewhere: how many of the ranks run on other hosts.
-        guards: what holds those, where it is this launcher that reaches the hosts; else it is a batch system, and of
-            a host that is lost mpirun's words on stderr are all there is.
-        hosts: where each rank runs, None for this machine; empty where only mpirun knows, or all run here.
-        asked: arguments of the user's own in ``command``.
-        verbose: whether to tell where the ranks of this machine are.
-        interface: the only network interface through which ``command`` is to accept connections; None: any.
-        missing_module: returns what to say of a failed job in which a Python has not found a module, or None.
+        elsewhere: number of ranks on other hosts.
+        guards: the guards of those hosts; None where a batch system reaches them, and only mpirun's messages on stderr
+            report a lost host.
+        hosts: the host of each rank, None for this machine; empty where only mpirun knows, or all run here.
+        asked: the user's arguments in ``command``.
+        verbose: whether to report the processes and cores of the ranks of this machine.
+        interface: the only network interface on which ``command`` accepts connections; None for any.
+        missing_module: returns the message for a failed job in which a Python did not find a module, or None.
 
     Returns:
-        The job's exit status: 128 + the number of the signal that ended this launcher, or that of the rank that failed
-        first, or the command's own; 1 for a job that has lost a host, or of which nothing has been started.
+        The job's exit status: 128 + the number of the signal that ended this launcher, or the status of the rank that
+        failed first, or the command's; 1 for a job that has lost a host, or that has started no rank.
 
     Raises:
-        LaunchError: mpirun has refused what was ``asked`` of it.
+        LaunchError: mpirun has rejected the arguments ``asked``.
     """
     global _output
-    given = (signal.SIGHUP, signal.SIGTSTP, *_AS_SIGTERM)
-    ignored = {sign for sign in given if signal.getsignal(sign) == signal.SIG_IGN}  # as nohup has the first one
+    maybe_ignored = (signal.SIGHUP, signal.SIGTSTP, *_AS_SIGTERM)
+    ignored = {sign for sign in maybe_ignored if signal.getsignal(sign) == signal.SIG_IGN}  # SIGHUP is, under nohup
     watched = {*FORWARDED, *_AS_SIGTERM, signal.SIGTSTP, signal.SIGCHLD} - ignored
     if family != "srun":
         environ = {name: value for name, value in environ.items() if name not in PMI_OF_SRUN}
@@ -209,9 +213,9 @@ def supervise(
                 places = hosts or ([] if elsewhere else [None] * ranks)
                 command, started = left_behind.enter_context(listed(command, ranks, places))
             words = MpirunStderr(held=bool(asked), with_banners=family == "srun", shown=shown)
-            # In the background it reads an error, and is not stopped.
+            # With SIGTTIN blocked, mpirun in the background gets an error from the terminal, and is not stopped.
             blocked = {*before, *ignored, signal.SIGTTIN, signal.SIGTTOU}
-            # A Ctrl-C on the terminal must not reach the mpirun of ranks that are to save first.
+            # The terminal's Ctrl-C must not reach mpirun before the ranks have saved.
             apart: dict[str, Any] = {"process_group": 0, "stdin": subprocess.DEVNULL} if usr1_has_come else {}
             mpirun = subprocess.Popen(
                 command, env=environ, preexec_fn=bound(blocked), stdout=None if shown is None else shown.end,
@@ -225,14 +229,14 @@ def supervise(
                     shown.attach(watch)
                 if started is not None:
                     started.attach(watch, guards)
-                goes_on = "--with-ft" in command  # Open MPI's, with ULFM: who survives decides
+                goes_on = "--with-ft" in command  # Open MPI with ULFM: the surviving ranks continue
                 ended_by, was_stuck = _forward_signals(
                     mpirun, watch, usr1_has_come, guards, words, started, verbose, goes_on, family, interface
                 )  # fmt: skip
-                failed = watch.failed  # while mpirun ran
+                failed = watch.failed  # before the late messages below
                 if shown is not None:
                     shown.drain(_waiting_for_reader(watch, ended_by))
-                # Guards' words on ranks may come after it has ended, and ranks whose job was aborted end after MPICH's.
+                # Guards may report ranks after mpirun's end; aborted ranks end after MPICH's mpirun.
                 if mpirun.returncode and (guards is not None or family == "mpich"):
                     _hear_the_last(watch)
                 count = ranks if started is None else started.end()
@@ -251,8 +255,8 @@ def supervise(
         return 128 + ended_by
     other_python = missing_module(words.no_module) if mpirun.returncode and words.no_module is not None else None
     if lost:
-        for each in lost.values():
-            say(each)
+        for message in lost.values():
+            say(message)
         return 1
     if family == "srun" and mpirun.returncode > 0:
         status = _told_by_srun(words, ranks, mpirun.returncode) or mpirun.returncode
@@ -275,7 +279,7 @@ def supervise(
     line = _with_reason(line, status, words)
     if line is None and words.are_unread:
         return 128 + signal.SIGPIPE
-    if line is None or status == LOST_CONNECTION_STATUS:  # who has left that one is not known
+    if line is None or status == LOST_CONNECTION_STATUS:  # the first failure is unknown
         words.show_banners()
         if guards is not None:
             guards.show_banners()
@@ -285,15 +289,17 @@ def supervise(
         why = "those of other hosts are not watched inside a batch job"
         say(f"mpirun has ended with status {status}; which rank failed first is not known: {why}")
     elif line is None and status and not words.has_spoken:
-        say(f"mpirun has ended with status {status}, and has not said why")
+        say(f"mpirun has ended with status {status}, without a message")
     if other_python is not None:
         say(other_python)
     return status
 
 
 def _waiting_for_reader(watch: Watch, ended_by: int | None) -> Callable[[], bool]:
-    """Return what waits for the reader of output for a moment, and says whether to give it up: at a signal that ends
-    the job, and a second after one that has ended it."""
+    """Return a function that waits a moment for the reader of the output, and returns whether to stop waiting.
+
+    Waiting stops at a signal that ends the job, or a second after a signal has ended it.
+    """
     deadline = float("inf") if ended_by is None else time.monotonic() + _LAST_WORDS_S
 
     def give_up() -> bool:
@@ -312,20 +318,22 @@ def _hear_the_last(watch: Watch) -> None:
 def _explained(
     ends: Sequence[End], code: int, family: str, words: MpirunStderr, is_blind: bool = False
 ) -> tuple[int, str | None]:
-    """The status of the job, and what is to be said of the rank that failed first: nothing where all have ended alike
-    and said why, or have stopped early; None where only mpirun's own words tell.
+    """Return the status of the job and the message on the rank that failed first.
 
-    Open MPI says of a rank that left with status 0 only what may have happened, of a server not that it is one, not
-    always on which host a rank was, and nothing where others have ended well before; and now and then it names another
-    one, which has aborted since its connection to the first had closed. So where it ``is_blind``, and knows nothing of
-    ranks of other hosts, only a rank that has called MPI_Abort, or one of this host that left with the job's status, is
-    believed.
+    The message is empty where all ranks have ended alike and reported why, or have stopped early; it is None where only
+    mpirun's messages can tell.
+
+    Open MPI's messages are incomplete. For a rank that left with status 0 they are vague; they do not tell servers from
+    workers, sometimes omit the host, and are missing where other ranks have already succeeded. Sometimes they name
+    another rank, which has aborted because its connection to the first had closed. So if the launcher ``is_blind``, and
+    does not observe ranks of other hosts, only two kinds of rank are reported: one that has called MPI_Abort, and one
+    of this host that left with the job's status.
     """
     first, named = first_failure(ends, code, _bereft(family)), words.named
-    if first is None and words.have_closed:  # mpirun had heard of the abort, and killed that rank before it ended
+    if first is None and words.have_closed:  # mpirun has killed the aborting rank before it ended
         ends = [end._replace(status=LOST_CONNECTION_STATUS << 8) if end.rank == words.aborted else end for end in ends]
         first = first_failure(ends, code, LOST_CONNECTION_STATUS)
-    has_failed = code != 0 or any(end.status != 0 for end in ends)  # of a job that goes on (ULFM) the code may be 0
+    has_failed = code != 0 or any(end.status != 0 for end in ends)  # with ULFM the code may be 0
     if words.missing is not None and has_failed and (first is None or first.exit_status == code):
         return code or 1, _by_watchdog(words.missing)
     invoked_by = (
@@ -337,10 +345,10 @@ def _explained(
         rank, status = invoked_by
         return status or code, f"rank {rank} has aborted the job with status {status or code}"
     if family == "mpich" and len(ends) > 1 and {end.exit_status for end in ends} == {128 + signal.SIGTERM}:
-        return ends[0].exit_status, "all ranks were ended by SIGTERM"  # by which MPICH's mpirun ends none
+        return ends[0].exit_status, "all ranks were ended by SIGTERM"  # MPICH's mpirun does not send it
     is_known = named is not None or words.aborted is not None or words.are_unread
     if family == "openmpi" and code == 1 and not is_known and _have_all_heard(ends):
-        return code, "mpirun has ended all ranks: it was told to by a signal, which it does not name"
+        return code, "mpirun has ended all ranks at a signal, which it does not name"
     if (
         is_blind
         and named is None
@@ -366,13 +374,15 @@ def _explained(
 
 
 def _have_all_heard(ends: Sequence[End]) -> bool:
-    """Whether every rank has ended in a way in which mpirun ends them, by SIGTERM and then SIGKILL."""
+    """Return whether every rank has ended as mpirun ends them, by SIGTERM and then SIGKILL."""
     return bool(ends) and all(end.exit_status in (*TOLD, 128 + signal.SIGKILL) for end in ends)
 
 
 def _with_reason(line: str | None, status: int, words: MpirunStderr) -> str | None:
-    """Return the launcher's last line with the cause: the error of the rank that has reported one, where the status is
-    that of an error; nothing where the line above is that report."""
+    """Return the launcher's last line with the error that a failed rank has reported.
+
+    The line is empty where that report is the last line of the output already.
+    """
     if words.missing is not None or status not in _OF_ERRORS or line == "":
         return line
     if words.reasons.stands_last:
@@ -385,9 +395,9 @@ def _with_reason(line: str | None, status: int, words: MpirunStderr) -> str | No
 
 
 def _told_by_srun(words: MpirunStderr, ranks: int, code: int) -> int | None:
-    """The status of the tasks that failed first; they are named unless all have failed alike, or have stopped early.
+    """Return the status of the tasks that failed first, and name them unless all have failed alike or stopped early.
 
-    Of a rank that has aborted the job srun has the status, ``code``, and often kills it before it has ended, too.
+    srun exits with the status ``code`` of a rank that has aborted the job, and often kills that rank before it ends.
     """
     failed = words.failed()
     if words.missing is not None:
@@ -397,7 +407,7 @@ def _told_by_srun(words: MpirunStderr, ranks: int, code: int) -> int | None:
         say(f"a rank has aborted the job with status {code}")
         return code
     if failed is not None and words.may_have_ended(failed):
-        say("a rank was killed, and srun has ended others so, too: which one failed first is not known")
+        say("a rank was killed, and srun has killed others: which one failed first is not known")
     elif failed is not None and failed.status != _STOPPED and ranks > 1 and not words.have_ended_alike():
         line = _with_reason(str(failed), failed.status, words)
         if line:
@@ -406,7 +416,6 @@ def _told_by_srun(words: MpirunStderr, ranks: int, code: int) -> int | None:
 
 
 def _by_watchdog(missing: str) -> str:
-    """It is not the fault of the rank that has waited."""
     return f"the watchdog has ended the job: {missing}"
 
 
@@ -419,11 +428,11 @@ def _bereft(family: str) -> int | None:
 
 
 def _failed(seen: End | None, ends: Sequence[End], family: str) -> End | None:
-    """The rank that failed first, of which an mpirun that had to be killed has said nothing."""
+    """Return the rank that failed first, for an mpirun that was killed before it could report it."""
     if seen is None:
         return None
-    found = (first_failure(ends, code, _bereft(family)) for code in (0, seen.exit_status))
-    return next(filter(None, found), seen)
+    failures = (first_failure(ends, code, _bereft(family)) for code in (0, seen.exit_status))
+    return next(filter(None, failures), seen)
 
 
 def _forward_signals(
@@ -438,17 +447,20 @@ def _forward_signals(
     family: str,
     interface: str | None,
 ) -> tuple[int | None, bool]:
-    """Waits for ``mpirun``; returns the signal that ended the job, None where it ended by itself, and whether all ranks
-    had ended by themselves, and mpirun had not.
+    """Wait for ``mpirun`` and forward signals to it.
 
-    Ranks that take SIGUSR1 (``usr1_has_come``) get the one of `SAVE_AT` at the first ending signal, to save and end.
-    A second ending signal, or the end of the grace time after the first one, after a rank has failed, unless the job
-    ``goes_on`` then, after a host was lost or after the last worker has ended, kills what has not ended by then.
+    Ranks that handle SIGUSR1 (``usr1_has_come``) get a signal of `SAVE_AT` at the first ending signal, to save and end.
+    The job is killed at a second ending signal, or after a grace time that begins with the first one, with a rank's
+    failure (unless the job ``goes_on``), with the loss of a host, or with the end of the last worker.
+
+    Returns:
+        The signal that ended the job, None where it ended by itself; and whether all ranks had ended but mpirun had to
+        be killed.
     """
     ended_by: int | None = None
     deadline = float("inf")
     is_held, passed_on = usr1_has_come is not None and usr1_has_come(), int(signal.SIGUSR1)
-    is_told_to_end, is_killed, was_stuck, num_said = False, False, False, 0
+    is_told_to_end, is_killed, was_stuck, num_reported = False, False, False, 0
     saves_since_s: float | None = None
     while mpirun.poll() is None:
         received = watch.wait(min(_HOLD_S if is_held else 1.0, max(0.0, deadline - time.monotonic())))
@@ -456,22 +468,22 @@ def _forward_signals(
         words.look()
         if started is not None:
             started.look()
-        if interface is not None and watch.starts:  # mpirun has begun to listen before it starts a rank
+        if interface is not None and watch.starts:  # mpirun listens before it starts a rank
             keep_to_interface(interface, mpirun.pid)
             interface = None
         if verbose:
-            num_said = _tell_of_starts(watch, num_said)
+            num_reported = _tell_of_starts(watch, num_reported)
         if guards is not None:
             guards.beat()
             if guards.lost and not is_told_to_end:
                 mpirun.terminate()
                 deadline, is_told_to_end = min(deadline, time.monotonic() + _LOST_GRACE_S), True
-        if watch.failed is not None and not goes_on:  # Open MPI's now and then waits for ranks that are in MPI_Finalize
+        if watch.failed is not None and not goes_on:  # Open MPI sometimes waits for ranks that are in MPI_Finalize
             deadline = min(deadline, watch.failed.at_s + _FAILED_GRACE_S)
-        gone_s = watch.all_gone_at_s  # of ranks that all end at once Open MPI's now and then notices none, or not all
+        gone_s = watch.all_gone_at_s  # Open MPI sometimes misses ends of ranks that all end at once
         if gone_s is not None and time.monotonic() >= gone_s + _GRACE_S and _output_is_read():
             deadline = 0.0 if watch.nothing_is_left() else deadline
-        alone_s = watch.servers_alone_since_s  # those of a program that has never come to hpcdp.init()
+        alone_s = watch.servers_alone_since_s  # if the program has never called hpcdp.init()
         if time.monotonic() >= min(deadline, float("inf") if alone_s is None else alone_s + _GRACE_S):
             if ended_by is None and not is_told_to_end:
                 if watch.failed is not None:
@@ -483,8 +495,8 @@ def _forward_signals(
                     was_stuck, who = True, watch.ends()[0].who
                     say(f"{who} and all others have ended, and mpirun has not in {_GRACE_S:g} s: killed")
                 else:
-                    why = "all workers have ended, and the servers, whom only hpcdp.init() tells, have not"
-                    say(f"{why} in {_GRACE_S:g} s: killed")
+                    why = "all workers have ended without hpcdp.init(), which would end the servers"
+                    say(f"{why}; they have not ended in {_GRACE_S:g} s: killed")
             mpirun.kill()
             mpirun.wait()
             is_killed = True
@@ -500,15 +512,15 @@ def _forward_signals(
             ended_by, is_held, saves_since_s = received.number, True, time.monotonic()
             passed_on = SAVE_AT[signal.Signals(ended_by)]
             deadline = saves_since_s + _SAVE_S
-            say(f"{signal.Signals(ended_by).name}: the run is saved before it ends; a second one ends it at once")
+            say(f"{signal.Signals(ended_by).name}: the run saves and ends; a second one ends it at once")
         elif received is not None and received.number in (*FORWARDED, *_AS_SIGTERM):
             if saves_since_s is not None and time.monotonic() < saves_since_s + _TWICE_S:
                 continue
             if received.number in (*ENDING, *_AS_SIGTERM):
                 deadline = time.monotonic() + _GRACE_S if ended_by is None else 0.0
                 ended_by = ended_by or received.number
-            # Ctrl-C on a terminal has reached mpirun already, which takes a second SIGINT for an order to die at once;
-            # a terminal that is closed tells the session's leader alone.
+            # The terminal's Ctrl-C has reached mpirun already, which would exit at once at a second SIGINT. A closed
+            # terminal sends SIGHUP to the session's leader only.
             if received != (signal.SIGINT, _SI_KERNEL):
                 mpirun.send_signal(signal.SIGTERM if received.number in _AS_SIGTERM else received.number)
     if mpirun.returncode < 0 and not is_killed and ended_by is None and watch.failed is None:
@@ -517,28 +529,28 @@ def _forward_signals(
 
 
 def _stop_beside(mpirun: subprocess.Popen[bytes]) -> None:
-    """Ctrl-Z: ``mpirun``, which has got it, too, stops the ranks, and this process stops until a shell says fg or bg.
+    """Stop this process and ``mpirun`` at Ctrl-Z, until the shell continues them; ``mpirun`` has stopped the ranks.
 
-    Open MPI's mpirun would run on, and be stopped where it reads from the terminal, which is the shell's now; after fg
-    it would sit in that read until a line is typed, and neither show what ranks print nor take Ctrl-C.
+    Open MPI's mpirun would run on until it reads from the terminal, which is the shell's, and stop there. After fg it
+    would stay in that read until a line is typed, and neither show output nor handle Ctrl-C.
     """
     time.sleep(_TELL_S)
     mpirun.send_signal(signal.SIGSTOP)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
-    signal.raise_signal(signal.SIGTSTP)  # nothing where no shell could continue it
+    signal.raise_signal(signal.SIGTSTP)  # has no effect where no shell could continue this process
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
     mpirun.send_signal(signal.SIGCONT)
 
 
 def _output_is_read() -> bool:
-    """Whether it is not for who reads standard output, such as a pager, that mpirun waits."""
+    """Return whether standard output can be written, so that mpirun does not wait for its reader, such as a pager."""
     poll = select.poll()
     poll.register(1, select.POLLOUT)
     return bool(poll.poll(0))
 
 
-def _tell_of_starts(watch: Watch, num_said: int) -> int:
-    for start in watch.starts[num_said:]:
+def _tell_of_starts(watch: Watch, num_reported: int) -> int:
+    for start in watch.starts[num_reported:]:
         if start.host is None:
             cores = launch_hosts.cores_of(start.pid) or "unknown: it has ended"
             say(f"{watch.name(start.rank)} is pid {start.pid} on {socket.gethostname()}, cores {cores}")
@@ -546,12 +558,12 @@ def _tell_of_starts(watch: Watch, num_said: int) -> int:
 
 
 _output: live.Shown | None = None
-"""What the ranks of the last job write: what is said here begins a line below that."""
+"""The output of the last job's ranks, so that `say` begins a new line after it."""
 
 
-def say(what: object) -> None:
-    """Writes a line of the launcher's own to stderr."""
+def say(message: object) -> None:
+    """Write a line of the launcher to stderr."""
     if _output is not None:
         _output.break_line()
     with contextlib.suppress(OSError):  # the terminal may be closed
-        to_stderr(f"hpcdp launch: {what}")
+        to_stderr(f"hpcdp launch: {message}")

@@ -1,8 +1,7 @@
-"""What a site wants of every job, in a TOML file: partition, account, modules, and how MPI is started there.
+"""Batch scripts for Slurm from templates and a site's profile, their submission, and the jobs in the queue.
 
-Filling a template in: what is asked for and what the site wants become one script, with every value quoted.
-
-Slurm's queue: submitting a script, asking how jobs are, ending them. Everything is asked of Slurm's own commands.
+`Profile` holds a site's settings from a TOML file: partition, account, modules, the start of MPI. `render` fills a
+template with a request and a profile, and quotes every value. The queue is accessed through Slurm's commands.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import os
 import re
 import shlex
@@ -25,7 +25,7 @@ from typing import Any
 from ..core import files
 from ..core.checks import check_name, matching
 from ..core.files import data_folder, require_private
-from ..errors import ConfigError, LaunchError, listed, whole_number
+from ..errors import ConfigError, HpcdpError, LaunchError, listed, whole_number
 from .batch import SLURM
 
 LAUNCHERS = ("srun", "mpirun")
@@ -37,7 +37,7 @@ _VALID = {
     "gpu_bind": ("[\\w.:,=*-]+", "a word of --gpu-bind, e.g. none or closest"),
     **SLURM,
 }
-"""What a value of a key must be, and how that is said, where sbatch would refuse any other."""
+"""For each key whose values sbatch restricts, the pattern of a valid value and its description."""
 
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile("--([a-z][a-z0-9-]*)(=.*)?")
@@ -47,25 +47,30 @@ _TAKEN = (
     "output", "signal", "requeue", "no-requeue", "open-mode", "array", "parsable", "wait", "wrap", "export",
     "test-only",
 )  # fmt: skip
-"""Options of sbatch that other keys, flags or templates set, or that would undo what templates do."""
+"""Options of sbatch that keys, flags or templates set, or that would break the templates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A site; None and empty: not said. A value that is wrong raises `ConfigError`, which names key and value.
+    """The settings of a site; None and empty values are not set.
 
     Args:
-        launcher: what starts the ranks: ``"srun"``, or ``"mpirun"``, which is `hpcdp launch` inside the job.
+        launcher: ``"srun"``, or ``"mpirun"`` for `hpcdp launch` inside the job.
         mpi_type: ``--mpi`` of srun: ``"pmix"`` for Open MPI, ``"pmi2"`` for MPICH and Intel MPI.
-        time: of a job, as Slurm writes it: ``"04:00:00"``, ``"2-12"``.
-        partition, account, qos: as sbatch takes them.
+        time: time limit of a job in Slurm's format: ``"04:00:00"``, ``"2-12"``.
+        partition: ``--partition`` of sbatch.
+        account: ``--account`` of sbatch.
+        qos: ``--qos`` of sbatch.
         gres: the GPUs of a node, for the template ``train-gpu``: ``"gpu:4"``.
         gpu_bind: ``--gpu-bind`` of srun.
-        modules: environment modules that are loaded.
-        venv: the virtual environment, in a folder that all nodes see; ``~`` is the home of who renders.
+        modules: environment modules to load.
+        venv: the virtual environment, in a folder that all nodes see; ``~`` is the rendering user's home.
         image: an Apptainer image in which the ranks run; likewise.
         env: variables of the job.
         sbatch: further options of sbatch, such as ``"--constraint=ib"``.
+
+    Raises:
+        ConfigError: a value is invalid.
     """
 
     launcher: str = "srun"
@@ -90,23 +95,23 @@ class Profile:
             if not _VARIABLE.fullmatch(variable):
                 raise _wrong("env", "names of variables", variable)
         for option in self.sbatch:
-            found = _OPTION.fullmatch(option)
-            if found is None:
-                raise _wrong("sbatch", "long options with the value behind =, e.g. --constraint=ib", option)
-            if any(taken.startswith(found[1]) for taken in _TAKEN):  # sbatch takes --node for --nodes
+            match = _OPTION.fullmatch(option)
+            if match is None:
+                raise _wrong("sbatch", "long options with the value after =, e.g. --constraint=ib", option)
+            if any(taken.startswith(match[1]) for taken in _TAKEN):  # sbatch accepts --node for --nodes
                 raise _wrong("sbatch", "no option that a key, a flag or the template sets", option)
-            pattern, expected = SLURM.get(found[1], (".*", ""))
-            if not re.fullmatch(pattern, (found[2] or "")[1:]):
-                raise _wrong("sbatch", f"for --{found[1]} {expected}", option)
+            pattern, expected = SLURM.get(match[1], (".*", ""))
+            if not re.fullmatch(pattern, (match[2] or "")[1:]):
+                raise _wrong("sbatch", f"for --{match[1]} {expected}", option)
 
-    def with_flags(self, said: Mapping[str, str]) -> Profile:
-        """The same with other values, by key, for one job. A wrong one is a `ConfigError` that names the flag."""
-        for name, text in said.items():
+    def with_flags(self, flags: Mapping[str, str]) -> Profile:
+        """Return the profile with other values, by key; raise `ConfigError` for an invalid one."""
+        for name, text in flags.items():
             _check(f"--{name}", name, text)
-        return dataclasses.replace(self, **said)  # type: ignore[arg-type]
+        return dataclasses.replace(self, **flags)  # type: ignore[arg-type]
 
     def require(self, name: str, remedy: str) -> str:
-        """The value of a key that a template cannot do without; `ConfigError` with the ``remedy`` where it is None."""
+        """Return the value of a key that a template needs; raise `ConfigError` with the ``remedy`` if it is None."""
         value: str | None = getattr(self, name)
         if value is None:
             raise ConfigError("site profile", expected=f"the key {name}", got="none", remedy=remedy)
@@ -114,29 +119,31 @@ class Profile:
 
 
 def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ) -> Profile:
-    """The profile in ``path``, else in what ``HPCDP_SITE`` names, else in the first that is there of `places`.
+    """Load the profile from ``path``, else from ``HPCDP_SITE``, else from the first existing one of `places`.
 
-    A job runs what its profile says, so one that was not named must be this user's alone, and one that was named must
-    not be everybody's.
+    A job runs commands from its profile. So a file found in `places` must be writable by this user only, and a named
+    one must not be writable by everybody.
 
     Raises:
-        ConfigError: there is none; it cannot be read; others may write it; a key is unknown, or a value wrong.
+        ConfigError: there is none; it cannot be read; others may write it; a key is unknown or a value invalid.
     """
-    said = environ.get("HPCDP_SITE") if path is None else None
-    is_named = bool(path or said)
+    variable = environ.get("HPCDP_SITE") if path is None else None
+    is_named = bool(path or variable)
     if path is None:
-        path = said or next((place for place in places(environ) if os.path.isfile(place)), None)
+        path = variable or next((place for place in places(environ) if os.path.isfile(place)), None)
     if path is None:
         raise ConfigError(
             "site profile", expected=f"a file: {', '.join(map(str, places(environ)))}", got="none",
-            remedy='write one, e.g. with the line mpi_type = "pmix", or name one with --site FILE',
+            remedy='write one, e.g. with the line mpi_type = "pmix", or use --site FILE',
         )  # fmt: skip
     try:
-        remedy = "copy it to a folder of yours" if is_named else f"name it with --site {path} to use it"
+        remedy = "copy it to a folder of yours" if is_named else f"use it with --site {path}"
         require_private("site profile", path, "a file that others may not change", remedy, everybody=is_named)
         given = files.read_toml(path)
+    except HpcdpError:
+        raise
     except OSError as error:
-        where = f"HPCDP_SITE={said}" if said else path
+        where = f"HPCDP_SITE={variable}" if variable else path
         raise ConfigError("site profile", where=where, expected="a file", got=error.strerror) from error
     except ValueError as error:
         raise ConfigError("site profile", where=path, expected="a TOML file", got=error) from error
@@ -150,13 +157,13 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ
 
 
 def places(environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """Where a profile is looked for that is not named: the first one counts."""
+    """Return the default paths of a profile; the first existing one is used."""
     home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")) / ".config")
     return [Path(FILE), home / "hpcdp" / "site.toml"]
 
 
 def names() -> list[str]:
-    """The keys of a profile."""
+    """Return the keys of a profile."""
     return [field.name for field in dataclasses.fields(Profile)]
 
 
@@ -173,7 +180,7 @@ def _as_kept(name: str, value: Any) -> Any:
 
 
 def _texts(profile: Profile) -> Iterator[tuple[str, str, Any]]:
-    """Every text in a profile, after the name of its key and how that is written: ``env.HOME``."""
+    """Yield the key, the full key such as ``env.HOME``, and the value of every text in a profile."""
     for name in names():
         value = getattr(profile, name)
         if name == "env":
@@ -187,8 +194,8 @@ def _texts(profile: Profile) -> Iterator[tuple[str, str, Any]]:
 def _check(operation: str, name: str, text: Any) -> None:
     pattern, expected = _VALID.get(name, (".*", "text on one line"))
     if isinstance(text, bool | int | float | datetime.time | datetime.date):
-        said = str(text).lower() if isinstance(text, bool) else str(text)
-        raise ConfigError(operation, expected=f"{expected}, in quotes", got=said, remedy=f'write "{said}"')
+        got = str(text).lower() if isinstance(text, bool) else str(text)
+        raise ConfigError(operation, expected=f"{expected}, in quotes", got=got, remedy=f'write "{got}"')
     if not isinstance(text, str) or not text.strip() or not text.isprintable():
         raise ConfigError(operation, expected="text on one line", got=repr(text))
     matching(operation, text, pattern, expected)
@@ -206,10 +213,10 @@ TEMPLATES = {
     "interactive": "interactive.sh",
 }
 PROGRAMS = {"benchmark": ("hpcdp", "bench", "allreduce"), "interactive": ("bash",)}
-"""What runs where nothing was said; elsewhere `hpcdp train`."""
+"""The default programs of templates; that of the others is `hpcdp train`."""
 
 REQUEUES = 3
-"""So many times a job comes back after faults, if nothing else was asked for."""
+"""Default number of requeues after faults."""
 _TRAINING = ("train", "train-gpu", "sweep")
 _RUNS = "runs"
 _TRAIN = ("hpcdp", "train")
@@ -221,25 +228,28 @@ _COUNTS = ("nodes", "ranks_per_node", "cpus_per_task", "at_once", "requeues")
 
 
 class _Template(string.Template):
-    """With ``@@name``: bash has its own meaning for ``$``."""
+    """A template with ``@@name``, as ``$`` has a meaning in bash."""
 
     delimiter = "@@"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptRequest:
-    """What a script is to do.
+    """The settings of one script.
 
     Args:
         template: a key of `TEMPLATES`.
-        program: with its arguments; empty for the template's own.
-        nodes: how many.
-        ranks_per_node: on each of them.
-        cpus_per_task: cores of a rank.
-        name: of the job, None for the template's.
-        settings: of a sweep, the further arguments of each task.
-        at_once: of a sweep, so many tasks run at a time; None for as many as fit.
-        requeues: of what trains, so many times a job comes back after faults; None for `REQUEUES`.
+        program: the program and its arguments; empty for the template's default.
+        nodes: number of nodes.
+        ranks_per_node: number of ranks on each node.
+        cpus_per_task: number of cores of a rank.
+        name: name of the job; None for the template's.
+        settings: further arguments of each task of a sweep.
+        at_once: greatest number of concurrent tasks of a sweep; None for no limit.
+        requeues: greatest number of requeues after faults of a training job; None for `REQUEUES`.
+
+    Raises:
+        ConfigError: a value is invalid, or has no meaning for the template.
     """
 
     template: str
@@ -259,23 +269,25 @@ class ScriptRequest:
             whole_number(flag, None, getattr(self, count) or 0, None, _MOST, expected=f"at most {_MOST:,}")
         if self.name is not None:
             matching("--name", self.name, _NAME, "letters, digits and _.-")
-        for argument in (*self.program, *(each for line in self.settings for each in line)):
+        for argument in itertools.chain(self.program, *self.settings):
             if "\n" in argument or "\0" in argument:
                 raise ConfigError("program", expected="arguments of one line", got=repr(argument))
         if self.template == "sweep" and not 0 < len(self.settings) <= _MOST_TASKS:
             raise ConfigError(
                 "sweep", expected=f"a file of 1 to {_MOST_TASKS:,} lines of settings", got=len(self.settings),
-                remedy="--settings FILE names it",
+                remedy="use --settings FILE",
             )  # fmt: skip
         if self.template != "sweep" and (self.settings or self.at_once):
-            raise ConfigError(self.template, expected="no settings of a sweep", got="some", remedy="that is sweep")
+            raise ConfigError(
+                self.template, expected="no settings of a sweep", got="some", remedy="use the template sweep"
+            )
         if self.requeues is not None and self.template not in _TRAINING:
             raise ConfigError("--requeues", expected=f"the template {', '.join(_TRAINING)}", got=self.template)
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script, and the folder where it and its output lie: that of the run."""
+    """A script, and the folder for it and its output, that of the run."""
 
     text: str
     name: str
@@ -283,13 +295,13 @@ class Script:
 
 
 def render(request: ScriptRequest, profile: Profile) -> Script:
-    """The script for ``request`` at a site.
+    """Render the script for ``request`` at a site.
 
     Raises:
-        ConfigError: the profile lacks something, or the program cannot be run in that way.
+        ConfigError: the profile lacks a required key, or the program's arguments conflict with the template.
     """
     name = request.name or request.template
-    time = profile.require("time", 'say it with --time, or in the profile: time = "04:00:00"')
+    time = profile.require("time", 'use --time, or in the profile: time = "04:00:00"')
     program, run, checkpoints, folder = _program(request, name)
     interactive = request.template == "interactive"
     options = list(_options(request, profile, name, time, folder))
@@ -308,7 +320,7 @@ def render(request: ScriptRequest, profile: Profile) -> Script:
         parts["directives"] = "\n".join(f"#SBATCH {_directive(option)}" for option in options)
         parts["signal"] = f"USR1@{_lead_s(time)}"
     if request.template == "train-gpu":
-        parts["gres"] = _quoted(profile.require("gres", 'say it with --gres, or in the profile: gres = "gpu:4"'))
+        parts["gres"] = _quoted(profile.require("gres", 'use --gres, or in the profile: gres = "gpu:4"'))
     if request.template == "sweep":
         throttle = f"%{request.at_once}" if request.at_once else ""
         parts["array"] = f"1-{len(request.settings)}{throttle}"
@@ -320,25 +332,23 @@ def render(request: ScriptRequest, profile: Profile) -> Script:
 
 
 def read_settings(path: str | Path) -> tuple[tuple[str, ...], ...]:
-    """The lines of a sweep's file, each as the arguments that it adds; without blank ones and comments (``#``).
+    """Read the arguments of each task from a sweep's file, without blank lines and comments (``#``).
 
     Raises:
-        ConfigError: the file cannot be read, or a line has a quote that is not closed.
+        ConfigError: the file cannot be read, or a line has an open quote.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()  # some editors begin it with a mark
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()  # some editors write a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
         got = error.strerror if isinstance(error, OSError) else error
         raise ConfigError("sweep", where=path, expected="a file of settings, one line a task", got=got) from error
-    found = []
+    tasks = []
     for number, line in enumerate(lines, 1):
         try:
-            words = shlex.split(line, comments=True)
+            tasks.append(tuple(shlex.split(line, comments=True)))
         except ValueError as error:
             raise ConfigError("sweep", where=f"{path}, line {number}", expected="closed quotes", got=line) from error
-        if words:
-            found.append(tuple(words))
-    return tuple(found)
+    return tuple(filter(None, tasks))
 
 
 def _filled(file: str, parts: dict[str, str]) -> str:
@@ -347,11 +357,10 @@ def _filled(file: str, parts: dict[str, str]) -> str:
 
 
 def _program(request: ScriptRequest, name: str) -> tuple[list[str], str, str, Path]:
-    """The program as words of bash, the values of ``run`` and ``checkpoints`` there, and the folder of the script and
-    its output.
+    """Return the program in bash syntax, the values of ``run`` and ``checkpoints``, and the script's folder.
 
-    `hpcdp train` goes on in a run folder that is the job's own, unless another is named: by the script's argument, or
-    in the program, where ``run`` is empty. Where other programs save is not known, and ``checkpoints`` empty.
+    `hpcdp train` resumes in a run folder of the job, or in one named by the script's argument or in the program; in the
+    last case ``run`` is empty. For other programs the checkpoints are unknown, and ``checkpoints`` is empty.
     """
     given = request.program or PROGRAMS.get(request.template, _TRAIN)
     words = [shlex.quote(word) for word in given]
@@ -360,40 +369,40 @@ def _program(request: ScriptRequest, name: str) -> tuple[list[str], str, str, Pa
         words.append('"${settings[@]}"')
     if given[:2] != _TRAIN or request.template not in _TRAINING:
         return words, "''", "''", Path(_RUNS)
-    said = [given, *request.settings]
-    if any(_value(line, "--overwrite") is not None for line in said):
+    argument_lists = [given, *request.settings]
+    if any(_value(arguments, "--overwrite") is not None for arguments in argument_lists):
         raise ConfigError(
-            "hpcdp train --overwrite", expected="none in a job that is resumed", got="it",
-            remedy="name another --run-dir, or leave it out: each job has a folder of its own",
+            "hpcdp train", expected="no --overwrite, as the job is resumed", got="--overwrite",
+            remedy="use another --run-dir, or none: each job has a folder of its own",
         )  # fmt: skip
-    run_dir = next((each for line in said if (each := _value(line, "--run-dir")) is not None), None)
+    run_dirs = (_value(arguments, "--run-dir") for arguments in argument_lists)
+    run_dir = next((path for path in run_dirs if path is not None), None)
     if sweep and run_dir is not None:
-        raise ConfigError(
-            "sweep", expected="no --run-dir", got=run_dir, remedy="each task has a folder of its own"
-        )  # fmt: skip
+        remedy = "leave it out: each task has a folder of its own"
+        raise ConfigError("sweep", expected="no --run-dir", got=run_dir, remedy=remedy)
     run, folder = "''", shlex.quote(run_dir or "")
     if run_dir is None:
         run = f"${{1:-{_RUNS}/{name}-{'$SLURM_ARRAY_JOB_ID' if sweep else '$job'}}}"
         folder = "$run/$SLURM_ARRAY_TASK_ID" if sweep else "$run"
         words += ["--run-dir", f'"{folder}"']
-    if not any(_value(line, "--resume") is not None for line in said):
+    if not any(_value(arguments, "--resume") is not None for arguments in argument_lists):
         words += ["--resume", "auto"]
     return words, run, f"{folder}/checkpoints", Path(_RUNS) if run_dir is None else Path(run_dir).parent
 
 
 def _value(arguments: Sequence[str], flag: str) -> str | None:
-    """What a flag is given, the last time; empty where nothing follows, None where it is not there."""
-    found = None
-    for position, word in enumerate(arguments):
+    """Return the last value of a flag; empty where none follows, None where the flag is missing."""
+    value = None
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if word.startswith(f"{flag}="):
-            found = word.partition("=")[2]
+            value = word.partition("=")[2]
         elif word == flag:
-            found = arguments[position + 1] if position + 1 < len(arguments) else ""
-    return found
+            value = following
+    return value
 
 
 def _options(request: ScriptRequest, profile: Profile, name: str, time: str, folder: Path) -> Iterator[str]:
-    """Never ``--ntasks`` with ``--nodes`` alone, which places 4 ranks on 2 nodes as 3 and 1."""
+    """Yield the options of sbatch; ``--ntasks`` with ``--nodes`` alone would place 4 ranks on 2 nodes as 3 and 1."""
     yield f"--job-name={name}"
     yield f"--nodes={request.nodes}"
     yield f"--ntasks-per-node={request.ranks_per_node}"
@@ -411,7 +420,7 @@ def _options(request: ScriptRequest, profile: Profile, name: str, time: str, fol
 
 
 def _lead_s(time: str) -> int:
-    """So many seconds before a limit, as Slurm writes it, a job stops early: two minutes, but not in its first half."""
+    """Return the seconds before a limit in Slurm's format at which a job stops: 120, but not in its first half."""
     days, has_days, rest = time.rpartition("-")
     if not rest.replace(":", "").isdecimal():  # UNLIMITED
         return _LEAD_S
@@ -433,10 +442,10 @@ def _environment(request: ScriptRequest, profile: Profile) -> Iterator[str]:
     cores = str(request.cpus_per_task)
     if request.template != "interactive":
         cores = f'"${{SLURM_CPUS_PER_TASK:-{cores}}}"'
-    yield f"export SRUN_CPUS_PER_TASK={cores}  # srun does not take it from the job"
+    yield f"export SRUN_CPUS_PER_TASK={cores}  # srun does not inherit it from the job"
     yield f"export OMP_NUM_THREADS={cores}"
     if profile.launcher == "srun" and str(profile.mpi_type).startswith("pmix"):
-        yield "export PMIX_MCA_psec=native  # or Open MPI says that it found no munge"
+        yield "export PMIX_MCA_psec=native  # otherwise Open MPI prints that it found no munge"
     for variable, text in profile.env.items():
         yield f"export {variable}={shlex.quote(text)}"
 
@@ -446,8 +455,8 @@ def _path(key: str, text: str, *inside: str) -> Path:
         path = Path(text, *inside).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"site profile: {key}", expected="a home folder for its ~", got=repr(text)) from error
-    expected, remedy = "what not everybody may change", "move it to a folder of yours"
-    with contextlib.suppress(OSError):  # it may be there on the nodes alone
+    expected, remedy = "a path that not everybody may change", "move it to a folder of yours"
+    with contextlib.suppress(OSError):  # it may exist on the nodes only
         require_private(f"site profile: {key}", path, expected, remedy, everybody=True)
     return path
 
@@ -456,15 +465,15 @@ def _launch(request: ScriptRequest, profile: Profile) -> Iterator[str]:
     if profile.launcher == "mpirun":
         yield f"hpcdp launch --launcher mpi -n {request.nodes * request.ranks_per_node} --"
     else:
-        remedy = 'mpi_type = "pmix" for Open MPI, "pmi2" for MPICH, or launcher = "mpirun"; srun --mpi=list lists them'
+        remedy = 'set mpi_type = "pmix" for Open MPI, "pmi2" for MPICH (see srun --mpi=list), or launcher = "mpirun"'
         mpi_type = profile.require("mpi_type", remedy)
         if any(":" in line for line in (request.program, *request.settings)):
             raise ConfigError(
-                "program", expected="no argument : alone, where srun begins another program", got="one",
-                remedy="a script of its own can give it",
+                "program", expected="no argument that is a lone colon, where srun begins another program", got="':'",
+                remedy="pass it in a script",
             )  # fmt: skip
         yield f"srun --mpi={mpi_type}"
-        # Others of a rank that has died, also before MPI was up, may wait for ever; an end at once would hide a 75.
+        # Else ranks could wait forever for a dead one, even during MPI_Init; an immediate end would hide a status 75.
         yield "--wait=30"
         if request.template == "train-gpu":
             yield f"--gpu-bind={shlex.quote(profile.gpu_bind)}"
@@ -482,14 +491,14 @@ def _directive(option: str) -> str:
 
 
 def _quoted(value: str) -> str:
-    """As a line of ``#SBATCH`` takes it, where a backslash counts within any quotes."""
+    """Quote a value for a line of ``#SBATCH``, where a backslash escapes within any quotes."""
     if re.fullmatch(r"[A-Za-z0-9_.,:/=+%@\[\]-]+", value):
         return value
     return '"' + re.sub(r'([\\"])', r"\\\1", value) + '"'
 
 
 SAVE_LIMIT_S = 150.0
-"""So long a job may take to save and end once it is asked to: a little more than the signal leaves it."""
+"""Seconds in which a job must save and end after the signal, slightly more than the signal leaves it."""
 
 _LIMIT_S = 60.0
 _POLL_S = 2.0
@@ -499,13 +508,14 @@ _UNKNOWN = re.compile("invalid job id|no job|not found", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job, or a task of an array, as Slurm tells it; empty where it does not.
+    """A job or a task of an array, as Slurm reports it; unknown values are empty.
 
     Args:
-        number: ``"4711"``, of a task ``"4711_3"``, of tasks that wait ``"4711_[4-9]"``.
+        number: ``"4711"``, of a task ``"4711_3"``, of waiting tasks ``"4711_[4-9]"``.
+        name: name of the job.
         state: ``"RUNNING"``, ``"PENDING"``, ``"COMPLETED"``, ...
-        took: wall time since it was started the last time.
-        where: hosts; why it waits; how it ended.
+        took: wall time since the last start.
+        where: the hosts, the reason of waiting, or the exit status.
     """
 
     number: str
@@ -516,12 +526,12 @@ class QueuedJob:
 
     @property
     def family(self) -> str:
-        """The number without that of a task."""
+        """Return the number without that of the task."""
         return self.number.partition("_")[0]
 
 
 def write(script: Script) -> Path:
-    """Write the script into its folder, which is made, under a new name; for nobody else to read.
+    """Write the script under a new name into its folder, which is made if missing, readable by this user only.
 
     Raises:
         LaunchError: it cannot be written, or every user may write to its folder.
@@ -530,7 +540,7 @@ def write(script: Script) -> Path:
     path = script.folder / f"{script.name}-{stamp}.sbatch"
     try:
         script.folder.mkdir(parents=True, exist_ok=True)
-        require_private(  # others might exchange the script before sbatch reads it
+        require_private(  # others could replace the script before sbatch reads it
             "write the script", script.folder, "a folder that not everybody may change",
             "submit from a folder of yours", everybody=True, error=LaunchError,
         )  # fmt: skip
@@ -550,7 +560,7 @@ def write(script: Script) -> Path:
 
 
 def submit(path: Path) -> str:
-    """Submit a script and return the number of its job; ``LaunchError`` says what sbatch refuses."""
+    """Submit a script and return the number of its job; raise `LaunchError` with sbatch's reason for a refusal."""
     done = _run(["sbatch", "--parsable", str(path)])
     number = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
     if done.returncode or not number.isdecimal():
@@ -559,72 +569,68 @@ def submit(path: Path) -> str:
 
 
 def own_jobs() -> list[QueuedJob]:
-    """Those of this user in the queue. `LaunchError` where Slurm is not there or does not answer."""
+    """Return this user's jobs in the queue; raise `LaunchError` if Slurm is missing or does not answer."""
     return _queued([f"--user={os.getuid()}"])
 
 
 def jobs(numbers: Sequence[str]) -> tuple[list[QueuedJob], list[str]]:
-    """The jobs of these numbers, in that order, and the numbers of which nobody knows a job.
+    """Return the jobs of these numbers, in order, and the unknown numbers.
 
-    One that has left the queue is looked up in the accounts (sacct), else in what Slurm still remembers of it.
+    A job that has left the queue is looked up in the accounts (sacct), else in the controller's memory.
 
     Raises:
-        LaunchError: Slurm is not there or does not answer; a number is none.
+        LaunchError: Slurm is missing or does not answer; a number is malformed.
     """
     check_numbers(numbers)
-    found: list[QueuedJob] = []
-    unknown = []
-    for number in dict.fromkeys(numbers):
-        of_it = _queued([f"--jobs={number}"]) or _accounted(number) or _remembered(number)
-        found += of_it
-        if not of_it:
-            unknown.append(number)
-    return found, unknown
+    known = {
+        number: _queued([f"--jobs={number}"]) or _accounted(number) or _remembered(number)
+        for number in dict.fromkeys(numbers)
+    }
+    return [job for jobs in known.values() for job in jobs], [number for number, jobs in known.items() if not jobs]
 
 
 def refuse_unknown(unknown: Sequence[str]) -> None:
-    """``LaunchError`` that names them, where there are any."""
+    """Raise `LaunchError` if any number is unknown."""
     if unknown:
-        there = listed(sorted({job.number for job in own_jobs()})) or "none"
-        raise LaunchError("Slurm job", expected=f"jobs; yours in the queue: {there}", got=f"unknown {listed(unknown)}")
+        queued = listed(sorted({job.number for job in own_jobs()})) or "none"
+        raise LaunchError("Slurm job", expected=f"jobs; yours in the queue: {queued}", got=f"unknown {listed(unknown)}")
 
 
 def check_numbers(numbers: Sequence[str]) -> None:
-    """``LaunchError`` for the first that is no number of a job."""
+    """Raise `LaunchError` for the first malformed number of a job."""
     for number in numbers:
         if not _JOB.fullmatch(number):
             raise LaunchError("Slurm job", expected="a number such as 4711, or 4711_3 for a task", got=repr(number))
 
 
 def cancel(numbers: Sequence[str], save: bool) -> list[str]:
-    """End jobs. With ``save`` they are asked to stop with a checkpoint first, and are not requeued.
+    """Cancel jobs; with ``save`` first let them stop with a checkpoint, without a requeue.
 
     Returns:
-        With ``save`` a line for each job: what its script has said of how it goes on, or why there is nothing of that.
+        With ``save`` a line for each job: its script's message on how to resume, or the reason for none.
 
     Raises:
-        LaunchError: as `jobs`, or nobody knows a job, before anything is done; one is at its end already; Slurm
-            refuses.
+        LaunchError: as `jobs`; a job is unknown or has ended, before any is cancelled; Slurm refuses.
     """
     check_numbers(numbers)
-    there = {number: _queued([f"--jobs={number}"]) for number in dict.fromkeys(numbers)}
-    if gone := [number for number, found in there.items() if not found]:
-        ended, unknown = jobs(gone)
+    queued = {number: _queued([f"--jobs={number}"]) for number in dict.fromkeys(numbers)}
+    if missing := [number for number, its_jobs in queued.items() if not its_jobs]:
+        ended, unknown = jobs(missing)
         refuse_unknown(unknown)
         raise LaunchError("cancel", where=ended[0].number, expected="a job in the queue", got=ended[0].state)
-    told = []
+    messages = []
     if save:
-        queued = [job for found in there.values() for job in found]
-        running = [job.number for job in queued if job.state == "RUNNING"]
+        all_jobs = [job for its_jobs in queued.values() for job in its_jobs]
+        running = [job.number for job in all_jobs if job.state == "RUNNING"]
         for number in running:
             _do(["scontrol", "update", f"JobId={number}", "Requeue=0"])
             _do(["scancel", "--batch", "--signal=USR1", number])
         deadline = time.monotonic() + SAVE_LIMIT_S
         while _are_running(running) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        told = [_last_words(each.number) if each.number in running else _idle(each) for each in queued]
-    _do(["scancel", *there])
-    return told
+        messages = [_last_words(job.number) if job.number in running else _idle(job) for job in all_jobs]
+    _do(["scancel", *queued])
+    return messages
 
 
 def _are_running(numbers: Sequence[str]) -> bool:
@@ -637,16 +643,16 @@ def _idle(job: QueuedJob) -> str:
 
 
 def _last_words(number: str) -> str:
-    """What the script of a job has said at last of itself, in its output; else where that is."""
-    found = re.search(r"^ *StdOut=(.*)$", _run(["scontrol", "show", "job", number]).stdout, re.MULTILINE)
+    """Return the last message of a job's script on its checkpoint, or the path of its output."""
+    path = re.search(r"^ *StdOut=(.*)$", _run(["scontrol", "show", "job", number]).stdout, re.MULTILINE)
     lines: list[str] = []
-    if found is not None:
+    if path is not None:
         with contextlib.suppress(OSError):
-            lines = Path(found[1]).read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line for line in lines if line.startswith(f"hpcdp: job {number} ")]
-    if not said:
-        return f"job {number} has said nothing of a checkpoint: see {found[1] if found else 'its output'}"
-    return said[-1].removeprefix("hpcdp: ")
+            lines = Path(path[1]).read_text(encoding="utf-8", errors="replace").splitlines()
+    messages = [line for line in lines if line.startswith(f"hpcdp: job {number} ")]
+    if not messages:
+        return f"job {number} has reported no checkpoint: see {path[1] if path else 'its output'}"
+    return messages[-1].removeprefix("hpcdp: ")
 
 
 def _queued(which: Sequence[str]) -> list[QueuedJob]:
@@ -664,9 +670,9 @@ def _accounted(number: str) -> list[QueuedJob]:
         return []
     columns = "--format=JobID,State,Elapsed,ExitCode,JobName"
     done = _run(["sacct", "--noheader", "--parsable2", "--allocations", columns, f"--jobs={number}"])
-    rows = [line.split("|", 4) for line in done.stdout.splitlines() if line.count("|") >= 4]
-    if done.returncode:  # most often it keeps no accounts
+    if done.returncode:  # usually because this Slurm keeps no accounts
         return []
+    rows = [line.split("|", 4) for line in done.stdout.splitlines() if line.count("|") >= 4]
     return [QueuedJob(job, name, state, took, f"exit {code}") for job, state, took, code, name in rows]
 
 
@@ -674,15 +680,15 @@ def _remembered(number: str) -> list[QueuedJob]:
     done = _run(["scontrol", "--oneliner", "show", "job", number])
     if done.returncode:
         return []
-    found = []
+    jobs = []
     for line in done.stdout.splitlines():
         facts = dict(re.findall(r"(\w+)=(\S*)", line))
         if "JobState" in facts:
             array = facts.get("ArrayJobId")
             task = f"{array}_{facts['ArrayTaskId']}" if array and "ArrayTaskId" in facts else facts["JobId"]
             code = f"exit {facts.get('ExitCode', '')}"
-            found.append(QueuedJob(task, facts.get("JobName", ""), facts["JobState"], facts.get("RunTime", ""), code))
-    return found
+            jobs.append(QueuedJob(task, facts.get("JobName", ""), facts["JobState"], facts.get("RunTime", ""), code))
+    return jobs
 
 
 def _do(command: Sequence[str]) -> None:
@@ -693,18 +699,15 @@ def _do(command: Sequence[str]) -> None:
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     if shutil.which(command[0]) is None:
-        raise LaunchError(
-            command[0],
-            expected="Slurm's commands on PATH",
-            got="none",
-            remedy="run this on a login node of the cluster",
-        )
+        remedy = "run this on a login node of the cluster"
+        raise LaunchError(command[0], expected="Slurm's commands on PATH", got="none", remedy=remedy)
     try:
         return subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired as error:
-        raise LaunchError(command[0], got=f"no answer in {_LIMIT_S:g} s", remedy="is Slurm's controller up?") from error
+        remedy = "see whether Slurm's controller is up: scontrol ping"
+        raise LaunchError(command[0], got=f"no answer in {_LIMIT_S:g} s", remedy=remedy) from error
 
 
 def _said(done: subprocess.CompletedProcess[str]) -> str:

@@ -1,8 +1,4 @@
-"""What is to be started, the same for every launcher, and what a launcher makes of it.
-
-A launcher is a module of `launchers/` with two functions: ``plan(job)`` says what it would do and touches nothing, and
-``run(job)`` does it and returns the exit status of the job. `LAUNCHERS` in `launchers/__init__.py` lists them.
-"""
+"""The description of a job, the same for every launcher, and the plan that a launcher makes of it."""
 
 from __future__ import annotations
 
@@ -15,17 +11,17 @@ from pathlib import Path
 from ..core.environment import module
 
 BINDINGS = ("none", "core", "numa", "socket")
-"""What a rank can be bound to."""
+"""The units that a rank can be bound to."""
 
 
 def server() -> tuple[str, ...]:
-    """What Python is given to run a server."""
+    """Return the arguments with which Python runs a server."""
     return module("hpcdp.kvstore.serve")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine as ssh knows it, and how many ranks it takes; None where its list does not say."""
+    """A machine by its name for ssh, and its number of slots; None where the host list has no number."""
 
     name: str
     slots: int | None = None
@@ -33,23 +29,23 @@ class Host:
 
 @dataclass(frozen=True)
 class Job:
-    """A program as ranks of one world, and what was asked of the launcher.
+    """A program to be run as the ranks of one world, and the options of its launch.
 
     Args:
-        program: what every rank runs, with its arguments.
-        ranks: how many work.
-        servers: how many processes that keep keys (`hpcdp.kvstore.serve`) come behind them, in the same MPI job.
-        hosts: where; empty for this machine, or for what a batch system has given.
-        ranks_per_node: at most so many on a host; None for what the hosts' slots say.
-        env: variables of every rank, on all hosts, beside those that the launcher sets itself.
-        interface: the network interface that all traffic between hosts takes, such as ``"ib0"``.
-        bind: one of `BINDINGS`; None for the launcher's own choice.
-        sync_dst_dir: the folder on every host that gets a copy of this working folder and is the job's; None where
-            hosts share a file system.
-        mpi_args: further arguments of mpirun or srun, as a shell writes them.
-        batch_args: further arguments of what submits to a batch system, such as qsub, as a shell writes them.
-        tag_output: whether each line of output is led by its rank.
-        verbose: whether the launcher tells what it does.
+        program: the program of every rank and its arguments.
+        ranks: number of workers.
+        servers: number of key-value servers (`hpcdp.kvstore.serve`), which are the last ranks of the MPI job.
+        hosts: the machines; empty for this machine, or for those of the batch job.
+        ranks_per_node: greatest number of ranks on a host; None for its slots.
+        env: environment variables of every rank, beside those that the launcher sets.
+        interface: network interface of all traffic between hosts, such as ``"ib0"``.
+        bind: one of `BINDINGS`; None for the launcher's default.
+        sync_dst_dir: folder on every host into which the working folder is copied, and in which the job runs; None
+            where hosts share a file system.
+        mpi_args: further arguments of mpirun or srun, in shell syntax.
+        batch_args: further arguments of the submitting command, such as qsub, in shell syntax.
+        tag_output: whether each line of output begins with its rank.
+        verbose: whether the launcher reports its actions.
     """
 
     program: tuple[str, ...]
@@ -69,29 +65,29 @@ class Job:
 
 @dataclass(frozen=True)
 class Command:
-    """A program with its arguments, and the variables that it gets beside those of the launcher."""
+    """A program with its arguments, and the variables added to the launcher's environment."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def beside(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Command:
-        """``argv`` with what of ``environ`` this process does not have, or has otherwise."""
+        """Return the command ``argv`` with the variables of ``environ`` that differ from this process's."""
         return cls(tuple(argv), {name: value for name, value in environ.items() if os.environ.get(name) != value})
 
     def __str__(self) -> str:
-        """As it can be pasted into a shell."""
+        """Return the command in shell syntax."""
         return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)])
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What a launcher does: files that it writes first, then commands, one after the other; the last one is the job."""
+    """The actions of a launcher: files to write, then commands to run in order; the last command is the job."""
 
     commands: Sequence[Command]
     files: Mapping[Path, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """As ``--dry-run`` prints it: every file with its content, then every command."""
+        """Return the output of ``--dry-run``: every file with its content, then every command."""
         written = [f"# {path}\n{text.rstrip()}\n" for path, text in self.files.items()]
         return "\n".join([*written, *map(str, self.commands)])

@@ -1,10 +1,10 @@
-"""PyTorch models on the same reducer.
+"""Data-parallel training of PyTorch models, on the reducer of `hpcdp.data_parallel`.
 
-- `distributed`: the wrapper of a module whose gradients are averaged over all ranks, and its backward.
-- `sharded_optimizer`: every rank updates its part of parameters that a node holds once.
+- `distributed`: the wrapper of a module whose gradients are averaged over all ranks.
+- `sharded_optimizer`: an optimizer in which each rank updates its shard of the parameters.
 - `sync_batch_norm`: batch normalisation over the batches of all ranks.
-- `sampler`: gives every rank its own samples.
-- `state`: tensors, generators and schedules in checkpoints. `tensors`: parameters and buffers as arrays.
+- `sampler`: an index sampler for each rank.
+- `state`: torch's objects in checkpoints. `tensors`: parameters and buffers as arrays.
 """
 
 from ..errors import ConfigError
@@ -16,7 +16,7 @@ except ImportError as _error:
         "hpcdp.torch", expected="PyTorch", got="no module named torch", remedy="pip install 'hpcdp[torch]'"
     ) from _error
 
-from . import state  # noqa: F401  (checkpoints see torch's tensors from now on)
+from . import state  # noqa: F401  (registers torch's tensors for checkpoints)
 from .distributed import DistributedDataParallel
 from .sampler import DistributedSampler
 from .sharded_optimizer import GradScaler, ShardedOptimizer, broadcast_optimizer_state

@@ -1,17 +1,12 @@
-"""A module whose gradients are averaged over all ranks.
+"""`DistributedDataParallel`: a module whose gradients are averaged over all ranks.
 
-Hooks of PyTorch's backward, and joining of uneven inputs.
-
-Ranks that have run out of data go on with the others, until nobody has any.
-
-While a model is joined, each rank says what it is about to do before anything that all ranks must do together. A rank
-without data says that it has none, and does its part of whatever the others have said, with gradients of zero.
-
-From the first gradient of a backward to the average over all ranks.
-
-Autograd makes a gradient of its own for every parameter. A hook copies it, once, to its place in the bucket, which is
-memory that the node's ranks share, or the GPU's, and tells the reducer; the sum over all ranks is then found in that
-place. On a GPU all of it is given to the stream that is torch's there, and the host waits for none of it.
+- `Backward`: hooks of PyTorch's backward, from the first gradient to the average. Autograd allocates a gradient for
+  each parameter. A hook copies it once to its place in the bucket, in memory that the node's ranks share or on the GPU,
+  and calls the reducer, which leaves the sum in that place. On a GPU all work goes to torch's current stream, and the
+  host waits for none of it.
+- `Turns`: uneven inputs (`DistributedDataParallel.join`). Before each collective operation on a joined model, every
+  rank announces it. A rank without data announces nothing, and takes part with gradients of zero in the operations of
+  the others, until no rank has data.
 """
 
 from __future__ import annotations
@@ -40,16 +35,15 @@ from ..data_parallel.buckets import plan
 from ..data_parallel.trainer_state import gather_residuals, give_residuals
 from ..errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError, listed
 from . import tensors
-from . import tensors as torch_tensors
 from .sync_batch_norm import SyncBatchNorm
 from .tensors import GpuBuffers, ModuleBuffers, TorchParameter
 
 _JOINED = "joined model"
-"""What a world keeps the turns under that are taken just now."""
+"""Key of the joined model's `Turns` in `World.kept`."""
 
 
 class Turns:
-    """What the ranks of one model do together, in turn.
+    """The collective operations of one model's ranks, where some may run out of data.
 
     Args:
         world: the ranks.
@@ -57,99 +51,100 @@ class Turns:
 
     def __init__(self, world: World) -> None:
         self.events: dict[str, Callable[[Any], object]] = {}
-        """What a rank without data does about each event, given what was announced with it."""
+        """Function by event that a rank without data calls with the announced argument."""
         self.active = list(range(world.size))
-        """The ranks that had data at the latest turn."""
+        """Ranks that had data at the latest turn."""
         self.last_rank = 0
-        """The lowest of the ranks that had data at the last turn of the last `joined`."""
+        """Lowest rank that had data at the last turn of the last `joined`."""
         self._world = world
         self.following = False
-        """Whether this rank has run out of data, and others have not."""
+        """Whether this rank has run out of data, and other ranks have not."""
         self._open = False
         self._divides_by_all = True
 
     @property
     def divisor(self) -> int:
-        """By how many ranks sums of gradients are divided."""
+        """Number of ranks by which sums of gradients are divided."""
         return self._world.size if self._divides_by_all else len(self.active)
 
-    def announce(self, event: str, what: object = None) -> None:
-        """Say that this rank is about to do something that all ranks do together; outside of `joined` nothing happens.
+    def announce(self, event: str, argument: object = None) -> None:
+        """Announce a collective operation of this rank; does nothing outside of `joined`.
 
         Args:
             event: one of `events`.
-            what: given to those without data; anything that JSON knows.
+            argument: the argument of the event's function on ranks without data; any JSON value.
 
         Raises:
-            MismatchError: ranks with data do different things; on every rank.
+            MismatchError: ranks with data announce different operations; on every rank.
         """
         if self._open and not self.following:
-            self._meet([event, what])
+            self._exchange([event, argument])
 
     @contextmanager
     def joined(self, divides_by_all: bool) -> Iterator[None]:
-        """Within it ranks may run out of data; who leaves waits until all have.
+        """Let ranks run out of data within this context; leaving it waits until all ranks leave.
 
         Raises:
-            ConfigError: within another one, also of another model, whose turns would be taken for this one's.
+            ConfigError: within another such context, even of another model, because their turns would be confused.
         """
         if _JOINED in self._world.kept:
             raise ConfigError(
-                "join", expected="one at a time", got="join() within join()", remedy="wrap one module that holds both"
-            )
+                "join", expected="one joined model at a time", got="join() within join()",
+                remedy="wrap one module that holds both models",
+            )  # fmt: skip
         self._world.kept[_JOINED] = self
         self._open, self._divides_by_all = True, divides_by_all
         try:
             yield
             self.following = True
             last = self.active
-            while (said := self._meet(None)) is not None:
+            while (announced := self._exchange(None)) is not None:
                 last = self.active
-                self.events[said[0]](said[1])
+                event, argument = announced
+                self.events[event](argument)
             self.last_rank = last[0]
         finally:
             del self._world.kept[_JOINED]
             self._open, self.following, self._divides_by_all = False, False, True
             self.active = list(range(self._world.size))
 
-    def _meet(self, mine: list[Any] | None) -> list[Any] | None:
-        """What the ranks with data are about to do; None where there is none."""
-        everyone = self._world.comm.allgather_json(mine)
-        self.active = [rank for rank, said in enumerate(everyone) if said is not None]
+    def _exchange(self, own: list[Any] | None) -> list[Any] | None:
+        """Return the event and argument that the ranks with data announce; None if no rank has data."""
+        by_rank = self._world.comm.allgather_json(own)
+        self.active = [rank for rank, announced in enumerate(by_rank) if announced is not None]
         if not self.active:
             return None
-        first = everyone[self.active[0]]
+        first = by_rank[self.active[0]]
         for rank in self.active:
-            if everyone[rank] != first:
+            if by_rank[rank] != first:
                 raise MismatchError(
-                    "join", expected=f"the same as on rank {self.active[0]}: {_named(first)}",
-                    got=f"{_named(everyone[rank])} on rank {rank}",
-                    remedy="ranks may run out of data, but do the same for each batch",
+                    "join", expected=f"the same as on rank {self.active[0]}: {_event_text(*first)}",
+                    got=f"{_event_text(*by_rank[rank])} on rank {rank}",
+                    remedy="call the same operations for each batch on all ranks that have data",
                 )  # fmt: skip
         return list(first)
 
 
-def _named(said: list[Any]) -> str:
-    event, what = said
-    return f"{event} ({what})" if what is not None else str(event)
+def _event_text(event: str, argument: object) -> str:
+    return f"{event} ({argument})" if argument is not None else event
 
 
 _NO_BACKWARD = -1
 
 _takers: Any = WeakTensorKeyDictionary()
-"""By parameter who takes its gradients, a weak reference, and the handle of the hook: the last that was made."""
+"""Latest owner of each parameter's gradients, as a weak reference, and the handle of its hook."""
 
 
 class Backward:
-    """Every backward of a module's parameters, one after another. All ranks must make it together.
+    """The hooks of a module's backward passes. All ranks must make it together.
 
     Args:
-        params: the trained parameters, in the order of their registration. Who took their gradients before is told that
-            they are taken over.
-        reducer: of the same parameters.
+        params: the trained parameters, in the order of their registration. An earlier owner of their gradients raises
+            an error in its next forward.
+        reducer: the reducer of the same parameters.
         world: the ranks.
-        find_unused: whether parameters may be without a gradient; else that is an error.
-        sums: average after the sum, and not each gradient before it, so that codecs see them as they are.
+        find_unused: whether a parameter without a gradient is allowed.
+        sums: divide after the sum, and not each gradient before it, so that codecs see the gradients unscaled.
     """
 
     def __init__(
@@ -163,18 +158,18 @@ class Backward:
         self.reducer = reducer
         self.params = {param.name: param for param in params}
         self.syncing = True
-        """Whether a backward ends with the average over all ranks, or only adds to this rank's gradients."""
+        """Whether a backward ends with the average over all ranks; otherwise it only adds to this rank's gradients."""
         self.awaits_step = False
-        """Whether an optimizer sums and updates in one, so that a backward leaves this rank's own gradients."""
+        """Whether an optimizer sums and updates in one pass, so that backward leaves this rank's own gradients."""
         self.turns = Turns(world)
         self.turns.events["backward"] = lambda _: self._average()
         self.find_unused = find_unused
         self._sums = sums
         self._world = world
         self._device = params[0].device
-        self._held: set[str] = set()  # written without synchronising
+        self._held: set[str] = set()  # parameters written without synchronization
         self._queued = self._reached = False
-        self._taken_over: str | None = None  # the name of a parameter
+        self._taken_over: str | None = None  # a parameter with a later owner
         for param in params:
             self._take(param)
 
@@ -184,25 +179,25 @@ class Backward:
             handle.remove()
         if before() is not None:
             before()._taken_over = param.name
-        weak, name = weakref.ref(self), param.name  # what the hook holds lives as long as the tensor
+        weak, name = weakref.ref(self), param.name  # the tensor keeps the hook and its references alive
 
         def written(_tensor: torch.Tensor) -> None:
-            living = weak()
-            if living is not None:
-                living._written(living.params[name])
+            owner = weak()
+            if owner is not None:
+                owner._written(owner.params[name])
 
         _takers[param.tensor] = weak, param.tensor.register_post_accumulate_grad_hook(written)
 
     def begin(self) -> None:
-        """Called before a forward that a backward may follow: what a backward that has failed has left is dropped.
+        """Prepare for a forward that a backward may follow: drop the gradients of a failed backward.
 
         Raises:
-            ConfigError: another wrapper has taken parameters over.
+            ConfigError: a later wrapper has taken a parameter.
         """
         if self._taken_over is not None:
             raise ConfigError(
                 "forward", where=self._taken_over, expected="a parameter of this wrapper alone",
-                got="one that was wrapped again", remedy="use the later wrapper, or wrap one module that holds both",
+                got="a parameter that was wrapped again", remedy="use the later wrapper, or wrap one module with both",
             )  # fmt: skip
         if self._queued and torch._C._current_graph_task_id() == _NO_BACKWARD:
             self._queued = False
@@ -210,7 +205,7 @@ class Backward:
                 self.drop()
 
     def drop(self) -> None:
-        """Forget what was written since the last reduction; every rank must call, if any does with overlap."""
+        """Drop the gradients since the last reduction; with overlap every rank must call."""
         self._held = set()
         self._queued = self._reached = False
         reducer = self.reducer
@@ -222,13 +217,13 @@ class Backward:
             reducer.reset()
 
     def watch_end(self, _gradient: torch.Tensor | None = None) -> None:
-        """Called within a backward: close it when all of it is over, also parts that run as backwards of their own."""
+        """Schedule the end of the current backward, after all its parts; called within it."""
         if self.syncing and not self._queued:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
 
     def reached(self, _tensor: torch.Tensor) -> None:
-        """Called within a backward that goes through the module, whether it uses parameters or not."""
+        """Record that the current backward goes through the module, even if it uses no parameter."""
         self._reached = self.syncing
         self.watch_end()
 
@@ -236,8 +231,8 @@ class Backward:
         gradient = param.tensor.grad
         if gradient is not None and gradient.layout is not torch.strided:
             raise UnsupportedError(
-                "backward", where=param.name, expected="a dense gradient", got=f"one of layout {gradient.layout}",
-                remedy="make the layer with sparse=False",
+                "backward", where=param.name, expected="a dense gradient",
+                got=f"a gradient of layout {gradient.layout}", remedy="make the layer with sparse=False",
             )  # fmt: skip
         if not self.syncing:
             self._held.add(param.name)
@@ -246,16 +241,16 @@ class Backward:
         if not self.awaits_step and not self.reducer.is_missing(param.name):
             raise StaleGradientError(
                 "backward", where=param.name, expected="one gradient of a parameter in each backward",
-                got="a second one", remedy="checkpoint with use_reentrant=False",
+                got="a second gradient", remedy="pass use_reentrant=False to torch.utils.checkpoint",
             )  # fmt: skip
         if not self.reducer.is_writable(param.name):
             raise StaleGradientError(
                 "backward", where=param.name, expected="one backward before each step of a ShardedOptimizer",
-                got="another one", remedy="call step() or zero_grad() in between, or all but the last within no_sync()",
+                got="another one", remedy="call step() or zero_grad() between, or all but the last within no_sync()",
             )  # fmt: skip
         param.contribute(self._share)
         if self.awaits_step and self.reducer.overlap:
-            param.tensor.grad = None  # its place may be summed already: nobody is to write there
+            param.tensor.grad = None  # a reduction may run in its place: nothing must be written there
         else:
             param.release()
         with tensors.on_torchs_stream(self._device):
@@ -267,7 +262,7 @@ class Backward:
 
     def _end(self) -> None:
         self._queued = False
-        # As in torch.autograd.grad, which leaves parameters alone.
+        # torch.autograd.grad, e.g., writes no gradient of a parameter.
         nothing_written = self.reducer.num_missing == len(self.params) and not self._held and not self._reached
         self._reached = False
         if nothing_written or self.awaits_step:
@@ -289,24 +284,26 @@ class Backward:
         self.reducer.reset()
 
     def close(self, settings: tuple[float, ...] = ()) -> set[str]:
-        """The exchange after which every rank has left backward. Returns the parameters that no rank has used.
+        """Run the closing exchange, after which every rank has left backward; every rank must call.
 
-        Every rank must call. What this rank has not used counts as zero; of one that has run out of data nothing is
-        expected.
+        Parameters that this rank has not used count as zero. A rank without data need not use any.
 
         Args:
-            settings: numbers that are to be the same on all ranks.
+            settings: numbers that must be the same on all ranks.
+
+        Returns:
+            The parameters that no rank has used.
 
         Raises:
-            StaleGradientError: some rank has not used all parameters, and may not; on every rank.
+            StaleGradientError: a rank has not used all parameters, and must; on every rank.
             MismatchError: the settings differ; on every rank.
         """
         reducer, held, following = self.reducer, self._held, self.turns.following
         missing = reducer.missing
         self._held = set()
-        # What was held may be dropped since, by an optimizer's zero_grad().
+        # An optimizer's zero_grad() may have dropped held gradients.
         unused = [name for name in missing if name not in held or self.params[name].tensor.grad is None]
-        waits = reducer.keeps_unsent and bool(missing)  # for what is not to be sent
+        waits = reducer.keeps_unsent and bool(missing)  # until all ranks know which parameters not to send
         if not waits:
             self._launch_missing(missing)
         (num_unused,), alike = reducer.tally_alike(settings, 0 if following else len(unused))
@@ -317,7 +314,7 @@ class Backward:
             if waits:
                 self._launch_missing(missing)
             return set()
-        older = [name for name in unused if self.params[name].tensor.grad is not None]  # which others add up
+        older = [name for name in unused if self.params[name].tensor.grad is not None]  # which other ranks add to
         exchanged = self._world.comm.allgather_json(None if following else [unused, older])
         by_rank = [None if names is None else names[0] for names in exchanged]
         if not self.find_unused:
@@ -339,7 +336,7 @@ class Backward:
         return left_alone
 
     def _launch_missing(self, missing: Sequence[str]) -> None:
-        """Launch what backward has not: what it has not written of ``missing`` counts as zero."""
+        """Launch the buckets that backward has not; unwritten gradients of ``missing`` count as zero."""
         with tensors.on_torchs_stream(self._device):
             for name in missing:
                 param = self.params[name]
@@ -348,13 +345,14 @@ class Backward:
             self.reducer.launch_rest()
 
     def refuse(self, settings: tuple[float, ...]) -> None:
-        """Raise that the ranks' settings of an optimizer differ, on all of them."""
-        said = f"a step with settings {settings}" if settings else "the sum for clip_grad_norm_ or a GradScaler"
-        require_same(self._world.comm, "step", [said], "change learning rates alike on all ranks, and call alike")
+        """Raise `MismatchError` on all ranks, whose settings of an optimizer differ."""
+        item = f"a step with settings {settings}" if settings else "the sum for clip_grad_norm_ or a GradScaler"
+        remedy = "set the same learning rates, and make the same calls, on all ranks"
+        require_same(self._world.comm, "step", [item], remedy)
 
     def _end_reductions(self) -> None:
         with tensors.on_torchs_stream(self._device):
-            self.reducer.drop()  # nobody leaves before what was launched has ended
+            self.reducer.drop()  # wait for the reductions that were launched
         self.reducer.reset()
 
 
@@ -362,59 +360,59 @@ OWNERS = ("rank", "shard")
 """The valid values of ``owner``."""
 
 _OF_TORCHS = {
-    "device_ids": "move the module to its device before: module.to(device)",
-    "output_device": "outputs are where the module computes",
-    "dim": "cut the batch before",
+    "device_ids": "move the module to its device before by module.to(device)",
+    "output_device": "outputs are on the device of the module",
+    "dim": "split the batch before",
     "init_sync": "all ranks begin with rank 0's values",
-    "process_group": "pass the ranks as the world: world.split(color)",
-    "check_reduction": "it is checked always",
-    "gradient_as_bucket_view": "they are views always",
+    "process_group": "pass world=world.split(color) for some of the ranks",
+    "check_reduction": "reductions are always checked",
+    "gradient_as_bucket_view": "gradients are always views of buckets",
     "static_graph": "it is not needed",
     "delay_all_reduce_named_params": "it is not needed",
     "param_to_hook_all_reduce": "it is not needed",
     "mixed_precision": "use torch.autocast",
-    "device_mesh": "pass the ranks as the world: world.split(color)",
+    "device_mesh": "pass world=world.split(color) for some of the ranks",
     "skip_all_reduce_unused_params": "it is not needed",
     "bucket_cap_mb_list": "pass bucket_cap_mb",
     "batched_grad_copy": "it is not needed",
     "forward_sync_buffers": "pass broadcast_buffers",
 }
-"""Arguments of torch's wrapper that this one has not, and what to do instead."""
+"""Arguments of torch's wrapper that this one does not have, and the alternative."""
 
 
 class DistributedDataParallel(torch.nn.Module):
-    """Wraps a module so that a backward leaves the average over all ranks in every ``param.grad``.
+    """A module whose backward leaves the average over all ranks in every ``param.grad``.
 
-    As ``torch.nn.parallel.DistributedDataParallel``: every rank must make it with the same module, starts with rank
-    0's parameters, and buffers where those are broadcast, and must run as many backwards. A gradient is copied
-    once, into memory that the node's ranks share, and ``param.grad`` is a view of that afterwards, or a copy of
-    half precision, and with ``owner="rank"`` where the parameter is not contiguous. Across nodes a bucket's
-    reduction begins as soon as backward has filled it.
+    As with ``torch.nn.parallel.DistributedDataParallel``, every rank must make it with the same module and must run the
+    same number of backwards. All ranks start with rank 0's parameters, and with its buffers if those are broadcast. A
+    gradient is copied once, into memory that the node's ranks share, and ``param.grad`` is then a view of that memory.
+    It is a copy in half precision, and with ``owner="rank"`` for a parameter that is not contiguous. Between nodes a
+    bucket's reduction begins as soon as backward has filled it.
 
     Args:
-        module: on the CPU, or on one GPU, where gradients are summed then; CuPy must be there. Frozen parameters
-            (``requires_grad=False``) are left alone, and stay frozen.
+        module: the module, on the CPU, or on one GPU, where gradients are then summed, with CuPy. Frozen parameters
+            (``requires_grad=False``) are left alone, and must stay frozen.
         world: the ranks; default `hpcdp.init()`.
-        owner: ``"rank"``: every rank gets all averages, and updates everything, with any optimizer. ``"shard"``: a
-            `ShardedOptimizer` is to follow, which sums and updates in one; with overlap there is one backward for each
-            of its steps, or all but the last are within `no_sync`.
-        broadcast_buffers: give all ranks rank 0's buffers before each forward in training that a backward may follow.
-            Those on a GPU wait for nothing on one node; between nodes they go through the host, which waits for them.
-            False: each rank keeps its own, which may differ in shape, too.
-        find_unused_parameters: let a backward leave out parameters. They count as zero on the ranks that do; what no
+        owner: ``"rank"``: every rank gets all averages, and updates everything with any optimizer. ``"shard"``: for a
+            `ShardedOptimizer`, which sums and updates in one pass; with overlap, each of its steps needs one backward,
+            or all but the last backward within `no_sync`.
+        broadcast_buffers: copy rank 0's buffers to all ranks before each training forward that a backward may follow.
+            On one node, buffers on GPUs are copied without waiting; between nodes they go through the host, which
+            waits. False: each rank keeps its own buffers, which may also differ in shape.
+        find_unused_parameters: allow a backward to leave out parameters, which then count as zero. A parameter that no
             rank has used keeps its gradient, or None.
-        bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1. None: an eighth of the model, but from
-            1 to 25.
-        overlap: reduce buckets while backward runs. None: where there are several nodes.
-        compression: how gradients are compressed between nodes, as a `hpcdp.Trainer` takes it; torch's has
-            communication hooks for that.
+        bucket_cap_mb: size of a bucket of gradients in MiB; the first bucket has 1. None: an eighth of the model, but
+            from 1 to 25.
+        overlap: reduce buckets while backward runs. None: on several nodes.
+        compression: the compression of gradients between nodes, as in `hpcdp.Trainer`, instead of the communication
+            hooks of torch's wrapper.
+        of_torchs: arguments of torch's wrapper that raise an error with the alternative.
 
     Raises:
         MismatchError: the ranks' parameters or settings differ; on every rank, naming ranks and the first difference.
-        ConfigError: no trainable parameters, an unknown owner or codec, what is no world, an argument of torch's
-            wrapper that is not above.
-            Or the module is on a GPU, and there is no CuPy.
-        UnsupportedError: a parameter that is not dense and of a floating dtype, or not where the others are.
+        ConfigError: no trainable parameters, an unknown owner or codec, an invalid world, another argument of torch's
+            wrapper; or the module is on a GPU, and CuPy is missing.
+        UnsupportedError: a parameter that is not dense and of a floating dtype, or on another device than the others.
 
     Source: Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", 2020, section 3.
     """
@@ -446,7 +444,7 @@ class DistributedDataParallel(torch.nn.Module):
                 got="none",
             )  # fmt: skip
         self.device = _one_device(trained)
-        """The GPU that the module is on, None on the host."""
+        """GPU of the module; None on the host."""
         settings = Compression.of(compression)
         self.module = module
         self.world = init() if world is None else world
@@ -464,8 +462,8 @@ class DistributedDataParallel(torch.nn.Module):
         require_same(self.world.comm, "DistributedDataParallel", states)
         self._broadcast_values(0)
         layout = plan([(param.name, param.shape, param.dtype) for param in trained], bucket_cap_mb)
-        torch_tensors.give_back_cache(self.device)
-        with torch_tensors.on_torchs_stream(self.device):
+        tensors.give_back_cache(self.device)
+        with tensors.on_torchs_stream(self.device):
             reducer = Reducer(trained, layout, self.world, overlap, settings, sharded=owner == "shard")
         if self.device is not None and self.world.size > 1 and self._buffers_of_all is not None:
             self._buffers_of_all.on_gpu = GpuBuffers(self.world, self.device, reducer.way)
@@ -483,7 +481,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._buffers_of_all.broadcast(root)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
+        """Run the module's forward; see the class for ``broadcast_buffers``."""
         backward = self.backward_pass
         will_sync = backward.syncing and torch.is_grad_enabled()
         if will_sync:
@@ -508,26 +506,26 @@ class DistributedDataParallel(torch.nn.Module):
         if unfrozen is not None:
             raise ConfigError(
                 "forward", where=unfrozen, expected="a parameter that stays frozen",
-                got="one that requires a gradient since", remedy="wrap the module again after changing requires_grad",
+                got="requires_grad=True", remedy="wrap the module again after changing requires_grad",
             )  # fmt: skip
 
     def _refuse_others(self) -> None:
-        """Raise where the module has a trained parameter that it had not when it was wrapped.
+        """Raise if the module has a trained parameter that it did not have when it was wrapped.
 
-        Others may be elsewhere since, by pruning or tying, or be gone.
+        Known parameters may have moved, by pruning or tying, or may be gone.
         """
         known = {id(param.tensor) for param in self.backward_pass.params.values()}
         for name, each in self.module.named_parameters():
-            # No parameters are the tensors by which `torch.func.functional_call` replaces them for a while.
+            # `torch.func.functional_call` temporarily replaces parameters by tensors.
             if each.requires_grad and id(each) not in known and isinstance(each, torch.nn.Parameter):
                 raise ConfigError(
-                    "forward", where=name, expected="a parameter that was there when the module was wrapped",
-                    got="another one", remedy="wrap the module again, or call load_state_dict() without assign=True",
+                    "forward", where=name, expected="a parameter that the module had when it was wrapped",
+                    got="a new parameter", remedy="wrap the module again, or use load_state_dict() without assign=True",
                 )  # fmt: skip
         self._held_before = _places(self.module)
 
     def _marked(self, output: Any) -> Any:
-        """``output``, so that a backward tells where it goes through this module without using any parameter."""
+        """Return ``output`` so that a backward through this module is noticed, even if it uses no parameter."""
         leaves, form = tree_flatten(output)
         mark = torch.zeros((), requires_grad=True)
         mark.register_post_accumulate_grad_hook(self.backward_pass.reached)
@@ -536,17 +534,17 @@ class DistributedDataParallel(torch.nn.Module):
         for place, tensor in zip(places, _Marked.apply(mark, *(leaves[place] for place in places)), strict=True):  # type: ignore[no-untyped-call]
             leaves[place] = tensor
         for place, leaf in enumerate(leaves):
-            if _is_record(leaf):  # of which torch's trees know nothing
+            if _is_record(leaf):  # torch's pytrees treat it as a leaf
                 leaves[place] = copy.copy(leaf)
                 for name, each in self._marked(_fields(leaf)).items():
                     object.__setattr__(leaves[place], name, each)
         return tree_unflatten(leaves, form)
 
     def compression_state(self) -> dict[str, torch.Tensor]:
-        """What compression has not sent yet, a part of what training goes on from; every rank must call.
+        """Return the gradients that compression has not sent yet, a part of the training state; every rank must call.
 
         Returns:
-            On rank 0 by parameter, shape ``(nodes, *shape)``, elsewhere nothing.
+            On rank 0 tensors of shape ``(nodes, *shape)`` by parameter, on other ranks an empty dict.
         """
         reducer = self.backward_pass.reducer
         found = {}
@@ -559,12 +557,12 @@ class DistributedDataParallel(torch.nn.Module):
         return found
 
     def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what `compression_state` gave on rank 0; every rank must call, with that.
+        """Restore a `compression_state` of rank 0; every rank must call, with the same state.
 
-        Of another number of nodes each sends the same share.
+        With another number of nodes, each gets an equal share of the sum.
 
         Raises:
-            ConfigError: it is of another model.
+            ConfigError: the state is of another model.
         """
         reducer, params = self.backward_pass.reducer, self.backward_pass.params
         for name, each in state.items():
@@ -578,7 +576,7 @@ class DistributedDataParallel(torch.nn.Module):
         give_residuals(reducer, {name: np.stack(rows) for name, rows in flat.items()})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of every module; and what backward has left for a `ShardedOptimizer` is dropped."""
+        """Clear gradients, and drop those that backward has left for a `ShardedOptimizer`."""
         self.backward_pass.drop()
         super().zero_grad(set_to_none)
 
@@ -587,22 +585,22 @@ class DistributedDataParallel(torch.nn.Module):
     )
 
     def refuse_shared_memory(self, operation: str) -> None:
-        """Raise where a parameter's memory, which is to move, is a buffer's or another parameter's, too."""
+        """Raise `UnsupportedError` if a parameter, whose memory moves, shares it with a buffer or parameter."""
         at: dict[int, str] = {}
         for name, each in self.module.named_parameters():
             first = at.setdefault(each.data_ptr(), name) if each.numel() else name
             if first != name:
                 raise UnsupportedError(
-                    operation, where=name, expected="a parameter with memory of its own", got=f"that of {first}",
-                    remedy="let both names be one Parameter, or wrap the model with owner='rank'",
+                    operation, where=name, expected="a parameter with its own memory", got=f"the memory of {first}",
+                    remedy="use one Parameter for both names, or wrap the model with owner='rank'",
                 )  # fmt: skip
         memory = {each.untyped_storage().data_ptr(): name for name, each in self.module.named_parameters()}
         for name, each in self.module.named_buffers():
             shared = memory.get(each.untyped_storage().data_ptr()) if each.numel() else None
             if shared is not None:
                 raise UnsupportedError(
-                    operation, where=name, expected="a buffer with memory of its own", got=f"that of {shared}",
-                    remedy="clone it, or wrap the model with owner='rank'",
+                    operation, where=name, expected="a buffer with its own memory", got=f"the memory of {shared}",
+                    remedy="call clone() on it, or wrap the model with owner='rank'",
                 )  # fmt: skip
 
     def _share_buffers(self, shares: bool) -> None:
@@ -611,27 +609,27 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextmanager
     def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
-        """Within it ranks may have different numbers of batches, or none; every rank must enter.
+        """Let ranks have different numbers of batches within this context; every rank must enter.
 
-        Who leaves it waits until all have, taking part with gradients of zero. At the end all have the parameters and
-        buffers of the ranks that went on longest. A `ShardedOptimizer` updates everywhere all the time; the state of an
-        optimizer of torch's own stays as it was when a rank left: `broadcast_optimizer_state` from `last_rank` gives it
-        to all. Gradients that a rank holds back by `no_sync` when it leaves are dropped. No `SyncBatchNorm` may be in
-        the model.
+        A rank that leaves it waits until all ranks leave, and takes part with gradients of zero. At the end all ranks
+        have the parameters and buffers of the ranks with the most batches. A `ShardedOptimizer` updates on all ranks
+        until then. The state of another optimizer stays as it was when a rank left; `broadcast_optimizer_state` from
+        `last_rank` copies it to all. Gradients that a rank holds back by `no_sync` when it leaves are dropped. The
+        model must not contain a `SyncBatchNorm`.
 
         Args:
             divide_by_initial_world_size: divide sums of gradients by the number of all ranks, so that the samples of
-                the last batches weigh as much as the others; else by the number of those that still have data.
+                the last batches weigh as much as others; otherwise by the number of ranks that still have data.
 
         Raises:
-            MismatchError: the ranks with data do not do the same; on every rank.
+            MismatchError: ranks with data make different calls; on every rank.
             ConfigError: a model is joined already.
-            UnsupportedError: there is a `SyncBatchNorm` in the model.
+            UnsupportedError: the model contains a `SyncBatchNorm`.
         """
         if any(isinstance(each, SyncBatchNorm) for each in self.module.modules()):
             raise UnsupportedError(
-                "join", expected="a model without SyncBatchNorm", got="one with it",
-                remedy="give every rank as many batches (drop_last=True)",
+                "join", expected="a model without SyncBatchNorm", got="a model with SyncBatchNorm",
+                remedy="use the same number of batches on every rank (drop_last=True)",
             )  # fmt: skip
         turns = self.backward_pass.turns
         with turns.joined(divide_by_initial_world_size):
@@ -640,14 +638,14 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def last_rank(self) -> int:
-        """The lowest of the ranks that went on longest in the last `join`; 0 before."""
+        """The lowest rank of those with the most batches in the last `join`; 0 before."""
         return self.backward_pass.turns.last_rank
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it a backward only adds to this rank's gradients; the next one outside averages all that came.
+        """Let backward only add to this rank's gradients; the next backward outside averages all of them.
 
-        Where their forwards were makes no difference, other than with torch's wrapper, which goes by those.
+        Unlike with torch's wrapper, only the place of the backward matters, not that of the forward.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -657,7 +655,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether a backward averages gradients. Loops written for torch's wrapper set it, instead of `no_sync`."""
+        """True if a backward averages gradients. Loops written for torch's wrapper set it instead of `no_sync`."""
         return self.backward_pass.syncing
 
     @require_backward_grad_sync.setter
@@ -668,26 +666,26 @@ class DistributedDataParallel(torch.nn.Module):
 def _refuse(of_torchs: Mapping[str, object]) -> None:
     for name in of_torchs:
         if name in _OF_TORCHS:
-            raise ConfigError("DistributedDataParallel", where=name, expected="nothing here, unlike torch's wrapper",
+            raise ConfigError("DistributedDataParallel", where=name, expected="no such argument of torch's wrapper",
                               remedy=f"leave it out: {_OF_TORCHS[name]}")  # fmt: skip
         check_name("argument", name, [*inspect.signature(DistributedDataParallel).parameters][:-1],
                    "DistributedDataParallel")  # fmt: skip
 
 
 def _places(module: torch.nn.Module) -> list[tuple[Mapping[str, Any], str, Any]]:
-    """Where ``module`` and its parts hold parameters and parts, and which; not inside of scripted ones."""
+    """Return the dicts, names and values of all parameters and submodules, except inside scripted modules."""
     return [(held, name, each) for part in module.modules() for held in (part._parameters, part._modules)
             if isinstance(held, dict) for name, each in held.items()]  # fmt: skip
 
 
 def _one_device(trained: Sequence[TorchParameter]) -> Device | None:
-    """Where all parameters are; `UnsupportedError` where there is no such place."""
+    """Return the GPU of all parameters, None for the host; `UnsupportedError` if devices differ."""
     device = trained[0].device
     odd = next((param for param in trained if param.device != device), None)
     if odd is not None:
         raise UnsupportedError(
             "DistributedDataParallel", where=odd.name, expected=f"all parameters on {trained[0].tensor.device}",
-            got=odd.tensor.device, remedy="module.to(device), with a GPU for each rank",
+            got=odd.tensor.device, remedy="call module.to(device), with a GPU for each rank",
         )  # fmt: skip
     return device
 
@@ -713,12 +711,12 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 class _Marked(torch.autograd.Function):
-    """Tensors as they are, which depend on a mark, too."""
+    """Identity of tensors that adds a dependency on a mark."""
 
     @staticmethod
     def forward(ctx: Any, mark: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        return tuple(tensor.clone() for tensor in tensors)  # of views, none could be changed in place
+        return tuple(tensor.clone() for tensor in tensors)  # views could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

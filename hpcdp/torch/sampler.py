@@ -1,4 +1,4 @@
-"""Every rank gets its own samples."""
+"""`DistributedSampler`: an index sampler for each rank, whose position can be saved."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from ..errors import ConfigError
 class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
     """``torch.utils.data.DistributedSampler`` over the ranks of an hpcdp world.
 
-    Every rank draws the same permutation, of the epoch that `set_epoch` names, and takes each n-th index of it, filled
-    up from the front (or cut with ``drop_last``) so that all ranks have as many.
-
-    Its state is a position, from which any number of ranks goes on, with the next iteration, in the same order of all.
+    Every rank draws the same permutation for the epoch of `set_epoch`, and takes every n-th index. The permutation is
+    padded from its front, or cut with ``drop_last``, so that all ranks have the same number of indices. The state is a
+    position, from which any number of ranks can continue in the same order with the next iteration.
 
     Args:
-        dataset: what has a length.
-        shuffle, seed, drop_last: as torch has them.
+        dataset: a dataset with a length.
+        shuffle, seed, drop_last: as in torch.
         world: the ranks; default `hpcdp.init()`.
     """
 
@@ -33,8 +32,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         super().__init__(dataset, world.size, world.rank, shuffle, seed, drop_last)
         self._position = SamplerPosition()
         self.used: int | None = None
-        """How many samples of this iteration this rank's loop has had. None: as many as were drawn. To be assigned
-        before `state_dict` where a loader with workers draws ahead."""
+        """Number of samples of this iteration that this rank's loop has used; None: all that were drawn. Assign it
+        before `state_dict` if a loader with workers draws ahead."""
 
     def __iter__(self) -> Iterator[Any]:
         done = self._position.begin() or 0
@@ -55,16 +54,16 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         loop.ended = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order, from the next iteration on; of the epoch that was restored what is left."""
+        """Set the epoch, which decides the order of the next iteration; a restored epoch continues."""
         super().set_epoch(epoch)
         self._position.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop is, which `used` says where samples are drawn ahead; alike on all ranks.
+        """Return the position of the loop, the same on all ranks; see `used` for samples that are drawn ahead.
 
         Returns:
-            ``epoch``; ``done``: how many samples of it all ranks together have had; ``begun`` and ``ended``: whether an
-            iteration has begun, and come to its end; and what decides the order.
+            ``epoch``; ``done``: the number of its samples that all ranks together have used; ``begun`` and ``ended``:
+            whether an iteration has begun, and has ended; and ``n``, ``shuffle``, ``seed``, which decide the order.
         """
         loop = self._position.loop
         drawn = loop.used if self.used is None else self.used
@@ -76,15 +75,14 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         return {"n": len(self.dataset), "shuffle": self.shuffle, "seed": self.seed}  # type: ignore[arg-type]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a `state_dict` says, with the next iteration; the one after that is whole.
+        """Continue from a `state_dict` with the next iteration; the one after that is complete.
 
         Raises:
-            ConfigError: it is of another order; says what differs.
+            ConfigError: the order differs, because of another dataset length, ``shuffle`` or ``seed``.
         """
         for name, own in self._order.items():
             if state.get(name) != own:
-                raise ConfigError(
-                    "load_state_dict", where=f"DistributedSampler {name}", expected=own, got=state.get(name)
-                )
+                where = f"DistributedSampler {name}"
+                raise ConfigError("load_state_dict", where=where, expected=own, got=state.get(name))
         super().set_epoch(state["epoch"])
         self._position.restore(state)

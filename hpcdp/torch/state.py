@@ -1,16 +1,15 @@
-"""States of PyTorch modules and optimizers in checkpoints and exported networks.
+"""PyTorch objects in checkpoints, and checkpoints as files for `torch.load`.
 
-What torch has as checkpoints see it: `hpcdp.checkpoint.flatten` for tensors, generators, schedules, wrapped modules.
+Importing the module registers tensors, generators, schedules, optimizers and modules with `hpcdp.checkpoint.flatten`.
+Gradient scalers need no adapter, because their states have only tensors and numbers.
 
-Gradient scalers have states of their own, which need nothing but their tensors to be seen.
-
-A checkpoint as a file for `torch.load`: nested as it was saved, so a part of it is the state dict of a module.
+`write` exports a checkpoint as a file for `torch.load`, nested as it was saved, so that a part of it is the state dict
+of a module.
 """
 
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -37,9 +36,9 @@ from ..checkpoint.flatten import (
 from ..comm import World
 from ..core.arrays import BFLOAT16, bits, of_bits
 from ..core.state import Saved, Stateful, unquoted
-from ..data_parallel.trainer_state import residuals
+from ..data_parallel.trainer_state import residuals, warn_of_lost_residuals
 from ..errors import ConfigError, UnsupportedError
-from . import tensors as torch_tensors
+from . import tensors
 from .distributed import DistributedDataParallel
 
 _KIND = "torch"
@@ -47,10 +46,10 @@ _KIND = "torch"
 
 @as_array.register
 def view(value: torch.Tensor) -> HostView:
-    """A tensor as a NumPy array: its own memory where that is contiguous and on the host, else a copy.
+    """Return a tensor as a NumPy array: a view if it is contiguous and on the host, otherwise a copy.
 
     Raises:
-        UnsupportedError: it is not dense, or NumPy has no such dtype.
+        UnsupportedError: the tensor is not dense, or NumPy does not have its dtype.
     """
     if value.layout is not torch.strided or value.is_quantized:
         layout = "quantized" if value.is_quantized else value.layout
@@ -60,7 +59,7 @@ def view(value: torch.Tensor) -> HostView:
     try:
         array = host.view(torch.uint16).numpy() if is_bfloat16 else host.numpy()
     except TypeError:
-        raise UnsupportedError("checkpoint", expected="a dtype that NumPy has, or bfloat16", got=value.dtype) from None
+        raise UnsupportedError("checkpoint", expected="a dtype of NumPy, or bfloat16", got=value.dtype) from None
     shares = host.device == value.device and host.data_ptr() == value.data_ptr()
 
     def write_back(_: np.ndarray) -> None:
@@ -72,10 +71,10 @@ def view(value: torch.Tensor) -> HostView:
 
 
 def tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """A tensor that shares the memory of a NumPy array, which has the bits of a bfloat16 as uint16.
+    """Return a tensor over the memory of a NumPy array, whose uint16 elements may be the bits of bfloat16.
 
     Raises:
-        TypeError: torch has no such dtype.
+        TypeError: torch does not have the dtype.
     """
     made = torch.from_numpy(array)
     return made.view(torch.bfloat16) if dtype == BFLOAT16 else made
@@ -101,7 +100,7 @@ def _(value: torch.Generator, world: World) -> Stateful:
 
 
 class _Schedule(Adapter):
-    """A schedule of torch's, whose state may have counters, which would come back as dicts."""
+    """State of a torch schedule, whose counters would be restored as dicts."""
 
     takes_more = True
 
@@ -124,9 +123,9 @@ def _(value: torch.optim.lr_scheduler.LRScheduler, world: World) -> Stateful:
 
 
 class _Optimizer(Adapter):
-    """An optimizer, whose state dict numbers parameters: names say which is which when it is restored.
+    """State of an optimizer, in which names identify parameters; torch's state dicts only number them.
 
-    Names are those of the module, where it stands in the same state, or those that the optimizer was given.
+    Names are those of the module if it is in the same state, or those that the optimizer was made with.
     """
 
     takes_more = True
@@ -149,51 +148,51 @@ class _Optimizer(Adapter):
             if "param_names" in mine:
                 group["param_names"] = mine["param_names"]
         params = dict(enumerate(param for group in own for param in group["params"]))
-        states = {number: _as_laid_out(each, params.get(number)) for number, each in state["state"].items()}
+        states = {number: _with_strides(own, params.get(number)) for number, own in state["state"].items()}
         self._optimizer.load_state_dict({**state, "state": states, "param_groups": groups})
 
     def _named(self) -> list[list[str]] | None:
-        """The names of the optimizer's parameters by group; None where nothing is known of any of them."""
-        given: Mapping[int, str] = getattr(self._optimizer, "parameter_names", {})
-        found: list[list[NamedTensor | str | None]] = []
+        """Return the names of the optimizer's parameters by group; None if no name is known."""
+        by_id: Mapping[int, str] = getattr(self._optimizer, "parameter_names", {})
+        groups: list[list[NamedTensor | str | None]] = []
         for group in self._optimizer.param_groups:
-            own = group.get("param_names", [given.get(id(param)) for param in group["params"]])
-            found.append([self.names.get(id(param), name) for param, name in zip(group["params"], own, strict=True)])
-        if not any(found_name for names in found for found_name in names):
+            own = group.get("param_names", [by_id.get(id(param)) for param in group["params"]])
+            groups.append([self.names.get(id(param), name) for param, name in zip(group["params"], own, strict=True)])
+        if not any(name for names in groups for name in names):
             return None
-        counts = Counter(each.name for names in found for each in names if isinstance(each, NamedTensor))
+        counts = Counter(name.name for names in groups for name in names if isinstance(name, NamedTensor))
         unnamed = itertools.count()
-        # Of modules that have parameters of one name, that of the module tells them apart.
-        texts = [[(each.name if counts[each.name] == 1 else each.full) if isinstance(each, NamedTensor)
-                  else each or f"unnamed {next(unnamed)}" for each in names] for names in found]  # fmt: skip
-        return torch_tensors.plain(texts)
+        # The full name, with the module's, distinguishes parameters of one name in several modules.
+        texts = [[(name.name if counts[name.name] == 1 else name.full) if isinstance(name, NamedTensor)
+                  else name or f"unnamed {next(unnamed)}" for name in names] for names in groups]  # fmt: skip
+        return tensors.plain(texts)
 
     def fitted(self, form: Any, saved: Saved) -> Any:
+        """See `FitsSaved.fitted`: reorder saved parameters to the order of this optimizer."""
         if (groups := _saved_groups(form)) is None:
-            return form  # which is refused later
+            return form  # not an optimizer's: an error follows later
         own = self._named()
         theirs = [_texts(group.get("param_names")) for group in groups]
         numbers = [group["params"]["list"] for group in groups]
         if own is not None and all(names is not None for names in theirs):
             last = {unquoted(old.split("/")[-1]): unquoted(new.split("/")[-1]) for old, new in saved.renamed.items()}
             called = [[last.get(name, name) for name in names or ()] for names in theirs]
-            order = torch_tensors.match("restore", numbers, called, own)
+            order = tensors.match("restore", numbers, called, own)
         else:
             self._require_order(form, groups, saved, own is None and any(theirs))
-            order = torch_tensors.Order({number: number for each in numbers for number in each}, [*range(len(groups))])
+            order = tensors.Order({number: number for group in numbers for number in group}, [*range(len(groups))])
         places = {old: new for old, new in order.numbers.items() if old != new}
         if places and isinstance(self._optimizer, torch.optim.LBFGS):
             raise ConfigError(
-                "restore", where="param_names", expected="LBFGS's parameters in their order then",
-                got="another order", remedy="register them in that order: its state is of all together",
+                "restore", where="param_names", expected="LBFGS's parameters in their saved order",
+                got="another order", remedy="register them in that order: LBFGS has one state for all parameters",
             )  # fmt: skip
         return _reordered(form, groups, order, own)
 
     def _require_order(self, form: Any, groups: list[dict[str, Any]], saved: Saved, is_named: bool) -> None:
-        """Raise unless parameters are in the order of saving, as far as one can tell without names on both sides.
+        """Raise unless parameters are in the saved order, as far as this can be checked without names on both sides.
 
-        Args:
-            is_named: whether the checkpoint has names.
+        ``is_named`` says whether the checkpoint has names.
         """
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         sizes, own = ([len(group["params"]["list"]) for group in groups],
@@ -202,40 +201,40 @@ class _Optimizer(Adapter):
             raise ConfigError("restore", where="param_groups", expected=f"groups of {own} parameters", got=sizes)
         if is_named and not _told_by_shapes(form, params, saved):
             raise ConfigError(
-                "restore", where="param_names", expected="an optimizer whose parameters have names, as then",
-                got="one whose parameters have none",
+                "restore", where="param_names", expected="an optimizer whose parameters have names, as when saved",
+                got="an optimizer whose parameters have none",
                 remedy="restore the module in the same call, or make the optimizer of model.named_parameters()",
             )  # fmt: skip
         held = {id(param) for param in params}
-        known = [each.full for key, each in self.names.items() if key in held]
+        known = [named.full for key, named in self.names.items() if key in held]
         places = {name: place for place, name in enumerate(saved.names)}
-        there = [name for name in known if name in places]
-        then = sorted(there, key=places.__getitem__)
-        if there != then:
-            odd = next(number for number, name in enumerate(there) if then[number] != name)
+        current = [name for name in known if name in places]
+        in_order = sorted(current, key=places.__getitem__)
+        if current != in_order:
+            odd = next(number for number, name in enumerate(current) if in_order[number] != name)
             raise ConfigError(
                 "restore", where="param_groups",
                 expected="parameters registered in the order of the checkpoint, whose optimizer states have no names",
-                got=f"{there[odd]} before {then[odd]}",
-                remedy="restore into the module as it was, and save again: states have names since",
+                got=f"{current[odd]} before {in_order[odd]}",
+                remedy="restore into the module as it was, and save again, which adds the names",
             )  # fmt: skip
 
 
 def _told_by_shapes(form: Any, params: Sequence[torch.Tensor], saved: Saved) -> bool:
-    """Return whether shapes tell which saved state belongs to which parameter, and the order is right."""
+    """Return whether shapes identify the saved state of each parameter, and the order is right."""
     shapes = [tuple(param.shape) for param in params]
     if len(set(shapes)) < len(shapes):
         return False
     for number, node in _members(form)["state"]["dict"]:
-        found = [saved.shape_of(each["tensor"]) for each in _members(node).values()
-                 if isinstance(each, dict) and "tensor" in each]  # fmt: skip
-        if any(found) and (number not in range(len(shapes)) or shapes[number] not in found):
+        saved_shapes = [saved.shape_of(value["tensor"]) for value in _members(node).values()
+                        if isinstance(value, dict) and "tensor" in value]  # fmt: skip
+        if any(saved_shapes) and (number not in range(len(shapes)) or shapes[number] not in saved_shapes):
             return False
     return True
 
 
-def _as_laid_out(state: Any, param: torch.Tensor | None) -> Any:
-    """The state of ``param``, of which tensors of its shape get its strides, as torch's optimizers make them."""
+def _with_strides(state: Any, param: torch.Tensor | None) -> Any:
+    """Return the state of ``param`` with tensors of its shape in its strides, as torch's optimizers make them."""
     if param is None or not isinstance(state, dict):
         return state
     like = torch.empty_like(param, device="meta")
@@ -247,26 +246,26 @@ def _as_laid_out(state: Any, param: torch.Tensor | None) -> Any:
 
 
 def _members(form: Any) -> dict[Any, Any]:
-    """The nodes of a dict's form by key; nothing of another form."""
+    """Return the nodes of a dict's form by key; empty for another form."""
     return dict(form["dict"]) if isinstance(form, dict) and "dict" in form else {}
 
 
 def _saved_groups(form: Any) -> list[dict[str, Any]] | None:
-    """The parameter groups in the form of an optimizer's state dict; None where it is none."""
+    """Return the parameter groups in the form of an optimizer's state dict; None for another form."""
     groups = _members(form).get("param_groups")
     if not isinstance(groups, dict) or "list" not in groups or "dict" not in (_members(form).get("state") or ()):
         return None
-    found = [_members(group) for group in groups["list"]]
-    are_groups = all("list" in (group.get("params") or ()) for group in found)
-    return found if are_groups else None
+    members = [_members(group) for group in groups["list"]]
+    are_groups = all("list" in (group.get("params") or ()) for group in members)
+    return members if are_groups else None
 
 
 def _texts(form: Any) -> list[str] | None:
     return form["list"] if isinstance(form, dict) and "list" in form else None
 
 
-def _reordered(form: Any, groups: list[dict[str, Any]], order: torch_tensors.Order, own: list[list[str]] | None) -> Any:
-    """The form of a state dict in another order of parameters, with the names ``own``."""
+def _reordered(form: Any, groups: list[dict[str, Any]], order: tensors.Order, own: list[list[str]] | None) -> Any:
+    """Return the form of a state dict in another order of parameters, with the names ``own``."""
     made, first = [], 0
     for at, number in enumerate(order.groups):
         group = dict(groups[number])
@@ -293,9 +292,9 @@ def _(value: torch.nn.Module) -> Iterable[tuple[str, Any]]:
 
 
 class _Module(Adapter):
-    """A module. Of its buffers, such as running statistics, there is the mean of all ranks, and what each rank has.
+    """State of a module, with the mean of its buffers over all ranks, such as running statistics, and each rank's own.
 
-    Ranks get theirs back where there are as many as before.
+    Ranks restore their own buffers if their number is unchanged.
     """
 
     takes_more = True
@@ -322,9 +321,9 @@ def _(value: torch.nn.Module, world: World) -> Stateful:
 
 
 class _Wrapped(_Module):
-    """A module, and what compression of its gradients has not sent yet, of which each rank has its part."""
+    """State of a wrapped module, with the gradients that compression has not sent yet, in parts on all ranks."""
 
-    _RESIDUALS = "compression residuals"  # with a space: no part of a module has such a name
+    _RESIDUALS = "compression residuals"  # the space keeps it apart from the names of submodules
 
     def __init__(self, model: DistributedDataParallel) -> None:
         super().__init__(model, model.world)
@@ -339,8 +338,8 @@ class _Wrapped(_Module):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._RESIDUALS in state and not self._residuals() and self._model.world.rank == 0:
-            warnings.warn("what compression had not sent yet is lost: nothing is compressed here", stacklevel=6)
-        super().load_state_dict({name: each for name, each in state.items() if name != self._RESIDUALS})
+            warn_of_lost_residuals()
+        super().load_state_dict({name: value for name, value in state.items() if name != self._RESIDUALS})
 
 
 @as_stateful.register
@@ -349,25 +348,28 @@ def _(value: DistributedDataParallel, world: World) -> Stateful:
 
 
 def write(chosen: Chosen, path: Path, tell: Tell) -> None:
-    """By `torch.save`, of dicts, lists, tuples, numbers and tensors, which `torch.load` takes with ``weights_only``.
+    """Write a file by `torch.save` that `torch.load` reads with ``weights_only``; all elements must fit in memory.
 
-    All elements must fit in memory.
+    Args:
+        chosen: the checkpoint, or a part of it.
+        path: the file.
+        tell: see `hpcdp.checkpoint.export.read`.
 
     Raises:
-        ConfigError: PyTorch has no such dtype.
+        ConfigError: PyTorch does not have a saved dtype.
         DataError: a file is missing or damaged.
         OSError: the file cannot be written.
     """
     wanted = [node["tensor"] for _, node in flatten.leaves(chosen.form) if isinstance(node, dict) and "tensor" in node]
-    tensors = {name: chosen.manifest.tensors[name] for name in wanted}
-    for name, each in tensors.items():
-        _made(name, np.empty(0, each.stored_dtype), each.dtype)  # refused before gigabytes are read
-    arrays = dict(read(chosen.folder, tensors, tell))
-    state = flatten.built(chosen.form, lambda name: _made(name, arrays[name], tensors[name].dtype))
+    saved = {name: chosen.manifest.tensors[name] for name in wanted}
+    for name, entry in saved.items():
+        _made(name, np.empty(0, entry.stored_dtype), entry.dtype)  # raise before gigabytes are read
+    arrays = dict(read(chosen.folder, saved, tell))
+    state = flatten.built(chosen.form, lambda name: _made(name, arrays[name], saved[name].dtype))
     try:
         with open(path, "wb") as file:
             torch.save(state, file)
-    except RuntimeError as error:  # that the archive is torn; it was raised while this was:
+    except RuntimeError as error:  # torch reports a torn archive; its context has the cause
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -377,5 +379,5 @@ def _made(name: str, array: np.ndarray, dtype: str) -> torch.Tensor:
     try:
         return tensor(array, dtype)
     except TypeError as error:
-        raise ConfigError("export", where=name, expected="a dtype that PyTorch has", got=dtype,
-                          remedy="--format npz") from error  # fmt: skip
+        raise ConfigError("export", where=name, expected="a dtype of PyTorch", got=dtype,
+                          remedy="pass --format npz") from error  # fmt: skip

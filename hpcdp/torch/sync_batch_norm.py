@@ -1,4 +1,4 @@
-"""Batch normalisation by the statistics of all ranks' batches."""
+"""`SyncBatchNorm`: batch normalisation with statistics over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from ..errors import UnsupportedError
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
-    """As ``torch.nn.SyncBatchNorm``: in training, mean and variance are those of the batches of all ranks together.
+    """Batch normalisation as ``torch.nn.SyncBatchNorm``: in training with mean and variance over all ranks' batches.
 
-    Input of shape ``(N, C, ...)``, where N may differ between ranks and be 0 on some. Every rank must run the same
-    forwards and backwards. Evaluation needs no other rank; without running statistics it takes those of this rank's own
-    batch. As torch's it normalises by the biased variance, and keeps the unbiased one in ``running_var``, both over all
-    ranks.
+    The input has the shape ``(N, C, ...)``; N may differ between ranks and be 0 on some. Every rank must run the same
+    forwards and backwards. Evaluation needs no communication; without running statistics it uses those of this rank's
+    batch. As in torch, the biased variance normalises, and ``running_var`` has the unbiased one, both over all ranks.
+    For inputs on GPUs, the sums go through the host, which waits: two a channel and a count in each forward, and two a
+    channel in each backward.
 
     Args:
-        world: the ranks; default `hpcdp.init()`. The others are those of ``torch.nn.BatchNorm2d``.
+        num_features, eps, momentum, affine, track_running_stats, device, dtype: see ``torch.nn.BatchNorm2d``.
+        world: the ranks; default `hpcdp.init()`.
 
     Raises:
-        ValueError: an input of fewer than two dimensions; no rank has more than one value for a channel.
-        UnsupportedError: an input that is neither in CPU memory nor on a CUDA GPU. From there two sums a
-            channel of each forward, their count, and two of each backward, go through the host, which waits for them.
+        ValueError: an input of fewer than two dimensions; at most one value a channel over all ranks.
+        UnsupportedError: an input that is neither in CPU memory nor on a CUDA GPU.
 
     Source: Ioffe and Szegedy, "Batch normalization", 2015, algorithm 1, over the global batch.
     """
@@ -48,23 +49,23 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, world: World | None = None) -> torch.nn.Module:
-        """``module`` with each of its BatchNorm layers, of any number of dimensions, replaced by one of this kind.
+        """Replace each BatchNorm layer of ``module``, of any number of dimensions, by one of this class.
 
-        The layers' parameters and buffers are taken over as they are. Of a layer alone the result is a new one.
+        The new layers take over parameters and buffers. If ``module`` is itself such a layer, the result is a new one.
         """
         world = init() if world is None else world
-        found = module
+        converted = module
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
-            found = cls(
+            converted = cls(
                 module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, world
             )
-            found.weight, found.bias = module.weight, module.bias
-            found.running_mean, found.running_var = module.running_mean, module.running_var
-            found.num_batches_tracked = module.num_batches_tracked
-            found.training = module.training
+            converted.weight, converted.bias = module.weight, module.bias
+            converted.running_mean, converted.running_var = module.running_mean, module.running_var
+            converted.num_batches_tracked = module.num_batches_tracked
+            converted.training = module.training
         for name, child in module.named_children():
-            found.add_module(name, cls.convert_sync_batchnorm(child, world))
-        return found
+            converted.add_module(name, cls.convert_sync_batchnorm(child, world))
+        return converted
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -83,7 +84,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         return _Normalised.apply(input, self.weight, self.bias, mean, var, self.eps, count, self.world)  # type: ignore[no-any-return,no-untyped-call]
 
     def _statistics(self, x: torch.Tensor) -> tuple[float, torch.Tensor, torch.Tensor]:
-        """Count, mean and variance of each channel over all ranks; summed in double, so squares cancel harmlessly."""
+        """Return count, mean and variance of each channel over all ranks, from sums in float64 against cancellation."""
         over = [dim for dim in range(x.dim()) if dim != 1]
         doubles = x.double()
         sums = torch.cat(
@@ -122,8 +123,8 @@ class _Normalised(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps))
         ctx.count, ctx.world = count, world
-        if x.dtype.itemsize == 2:  # torch takes statistics in float32 with weights in float32 alone
-            weight, bias = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
+        if x.dtype.itemsize == 2:  # torch needs float32 weights for statistics in float32
+            weight, bias = (None if param is None else param.to(mean.dtype) for param in (weight, bias))
         return torch.nn.functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
@@ -146,7 +147,7 @@ class _Normalised(torch.autograd.Function):
 
 
 def _sum_over_ranks(sums: torch.Tensor, world: World) -> None:
-    host = sums.cpu()  # itself, where it is there
+    host = sums.cpu()  # the tensor itself if it is on the host
     array: np.ndarray = host.numpy()
     allreduce(array, "sum", world)
     if host is not sums:

@@ -101,7 +101,7 @@ def test_candidates_are_validated_and_those_that_do_not_fit_are_left_out() -> No
         (["--sizes", "4,0"], "size: expected 1 byte or more, got '0'"),
         (["--mpich", "/nowhere/python"], "a Python that can be run, got '/nowhere/python'"),
         (["--json", "/nowhere/report.json"], "fabric: there is no folder /nowhere"),
-        (["--slow"], "unrecognized arguments: --slow"),
+        (["--slow"], "unknown option '--slow'"),
     ],
 )
 def test_misuse_is_refused_before_a_cluster_is_made(

@@ -282,7 +282,7 @@ def test_a_link_that_is_cut_for_five_seconds_ends_nothing(two_hosts: Cluster, jo
         (["-H", "node1,10.77.0.99"], "10.77.0.99: ssh: connect to host 10.77.0.99 port 22"),
         (["-H", "node1,node2:1"], "expected slots for 3 ranks, got 2 on node1:1, node2:1"),
         (["-H", "node1,node2", "--interface", "ib0"], "expected one of eth0, got 'ib0'"),
-        (["-H", "node1,node2", "--interface", "lo"], "expected one of eth0, got 'lo', which leads to no other host"),
+        (["-H", "node1,node2", "--interface", "lo"], "expected one of eth0, got 'lo', which reaches no other host"),
     ],
 )
 def test_what_is_wrong_with_hosts_is_one_line(two_hosts: Cluster, arguments: list[str], says: str) -> None:
@@ -319,7 +319,7 @@ def test_a_program_that_only_this_host_has(two_hosts: Cluster) -> None:
     two_hosts.on(1, ["sh", "-c", "cp /bin/true /tmp/mine"])
     done = launch(two_hosts, "-n", "2", "-H", "node1,node2", "--", "/tmp/mine")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "node2: there is no program /tmp/mine; it must lie at the same path on all hosts" in done.stderr
+    assert "node2: there is no program /tmp/mine; install it at the same path on all hosts" in done.stderr
 
 
 @needs_rsync

@@ -141,7 +141,7 @@ def test_weights_cut_as_work_load_list() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ShardedSampler(10, 2, 3, 0), "3 ranks, got 2.*smaller than the ranks"),
+        (lambda: ShardedSampler(10, 2, 3, 0), "3 ranks, got 2.*use fewer ranks"),
         (lambda: ShardedSampler(10, 4, 2, 2), "part_index.*0 to 1, got 2"),
         (lambda: ShardedSampler(10, 4, 2, -1), "part_index"),
         (lambda: ShardedSampler(-1, 4), "sampler .n."),

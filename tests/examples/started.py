@@ -36,6 +36,6 @@ def start_code(source: str, name: str, ranks: int, *arguments: str) -> str:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr(sys, "argv", [name, *arguments])
         patch.setattr(hpcdp, "init", lambda: own.world)
-        patch.setattr("hpcdp.launch.checks.fail", fail)
+        patch.setattr("hpcdp.launch.parser.fail", fail)
         thread_comm.run(ranks, rank)
     return said.getvalue()

@@ -151,9 +151,8 @@ def test_other_nodes_go_on_without_a_dead_worker_and_name_it(per_node):
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("ranks", "servers", "per_node"), [pytest.param(3, 0, None, marks=pytest.mark.thorough), (2, 1, "1")]
-)
+@pytest.mark.thorough  # as of any job with servers: test_faults kills a rank, and test_servers a server
+@pytest.mark.parametrize(("ranks", "servers", "per_node"), [(3, 0, None), (2, 1, "1")])
 def test_without_that_the_job_ends_and_the_worker_is_named(ranks, servers, per_node):
     environ = {} if per_node is None else {"HPCDP_RANKS_PER_NODE": per_node}
     done = launch(ranks, servers, 0.05, **environ)

@@ -14,7 +14,7 @@ IS_OPEN_MPI = mpi_library.find_library().family == "openmpi"
 LEADS = "import time; from pathlib import Path\nwhile not Path('enough').exists(): time.sleep(0.02)"
 QUICK = """
 import sys
-from hpcdp.launch import yarn_containers as containers
+from hpcdp.launch.launchers import yarn as containers
 containers.{name} = {value}
 containers._together = lambda folder, count: None  # as if each were on a machine of its own
 sys.exit(containers.main(sys.argv[1:]))
@@ -107,7 +107,7 @@ def test_the_others_end_with_the_first_one(folder: Path) -> None:
     assert running[1].wait(20) == 1
     assert running[1].stderr is not None
     assert "run ranks [container-2]: got no sign of container-1" in running[1].stderr.read()
-    wait_for(lambda: not processes("batch_runner\0" + str(folder)))
+    wait_for(lambda: not processes("hpcdp.launch.batch\0" + str(folder)))
 
 
 def test_containers_that_do_not_come_are_told_of(folder: Path) -> None:
@@ -135,6 +135,6 @@ def test_one_in_the_place_of_a_lost_one_is_refused(folder: Path) -> None:
     wait_for(lambda: (folder / "job" / "container-1").exists())
     second = start(folder, 1)
     assert second.wait(20) == 1
-    assert second.stderr is not None and "in the place of one that was lost" in second.stderr.read()
+    assert second.stderr is not None and "a replacement for a lost container" in second.stderr.read()
     (folder / "enough").touch()
     assert first.wait(20) == 0

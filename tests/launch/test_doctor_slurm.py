@@ -50,7 +50,7 @@ def test_nothing_is_wrong(job) -> None:
     [
         ((1, f"init: {ALONE} under Open MPI"), "srun --mpi=pmix starts two worlds of one", "the site's MPI module"),
         ((0, "hello 1 1"), "two worlds of one", "or mpirun"),
-        ((1, "srun: error: pmix plugin: dlopen of libpmix.so failed"), "libpmix.so failed", "lack libpmix.so"),
+        ((1, "srun: error: pmix plugin: dlopen of libpmix.so failed"), "libpmix.so failed", "for libpmix.so"),
         ((124, "nothing for 60 s: it hangs"), "it hangs", "see the other checks"),
     ],
 )
@@ -64,7 +64,7 @@ def test_two_tasks_that_are_no_world(job, answer: tuple[int, str], saw: str, rem
 def test_a_plugin_that_is_missing(job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "mpi_types", lambda: ("none", "pmi2"))
     finding = doctor.check_plugin()
-    assert finding.verdict is Verdict.FAILED and "knows none, pmi2, and Open MPI speaks pmix" in finding.saw
+    assert finding.verdict is Verdict.FAILED and "has none, pmi2, and Open MPI needs pmix" in finding.saw
 
     def silent() -> tuple[str, ...]:
         raise LaunchError("srun --mpi=list", got="no answer")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import batch, checks, hosts, launchers, mpi_library
+from hpcdp.launch import batch, hosts, launchers, mpi_library, parser
 from hpcdp.launch.spec import Host, Job
 
 HOSTS = (Host("node1", 2), Host("node2", 3))
@@ -35,7 +35,7 @@ def batch_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (tmp_path / "lib" / "libprrte.so.3").write_bytes(f"\0prte_mca_{reader}_component\0".encode())
         monkeypatch.setattr(mpi_library, "find_library", lambda: mpi_library.MpiLibrary("openmpi", tmp_path / "lib"))
         monkeypatch.setattr(mpi_library, "find_mpirun", lambda _: tmp_path / "bin" / "mpirun")
-        monkeypatch.setattr(checks, "check_program", lambda *_: None)
+        monkeypatch.setattr(parser, "check_program", lambda *_: None)
 
     return become
 
@@ -74,9 +74,7 @@ def test_an_mpirun_that_reads_them_itself_is_left_alone(variables: dict[str, str
 
 def test_more_ranks_than_slots_are_a_line(batch_job) -> None:
     batch_job({"PE_HOSTFILE": "FILE"})
-    said = (
-        "launch in a job of Grid Engine: expected slots for 6 ranks, got 5 on node1:2, node2:3; ask it for more slots"
-    )
+    said = "launch in a job of Grid Engine: expected slots for 6 ranks, got 5 on node1:2, node2:3; request more slots"
     with pytest.raises(LaunchError, match=said):
         launchers.launcher("mpi").plan(Job(("train",), 6))
 
@@ -103,5 +101,5 @@ def test_traffic_between_their_hosts_takes_no_loopback(batch_job, monkeypatch: p
     monkeypatch.setattr(hosts, "here", lambda: ["lo", "eth0"])
     monkeypatch.setattr(hosts, "to_other_hosts", lambda: ["eth0"])
     batch_job({"LSB_HOSTS": "node1 node2"})
-    with pytest.raises(Exception, match="got 'lo', which leads to no other host"):
+    with pytest.raises(Exception, match="got 'lo', which reaches no other host"):
         launchers.launcher("mpi").plan(Job(("train",), 2, interface="lo"))

@@ -64,7 +64,7 @@ def test_a_list_on_the_command_line_may_be_longer_than_a_files_name() -> None:
         ("node1:", "line 1]: expected 1 to 1,000,000 slots, got '' in 'node1:'"),
         ("node1:2 slots=2", "line 1]: expected HOST, HOST:SLOTS or HOST slots=SLOTS"),
         ("node1 cpu=2", "got 'node1 cpu=2'"),
-        ("a@node1", "got 'a@node1'; users, ports and jumps belong into ~/.ssh/config"),
+        ("a@node1", "got 'a@node1'; set users, ports and jumps in ~/.ssh/config"),
         ("-oProxyCommand=x", "got '-oProxyCommand=x'"),
         ("node1;reboot", "got 'node1;reboot'"),
         ("[node1]:2", None),

@@ -63,13 +63,18 @@ class Job:
         self.mark = f"HPCDP_TEST_JOB={uuid.uuid4()}"
         name, _, value = self.mark.partition("=")
         command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", *python(before + SLEEPER), str(folder)]
+
+        def handle() -> None:
+            signal.signal(signal.SIGHUP, hangup)
+            signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # which what a script runs in the background ignores
+
         self.launcher = subprocess.Popen(
             command,
             env=os.environ | {name: value},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
+            preexec_fn=handle,
         )
         wait_for(lambda: all((folder / f"ready-{rank}").exists() for rank in (0, 1)))
 
@@ -166,8 +171,8 @@ def test_another_python_without_the_module_is_named() -> None:
         done = launch(2, "python", "x.py", env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"})
     assert done.returncode == 1
     line = done.stderr.splitlines()[-1]
-    assert f"expected {sys.executable}, which has the module hpcdp, got {other}, which has not; " in line
-    assert line.endswith(f"name it: hpcdp launch ... -- {sys.executable} ...")
+    assert f"expected {sys.executable}, which has the module hpcdp, got {other}, which lacks it; " in line
+    assert line.endswith(f"give its path: hpcdp launch ... -- {sys.executable} ...")
     done = launch(1, *python("import no_such_module"))
     assert done.returncode == 1 and "hpcdp launch" not in done.stderr
 
@@ -273,8 +278,8 @@ def test_a_script_that_only_a_shell_would_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "says"),
     [
-        ("#! /no/such/python -u", "got a script of '/no/such/python', which is not there\n"),
-        ("#!/bin/sh\r", "got a script of '/bin/sh\\r', which is not there; its lines end as those of Windows: sed -i "),
+        ("#! /no/such/python -u", "got a script of '/no/such/python', which does not exist\n"),
+        ("#!/bin/sh\r", "got a script of '/bin/sh\\r', which does not exist; convert its Windows line ends: sed -i "),
     ],
 )
 def test_a_script_whose_interpreter_is_not_there(first: str, says: str, tmp_path: Path) -> None:
@@ -480,7 +485,7 @@ def test_ranks_that_save_at_a_signal_do_so_before_a_signal_ends_them(
             job.send_signal(signal.Signals[sign.removeprefix("late ")])
         shown, said = job.communicate(timeout=20)
     assert (job.returncode, shown.count("saved")) == (status, saved)
-    assert said == f"hpcdp launch: {signals[0]}: the run is saved before it ends; a second one ends it at once\n"
+    assert said == f"hpcdp launch: {signals[0]}: the run saves and ends; a second one ends it at once\n"
 
 
 def test_a_job_that_goes_on_without_a_rank_is_not_ended():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import checks, mpi_library
+from hpcdp.launch import mpi_library, parser
 from hpcdp.launch.spec import Job
 
 ELF = b"\x7fELF"
@@ -61,7 +61,7 @@ def test_the_file_of_a_library_is_found_by_what_is_in_it() -> None:
     assert mpi_library._file_at(0) is None
     library = mpi_library.find_library()
     assert mpi_library._loaded_by(str(library.path)) == mpi_library.MpiLibrary(library.family, library.path.resolve())
-    with pytest.raises(LaunchError, match=r"a libmpi\.so behind it"):
+    with pytest.raises(LaunchError, match=r"a link to libmpi\.so"):
         mpi_library._loaded_by("libc.so.6")
 
 
@@ -109,7 +109,7 @@ def test_a_program_of_another_librarys_environment_is_told_of(
         (tmp_path / family / "pyvenv.cfg").touch()
     (other,) = libraries.keys() - {here}
     name = mpi_library.FAMILIES[other]
-    says = f"python is of an environment with {name}, and is started for {mpi_library.FAMILIES[here]}"
+    says = f"python has {name}, but {mpi_library.FAMILIES[here]} starts it"
     for program, told in {
         str(tmp_path / other / "bin" / "python"): True,
         str(tmp_path / here / "bin" / "python"): False,
@@ -117,12 +117,12 @@ def test_a_program_of_another_librarys_environment_is_told_of(
         "/bin/sh": False,
         "no-such-program": False,
     }.items():
-        checks.warn_of_other_library(Job((program,), 2), here)
+        parser.warn_of_other_library(Job((program,), 2), here)
         assert (says in capsys.readouterr().err) == told, program
     monkeypatch.setenv("PATH", str(tmp_path / other / "bin"))
-    checks.warn_of_other_library(Job(("python",), 2), here)
+    parser.warn_of_other_library(Job(("python",), 2), here)
     assert (
         f"{says}: its ranks will be worlds of one; use {tmp_path / other}/bin/hpcdp launch\n" in capsys.readouterr().err
     )
-    checks.warn_of_other_library(Job(("python",), 2, env={"MPI4PY_LIBMPI": "/site/lib/libmpi.so"}), here)
+    parser.warn_of_other_library(Job(("python",), 2, env={"MPI4PY_LIBMPI": "/site/lib/libmpi.so"}), here)
     assert capsys.readouterr().err == ""

@@ -5,7 +5,7 @@ import sys
 
 ENDS_MEANWHILE = """
 import os
-from hpcdp.launch import cleanup as orphans
+from hpcdp.launch import process_monitor as orphans
 child = os.posix_spawn("/bin/true", ["true"], {})
 os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
 waitpid, asked = os.waitpid, []

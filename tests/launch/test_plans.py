@@ -9,7 +9,7 @@ import pytest
 
 from hpcdp import cli
 from hpcdp.errors import HpcdpError
-from hpcdp.launch import checks, hosts, launchers, mpi_library
+from hpcdp.launch import hosts, launchers, mpi_library, parser
 from hpcdp.launch.spec import Host, Job
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -72,7 +72,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
         monkeypatch.setattr(hosts, "here", lambda: ["lo", "eth0", "eth1", "down0"])
         monkeypatch.setattr(hosts, "to_other_hosts", lambda: ["eth0", "eth1"])
-        monkeypatch.setattr(checks, "check_program", lambda *_: None)
+        monkeypatch.setattr(parser, "check_program", lambda *_: None)
         monkeypatch.chdir(tmp_path)
         (tmp_path / "my-env").mkdir(exist_ok=True)
         (tmp_path / "my-env" / "pyvenv.cfg").touch()
@@ -120,7 +120,7 @@ def test_a_plan(name: str, library: str, elsewhere, monkeypatch: pytest.MonkeyPa
         (
             "ssh",
             Job(PROGRAM, 5, hosts=HOSTS, interface="lo"),
-            "launch --interface: expected one of eth0, eth1, got 'lo', which leads to no other host",
+            "launch --interface: expected one of eth0, eth1, got 'lo', which reaches no other host",
         ),
         ("ssh", Job(PROGRAM, 2, hosts=HOSTS, mpi_args="'"), "launch --mpi-args: expected closed quotes"),
     ],
@@ -151,7 +151,7 @@ def test_a_copy_into_itself_is_refused(elsewhere, tmp_path: Path) -> None:
 
 def test_hydra_takes_no_ipv6_address(elsewhere) -> None:
     elsewhere("mpich", "ssh")
-    with pytest.raises(HpcdpError, match=r"got an IPv6 address; name it in ~/\.ssh/config"):
+    with pytest.raises(HpcdpError, match=r"got an IPv6 address; define a name in ~/\.ssh/config"):
         launchers.launcher("ssh").plan(Job(PROGRAM, 2, hosts=(Host("node1"), Host("fe80::1"))))
 
 

@@ -158,7 +158,7 @@ def test_a_folder_that_somebody_else_has_made_on_a_host_is_refused() -> None:
 
 def test_folders_of_launchers_that_start_at_once_are_never_one(tmp_path: Path) -> None:
     code = """
-from hpcdp.launch import cleanup as segments
+from hpcdp.launch import process_monitor as segments
 for _ in range(300):
     with segments.own_folder({}) as (_, folder):
         (folder / "mine").mkdir()

@@ -71,7 +71,7 @@ def test_a_job_stops_before_its_time_limit(arguments: str, stop_s: float) -> Non
         ({"hosts": (Host("node1"),), "batch_args": "-pe mpi"}, "launch -H with --launcher sge"),
         ({"sync_dst_dir": "/tmp/x", "batch_args": "-pe mpi"}, "launch --sync-dst-dir with --launcher sge"),
         ({}, "expected a parallel environment for 2 ranks and servers, such as -pe mpi"),
-        ({"batch_args": "-pe mpi 4"}, "and no number: it is 2 here"),
+        ({"batch_args": "-pe mpi 4"}, "as the launcher adds 2 slots"),
         ({"batch_args": "-q long -pe"}, "the name of a parallel environment after -pe"),
         ({"batch_args": "-pe mpi -o out"}, "got '-o'"),
         ({"batch_args": "-pe 'mpi"}, "expected closed quotes"),
@@ -117,7 +117,7 @@ def test_a_folder_that_qsub_would_take_apart_is_refused(tmp_path: Path, monkeypa
 def test_without_grid_engine_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match=r"run qsub: got No such file or directory; is qsub on PATH\?"):
+    with pytest.raises(LaunchError, match=r"run qsub: got No such file or directory; put qsub on PATH"):
         sge.run(Job(("python",), 1))
     assert list(tmp_path.iterdir()) == []
 

@@ -143,7 +143,7 @@ def test_variables(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loopback_leads_to_no_other_host_of_the_job(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
-    with pytest.raises(ConfigError, match="got 'lo', which leads to no other host"):
+    with pytest.raises(ConfigError, match="got 'lo', which reaches no other host"):
         slurm.plan(Job(("sh",), 2, interface="lo"))
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
     (command,) = slurm.plan(Job(("sh",), 2, interface="lo")).commands
@@ -168,7 +168,7 @@ def test_lists_of_plugins(srun: Path, text: str, stream: int) -> None:
         (
             "MPI plugin types are...\n\tnone\n\tpmi2\n",
             0,
-            "expected srun --mpi=pmix, which Open MPI speaks, got only none",
+            "expected srun --mpi=pmix, which Open MPI needs, got only none",
         ),
         ("broken", 1, "srun --mpi=list: got"),
     ],

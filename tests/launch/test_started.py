@@ -146,7 +146,7 @@ def test_why_a_rank_has_left_is_shown_where_nobody_knows_for_whom(mpirun) -> Non
 def test_an_mpirun_that_fails_in_silence_is_told_of(mpirun) -> None:
     assert run(mpirun(None, 0, "", 213), 2) == (
         213,
-        "hpcdp launch: mpirun has ended with status 213, and has not said why\n",
+        "hpcdp launch: mpirun has ended with status 213, without a message\n",
     )
 
 

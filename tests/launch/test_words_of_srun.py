@@ -15,7 +15,7 @@ srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
 srun: error: node2: task 2: Killed
 srun: error: node2: task 3: Exited with exit code 14
 """
-UNKNOWN = "a rank was killed, and srun has ended others so, too: which one failed first is not known"
+UNKNOWN = "a rank was killed, and srun has killed others: which one failed first is not known"
 RUN = """
 import os, sys
 from hpcdp.launch.runner import supervise

@@ -189,7 +189,7 @@ def test_a_network_with_such_layers_is_called_as_usual_where_it_is_hybridized():
         (lambda w: ColumnDense(4, 4.5, w), r"ColumnDense \[out_features\]: expected an integer >= 1, got 4.5"),
         (lambda w: RowConv2D(3, 4, 0, w), r"RowConv2D \[kernel_size\]: expected an integer >= 1"),
         (lambda w: ColumnConv2D(3, 4, 3, w, 0), r"ColumnConv2D \[stride\]: expected an integer >= 1"),
-        (lambda w: ColumnDense(6, 6, 3), r"parts\]: expected a world, that of split_world\(...\).parts, got 3"),
+        (lambda w: ColumnDense(6, 6, 3), r"parts\]: expected a World, such as split_world\(...\).parts, got 3"),
     ],
 )
 def test_sizes_that_cannot_be_split(make, says):

@@ -121,10 +121,10 @@ def spoil(state, kind):
         ("shape", "load_state_dict [exp_avg_sq of 2.weight]: expected shape (4, 8), got (5, 8)"),
         ("scalar", "load_state_dict [exp_avg of 0.bias]: expected shape (8,), got ()"),
         ("groups", "expected groups of [4] parameters, got [3]"),
-        ("empty", "expected what state_dict() gives, a dict with state and param_groups, got a dict with []"),
+        ("empty", "expected a result of state_dict(), a dict with state and param_groups, got a dict with []"),
         ("list", "got list"),
-        ("no groups", "expected what state_dict() gives"),
-        ("a number", "expected what state_dict() gives"),
+        ("no groups", "expected a result of state_dict()"),
+        ("a number", "expected a result of state_dict()"),
     ],
 )
 def test_states_of_another_form_are_refused_and_nothing_is_changed(kind, says):
@@ -250,7 +250,7 @@ def test_buffers_stay_where_they_are(n, per_node):
 
 def test_a_buffer_in_the_memory_of_a_parameter_that_is_to_move_is_refused():
     with pytest.raises(
-        UnsupportedError, match=r"\[weight\]: expected a buffer with memory of its own, got that of layer"
+        UnsupportedError, match=r"\[weight\]: expected a buffer with its own memory, got the memory of layer"
     ):
         thread_comm.run(2, lambda world: made(world, net=Sharing()))
 
@@ -263,7 +263,7 @@ def test_parameters_in_the_same_memory_that_are_to_move_are_refused():
             self.last.weight.data = self.first.weight.data
 
     with pytest.raises(
-        UnsupportedError, match=r"\[last\.weight\]: expected a parameter with memory of its own, got that of first"
+        UnsupportedError, match=r"\[last\.weight\]: expected a parameter with its own memory, got the memory of first"
     ):
         thread_comm.run(2, lambda world: made(world, net=Tied()))
 
@@ -272,7 +272,7 @@ def test_a_buffer_that_was_expanded_is_refused_on_all_ranks():
     def rank(world):
         net = nn.Linear(2, 2)
         net.register_buffer("expanded", torch.ones(1).expand(4))
-        with pytest.raises(UnsupportedError, match=r"\[expanded\]: expected a buffer whose elements have memory of"):
+        with pytest.raises(UnsupportedError, match=r"\[expanded\]: expected a buffer whose elements share no memory"):
             hpcdp.torch.DistributedDataParallel(net, world)
         hpcdp.torch.DistributedDataParallel(net, world, broadcast_buffers=False)
 

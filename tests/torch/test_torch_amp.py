@@ -102,7 +102,7 @@ def test_learning_rates_that_differ_are_told_on_all_ranks():
             if step == 0:
                 optimizer.step()
                 optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * (world.rank == 1)
-        with pytest.raises(MismatchError, match="change learning rates alike on all ranks"):
+        with pytest.raises(MismatchError, match="set the same learning rates"):
             optimizer.step()
 
     thread_comm.run(3, rank)

@@ -353,7 +353,7 @@ def test_without_cupy_one_line_says_what_to_install(monkeypatch):
     with pytest.raises(ConfigError) as caught:
         thread_comm.run(1, lambda world: DistributedDataParallel(network(), world))
     assert str(caught.value).startswith(
-        "DistributedDataParallel [0.weight]: expected CuPy, for what is on gpu(1), got no module named cupy; "
+        "DistributedDataParallel [0.weight]: expected CuPy, for tensors on gpu(1), got no module named cupy; "
         "pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]'"
     )
 

@@ -206,7 +206,7 @@ def test_lbfgs_whose_state_is_of_all_together(tmp_path):
     with checkpoint.Manager(tmp_path) as manager:
         manager.save(1, state)
         manager.restore(into=build("abc"))
-        with pytest.raises(ConfigError, match="expected LBFGS's parameters in their order then"):
+        with pytest.raises(ConfigError, match="expected LBFGS's parameters in their saved order"):
             manager.restore(into=build("bac"))
 
 

@@ -145,7 +145,7 @@ def test_parameters_are_changed_by_hand_once(layout):
         other = {name: value + 1 for name, value in network(5).state_dict().items()}
         for step in range(3):
             with ours.changing_parameters(), ours.changing_parameters(), torch.no_grad():  # within itself does nothing
-                with pytest.raises(ConfigError, match="step: expected the end of changing_parameters"):
+                with pytest.raises(ConfigError, match="step: expected a call outside of changing_parameters"):
                     ours.step()
                 if step == 1:
                     model.module.load_state_dict(other)

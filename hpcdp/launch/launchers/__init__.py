@@ -1,4 +1,4 @@
-"""The launchers by name. Each is a module here with ``plan(job)`` and ``run(job)``, see `job`."""
+"""The launchers by name, each a module of this package with the functions of `Launcher`."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ LAUNCHERS = {
     "sge": "a job of Grid Engine",
     "yarn": "containers of Hadoop YARN",
 }
-"""What each of them takes the ranks to."""
+"""The launchers, with the place where each one starts ranks."""
 
 WITH_BATCH_ARGS = ("sge", "yarn")
-"""Those that have a command of a batch system to pass ``--batch-args`` to."""
+"""The launchers that pass ``--batch-args`` to the submitting command of a batch system."""
 
 
 class Launcher(Protocol):
-    """What a launcher's module has."""
+    """The functions of a launcher's module."""
 
     def plan(self, job: Job) -> LaunchPlan:
-        """What would be done; touches nothing."""
+        """Return the actions of `run`, without side effects."""
 
     def run(self, job: Job) -> int:
-        """The exit status of the job, once all of it has ended."""
+        """Run the job to its end and return its exit status."""
 
 
 def launcher(name: str) -> Launcher:
-    """The launcher of a name in `LAUNCHERS`."""
+    """Return the launcher of a name in `LAUNCHERS`."""
     return cast(Launcher, importlib.import_module(f".{name}", __package__))
 
 
 def usual(has_hosts: bool, environ: Mapping[str, str]) -> str:
-    """The launcher of a job of which none is named: hosts that were named are reached by ssh, or are a batch job's."""
+    """Return the default launcher: ``mpi`` inside a batch job, else ``ssh`` with ``-H``, else ``local``."""
     if batch_system(environ):
         return "mpi"
     return "ssh" if has_hosts else "local"

@@ -1,4 +1,4 @@
-"""Ranks on this machine, by the mpirun of the library that mpi4py loads here."""
+"""The launcher ``local``: ranks on this machine, by the mpirun of the library that mpi4py loads."""
 
 from __future__ import annotations
 
@@ -9,23 +9,31 @@ from collections.abc import Callable
 
 from ...errors import LaunchError
 from .. import hosts, mpi_library
-from ..checks import check, check_binding, missing_module, warn_of_other_library
 from ..mpi_library import Dialect, environment, program
+from ..parser import check, check_binding, missing_module, warn_of_other_library
 from ..runner import supervise
 from ..spec import Command, Job, LaunchPlan, server
 
 
 def run(job: Job, usr1_has_come: Callable[[], bool] | None = None) -> int:
-    """Runs ``job`` on this machine and returns its exit status; MPI is not started here.
+    """Run ``job`` on this machine and return its exit status, without initializing MPI in this process.
 
-    A server that fails ends the job as a rank does. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 reach the ranks
-    through mpirun. Ended by a signal to the launcher the status is 128 + its number, as in a shell; else it is that of
-    the rank that failed first, which is named on stderr where mpirun does not. Of a program whose ranks all take
-    SIGUSR1 at some time, and then save and end, ``usr1_has_come`` says whether it has come before: it is held back
-    until they do, and ends nobody that starts; for SIGINT, SIGTERM and SIGHUP they get the signals of
-    `hpcdp.core.environment.SAVE_AT`, at which they save, too.
-    Raises `LaunchError` for a missing program, mpirun or MPI library, and `ConfigError` for a limit of the watchdog
-    that every rank would refuse.
+    A server that fails ends the job as a rank does. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the
+    ranks through mpirun.
+
+    Args:
+        job: the program and its options.
+        usr1_has_come: for a program whose ranks save and end at SIGUSR1, returns whether that signal has come already.
+            SIGUSR1 is then held back until all ranks handle it, since it would end a rank that does not. At SIGINT,
+            SIGTERM and SIGHUP the ranks get the signals of `hpcdp.core.environment.SAVE_AT`, at which they save too.
+
+    Returns:
+        128 + the number of the signal that ended the launcher, as in a shell; else the status of the rank that failed
+        first, which is named on stderr where mpirun does not name it.
+
+    Raises:
+        LaunchError: the program, mpirun or the MPI library is missing.
+        ConfigError: a watchdog limit is invalid.
     """
     library, command = _mpirun(job)
     environ = {**os.environ, **command.env}
@@ -37,12 +45,12 @@ def run(job: Job, usr1_has_come: Callable[[], bool] | None = None) -> int:
 
 
 def plan(job: Job) -> LaunchPlan:
-    """The mpirun of ``job``. Raises as `run` does, and for what needs other hosts."""
+    """Return the mpirun of ``job``; raise the errors of `run`, and those for options that need other hosts."""
     return LaunchPlan([_mpirun(job)[1]])
 
 
 def _mpirun(job: Job) -> tuple[mpi_library.MpiLibrary, Command]:
-    """The library that is found, which takes several milliseconds, and the command."""
+    """Return the MPI library, whose search takes several milliseconds, and the command."""
     for option, value in (("-H", job.hosts), ("--sync-dst-dir", job.sync_dst_dir)):
         if value:
             raise LaunchError(f"launch {option}", expected="--launcher ssh or mpi", got="local")

@@ -1,9 +1,4 @@
-"""Ranks by this machine's mpirun, over hosts.
-
-Ranks by this machine's mpirun: on the hosts of -H, or on those of a batch job, which it reaches in its own way.
-
-One mpirun of this machine over several hosts, which it reaches by ssh or through a batch system.
-"""
+"""The launcher ``mpi``: ranks by one mpirun over several hosts, reached by ssh or through a batch system."""
 
 from __future__ import annotations
 
@@ -20,25 +15,27 @@ from pathlib import Path
 from ...core.environment import batch_system
 from ...errors import LaunchError
 from .. import batch, guard_client, hosts, mpi_library, process_monitor
-from ..checks import check, check_binding, missing_module, warn_of_other_library
 from ..guard_client import Guards
 from ..hosts import assign_ranks, of_ranks, those_of_this_machine
 from ..mpi_library import Dialect, environment_of_hosts, program, travelling
+from ..parser import check, check_binding, missing_module, warn_of_other_library
 from ..runner import say, supervise
 from ..spec import Command, Job, LaunchPlan, server
 
 
 def plan_mpirun(job: Job, *, by_ssh: bool, folder: Path = Path()) -> LaunchPlan:
-    """The rsyncs, if any, and the mpirun of ``job``, with its host list in ``folder``.
+    """Return the mpirun of ``job``, after the rsyncs of ``sync_dst_dir``, with its host list in ``folder``.
 
     Args:
-        by_ssh: whether the hosts are `Job.hosts` and reached by ssh, else they are those of a batch system.
+        job: the program and its options.
+        by_ssh: whether the hosts are `Job.hosts` and reached by ssh; else they are those of a batch job.
+        folder: where the host list is to be written.
     """
     return _planned(job, by_ssh, folder)[0]
 
 
 def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[LaunchPlan, mpi_library.MpiLibrary, Dialect]:
-    """With what has been found for it, which takes several milliseconds."""
+    """Return the plan, and the library and the dialect of its mpirun, whose search takes several milliseconds."""
     given = None if by_ssh else hosts.allocation()
     places = assign_ranks(job) if job.hosts else ()
     unnamed = () if by_ssh or job.hosts else batch.read()
@@ -56,10 +53,7 @@ def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[LaunchPlan, mpi_libr
         environ |= dialect.by_ssh(in_batch=batch_system(os.environ) is not None)
     path = folder / "hosts"
     where = dialect.placed(places, path) if places else dialect.per_node(job.ranks_per_node)
-    everywhere = [
-        *dialect.exports(travelling(environ, job.env)),
-        *dialect.folder(job.sync_dst_dir),
-    ]
+    everywhere = [*dialect.exports(travelling(environ, job.env)), *dialect.folder(job.sync_dst_dir)]
     attached = [] if given is None else dialect.under_slurm()
     argv = [str(mpirun), *dialect.options(job), *attached, *where, *further, "-n", str(job.ranks), *everywhere]
     argv += program([program_on_hosts(job), *job.program[1:]])
@@ -71,10 +65,13 @@ def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[LaunchPlan, mpi_libr
 
 
 def run_mpirun(job: Job, *, by_ssh: bool) -> int:
-    """Runs ``job`` and returns its exit status, see `hpcdp.launch.launchers.local.run`.
+    """Run ``job`` and return its exit status, see `hpcdp.launch.launchers.local.run`.
 
-    A host that is lost, or says nothing for `dialect.LOST_AFTER_S`, ends the job and is named. Raises `LaunchError`
-    also for hosts that cannot be reached, copied to or run the program, each with its name.
+    A host that is lost, or silent for `hpcdp.launch.mpi_library.LOST_AFTER_S`, ends the job and is named on stderr.
+
+    Raises:
+        LaunchError: as `hpcdp.launch.launchers.local.run`; or hosts, which it names, cannot be reached, copied to, or
+            run the program.
     """
     with _ended_by_signals(), contextlib.ExitStack() as left_behind:
         try:
@@ -93,24 +90,24 @@ def run_mpirun(job: Job, *, by_ssh: bool) -> int:
 def _run_by_ssh(job: Job, command: Command, library: mpi_library.MpiLibrary, dialect: Dialect) -> int:
     tell = _teller(job)
     places = assign_ranks(job)
-    names_here = those_of_this_machine(each.name for each in places)
-    others = [each for each in places if each.name not in names_here]
+    local_names = those_of_this_machine(place.name for place in places)
+    others = [place for place in places if place.name not in local_names]
     environ = {**os.environ, **command.env}
     tell(f"{library.name}, {command.argv[0]}")
-    for each in places:
-        tell(f"{each.name}: ranks {each.ranks}, servers {each.servers}")
+    for place in places:
+        tell(f"{place.name}: ranks {place.ranks}, servers {place.servers}")
     with Guards(others, tell) as guards:
         cores = guards.cores()
-        for each in places:
-            here = len(os.sched_getaffinity(0))
-            check_binding(job, library.family, each.processes, cores.get(each.name, here), each.name)
+        for place in places:
+            local_cores = len(os.sched_getaffinity(0))
+            check_binding(job, library.family, place.processes, cores.get(place.name, local_cores), place.name)
         if job.sync_dst_dir is not None:
             tell(f"copying {os.getcwd()} to {job.sync_dst_dir} on all hosts")
-            guard_client.copy([each.name for each in places], job.sync_dst_dir)
-        with _segments(dialect, environ) as (environ, own):
-            travels = {name: environ[name] for name in travelling(environ, job.env)}
+            guard_client.copy([place.name for place in places], job.sync_dst_dir)
+        with _segments(dialect, environ) as (environ, segments_folder):
+            exported = {name: environ[name] for name in travelling(environ, job.env)}
             processes = job.ranks + job.servers
-            guards.begin(processes, job.servers, travels, own, _daemons_keep_to(job, library))
+            guards.begin(processes, job.servers, exported, segments_folder, _daemons_keep_to(job, library))
             folder, is_copy = job.sync_dst_dir or os.getcwd(), job.sync_dst_dir is not None
             guards.check(folder, program_on_hosts(job), job.interface, is_copy=is_copy)
             environ |= dialect.by_ssh(guards.agent())
@@ -121,8 +118,8 @@ def _run_by_ssh(job: Job, command: Command, library: mpi_library.MpiLibrary, dia
                 processes,
                 library.family,
                 job.servers,
-                elsewhere=sum(each.processes for each in others),
-                hosts=[name if name in {each.name for each in others} else None for name in of_ranks(places)],
+                elsewhere=sum(place.processes for place in others),
+                hosts=[None if name in local_names else name for name in of_ranks(places)],
                 asked=job.mpi_args,
                 guards=guards,
                 verbose=job.verbose,
@@ -152,8 +149,7 @@ def _in_batch(job: Job, command: Command, library: mpi_library.MpiLibrary) -> in
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP are an exception, as SIGINT is, until mpirun runs: what was begun is undone. One that is
-    ignored stays so."""
+    """Turn SIGTERM and SIGHUP into `SystemExit`, so that temporary files are removed; leave ignored signals ignored."""
 
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -168,21 +164,23 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def program_on_hosts(job: Job) -> str:
-    """The program as every host finds it: a name that was found on PATH by its path, one of this folder as it is."""
+    """Return the program's path on every host: that of a name on PATH, or the relative path of a local file."""
     name = job.program[0]
     return name if "/" in name else shutil.which(name, path=job.env.get("PATH")) or name
 
 
 def _daemons_keep_to(job: Job, library: mpi_library.MpiLibrary) -> str | None:
-    """Return the interface through which daemons of mpirun accept connections; None for any. Those of hydra connect to
-    each other on one host, too."""
+    """Return the interface on which mpirun's daemons accept connections; None for any.
+
+    Daemons of hydra also connect to each other within a host, so they are not restricted.
+    """
     return job.interface if library.family == "openmpi" else None
 
 
 def _segments(
     dialect: Dialect, environ: dict[str, str]
 ) -> contextlib.AbstractContextManager[tuple[dict[str, str], Path | None]]:
-    """``environ`` with the folder of Open MPI 5's segments, and that folder, which guards make on their hosts too."""
+    """Return ``environ`` with the folder of Open MPI 5's segments, and that folder, which guards also make."""
     if dialect.family == "openmpi" and not dialect.is_open_mpi_4:
         return process_monitor.own_folder(environ)
     return contextlib.nullcontext((environ, None))
@@ -193,12 +191,12 @@ def _teller(job: Job) -> Callable[[str], None]:
 
 
 def plan(job: Job) -> LaunchPlan:
-    """The mpirun of ``job``. Raises as `run` does, but for what only the hosts can tell."""
+    """Return the mpirun of ``job``; raise the errors of `run` that need no connection to a host."""
     return plan_mpirun(job, by_ssh=_by_ssh(job))
 
 
 def run(job: Job) -> int:
-    """Runs ``job`` and returns its exit status. Raises as `hpcdp.launch.launchers.mpi.run_mpirun` does."""
+    """Run ``job`` and return its exit status; raise the errors of `run_mpirun`."""
     return run_mpirun(job, by_ssh=_by_ssh(job))
 
 

@@ -1,4 +1,4 @@
-"""Ranks in a job of Grid Engine (Son of, Univa's, Altair's): qsub submits it, and its output is shown until it ends."""
+"""The launcher ``sge``: ranks in a job of Grid Engine (Son of, Univa, Altair), submitted by qsub, with live output."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .. import batch
 from ..spec import Command, Job, LaunchPlan
 
 _AGAIN = 99
-"""The exit status of a job that Grid Engine is to start again."""
+"""The exit status with which Grid Engine restarts a job."""
 
-# In a session of its own: signals from Grid Engine come to all processes of a task, and daemons would die of them.
+# setsid: Grid Engine signals all processes of a task, which would kill mpirun's daemons.
 _AGENT = """\
 #!/bin/sh
 # mpirun calls it as it would call ssh: [OPTION ...] HOST COMMAND ...
@@ -35,15 +35,16 @@ _UNKNOWN = "do not exist"
 
 
 def plan(job: Job) -> LaunchPlan:
-    """The script of ``job`` and its qsub.
+    """Return the script of ``job`` and its qsub.
 
-    Raises `ConfigError` for hosts, ``--sync-dst-dir``, a working folder of a name that qsub takes apart, and
-    ``--batch-args`` that name no parallel environment for several ranks, set what the launcher sets, or have a value
-    that cannot be.
+    Raises:
+        ConfigError: the job has hosts or a ``sync_dst_dir``; qsub would split the name of the working folder;
+            ``batch_args`` lack a parallel environment for several ranks, set an option of the launcher's, or have an
+            invalid value.
     """
     batch.check(job, "sge")
     folder = batch.folder_of("sge")
-    if re.search("[:,$]", str(folder)):  # qsub would take it apart
+    if re.search("[:,$]", str(folder)):  # qsub would split it
         raise ConfigError("launch --launcher sge", where=folder, expected="a working folder without : , $ in its name")
     arguments, slots = batch.split(job.batch_args, _OURS), job.ranks + job.servers
     if "-pe" in arguments:
@@ -51,7 +52,7 @@ def plan(job: Job) -> LaunchPlan:
         if at > len(arguments) or re.fullmatch("[0-9,-]+", "".join(arguments[at : at + 1])):
             raise ConfigError(
                 "launch --batch-args",
-                expected=f"the name of a parallel environment after -pe, and no number: it is {slots} here",
+                expected=f"only the name of a parallel environment after -pe, as the launcher adds {slots} slots",
                 got=repr(job.batch_args),
             )
         arguments.insert(at, str(slots))
@@ -60,7 +61,7 @@ def plan(job: Job) -> LaunchPlan:
             "launch --batch-args",
             expected=f"a parallel environment for {slots} ranks and servers, such as -pe mpi",
             got=repr(job.batch_args),
-            remedy="qconf -spl lists those of the site",
+            remedy="list those of the site with qconf -spl",
         )
     _check_values(arguments)
     files = [f"-o {shlex.quote(str(folder / batch.OUTPUT))}", f"-e {shlex.quote(str(folder / batch.ERRORS))}"]
@@ -76,10 +77,13 @@ def plan(job: Job) -> LaunchPlan:
 
 
 def run(job: Job) -> int:
-    """Runs ``job`` as one of Grid Engine and returns its exit status; `batch.run` says what signals do.
+    """Run ``job`` as a job of Grid Engine and return its exit status; `hpcdp.launch.batch.run` forwards signals.
 
-    A job that stops early, with status 75, is started again by Grid Engine, as one whose host was lost. Raises as
-    `plan`, and `LaunchError` where qsub is missing or refuses the job.
+    Grid Engine restarts a job that stops early, with status 75, and one whose host was lost.
+
+    Raises:
+        LaunchError: qsub is missing or refuses the job.
+        ConfigError: as `plan`.
     """
     wanted = plan(job)
     return batch.run(wanted, batch.folder_of("sge"), functools.partial(_submit, wanted.commands[0], job.verbose))
@@ -88,31 +92,30 @@ def run(job: Job) -> int:
 def _check_values(arguments: list[str]) -> None:
     given = list(batch.of_words(arguments))
     batch.check_values("launch --batch-args", given, batch.SGE)
-    resources = [each.partition("=") for name, value in given if name == "l" for each in value.split(",")]
-    found = [(name, value) for name, equals, value in resources if equals]
-    batch.check_values("launch --batch-args", found, batch.SGE_RESOURCES)
+    resources = [text.partition("=") for name, value in given if name == "l" for text in value.split(",")]
+    with_values = [(name, value) for name, equals, value in resources if equals]
+    batch.check_values("launch --batch-args", with_values, batch.SGE_RESOURCES)
 
 
 def _stop_s(arguments: list[str]) -> float:
-    """After how many seconds a job stops early: two minutes before its time limit, but not in its first half.
+    """Return the seconds after which a job stops early: two minutes before its limit, but not in its first half.
 
-    Of Grid Engine's own warnings those to a parallel job come too late: one that has reached a limit, also a soft one,
-    is not started again (seen with 8.1.9: "failed 37", whatever its exit status).
+    Grid Engine's own warnings to a parallel job come too late: a job that has reached even a soft limit is not
+    restarted (seen with 8.1.9: "failed 37", whatever its exit status).
     """
-    found = re.findall(r"\bh_rt=([0-9]*(?::[0-9]*){0,2})(?=[,\s]|$)", " ".join(arguments))
-    if not found:
+    limits = re.findall(r"\bh_rt=([0-9]*(?::[0-9]*){0,2})(?=[,\s]|$)", " ".join(arguments))
+    if not limits:
         return float("inf")
     limit_s = 0.0
-    for part in found[-1].split(":"):  # seconds, or hours, minutes and seconds, which may be left out
+    for part in limits[-1].split(":"):  # seconds, or hours, minutes and seconds, any of them empty
         limit_s = 60 * limit_s + float(part or 0)
     return max(limit_s - _BEFORE_LIMIT_S, limit_s / 2)
 
 
 def _submitted(files: list[str], script: Path) -> str:
-    """The script that Grid Engine copies into its spool, where others may read it: it holds no variables."""
+    """Return the submitted script, without variables: Grid Engine copies it into its spool, where others may read."""
     lines = ["#!/bin/bash", "# Submitted by hpcdp launch --launcher sge, which shows what it writes.", "#$ -N hpcdp"]
-    # Without this bash it would run in the queue's shell, often csh; a host that is lost does not end the job; SIGUSR2
-    # comes some time before the end.
+    # -S: the queue's shell is often csh. -r: restart after the loss of a host. -notify: SIGUSR2 before the end.
     lines += [f"#$ {option}" for option in ("-S /bin/bash", *files, "-r y", "-notify")]
     return "\n".join([*lines, "", f"exec /bin/bash {shlex.quote(str(script))}"]) + "\n"
 
@@ -125,13 +128,7 @@ def _script(job: Job, folder: Path, stop_s: float, *, has_hosts: bool) -> str:
         lines += batch.agent_settings(folder)
         lines += ["""hosts=$(awk '{ printf "%s%s:%s", (NR > 1 ? "," : ""), $1, $2 }' "$PE_HOSTFILE")"""]
         hosts = '"$hosts"'
-    runner = [
-        sys.executable,
-        *module("hpcdp.launch.batch"),
-        str(folder),
-        str(_AGAIN),
-        f"{stop_s:g}",
-    ]
+    runner = [sys.executable, *module("hpcdp.launch.batch"), str(folder), str(_AGAIN), f"{stop_s:g}"]
     lines += [f"exec {shlex.join(runner)} \\", f"  {batch.launch_command(job, folder, hosts)}"]
     return "\n".join(lines) + "\n"
 
@@ -147,7 +144,7 @@ def _submit(command: Command, verbose: bool) -> _GridJob:
 
 
 class _GridJob:
-    """A job that has been submitted, by its number."""
+    """A submitted job, by its number."""
 
     def __init__(self, number: str) -> None:
         self._number = number
@@ -162,7 +159,7 @@ class _GridJob:
         done = batch.call(["qstat", "-j", self._number])
         self._ask_at = time.monotonic() + _ASK_S
         reason = re.search(r"^error reason\s+\d+:\s*(.+)$", done.stdout, re.MULTILINE)
-        if reason is not None:  # it would stay in the queue for ever
+        if reason is not None:  # it would stay in the queue forever
             self._error = reason[1]
             self.cancel()
         return reason is not None or _UNKNOWN in done.stdout + done.stderr
@@ -175,8 +172,8 @@ class _GridJob:
         if self._error:
             return 1, f"{what} could not be started: {self._error}"
         deadline = time.monotonic() + _ACCOUNT_S
-        while time.monotonic() < deadline:  # accounting is written late, and at some sites cannot be read
-            # One record for every time that it was started.
+        while time.monotonic() < deadline:  # accounting is written late, and is unreadable at some sites
+            # There is one record for every start of the job.
             records = batch.call(["qacct", "-j", self._number]).stdout
             statuses = re.findall(r"^exit_status\s+(\d+)", records, re.MULTILINE)
             failures = re.findall(r"^failed\s+(.+?)\s*$", records, re.MULTILINE)

@@ -1,6 +1,6 @@
-"""Ranks by srun: inside a Slurm job on what that has been given, outside of one as a job of its own.
+"""The launcher ``slurm``: ranks by srun, inside a Slurm job on its allocation, outside of one as a new job.
 
-Its --mpi must be one that the MPI library of mpi4py knows; with any other srun starts N worlds of one rank.
+The option --mpi must name an interface of mpi4py's MPI library; with any other, srun starts N worlds of one rank.
 """
 
 from __future__ import annotations
@@ -18,29 +18,32 @@ from collections.abc import Mapping, Sequence
 
 from ...errors import LaunchError
 from .. import batch, mpi_library
-from ..checks import check, missing_module, warn_of_other_library
 from ..hosts import Allocation, allocation, assign_ranks, of_ranks
 from ..mpi_library import Dialect, blas_threads, program
+from ..parser import check, missing_module, warn_of_other_library
 from ..runner import supervise
 from ..spec import Command, Job, LaunchPlan, server
 
 MPI_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}
-"""What a library of either family speaks with srun."""
+"""The value of srun's --mpi for the libraries of each family."""
 
 _BINDINGS = {"none": "none", "core": "cores", "numa": "ldoms", "socket": "sockets"}
 _LIMIT_S = 30.0
 _GOES_ON = "OMPI_MCA_mpi_ft_enable"
-"""What has Open MPI's ranks go on when one dies (ULFM)."""
+"""The variable with which Open MPI's ranks continue after the death of another (ULFM)."""
 
 _BY_RANK = 'workers=$1 python=$2; shift 2; [ "$SLURM_PROCID" -lt "$workers" ] || exec "$python" {}; exec "$@"'
-"""What each task of a job with servers runs. A file for srun --multi-prog could not hold every argument: its quoting
-knows no quotes in quotes and no line breaks."""
+"""The shell command of each task of a job with servers.
+
+A file for srun --multi-prog cannot hold every argument: it supports no nested quotes and no line breaks.
+"""
 
 
 def run(job: Job) -> int:
-    """Runs ``job`` under srun and returns its exit status; MPI is not started here.
+    """Run ``job`` under srun and return its exit status, without initializing MPI in this process.
 
-    Raises as `plan` does, and `LaunchError` where there is no srun, or one without the --mpi that the library needs.
+    Raises:
+        LaunchError: srun is missing, or lacks the --mpi that the library needs; and the errors of `plan`.
     """
     if shutil.which("srun") is None:
         raise LaunchError(
@@ -56,30 +59,31 @@ def run(job: Job) -> int:
 
 
 def plan(job: Job) -> LaunchPlan:
-    """The srun of ``job``.
+    """Return the srun of ``job``.
 
     Raises:
-        LaunchError: something was asked for that srun cannot do; and as `hpcdp.launch.checks.check` does.
-        ConfigError: as that does; an option of srun has a value that cannot be.
+        LaunchError: srun lacks an option of the job; and the errors of `hpcdp.launch.parser.check`.
+        ConfigError: an option of srun has an invalid value; and the errors of `hpcdp.launch.parser.check`.
     """
     given = allocation()
-    checked = job if given is not None else dataclasses.replace(job, interface=None)  # the nodes may have others
+    # Outside of an allocation the interfaces of the nodes are unknown.
+    checked = job if given is not None else dataclasses.replace(job, interface=None)
     further = check(checked, several_hosts=given is not None and len(given.hosts) > 1)
     batch.check_values("launch --mpi-args", batch.of_words(further, batch.SLURM_SHORT), batch.SLURM)
     if job.sync_dst_dir is not None:
         raise LaunchError(
             "launch --sync-dst-dir", expected="a file system that all hosts of a Slurm job see", got=job.sync_dst_dir,
-            remedy="--launcher ssh copies the working folder",
+            remedy="use --launcher ssh, which copies the working folder",
         )  # fmt: skip
     family = mpi_library.find_library().family
     warn_of_other_library(job, family)
     argv = ["srun"]
     if not any(argument.startswith("--mpi=") for argument in further):
         argv.append(f"--mpi={MPI_TYPES[family]}")
-    # Everything travels, also from a job that was submitted without; one Ctrl-C ends, as it does elsewhere.
+    # Export all variables even if the job was submitted without them; one Ctrl-C ends the job, as with mpirun.
     argv += ["--export=ALL", "--quit-on-interrupt"]
     if {**os.environ, **job.env}.get(_GOES_ON, "0") in ("", "0"):
-        argv.append("--kill-on-bad-exit=1")  # others of a rank that has died, also before MPI was up, may wait for ever
+        argv.append("--kill-on-bad-exit=1")  # else ranks could wait forever for one that died, even during MPI_Init
     argv += _layout(job, given)
     if job.bind is not None:
         argv.append(f"--cpu-bind={_BINDINGS[job.bind]}")
@@ -92,7 +96,7 @@ def plan(job: Job) -> LaunchPlan:
 
 
 def mpi_types() -> tuple[str, ...]:
-    """What ``srun --mpi`` takes here; ``LaunchError`` where it does not say."""
+    """Return the values of ``srun --mpi`` that this Slurm supports; raise `LaunchError` where srun lists none."""
     try:
         done = subprocess.run(
             ["srun", "--mpi=list"],
@@ -109,14 +113,14 @@ def mpi_types() -> tuple[str, ...]:
     found = [name for line in words for name in re.split(r"[,\s]+", line) if re.fullmatch(r"[a-z][a-z0-9_.]*", name)]
     types = tuple(dict.fromkeys(name for name in found if name.startswith(("pm", "cray", "none", "openmpi"))))
     if done.returncode or not types:
-        lines = done.stderr.split("\n")  # the last one tells why, others who has failed to tell more
+        lines = done.stderr.split("\n")  # the last line has the reason
         got = next((line for line in reversed(lines) if line.strip()), f"status {done.returncode}")
         raise LaunchError("srun --mpi=list", got=got, remedy="run this on a login node of the cluster")
     return types
 
 
 def _check_mpi_type(argv: Sequence[str]) -> None:
-    """Raises `LaunchError` where the srun that is here lacks the --mpi that `plan` has put first."""
+    """Raise `LaunchError` if this machine's srun lacks the --mpi that `plan` has chosen."""
     families = {f"--mpi={mpi_type}": family for family, mpi_type in MPI_TYPES.items()}
     asked = argv[1]
     if asked not in families:  # the user has chosen
@@ -125,16 +129,16 @@ def _check_mpi_type(argv: Sequence[str]) -> None:
     if asked.removeprefix("--mpi=") not in there:
         raise LaunchError(
             "launch --launcher slurm",
-            expected=f"srun {asked}, which {mpi_library.FAMILIES[families[asked]]} speaks",
+            expected=f"srun {asked}, which {mpi_library.FAMILIES[families[asked]]} needs",
             got=f"only {', '.join(there)}",
-            remedy="--launcher mpi starts the ranks inside the job; the site can add the plugin",
+            remedy="use --launcher mpi inside the job, or ask the site for the plugin",
         )
 
 
 def _layout(job: Job, given: Allocation | None) -> list[str]:
-    """Never tasks and nodes alone, which places 4 ranks on 2 nodes as 3 and 1."""
+    """Return the options that place the tasks; --nodes and --ntasks alone would place 4 ranks on 2 nodes as 3 and 1."""
     ranks = job.ranks + job.servers
-    if job.hosts:  # where each task goes: else srun sorts the hosts, and knows nothing of their slots
+    if job.hosts:  # list the host of each task: srun otherwise sorts the hosts and ignores their slots
         places = assign_ranks(job)
         names = ",".join(of_ranks(places))
         return [f"--nodes={len(places)}", f"--ntasks={ranks}", "--distribution=arbitrary", f"--nodelist={names}"]
@@ -143,13 +147,13 @@ def _layout(job: Job, given: Allocation | None) -> list[str]:
     if given is None:
         return [f"--ntasks={ranks}"]
     if ranks == given.tasks and not given.hosts_alike:
-        return [f"--nodes={len(given.hosts)}", f"--ntasks={ranks}"]  # as the job was given them
+        return [f"--nodes={len(given.hosts)}", f"--ntasks={ranks}"]  # as allocated
     nodes = min(ranks, len(given.hosts))
     return _spread(ranks, nodes, math.ceil(ranks / nodes))
 
 
 def _spread(ranks: int, nodes: int, per_node: int) -> list[str]:
-    """srun takes a number per node only where all nodes have as many."""
+    """Return the options for ``per_node`` ranks on each node; --ntasks-per-node requires equal numbers on all nodes."""
     layout = f"--ntasks-per-node={per_node}" if per_node * nodes == ranks else f"--distribution=plane={per_node}"
     return [f"--nodes={nodes}", f"--ntasks={ranks}", layout]
 
@@ -157,11 +161,11 @@ def _spread(ranks: int, nodes: int, per_node: int) -> list[str]:
 def _environment(family: str, job: Job) -> Mapping[str, str]:
     wanted: dict[str, str] = {}
     if family == "openmpi":
-        # Without these: a line at each window; a line from each rank about munge.
+        # Otherwise Open MPI prints a warning for each window, and each rank one about munge.
         wanted |= {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
     wanted |= Dialect(family).interface(job.interface)
     cores = os.environ.get("SLURM_CPUS_PER_TASK")
     wanted |= blas_threads(cores or "1", os.environ)
     if cores is not None:
-        wanted["SRUN_CPUS_PER_TASK"] = cores  # srun does not take it from the job by itself
+        wanted["SRUN_CPUS_PER_TASK"] = cores  # srun does not inherit it from the job
     return {name: value for name, value in wanted.items() if name not in os.environ}

@@ -1,4 +1,4 @@
-"""Ranks on the hosts of -H, all reached by ssh, also inside a batch job."""
+"""The launcher ``ssh``: ranks on the hosts of ``-H``, all reached by ssh, also inside a batch job."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from . import mpi
 
 
 def plan(job: Job) -> LaunchPlan:
-    """The mpirun of ``job``. Raises as `run` does, but for what only the hosts can tell."""
+    """Return the mpirun of ``job``; raise the errors of `run` that need no connection to a host."""
     _check(job)
     return mpi.plan_mpirun(job, by_ssh=True)
 
 
 def run(job: Job) -> int:
-    """Runs ``job`` and returns its exit status. Raises as `hpcdp.launch.launchers.mpi.run_mpirun` does."""
+    """Run ``job`` and return its exit status; raise the errors of `hpcdp.launch.launchers.mpi.run_mpirun`."""
     _check(job)
     return mpi.run_mpirun(job, by_ssh=True)
 

@@ -1,18 +1,13 @@
-"""Ranks in containers of Hadoop YARN, which its distributed shell starts; their output is shown until they end.
+"""The launcher ``yarn``: ranks in containers of Hadoop YARN, started by its distributed shell, with live output.
 
-YARN gives processes and no ssh between them: `main` runs in each and starts the daemons of mpirun there. They
-meet in the job's folder, in a file system that all hosts share.
+YARN starts processes, but offers no ssh between them. `main`, run as ``python -m hpcdp.launch.launchers.yarn FOLDER
+COUNT COMMAND...``, runs in each container. It takes a number from 1 to COUNT, and with it the container's host name for
+mpirun: container-1, container-2. The first container runs COMMAND. Its mpirun starts a daemon on each host through
+`hpcdp.launch.container_agent`, which writes the daemon's command into that container's folder, where `main` reads it.
 
-What runs in every container of a batch system that gives processes and no way from one to another, such as YARN.
-
-``python -m hpcdp.launch.launchers.yarn FOLDER COUNT COMMAND...`` takes a number, 1 to COUNT, which is the
-container's name as a host of mpirun: container-1, container-2. The first one runs COMMAND. Its mpirun starts a daemon
-on each host by an agent, `container_agent`, that leaves the daemon's command in the folder of that container, where
-this finds it.
-
-[Note: no ssh, no port] All goes through files in a folder that all containers see. A file is written under another name
-and renamed, so none is read half, and making a folder succeeds for one process alone. A file system of the network
-shows new files late, NFS after seconds: that delays the start, not the ranks, whose messages take the network.
+No ssh and no port is needed: all communication goes through files in a shared folder. A file is written under another
+name and renamed, so no reader sees a part of it, and mkdir succeeds for one process only. A network file system shows
+new files late, NFS after seconds: that delays the start, not the ranks, whose messages take the network.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ from ..process_monitor import adopt, bound, end_orphans
 from ..spec import Command, Job, LaunchPlan
 
 COMMAND, WRITTEN, ENDED = ".command", ".written", ".ended"
-"""What the names of a command's files end in: itself, what it writes, its status."""
+"""Suffixes of a command's files: the command, its output, its status."""
 
 _POLL_S = 0.1
 _GATHER_S = 600.0
@@ -51,20 +46,20 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def container_name(number: int) -> str:
-    """The name of a container, numbered from 1, as a host of mpirun and as a folder."""
+    """Return the name of a container, numbered from 1, as a host of mpirun and as a folder."""
     return f"container-{number}"
 
 
 def agent_script(folder: Path) -> str:
-    """The program that mpirun of either family calls as it would call ssh."""
+    """Return the script that mpirun of either family starts instead of ssh."""
     agent = shlex.join([sys.executable, *module("hpcdp.launch.container_agent"), str(folder)])
     return f'#!/bin/sh\nexec {agent} "$@"\n'
 
 
 def main(argv: Sequence[str]) -> int:
-    """Every container calls, and ends with what it has started. Returns its status: 0 once the job is over."""
+    """Run in every container until the job is over, end all processes that it started, and return its exit status."""
     folder, count, *command = argv
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # taken by `_pause`: none comes while orphans are ended
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # received in `_pause` only, not while orphans are ended
     adopt()
     try:
         number = _take_number(Path(folder), int(count))
@@ -92,18 +87,18 @@ def _take_number(folder: Path, count: int) -> int:
         "start a container",
         where=socket.gethostname(),
         expected=f"one of {count}",
-        got="one more, in the place of one that was lost, whose ranks have ended",
+        got="one more, a replacement for a lost container, whose ranks have ended",
     )
 
 
 def _lead(folder: Path, count: int, command: Sequence[str]) -> None:
-    """The first container: runs ``command`` once all are there, and tells the others when it is over."""
+    """Run ``command`` in the first container once all have started, and then tell the others that the job is over."""
     commands, beat = _Commands(folder / container_name(1)), _Beat(folder)
     try:
         with (folder / OUTPUT).open("ab") as output, (folder / ERRORS).open("ab") as errors:
-            wrong = _wait_for_all(folder, count, beat) or _together(folder, count)
-            if wrong:
-                errors.write(f"hpcdp launch: {wrong}\n".encode())
+            problem = _wait_for_all(folder, count, beat) or _together(folder, count)
+            if problem:
+                errors.write(f"hpcdp launch: {problem}\n".encode())
                 replace(folder / STATUS, "1")
                 return
             runner = [sys.executable, *module("hpcdp.launch.batch")]
@@ -117,7 +112,7 @@ def _lead(folder: Path, count: int, command: Sequence[str]) -> None:
 
 
 def _follow(folder: Path, number: int) -> None:
-    """The other containers: until the job is over, or the first one is not heard of any more."""
+    """Run daemons in another container until the job is over; raise `LaunchError` when the first one is lost."""
     commands, beat = _Commands(folder / container_name(number)), _Beat(folder)
     while folder.exists() and not (folder / _OVER).exists():
         if beat.is_lost():
@@ -127,7 +122,7 @@ def _follow(folder: Path, number: int) -> None:
 
 
 def _wait_for_all(folder: Path, count: int, beat: _Beat) -> str | None:
-    """Why the job cannot start: not all containers have come in time. YARN gives them as they become free."""
+    """Wait for all containers, which YARN starts as they become free; return the reason if not all start in time."""
     deadline = time.monotonic() + _GATHER_S
     places = {folder / container_name(number) / _HOST for number in range(1, count + 1)}
     while (missing := {place for place in places if not place.exists()}) and time.monotonic() < deadline:
@@ -139,9 +134,9 @@ def _wait_for_all(folder: Path, count: int, beat: _Beat) -> str | None:
 
 
 def _together(folder: Path, count: int) -> str | None:
-    """Why the job cannot start: ranks of Open MPI in two containers of one machine would wait for each other for ever.
+    """Return why ranks of Open MPI in two containers of one machine cannot run: they would wait forever.
 
-    Each takes the other for one of another machine, and their connection to the same address never comes to be used.
+    Each takes the other for a process of another machine, but their connection has the same address at both ends.
     """
     hosts = [(folder / container_name(number) / _HOST).read_text() for number in range(1, count + 1)]
     twice = sorted({host for host in hosts if hosts.count(host) > 1})
@@ -151,38 +146,38 @@ def _together(folder: Path, count: int) -> str | None:
 
 
 class _Beat:
-    """The sign of life of the first container: a file whose content changes. Clocks of hosts differ."""
+    """The heartbeat of the first container: a file whose content changes, since clocks of hosts differ."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "beat"
         self._last, self._at_s = "0", time.monotonic()
 
     def give(self) -> None:
-        """The first container calls, over and over."""
+        """Write the next heartbeat when it is due; the first container calls this in its loop."""
         if time.monotonic() >= self._at_s:
             self._last, self._at_s = str(int(self._last) + 1), time.monotonic() + _BEAT_S
             replace(self._path, self._last)
 
     def is_lost(self) -> bool:
-        """The others call."""
+        """Return whether the heartbeat has stopped; the other containers call this in their loops."""
         try:
-            now = self._path.read_text()
-        except FileNotFoundError:  # not yet, or no more
-            now = self._last
-        if now != self._last:
-            self._last, self._at_s = now, time.monotonic()
+            content = self._path.read_text()
+        except FileNotFoundError:  # not written yet, or removed
+            content = self._last
+        if content != self._last:
+            self._last, self._at_s = content, time.monotonic()
         return time.monotonic() > self._at_s + _LOST_S
 
 
 class _Commands:
-    """Runs the commands that are left in a container's folder, and leaves their status beside them."""
+    """A runner of the commands in a container's folder, which writes their status beside them."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
         self._started: dict[Path, subprocess.Popen[bytes]] = {}
 
     def attend(self) -> None:
-        """To be called over and over."""
+        """Start new commands and record the status of ended ones; called in the container's loop."""
         for path in self._place.glob(f"*{COMMAND}"):
             if path not in self._started:
                 with path.with_suffix(WRITTEN).open("ab") as written:
@@ -194,7 +189,7 @@ class _Commands:
 
 
 def _pause() -> None:
-    """Until the next look; a signal to end ends this container."""
+    """Sleep for one poll interval; exit at a signal that ends the container."""
     received = signal.sigtimedwait(_ENDING, _POLL_S)
     if received is not None:
         sys.exit(128 + received.si_signo)
@@ -204,26 +199,25 @@ def _start(argv: Sequence[str], output: BinaryIO, errors: BinaryIO) -> subproces
     return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, preexec_fn=bound())
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 _CLIENT = "org.apache.hadoop.yarn.applications.distributedshell.Client"
 _JAR = "hadoop-yarn-applications-distributedshell*.jar"
 _HOMES = ("HADOOP_YARN_HOME", "HADOOP_HOME")
 _LONGEST_MS = 2**31 - 1
-"""The client would end an application after ten minutes; this is the longest time that it can be told."""
+"""The greatest time limit of the client, which otherwise ends an application after ten minutes."""
 
 _RANK_MIB = 2048
 _OURS = ("jar", "shell_script", "shell_command", "shell_args", "shell_env", "num_containers")
 
 
 def plan(job: Job) -> LaunchPlan:
-    """The scripts of ``job`` and the client of YARN's distributed shell.
+    """Return the scripts of ``job`` and the client of YARN's distributed shell.
 
-    A container takes ``ranks_per_node`` processes, servers counted, or all of them. Raises `ConfigError` for hosts,
-    ``--sync-dst-dir`` and ``--batch-args`` that set what the launcher sets or have a value that cannot be,
-    what Hadoop is lacking here is named as it is elsewhere.
+    A container has ``ranks_per_node`` processes including servers, or all of them. Where Hadoop is missing, the plan
+    has its usual names.
+
+    Raises:
+        ConfigError: the job has hosts or a ``sync_dst_dir``; ``batch_args`` set an option of the launcher's, or have an
+            invalid value.
     """
     batch.check(job, "yarn")
     folder = batch.folder_of("yarn")
@@ -231,7 +225,7 @@ def plan(job: Job) -> LaunchPlan:
         raise ConfigError("launch --launcher yarn", where=folder, expected="a working folder without : in its name")
     arguments = batch.split(job.batch_args, [f"{dashes}{name}" for dashes in ("-", "--") for name in _OURS])
     batch.check_values("launch --batch-args", batch.of_words(arguments), batch.YARN)
-    given = {word.lstrip("-") for word in arguments}
+    user_options = {word.lstrip("-") for word in arguments}
     slots = job.ranks + job.servers
     in_each = min(slots, job.ranks_per_node or slots)
     sizes = [min(in_each, slots - begin) for begin in range(0, slots, in_each)]
@@ -239,20 +233,22 @@ def plan(job: Job) -> LaunchPlan:
     program, jar = program or "yarn", jar or _JAR.replace("*", "")
     argv = [program, "jar", jar, _CLIENT, "-jar", jar, "-shell_script", str(folder / "container.sh")]
     wanted = {"num_containers": len(sizes), "appname": "hpcdp", "timeout": _LONGEST_MS}
-    if "container_resources" not in given:
+    if "container_resources" not in user_options:
         wanted |= {"container_vcores": in_each, "container_memory": in_each * _RANK_MIB}
     for name, value in wanted.items():
-        argv += [] if name in given else [f"-{name}", str(value)]
-    # The slots of the containers say how many go into each.
+        argv += [] if name in user_options else [f"-{name}", str(value)]
+    # The slots of the containers replace ranks_per_node.
     return LaunchPlan(
         [Command((*argv, *arguments))], _files(dataclasses.replace(job, ranks_per_node=None), folder, sizes)
     )
 
 
 def run(job: Job) -> int:
-    """Runs ``job`` as an application of YARN and returns its exit status; `batch.run` says what signals do.
+    """Run ``job`` as an application of YARN and return its exit status; `hpcdp.launch.batch.run` forwards signals.
 
-    Raises as `plan`, and `LaunchError` where Hadoop is not found.
+    Raises:
+        LaunchError: Hadoop is missing.
+        ConfigError: as `plan`.
     """
     _check_hadoop(os.environ)
     wanted, folder = plan(job), batch.folder_of("yarn")
@@ -261,11 +257,11 @@ def run(job: Job) -> int:
 
 
 def _hadoop(environ: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """The program ``yarn``, and the jar of its distributed shell; None for what is not found."""
+    """Return the program ``yarn`` and the jar of its distributed shell; None for a missing one."""
     homes = [Path(environ[name]) for name in _HOMES if environ.get(name)]
     programs = [str(home / "bin" / "yarn") for home in homes if os.access(home / "bin" / "yarn", os.X_OK)]
     programs += [found] if (found := shutil.which("yarn", path=environ.get("PATH"))) else []
-    # Of a release of Apache's, or of a package of a distribution.
+    # In an Apache release, or in a distribution's package.
     jars = [
         path for home in homes for place in ("share/hadoop/yarn", ".") for path in sorted((home / place).glob(_JAR))
     ]
@@ -283,14 +279,14 @@ def _check_hadoop(environ: Mapping[str, str]) -> None:
             where=", ".join(f"{name}={environ.get(name, 'not set')}" for name in _HOMES),
             expected="Hadoop 3 and its distributed shell",
             got=f"no {' and no '.join(missing)}",
-            remedy="set HADOOP_YARN_HOME or HADOOP_HOME to where Hadoop is unpacked",
+            remedy="set HADOOP_YARN_HOME or HADOOP_HOME to the folder of Hadoop",
         )
 
 
 def _files(job: Job, folder: Path, sizes: Sequence[int]) -> dict[Path, str]:
     script = folder / "job.sh"
     hosts = ",".join(f"{container_name(number)}:{size}" for number, size in enumerate(sizes, start=1))
-    # Hadoop copies it to where others may read it; what it starts holds the environment, and stays in the folder.
+    # Hadoop copies container.sh to where others may read it, so the environment is in job.sh, which stays here.
     place = shlex.quote(str(folder))
     container = [
         "#!/bin/bash",
@@ -318,7 +314,7 @@ def _files(job: Job, folder: Path, sizes: Sequence[int]) -> dict[Path, str]:
 
 
 class _Application:
-    """An application of YARN, by the client that has submitted it and waits for its end."""
+    """An application of YARN, through the client that submits it and waits for its end."""
 
     def __init__(self, argv: Sequence[str], log: Path, verbose: bool) -> None:
         self._yarn, self._log, self._verbose = argv[0], log, verbose
@@ -346,14 +342,18 @@ class _Application:
 
     def fate(self) -> tuple[int, str]:
         name = self._name()
-        self.cancel()  # it may be its client alone that has ended
-        said = self._log.read_text(errors="replace")
-        diagnostics = [each for each in re.findall(r"appDiagnostics=(.*?), appMasterHost", said, re.DOTALL) if each]
-        faults = [line for line in said.splitlines() if re.search("ERROR|Exception|rror:", line)]
-        why = batch.one_line([said, *faults[-1:], *diagnostics][-1])
-        look = f"; yarn logs -applicationId {name} shows what its containers wrote" if name else ""
-        return 1, f"{name or 'the application'} of YARN has ended without a status: {why}{look}"
+        self.cancel()  # perhaps only the client has ended
+        log = self._log.read_text(errors="replace")
+        diagnostics = [text for text in re.findall(r"appDiagnostics=(.*?), appMasterHost", log, re.DOTALL) if text]
+        faults = [line for line in log.splitlines() if re.search("ERROR|Exception|rror:", line)]
+        why = batch.one_line([log, *faults[-1:], *diagnostics][-1])
+        hint = f"; yarn logs -applicationId {name} shows the output of its containers" if name else ""
+        return 1, f"{name or 'the application'} of YARN has ended without a status: {why}{hint}"
 
     def _name(self) -> str | None:
-        found = re.search(r"\bapplication_\d+_\d+\b", self._log.read_text(errors="replace"))
-        return found[0] if found else None
+        name = re.search(r"\bapplication_\d+_\d+\b", self._log.read_text(errors="replace"))
+        return name[0] if name else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -54,9 +54,7 @@ def test_a_profile_that_others_may_write_must_be_named(tmp_path: Path, monkeypat
     path = Path("hpcdp-site.toml")
     path.write_text(WHOLE)
     path.chmod(0o664)
-    with pytest.raises(
-        ConfigError, match=r"may not change, got .*may write; name it with --site hpcdp-site.toml to use it"
-    ):
+    with pytest.raises(ConfigError, match=r"may not change, got .*may write; use it with --site hpcdp-site.toml"):
         load(environ={})
     assert load(path) == load(environ={"HPCDP_SITE": str(path)})
     path.chmod(0o666)
@@ -118,7 +116,7 @@ def test_a_profile_that_the_variable_names_and_is_missing_is_named_with_it(
         ('mpi_type = "pmix;x"', "mpi_type [site.toml]: expected a name such as pmix"),
         ('modules = "gcc"', 'modules [site.toml]: expected a list, e.g. ["a", "b"], got \'gcc\''),
         ("modules = [1]", "modules [site.toml]: expected text on one line, in quotes, got 1"),
-        ('sbatch = ["-C ib"]', "sbatch [site.toml]: expected long options with the value behind ="),
+        ('sbatch = ["-C ib"]', "sbatch [site.toml]: expected long options with the value after ="),
         ('sbatch = ["--signal=INT"]', "expected no option that a key, a flag or the template sets, got '--signal=INT'"),
         ('partition = "a b"', "partition [site.toml]: expected a name of letters, digits and _.+@:*-, got"),
         ('gres = "gpu:four:2:1"', "gres [site.toml]: expected a name, its type and its number, e.g. gpu:4"),

@@ -101,7 +101,7 @@ def test_a_home_that_nobody_has_is_a_line() -> None:
 
 def test_a_colon_alone_is_refused_for_srun() -> None:
     request = ScriptRequest(template="benchmark", program=("python", "a:b", ":"))
-    with pytest.raises(ConfigError, match="program: expected no argument : alone, where srun begins another program"):
+    with pytest.raises(ConfigError, match="program: expected no argument that is a lone colon"):
         render(request, SRUN)
     assert "-- python a:b :\n" in render(request, Profile(launcher="mpirun", time="1")).text
 
@@ -124,18 +124,18 @@ def test_a_folder_of_its_own_to_go_on_in() -> None:
         (
             Profile(mpi_type="pmix"),
             ScriptRequest(template="train"),
-            "expected the key time, got none; say it with --time",
+            "expected the key time, got none; use --time",
         ),
         (Profile(time="1"), ScriptRequest(template="train"), "expected the key mpi_type, got none"),
         (
             Profile(time="1", mpi_type="pmi2"),
             ScriptRequest(template="train-gpu"),
-            "the key gres, got none; say it with --gres",
+            "the key gres, got none; use --gres",
         ),
         (
             SRUN,
             ScriptRequest(template="train", program=(*TRAIN, "--overwrite")),
-            "--overwrite: expected none in a job that",
+            "expected no --overwrite, as the job is resumed",
         ),
         (SRUN, ScriptRequest(template="sweep", settings=(("--run-dir", "x"),)), "sweep: expected no --run-dir, got x"),
     ],
@@ -153,7 +153,7 @@ def test_what_is_missing_or_cannot_be(profile: Profile, request_: ScriptRequest,
         ({"template": "train", "name": "a b"}, "--name: expected letters, digits and _.-, got 'a b'"),
         ({"template": "train", "nodes": 10**9}, "--nodes: expected at most 1,000,000, got 1000000000"),
         ({"template": "train", "program": ("a\nb",)}, "expected arguments of one line"),
-        ({"template": "sweep"}, "expected a file of 1 to 100,000 lines of settings, got 0; --settings FILE"),
+        ({"template": "sweep"}, "expected a file of 1 to 100,000 lines of settings, got 0; use --settings FILE"),
         ({"template": "train", "at_once": 3}, "train: expected no settings of a sweep"),
     ],
 )

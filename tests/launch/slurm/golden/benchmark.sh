@@ -17,9 +17,9 @@ echo "hpcdp: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
 module load gcc/12 openmpi/5.0 || exit 1
 # shellcheck source=/dev/null
 source '/shared/my venv/bin/activate' || exit 1
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-2}"  # srun does not take it from the job
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-2}"  # srun does not inherit it from the job
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-2}"
-export PMIX_MCA_psec=native  # or Open MPI says that it found no munge
+export PMIX_MCA_psec=native  # otherwise Open MPI prints that it found no munge
 export HPCDP_CACHE_DIR='/scratch/$USER'"'"'s'
 
 exec srun --mpi=pmix --wait=30 hpcdp bench allreduce

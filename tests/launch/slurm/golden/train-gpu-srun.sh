@@ -25,9 +25,9 @@ echo "hpcdp: job $job, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_N
 module load gcc/12 openmpi/5.0 || exit 1
 # shellcheck source=/dev/null
 source '/shared/my venv/bin/activate' || exit 1
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-8}"  # srun does not take it from the job
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-8}"  # srun does not inherit it from the job
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-8}"
-export PMIX_MCA_psec=native  # or Open MPI says that it found no munge
+export PMIX_MCA_psec=native  # otherwise Open MPI prints that it found no munge
 export HPCDP_CACHE_DIR='/scratch/$USER'"'"'s'
 
 run=${1:-runs/train-gpu-$job}

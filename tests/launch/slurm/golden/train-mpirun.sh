@@ -17,7 +17,7 @@ trap 'cancelled=${cancelled:-now}' TERM
 job=$SLURM_JOB_ID
 echo "hpcdp: job $job, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
 
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun does not take it from the job
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun does not inherit it from the job
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
 
 run=''

@@ -1,9 +1,4 @@
-"""Checks of a launch before it starts.
-
-What is checked before anything is started, alike by all launchers that run an mpirun here.
-
-Command lines, of `hpcdp` and of programs that run as ranks: what is wrong with one is a line.
-"""
+"""Argument parsers of commands and rank programs, and the checks of a job before its launch."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -32,10 +27,10 @@ Number = TypeVar("Number", int, float)
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes options in full alone, and reports wrong usage as `ConfigError`, one line where argparse prints them all.
+    """An argument parser without abbreviations that raises `ConfigError` for wrong usage.
 
     Args:
-        options: argparse's own; an ``epilog`` is shown as it is written.
+        options: arguments of `argparse.ArgumentParser`; an ``epilog`` is printed unchanged.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -45,23 +40,42 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def commands(self) -> dict[str, Parser]:
-        """The parsers of its commands by name."""
+        """The parsers of the commands by name."""
         added = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         return dict(added[0].choices) if added else {}
 
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse a command line; raise `ConfigError` for unknown arguments."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.refuse(unknown, parsed)
+        return parsed
+
+    def refuse(self, unknown: Sequence[str], parsed: argparse.Namespace) -> NoReturn:
+        """Raise `ConfigError` for unknown arguments of this parser or its command, with the nearest option."""
+        command = self.commands.get(getattr(parsed, "command_name", ""), self)
+        option = unknown[0].partition("=")[0]
+        if not option.startswith("-"):
+            command.error(f"unrecognized arguments: {' '.join(unknown)}")
+        import difflib  # only an error needs it
+
+        close = difflib.get_close_matches(option, command._option_string_actions, n=1)
+        command.error(f"unknown option {option!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
+
     def error(self, message: str) -> NoReturn:
+        """Raise `ConfigError` for wrong usage."""
         about = self.prog.removeprefix("hpcdp").strip()
         remedy = f"{self.prog} -h lists the options"
-        if lacks := re.search("(--[a-z-]+): expected one argument$", message):
-            remedy = f"one that begins with - is given as {lacks[1]}=-...; {remedy}"
+        if option := re.search("(--[a-z-]+): expected one argument$", message):
+            remedy = f"write a value that begins with - as {option[1]}=-...; {remedy}"
         raise ConfigError(f"{about}: {message}" if about else message, remedy=remedy)
 
-    def _print_message(self, message: str, file: Any = None) -> None:  # argparse would pass over a full disk
+    def _print_message(self, message: str, file: Any = None) -> None:  # argparse ignores a full disk
         print(message, end="", file=file or sys.stderr, flush=True)
 
 
 class _Defaults(argparse.HelpFormatter):
-    """Shows the default of each option that has one, unless its help does."""
+    """A help formatter that appends the default of each option whose help does not contain it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         about = action.help or ""
@@ -70,15 +84,18 @@ class _Defaults(argparse.HelpFormatter):
 
 
 class Program(Parser):
-    """The options of a program that runs as ranks; ``--help`` shows their defaults."""
+    """The parser of a program that runs as ranks; ``--help`` shows the defaults."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=_Defaults, **options)
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[argparse.Namespace]:
-        """What the command line says. Where it is wrong, or the block finds it so (`ConfigError`, `DataError`), every
-        rank ends with status 2, after one line of rank 0."""
+        """Yield the parsed command line.
+
+        Where it is wrong, or the block raises `ConfigError` or `DataError`, rank 0 writes one line and every rank exits
+        with status 2.
+        """
         try:
             yield self.parse_args()
         except (ConfigError, DataError) as error:
@@ -86,7 +103,7 @@ class Program(Parser):
 
 
 def at_least(smallest: Number) -> Callable[[str], Number]:
-    """The type of an argument that is a number from ``smallest`` on, a whole one where that is an int."""
+    """Return an argparse type for numbers of at least ``smallest``, which are integers where ``smallest`` is one."""
     kind = type(smallest)
     expected = f"a {'whole ' if kind is int else ''}number from {smallest:g}"
 
@@ -102,57 +119,61 @@ def at_least(smallest: Number) -> Callable[[str], Number]:
     return number
 
 
-# execve(2): the interpreter ends at a blank, or with the line
+# execve(2): the interpreter's path ends at a blank or at the end of the line
 _FIRST_LINE = re.compile(rb"#![ \t]*([^ \t\n]*)")
 _PYTHON = re.compile(r"python[0-9.]*")
 _LIMIT_VARIABLES = ("HPCDP_STALL_S", "HPCDP_TIMEOUT_S")
 
 
 def check(job: Job, *, several_hosts: bool = False) -> list[str]:
-    """The words of `Job.mpi_args`, where a job can be started from here.
+    """Check that ``job`` can be launched from this process, and return the words of `Job.mpi_args`.
 
     Args:
-        several_hosts: whether it will run on more than one.
+        job: the program and its options.
+        several_hosts: whether the job will run on more than one host.
 
     Raises:
-        LaunchError: for a shell that is a rank itself, a program that is missing here, open quotes.
-        ConfigError: for an interface that is not here or leads to no other host, or a limit of the watchdog that every
-            rank would refuse.
+        LaunchError: this process is itself a rank; the program is missing here; ``mpi_args`` has an open quote.
+        ConfigError: the network interface is missing or reaches no other host; a watchdog limit is invalid.
     """
     if launched_ranks() is not None:
         raise LaunchError(
             "launch ranks",
             expected="a plain shell",
             got=f"a rank of a job of {launched_ranks()} that mpirun or srun started",
-            remedy="call the program itself there, or leave mpirun out",
+            remedy="call the program itself, or remove the outer mpirun or srun",
         )
     if any(name in os.environ for name in _LIMIT_VARIABLES):
         _check_limits()
     try:
-        further = shlex.split(job.mpi_args)
+        mpi_args = shlex.split(job.mpi_args)
     except ValueError as error:
         raise LaunchError("launch --mpi-args", expected="closed quotes", got=f"{job.mpi_args!r}: {error}") from error
     if job.interface is not None:
         hosts.check(job.interface, several_hosts=several_hosts)
     check_program(job.program[0], job.env.get("PATH"))
-    return further
+    return mpi_args
 
 
 def warn_of_other_library(job: Job, family: str) -> None:
-    """A line on stderr where the program's environment has an MPI library of another family than that whose mpirun or
-    srun starts it: each rank would be a world of one."""
+    """Warn on stderr if the program's virtual environment has an MPI library of another family than ``family``.
+
+    Each rank would then be a world of one.
+    """
     other = mpi_library.of_other_environment(job.program[0])
     if other is None or other.family == family or "MPI4PY_LIBMPI" in {**os.environ, **job.env}:
         return
     say(
-        f"{job.program[0]} is of an environment with {other.name}, and is started for {mpi_library.FAMILIES[family]}: "
+        f"the environment of {job.program[0]} has {other.name}, but {mpi_library.FAMILIES[family]} starts it: "
         f"its ranks will be worlds of one; use {other.path.parent.parent}/bin/hpcdp launch"
     )
 
 
 def missing_module(job: Job, module: str) -> LaunchError | None:
-    """Return what to say of a rank that has not found ``module``, where this Python has it and the rank's is another
-    one: ``python`` without an activated environment is that of PATH, which the launcher leaves as it is."""
+    """Return the error of a rank that cannot import ``module`` because it runs another Python; else None.
+
+    The launcher does not change PATH, so ``python`` without an activated environment is another Python.
+    """
     theirs = _python_of(job)
     if theirs is not None and _is_this_python(theirs):
         return None
@@ -160,40 +181,40 @@ def missing_module(job: Job, module: str) -> LaunchError | None:
         return None
     activate = Path(sys.prefix, "bin", "activate")
     remedies = [f"activate its environment with . {activate}"] if activate.exists() else []
-    remedies += [f"name it: hpcdp launch ... -- {sys.executable} ..."]
+    remedies += [f"give its path: hpcdp launch ... -- {sys.executable} ..."]
     return LaunchError(
         f"launch {job.program[0]!r}",
         expected=f"{sys.executable}, which has the module {module}",
-        got=f"{theirs or 'another Python'}, which has not",
+        got=f"{theirs or 'another Python'}, which lacks it",
         remedy=", or ".join(remedies),
     )
 
 
 def _python_of(job: Job) -> Path | None:
-    """Return the Python that runs the program of ``job``; None where it is none, or only a shell knows."""
+    """Return the Python that runs the program of ``job``; None for other programs, and where only a shell knows."""
     path = job.env.get("PATH")
-    found = shutil.which(job.program[0], path=path)
-    if found is not None and not _PYTHON.fullmatch(Path(found).name):
+    program = shutil.which(job.program[0], path=path)
+    if program is not None and not _PYTHON.fullmatch(Path(program).name):
         try:
-            with open(found, "rb") as file:
+            with open(program, "rb") as file:
                 first = os.fsdecode(file.readline(512))
-        except OSError:  # it may be run and not be read
+        except OSError:  # executable, but not readable
             return None
         words = first.removeprefix("#!").split() if first.startswith("#!") else []
         if words and Path(words[0]).name == "env":
             words = [word for word in words[1:] if not word.startswith("-")]
-        found = shutil.which(words[0], path=path) if words and _PYTHON.fullmatch(Path(words[0]).name) else None
-    return None if found is None else Path(found).absolute()
+        program = shutil.which(words[0], path=path) if words and _PYTHON.fullmatch(Path(words[0]).name) else None
+    return None if program is None else Path(program).absolute()
 
 
 def _is_this_python(other: Path) -> bool:
-    """Whether it has the modules of this one: by the folder that it is in, as that of an environment is a link."""
+    """Return whether ``other`` has this Python's modules; compares folders, as an environment's Python is a link."""
     own = Path(sys.executable)
     return other.parent.resolve() == own.parent.resolve() and other.resolve() == own.resolve()
 
 
 def check_binding(job: Job, family: str, processes: int, cores: int, host: str) -> None:
-    """Raises `LaunchError` where Open MPI could not give each process on ``host`` a core: it then starts none."""
+    """Raise `LaunchError` where Open MPI could not bind each process on ``host`` to a core; it then starts none."""
     if family == "openmpi" and job.bind not in (None, "none") and processes > cores:
         raise LaunchError(
             f"launch --bind {job.bind}", expected=f"at most {cores} processes, the cores of {host}", got=processes
@@ -201,47 +222,47 @@ def check_binding(job: Job, family: str, processes: int, cores: int, host: str) 
 
 
 def check_program(name: str, path: str | None = None) -> None:
-    """Raises `ProgramMissingError`, or `LaunchError`, unless this machine has the program, on ``path`` where that is
-    not this process's PATH."""
-    found = shutil.which(name, path=path)
-    if found is not None:
-        _check_first_line(name, Path(found))
-    if found is None:
-        if os.path.isfile(name) and not os.access(name, os.X_OK):
-            raise LaunchError(
-                f"launch {name!r}",
-                got="a file that is not executable",
-                remedy="name what runs it, e.g. python, or make it executable with chmod +x",
-            )
+    """Raise `LaunchError` unless this machine can run the program; ``path`` replaces this process's PATH.
+
+    Raises:
+        ProgramMissingError: there is no such program.
+        LaunchError: the file is not executable, or a script whose interpreter execve(2) would not find.
+    """
+    program = shutil.which(name, path=path)
+    if program is not None:
+        _check_first_line(name, Path(program))
+    elif os.path.isfile(name) and not os.access(name, os.X_OK):
+        remedy = "put its interpreter before it, e.g. python, or make it executable with chmod +x"
+        raise LaunchError(f"launch {name!r}", got="a file that is not executable", remedy=remedy)
+    else:
         raise ProgramMissingError(f"launch {name!r}", got="no such program", remedy="check its name and PATH")
 
 
 def _check_first_line(name: str, program: Path) -> None:
-    """Raises `LaunchError` for a script that only a shell would run, which execve(2) refuses as a text without #!, and
-    for one whose interpreter is not there."""
+    """Raise `LaunchError` for a script without ``#!``, which execve(2) refuses, or with a missing interpreter."""
     try:
         with program.open("rb") as file:
             beginning = file.read(512)
-    except OSError:  # it may be run and not be read
+    except OSError:  # executable, but not readable
         return
     script = _FIRST_LINE.match(beginning)
     if script is None and b"\0" not in beginning:
         raise LaunchError(
             f"launch {name!r}",
             got="a script without a first line that begins with #!",
-            remedy="begin it with e.g. #!/bin/sh, or name what runs it, e.g. bash",
+            remedy="begin it with e.g. #!/bin/sh, or put its interpreter before it, e.g. bash",
         )
     if script is not None and not os.path.exists(script[1]):
         interpreter = os.fsdecode(script[1])
         raise LaunchError(
             f"launch {name!r}",
-            got=f"a script of {interpreter!r}, which is not there",
-            remedy="its lines end as those of Windows: sed -i 's/\\r$//' mends it" if "\r" in interpreter else None,
+            got=f"a script of {interpreter!r}, which does not exist",
+            remedy="convert its Windows line ends: sed -i 's/\\r$//'" if "\r" in interpreter else None,
         )
 
 
 def _check_limits() -> None:
-    # With NumPy, which the launcher does not need otherwise, and whose threads must not take signals from this one.
+    # The import loads NumPy, whose threads must not receive this thread's signals.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGTSTP})
     try:
         from ..comm.watchdog import limits_s
