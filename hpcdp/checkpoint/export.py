@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint as files of other programs: NumPy's .npz, and safetensors.
+"""Export of a checkpoint's tensors to files of other programs: NumPy's .npz, and safetensors.
 
-PyTorch's own is `hpcdp.torch.state`. What each rank has for itself, such as random generators, is left out.
+`hpcdp.torch.state` writes PyTorch's own format. States of single ranks, such as random generators, are left out.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from .inspect import pieces, read_whole, widened
 from .manifest import Manifest, StoredTensor
 
 Tell = Callable[[int], object]
-"""Is told of so many bytes more that have been read."""
+"""A function that is called with numbers of bytes that were read, for a progress bar."""
 Writer = Callable[["Chosen", Path, Tell], None]
-"""Writes what is chosen to a new file."""
+"""A function that writes the chosen tensors to a new file."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What of a checkpoint is to be exported."""
+    """The part of a checkpoint to export."""
 
     folder: Path
     step: int
     form: flatten.Form
-    """The state, without what is per rank."""
+    """Form of the state, without entries per rank."""
     tensors: dict[str, StoredTensor]
-    """By their new names."""
+    """Tensors by their names in the export."""
     manifest: Manifest
     others: list[str]
-    """Names of what is no tensor."""
+    """Names of entries that are not tensors."""
     per_rank: list[str]
-    """Names of what was left out."""
+    """Names of entries per rank, which are left out."""
 
     @property
     def nbytes(self) -> int:
@@ -53,22 +53,23 @@ class Chosen:
 
 
 def choose(folder: Path, prefix: str = "") -> Chosen:
-    """What is to be exported from the checkpoint in a folder.
+    """Choose the tensors to export from the checkpoint in a folder.
 
     Args:
-        prefix: only what lies below this name, with it taken off. "": all.
+        folder: the folder of the checkpoint.
+        prefix: export only entries below this name, which is removed from their names; "" exports all.
 
     Raises:
         ConfigError: there is no such name.
         DataError: the manifest is damaged.
     """
-    found = manifest.read(folder)
+    saved = manifest.read(folder)
     prefix = prefix.strip("/")
-    form = found.state if not prefix else flatten.below(found.state, prefix)
+    form = saved.state if not prefix else flatten.below(saved.state, prefix)
     if form is None:
-        tops = sorted({name.partition("/")[0] for name, _ in flatten.entries(found.state)})
+        tops = sorted({name.partition("/")[0] for name, _ in flatten.entries(saved.state)})
         raise ConfigError("export", where="--name", expected=f"a name of the state, which has {listed(tops)}",
-                          got=repr(prefix), remedy=inspect.remedy(found.state, prefix))  # fmt: skip
+                          got=repr(prefix), remedy=inspect.remedy(saved.state, prefix))  # fmt: skip
     per_rank = [name for name, node in flatten.leaves(form, prefix) if isinstance(node, dict) and "ranks" in node]
     form = flatten.without_ranks(form)
     tensors: dict[str, StoredTensor] = {}
@@ -78,43 +79,43 @@ def choose(folder: Path, prefix: str = "") -> Chosen:
             new = unquoted(name or prefix.rpartition("/")[2] or "state")
             if new in tensors:
                 raise ConfigError("export", expected="names that differ", got=f"{new!r} twice")
-            tensors[new] = found.tensors[node["tensor"]]
+            tensors[new] = saved.tensors[node["tensor"]]
         else:
             others.append(name)
     if not tensors:
         raise ConfigError("export", where=f"--name {prefix}" if prefix else folder, expected="tensors", got="none")
-    return Chosen(folder, found.step, form, tensors, found, others, per_rank)
+    return Chosen(folder, saved.step, form, tensors, saved, others, per_rank)
 
 
 def write(chosen: Chosen, path: Path, writer: Writer, overwrite: bool = False, tell: Tell = lambda nbytes: None) -> int:
-    """Write a file that has its name only when it is complete; returns its bytes.
+    """Write a temporary file, rename it to ``path`` when it is complete, and return its bytes.
 
     Raises:
-        ConfigError: the file exists, and not ``overwrite``; it would be in a checkpoint; its format cannot carry
-            something.
-        DataError: a file cannot be read or written, or another export writes this one; what was there stays.
+        ConfigError: the file exists, and not ``overwrite``; it would be in a checkpoint; its format does not support
+            a name or dtype.
+        DataError: a file cannot be read or written, or another export writes this one; an old file is unchanged.
     """
-    if path.is_symlink():  # what it leads to is replaced
+    if path.is_symlink():  # replace the link's target
         path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():  # a device, too: what would have its name then is a file
-        got = "a folder" if path.is_dir() else "what is no plain file"
+    if path.exists() and not path.is_file():  # a device, too, which the rename would replace
+        got = "a folder" if path.is_dir() else "something that is not a regular file"
         raise ConfigError("export", where=path, expected="a new file", got=got)
     if path.exists() and not overwrite:
-        raise _there(path)
+        raise _exists(path)
     if inspect.is_checkpoint(path.absolute().parent):
-        raise ConfigError("export", where=path, expected="a place outside of checkpoints", got="one within")
+        raise ConfigError("export", where=path, expected="a path outside of checkpoints", got="a path in one")
     try:
         with _folder_beside(path) as own:
-            if path.exists() and not overwrite:  # by now
-                raise _there(path)
-            torn = own / path.name
-            with open(torn, "wb") as file:
+            if path.exists() and not overwrite:  # made meanwhile
+                raise _exists(path)
+            partial = own / path.name
+            with open(partial, "wb") as file:
                 mode = os.fstat(file.fileno()).st_mode
-            writer(chosen, torn, tell)
-            with open(torn, "rb") as file:
-                os.fchmod(file.fileno(), mode)  # as the umask has it: not all writers ask
+            writer(chosen, partial, tell)
+            with open(partial, "rb") as file:
+                os.fchmod(file.fileno(), mode)  # that of the umask, which some writers ignore
                 os.fsync(file.fileno())
-            os.replace(torn, path)
+            os.replace(partial, path)
     except HpcdpError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
@@ -123,19 +124,19 @@ def write(chosen: Chosen, path: Path, writer: Writer, overwrite: bool = False, t
     return path.stat().st_size
 
 
-def _there(path: Path) -> ConfigError:
+def _exists(path: Path) -> ConfigError:
     return ConfigError("export", where=path, expected="a new file", got="a file that exists",
-                       remedy="--overwrite replaces it")  # fmt: skip
+                       remedy="pass --overwrite to replace it")  # fmt: skip
 
 
 @contextlib.contextmanager
 def _folder_beside(path: Path) -> Iterator[Path]:
-    """A folder for the file that is to be ``path``, and what its writer needs beside, which goes with what is in it.
+    """Make and lock a temporary folder beside ``path``, and remove it at the end.
 
-    One export at a time has it. What one that was killed has left there is removed.
+    Files of a killed export are removed.
 
     Raises:
-        DataError: another one has it, who is named; or a file has its name.
+        DataError: another export holds the lock, and is named; or a file has the folder's name.
     """
     folder = path.with_name(path.name + ".part")
     if folder.exists() and not folder.is_dir():
@@ -154,15 +155,15 @@ def _folder_beside(path: Path) -> Iterator[Path]:
 
 
 def write_npz(chosen: Chosen, path: Path, tell: Tell) -> None:
-    """As NumPy's `savez`, by pieces. bfloat16, which NumPy does not have, becomes float32.
+    """Write a file as NumPy's `savez`, piece by piece, with bfloat16 as float32, because NumPy does not have it.
 
     Raises:
-        ConfigError: an archive has no such name.
+        ConfigError: a name has a NUL, which an archive's names cannot.
     """
     odd = next((name for name in chosen.tensors if "\0" in name), None)
     if odd is not None:
         raise ConfigError("export", where=repr(odd), expected="names without NUL, for an archive", got="one with it",
-                          remedy="--format safetensors, or pt")  # fmt: skip
+                          remedy="pass --format safetensors or --format pt")  # fmt: skip
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive, ShardReader(chosen.folder, "export") as reader:
         for name, tensor in chosen.tensors.items():
             dtype = widened(np.empty(0, tensor.stored_dtype), tensor.dtype).dtype
@@ -183,10 +184,10 @@ _SAFETENSORS_OWN = "__metadata__"
 
 
 def write_safetensors(chosen: Chosen, path: Path, tell: Tell) -> None:
-    """By the package of that name, which takes all elements at once: they must fit in memory.
+    """Write a file by the package safetensors, for which all elements must fit in memory.
 
     Raises:
-        ConfigError: the package is missing, or the format has no such dtype, or no such name.
+        ConfigError: the package is missing, or the format does not support a dtype or name.
         OSError: the file cannot be written.
     """
     try:
@@ -197,11 +198,11 @@ def write_safetensors(chosen: Chosen, path: Path, tell: Tell) -> None:
         ) from error
     odd = next((name for name, tensor in chosen.tensors.items() if tensor.dtype not in _SAFETENSORS_DTYPES), None)
     if odd is not None:
-        raise ConfigError("export", where=odd, expected="a dtype that safetensors has",
-                          got=chosen.tensors[odd].dtype, remedy="--format npz")  # fmt: skip
+        raise ConfigError("export", where=odd, expected="a dtype that safetensors supports",
+                          got=chosen.tensors[odd].dtype, remedy="pass --format npz")  # fmt: skip
     if _SAFETENSORS_OWN in chosen.tensors:
-        raise ConfigError("export", where=_SAFETENSORS_OWN, expected="names that safetensors has not for itself",
-                          got="that of its metadata", remedy="--format npz, or pt")  # fmt: skip
+        raise ConfigError("export", where=_SAFETENSORS_OWN, expected="names that safetensors does not reserve",
+                          got="that of its metadata", remedy="pass --format npz or --format pt")  # fmt: skip
     arrays = dict(read(chosen.folder, chosen.tensors, tell))
     specs = {name: safetensors.TensorSpec(dtype=chosen.tensors[name].dtype, shape=list(array.shape),
                                           data_ptr=array.ctypes.data, data_len=array.nbytes)
@@ -209,11 +210,11 @@ def write_safetensors(chosen: Chosen, path: Path, tell: Tell) -> None:
     try:
         safetensors.serialize_file(specs, path, {"format": "pt", "step": json.dumps(chosen.step)})
     except safetensors.SafetensorError as error:
-        raise OSError(str(error)) from error  # which `write` tells, with the name that the file was to have
+        raise OSError(str(error)) from error  # `write` reports it with the final path
 
 
 def read(folder: Path, tensors: Mapping[str, StoredTensor], tell: Tell) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors, by the names that they have in ``tensors``; each a new array, of its stored dtype.
+    """Yield each tensor's name and a new array of its stored dtype.
 
     Raises:
         DataError: a file is missing or damaged.
@@ -225,4 +226,4 @@ def read(folder: Path, tensors: Mapping[str, StoredTensor], tell: Tell) -> Itera
 
 
 WRITERS: dict[str, Writer] = {"npz": write_npz, "safetensors": write_safetensors}
-"""By format."""
+"""Writers by format."""

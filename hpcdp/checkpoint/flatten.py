@@ -1,24 +1,15 @@
-"""States as named tensors and values, and the way back.
+"""Conversion of nested states to a form in JSON with named tensors, and back.
 
-What an entry of a state has raised, as an error that names the entry.
-
-States are taken from programs' own objects, and given to them, which may raise anything, perhaps on one rank alone. To
-be told to the other ranks, see `comm.consistency`, that must be an `HpcdpError`. A `SystemExit` is told, too: the
-others would wait for a rank that ends by itself. Ctrl-C is for all ranks, and ends the job as it does elsewhere.
-
-Warnings that name the line of the program that called, not one of hpcdp's own.
-
-What may stand in a state, and how it is seen: arrays of any library as NumPy arrays, objects as states.
-
-Rooms of higher floors add kinds of their own: `as_array` and `as_stateful` by ``register``, `MAKERS` by an entry.
-
-What a `Sharded` may be: whole numbers in its shape, and parts that are runs of its elements.
-
-From a nested state to its form, which JSON can carry, and the tensors that it names; and back.
-
-Nodes of a **form**: None, true, false, integers, texts and finite floats are themselves, all else an object of one
+The nodes of a **form**: None, true, false, integers, texts and finite floats are themselves; others are objects of one
 member: ``{"float": "nan"}``, ``{"dict": [[key, node], ...]}``, ``{"list": [...]}``, ``{"tuple": [...]}``,
-``{"tensor": name}`` (with ``"kind"`` where it is of another library than NumPy), ``{"ranks": [node of rank 0, ...]}``.
+``{"tensor": name}`` (with ``"kind"`` for arrays of another library than NumPy), ``{"ranks": [node of rank 0, ...]}``.
+
+Arrays of any library are converted to NumPy arrays, and objects to their states. Other packages add kinds by
+``as_array.register``, ``as_stateful.register`` and entries of `MAKERS`.
+
+Objects of the program may raise anything, on one rank alone. `refused` turns it into an `HpcdpError` that names the
+entry, which `comm.consistency` raises on all ranks. That includes a `SystemExit`, because the other ranks would wait
+for the rank that ends. Ctrl-C ends the job as elsewhere.
 """
 
 from __future__ import annotations
@@ -56,16 +47,16 @@ from ..core.state import FitsSaved, Part, PerRank, Sharded, Stateful
 from ..errors import ConfigError, HpcdpError, UnsupportedError, WorldAborted, shortened
 
 TOLD = (Exception, SystemExit)
-"""What is caught, to be told to all ranks."""
+"""Exceptions of the program's objects that are raised on all ranks."""
 
 
 def refused(operation: str, name: str, error: BaseException) -> HpcdpError:
-    """The error of an entry.
+    """Return the error of a state's entry.
 
     Args:
         operation: "save" or "restore".
-        name: of the entry; empty for the whole state.
-        error: what it has raised. `WorldAborted` is raised again: nobody is left to be told.
+        name: name of the entry; empty for the whole state.
+        error: the exception of the entry. A `WorldAborted` is raised again, because no rank is left to report to.
     """
     if isinstance(error, WorldAborted):
         raise error
@@ -78,33 +69,32 @@ def refused(operation: str, name: str, error: BaseException) -> HpcdpError:
 
 
 def raised(operation: str, where: str, expected: str, error: BaseException) -> HpcdpError:
-    """The error of something of the program's that has raised ``error`` instead of what was expected of it."""
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    named = UnsupportedError(operation, where=where, expected=expected, got=said)
+    """Return the error of an object of the program that has raised ``error``."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    named = UnsupportedError(operation, where=where, expected=expected, got=text)
     named.__cause__ = error
     return named
 
 
 class HostView(NamedTuple):
-    """An array as NumPy sees it."""
+    """An array of any library as a NumPy array."""
 
     array: np.ndarray
-    """Shares memory with what it is a view of, where that is contiguous host memory."""
+    """Contiguous array on the host, which shares memory with the original where that is possible."""
     dtype: str
-    """The name of the dtype that the elements have; `array` has another only where it is bfloat16, see `bits`."""
+    """Name of the elements' dtype, which differs from that of `array` only for bfloat16, see `bits`."""
     kind: str = ""
-    """The key of `MAKERS` by which such an array is made again; "" for NumPy's."""
+    """Key in `MAKERS` of the function that makes such an array; "" for NumPy."""
     write_back: Callable[[np.ndarray], object] | None = None
-    """Copies values back where `array` is a copy; None where it shares memory."""
+    """Function that copies values back to the original; None where `array` shares its memory."""
     overlaps: bool = False
-    """Whether elements of what it is a view of share memory, and so cannot get values of their own."""
+    """Whether elements of the original share memory, and so cannot be set separately."""
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether elements share memory, as those of a broadcast array do.
+    """Return whether elements share memory, like those of a broadcast array.
 
-    Args:
-        strides: by dimension, in units of which an element has ``itemsize``.
+    ``strides`` and ``itemsize`` have the same unit.
     """
     span = itemsize
     for stride, count in sorted((abs(stride), count) for stride, count in zip(strides, shape, strict=True)):
@@ -116,7 +106,7 @@ def overlaps(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> boo
 
 @functools.singledispatch
 def as_array(value: Any) -> HostView | None:
-    """``value`` as a NumPy array, None where it is no array."""
+    """Return ``value`` as a NumPy array; None if it is not an array."""
     if has_namespace(value):
         copied, dtype = copied_to_host(value), str(value.dtype)
 
@@ -130,7 +120,7 @@ def as_array(value: Any) -> HostView | None:
 
 @as_array.register
 def _(value: np.ndarray) -> HostView:
-    value = np.asarray(value)  # a matrix stays one of two dimensions when it is reshaped to one
+    value = np.asarray(value)  # no np.matrix, which always has two dimensions
     if value.flags.carray and value.dtype.isnative:
         return HostView(bits(value), value.dtype.name)
     native = np.array(value, value.dtype.newbyteorder("="), order="C")
@@ -141,7 +131,7 @@ def _(value: np.ndarray) -> HostView:
 
 @as_array.register
 def _(value: np.ma.MaskedArray) -> None:
-    return None  # the mask would be lost; and what it hides is no number
+    return None  # a save would lose the mask
 
 
 @as_array.register
@@ -150,27 +140,27 @@ def _(value: np.generic) -> HostView:
 
 
 MAKERS: dict[str, Callable[[np.ndarray, str], Any]] = {"": of_bits}
-"""By `HostView.kind`: makes an array of that kind of a NumPy array, and the name of its dtype."""
+"""Functions by `HostView.kind` that make an array of that kind from a NumPy array and the name of its dtype."""
 
 
 class NamedTensor(NamedTuple):
-    """The name of a parameter whose module stands in a state."""
+    """The name of a parameter of a module in a state."""
 
     place: str
-    """The name of the module in the state."""
+    """Name of the module in the state."""
     name: str
-    """The name that the module gives the parameter."""
+    """Name of the parameter in the module."""
     full: str
-    """The name in checkpoints: both together."""
+    """Name of the parameter in checkpoints."""
 
 
 class Adapter(FitsSaved):
-    """An object's state for checkpoints, where it has none of its own, or another is wanted."""
+    """The state of an object for checkpoints, where the object has none, or checkpoints need another."""
 
     takes_more = False
-    """Whether `load_state_dict` is given what was saved under names that `state_dict` does not have now, too."""
+    """Whether `load_state_dict` also gets saved entries that the current `state_dict` does not have."""
     names: Mapping[int, NamedTensor] = {}
-    """The names of the parameters of modules in the same state, by `id`, in the order of their registration."""
+    """Names of the parameters of all modules in the state by `id`, in the order of their registration."""
 
     def state_dict(self) -> Any:
         """See `Stateful`; every rank calls."""
@@ -183,35 +173,35 @@ class Adapter(FitsSaved):
 
 @functools.singledispatch
 def as_stateful(value: Any, world: World) -> Stateful | None:
-    """What gives and takes the state of ``value``, None where it has none."""
+    """Return the object that saves and loads the state of ``value``; None if it has no state."""
     return value if isinstance(value, Stateful) and not isinstance(value, type) else None
 
 
 def stateful_of(value: Any, world: World, names: Mapping[int, NamedTensor]) -> Stateful | None:
     """Return `as_stateful`, with the names of parameters in the same state."""
-    found = as_stateful(value, world)
-    if isinstance(found, Adapter):
-        found.names = names
-    return found
+    stateful = as_stateful(value, world)
+    if isinstance(stateful, Adapter):
+        stateful.names = names
+    return stateful
 
 
 @functools.singledispatch
 def named_parameters(value: Any) -> Iterable[tuple[str, Any]]:
-    """Return the parameters of a module by name, for states that do not name them; nothing where there is no need."""
+    """Return the parameters of a module by name, if states of its optimizers do not name them."""
     return ()
 
 
 @as_stateful.register
 def _(value: np.ndarray, world: World) -> None:
-    return None  # asking by protocol would take longer than all else that is done for an array
+    return None  # a shortcut: the check of the protocol takes longer than all other work for an array
 
 
 class _Network(Adapter):
-    """Parameters, buffers, random generators of each rank.
+    """The parameters, buffers and random generators of a network.
 
-    Saving changes nothing, but running statistics differ between ranks, each of which has seen samples of its own. So
-    there is the mean of all, and what each rank has: ranks get theirs back where there are as many as before.
-    Parameters that are cut into parts are saved whole, by those that have the parts.
+    Running statistics differ between ranks, which see different samples. The checkpoint has their mean and those of
+    each rank; ranks load their own if the number of ranks is the same. Parameters that are sliced over ranks are saved
+    as whole tensors.
     """
 
     def __init__(self, net: nn.Module, world: World) -> None:
@@ -224,29 +214,28 @@ class _Network(Adapter):
         return state | ({GENERATORS: PerRank(generators)} if generators else {}) | of_ranks(own)
 
     def _parts(self) -> dict[str, Sharded]:
-        """What this rank holds of the parameters that are cut, by name."""
+        """Return this rank's slices of sliced parameters by name."""
         cut = {name: param for name, param in self._net.named_parameters() if param.cut is not None}
         if not cut:
             return {}
         mine = [param.cut.first for param in cut.values() if param.cut is not None]
-        everyone = self._world.comm.allgather_json(mine)
+        by_rank = self._world.comm.allgather_json(mine)
         return {
-            name: _sharded(param, [firsts[number] for firsts in everyone], self._world.rank)
+            name: _sharded(param, [firsts[number] for firsts in by_rank], self._world.rank)
             for number, (name, param) in enumerate(cut.items())
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Parameters and generators have been restored in place."""
+        """Load buffers; parameters and generators have been restored in place."""
         own = state.get(STATISTICS) or {}
         for name, buffer in self._net.named_buffers():
             buffer.data[...] = own.get(name, state[name])
 
 
 def _sharded(param: nn.Parameter, firsts: list[int], rank: int) -> Sharded:
-    """What this rank holds of a whole parameter.
+    """Return this rank's slice of a parameter as a part of the whole tensor.
 
-    Args:
-        firsts: where the part of each rank begins; those of which it is the same have copies.
+    ``firsts`` are the first indices of all ranks' slices; ranks with the same one hold copies.
     """
     assert param.cut is not None
     flat, shape = param.data.reshape(-1), tuple(param.data.shape)
@@ -261,19 +250,19 @@ def _(value: nn.Module, world: World) -> Stateful:
 
 
 GENERATORS, STATISTICS = "random generators", "running statistics"
-"""Names of what a network's ranks have for themselves; with spaces, so no part of a network has them."""
+"""Names of a network's entries per rank, with spaces, which names of layers do not have."""
 
 
 def of_ranks(statistics: dict[str, Any]) -> dict[str, Any]:
-    """The entry of running statistics that each rank has for itself; nothing where there are none."""
+    """Return the entry of each rank's running statistics; empty without any."""
     return {STATISTICS: PerRank(statistics)} if statistics else {}
 
 
 def averages(arrays: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """New arrays by name: the means over all ranks, or rank 0's of what is no floating array; every rank must call.
+    """Return new arrays by name: means over all ranks, or rank 0's integers; every rank must call.
 
-    Where all ranks have the same, as with a reproducible trainer, that is the mean: the sum of equal numbers, divided,
-    may be another number in its last bit.
+    Arrays that are the same on all ranks, as with a reproducible trainer, are returned unchanged, because the division
+    of a sum of equal numbers may change the last bit.
     """
     hosts = {name: np.array(to_host(x)) for name, x in arrays.items()}
     if world.size > 1 and hosts:
@@ -319,25 +308,25 @@ def _(value: random.Random, world: World) -> Stateful:
     return _Random(value)
 
 
-def plain(operation: str, name: str, given: Sharded) -> Sharded:
-    """A `Sharded` whose numbers are Python's, which manifests can have; those of NumPy are as good.
+def plain(operation: str, name: str, tensor: Sharded) -> Sharded:
+    """Return a checked `Sharded` with Python integers, for the manifest.
 
     Raises:
-        ConfigError: its shape, its copies or its parts are none.
+        ConfigError: its shape, copies or parts are invalid.
     """
     where = name or "the state"
     expected = "a Sharded with a shape, of integers >= 0"
-    sizes = instance(operation, where, given.shape, Iterable, expected)
-    shape = tuple(whole_number(operation, where, size, 0, expected=expected, shown=given.shape) for size in sizes)
-    copies = whole_number(operation, where, given.copies, 1, expected="a Sharded of 1 copy or more")
+    sizes = instance(operation, where, tensor.shape, Iterable, expected)
+    shape = tuple(whole_number(operation, where, size, 0, expected=expected, shown=tensor.shape) for size in sizes)
+    copies = whole_number(operation, where, tensor.copies, 1, expected="a Sharded of 1 copy or more")
     expected = f"a Sharded whose copy is one of its {copies} copies"
-    copy = whole_number(operation, where, given.copy, 0, copies - 1, expected=expected)
-    return dataclasses.replace(given, shape=shape, parts=_parts(operation, where, given), copies=copies, copy=copy)
+    copy = whole_number(operation, where, tensor.copy, 0, copies - 1, expected=expected)
+    return dataclasses.replace(tensor, shape=shape, parts=_parts(operation, where, tensor), copies=copies, copy=copy)
 
 
-def _parts(operation: str, where: str, given: Sharded) -> list[Part]:
+def _parts(operation: str, where: str, tensor: Sharded) -> list[Part]:
     expected = "a Sharded with a list of Part(first, values)"
-    parts: Any = given.parts
+    parts: Any = tensor.parts
     for part in parts if isinstance(parts, list | tuple) else [parts]:
         instance(operation, where, part, Part, expected)
         whole_number(operation, where, part.first, expected=expected, shown=part)
@@ -348,7 +337,7 @@ def _parts(operation: str, where: str, given: Sharded) -> list[Part]:
 
 
 def check_parts(operation: str, name: str, whole: Sharded, parts: Iterable[Part]) -> None:
-    """Raises `UnsupportedError` unless each of ``parts``, in host memory, is a run of the whole tensor's elements."""
+    """Raise `UnsupportedError` unless each of ``parts``, in host memory, is a run of the whole tensor's elements."""
     for part in parts:
         values, dtype = part.values, np.dtype(whole.dtype)
         if (values.ndim, values.dtype) != (1, dtype) or not values.flags.c_contiguous:
@@ -365,24 +354,24 @@ def _unsavable(name: str, expected: str, got: object, remedy: str | None = None)
 
 Form = Any
 DEEPEST = 100
-"""Levels of a state."""
+"""Most levels of a state."""
 MOST_AXES = 32
-"""Dimensions of a tensor that HDF5 has."""
-_DIGITS = sys.int_info.default_max_str_digits  # which JSON reads, if nobody has said otherwise
+"""Most dimensions of a tensor in HDF5."""
+_DIGITS = sys.int_info.default_max_str_digits  # the default limit of the JSON parser
 _TOO_LONG = 10**_DIGITS
 _ROOT = "%"  # the name of a tensor that is the whole state: see `quoted`
-_OTHERS = 256  # numbers of dtypes from here on are not NumPy's own
+_OTHERS = 256  # least number of a dtype that is not NumPy's own
 _SAVABLE = "arrays, numbers, texts, None, dicts, lists, tuples, and objects with state_dict() and load_state_dict()"
 
 
 @dataclass(frozen=True, eq=False)
 class HeldTensor:
-    """What this rank holds of a tensor."""
+    """This rank's parts of a tensor."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """What the elements are; bfloat16 lies there as uint16."""
+    """Dtype of the elements; bfloat16 is stored as uint16."""
     stored: np.dtype
     parts: tuple[Part, ...]
     copies: int
@@ -390,7 +379,7 @@ class HeldTensor:
     is_own: bool = False
     """Whether other ranks have another tensor in its place, see `PerRank`."""
     is_copied: bool = False
-    """Whether its parts lie in memory that nobody else has: of what was on a device, or whose elements lay apart."""
+    """Whether the parts are copies, of an array on a device or one that is not contiguous."""
 
 
 @dataclass
@@ -399,13 +388,13 @@ class Flattened:
 
     form: Form
     held: list[HeldTensor] = field(default_factory=list)
-    """Alike in names and order on all ranks, except what stands in a `PerRank`."""
+    """Tensors with the same names in the same order on all ranks, except in a `PerRank`."""
     error: HpcdpError | None = None
-    """What cannot be saved, named by its place; perhaps on this rank alone."""
+    """Error of an entry that cannot be saved, maybe on this rank alone."""
 
 
 def quoted(key: object) -> str:
-    """A key as a part of a name: without slashes, and without what parts of tensors are told by."""
+    """Return a key as a part of a name, with ``%``, ``/``, NUL and ``@`` escaped."""
     text = hex(key) if _is_too_long(key) else str(key)
     text = text.replace("%", "%25").replace("/", "%2F").replace("\0", "%00").replace("@", "%40")
     return {"": "%", ".": "%2E", "..": "%2E%2E"}.get(text, text)
@@ -416,23 +405,23 @@ def _is_too_long(value: object) -> TypeGuard[int]:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether files can carry it: surrogates by themselves are no characters."""
-    return not any("\ud800" <= each <= "\udfff" for each in text)
+    """Return whether UTF-8 can encode a text, which lone surrogates prevent."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def flatten(state: Any, world: World) -> Flattened:
-    """The form and the tensors of a state; every rank must call, with states whose `outline` is the same."""
-    waitall()  # asynchronous calls under way may move running statistics and generators
+    """Return the form and the tensors of a state; every rank must call, with states of the same `outline`."""
+    waitall()  # asynchronous calls under way may change running statistics and generators
     flattening = _Flattening(world, parameter_names(state))
     form = flattening.node(state, "", world.size, world.rank)
     return Flattened(form, flattening.held, flattening.error)
 
 
 def outline(operation: str, state: Any) -> list[str]:
-    """What in a state has a state of its own, which ranks may make together: a line each.
+    """Return a line for each object in a state, whose ``state_dict()`` ranks may call collectively.
 
     Raises:
-        HpcdpError: what the state's own dicts have raised.
+        HpcdpError: a dict of the state has raised.
     """
     try:
         return [f"{name} {type(value).__qualname__}" for name, value in _objects(state, "", ())]
@@ -442,19 +431,19 @@ def outline(operation: str, state: Any) -> list[str]:
 
 def parameter_names(state: Any) -> dict[int, NamedTensor]:
     """Return the names of all parameters of modules in a state, by `id`, see `Adapter.names`."""
-    found: dict[int, NamedTensor] = {}
+    names: dict[int, NamedTensor] = {}
     for place, value in _objects(state, "", ()):
         for name, param in named_parameters(value):
-            found.setdefault(id(param), NamedTensor(place, name, joined(place, name)))
-    return found
+            names.setdefault(id(param), NamedTensor(place, name, joined(place, name)))
+    return names
 
 
 def _objects(value: Any, name: str, within: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping | list | tuple):
         if id(value) not in within and len(within) < DEEPEST:
             items = value.items() if isinstance(value, Mapping) else enumerate(value)
-            for key, each in items:
-                yield from _objects(each, joined(name, key), (*within, id(value)))
+            for key, item in items:
+                yield from _objects(item, joined(name, key), (*within, id(value)))
     elif not (value is None or isinstance(value, bool | int | float | str | np.ndarray | np.generic | Sharded)):
         yield name, value
 
@@ -464,13 +453,13 @@ class _Flattening:
         self._world, self._names = world, names
         self.held: list[HeldTensor] = []
         self.error: HpcdpError | None = None
-        self._within: list[int] = []  # identities of what is being looked into
+        self._within: list[int] = []  # ids of the containers of the current entry
         self._own = False
 
     def node(self, value: Any, name: str, copies: int, copy: int) -> Form:
         try:
             return self._node(value, name, copies, copy)
-        except TOLD as error:  # goes on, or others would wait for this rank
+        except TOLD as error:  # go on, because other ranks would wait for this one
             self.error = self.error or refused("save", name, error)
             return None
 
@@ -478,13 +467,13 @@ class _Flattening:
         if _is_too_long(value):
             raise _unsavable(name, f"integers of at most {_DIGITS} digits", "a longer one")
         if value is None or isinstance(value, bool | int | str):
-            return str.__str__(value) if isinstance(value, str) else value  # that of an enum gives a name
+            return str.__str__(value) if isinstance(value, str) else value  # str() of an enum is its name
         if isinstance(value, np.generic):
             return self._tensor(value, name, copies, copy)
         if isinstance(value, float):
             return float_node(value)
         if id(value) in self._within:
-            raise _unsavable(name, "no state within itself", "one")
+            raise _unsavable(name, "a state without cycles", "a container that contains itself")
         if len(self._within) == DEEPEST:
             raise _unsavable(name[:80], f"at most {DEEPEST} levels", "more")
         self._within.append(id(value))
@@ -502,10 +491,10 @@ class _Flattening:
             self._own = False
             return {"ranks": node}  # of this rank; see `with_ranks`
         if isinstance(value, Mapping):
-            return {"dict": [[key, self.node(each, joined(name, key), copies, copy)]
-                             for key, each in _checked(value, name).items()]}  # fmt: skip
+            return {"dict": [[key, self.node(item, joined(name, key), copies, copy)]
+                             for key, item in _checked(value, name).items()]}  # fmt: skip
         if isinstance(value, list | tuple):
-            nodes = [self.node(each, joined(name, at), copies, copy) for at, each in enumerate(value)]
+            nodes = [self.node(item, joined(name, at), copies, copy) for at, item in enumerate(value)]
             return {"list" if isinstance(value, list) else "tuple": nodes}
         if isinstance(value, Sharded):
             whole = plain("save", name, value)
@@ -515,7 +504,7 @@ class _Flattening:
             check_parts("save", name, whole, parts)
             dtype = np.dtype(whole.dtype)
             stored = bits(native(np.empty(0, dtype))).dtype
-            if not _has_a_place_in_files(stored):
+            if not _is_storable(stored):
                 raise _unsavable(name, _SAVABLE, f"a Sharded of {dtype}")
             name = name or _ROOT
             kept = tuple(Part(part.first, bits(native(part.values))) for part in parts)
@@ -529,9 +518,9 @@ class _Flattening:
         return self._tensor(value, name, copies, copy)
 
     def _hold(self, held: HeldTensor) -> Form:
-        """The node of a tensor of this rank."""
+        """Record a tensor of this rank, and return its node."""
         if not is_utf8(held.name):
-            raise _unsavable(ascii(held.name)[1:-1], "a name that is Unicode", "a lone surrogate")
+            raise _unsavable(ascii(held.name)[1:-1], "a name in Unicode", "a lone surrogate")
         if len(held.shape) > MOST_AXES:
             raise _unsavable(held.name, f"at most {MOST_AXES} dimensions", len(held.shape))
         self.held.append(held)
@@ -539,36 +528,37 @@ class _Flattening:
 
     def _tensor(self, value: Any, name: str, copies: int, copy: int) -> Form:
         view = as_array(value)
-        if view is None or not _has_a_place_in_files(view.array.dtype):
+        if view is None or not _is_storable(view.array.dtype):
             got = type(value).__name__ if view is None else f"an array of {view.array.dtype}"
             remedy = _of_torch(value)
             if isinstance(value, np.ma.MaskedArray):
                 remedy = "save its data and its mask as two arrays"
             raise _unsavable(name, _SAVABLE, got, remedy)
         array, part = view.array, Part(0, view.array.reshape(-1))
-        held = HeldTensor(name or _ROOT, array.shape, view.dtype, array.dtype, (part,), copies, copy, self._own,
-                    view.write_back is not None)  # fmt: skip
-        node = self._hold(held)
+        is_copied = view.write_back is not None
+        node = self._hold(
+            HeldTensor(name or _ROOT, array.shape, view.dtype, array.dtype, (part,), copies, copy, self._own, is_copied)
+        )
         return node | ({"kind": view.kind} if view.kind else {})
 
 
-def _has_a_place_in_files(stored: np.dtype) -> bool:
-    """Whether elements can be saved as this dtype; what other libraries add may call itself a float, too."""
+def _is_storable(stored: np.dtype) -> bool:
+    """Return whether files can store a dtype: a number of NumPy's own, not one that another library registers."""
     return stored.kind in "biufc" and stored.num < _OTHERS
 
 
 def _of_torch(value: object) -> str | None:
-    """How to save an object of PyTorch that cannot be saved as it is."""
+    """Return the remedy for an object of PyTorch that has no state."""
     if type(value).__module__.partition(".")[0] != "torch":
         return None
     ours, name = sys.modules.get("hpcdp.torch"), type(value).__name__
     if ours is None:
         return "import hpcdp.torch, too"
-    return f"hpcdp.torch.{name} has a state" if hasattr(ours, name) else None
+    return f"use hpcdp.torch.{name}, which has a state" if hasattr(ours, name) else None
 
 
 def joined(name: str, key: object) -> str:
-    """The name of what stands under ``key`` of what is called ``name``."""
+    """Return the name of the entry ``key`` of the container ``name``."""
     return f"{name}/{quoted(key)}" if name else quoted(key)
 
 
@@ -580,19 +570,19 @@ def _checked(value: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
     by_text: dict[str, Any] = {}
     for key in value:
         if str(key) in by_text:
-            got = " and ".join(shortened(repr(each), 40) for each in (by_text[str(key)], key))
+            got = " and ".join(shortened(repr(equal), 40) for equal in (by_text[str(key)], key))
             raise _unsavable(name, "keys that differ as text", got)
         by_text[str(key)] = key
     return value
 
 
 def float_node(value: float) -> Form:
-    """A float as a node: JSON has no NaN and no infinities."""
+    """Return the node of a float, as text for NaN and infinities, which JSON does not have."""
     return float(value) if math.isfinite(value) else {"float": str(float(value))}
 
 
 def own_nodes(form: Form) -> list[Form]:
-    """What a rank has for itself in its form: the nodes of each `PerRank`, in order."""
+    """Return the nodes of each `PerRank` in a rank's form, in order."""
     if not isinstance(form, dict):
         return []
     ((tag, content), *_) = form.items()
@@ -603,7 +593,7 @@ def own_nodes(form: Form) -> list[Form]:
 
 
 def with_ranks(form: Form, everyone: Sequence[Iterator[Form]]) -> Form:
-    """The form of all ranks, of that of one of them and the `own_nodes` of each."""
+    """Return the form of all ranks, from that of one rank and the `own_nodes` of each."""
     if not isinstance(form, dict):
         return form
     ((tag, content), *more) = form.items()
@@ -617,7 +607,7 @@ def with_ranks(form: Form, everyone: Sequence[Iterator[Form]]) -> Form:
 
 
 def alike(form: Form, name: str = "") -> Iterator[str]:
-    """What of a form must be the same on all ranks, a line a node."""
+    """Yield a line for each node of a form that must be the same on all ranks."""
     ((tag, content), *_) = form.items() if isinstance(form, dict) else (("", form),)
     if tag == "ranks":
         yield f"{name} = for each rank"
@@ -630,7 +620,7 @@ def alike(form: Form, name: str = "") -> Iterator[str]:
 
 
 def leaves(form: Form, name: str = "") -> Iterator[tuple[str, Form]]:
-    """Name and node of all that is no dict, list or tuple."""
+    """Yield name and node of each entry that is not a dict, list or tuple."""
     if isinstance(form, dict):
         ((tag, content), *_) = form.items()
         if tag == "dict":
@@ -645,21 +635,21 @@ def leaves(form: Form, name: str = "") -> Iterator[tuple[str, Form]]:
 
 
 def entries(form: Form, name: str = "") -> Iterator[tuple[str, Form]]:
-    """As `leaves`, and what is per rank stands under the name that each rank's has."""
+    """Yield name and node as `leaves`, with a separate name for each rank's entry of a `PerRank`."""
     for inner, node in leaves(form, name):
         if isinstance(node, dict) and "ranks" in node:
-            for rank, each in enumerate(node["ranks"]):
-                yield from entries(each, joined(inner, f"rank-{rank}"))
+            for rank, own in enumerate(node["ranks"]):
+                yield from entries(own, joined(inner, f"rank-{rank}"))
         else:
             yield inner, node
 
 
 def below(form: Form, name: str) -> Form:
-    """The node of that name, None where there is none."""
+    """Return the node of a name; None if there is none."""
     for key in name.split("/"):
         tag, content = _opened(form)
         if tag == "dict":
-            form = next((node for each, node in content if quoted(each) == key), None)
+            form = next((node for other, node in content if quoted(other) == key), None)
         elif tag in ("list", "tuple") and key.isdecimal() and int(key) < len(content):
             form = content[int(key)]
         else:
@@ -668,7 +658,7 @@ def below(form: Form, name: str) -> Form:
 
 
 def without_ranks(form: Form) -> Form:
-    """A form without what is per rank: left out of dicts, None elsewhere."""
+    """Return a form without entries per rank, which are left out of dicts, and None elsewhere."""
     tag, content = _opened(form)
     if tag == "ranks":
         return None
@@ -681,11 +671,7 @@ def without_ranks(form: Form) -> Form:
 
 
 def built(form: Form, tensor: Callable[[str], Any]) -> Any:
-    """The nested state of a form without what is per rank.
-
-    Args:
-        tensor: makes what stands in the place of a tensor, from its name.
-    """
+    """Return the nested state of a form without entries per rank; ``tensor(name)`` makes its tensors."""
     tag, content = _opened(form)
     if tag == "dict":
         return {key: built(node, tensor) for key, node in content}
@@ -699,5 +685,5 @@ def _opened(form: Form) -> tuple[str, Any]:
 
 
 def value_of(node: Form) -> Any:
-    """The value of a leaf that is no tensor."""
+    """Return the value of a leaf that is not a tensor."""
     return float(node["float"]) if isinstance(node, dict) else node

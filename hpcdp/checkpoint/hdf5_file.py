@@ -1,21 +1,12 @@
-"""HDF5 files of shards: planned, written, compressed, read, and verified by checksums.
+"""HDF5 files of shards: which rank writes which elements, and writing, compressing and reading them with checksums.
 
-Which rank writes what of a state: all of it once, the long tensors of which several have copies in equal parts.
-
-Bringing a file to disk while it is still being written, where the system can be asked to.
-
-One HDF5 file of a checkpoint: a data set for each run of elements, with checksums by blocks.
-
-HDF5 lays the file out; the elements go where it has put them by plain writes, and come back by plain reads
-(`shard_reader`), each block with its checksum while it is in the cache. Compressed data sets are HDF5's affair, see
-`compressed`.
-
-Compressed data sets of a shard: HDF5's affair, in chunks that it gives checksums of its own.
-
-HDF5 must not meet an error while it writes them: it could not close the file any more, and the program would crash, at
-the latest when it ends. So it writes through an object that never fails, and says afterwards what has.
-
-Elements come back from the files of one checkpoint, each block checked, in the way that is faster here.
+- `own_pieces`: each element is written once. Ranks with copies of a long tensor write equal parts of it.
+- `lay_out`, `fill`: HDF5 lays out a data set for each run of elements, and plain writes fill it, with a checksum for
+  each block while it is in the cache. `Writeback` starts the transfer to disk early.
+- `write_compressed`: HDF5 writes compressed data sets in chunks with its own checksums. It must not get a write error:
+  it could not close the file then, and the program would crash, at the latest at its end. So it writes to an
+  `Unfailing` file, which reports an error afterwards.
+- `ShardReader`: plain reads of elements, with a check of each block.
 """
 
 from __future__ import annotations
@@ -51,9 +42,9 @@ if TYPE_CHECKING:
 
 
 WHOLE_NBYTES = 1 << 20
-"""Below so many bytes one rank writes all of a part of which several have copies: files of many slivers help nobody."""
+"""Least bytes of a part that ranks with copies split among them, because many small data sets are slow."""
 PADDED = "gG"
-"""Characters of dtypes of whose bytes some are no part of the value, and may be anything."""
+"""Characters of dtypes with padding bytes, whose content is undefined."""
 _LINE_NBYTES = 64
 _SAMPLES, _ENDS = 64, 256
 
@@ -64,29 +55,30 @@ class FilePiece(NamedTuple):
     name: str
     first: int
     values: np.ndarray
-    """Shape ``(count,)``."""
+    """Elements, shape ``(count,)``."""
     dtype: str
-    """See `Held.dtype`."""
+    """See `HeldTensor.dtype`."""
     is_copied: bool = False
-    """See `Held.is_copied`."""
+    """See `HeldTensor.is_copied`."""
 
     @property
     def dataset(self) -> str:
-        """What the run is called in its file."""
+        """Name of the run's data set in its file."""
         return self.name if self.first == 0 else f"{self.name}@{self.first}"
 
 
 def own_pieces(held: Iterable[HeldTensor]) -> Iterator[FilePiece]:
-    """What this rank writes of what it holds."""
-    for each in held:
-        for part in each.parts:
-            first, last = _own_run(each, part.values.size, part.values.itemsize)
+    """Yield the runs of this rank's tensors that this rank writes."""
+    for tensor in held:
+        for part in tensor.parts:
+            first, last = _own_run(tensor, part.values.size, part.values.itemsize)
             if last > first:
-                yield FilePiece(each.name, part.first + first, part.values[first:last], each.dtype, each.is_copied)
+                values = part.values[first:last]
+                yield FilePiece(tensor.name, part.first + first, values, tensor.dtype, tensor.is_copied)
 
 
 def _writer(held: HeldTensor) -> int:
-    """Which copy of a short tensor is written."""
+    """Return the copy of a short tensor that is written."""
     return zlib.crc32(held.name.encode(errors="surrogatepass")) % held.copies
 
 
@@ -100,17 +92,16 @@ def _own_run(held: HeldTensor, count: int, itemsize: int) -> tuple[int, int]:
 
 
 def described(held: Iterable[HeldTensor], copies: int) -> list[str]:
-    """What ranks compare before they save: a line a tensor, with a checksum of a sample where all should hold the same.
+    """Return a line for each tensor, which ranks compare before a save.
 
-    Args:
-        copies: how many ranks there are.
+    It has a checksum of a sample of elements if all ``copies`` ranks should hold the same.
     """
     lines = []
-    for each in held:
-        line = f"{each.name} {each.shape} {each.dtype}"
-        if each.copies == copies > 1 and len(each.parts) == 1 and each.stored.char not in PADDED:
-            line += f" crc32 {_sample(each.parts[0].values):08x}"
-        if not each.is_own:
+    for tensor in held:
+        line = f"{tensor.name} {tensor.shape} {tensor.dtype}"
+        if tensor.copies == copies > 1 and len(tensor.parts) == 1 and tensor.stored.char not in PADDED:
+            line += f" crc32 {_sample(tensor.parts[0].values):08x}"
+        if not tensor.is_own:
             lines.append(line)
     return lines
 
@@ -122,18 +113,18 @@ def _sample(flat: np.ndarray) -> int:
 
 
 _WRITE = 2
-"""SYNC_FILE_RANGE_WRITE: start writing what is not on its way yet; return without waiting for it."""
+"""SYNC_FILE_RANGE_WRITE: start writing dirty pages, without waiting."""
 EVERY_NBYTES = 8 << 20
 
 
 class Writeback:
-    """Sends what has been written to a file on its way to disk, some MiB at a time; `os.fsync` is needed all the same.
+    """The early transfer of a file's written bytes to disk, every few MiB; `os.fsync` is still needed.
 
-    Otherwise the disk idles until the fsync, and then everything waits for it. Where a system or a file system does
-    not know the call (``sync_file_range`` of Linux), nothing happens.
+    Otherwise the disk idles until the fsync, which then takes longer. Without Linux's ``sync_file_range``, nothing
+    happens.
 
     Args:
-        file: open for writing.
+        file: a descriptor that is open for writing.
     """
 
     def __init__(self, file: int) -> None:
@@ -141,7 +132,7 @@ class Writeback:
         self._first = self._last = 0
 
     def wrote(self, first: int, nbytes: int) -> None:
-        """So many bytes have been written to the place ``first``, in bytes."""
+        """Note that ``nbytes`` were written at byte ``first``."""
         if first != self._last:
             self._send()
             self._first = first
@@ -165,13 +156,10 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
     return function  # type: ignore[no-any-return]
 
 
-if TYPE_CHECKING:
-    pass  # type: ignore[import-untyped]
-
 BLOCK_NBYTES = 1 << 20
-"""Elements have a checksum for so many bytes: a rank that reads a part of them checks what it reads."""
-HDF5_TOLD = re.compile("errno = ([0-9]+), error message = ")
-"""What the system said, among file names, addresses, and the time."""
+"""Bytes of elements with one checksum, so that a rank can check the part that it reads."""
+HDF5_ERRNO = re.compile("errno = ([0-9]+), error message = ")
+"""Pattern of the system's error in a message of HDF5, which also has file names, addresses and the time."""
 _ALIGN_FROM, _ALIGNMENT = 64 << 10, 4096
 
 
@@ -180,84 +168,85 @@ class Stored:
     """A run of a tensor's elements in a file."""
 
     name: str
-    """Of the tensor."""
+    """Name of the tensor."""
     first: int
-    """The number of its first element in the whole tensor."""
+    """Number of the first element in the whole tensor."""
     count: int
     file: str
     dataset: str
     offset: int | None
-    """Where it begins in the file, in bytes; None where it is compressed."""
+    """First byte in the file; None for compressed elements."""
     crc32: list[int]
-    """Of every `BLOCK_NBYTES` of the elements."""
+    """Checksums of each `BLOCK_NBYTES` of the elements."""
     crc32_file: int | None = None
-    """Of the whole file where it is compressed, as its manifest says; None before there is one."""
+    """Checksum of a compressed file from the manifest; None before there is one."""
 
 
 class File(NamedTuple):
-    """What is known of a whole file."""
+    """A file of a checkpoint."""
 
     name: str
     nbytes: int
     crc32_beside: int
-    """Of all bytes that are not elements: what HDF5 itself reads."""
+    """Checksum of all bytes that are not elements, which HDF5 itself reads."""
 
 
 @contextlib.contextmanager
 def failing(operation: str, where: Callable[[], object]) -> Iterator[None]:
-    """What the file system refuses becomes a `DataError` that names the place."""
+    """Raise errors of the file system in this context as a `DataError` that names the place."""
     try:
         yield
     except HpcdpError:
         raise
     except (OSError, RuntimeError, ValueError, KeyError, OverflowError, MemoryError) as error:
         got = error.strerror if isinstance(error, OSError) and error.strerror else error
-        told = HDF5_TOLD.search(str(got))
-        if told is not None:
-            got = os.strerror(int(told[1]))
+        errno = HDF5_ERRNO.search(str(got))
+        if errno is not None:
+            got = os.strerror(int(errno[1]))
         raise DataError(operation, where=where(), got=got) from error
 
 
 @dataclass(frozen=True)
 class DatasetSpace:
-    """A data set of a file that is to be laid out."""
+    """The layout of a data set."""
 
     dataset: str
     count: int
     stored: str
-    """The NumPy dtype of its elements."""
+    """NumPy dtype of the stored elements."""
     dtype: str
-    """See `Piece.dtype`."""
+    """See `HeldTensor.dtype`."""
 
     @classmethod
     def of(cls, piece: FilePiece) -> DatasetSpace:
+        """Return the layout of a run of elements."""
         return cls(piece.dataset, piece.values.size, piece.values.dtype.str, piece.dtype)
 
 
-def lay_out(path: Path, rooms: Sequence[DatasetSpace]) -> list[int]:
-    """Make a file of data sets without elements; where those of each are to go, in bytes.
+def lay_out(path: Path, spaces: Sequence[DatasetSpace]) -> list[int]:
+    """Make a file of data sets without elements, and return the first byte of each data set's elements.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
     with failing("save", lambda: path), new_file(path) as file:
         maker = Maker(file)
-        return [place_of(maker.make(room)) for room in rooms]
+        return [place_of(maker.make(space)) for space in spaces]
 
 
 def place_of(dataset: h5py.h5d.DatasetID) -> int:
-    """Where the elements of a contiguous data set begin in its file, in bytes; 0 where there are none."""
+    """Return the first byte of a contiguous data set's elements in its file; 0 without elements."""
     offset = dataset.get_offset()
     return 0 if offset is None else int(offset)
 
 
 def new_file(path: Path, comm: Any = None) -> h5py.File:
-    """An open HDF5 file that was not there before; with an MPI communicator, all whose ranks call, they share it."""
+    """Open a new HDF5 file, which the ranks of an MPI communicator share, if it is given; they must all call."""
     import h5py
 
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_alignment(_ALIGN_FROM, _ALIGNMENT)
-    access.set_file_locking(False, True)  # the folder's lock is enough, and some file systems refuse those of HDF5
+    access.set_file_locking(False, True)  # the folder is locked, and some file systems do not support HDF5's locks
     if comm is None:
         access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     else:
@@ -266,9 +255,9 @@ def new_file(path: Path, comm: Any = None) -> h5py.File:
 
 
 class Maker:
-    """Makes contiguous data sets of an open file, whose elements have their place at once, and no values.
+    """A maker of contiguous data sets without values in an open file, whose elements are allocated at once.
 
-    What describes them is made once a file: for each data set it takes longer than the data set.
+    It makes HDF5's property lists once for each file, because they take longer than a data set.
     """
 
     def __init__(self, file: h5py.File) -> None:
@@ -281,18 +270,18 @@ class Maker:
         self._plain.set_fill_time(h5d.FILL_TIME_NEVER)
         self._plain.set_obj_track_times(False)
 
-    def make(self, room: DatasetSpace) -> h5py.h5d.DatasetID:
-        """One more."""
+    def make(self, space: DatasetSpace) -> h5py.h5d.DatasetID:
+        """Make a data set."""
         from h5py import h5d, h5s
 
-        kind, space = type_of(room.stored), h5s.create_simple((room.count,))
-        made = h5d.create(self._file.id, room.dataset.encode(), kind, space, dcpl=self._plain, lcpl=self._links)
-        mark_dtype(made, room.dtype)
+        kind, extent = type_of(space.stored), h5s.create_simple((space.count,))
+        made = h5d.create(self._file.id, space.dataset.encode(), kind, extent, dcpl=self._plain, lcpl=self._links)
+        mark_dtype(made, space.dtype)
         return made
 
 
 def link_settings() -> h5py.h5p.PropLCID:
-    """Names in UTF-8, with the groups above them."""
+    """Return link properties with names in UTF-8, which make the groups of a name."""
     from h5py import h5p, h5t
 
     links = h5p.create(h5p.LINK_CREATE)
@@ -303,20 +292,22 @@ def link_settings() -> h5py.h5p.PropLCID:
 
 @functools.cache
 def type_of(stored: str) -> h5py.h5t.TypeID:
-    """HDF5's type of a NumPy dtype."""
+    """Return HDF5's type of a NumPy dtype."""
     from h5py import h5t
 
     return h5t.py_create(np.dtype(stored), logical=True)
 
 
 def fill(path: Path, pieces: Sequence[FilePiece], offsets: Sequence[int | None]) -> list[Stored]:
-    """Write the elements of ``pieces`` to their places in a file, down to the disk; what each has become.
+    """Write the elements of ``pieces`` to a file and to disk, and return the stored runs.
 
     Args:
-        offsets: where in the file, in bytes; None: they are there already.
+        path: the file.
+        pieces: the runs of elements.
+        offsets: the first byte of each run; None: the elements are in the file already.
 
     Raises:
-        DataError: it cannot be written; names the data set that was on its way.
+        DataError: the file cannot be written; the error names the data set.
     """
     current: list[str] = []
     stored = []
@@ -337,7 +328,7 @@ def fill(path: Path, pieces: Sequence[FilePiece], offsets: Sequence[int | None])
 
 
 def seen(path: Path, covered: Sequence[tuple[int, int]]) -> File:
-    """What is known of a file, whose elements lie in the spans ``covered``, in bytes."""
+    """Return the entry of a file whose elements are in the spans ``covered``, in bytes."""
     with failing("save", lambda: path):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -347,7 +338,7 @@ def seen(path: Path, covered: Sequence[tuple[int, int]]) -> File:
 
 
 def mark_dtype(dataset: h5py.h5d.DatasetID, dtype: str) -> None:
-    """Note what elements are whose dtype HDF5 does not have."""
+    """Set the attribute ``dtype`` of a data set for bfloat16, which HDF5 does not have."""
     if dtype == BFLOAT16:
         import h5py
 
@@ -355,7 +346,7 @@ def mark_dtype(dataset: h5py.h5d.DatasetID, dtype: str) -> None:
 
 
 def _write_blocks(file: int, offset: int | None, values: np.ndarray, writeback: Writeback) -> list[int]:
-    """Write elements to their place in an open file, nowhere without one; the checksums of their blocks."""
+    """Write elements at a byte of an open file, if it is given, and return the checksums of their blocks."""
     flat, sums = values.view(np.uint8), []
     for first in range(0, flat.size, BLOCK_NBYTES):
         block = flat[first : first + BLOCK_NBYTES]
@@ -369,12 +360,12 @@ def _write_blocks(file: int, offset: int | None, values: np.ndarray, writeback: 
 
 
 def span(stored: Stored, itemsize: int) -> tuple[int, int]:
-    """Where elements begin and end in their file, in bytes; nowhere where they are compressed."""
+    """Return the bytes in the file at which elements begin and end; (0, 0) for compressed ones."""
     return (0, 0) if stored.offset is None else (stored.offset, stored.offset + stored.count * itemsize)
 
 
 def crc32_beside(file: int, covered: Sequence[tuple[int, int]]) -> int:
-    """The checksum of all bytes of an open file that lie in none of the spans."""
+    """Return the checksum of all bytes of an open file outside of the spans."""
     total, at = 0, 0
     for first, last in [*sorted(covered), (os.fstat(file).st_size, 0)]:
         while at < first:
@@ -391,10 +382,10 @@ _LANE = "compress"
 
 
 def write_compressed(path: Path, pieces: Sequence[FilePiece], compression: str) -> None:
-    """Make a file of compressed data sets.
+    """Write a file of compressed data sets.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
     with failing("save", lambda: path):
         if threading.current_thread() is threading.main_thread():
@@ -404,7 +395,7 @@ def write_compressed(path: Path, pieces: Sequence[FilePiece], compression: str) 
 
 
 def _beside_signals(work: Callable[[threading.Event], None]) -> None:
-    """Python raises KeyboardInterrupt in the main thread: there it would come out of the object that never fails."""
+    """Run ``work`` in another thread, because a KeyboardInterrupt in the main thread would reach HDF5."""
     stop = threading.Event()
     with Engine(lanes=(_LANE,), synchronous=False) as engine:
         try:
@@ -416,7 +407,7 @@ def _beside_signals(work: Callable[[threading.Event], None]) -> None:
 
 
 def _write(path: Path, pieces: Sequence[FilePiece], compression: str, stop: threading.Event) -> None:
-    """Write until something has failed, or ``stop`` is set."""
+    """Write until an error, or until ``stop`` is set."""
     import h5py  # type: ignore[import-untyped]
     from h5py import h5s
 
@@ -437,13 +428,13 @@ def _write(path: Path, pieces: Sequence[FilePiece], compression: str, stop: thre
 
 
 def _chunks(file: Any, pieces: Sequence[FilePiece], compression: str) -> Iterator[tuple[Any, int, np.ndarray]]:
-    """What is to be written to an open file: data set, number of the first element, elements."""
-    how: dict[str, Any] = {"compression": compression, "shuffle": True, "fletcher32": True}
+    """Make data sets in an open file, and yield each with the number of a chunk's first element, and the chunk."""
+    filters: dict[str, Any] = {"compression": compression, "shuffle": True, "fletcher32": True}
     if compression == "gzip":
-        how["compression_opts"] = 1
+        filters["compression_opts"] = 1
     for piece in pieces:
         values, count = piece.values, min(piece.values.size, BLOCK_NBYTES // piece.values.itemsize)
-        options = how | {"chunks": (count,)} if count else {}
+        options = filters | {"chunks": (count,)} if count else {}
         dataset = file.create_dataset(piece.dataset, values.shape, values.dtype, **options).id
         mark_dtype(dataset, piece.dtype)
         for first in range(0, values.size, count or 1):
@@ -451,29 +442,29 @@ def _chunks(file: Any, pieces: Sequence[FilePiece], compression: str) -> Iterato
 
 
 class Unfailing(io.RawIOBase):
-    """An open file that takes all that is written: once it could not, in memory, where it is read, too.
+    """An open file that accepts all writes: after an error they go to memory, and are read from there.
 
     Args:
-        descriptor: of the file.
+        descriptor: the descriptor of the file.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._at = descriptor, 0
         self._beside: list[tuple[int, bytes]] = []
         self.error: OSError | None = None
-        """Why not all of it is in the file."""
+        """The first error of a write to the file."""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Where the next call reads or writes; from the beginning, or the end."""
+        """Set the position, from the beginning or the end of the file."""
         self._at = offset + (self._end() if whence == os.SEEK_END else 0)
         return self._at
 
     def tell(self) -> int:
-        """Where that is."""
+        """Return the position."""
         return self._at
 
     def write(self, data: Any) -> int:
-        """Take all of it."""
+        """Write all of ``data``, and return its number of bytes."""
         view, done = memoryview(data).cast("B"), 0
         try:
             while self.error is None and done < len(view):
@@ -486,7 +477,7 @@ class Unfailing(io.RawIOBase):
         return len(view)
 
     def readinto(self, buffer: Any) -> int:
-        """Read what was written; zeros where nothing was."""
+        """Fill ``buffer`` with written bytes, and zeros where none were written."""
         view = memoryview(buffer).cast("B")
         got = os.preadv(self._descriptor, [view], self._at)
         view[got:] = bytes(len(view) - got)
@@ -498,7 +489,7 @@ class Unfailing(io.RawIOBase):
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
-        """Make it so long."""
+        """Set the length of the file."""
         assert size is not None
         try:
             os.ftruncate(self._descriptor, size)
@@ -511,19 +502,19 @@ class Unfailing(io.RawIOBase):
 
 
 _CACHED_NBYTES = 256 << 10
-"""So many bytes are read to their place at once: they are still in the core's cache when they are checked."""
+"""Bytes of one direct read, which are still in the core's cache when they are checked."""
 _TRIED = 8
-"""Blocks that are read in either way, in turn, before the faster one is taken."""
+"""Blocks that are read in either way, in turn, before the faster way is chosen."""
 
 
 class ShardReader:
-    """Reads runs of elements from the files of one checkpoint, and checks them. A context.
+    """A reader of elements from the files of one checkpoint, with checks; a context manager.
 
-    Thousands of ranks may have written it: of its files a quarter of what this process may have open stays open.
+    Thousands of ranks may have written the files, of which it keeps at most a quarter of the process's limit open.
 
     Args:
-        folder: of the checkpoint.
-        operation: what errors say was attempted.
+        folder: the folder of the checkpoint.
+        operation: the operation that errors name.
     """
 
     def __init__(self, folder: Path, operation: str = "restore") -> None:
@@ -531,12 +522,12 @@ class ShardReader:
         self._files: dict[str, int] = {}
         self._most_open = _most_open()
         self._sound: set[str] = set()
-        """Compressed files whose checksum is right."""
+        """Compressed files with a correct checksum."""
         self._scratch = np.empty(BLOCK_NBYTES, np.uint8)
         self._took_s: tuple[list[float], list[float]] = [], []
-        """Of the first blocks, to their place and by the cache."""
+        """Seconds of the first blocks, direct and by the scratch buffer."""
         self._is_by_cache: bool | None = None
-        """Which way the others go, once that is known."""
+        """Whether further blocks are read by the scratch buffer; None before that is decided."""
 
     def __enter__(self) -> ShardReader:
         return self
@@ -547,11 +538,11 @@ class ShardReader:
         self._files.clear()
 
     def read(self, stored: Stored, first: int, out: np.ndarray) -> None:
-        """Fill ``out``, shape ``(count,)``, with elements from number ``first`` of a run on.
+        """Fill ``out``, shape ``(count,)``, with elements of a run from number ``first`` on.
 
         Raises:
-            DataError: the file is missing or too short, or elements are not those that were written; names file and
-                data set. What is damaged is 0 in ``out``.
+            DataError: the file is missing or too short, or elements are damaged, which are 0 in ``out`` then. The error
+                names file and data set.
         """
         with failing(self._operation, lambda: self._where(stored)):
             if stored.offset is None:
@@ -564,7 +555,7 @@ class ShardReader:
                 high = min(low + BLOCK_NBYTES, total)
                 if begin <= low and high <= end:
                     self._read_block(stored, number, flat[low - begin : high - begin])
-                else:  # of which a part is wanted, and the checksum is of all of it
+                else:  # a part of the block: read all of it, for the checksum
                     block = np.empty(high - low, np.uint8)
                     self._read_block(stored, number, block)
                     at, last = max(low, begin), min(high, end)
@@ -574,17 +565,17 @@ class ShardReader:
         return f"{self._folder / stored.file}, {stored.dataset}"
 
     def _read_block(self, stored: Stored, number: int, out: np.ndarray) -> None:
-        """Fill ``out`` with block ``number`` of a run, and check it; with zeros where it is damaged.
+        """Fill ``out`` with block ``number`` of a run, and check it; a damaged block becomes zeros.
 
-        To its place, in pieces that are checked while the core's cache has them, or to memory that stays in that cache,
-        and by a copy to its place, which need not read the lines that it overwrites: it is the processor that decides
-        which takes less, so the first blocks are read in both ways, in turn.
+        The block is read directly, in pieces that are checked while they are in the core's cache, or to a scratch
+        buffer that stays in that cache, and copied, which need not read the lines that it overwrites. The faster way
+        depends on the processor, so the first blocks are read in both ways, in turn.
         """
         by_cache, begin_s = self._next_way(), time.perf_counter()
         try:
             place = self._scratch[: out.size] if by_cache else out
-            found = self._read_and_sum(stored, number, place, BLOCK_NBYTES if by_cache else _CACHED_NBYTES)
-            self._check(stored, number, found)
+            checksum = self._read_and_sum(stored, number, place, BLOCK_NBYTES if by_cache else _CACHED_NBYTES)
+            self._check(stored, number, checksum)
         except BaseException:
             out[:] = 0
             raise
@@ -594,16 +585,16 @@ class ShardReader:
             self._took_s[by_cache].append(time.perf_counter() - begin_s)
 
     def _next_way(self) -> bool:
-        """Whether the next block goes by the cache."""
+        """Return whether the next block is read by the scratch buffer."""
         to_place_s, by_cache_s = self._took_s
         if self._is_by_cache is None and len(by_cache_s) == _TRIED:
             self._is_by_cache = statistics.median(by_cache_s) < statistics.median(to_place_s)
         return len(by_cache_s) < len(to_place_s) if self._is_by_cache is None else self._is_by_cache
 
     def _read_and_sum(self, stored: Stored, number: int, out: np.ndarray, nbytes: int) -> int:
-        """Fill ``out`` with block ``number`` of a run, ``nbytes`` at once; the checksum of what has come."""
+        """Fill ``out`` with block ``number`` of a run, ``nbytes`` at once, and return its checksum."""
         assert stored.offset is not None
-        file, place, got, found = self._open(stored.file), stored.offset + number * BLOCK_NBYTES, 0, 0
+        file, place, got, checksum = self._open(stored.file), stored.offset + number * BLOCK_NBYTES, 0, 0
         while got < out.size:
             piece = out[got : got + nbytes]
             count = os.preadv(file, [piece.data], place + got)
@@ -612,16 +603,16 @@ class ShardReader:
                     self._operation, where=self._where(stored), expected=f"at least {place + out.size} bytes",
                     got=f"a file of {os.fstat(file).st_size}",
                 )  # fmt: skip
-            found = crc32(piece[:count], found)
+            checksum = crc32(piece[:count], checksum)
             got += count
-        return found
+        return checksum
 
-    def _check(self, stored: Stored, number: int, found: int) -> None:
-        """Compare the checksum of block ``number`` of a run."""
+    def _check(self, stored: Stored, number: int, checksum: int) -> None:
+        """Raise `DataError` unless ``checksum`` is that of block ``number`` of a run."""
         expected = stored.crc32[number]
-        if found != expected:
+        if checksum != expected:
             raise DataError(
-                self._operation, where=self._where(stored), got=f"{found:08x}",
+                self._operation, where=self._where(stored), got=f"{checksum:08x}",
                 expected=f"checksum {expected:08x} of MiB {number}",
             )  # fmt: skip
 
@@ -632,23 +623,23 @@ class ShardReader:
         except HpcdpError:
             raise
         except (OSError, RuntimeError, ValueError, KeyError) as error:
-            said = str(error.args[0]) if len(error.args) == 1 else None
-            if said is None or HDF5_TOLD.search(said):
-                raise  # the system's, which says nothing of what is in the file
+            text = str(error.args[0]) if len(error.args) == 1 else None
+            if text is None or HDF5_ERRNO.search(text):
+                raise  # an error of the system, not of the file's content
             raise DataError(
                 self._operation, where=self._where(stored), expected="an undamaged data set",
-                got=f"one of which HDF5 says: {said}",
+                got=f"an error of HDF5: {text}",
             ) from error  # fmt: skip
 
     def _require_sound(self, stored: Stored) -> None:
-        """Refuse a file that is not as it was written before HDF5 opens it: HDF5 may follow damage for ever."""
-        file = self._open(stored.file)  # which refuses a pipe; HDF5 would wait for it
+        """Check a file's checksum before HDF5 opens it, because damage may send HDF5 into an endless loop."""
+        file = self._open(stored.file)  # refuses a pipe, for which HDF5 would wait
         if stored.crc32_file is None or stored.file in self._sound:
             return
-        found = crc32_beside(file, ())
-        if found != stored.crc32_file:
+        checksum = crc32_beside(file, ())
+        if checksum != stored.crc32_file:
             raise DataError(
-                self._operation, where=self._where(stored), got=f"{found:08x}",
+                self._operation, where=self._where(stored), got=f"{checksum:08x}",
                 expected=f"checksum {stored.crc32_file:08x} of the file",
             )  # fmt: skip
         self._sound.add(stored.file)
@@ -671,11 +662,11 @@ class ShardReader:
     def _open(self, name: str) -> int:
         file = self._files.get(name)
         if file is None:
-            file = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # no waiting for a pipe
+            file = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # do not wait for a pipe
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 os.close(file)
                 raise OSError("no regular file")
-            if len(self._files) >= self._most_open:  # the others come before it when the next tensor is read
+            if len(self._files) >= self._most_open:  # close the last one: the next tensor needs the others first
                 os.close(self._files.popitem()[1])
             self._files[name] = file
         return file

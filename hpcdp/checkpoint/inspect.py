@@ -1,20 +1,11 @@
-"""Reading of checkpoints without a job: lists, statistics, differences.
+"""Commands on checkpoints in one process: verify, prune, list, show and compare.
 
-The elements of whole tensors, whichever files they are in: some of them, or all, piece by piece.
-
-Names of what is in a state, as those write them who ask for it.
-
-What the elements of a tensor are like: smallest, largest, mean, how many are no numbers. Read piece by piece.
-
-What is in a folder, at a glance: which checkpoints, whole by their sizes or not, left-overs, who writes here.
-
-In what two checkpoints differ: names, shapes, dtypes, elements, values. Read piece by piece, from both at once.
-
-Verification of checkpoints, and removal of old ones.
-
-Whether a checkpoint is what was written: every byte of every file against the manifest.
-
-Removing checkpoints that need not be kept: never the last good one.
+- `faults`: a check of every byte of every file against the manifest.
+- `prune`: removal of checkpoints that need not be kept, but never of the last good one.
+- `read_elements`, `read_whole`, `pieces`: elements of tensors from all files, at once or piece by piece.
+- `statistics`: smallest, largest and mean element of a tensor, and numbers of NaN and infinities.
+- `overview`: the checkpoints, left-overs and writer of a folder.
+- `differences`: names, shapes, dtypes, elements and values that differ between two checkpoints.
 """
 
 from __future__ import annotations
@@ -40,47 +31,48 @@ from .hdf5_file import PADDED, File, ShardReader, Stored, crc32_beside, failing
 from .manifest import Manifest, StoredTensor
 
 Tell = Callable[[int], object]
-"""Is told of so many bytes more that have been looked at."""
+"""A function that is called with numbers of bytes that were processed, for a progress bar."""
 
 
 def faults(path: Path, tell: Tell = lambda nbytes: None) -> Iterator[str]:
-    """What is wrong with a checkpoint, a line each that names file and data set; nothing where it is good.
+    """Yield a line for each fault of a checkpoint, which names file and data set.
 
-    Checks sizes, all checksums, that HDF5 finds each data set where the manifest says, that the index shows all
-    tensors through files that are there, and that there are no other files.
+    Checks sizes, all checksums, that HDF5 finds each data set at the manifest's place, that the index shows all tensors
+    through existing files, and that there are no other files.
 
     Args:
-        path: of the checkpoint.
+        path: the folder of the checkpoint.
+        tell: see `Tell`.
     """
     try:
-        found = manifest.read(path)
+        saved = manifest.read(path)
     except DataError as error:
         yield f"{manifest.NAME}: {error.got}"
         return
-    if found.commit_file and not (path / directory.COMMITTED).is_file():
+    if saved.commit_file and not (path / directory.COMMITTED).is_file():
         yield f"{directory.COMMITTED}: No such file, so it is not complete"
-    yield from wrong_sizes(path, found)
-    parts: dict[str, list[tuple[manifest.StoredTensor, Stored]]] = {file.name: [] for file in found.files}
-    for tensor in found.tensors.values():
+    yield from wrong_sizes(path, saved)
+    parts: dict[str, list[tuple[StoredTensor, Stored]]] = {file.name: [] for file in saved.files}
+    for tensor in saved.tensors.values():
         for part in tensor.parts:
             parts[part.file].append((tensor, part))
     sound = set()
     with ShardReader(path) as reader:
-        for file in found.files:
+        for file in saved.files:
             if (path / file.name).is_file() and (yield from _file_faults(path, file, parts[file.name], reader, tell)):
                 sound.add(file.name)
-    yield from _index_faults(path, found, manifest.INDEX_NAME in sound)
-    known = {file.name for file in found.files} | {manifest.NAME, *([directory.COMMITTED] if found.commit_file else [])}
-    with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
-        for each in sorted(path.iterdir()):
-            if each.name not in known:
-                yield f"{each.name}: not a file of this checkpoint"
+    yield from _index_faults(path, saved, manifest.INDEX_NAME in sound)
+    known = {file.name for file in saved.files} | {manifest.NAME, *([directory.COMMITTED] if saved.commit_file else [])}
+    with contextlib.suppress(FileNotFoundError):  # the folder was removed meanwhile
+        for present in sorted(path.iterdir()):
+            if present.name not in known:
+                yield f"{present.name}: not a file of this checkpoint"
 
 
 def _file_faults(
-    path: Path, file: File, parts: list[tuple[manifest.StoredTensor, Stored]], reader: ShardReader, tell: Tell
+    path: Path, file: File, parts: list[tuple[StoredTensor, Stored]], reader: ShardReader, tell: Tell
 ) -> Generator[str, None, bool]:
-    """Yield what is wrong; return whether HDF5 may open the file: it may follow damage for ever."""
+    """Yield faults, and return whether HDF5 may open the file, which damage may send into an endless loop."""
     sound = False
     try:
         with failing("verify", lambda: file.name):
@@ -91,10 +83,10 @@ def _file_faults(
     except DataError as error:
         yield _line(error, path)
     elements = 0
-    for tensor, part in sorted(parts, key=lambda each: each[1].offset or 0):
+    for tensor, part in sorted(parts, key=lambda run: run[1].offset or 0):
         nbytes = part.count * tensor.stored_dtype.itemsize
         elements += nbytes
-        if part.offset is None and not sound:  # elements that HDF5 would have to read
+        if part.offset is None and not sound:  # compressed elements, which HDF5 would have to read
             tell(nbytes)
             continue
         try:
@@ -107,7 +99,7 @@ def _file_faults(
     return sound
 
 
-def _beside(path: Path, parts: list[tuple[manifest.StoredTensor, Stored]]) -> int:
+def _beside(path: Path, parts: list[tuple[StoredTensor, Stored]]) -> int:
     covered = [(part.offset, part.offset + part.count * tensor.stored_dtype.itemsize)
                for tensor, part in parts if part.offset is not None]  # fmt: skip
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -118,22 +110,22 @@ def _beside(path: Path, parts: list[tuple[manifest.StoredTensor, Stored]]) -> in
 
 
 def _read(reader: ShardReader, part: Stored, dtype: np.dtype, tell: Tell) -> None:
-    """Read all elements; stops at the first that are wrong."""
+    """Read all elements, up to the first damaged ones."""
     buffer = np.empty(min(part.count, PIECE_NBYTES // dtype.itemsize), dtype)
-    told = 0
+    done = 0
     try:
         for first in range(0, part.count, max(1, buffer.size)):
             piece = buffer[: min(buffer.size, part.count - first)]
             reader.read(part, first, piece)
             tell(piece.nbytes)
-            told += piece.nbytes
+            done += piece.nbytes
     except DataError:
-        tell(part.count * dtype.itemsize - told)
+        tell(part.count * dtype.itemsize - done)
         raise
 
 
-def _layout_faults(path: Path, parts: list[tuple[manifest.StoredTensor, Stored]]) -> Iterator[str]:
-    """Whether those who read through HDF5 get the elements that have been checked."""
+def _layout_faults(path: Path, parts: list[tuple[StoredTensor, Stored]]) -> Iterator[str]:
+    """Yield data sets in which HDF5 finds other elements than those that were checked."""
     import h5py  # type: ignore[import-untyped]
 
     try:
@@ -149,11 +141,11 @@ def _layout_faults(path: Path, parts: list[tuple[manifest.StoredTensor, Stored]]
 
 
 def _dataset(file: Any, name: str) -> Any:
-    """None where there is none of that name, be there something else."""
+    """Return a data set by name; None if there is none, or something else."""
     import h5py
 
-    found = file.get(name)
-    return found if isinstance(found, h5py.Dataset) else None
+    dataset = file.get(name)
+    return dataset if isinstance(dataset, h5py.Dataset) else None
 
 
 def _layout(dataset: Any) -> tuple[Any, ...] | None:
@@ -164,27 +156,27 @@ def _layout_text(layout: tuple[Any, ...] | None) -> str:
     return "no such data set" if layout is None else f"{layout[0][0]} elements of {layout[1]} at byte {layout[2]}"
 
 
-def _index_faults(path: Path, found: manifest.Manifest, is_sound: bool) -> Iterator[str]:
-    """HDF5 reads zeros through an index where a file or a data set is missing."""
+def _index_faults(path: Path, saved: Manifest, is_sound: bool) -> Iterator[str]:
+    """Yield faults of the index, through which HDF5 reads zeros from a missing file or data set."""
     import h5py
 
-    if manifest.INDEX_NAME not in {file.name for file in found.files}:
+    if manifest.INDEX_NAME not in {file.name for file in saved.files}:
         yield f"{manifest.INDEX_NAME}: not in the manifest"
     if not is_sound:
-        return  # which the sizes of files, or its checksum, have said
+        return  # its size or checksum was reported
     try:
         with (
             failing("verify", lambda: manifest.INDEX_NAME),
             h5py.File(path / manifest.INDEX_NAME, "r", locking=False) as file,
         ):
-            for name, tensor in found.tensors.items():
-                found_faults = _view_faults(path, _dataset(file, name), tensor)
-                yield from (f"{manifest.INDEX_NAME}, {name}: {what}" for what in found_faults)
+            for name, tensor in saved.tensors.items():
+                for fault in _view_faults(path, _dataset(file, name), tensor):
+                    yield f"{manifest.INDEX_NAME}, {name}: {fault}"
     except DataError as error:
         yield _line(error, path)
 
 
-def _view_faults(path: Path, dataset: Any, tensor: manifest.StoredTensor) -> Iterator[str]:
+def _view_faults(path: Path, dataset: Any, tensor: StoredTensor) -> Iterator[str]:
     if dataset is None:
         yield "no such data set"
         return
@@ -208,7 +200,7 @@ def _view_faults(path: Path, dataset: Any, tensor: manifest.StoredTensor) -> Ite
 
 
 def _line(error: DataError, path: Path) -> str:
-    """An error as a fault: its files are those of the checkpoint."""
+    """Return an error as the line of a fault, with file names relative to the checkpoint."""
     where = str(error.where).removeprefix(f"{path}/")
     facts = [f"expected {error.expected}"] if error.expected is not None else []
     return " ".join(f"{where}: {', '.join([*facts, f'got {error.got}' if facts else str(error.got)])}".split())
@@ -216,16 +208,16 @@ def _line(error: DataError, path: Path) -> str:
 
 @dataclass(frozen=True)
 class Pruning:
-    """What is to be removed from a folder."""
+    """The result of `prune`."""
 
     steps: dict[int, int]
-    """Bytes by step."""
+    """Bytes of removed checkpoints by step."""
     left_over: dict[Path, int]
-    """Bytes by path."""
+    """Bytes of removed left-overs by path."""
     good: int | None
-    """The newest step that stays and is undamaged; None where nothing is removed."""
+    """Newest undamaged step that stays; None if nothing is removed."""
     damaged: dict[int, str]
-    """Newer ones that stay, and the first thing that is wrong with each."""
+    """First fault of each newer step, by step."""
 
 
 def prune(
@@ -236,18 +228,20 @@ def prune(
     dry_run: bool = False,
     tell: Callable[[int], object] = lambda nbytes: None,
 ) -> Pruning:
-    """Remove what `folder.dropped` says, and left-overs; holds the lock of the folder meanwhile.
+    """Remove the checkpoints of `directory.dropped`, and left-overs, under the lock of the folder.
 
     Args:
-        path: of a folder of checkpoints.
+        path: a folder of checkpoints.
+        keep: see `Manager`.
+        keep_every: see `Manager`.
         best: ``"metric"`` or ``"-metric"``, see `Manager`.
         dry_run: remove nothing.
-        tell: see `verify.faults`, which is called for what stays, from the newest on, until one is good.
+        tell: see `faults`, which checks the checkpoints that stay, from the newest on, until one is good.
 
     Raises:
-        ConfigError: ``path`` is the folder of one checkpoint, or ``best`` names no metric.
-        DataError: there are no checkpoints, another job saves here, or nothing that stays is good: nothing is changed
-            then. Or something cannot be removed.
+        ConfigError: ``path`` is the folder of one checkpoint, or ``best`` is not a metric.
+        DataError: there are no checkpoints, another job saves here, or no checkpoint that stays is good; nothing is
+            changed then. Or a file cannot be removed.
     """
     if is_checkpoint(path):
         raise ConfigError("prune", where=path, expected="a folder of several checkpoints", got="that of one")
@@ -266,39 +260,39 @@ def prune(
 def _remove(
     path: Path, keep: int, keep_every: int | None, best: str | None, dry_run: bool, tell: Callable[[int], object]
 ) -> Pruning:
-    found = directory.find(path)
-    if best is not None and found:
-        directory.best_step("prune", path, found, best)
-    dropped = directory.dropped(found, keep, keep_every, directory.worth(found, best))
-    # What has lost its manifest goes, too, where something good must stay.
-    left_over = {each: size_of(each) for each in directory.left_over(path, atomic_rename=not found)}
+    saved = directory.find(path)
+    if best is not None and saved:
+        directory.best_step("prune", path, saved, best)
+    dropped = directory.dropped(saved, keep, keep_every, directory.worth(saved, best))
+    # Folders without a manifest are removed, too, if a good checkpoint stays.
+    left_over = {folder: size_of(folder) for folder in directory.left_over(path, atomic_rename=not saved)}
     good, damaged = None, dict[int, str]()
     if dropped or left_over:
-        for step in sorted(set(found) - set(dropped), reverse=True):
-            wrong = next(faults(found[step], tell), None)
-            if wrong is None:
+        for step in sorted(set(saved) - set(dropped), reverse=True):
+            fault = next(faults(saved[step], tell), None)
+            if fault is None:
                 good = step
                 break
-            damaged[step] = wrong
-        if found and good is None:
-            step, wrong = next(iter(damaged.items()))
+            damaged[step] = fault
+        if saved and good is None:
+            step, fault = next(iter(damaged.items()))
             raise DataError("prune", where=path, expected="a good checkpoint among those that stay",
-                            got=f"step {step}, {wrong}", remedy=_more(found, dropped, tell))  # fmt: skip
-    pruning = Pruning({step: size_of(found[step]) for step in dropped}, left_over, good, damaged)
+                            got=f"step {step}, {fault}", remedy=_larger_keep(saved, dropped, tell))  # fmt: skip
+    pruning = Pruning({step: size_of(saved[step]) for step in dropped}, left_over, good, damaged)
     if not dry_run:
         with failing("prune", lambda: path):
-            directory.clean(path, atomic_rename=not found)
+            directory.clean(path, atomic_rename=not saved)
         for step in dropped:
-            with failing("prune", lambda: found[step]):  # noqa: B023
+            with failing("prune", lambda: saved[step]):  # noqa: B023
                 directory.remove(directory.retire(path, step))
     return pruning
 
 
-def _more(found: Mapping[int, Path], dropped: Sequence[int], tell: Callable[[int], object]) -> str:
-    """How many must stay so that a good one does."""
+def _larger_keep(saved: Mapping[int, Path], dropped: Sequence[int], tell: Callable[[int], object]) -> str:
+    """Return the remedy with the least ``keep`` that includes a good checkpoint."""
     for step in sorted(dropped, reverse=True):
-        if next(faults(found[step], tell), None) is None:
-            return f"keep {sum(each >= step for each in found)}: then step {step} stays, which is good"
+        if next(faults(saved[step], tell), None) is None:
+            return f"keep {sum(other >= step for other in saved)}: then step {step} stays, which is good"
     return "the others are damaged, too"
 
 
@@ -309,7 +303,7 @@ def read_elements(reader: ShardReader, tensor: StoredTensor, first: int, out: np
     """Fill ``out``, shape ``(count,)``, of the tensor's stored dtype, with its elements from number ``first`` on.
 
     Raises:
-        DataError: a file is missing or damaged; names file and data set.
+        DataError: a file is missing or damaged; the error names file and data set.
     """
     last = first + out.size
     holds_first = bisect.bisect_right(tensor.parts, first, key=lambda part: part.first) - 1
@@ -323,17 +317,17 @@ def read_elements(reader: ShardReader, tensor: StoredTensor, first: int, out: np
 
 
 def read_whole(reader: ShardReader, tensor: StoredTensor) -> np.ndarray:
-    """A new array of a tensor's shape and stored dtype. Raises what `read_elements` does."""
+    """Return a new array of a tensor's shape and stored dtype; raises as `read_elements`."""
     array = np.empty(tensor.shape, tensor.stored_dtype)
     read_elements(reader, tensor, 0, array.reshape(-1))
     return array
 
 
 def pieces(reader: ShardReader, tensor: StoredTensor) -> Iterator[np.ndarray]:
-    """All elements in C order, at most `PIECE_NBYTES` at once, in memory that the next piece takes, too.
+    """Yield all elements in C order, at most `PIECE_NBYTES` at once, in a buffer that the next piece overwrites.
 
     Raises:
-        DataError: a file is missing or damaged, or elements are not those that were written.
+        DataError: a file is missing or damaged.
     """
     buffer = np.empty(min(tensor.count, PIECE_NBYTES // tensor.stored_dtype.itemsize), tensor.stored_dtype)
     for first in range(0, tensor.count, max(1, buffer.size)):
@@ -343,29 +337,29 @@ def pieces(reader: ShardReader, tensor: StoredTensor) -> Iterator[np.ndarray]:
 
 
 def widened(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Elements as numbers that NumPy itself has: bfloat16, whose bits come as uint16, as float32, which is exact."""
+    """Return elements as numbers of NumPy: bfloat16, whose bits are uint16, becomes float32, which is exact."""
     return (values.astype(np.uint32) << 16).view(np.float32) if dtype == BFLOAT16 else values
 
 
 def remedy(form: flatten.Form, name: str) -> str | None:
-    """What to say of a name that a state does not have: which is meant, the same but for quoted keys, or alike."""
-    keys = (each.split("/") for each, _ in flatten.entries(form))
-    known = {"/".join(prefix) for each in keys for prefix in itertools.accumulate([key] for key in each)}
-    close = [each for each in known if unquoted(each) == name] or difflib.get_close_matches(name, known, n=1)
+    """Return a remedy that offers the state's name that is ``name`` with quoted keys, or a similar one."""
+    paths = (entry.split("/") for entry, _ in flatten.entries(form))
+    known = {"/".join(prefix) for keys in paths for prefix in itertools.accumulate([key] for key in keys)}
+    close = [other for other in known if unquoted(other) == name] or difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else None
 
 
 @dataclass
 class TensorStatistics:
-    """Of the elements that are finite, if not said otherwise; of complex ones, of their absolute values."""
+    """The statistics of a tensor's finite elements, or of the absolute values of complex ones."""
 
     count: int = 0
-    """Finite ones."""
+    """Number of finite elements."""
     smallest: float = float("nan")
     largest: float = float("nan")
     mean: float = float("nan")
     deviation: float = float("nan")
-    """The standard deviation."""
+    """Standard deviation."""
     zeros: int = 0
     nans: int = 0
     infinities: int = 0
@@ -374,14 +368,14 @@ class TensorStatistics:
 def statistics(
     folder: Path, tensor: StoredTensor, tell: Callable[[int], object] = lambda nbytes: None
 ) -> TensorStatistics:
-    """The statistics of a tensor of the checkpoint in ``folder``; ``tell`` is called with bytes that have been read.
+    """Compute the statistics of a tensor of the checkpoint in ``folder``, piece by piece; ``tell``: see `Tell`.
 
     Raises:
         DataError: a file is missing or damaged.
     """
     of = TensorStatistics()
     spread = 0.0
-    with ShardReader(folder, "show") as reader, np.errstate(over="ignore", invalid="ignore"):  # a run may have diverged
+    with ShardReader(folder, "show") as reader, np.errstate(over="ignore", invalid="ignore"):  # elements may be huge
         for piece in pieces(reader, tensor):
             tell(piece.nbytes)
             values = widened(piece, tensor.dtype)
@@ -407,70 +401,71 @@ def statistics(
 
 
 RUN_SUBFOLDER = "checkpoints"
-"""Where checkpoints are in the folder of a run."""
+"""Name of the folder of checkpoints in the folder of a run."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A checkpoint as far as its manifest and the sizes of its files tell."""
+    """A checkpoint by its manifest and the sizes of its files."""
 
     step: int
     path: Path
     manifest: Manifest | None
-    """None where it cannot be read."""
+    """The manifest; None if it cannot be read."""
     damage: str | None
-    """What is wrong, None where nothing is seen to be."""
+    """First fault that manifest and sizes show; None without one."""
     nbytes: int
-    """Of its files."""
+    """Bytes of its files."""
 
 
 @dataclass(frozen=True)
 class Overview:
-    """What is in a folder of checkpoints."""
+    """The content of a folder of checkpoints."""
 
     path: Path
     checkpoints: list[Seen]
-    """Oldest first."""
+    """Checkpoints, oldest first."""
     left_over: dict[Path, int]
-    """What does not count as a checkpoint, with its bytes; while `writer` is somebody, one may be being written."""
+    """Bytes of other folders by path, one of which ``writer`` may be writing."""
     writer: str | None
-    """Who saves here now."""
+    """Job that saves here now, in words."""
 
 
 def overview(path: Path) -> Overview:
-    """What is in a folder of checkpoints, or of a run; of the folder of one checkpoint, that one.
+    """Return the content of a folder of checkpoints, of a run, or of one checkpoint.
 
     Raises:
-        DataError: there is no such folder, or nothing in it.
+        DataError: there is no such folder, or it is empty.
     """
     if is_checkpoint(path):
-        own = path.absolute()  # "." has a name, too
+        own = path.absolute()  # the path may be "."
         step = directory.step_of(own) if directory.is_named(own) else manifest.read(path).step
         return Overview(path, [look_at(path, step)], {}, None)
     path = checkpoints_folder(path)
-    writer = directory.holder(path / directory.NAME)  # first: what it has just completed is then no left-over
-    left_over = {each: size_of(each) for each in directory.left_over(path)}
-    named = {directory.step_of(each): each for each in sorted(path.iterdir(), reverse=True) if directory.is_final(each)}
-    found = {step: each for step, each in named.items() if each not in left_over} | directory.find(path)
-    if not (found or left_over or writer):
+    writer = directory.holder(path / directory.NAME)  # first: a checkpoint completed meanwhile is not a left-over
+    left_over = {folder: size_of(folder) for folder in directory.left_over(path)}
+    final = [folder for folder in sorted(path.iterdir(), reverse=True) if directory.is_final(folder)]
+    named = {directory.step_of(folder): folder for folder in final if folder not in left_over}
+    saved = named | directory.find(path)
+    if not (saved or left_over or writer):
         raise DataError("read checkpoints", where=path, expected="checkpoints", got="none")
-    seen = [look_at(found[step], step) for step in sorted(found)]
-    there = [each for each in seen if os.path.lexists(each.path)]  # the job that saves here removes some
-    return Overview(path, there, left_over, writer)
+    seen = [look_at(saved[step], step) for step in sorted(saved)]
+    present = [checkpoint for checkpoint in seen if os.path.lexists(checkpoint.path)]  # a job may have removed some
+    return Overview(path, present, left_over, writer)
 
 
 def look_at(path: Path, step: int) -> Seen:
-    """One checkpoint; reads its manifest alone."""
+    """Examine a checkpoint by its manifest and the sizes of its files."""
     try:
-        found = manifest.read(path)
+        saved = manifest.read(path)
     except DataError as error:
         return Seen(step, path, None, f"{manifest.NAME}: {error.got}", size_of(path))
-    return Seen(step, path, found, next(wrong_sizes(path, found), None), size_of(path))
+    return Seen(step, path, saved, next(wrong_sizes(path, saved), None), size_of(path))
 
 
-def wrong_sizes(path: Path, found: manifest.Manifest) -> Iterator[str]:
-    """Which files are missing or have other sizes than the manifest says."""
-    for file in found.files:
+def wrong_sizes(path: Path, saved: Manifest) -> Iterator[str]:
+    """Yield the files that are missing or have another size than in the manifest."""
+    for file in saved.files:
         try:
             nbytes = (path / file.name).stat().st_size
         except OSError as error:
@@ -481,17 +476,17 @@ def wrong_sizes(path: Path, found: manifest.Manifest) -> Iterator[str]:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of all files in a folder, as far as they are there: a job may remove it meanwhile."""
+    """Return the bytes of all files in a folder, which a job may remove meanwhile."""
     total = 0
     for within, _, files in os.walk(path):
-        for each in files:
+        for name in files:
             with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(within, each)).st_size
+                total += os.lstat(os.path.join(within, name)).st_size
     return total
 
 
 def checkpoints_folder(path: Path) -> Path:
-    """Where checkpoints are: ``path``, or its subfolder of a run.
+    """Return the folder of checkpoints: ``path``, or the subfolder of a run.
 
     Raises:
         DataError: there is no such folder.
@@ -504,21 +499,21 @@ def checkpoints_folder(path: Path) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this is the folder of one checkpoint, be it damaged."""
+    """Return whether this is the folder of one checkpoint, maybe a damaged one."""
     return path.is_dir() and (directory.is_named(path.absolute()) or (path / manifest.NAME).exists())
 
 
 def chosen(path: Path, step: int | None = None, best: str | None = None) -> Path:
-    """One checkpoint.
+    """Return the folder of one checkpoint.
 
     Args:
-        path: of it; or of a folder of checkpoints, or of a run, of which it is the newest that is complete.
-        step: which one of a folder, instead of the newest.
-        best: that with the greatest value of this metric instead, or of ``"-metric"`` the smallest.
+        path: the folder of the checkpoint, or of checkpoints or a run, in which the newest complete one is chosen.
+        step: the step to choose instead of the newest.
+        best: ``"metric"`` or ``"-metric"``: choose the greatest or smallest value of the metric instead.
 
     Raises:
-        ConfigError: ``path`` is one, and ``step`` or ``best`` says another; both are said.
-        DataError: there is none, or none with that metric.
+        ConfigError: ``step`` or ``best`` come with the folder of one checkpoint, or both are given.
+        DataError: there is no such checkpoint, or none with that metric.
     """
     if is_checkpoint(path):
         if step is not None or best is not None:
@@ -528,75 +523,77 @@ def chosen(path: Path, step: int | None = None, best: str | None = None) -> Path
     if step is not None and best is not None:
         raise ConfigError("--best", expected="none with --step", got=best)
     inner = checkpoints_folder(path)
-    found = directory.find(inner)
-    if not found or (step is not None and step not in found):
-        expected = "a complete checkpoint" if step is None else f"one of step {listed([*map(str, found)]) or step}"
+    saved = directory.find(inner)
+    if not saved or (step is not None and step not in saved):
+        expected = "a complete checkpoint" if step is None else f"one of step {listed([*map(str, saved)]) or step}"
         raise DataError("read checkpoints", where=inner, expected=expected, got="none" if step is None else step)
     if best is not None:
-        step = directory.best_step("read checkpoints", inner, found, best)
-    return found[max(found) if step is None else step]
+        step = directory.best_step("read checkpoints", inner, saved, best)
+    return saved[max(saved) if step is None else step]
 
 
 @contextlib.contextmanager
 def offering_another(path: Path, taken: Path) -> Iterator[None]:
-    """What is found to be wrong with a checkpoint that `chosen` has ``taken`` of several names another one."""
+    """Add another checkpoint as a remedy to errors in this context about the one that `chosen` has ``taken``."""
     try:
         yield
     except DataError as error:
         if error.remedy is None and path != taken and str(error.where).startswith(str(taken)):
-            found = directory.find(taken.parent)
-            good = [step for step, each in found.items() if look_at(each, step).damage is None]
+            saved = directory.find(taken.parent)
+            good = [step for step, folder in saved.items() if look_at(folder, step).damage is None]
             other = directory.another(good, directory.step_of(taken))
-            error.remedy = None if other is None else f"--step {other} takes another checkpoint"
+            error.remedy = None if other is None else f"pass --step {other} for another checkpoint"
         raise
 
 
 _MOST_VALUES = 8
-"""So many of one list are told one by one."""
+"""Most values of one list that are shown one by one."""
 
 
 class Difference(NamedTuple):
-    """One entry of a state that is not the same."""
+    """An entry that differs between two states."""
 
     name: str
     what: str
-    """In words."""
+    """The difference in words."""
     is_value: bool = False
-    """Whether neither is a tensor."""
+    """Whether neither entry is a tensor."""
 
 
 def differences(
     first: Path, second: Path, rtol: float = 0.0, atol: float = 0.0, tell: Callable[[int], object] = lambda nbytes: None
 ) -> Iterator[Difference]:
-    """In what the states of two checkpoints differ, in the order of the first.
+    """Yield the entries that differ between two checkpoints, in the order of the first.
 
     Args:
-        rtol, atol: numbers that are no further apart than ``atol + rtol * abs(that of the second)`` are the same. If
-            both are 0 the bits of elements must be the same.
-        tell: is called with the number of bytes that have been compared, of one of the two.
+        first: the folder of a checkpoint.
+        second: the folder of another checkpoint.
+        rtol: numbers are equal if they differ by at most ``atol + rtol * abs(second)``.
+        atol: see ``rtol``; if both are 0, the bits of elements must be equal.
+        tell: called with the numbers of bytes that were compared, of one of the two.
 
     Raises:
         DataError: a file is missing or damaged.
     """
     one, other = manifest.read(first), manifest.read(second)
-    nodes = [dict(flatten.entries(each.state)) for each in (one, other)]
+    nodes = [dict(flatten.entries(saved.state)) for saved in (one, other)]
     with ShardReader(first, "diff") as a, ShardReader(second, "diff") as b:
         for name in dict.fromkeys([*nodes[0], *nodes[1]]):
             if name not in nodes[1] or name not in nodes[0]:
                 place = 0 if name in nodes[0] else 1
                 node = nodes[place][name]
-                only = f"only in {'AB'[place]}: {_told(node, (one, other)[place])}"
+                only = f"only in {'AB'[place]}: {_described(node, (one, other)[place])}"
                 yield Difference(name, only, not _is_tensor(node))
                 continue
             x, y = nodes[0][name], nodes[1][name]
             if not (_is_tensor(x) and _is_tensor(y)):
                 if not _same(x, y, rtol, atol):
                     is_value = not (_is_tensor(x) or _is_tensor(y))
-                    yield Difference(name, f"{_told(x, one)} and {_told(y, other)}", is_value)
+                    yield Difference(name, f"{_described(x, one)} and {_described(y, other)}", is_value)
                 continue
             tensors = one.tensors[x["tensor"]], other.tensors[y["tensor"]]
             if tensors[0].shape != tensors[1].shape or tensors[0].dtype != tensors[1].dtype:
-                yield Difference(name, f"{_told(x, one)} and {_told(y, other)}")
+                yield Difference(name, f"{_described(x, one)} and {_described(y, other)}")
             else:
                 what = _compared(a, b, tensors, rtol, atol, tell)
                 if what is not None:
@@ -604,7 +601,7 @@ def differences(
 
 
 def folded(found: Iterable[Difference]) -> Iterator[Difference]:
-    """Those of many values of one list as one: the state of a random generator has hundreds."""
+    """Join many differences in one list, such as the state of a random generator, to one."""
     for within, group in itertools.groupby(found, _list_of):
         of = list(group)
         if within is None or len(of) <= _MOST_VALUES:
@@ -614,17 +611,17 @@ def folded(found: Iterable[Difference]) -> Iterator[Difference]:
             yield Difference(within, f"{len(of):,} values, the first is number {first}: {of[0].what}", True)
 
 
-def _list_of(each: Difference) -> str | None:
-    """The name of the list, or the dict of numbers, that a value is in."""
-    within, _, key = each.name.rpartition("/")
-    return within if each.is_value and key.isdecimal() else None
+def _list_of(difference: Difference) -> str | None:
+    """Return the name of the list, or the dict with numbers as keys, of a value."""
+    within, _, key = difference.name.rpartition("/")
+    return within if difference.is_value and key.isdecimal() else None
 
 
 def _is_tensor(node: flatten.Form) -> bool:
     return isinstance(node, dict) and "tensor" in node
 
 
-def _told(node: flatten.Form, of: manifest.Manifest) -> str:
+def _described(node: flatten.Form, of: Manifest) -> str:
     if _is_tensor(node):
         tensor = of.tensors[node["tensor"]]
         return f"shape {tensor.shape} {tensor.dtype}"
@@ -641,14 +638,14 @@ def _same(x: flatten.Form, y: flatten.Form, rtol: float, atol: float) -> bool:
 
 
 class _Apart:
-    """How far two tensors are apart, of what has been seen of them."""
+    """The number and greatest size of the differences between two tensors so far."""
 
     def __init__(self) -> None:
         self.count, self.absolute, self.relative = 0, 0.0, 0.0
 
     def add(self, x: np.ndarray, y: np.ndarray, differ: np.ndarray) -> None:
         self.count += int(np.count_nonzero(differ))
-        x, y = (_as_float(each[differ]) for each in (x, y))
+        x, y = (_as_float(values[differ]) for values in (x, y))
         with np.errstate(all="ignore"):
             delta = np.abs(x - y)
             delta[(x == y) | (np.isnan(x) & np.isnan(y))] = 0
@@ -662,7 +659,7 @@ class _Apart:
 
 def _as_float(x: np.ndarray) -> np.ndarray:
     if x.dtype.kind in "iu":
-        return x.astype(np.longdouble)  # whose digits are enough for 64 bits
+        return x.astype(np.longdouble)  # has enough digits for 64-bit integers
     return x if x.dtype.kind in "fc" and x.dtype.itemsize >= 8 else x.astype(np.float64)
 
 
@@ -680,7 +677,7 @@ def _compared(
         if np.array_equal(x.view(np.uint8), y.view(np.uint8)):
             continue
         differ = _bits_differ(x, y)
-        x, y = (widened(each, tensors[0].dtype) for each in (x, y))
+        x, y = (widened(piece, tensors[0].dtype) for piece in (x, y))
         if rtol or atol:
             with np.errstate(over="ignore"):
                 differ &= ~np.isclose(_as_float(x), _as_float(y), rtol, atol, equal_nan=True)
@@ -688,15 +685,15 @@ def _compared(
             apart.add(x, y, differ)
     if not apart.count:
         return None
-    told = f"{apart.count:,} of {tensors[0].count:,} elements differ"
+    counts = f"{apart.count:,} of {tensors[0].count:,} elements differ"
     if not apart.absolute:
-        return f"{told}, in bits alone (signs of zeros, kinds of NaN)"
-    return f"{told}, by at most {apart.absolute:.3g} (relative {apart.relative:.3g})"
+        return f"{counts}, in bits alone (signs of zeros, kinds of NaN)"
+    return f"{counts}, by at most {apart.absolute:.3g} (relative {apart.relative:.3g})"
 
 
 def _bits_differ(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Which elements are not the same, bit by bit."""
+    """Return a mask of the elements that differ in a bit."""
     if x.dtype.char in PADDED:
         return (x != y) & ~(np.isnan(x) & np.isnan(y))
-    bits = [each.view(np.uint8).reshape(each.size, each.itemsize) for each in (x, y)]
+    bits = [values.view(np.uint8).reshape(values.size, values.itemsize) for values in (x, y)]
     return np.any(bits[0] != bits[1], axis=1)

@@ -1,10 +1,7 @@
-"""Restoring of checkpoints at any number of ranks.
+"""Restoring of checkpoints on any number of ranks, into arrays and objects, with renamed entries.
 
-Other names for what a form has, before it is restored: parts of a state that are called otherwise now.
-
-From a checkpoint back into arrays and objects: which elements this rank reads, and what becomes of the rest.
-
-Which checkpoint of a folder is restored: the one that was asked for, or the newest that is undamaged.
+`restore` chooses the checkpoint: that of a step, or the newest undamaged one. `Filling` plans which elements this rank
+reads, and reads them.
 """
 
 from __future__ import annotations
@@ -35,41 +32,42 @@ from .manifest import Manifest, StoredTensor
 
 
 def new_names(form: Form, rename: Mapping[str, str] | Callable[[str], str] | None) -> dict[str, str]:
-    """The names of a form that are to be others, by what they are.
+    """Return new names of a form's entries by old ones, for entries that are renamed.
 
     Args:
-        rename: a function of a name, or new names by old ones, which stand for all that begins with them, too, and has
-            no longer one among them.
+        form: the form of the checkpoint's state.
+        rename: a function of a name, or new names by old ones, for an entry and all below it; the longest old name
+            wins.
 
     Raises:
-        ConfigError: ``rename`` is neither, an old name is none of the form's, or a new one is no text.
+        ConfigError: ``rename`` is neither, an old name is not in the form, or a new one is not a text.
     """
     if rename is None:
         return {}
     names = ["/".join(map(quoted, path)) for path, _ in _paths(form, ())]
     if callable(rename):
         try:
-            given = {name: rename(name) for name in names}
+            new_by_old = {name: rename(name) for name in names}
         except TOLD as error:
             raise raised("restore", "rename", "a function of a name", error) from error
     else:
         instance("restore", "rename", rename, Mapping, "a dict of names, or a function")
         for old in rename:
             if not isinstance(old, str) or not any(f"{name}/".startswith(f"{old}/") for name in names):
-                expected = "names of the checkpoint outside of lists, or what stands before a slash in them"
+                expected = "names of the checkpoint outside of lists, or their parts before a slash"
                 raise ConfigError("restore", where="rename", expected=expected, got=repr(old))
-        given = {name: _moved(name, rename) for name in names}
-    odd = next((name for name, new in given.items() if not isinstance(new, str) or not new), None)
+        new_by_old = {name: _moved(name, rename) for name in names}
+    odd = next((name for name, new in new_by_old.items() if not isinstance(new, str) or not new), None)
     if odd is not None:
-        raise ConfigError("restore", where="rename", expected=f"a name for {odd!r}", got=repr(given[odd]))
-    return {name: new for name, new in given.items() if new != name}
+        raise ConfigError("restore", where="rename", expected=f"a name for {odd!r}", got=repr(new_by_old[odd]))
+    return {name: new for name, new in new_by_old.items() if new != name}
 
 
 def renamed(form: Form, names: Mapping[str, str]) -> Form:
-    """A form whose names are others, as `new_names` says.
+    """Return a form with the new names of `new_names`.
 
     Raises:
-        ConfigError: two would have one name.
+        ConfigError: two entries would have one name, or one would contain the other.
     """
     if not names:
         return form
@@ -77,16 +75,13 @@ def renamed(form: Form, names: Mapping[str, str]) -> Form:
     for path, node in _paths(form, ()):
         now = names.get("/".join(map(quoted, path)))
         keys: tuple[Any, ...] = path if now is None else tuple(map(unquoted, now.split("/")))
-        place = root
+        place, text = root, "/".join(map(str, keys))
         for key in keys[:-1]:
             place = place.setdefault(key, {})
             if not isinstance(place, dict):
-                raise ConfigError("restore", where="rename", expected="names that do not meet",
-                                  got=repr("/".join(map(str, keys))))  # fmt: skip
+                raise ConfigError("restore", where="rename", expected="distinct names", got=f"{text!r} below an entry")
         if keys[-1] in place:
-            raise ConfigError(
-                "restore", where="rename", expected="names that do not meet", got=f"{'/'.join(map(str, keys))!r} twice"
-            )
+            raise ConfigError("restore", where="rename", expected="distinct names", got=f"{text!r} twice")
         place[keys[-1]] = _Leaf(node)
     return _form_of(root)
 
@@ -115,65 +110,66 @@ def _moved(name: str, rename: Mapping[str, str]) -> str:
 def _form_of(value: Any) -> Form:
     if isinstance(value, _Leaf):
         return value.node
-    return {"dict": [[key, _form_of(each)] for key, each in value.items()]}
+    return {"dict": [[key, _form_of(inner)] for key, inner in value.items()]}
 
 
 Value = Callable[[], Any]
-"""Gives what is restored, once elements have been read: objects take over their state then."""
+"""A function that returns the restored value once elements are read, when objects load their states."""
 _NOTHING = object()
-"""There is nothing to restore into."""
+"""Template of an entry without an object or array to restore into."""
 
 
 class _Takes(enum.Enum):
-    """What the owner of a part of a state does with what the checkpoint has and it has not."""
+    """Owners of a part of a state, by their use of entries that only the checkpoint has."""
 
-    NAMED = "the program: names must fit, but dicts and lists of plain values are as long as they were"
-    FITTING = "an object that knows what it has"
-    ALL = "an object that is given it, too"
+    NAMED = "the program: names must fit, but dicts and lists of plain values may differ in length"
+    FITTING = "an object that restores its own entries alone"
+    ALL = "an object that also gets further entries"
 
 
 @dataclass
 class Restored:
-    """What `Manager.restore` has done."""
+    """The result of `Manager.restore`."""
 
     step: int
     state: Any
-    """As it was saved: dicts, lists, numbers and arrays; where there was something to restore into, that."""
+    """The state as it was saved: dicts, lists, numbers and arrays, with the arrays and objects of ``into``."""
     path: Path
     metrics: dict[str, float]
     config: dict[str, Any]
     missing: list[str] = field(default_factory=list)
-    """What the checkpoint does not have, and so has stayed as it was, by name."""
+    """Names of entries of ``into`` that the checkpoint does not have, and that are unchanged."""
     left_over: list[str] = field(default_factory=list)
-    """What it has and nobody took, by name."""
+    """Names of entries of the checkpoint that were not restored."""
     kept: list[str] = field(default_factory=list)
-    """What each rank has for itself, and has stayed as it was because there were other numbers of ranks, by name."""
+    """Names of entries per rank that are unchanged, because the checkpoint is of another number of ranks."""
 
 
 class _Read(NamedTuple):
-    """Elements to be read."""
+    """A run of elements to read."""
 
     tensor: StoredTensor
     first: int
     out: np.ndarray
-    """Shape ``(count,)``."""
+    """Array for the elements, shape ``(count,)``."""
     rows: int | None = None
-    """What is wanted is the sum over the tensor's rows, divided by so many."""
+    """Divisor of the sum over the tensor's rows, if that is read."""
 
 
 class Filling:
-    """Plans what to read for a state, then reads it.
+    """The plan of the elements to read for a state, and its execution.
 
     Args:
-        manifest: of the checkpoint.
-        form: of its state.
+        manifest: the manifest of the checkpoint.
+        form: the form of its state, with new names.
         world: the ranks.
-        into: what to restore into; `None`: whole arrays are made.
-        renamed: the names of ``form`` that are others than in the checkpoint, by those.
+        into: the state to restore into; None: make whole arrays.
+        strict: whether missing and left-over entries are errors.
+        renamed: new names by old ones.
 
     Raises:
-        ConfigError: something does not fit, is missing or left over (unless not ``strict``); nothing is changed.
-        UnsupportedError: a `Sharded` whose parts are no parts of it.
+        ConfigError: an entry does not fit, or with ``strict`` is missing or left over; nothing is changed.
+        UnsupportedError: a part of a `Sharded` is not a run of its elements.
     """
 
     def __init__(
@@ -185,7 +181,7 @@ class Filling:
         self._saved = Saved(names, renamed, lambda tensor: manifest.tensors[tensor].shape)
         self._reads: list[_Read] = []
         self._write_back: list[tuple[str, Callable[[], object]]] = []
-        """By name: copies to what cannot be read into, once everything has been read."""
+        """Names and functions that copy read elements to arrays that cannot be read into."""
         self.missing: list[str] = []
         self.left_over: list[str] = []
         self.kept: list[str] = []
@@ -198,29 +194,29 @@ class Filling:
             wrong = [f"{listed(names)} {what}" for what, names in both if names]
             raise ConfigError(
                 "restore", expected="the names of the checkpoint", got=", ".join(wrong),
-                remedy="restore(strict=False) takes what there is, rename={old: new} gives names",
+                remedy="pass strict=False to restore common names, or rename={old: new}",
             )  # fmt: skip
 
     def check(self, path: Path) -> None:
-        """As `read`, but nothing is changed.
+        """Read all elements without changing anything.
 
         Raises:
             DataError: a file is missing or damaged.
         """
         with ShardReader(path) as reader:
-            for each in self._reads:
-                _read(reader, each._replace(out=np.empty_like(each.out)))
+            for run in self._reads:
+                _read(reader, run._replace(out=np.empty_like(run.out)))
 
     def read(self, path: Path) -> None:
-        """Read all elements, from the folder of the checkpoint.
+        """Read all elements from the folder of the checkpoint.
 
         Raises:
-            DataError: a file is missing or damaged; some elements may have been read by then.
-            HpcdpError: what an array has raised that was to be written to.
+            DataError: a file is missing or damaged; other elements may have been read.
+            HpcdpError: an array of the program has raised when it was written.
         """
         with ShardReader(path) as reader:
-            for each in self._reads:
-                _read(reader, each)
+            for run in self._reads:
+                _read(reader, run)
         for name, write in self._write_back:
             try:
                 write()
@@ -228,10 +224,10 @@ class Filling:
                 raise refused("restore", name, error) from error
 
     def finish(self) -> Any:
-        """Let objects take over their states; the whole state.
+        """Let objects load their states, and return the whole state.
 
         Raises:
-            HpcdpError: what the first of them has raised; the others have theirs.
+            HpcdpError: an object has raised; the others have loaded their states.
         """
         value = self._value()
         if self._error is not None:
@@ -241,7 +237,7 @@ class Filling:
     def _plan(self, template: Any, node: flatten.Form, name: str, takes: _Takes) -> Value:
         try:
             return self._planned(template, node, name, takes)
-        except TOLD as error:  # goes on, or others would wait for this rank
+        except TOLD as error:  # go on, because other ranks would wait for this one
             self._error = self._error or refused("restore", name, error)
             return lambda: template
 
@@ -263,7 +259,7 @@ class Filling:
             if stateful is not None:
                 more = _Takes.ALL if getattr(stateful, "takes_more", True) else _Takes.FITTING
                 inner = self._plan(stateful.state_dict(), node, name, more)
-                return lambda: self._taken_over(template, stateful, inner(), name)
+                return lambda: self._loaded(template, stateful, inner(), name)
         if tag == "dict":
             return self._dict(template, content, name, takes)
         if tag in ("list", "tuple"):
@@ -274,16 +270,16 @@ class Filling:
         if template is not _NOTHING and (
             isinstance(template, Mapping | list | tuple) or as_array(template) is not None
         ):
-            raise _misfit(name, _told(template), repr(value))
+            raise _misfit(name, _kind_text(template), repr(value))
         kinds = _kind(template), _kind(value)
         if takes is _Takes.NAMED and template is not _NOTHING and None not in kinds and kinds[0] != kinds[1]:
             raise _misfit(name, kinds[0], repr(value))
         return lambda: value
 
-    def _taken_over(self, template: Any, stateful: Stateful, state: Any, name: str) -> Any:
+    def _loaded(self, template: Any, stateful: Stateful, state: Any, name: str) -> Any:
         try:
             stateful.load_state_dict(state)
-        except TOLD as error:  # goes on: the next ones may do that together
+        except TOLD as error:  # go on, because the next objects may load collectively
             self._error = self._error or refused("restore", name, error)
         return template
 
@@ -294,14 +290,14 @@ class Filling:
             return self._plan(inner, nodes[rank], flatten.joined(name, f"rank-{rank}"), takes)
         self.kept.append(name)
         if takes is not _Takes.NAMED or inner is _NOTHING:
-            return lambda: None  # for an object, which knows what that means
+            return lambda: None  # an object handles None, see `PerRank`
         return lambda: inner
 
     def _dict(self, template: Any, content: list[Any], name: str, takes: _Takes) -> Value:
         if template is _NOTHING or template is None:
             return self._dict({}, content, name, _Takes.ALL)
         if not isinstance(template, Mapping):
-            raise _misfit(name, _told(template), "a dict")
+            raise _misfit(name, _kind_text(template), "a dict")
         if takes is _Takes.NAMED and _is_numbered(template):
             self._require_order(template, content, name)
         as_saved = takes is _Takes.NAMED and name != "" and _is_plain(template)
@@ -315,39 +311,39 @@ class Filling:
             elif as_saved or takes is _Takes.ALL:
                 planned[key] = self._plan(_NOTHING, node, inner, _Takes.ALL)
             else:
-                self.left_over += [each for each, _ in flatten.leaves(node, inner)]
+                self.left_over += [leaf for leaf, _ in flatten.leaves(node, inner)]
         for key in () if as_saved else names.values():
             inner, shares = flatten.joined(name, key), _shares(template[key])
             if shares is None:
                 self.missing.append(inner)
             else:
-                self._write_back += [(inner, partial(_clear, each)) for each in shares]
+                self._write_back += [(inner, partial(_clear, share)) for share in shares]
             planned[key] = _as_is(template[key])
         return lambda: {key: value() for key, value in planned.items()}
 
     def _require_order(self, template: Mapping[Any, Any], content: list[Any], name: str) -> None:
-        """Raise where a state dict of torch's optimizers, given as a dict, numbers parameters in another order.
+        """Raise `ConfigError` for a state dict of a PyTorch optimizer that numbers parameters in another order.
 
-        They go by number, unlike a module's parameters beside them.
+        Such a dict identifies parameters by number, not by name.
         """
         form = {"dict": content}
         names = (
             flatten.below(form, f"param_groups/{number}/param_names") for number in range(len(template["param_groups"]))
         )
-        saved = [each["list"] for each in names if isinstance(each, dict) and "list" in each]
+        saved = [node["list"] for node in names if isinstance(node, dict) and "list" in node]
         own = [[*group["param_names"]] for group in template["param_groups"] if "param_names" in group]
         moved = saved != own if saved and own else _is_in_other_order(self._into, "", self._saved.names)
         if moved:
             raise ConfigError(
                 "restore", where=name or "the state", expected="parameters in the order of the checkpoint",
-                got="another order, in which a state dict would give states to others",
+                got="another order, in which parameters would get each other's states",
                 remedy="restore into the module and the optimizer themselves, which match by name",
             )  # fmt: skip
 
     def _list(self, template: Any, content: list[Any], name: str, takes: _Takes, kind: type) -> Value:
         is_nothing = template is _NOTHING or template is None
         if not (is_nothing or takes is _Takes.ALL or isinstance(template, list | tuple)):
-            raise _misfit(name, _told(template), f"a {kind.__name__}")
+            raise _misfit(name, _kind_text(template), f"a {kind.__name__}")
         if is_nothing or not isinstance(template, list | tuple) or (takes is _Takes.NAMED and _is_plain(template)):
             template = [_NOTHING] * len(content)
         if len(template) != len(content):
@@ -359,8 +355,8 @@ class Filling:
                 return _as_is(template)
             else:
                 raise _misfit(name, f"{len(template)} elements", len(content))
-        planned = [self._plan(each, node, flatten.joined(name, at), takes)
-                   for at, (each, node) in enumerate(zip(template, content, strict=True))]  # fmt: skip
+        planned = [self._plan(item, node, flatten.joined(name, at), takes)
+                   for at, (item, node) in enumerate(zip(template, content, strict=True))]  # fmt: skip
         return lambda: kind(value() for value in planned)
 
     def _tensor(self, node: flatten.Form, name: str) -> StoredTensor:
@@ -383,7 +379,7 @@ class Filling:
     def _filled(self, template: Any, tensor: StoredTensor, name: str) -> Value:
         view = as_array(template)
         if view is None:
-            raise _misfit(name, _told(template), f"a tensor of shape {tensor.shape}")
+            raise _misfit(name, _kind_text(template), f"a tensor of shape {tensor.shape}")
         if (view.array.shape, view.dtype) != (tensor.shape, tensor.dtype):
             raise _misfit(name, f"shape {view.array.shape} {view.dtype}", f"shape {tensor.shape} {tensor.dtype}")
         if isinstance(template, np.generic):
@@ -393,8 +389,8 @@ class Filling:
         _require_writable(template, name)
         if view.overlaps:
             raise ConfigError(
-                "restore", where=name or "the state", expected="an array to write to",
-                got="one whose elements share memory", remedy="restore into a copy of it",
+                "restore", where=name or "the state", expected="a writable array",
+                got="an array whose elements share memory", remedy="restore into a copy of it",
             )  # fmt: skip
         self._reads.append(_Read(tensor, 0, view.array.reshape(-1)))
         if view.write_back is not None:
@@ -432,9 +428,9 @@ class Filling:
 
 
 def _is_numbered(template: Mapping[Any, Any]) -> bool:
-    """Return whether it is a state dict of torch's optimizers, which numbers parameters."""
+    """Return whether a dict is the state dict of a PyTorch optimizer, which numbers parameters."""
     groups = template.get("param_groups")
-    return "state" in template and isinstance(groups, list) and all(isinstance(each, Mapping) for each in groups)
+    return "state" in template and isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
 
 
 def _is_in_other_order(into: Any, name: str, saved: Sequence[str]) -> bool:
@@ -445,8 +441,8 @@ def _is_in_other_order(into: Any, name: str, saved: Sequence[str]) -> bool:
     if isinstance(into, Mapping) and not _is_numbered(into):
         own = [flatten.joined(name, key) for key, value in items if hasattr(value, "shape")]
         known = set(own)
-        then = [each for each in saved if each in known]
-        if then != [each for each in own if each in set(then)]:
+        then = [saved_name for saved_name in saved if saved_name in known]
+        if then != [own_name for own_name in own if own_name in set(then)]:
             return True
     elif isinstance(into, Mapping):
         return False
@@ -455,7 +451,8 @@ def _is_in_other_order(into: Any, name: str, saved: Sequence[str]) -> bool:
 
 def _require_writable(array: Any, name: str) -> None:
     if isinstance(array, np.ndarray) and not array.flags.writeable:
-        raise ConfigError("restore", where=name or "the state", expected="an array to write to", got="a read-only one")
+        raise ConfigError("restore", where=name or "the state", expected="a writable array", got="a read-only array",
+                          remedy="restore into a copy of it")  # fmt: skip
 
 
 def _misfit(name: str, expected: object, got: object) -> ConfigError:
@@ -466,24 +463,28 @@ def _misfit(name: str, expected: object, got: object) -> ConfigError:
 
 
 def _kind(value: Any) -> str | None:
-    """What may stand in for each other, None where everything may."""
+    """Return the kind of value that may replace ``value``; None if any may."""
     if value is None:
         return None
-    return "a text" if isinstance(value, str) else "a number" if isinstance(value, bool | int | float) else _told(value)
+    if isinstance(value, str):
+        return "a text"
+    return "a number" if isinstance(value, bool | int | float) else _kind_text(value)
 
 
 def _is_plain(template: Any) -> bool:
-    """Whether nothing of it could be filled in place."""
+    """Return whether ``template`` has only plain values, which cannot be filled in place."""
     if isinstance(template, Mapping | list | tuple):
         return all(map(_is_plain, template.values() if isinstance(template, Mapping) else template))
     return template is None or isinstance(template, bool | int | float | str)
 
 
 def _shares(template: Any) -> list[Sharded] | None:
-    """The shares of sums that ``template`` has by name, None where it has anything else. A checkpoint without those
-    names is of ranks that had no shares, as one node has no gradients that it has not sent, so the sums are zero."""
-    found = list(template.values()) if isinstance(template, Mapping) else []
-    return found if found and all(isinstance(each, Sharded) and each.shares for each in found) else None
+    """Return the values of a dict of `Sharded` with ``shares``; None for anything else.
+
+    A checkpoint without them is of ranks without shares, as one node has no compression residuals: the sums are zero.
+    """
+    shares = list(template.values()) if isinstance(template, Mapping) else []
+    return shares if shares and all(isinstance(share, Sharded) and share.shares for share in shares) else None
 
 
 def _clear(share: Sharded) -> None:
@@ -491,7 +492,7 @@ def _clear(share: Sharded) -> None:
         part.values[...] = 0
 
 
-def _told(template: Any) -> str:
+def _kind_text(template: Any) -> str:
     view = None if isinstance(template, Mapping | list | tuple) else as_array(template)
     return type_named(template) if view is None else f"shape {view.array.shape} {view.dtype}"
 
@@ -509,7 +510,7 @@ def _read(reader: ShardReader, read: _Read) -> None:
 
 
 def _read_shares(reader: ShardReader, read: _Read) -> None:
-    """What all rows of a tensor have together at some columns, divided."""
+    """Read the sum over all rows of a tensor at some columns, divided by ``read.rows``."""
     columns = math.prod(read.tensor.shape[1:])
     row, dtype = np.empty_like(read.out), read.tensor.dtype
     total = np.zeros_like(widened(row, dtype))
@@ -521,26 +522,24 @@ def _read_shares(reader: ShardReader, read: _Read) -> None:
 
 
 _MOST_REMOVED = 10
-"""So many checkpoints may be removed by another job while they are read."""
+"""Most checkpoints that another job may remove while they are read."""
 
 
 def restore(path: Path, world: World, which: int | list[int], into: Any, strict: bool, rename: Any) -> Restored:
-    """See `Manager.restore`.
+    """Restore a checkpoint; see `Manager.restore`.
 
-    Args:
-        path: of all checkpoints.
-        which: the step, or all of which one may be taken, in order: the newest that is undamaged.
+    ``which`` is a step, or a list of steps in order, of which the newest undamaged one is restored.
     """
-    waitall()  # asynchronous calls under way may read what is filled
-    asked = isinstance(which, int)
+    waitall()  # asynchronous calls under way may read the arrays that are filled
+    is_chosen = isinstance(which, int)
     steps = [which] if isinstance(which, int) else [*which]
-    lost = [] if asked else [Path(each) for each in on_rank_0(world.comm, lambda: _lost(path, steps))]
+    lost = [] if is_chosen else [Path(folder) for folder in on_rank_0(world.comm, lambda: _lost(path, steps))]
     if not steps:
         got = f"{lost[-1].name} without {checkpoint_manifest.NAME}" if lost else "none"
         raise DataError("restore", where=path, expected="a complete checkpoint", got=got)
-    for each in lost if world.rank == 0 else ():
-        if directory.step_of(each) > steps[-1]:
-            where = each / checkpoint_manifest.NAME
+    for folder in lost if world.rank == 0 else ():
+        if directory.step_of(folder) > steps[-1]:
+            where = folder / checkpoint_manifest.NAME
             warn(f"restore [{where}]: expected a file, got none: taking step {steps[-1]} instead")
     damaged: DataError | None = None
     read, removed = set[int](), 0
@@ -549,17 +548,17 @@ def restore(path: Path, world: World, which: int | list[int], into: Any, strict:
         try:
             return _restore(path, world, step, into, strict, rename, bool(steps))
         except DataError as error:
-            if asked:
+            if is_chosen:
                 error.remedy = on_rank_0(world.comm, lambda: _offer(path, step))  # noqa: B023
                 raise
-            there: list[int] = on_rank_0(world.comm, lambda: [*found("restore", path)])
+            present: list[int] = on_rank_0(world.comm, lambda: [*found("restore", path)])
             read.add(step)
-            steps = [each for each in there if each not in read]
-            if step not in there:  # a job that saves here does not keep it; what that has saved since is there
+            steps = [other for other in present if other not in read]
+            if step not in present:  # another job has removed it, and may have saved newer ones
                 removed += 1
                 if steps and removed < _MOST_REMOVED:
                     continue
-                error.remedy = "another job removes checkpoints here before they are read: let it keep more"
+                error.remedy = "raise keep of the job that saves here, which removes checkpoints before they are read"
                 raise
             if not steps:
                 if len(read) > 1:
@@ -572,30 +571,30 @@ def restore(path: Path, world: World, which: int | list[int], into: Any, strict:
             if damaged is None:
                 raise
             damaged.remedy = f"step {step} was to be taken instead: {error}"
-            raise damaged from error  # of which there may be elements in ``into``, where nothing else has changed it
+            raise damaged from error  # elements of the damaged checkpoint may be in `into`
 
 
 def found(operation: str, path: Path) -> dict[int, Path]:
-    """See `folder.find`; a folder that cannot be listed is a `DataError`."""
+    """Return `directory.find`; a folder that cannot be listed is a `DataError`."""
     with failing(operation, lambda: path):
         return directory.find(path)
 
 
 def best(operation: str, path: Path, metric: str) -> int:
-    """See `folder.best_step`; of a folder that has no checkpoint a `DataError`, too."""
+    """Return `directory.best_step`; a folder without checkpoints is a `DataError`, too."""
     return directory.best_step(operation, path, found(operation, path), metric)
 
 
 def _lost(path: Path, complete: list[int]) -> list[str]:
-    """What `folder.without_manifest` finds, the newest last."""
+    """Return the folders of `directory.without_manifest`, the newest last."""
     with failing("restore", lambda: path):
-        return [str(each) for _, each in sorted(directory.without_manifest(path, complete).items())]
+        return [str(folder) for _, folder in sorted(directory.without_manifest(path, complete).items())]
 
 
 def _offer(path: Path, damaged: int) -> str | None:
-    """Which other checkpoint can be taken."""
+    """Return the remedy that names another checkpoint; None without one."""
     other = directory.another(found("restore", path), damaged)
-    return None if other is None else f"restore(step={other}) takes another checkpoint"
+    return None if other is None else f"call restore(step={other}) for another checkpoint"
 
 
 def _restore(path: Path, world: World, step: int, into: Any, strict: bool, rename: Any, others: bool) -> Restored:
@@ -604,10 +603,10 @@ def _restore(path: Path, world: World, step: int, into: Any, strict: bool, renam
     saved = checkpoint_manifest.parse(text.encode(), place / checkpoint_manifest.NAME)
     names, outline = on_every_rank(comm, lambda: (new_names(saved.state, rename), flatten.outline("restore", into)))
     items = [f"{strict=}", *(f"{old} is called {new}" for old, new in names.items()), *outline]
-    require_same(comm, "restore", items, "restore into the same on all ranks, by the same names")
+    require_same(comm, "restore", items, "restore into the same objects with the same names on all ranks")
     form = renamed(saved.state, names)
     filling = on_every_rank(comm, lambda: Filling(saved, form, world, into, strict, names))
-    if others and not strict:  # which may lack names, of which this one must leave nothing where it is damaged
+    if others and not strict:  # an older checkpoint may lack entries, which a damaged one must not have changed
         on_every_rank(comm, lambda: filling.check(Path(real_place)))
     on_every_rank(comm, lambda: filling.read(Path(real_place)))
     state = on_every_rank(comm, filling.finish)
@@ -616,7 +615,7 @@ def _restore(path: Path, world: World, step: int, into: Any, strict: bool, renam
 
 
 def _read_manifest(path: Path, step: int) -> tuple[str, str]:
-    """On rank 0: the manifest's text, and the folder that it lies in, where all files have the size that it says."""
+    """Return the manifest's text and its folder, after a check of the sizes of all files; on rank 0."""
     place = found("restore", path).get(step)
     if place is None:
         raise DataError("restore", where=path, expected=f"a complete checkpoint of step {step}", got="none")
@@ -627,7 +626,7 @@ def _read_manifest(path: Path, step: int) -> tuple[str, str]:
         except DataError as error:
             if file.name != checkpoint_manifest.INDEX_NAME:
                 raise
-            warn(f"{error}: restoring all the same, which does not need it; other programs do")
+            warn(f"{error}: ignored, because only other programs need the index")
     return content.decode(), str(place)
 
 

@@ -1,9 +1,4 @@
-"""The checkpoint manager.
-
-The checkpoints of a run: saved, kept as long as asked, restored.
-
-What programs may give a `Manager`, checked before ranks do anything together.
-"""
+"""`Manager`, which saves, retains and restores the checkpoints of a run, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -34,11 +29,11 @@ from .save import WRITERS, Group, Saving, StagedSave, by_rank, check_shards
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """A folder by a name that stays the same where the program goes on in another one.
+    """Return the absolute path of a folder, which stays valid when the program changes its working directory.
 
     Raises:
-        ConfigError: it is no path.
-        DataError: the folder that the program is in is gone.
+        ConfigError: ``path`` is not a path.
+        DataError: the working directory was removed.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str) or not text:
@@ -48,7 +43,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def check_retention(keep: object, keep_every: object, best: object) -> None:
-    """Raise `ConfigError` unless they say which checkpoints stay, see `Manager`."""
+    """Raise `ConfigError` for invalid arguments of retention, see `Manager`."""
     whole_numbers("Manager", 1, keep=1 if keep is None else keep, keep_every=1 if keep_every is None else keep_every)
     if best is not None:
         directory.metric_name("Manager", best, "'metric', '-metric', or None")
@@ -57,36 +52,33 @@ def check_retention(keep: object, keep_every: object, best: object) -> None:
 
 
 def check_ways_to_write(compression: object, atomic_rename: object) -> None:
-    """Raise `ConfigError` unless files can be written so, see `Manager`."""
+    """Raise `ConfigError` for invalid arguments of writing, see `Manager`."""
     if compression is not None:
         one_of("Manager", "compression", compression, COMPRESSIONS)
     boolean("Manager", "atomic_rename", atomic_rename)
 
 
 def step_number(operation: str, step: object) -> int:
-    """A step, as a plain integer.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return a step as an int; `ConfigError` for anything else."""
     return whole_number(operation, "step", step, 0, 10**18 - 1, expected="an integer from 0 to 10**18 - 1")
 
 
 def metric_to_restore(best: object, own: str | None, step: object) -> str | None:
-    """Return by which metric `Manager.restore` chooses, None where it does not.
+    """Return the metric by which `Manager.restore` chooses a checkpoint; None without one.
 
     Args:
-        best: what it was given.
-        own: the manager's ``best``.
-        step: what it was given.
+        best: ``best`` of `Manager.restore`.
+        own: ``best`` of the manager.
+        step: ``step`` of `Manager.restore`.
 
     Raises:
-        ConfigError: ``best`` is none, or asks for the manager's own, which has none; a step is given, too.
+        ConfigError: ``best`` is not a metric, or is True for a manager without one, or comes with a step.
     """
     if best is False or best is None:
         return None
     if step is not None:
-        raise ConfigError("restore", where="best", expected="none with a step", got=repr(best))
+        raise ConfigError("restore", where="best", expected="False with a step", got=repr(best),
+                          remedy="pass step or best, not both")  # fmt: skip
     if best is True and own is None:
         raise ConfigError("restore", where="best", expected="a Manager made with best=...", got="True",
                           remedy="name the metric: best='test_accuracy', best='-test_loss'")  # fmt: skip
@@ -94,13 +86,14 @@ def metric_to_restore(best: object, own: str | None, step: object) -> str | None
 
 
 def numbers(metrics: object, best: str | None) -> dict[str, float]:
-    """Metrics as plain numbers, by name; none of None.
+    """Return metrics as floats by name; empty for None.
 
     Args:
-        best: see `Manager`.
+        metrics: ``metrics`` of `Manager.save`.
+        best: ``best`` of the manager.
 
     Raises:
-        ConfigError: they are none, or that of ``best`` is not among them.
+        ConfigError: ``metrics`` is not a dict of numbers, or lacks that of ``best``.
     """
     if metrics is None:
         return {}
@@ -109,41 +102,43 @@ def numbers(metrics: object, best: str | None) -> dict[str, float]:
     instances("save", "metrics", metrics, str, expected)
     odd = next((name for name in metrics if not is_utf8(name)), None)
     if odd is not None:
-        raise ConfigError("save", where="metrics", expected="names that are Unicode", got=ascii(odd))
-    found = {name: _number(name, value) for name, value in metrics.items()}
-    decides = None if best is None else best.removeprefix("-")
-    if decides is not None and decides not in found:
-        raise ConfigError("save", where="metrics", expected=f"{decides!r}, which decides what is best", got=found)
-    return found
+        raise ConfigError("save", where="metrics", expected="names in Unicode", got=ascii(odd))
+    values = {name: _number(name, value) for name, value in metrics.items()}
+    decisive = None if best is None else best.removeprefix("-")
+    if decisive is not None and decisive not in values:
+        raise ConfigError(
+            "save", where="metrics", expected=f"{decisive!r}, which the Manager's best={best!r} needs", got=values
+        )
+    return values
 
 
 def _number(name: str, value: Any) -> float:
     try:
         if not isinstance(value, str | bytes):
             return float(value)
-    except Exception:  # of a library's number it may be anything
+    except Exception:  # a number class of another library may raise anything
         pass
-    text = type(value).__name__ if isinstance(value, int) else repr(value)  # too long to be shown
-    raise ConfigError("save", where=f"metric {name}", expected="a number that a float can be", got=text)
+    text = type(value).__name__ if isinstance(value, int) else repr(value)  # the int is too long to be shown
+    raise ConfigError("save", where=f"metric {name}", expected="a number in the range of float", got=text)
 
 
 def settings(config: object) -> dict[str, Any]:
-    """A copy of a configuration that JSON can carry, as it comes back: a save behind may take a while.
+    """Return a copy of a configuration as JSON restores it; a copy, because an asynchronous save takes a while.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: JSON cannot represent it.
     """
     try:
         manifest.check_config(config)
         copied: dict[str, Any] = json.loads(json.dumps(dict(config)))  # type: ignore[call-overload]
     except (TypeError, ValueError, RecursionError) as error:
-        expected = "a dict of what JSON can carry, with keys that are str"
+        expected = "a dict of JSON values, with keys that are str"
         raise ConfigError("save", where="config", expected=expected, got=error) from error
     return copied
 
 
 def told_alike(metrics: Mapping[str, float], config: Mapping[str, Any]) -> list[str]:
-    """What of a save's arguments must be the same on all ranks, a line each, whatever their order."""
+    """Return metrics and config as sorted lines, which must be the same on all ranks."""
     values = [f"metric {name} = {value!r}" for name, value in metrics.items()]
     entries = [f"config {name} = {json.dumps(value, sort_keys=True)}" for name, value in config.items()]
     return sorted(values) + sorted(entries)
@@ -151,33 +146,33 @@ def told_alike(metrics: Mapping[str, float], config: Mapping[str, Any]) -> list[
 
 _SAVES, _REMOVALS = "save", "remove"
 _PATIENCE_S = 8.0
-"""After an exception: so long what is under way may take to end."""
-_ALIKE = "what each rank has for itself goes into a PerRank"
+"""Most seconds that `Manager` waits for a save under way after an exception."""
+_ALIKE = "put states that differ between ranks into a PerRank"
 
 
 class Manager:
-    """Saves the state of a run in a folder, and restores it; every rank must make it, and call what it says.
+    """The checkpoints of a run in a folder; every rank must make it, and call its collective methods.
 
-    What is saved is on disk, or is not there: files are written to a folder of another name, brought to disk, and the
-    folder gets its name when all ranks have done so. At most one job at a time saves in a folder. As a context it ends
-    with `close`.
+    A checkpoint is complete on disk, or does not exist: files are written and synchronized in a temporary folder, which
+    is renamed when all ranks have finished. Only one job at a time saves in a folder. As a context manager it calls
+    `close`.
 
     Args:
-        path: the folder; is made by the first `save`, with the folders above it. A relative one is taken from where
-            the program is now, which must be the same folder on all ranks.
+        path: the folder, which the first `save` makes with its parents. A relative path refers to the working directory
+            of now, which must be the same on all ranks.
         world: the ranks; default `hpcdp.init()`.
-        keep: so many of the newest checkpoints stay, at least one; None: all.
-        keep_every: those stay, too, whose step this divides.
-        best: ``"metric"`` or ``"-metric"``: that one stays, too, whose `save` was given the greatest (smallest) value
-            of it; one that was given no metrics, or a value that is not finite, is never the best.
-        shards: ``"rank"``: every rank writes a file; ``"node"``: the ranks of a node write to one; ``"all"``: all ranks
-            write to one, through parallel HDF5, where h5py was built with it.
-        compression: ``"gzip"`` or ``"lzf"``, by HDF5 in chunks with checksums: a fraction of the speed. None: not.
-        atomic_rename: whether renaming a folder is one step of the file system. Without, a file ``committed`` in it
-            makes it complete.
+        keep: number of the newest checkpoints to keep, at least one; None: all.
+        keep_every: checkpoints whose step is divisible by this are kept, too.
+        best: ``"metric"`` or ``"-metric"``: the checkpoint whose `save` got the greatest (smallest) value of this
+            metric is kept, too. One without metrics, or with a value that is not finite, is never the best.
+        shards: ``"rank"``: every rank writes a file; ``"node"``: the ranks of a node share a file; ``"all"``: all ranks
+            share a file through parallel HDF5, for which h5py must be built.
+        compression: ``"gzip"`` or ``"lzf"``, by HDF5 in chunks with checksums, at a fraction of the speed; None: none.
+        atomic_rename: whether the file system renames folders atomically. If not, a file ``committed`` in a folder
+            marks it as complete.
 
     Raises:
-        ConfigError: a value outside of that.
+        ConfigError: an argument is invalid.
         MismatchError: the ranks' folders or settings differ; on every rank.
     """
 
@@ -209,7 +204,7 @@ class Manager:
             f"{keep=} {keep_every=} {best=}",
             f"{shards=} {compression=} {atomic_rename=}",
         ]
-        require_same(self.world.comm, "Manager", settings, "make it alike on all ranks")
+        require_same(self.world.comm, "Manager", settings, "pass the same on all ranks")
         self._group = Group.of(self.world)
         check_shards(shards, compression, self._group)
         self._write = partial(by_rank, compression=compression) if shards == "rank" else WRITERS[shards]
@@ -220,7 +215,7 @@ class Manager:
         self._staging = StagedSave()
         self.world.endings.add(self._let_end)
 
-    __reduce__ = not_copied("Manager", "the manager", "make another one by checkpoint.Manager(manager.path)")
+    __reduce__ = not_copied("Manager", "the manager", "make another by checkpoint.Manager(manager.path)")
 
     def __enter__(self) -> Manager:
         return self
@@ -231,16 +226,19 @@ class Manager:
         self._is_closed = True
         if error is None:
             self.close()
-        else:  # others may be elsewhere: no collective, and no waiting for ever
+        else:  # other ranks may be elsewhere: call no collective, and limit the wait
             self._is_left = True
             if self._saving is not None:
                 self._saving.wait(_PATIENCE_S)
             self._release(_PATIENCE_S)
 
     def close(self) -> None:
-        """Wait for the save under way, and let other jobs write; every rank must call. Raises what `wait` does.
+        """Wait for the save under way, and release the folder's lock; every rank must call.
 
         The manager neither saves nor restores after that.
+
+        Raises:
+            DataError: the save failed, see `wait`.
         """
         self._is_closed = True
         try:
@@ -251,18 +249,18 @@ class Manager:
     def _require_open(self, operation: str) -> None:
         if self._is_closed:
             raise ConfigError(operation, where=self.path, expected="an open Manager", got="one after close()",
-                              remedy="make another one")  # fmt: skip
+                              remedy="make another Manager")  # fmt: skip
 
     def _release(self, timeout_s: float | None = None) -> None:
         if timeout_s is None:
             self._engine.waitall()
         is_over, self._saving = self._engine.shutdown(timeout_s), None
-        if self._lock is not None and is_over:  # else another job would clean the folder where this one still writes
+        if self._lock is not None and is_over:  # otherwise another job would clean the folder that is still written
             self._lock.release()
             self._lock = None
 
     def _let_end(self) -> None:
-        """When the program ends, what is under way ends first; after an exception nobody waits any more."""
+        """Wait for a save under way at the program's end, except after an exception."""
         if self._is_left:
             return
         try:
@@ -274,24 +272,24 @@ class Manager:
 
     @property
     def pending(self) -> bool:
-        """Whether a save is under way that `wait` or `poll` has not yet found to be over; alike on all ranks."""
+        """True while a save is under way, until `wait` or `poll` finds its end; the same on all ranks."""
         return self._saving is not None
 
     @property
     def over(self) -> bool:
-        """Whether nothing is under way on this rank any more; on others it may last a little longer."""
+        """True when no save is under way on this rank; other ranks may end a little later."""
         return self._saving is None or self._saving.is_over
 
     def poll(self) -> bool:
-        """Whether the save under way is over on all ranks, and if so, what `wait` does; every rank must call.
+        """Return whether the save under way has ended on all ranks; every rank must call.
 
         Raises:
-            HpcdpError: as `wait`.
+            HpcdpError: the save failed, see `wait`.
         """
         if self._saving is None:
             return True
         if self._saving.is_over and not isinstance(self._saving.error, HpcdpError | None):
-            self.wait()  # of this rank alone, and so the end of the job
+            self.wait()  # raises an error of this rank alone, which ends the job
         over = np.array([self._saving.is_over], np.int32)
         self.world.comm.native_allreduce(over, "min")
         if over[0]:
@@ -299,25 +297,25 @@ class Manager:
         return bool(over[0])
 
     def wait(self) -> None:
-        """Until the save under way is complete on disk; every rank must call.
+        """Wait until the save under way is complete on disk; every rank must call.
 
         Raises:
-            DataError: what kept it from that, on every rank; the state and older checkpoints are as they were.
+            DataError: the save failed; on every rank. The state and older checkpoints are unchanged.
         """
         if self._saving is None:
             return
         self._saving.wait()
-        saving, self._saving = self._saving, None  # not before: Ctrl-C ends the waiting, not the save
+        saving, self._saving = self._saving, None  # after the wait, because Ctrl-C interrupts it, but not the save
         if saving.error is not None:
             raise saving.error
 
     def claim(self) -> None:
-        """Keep other jobs from saving here until `close`; every rank must call. The first `save` does it by itself.
+        """Make and lock the folder until `close`; every rank must call. The first `save` calls it.
 
-        Makes the folder, and removes what saves that did not end have left behind.
+        Folders of interrupted saves are removed.
 
         Raises:
-            DataError: another job saves here, which is named, or the folder cannot be written; on every rank.
+            DataError: another job saves here, and is named, or the folder cannot be written; on every rank.
         """
         self._require_open("claim")
         on_rank_0(self.world.comm, self._claim)
@@ -332,25 +330,25 @@ class Manager:
         config: Mapping[str, Any] | None = None,
         wait: bool = True,
     ) -> None:
-        """Save ``state`` as that of a step; every rank must call. Waits for the save before.
+        """Save ``state`` as the checkpoint of a step, after an earlier save has ended; every rank must call.
 
         Args:
-            step: its number, at least 0; a checkpoint of the same number is replaced.
-            state: dicts (of str or int), lists, tuples, arrays, numbers, texts, None, `Sharded`, `PerRank`, and objects
-                with ``state_dict()`` and ``load_state_dict()``: networks, trainers, stores, loaders, random generators,
-                what torch has. What is no `Sharded` and no `PerRank` must be alike on all ranks; running statistics of
-                networks are saved averaged, too.
-            metrics: numbers that say how good it is, that of ``best`` among them; alike on all ranks. NaN and
-                infinities are left out. None: of a step that was not measured.
-            config: what JSON can carry, for `restore` to give back; alike on all ranks.
-            wait: return when it is complete on disk. False: when it is copied; the rest is written behind, by a thread,
-                and errors come from the next `wait`, `poll` or `save`.
+            step: the step's number, at least 0; a checkpoint of the same number is replaced.
+            state: dicts (with keys str or int), lists, tuples, arrays, numbers, texts, None, `Sharded`, `PerRank`, and
+                objects with ``state_dict()`` and ``load_state_dict()``: networks, trainers, stores, loaders, random
+                generators, and those of PyTorch. Except in a `Sharded` or `PerRank` it must be alike on all ranks.
+                Running statistics of networks are saved for each rank, and averaged.
+            metrics: numbers by name, with that of ``best``; alike on all ranks. NaN and infinities are left out. None:
+                the step was not evaluated.
+            config: a dict of JSON values that `restore` returns; alike on all ranks.
+            wait: True: return when the checkpoint is complete on disk. False: return when the state is copied; a thread
+                writes it, and the next `wait`, `poll` or `save` raises its errors.
 
         Raises:
-            MismatchError: the ranks' states or arguments differ; on every rank, names ranks and the first difference.
-            ConfigError: a step, metrics or a config that are none; the manager is closed.
-            UnsupportedError: something that cannot be saved, or whose ``state_dict()`` has raised something else.
-            DataError: a file that cannot be written, another job that saves here; on every rank. Nothing is changed.
+            MismatchError: the ranks' states or arguments differ; on every rank, with ranks and the first difference.
+            ConfigError: step, metrics or config are invalid; the manager is closed.
+            UnsupportedError: the state has an object that cannot be saved, or whose ``state_dict()`` has raised.
+            DataError: a file cannot be written, or another job saves here; on every rank. Nothing is changed.
         """
         self._require_open("save")
         self.wait()
@@ -383,7 +381,7 @@ class Manager:
             self.wait()
 
     def _end_before_h5py(self) -> None:
-        """What h5py does when the program ends makes writing impossible; what is registered later is called before."""
+        """Register the end of saves after h5py's, so that it runs first: h5py's end makes writing impossible."""
         if not self._is_registered:
             import h5py  # type: ignore[import-untyped]  # noqa: F401
 
@@ -395,16 +393,15 @@ class Manager:
     def _agreed_header(
         self, step: int, state: Any, metrics: Mapping[str, float] | None, config: Mapping[str, Any] | None, wait: bool
     ) -> dict[str, Any]:
-        """Members of the manifest; on all ranks, which have called alike with states of which they may now ask."""
+        """Return members of the manifest, after checks that all ranks have called with the same arguments."""
         header: dict[str, Any] = {"commit_file": not self._atomic_rename}
 
         def checked() -> list[tuple[list[str], str]]:
             header["step"] = step_number("save", step)
             header["metrics"] = numbers(metrics, self.best)
             header["config"] = settings({} if config is None else config)
-            told = told_alike(header["metrics"], header["config"])
-            called = [f"step {header['step']}", f"wait={wait}", *told]
-            return [(called, "call save alike on all ranks"), (flatten.outline("save", state), _ALIKE)]
+            arguments = [f"step {header['step']}", f"wait={wait}", *told_alike(header["metrics"], header["config"])]
+            return [(arguments, "pass the same on all ranks"), (flatten.outline("save", state), _ALIKE)]
 
         outcome = Outcome.of(checked)
         told_to_all(self.world.comm, outcome, "save", outcome.value or ())
@@ -412,52 +409,52 @@ class Manager:
         return header
 
     def _claim(self) -> None:
-        """On rank 0: the folder, and its lock."""
+        """Make the folder and take its lock; on rank 0."""
         if os.path.lexists(self.path) and not self.path.is_dir():
-            got = "a link to nothing" if self.path.is_symlink() and not self.path.exists() else "a file"
+            got = "a dangling symbolic link" if self.path.is_symlink() and not self.path.exists() else "a file"
             raise DataError("save", where=self.path, expected="a folder, or nothing yet", got=got)
         with failing("save", lambda: self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
                 self._lock = WriterLock(self.path)
                 for path in directory.clean(self.path, self._atomic_rename):
-                    warn(f"{path}: removed, a save that did not end had left it behind")
+                    warn(f"{path}: removed the folder of an interrupted save")
             else:
                 self._lock.require_held()
 
     def _prepare(self, partial: Path) -> None:
-        """On rank 0: an empty folder to write to, while the lock is held."""
+        """Make an empty folder to write to, while the lock is held; on rank 0."""
         assert self._lock is not None
         with failing("save", lambda: self.path):
             self._lock.require_held()
             directory.require_room(self.path, directory.step_of(partial))
-            if partial.exists():  # to be removed, or of a save that has failed
+            if partial.exists():  # being removed, or of a failed save
                 self._engine.waitall()
                 directory.remove(partial, ignore_errors=True)
             partial.mkdir()
 
     def _commit(self, step: int) -> Path:
-        """On rank 0: all files are on disk."""
+        """Rename the folder whose files are all on disk, and remove old checkpoints; on rank 0."""
         path = directory.commit(self.path, step, self._atomic_rename)
         try:
             directory.remove_old(self.path, step)
             if self.keep is not None:
                 self._remove_older(step, self.keep)
-        except OSError as error:  # the checkpoint is there all the same
+        except OSError as error:  # the new checkpoint is complete
             warn(f"{error.filename or self.path}: {error.strerror}: an older checkpoint stays")
         return path
 
     def _remove_older(self, step: int, keep: int) -> None:
-        """What need not be kept, and what has lost its manifest and has so many complete ones after it."""
-        found = directory.find(self.path)
-        older = directory.dropped(found, keep, self.keep_every, directory.worth(found, self.best))
-        lost = directory.without_manifest(self.path, found)
-        for each in [*older, *(each for each in lost if sum(other > each for other in found) >= keep)]:
-            if each != step:
-                self._remove_behind(directory.retire(self.path, each))
+        """Remove checkpoints that need not be kept, and those without a manifest before the newest ``keep``."""
+        complete = directory.find(self.path)
+        dropped = directory.dropped(complete, keep, self.keep_every, directory.worth(complete, self.best))
+        lost = directory.without_manifest(self.path, complete)
+        for old in [*dropped, *(old for old in lost if sum(newer > old for newer in complete) >= keep)]:
+            if old != step:
+                self._remove_behind(directory.retire(self.path, old))
 
     def _remove_behind(self, path: Path) -> None:
-        """It may take as long as a save, and nobody needs to wait for it."""
+        """Remove a folder in an engine task, because it may take as long as a save."""
         remove = partial(directory.remove, path, ignore_errors=True)
         if self._is_left:  # the engine is shut down
             remove()
@@ -465,11 +462,11 @@ class Manager:
             self._engine.push(remove, lane=_REMOVALS, name="remove")
 
     def steps(self) -> list[int]:
-        """The steps of which there are complete checkpoints, in order, alike on all ranks; every rank must call."""
+        """Return the steps of all complete checkpoints in order, the same on all ranks; every rank must call."""
         return on_rank_0(self.world.comm, lambda: list(load.found("list the checkpoints", self.path)))
 
     def latest(self) -> int | None:
-        """The greatest of `steps`, whichever run has saved it, None where there is none; every rank must call."""
+        """Return the greatest of `steps`, of any run in the folder, or None; every rank must call."""
         return max(self.steps(), default=None)
 
     def restore(
@@ -481,42 +478,45 @@ class Manager:
         strict: bool = True,
         rename: Mapping[str, str] | Callable[[str], str] | None = None,
     ) -> Restored:
-        """Restore what was saved, on any number of ranks; every rank must call, and reads what it holds.
+        """Restore a checkpoint on any number of ranks; every rank must call, and reads the parts that it holds.
 
         Args:
-            step: which checkpoint. None: the newest that is undamaged; of damaged ones a warning says what is wrong.
-            best: the checkpoint with the best value of the manager's own ``best``, or of the ``"metric"`` or
-                ``"-metric"`` that is given here; instead of ``step``.
-            into: a state as `save` takes it. Its arrays and `Sharded` parts are filled in place, its objects take over
-                their states; numbers are in the result. None: the whole state as arrays, on every rank.
-            strict: the names in the checkpoint and in ``into`` must be the same. False: what there is, is restored;
-                `Restored.missing` and `Restored.left_over` say what is not.
-            rename: names of ``into`` by those of the checkpoint, each for all that begins with it and a slash, unless
-                another one is longer; or a function from the one to the other. What stands in lists keeps its place.
+            step: the step. None: the newest undamaged checkpoint; a warning reports damaged ones.
+            best: True: the checkpoint with the best value of the manager's ``best``. ``"metric"`` or ``"-metric"``:
+                that with the best value of this metric. Not with ``step``.
+            into: a state as for `save`. Its arrays and `Sharded` parts are filled in place, and its objects load their
+                states; numbers are only in the result. None: the whole state as new arrays, on every rank.
+            strict: True: the names in the checkpoint and in ``into`` must be the same. False: common names are
+                restored; `Restored.missing` and `Restored.left_over` list the others.
+            rename: new names by old ones, for an entry and all entries below it (the longest old name wins), or a
+                function from an old name to a new one. Entries of lists keep their places.
+
+        Returns:
+            The restored state, with metrics and config of the checkpoint.
 
         Raises:
-            ConfigError: no step; a ``best`` that names no metric, or with a step; a closed manager; names, shapes or
-                dtypes that do not fit; on every rank, nothing is changed.
-            MismatchError: the ranks' arguments differ; on every rank, nothing is changed.
-            UnsupportedError: what an object of ``into`` has raised, e.g. its ``load_state_dict()``; on every rank.
-                ``into`` may then hold some of what was saved.
-            DataError: there is no such checkpoint, or none with the metric, or it is damaged: names file and data set,
-                and an older checkpoint that can be restored, or why the next older one does not fit. ``into`` may then
-                hold some of its elements.
+            ConfigError: step or ``best`` are invalid; the manager is closed; names, shapes or dtypes do not fit. On
+                every rank, and nothing is changed.
+            MismatchError: the ranks' arguments differ; on every rank, and nothing is changed.
+            UnsupportedError: an object of ``into`` has raised, e.g. its ``load_state_dict()``; on every rank. ``into``
+                may then be restored in part.
+            DataError: there is no such checkpoint, or none with the metric, or it is damaged. The error names file and
+                data set, and an older checkpoint that can be restored, or the reason why the next older one does not
+                fit. ``into`` may then be restored in part.
         """
         self._require_open("restore")
         self.wait()
         comm = self.world.comm
         metric = on_every_rank(comm, lambda: metric_to_restore(best, self.best, step))
         step = on_every_rank(comm, lambda: None if step is None else step_number("restore", step))
-        require_same(comm, "restore", [f"step {step}", f"best {metric}"], "call restore alike on all ranks")
+        require_same(comm, "restore", [f"step {step}", f"best {metric}"], "pass the same on all ranks")
         if metric is not None:
             step = on_rank_0(comm, lambda: load.best("restore", self.path, metric))
         return load.restore(self.path, self.world, self.steps() if step is None else step, into, strict, rename)
 
 
 _let_end: WeakMethods[None] = WeakMethods()
-"""The ends of all managers that have saved behind the program."""
+"""The `_let_end` methods of all managers with asynchronous saves."""
 
 
 def _let_all_end() -> None:

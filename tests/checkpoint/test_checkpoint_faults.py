@@ -76,7 +76,7 @@ def assert_older_is_taken(run, n=2):
 
 def assert_restored_without_index(run):
     """It is for other readers."""
-    with pytest.warns(UserWarning, match=rf"restore \[.*{INDEX}\].* got .*: restoring all the same"):
+    with pytest.warns(UserWarning, match=rf"restore \[.*{INDEX}\].* got .*: ignored, because"):
         assert refusal(run) is None
 
 
@@ -101,7 +101,7 @@ def test_flipped_bits_of_elements(name, run):
             assert re.search(
                 rf"restore \[{re.escape(str(path))}, {re.escape(dataset)}\]: expected checksum \w+ of MiB", said
             )
-            assert f"restore(step={OLDER}) takes another checkpoint" in said
+            assert f"call restore(step={OLDER}) for another checkpoint" in said
             damage(path, lambda content, at=at: content.__setitem__(at, content[at] ^ 0x10))
         assert refusal(run) is None
     damage(path, lambda content: content.__setitem__(places[0][1], content[places[0][1]] ^ 1))
@@ -195,7 +195,9 @@ def test_without_a_manifest_it_is_no_checkpoint(instead, run):
     if instead != "nothing":
         (os.mkfifo if instead == "a pipe" else os.mkdir)(path)
     said = refusal(run)
-    assert f"restore [{run}]: expected a complete checkpoint of step {NEWER}, got none; restore(step={OLDER})" in said
+    assert (
+        f"restore [{run}]: expected a complete checkpoint of step {NEWER}, got none; call restore(step={OLDER})" in said
+    )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for n in (1, 2):
@@ -433,6 +435,6 @@ def test_what_was_left_behind_is_named_and_removed(run):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         thread_comm.run(2, one)
-    assert [str(each.message) for each in said] == [f"{torn}: removed, a save that did not end had left it behind"]
+    assert [str(each.message) for each in said] == [f"{torn}: removed the folder of an interrupted save"]
     assert said[0].filename == __file__  # the line of the program that saves
     assert not torn.exists()

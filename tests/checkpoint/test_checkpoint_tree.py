@@ -149,7 +149,7 @@ def test_a_text_that_is_an_enum_is_its_value():
         ({"a": {10**4300: 1}}, "a", "got an integer of over 4300 digits"),
         ({"a": np.zeros((1,) * 33)}, "a", "expected at most 32 dimensions, got 33"),
         ({"a": Sharded((1,) * 33, np.dtype("f4"), [Part(0, np.zeros(1, "f4"))])}, "a", "got 33"),
-        ({"a": {"\ud800": np.zeros(1)}}, "a/\\ud800", "expected a name that is Unicode, got a lone surrogate"),
+        ({"a": {"\ud800": np.zeros(1)}}, "a/\\ud800", "expected a name in Unicode, got a lone surrogate"),
         ({None: 1}, "the state", "expected keys that are str or int, got None"),
         ({"a": [{"b": {1: 2, None: 1}}]}, "a/0/b", "got None"),
         (PerRank({"a": {None: 1}}), "rank-0/a", "got None"),
@@ -175,7 +175,7 @@ def test_what_is_just_not_too_much(tmp_path):
 def test_a_state_within_itself_and_one_too_deep():
     within: dict = {"a": {}}
     within["a"]["b"] = [within]
-    assert "save [a/b/0]: expected no state within itself" in str(flat_of(within)[0].error)
+    assert "save [a/b/0]: expected a state without cycles" in str(flat_of(within)[0].error)
     assert flatten.outline("save", within) == []
     deep: list = []
     for _ in range(flatten.DEEPEST - 1):
@@ -325,14 +325,14 @@ def test_keys_that_are_quoted_in_names_stay_what_they_are(rename, expected, tmp_
     [
         ({"nett": "x"}, "got 'nett'"),
         ({"netto": "net/a"}, "'net/a' twice"),
-        ({"netto": "net"}, "names that do not meet"),
-        ({"netto": "net/a/b"}, "names that do not meet"),
+        ({"netto": "net"}, "expected distinct names"),
+        ({"netto": "net/a/b"}, "expected distinct names"),
         (lambda name: "same", "'same' twice"),
         (lambda name: None, "expected a name for 'net/a', got None"),
         ({"netto": None}, "expected a name for 'netto', got None"),
         ({"netto": 5}, "expected a name for 'netto', got 5"),
         ({"netto": ""}, "expected a name for 'netto', got ''"),
-        ({7: "x"}, "expected names of the checkpoint outside of lists, or what stands before a slash in them, got 7"),
+        ({7: "x"}, "expected names of the checkpoint outside of lists, or their parts before a slash, got 7"),
         ({3: "x"}, "expected names of the checkpoint outside of lists, .* got 3"),
         ({"3/0": "x"}, "expected names of the checkpoint outside of lists, .* got '3/0'"),
     ],

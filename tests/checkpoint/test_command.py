@@ -359,11 +359,11 @@ def test_a_damaged_one_of_several_offers_another(run, folder, tmp_path):
     for command in (["show", folder], ["export", folder, tmp_path / "out.npz"]):
         status, _, error = run(*command)
         assert status == 2
-        assert "got a checksum that does not fit; --step 100 takes another checkpoint" in error
+        assert "got a checksum that does not fit; pass --step 100 for another checkpoint" in error
         assert run(*command, "--step", "100")[0] == 0
         assert "--step" not in run(command[0], folder / "step-0000000300", *command[2:])[2]  # which is one
     status, _, error = run("show", folder, "--step", "200", "net/0.weight")
-    assert "--step 100 takes another checkpoint" in error
+    assert "pass --step 100 for another checkpoint" in error
     flip(folder / "step-0000000100" / "manifest.json", 20)
     assert run("show", folder)[2].endswith("a checksum that does not fit\n")
 

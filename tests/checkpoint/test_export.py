@@ -124,7 +124,7 @@ def test_names(tmp_path):
 def test_what_is_there_stays(path, tmp_path):
     out = tmp_path / "x.npz"
     out.write_text("mine")
-    with pytest.raises(ConfigError, match="a file that exists; --overwrite replaces it"):
+    with pytest.raises(ConfigError, match="a file that exists; pass --overwrite to replace it"):
         write(choose(path), out, WRITERS["npz"])
     with pytest.raises(ConfigError, match="got a folder"):
         write(choose(path), tmp_path, WRITERS["npz"], overwrite=True)
@@ -145,7 +145,7 @@ def test_of_a_link_what_it_leads_to_is_replaced(is_there, path, tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["large", "x.npz"]
     inside = tmp_path / "inside.npz"
     inside.symlink_to(path / "x.npz")
-    with pytest.raises(ConfigError, match="expected a place outside of checkpoints, got one within"):
+    with pytest.raises(ConfigError, match="expected a path outside of checkpoints, got a path in one"):
         write(choose(path), inside, WRITERS["npz"])
 
 
@@ -164,7 +164,7 @@ def test_others_may_read_what_the_umask_lets_them(kind, path, tmp_path):
 def test_nothing_is_written_into_a_checkpoint(tmp_path):
     (path,) = save(tmp_path / "saved", ranks=1)
     before = sorted(path.iterdir())
-    with pytest.raises(ConfigError, match="expected a place outside of checkpoints, got one within"):
+    with pytest.raises(ConfigError, match="expected a path outside of checkpoints, got a path in one"):
         write(choose(path), path / "x.npz", WRITERS["npz"])
     assert sorted(path.iterdir()) == before
 
@@ -256,14 +256,16 @@ def test_a_file_of_the_name_of_the_folder_beside_stays(path, tmp_path):
 def test_what_is_no_plain_file_is_not_replaced(path, tmp_path):
     out = tmp_path / "x.npz"
     os.mkfifo(out)
-    with pytest.raises(ConfigError, match=r"x\.npz\]: expected a new file, got what is no plain file"):
+    with pytest.raises(ConfigError, match=r"x\.npz\]: expected a new file, got something that is not a regular file"):
         write(choose(path), out, WRITERS["npz"], overwrite=True)
     assert out.is_fifo()
 
 
 def test_the_name_that_safetensors_has_for_itself(tmp_path):
     (path,) = save(tmp_path, state=lambda step, world: {"net": {"__metadata__": np.ones(2)}})
-    with pytest.raises(ConfigError, match=r"\[__metadata__\]: expected names that safetensors has not.*--format npz"):
+    with pytest.raises(
+        ConfigError, match=r"\[__metadata__\]: expected names that safetensors does not reserve.*--format npz"
+    ):
         write(choose(path, "net"), tmp_path / "x.safetensors", WRITERS["safetensors"])
     assert not (tmp_path / "x.safetensors").exists()
 
@@ -275,7 +277,7 @@ def test_a_file_that_cannot_be_written(path, tmp_path):
 
 def test_dtypes_that_a_format_does_not_have(tmp_path, torch):
     (path,) = save(tmp_path, state=lambda step, world: {"x": np.ones(2, np.longdouble), "y": np.ones(2, complex)})
-    with pytest.raises(ConfigError, match=r"\[x\]: expected a dtype that safetensors has.*--format npz"):
+    with pytest.raises(ConfigError, match=r"\[x\]: expected a dtype that safetensors supports.*--format npz"):
         write(choose(path), tmp_path / "x.safetensors", WRITERS["safetensors"])
     with pytest.raises(ConfigError, match=r"\[x\]: expected a dtype that PyTorch has.*--format npz"):
         write(choose(path), tmp_path / "x.pt", torch_writer())

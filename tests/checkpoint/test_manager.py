@@ -96,7 +96,7 @@ def test_retention(tmp_path):
             assert manager.steps() == [100, 110, 140, 150]
             restored = manager.restore(110)
             assert (restored.state, restored.metrics, restored.config) == ({"a": 110}, {"loss": 1}, {"lr": 0.1})
-            with pytest.raises(ConfigError, match=r"save \[metrics\]: expected 'loss', which decides what is best"):
+            with pytest.raises(ConfigError, match=r"save \[metrics\]: expected 'loss', which the Manager's best"):
                 manager.save(160, {"a": 1}, metrics={"odd": 1})
 
     thread_comm.run(2, one)
@@ -117,7 +117,7 @@ def test_the_best_one_is_restored(tmp_path):
             for wrong, says in (
                 ({"best": "speed"}, "checkpoints with the metric speed, got none"),
                 ({"best": "-"}, r"restore \[best\]: expected True, 'metric' or '-metric', got '-'"),
-                ({"best": 1.5}, "expected True, 'metric'"), ({"best": True, "step": 140}, "expected none with a step"),
+                ({"best": 1.5}, "expected True, 'metric'"), ({"best": True, "step": 140}, "expected False with a step"),
             ):  # fmt: skip
                 with pytest.raises((ConfigError, DataError), match=says):
                     manager.restore(**wrong)
@@ -272,7 +272,7 @@ def test_after_a_save_that_a_rank_has_left_nobody_has_its_communicators(tmp_path
             assert comm() not in (None, manager._group.comm)
             manager.save(1, {"a": 1})
 
-    with pytest.warns(UserWarning, match="a save that did not end had left it behind"):
+    with pytest.warns(UserWarning, match="removed the folder of an interrupted save"):
         thread_comm.run(1, one)
 
 
@@ -280,12 +280,12 @@ _READS_ALL = """
 import sys
 from pathlib import Path
 import numpy as np
-from hpcdp.checkpoint import Manager, inspect as difference, verify
+from hpcdp.checkpoint import Manager, inspect
 from hpcdp.comm import thread_comm as threads
 
 paths = [*map(Path, sys.argv[1:])]
 (found,) = threads.run(1, lambda world: Manager(paths[0].parent, world=world).restore())
-faults, changed = [*map(list, map(verify.faults, paths))], [each.name for each in difference.differences(*paths)]
+faults, changed = [*map(list, map(inspect.faults, paths))], [each.name for each in inspect.differences(*paths)]
 is_right = [np.array_equal(found.state[name], np.arange(count) + more)
             for name, count, more in (("long", 300_000, 2), ("cut", 600, 0))]
 print(faults, changed, *is_right)

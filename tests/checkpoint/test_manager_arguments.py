@@ -45,7 +45,7 @@ def test_a_closed_manager_is_an_error(call, tmp_path):
             pass
         arguments = {"save": (2, {}), "restore": (1,), "claim": ()}[call]
         text = caught(lambda: getattr(manager, call)(*arguments), ConfigError)
-        assert text == f"{call} [{tmp_path}]: expected an open Manager, got one after close(); make another one"
+        assert text == f"{call} [{tmp_path}]: expected an open Manager, got one after close(); make another Manager"
         manager.close()
         assert manager.steps() == [1]
 
@@ -81,7 +81,7 @@ def test_arguments_of_save_are_checked(step, options, tmp_path):
 def test_what_config_must_be_is_said(tmp_path):
     with Manager(tmp_path, thread_comm.run(1, lambda world: world)[0]) as manager:
         text = caught(lambda: manager.save(1, {}, config=[1]), ConfigError)
-    assert text == "save [config]: expected a dict of what JSON can carry, with keys that are str, got [1]"
+    assert text == "save [config]: expected a dict of JSON values, with keys that are str, got [1]"
 
 
 @pytest.mark.parametrize("step", ["904", 904.0, True, -1, [1]])
@@ -98,7 +98,7 @@ def test_steps_to_restore_are_checked(step, n, tmp_path):
         assert f"restore [step]: expected an integer from 0 to 10**18 - 1, got {step!r}" in text and state == {"a": 1}
 
 
-@pytest.mark.parametrize("what", ["a file", "a link to nothing"])
+@pytest.mark.parametrize("what", ["a file", "a dangling symbolic link"])
 def test_a_folder_that_is_none_is_refused(what, tmp_path):
     path = tmp_path / "here"
     path.symlink_to("nowhere") if what != "a file" else path.touch()

@@ -116,7 +116,7 @@ def test_arguments_that_differ_between_ranks(options, message, tmp_path):
 
     first, second = thread_comm.run(2, one)
     assert first == second and first[1] == [1]
-    assert message in first[0] and first[0].endswith("; call save alike on all ranks")
+    assert message in first[0] and first[0].endswith("; pass the same on all ranks")
 
 
 @pytest.mark.parametrize("steps", [(1, 2), (None, 1), (3, None)])
@@ -130,7 +130,7 @@ def test_steps_to_restore_that_differ_between_ranks(steps, tmp_path):
             return text, manager.restore().state
 
     first, second = thread_comm.run(2, one)
-    assert first == second and first[0].endswith("; call restore alike on all ranks") and first[1] == {"a": 2}
+    assert first == second and first[0].endswith("; pass the same on all ranks") and first[1] == {"a": 2}
 
 
 @pytest.mark.parametrize(

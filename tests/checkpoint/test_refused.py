@@ -163,7 +163,7 @@ def test_a_place_that_cannot_be_written_to_changes_no_other(place, tmp_path):
         with Manager(tmp_path, world) as manager:
             manager.restore(into={"b": b, "a": place if world.rank == WORST else np.zeros(3), "p": p})
 
-    assert told_alike(2, act, ConfigError).startswith("rank 1: restore [a]: expected an array to write to, got")
+    assert told_alike(2, act, ConfigError).startswith("rank 1: restore [a]: expected a writable array, got")
     assert not np.any(others)
 
 
@@ -197,7 +197,7 @@ def test_tensors_of_torch_that_cannot_be_taken_or_filled_are_named(tmp_path):
     of_meta = saves(lambda world: {"x": torch.empty(2, device="meta") if world.rank else torch.ones(2)})
     assert of_meta.startswith("rank 1: save [x]: expected its state, to save it, got NotImplementedError: ")
     sampler = torch.utils.data.DistributedSampler([1, 2], num_replicas=1, rank=0)
-    assert saves(lambda world: {"s": sampler}).endswith("; hpcdp.torch.DistributedSampler has a state")
+    assert saves(lambda world: {"s": sampler}).endswith("; use hpcdp.torch.DistributedSampler, which has a state")
     assert "checkpoint [x]: expected dense tensors" in saves(lambda world: {"x": torch.eye(2).to_sparse()})
     assert "checkpoint [y/0]: expected a dtype that" in saves(
         lambda world: {"y": [torch.zeros(2, dtype=torch.float8_e5m2)]}
@@ -213,7 +213,7 @@ def test_tensors_of_torch_that_cannot_be_taken_or_filled_are_named(tmp_path):
             manager.restore(into={"b": b, "a": a, "p": p})
 
     said = told_alike(2, restores, ConfigError)
-    assert said.startswith("rank 1: restore [a]: expected an array to write to, got one whose elements share memory")
+    assert said.startswith("rank 1: restore [a]: expected a writable array, got an array whose elements share memory")
     assert not b.any() and not p.any()
 
 

@@ -41,7 +41,7 @@ def test_arrays_of_all_kinds_are_filled_in_place(tmp_path):
         for name, saved in (arrays() | {"read-only": read_only}).items():
             assert restored.state[name] is into[rank][name] and np.array_equal(saved, restored.state[name])
         assert restored.state["number"] == 1.5 and type(restored.state["number"]) is np.float32
-    with pytest.raises(ConfigError, match=r"restore \[read-only\]: expected an array to write to, got a read-only one"):
+    with pytest.raises(ConfigError, match=r"restore \[read-only\]: expected a writable array, got a read-only array"):
         restore(tmp_path, 2, lambda world: into[world.rank] | {"read-only": read_only})
 
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_that_another_job_removes_is_followed_by_what_it_has_saved(
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # none is damaged
         if times == 20:
-            message = "got No such file or directory; another job removes checkpoints here before they are read"
+            message = "got No such file or directory; raise keep of the job that saves here"
             with pytest.raises(DataError, match=message):
                 restore(tmp_path / "run", n, into)
             return

@@ -137,7 +137,7 @@ def test_damage_of_what_is_compressed_names_file_and_data_set(compression, tmp_p
         path.write_bytes(good[:at] + bytes([good[at] ^ 64]) + good[at + 1 :])
         with ShardReader(tmp_path) as reader, pytest.raises(DataError) as caught:
             reader.read(stored, 0, out)
-        said = f"restore [{path}, net/w]: expected an undamaged data set, got one of which HDF5 says: "
+        said = f"restore [{path}, net/w]: expected an undamaged data set, got an error of HDF5: "
         assert str(caught.value).startswith(said) and "'" not in str(caught.value).removeprefix(said).replace("n't", "")
 
 
