@@ -91,53 +91,63 @@ def _level(lengths: Sequence[int], space: int) -> int:
     return space // len(left)
 
 
-class ConfigError(HpcdpError):
-    """A setting, flag or configuration file is wrong. The command line exits with 2."""
+class ConfigError(HpcdpError, ValueError):
+    """A wrong setting, argument, flag or configuration file. The command line exits with 2."""
 
 
-class LaunchError(HpcdpError):
-    """The job was started in a way that cannot work, or a launcher is missing."""
+class MissingKeyError(ConfigError, KeyError):
+    """A key that the key-value store does not hold."""
 
 
-class MismatchError(HpcdpError):
-    """Ranks disagree; raised on every rank, naming the ranks and the first difference."""
+class LaunchError(HpcdpError, RuntimeError):
+    """A job that cannot start as it was launched, or a missing launcher. The command line exits with 2."""
 
 
-class DataError(HpcdpError):
-    """A data file is missing, damaged or of another format."""
+class MismatchError(HpcdpError, RuntimeError):
+    """A disagreement between ranks; raised on every rank, naming the ranks and the first difference."""
 
 
-class SaveError(DataError):
-    """A checkpoint could not be written while training, e.g. on a full disk. The command line exits with 1: what was
-    asked was right."""
+class DataError(HpcdpError, ValueError):
+    """A data file that is missing, damaged or of another format. The command line exits with 2."""
 
 
-class ArrayMixError(HpcdpError):
-    """Arrays of different namespaces or devices met in one operation."""
+class MissingFileError(DataError, FileNotFoundError):
+    """A data file that does not exist."""
+
+
+class SaveError(DataError, OSError):
+    """A checkpoint or run folder that could not be written during training, e.g. on a full disk.
+
+    The command line exits with 1, because the request was valid.
+    """
+
+
+class ArrayMixError(HpcdpError, TypeError):
+    """Arrays of different namespaces or devices in one operation."""
 
 
 class DeviceError(HpcdpError, RuntimeError):
-    """A device that the machine, or a network, does not have; or parameters that have no values yet."""
+    """A device that the machine or a network does not have, or parameters without values."""
 
 
-class UnsupportedError(HpcdpError):
-    """An operation is not defined for this dtype, layout or world."""
+class UnsupportedError(HpcdpError, ValueError):
+    """An operation that is not defined for this dtype, shape, layout or world."""
 
 
-class NonFiniteGradientError(HpcdpError):
-    """The summed gradients hold a NaN or an infinity, and the policy is to raise."""
+class NonFiniteGradientError(HpcdpError, FloatingPointError):
+    """A NaN or an infinity in the summed gradients, where the policy is to raise."""
 
 
-class StaleGradientError(HpcdpError):
-    """A step was asked for although some parameters got no gradient since the last one."""
+class StaleGradientError(HpcdpError, RuntimeError):
+    """A step although some parameters got no gradient since the last one."""
+
+
+class WorldAborted(HpcdpError, RuntimeError):
+    """The failure of another rank, for which this one was waiting."""
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, where it unwinds a program as Ctrl-C does. The command line exits with 143."""
-
-
-class WorldAborted(HpcdpError):
-    """Another rank failed; this one was waiting for it."""
 
 
 def whole_number(

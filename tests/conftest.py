@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TextIO
 
 import hypothesis
 import pytest
@@ -48,7 +49,7 @@ if SIZE > 1:  # pytests that share a root for temporary folders fail now and the
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_root)
 Fill = Callable[[Path], None]
 _terminal = 2
-_report: Path | None = None
+_report: TextIO | None = None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,7 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     global _terminal, _report
     _terminal = os.dup(2)  # nothing is captured yet
     if REPORT:
-        _report = Path(f"{REPORT}.{config.workerinput['workerid'] if hasattr(config, 'workerinput') else RANK}")
+        process = config.workerinput["workerid"] if hasattr(config, "workerinput") else RANK
+        _report = open(f"{REPORT}.{process}", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
     for plugin in config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "MPIPlugin":
             plugin._is_testing_mpi = False  # it would print forty lines about MPI after each run
@@ -192,8 +194,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 def _record(nodeid: str, outcome: str, reason: str = "") -> None:
     """One line for tests/run.py, written at once, so that it survives whatever ends this process."""
     if _report:
-        with _report.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"test": nodeid, "outcome": outcome, "reason": reason}) + "\n")
+        _report.write(json.dumps({"test": nodeid, "outcome": outcome, "reason": reason}) + "\n")
 
 
 def _end_all_ranks(what: str, traceback: str) -> None:

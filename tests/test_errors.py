@@ -1,9 +1,22 @@
 import io
 import pickle
 
+import numpy as np
 import pytest
 
-from hpcdp.errors import LONGEST_LINE, ConfigError, HpcdpError, listed, report_directly, shortened, to_stderr
+from hpcdp import autograd, errors, kvstore
+from hpcdp.core.files import require_file
+from hpcdp.data.images import read_idx
+from hpcdp.errors import (
+    LONGEST_LINE,
+    ConfigError,
+    HpcdpError,
+    UnsupportedError,
+    listed,
+    report_directly,
+    shortened,
+    to_stderr,
+)
 
 
 def test_an_error_is_one_line_with_all_its_parts():
@@ -32,6 +45,48 @@ def test_an_error_survives_a_copy_with_its_kind():
     error.attempt = 2
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.__notes__, again.attempt) == ("op [w]: got 1", ["in a test"], 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "built_in"),
+    [
+        (errors.ConfigError, ValueError), (errors.MissingKeyError, KeyError), (errors.MissingKeyError, ValueError),
+        (errors.LaunchError, RuntimeError), (errors.MismatchError, RuntimeError), (errors.DataError, ValueError),
+        (errors.MissingFileError, FileNotFoundError), (errors.SaveError, OSError), (errors.ArrayMixError, TypeError),
+        (errors.DeviceError, RuntimeError), (errors.UnsupportedError, ValueError),
+        (errors.NonFiniteGradientError, FloatingPointError), (errors.StaleGradientError, RuntimeError),
+        (errors.WorldAborted, RuntimeError),
+    ],
+)  # fmt: skip
+def test_an_error_is_the_built_in_that_users_catch(kind, built_in):
+    with pytest.raises(built_in) as caught:
+        raise kind("pull", where="key 'w'", got="none", remedy="call init('w', value)", rank=1)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert type(copy) is kind and isinstance(copy, HpcdpError)
+    assert str(copy) == str(caught.value) == "rank 1: pull [key 'w']: got none; call init('w', value)"
+
+
+def test_every_error_is_also_a_built_in():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, HpcdpError)]
+    own = [kind for kind in kinds if kind is not HpcdpError]
+    assert len(own) == 13 and not [kind for kind in own if all(base is HpcdpError for base in kind.__bases__)]
+
+
+def test_files_and_keys_that_are_missing_can_be_caught_as_such(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_idx(tmp_path / "train-images")
+    with pytest.raises(FileNotFoundError):
+        require_file("read csv", tmp_path / "a.csv")
+    store = kvstore.create("local")
+    with pytest.raises(KeyError, match="init"):
+        store.pull("w", out=np.zeros(1))
+
+
+def test_an_error_raised_within_an_operator_keeps_its_kind():
+    """Operators turn NumPy's ValueError into an `UnsupportedError`; ours has named its operator already."""
+    with pytest.raises(UnsupportedError) as caught:
+        autograd.Tensor(np.zeros((2, 3))).transpose(0, 5)
+    assert caught.value.operation == "transpose" and caught.value.where == "axes"
 
 
 @pytest.mark.parametrize(("text", "shown"), [("", ""), ("a" * 7, "a" * 7), ("a" * 8, "aaaa...")])

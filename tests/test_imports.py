@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,12 @@ def test_files_of_tests_have_names_of_their_own() -> None:
     """Folders of tests are no packages, and so two modules of one name cannot be imported in one run."""
     names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py"]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
+def test_no_import_starts_mpi_or_loads_hdf5() -> None:
+    """mpi4py starts MPI when its extension module is imported, before `hpcdp.init` has made its settings."""
+    modules = "hpcdp.comm, hpcdp.train, hpcdp.kvstore, hpcdp.nn, hpcdp.parallel, hpcdp.train.runs.run, hpcdp.cli.launch"
+    program = f"import sys, {modules}; print({{'mpi4py.MPI', 'h5py'}} & sys.modules.keys())"
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
+    )

@@ -1,6 +1,6 @@
-"""Reverse-mode differentiation on a tape.
+"""Reverse-mode automatic differentiation on a tape.
 
-Operations on tensors are recorded on the tape while this thread records, and `backward` runs the tape in reverse
+Operations on tensors are recorded on the tape while the thread records, and `backward` traverses the tape in reverse
 (Griewank and Walther, "Evaluating Derivatives", 2008, chapter 3). The interface is that of MXNet's autograd.
 """
 

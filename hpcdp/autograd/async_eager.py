@@ -1,8 +1,8 @@
-"""Calls of operators that return at once, while threads of an engine compute them.
+"""Asynchronous operator calls, computed by threads of an engine.
 
-A result is a tensor whose values are still to come: whoever reads them waits. What depends on each other is computed in
-order, what does not side by side. Shapes are known at once from the second call of an operator with operands of the
-same shapes on; the first one waits. The design is that of MXNet's arrays (Chen et al., "MXNet", 2015, section 3.2).
+A result is a tensor whose values are computed later; reading them waits. Dependent calls run in order, independent ones
+in parallel. From the second call of an operator with operands of the same shapes on, the result's shape is known at
+once; the first call waits. The design is that of MXNet's arrays (Chen et al., "MXNet", 2015, section 3.2).
 """
 
 from __future__ import annotations
@@ -23,49 +23,53 @@ import numpy as np
 from ..core.arrays import Array
 from ..core.devices import Device, Streams
 from ..engine import Engine, Variable
-from ..errors import ConfigError
+from ..errors import ConfigError, HpcdpError
 from .tape import Operator, catch_up, does_not_fit, first_on_gpu, modes, on_their_gpu
 from .tensor import Tensor
 
 _LANE = "compute"
 _MOST_SHAPES = 4096
-"""So many kinds of calls are remembered; then all are forgotten."""
+"""Number of kinds of calls whose shapes are cached; the cache is cleared when it is full."""
 _OURS = (str(Path(__file__).resolve().parents[1] / "autograd"), str(Path(__file__).resolve().parents[1] / "nn"))
 
 Meta = tuple[tuple[int, ...], Any]
-"""Shape and dtype."""
+"""Shape and dtype of a result."""
 
 
 @contextlib.contextmanager
 def asynchronous(threads: int | None = None, max_inflight: int = 64) -> Iterator[None]:
-    """Within it operators that this thread calls return at once; leaving it waits for all of them.
+    """Make this thread's operator calls return at once inside the ``with`` block, whose end waits for all of them.
 
-    So does an exception that leaves it, but for Ctrl-C, which drops what has not begun. Reading values waits for them
-    (``data``, `asnumpy`, `item`, ``float``, ``print``, `Tensor.wait_to_read`); and `backward`, a change in place, a
-    `Trainer`'s step and what is saved wait for all calls of this thread. Random numbers are drawn, and running
-    statistics move, in the order of the calls; NumPy's ``errstate`` is that of the call. The results, and the
-    gradients, are the same to the bit. What an operator raises is raised to whoever reads its result, or by `waitall`,
-    with a note that says which line called it. Arrays and random generators that are passed to operators must not be
-    changed by other means before `waitall`, and the ``data`` of a tensor is such an array: ``a += 1`` and ``a[0] = 1``
-    wait for who still reads ``a``, but ``a.data[...] += 1`` does not.
+    An exception that leaves the block waits, too, except Ctrl-C, which drops the calls that have not begun.
 
-    A call on a GPU is given to the stream that is current there when it is called, by whatever thread, and results are
-    read behind it on that stream. Who orders it with another stream by an event calls `waitall` before recording that.
+    Reading values waits for them: ``data``, `asnumpy`, `item`, ``float``, ``print``, `Tensor.wait_to_read`. `backward`,
+    an in-place change, a `Trainer`'s step and saving wait for all calls of this thread. Results and gradients have the
+    same bits as without it. Random numbers and running statistics follow the order of the calls, and NumPy's
+    ``errstate`` is that of the call.
 
-    With ``HPCDP_ENGINE=synchronous`` each call is computed before it returns, in this thread: for debugging.
+    An operator's error is raised when its result is read, or by `waitall`, with a note that names the calling line.
+
+    Arrays and random generators passed to operators must not be changed by other means before `waitall`. The ``data``
+    of a tensor is such an array: ``a += 1`` and ``a[0] = 1`` wait for readers of ``a``, but ``a.data[...] += 1`` does
+    not.
+
+    A call on a GPU is launched on the stream that is current when it is called, by any thread. Results are read in
+    order on that stream. Call `waitall` before recording an event that orders it with another stream.
+
+    With ``HPCDP_ENGINE=synchronous`` each call is computed in this thread before it returns, for debugging.
 
     Args:
-        threads: so many operators are computed at a time; default as many as there are cores.
-        max_inflight: so many calls may be unfinished before the next one blocks, which bounds the memory of results
-            that nobody has read yet.
+        threads: number of operators computed at a time; default the number of cores.
+        max_inflight: number of unfinished calls from which the next call blocks; bounds the memory of results that have
+            not been read.
 
     Raises:
-        ConfigError: within itself, or in a forward that is traced.
+        ConfigError: nested use, or use in a forward that is traced.
     """
     if modes.tracer is not None:
         raise ConfigError(
-            "asynchronous", expected="a thread whose operators are called as usual",
-            got="one within asynchronous(), or in a forward that is traced",
+            "asynchronous", expected="a thread that calls operators directly",
+            got="a thread within asynchronous(), or one that traces a forward",
         )  # fmt: skip
     cores = len(os.sched_getaffinity(0))
     with Engine({_LANE: cores if threads is None else threads}, max_inflight) as engine:
@@ -75,20 +79,20 @@ def asynchronous(threads: int | None = None, max_inflight: int = 64) -> Iterator
         except KeyboardInterrupt:
             raise
         except BaseException:
-            engine.wait_for_all()  # what fails there is printed
+            engine.wait_for_all()  # prints further errors
             raise
         finally:
             modes.tracer = None
 
 
 def waitall() -> None:
-    """Wait until everything that this thread has called is computed; raises the first error that nobody has seen."""
+    """Wait until all calls of this thread are computed; raises the first error that no read has raised."""
     if modes.tracer is not None:
         modes.tracer.settle()
 
 
 class _Call:
-    """One call of an operator: what it gives, once it has been computed."""
+    """One call of an operator, and its results once they are computed."""
 
     __slots__ = ("device", "engine", "found", "variable")
 
@@ -96,11 +100,11 @@ class _Call:
         self.engine = engine
         self.variable: Variable = engine.variable(name)
         self.device = device
-        """The GPU that computes it; None: the host."""
+        """The GPU that computes it; None for the host."""
         self.found: list[Tensor] | None = None
 
     def results(self) -> list[Tensor]:
-        """Waits for them, and raises what the operator has raised."""
+        """Wait for the results and return them; raises the operator's error."""
         if self.found is None:
             self.engine.wait_to_read(self.variable)
         assert self.found is not None
@@ -108,7 +112,7 @@ class _Call:
 
 
 class Pending(Tensor):
-    """A result that may still be computed. Its shape and dtype are known; all else waits."""
+    """A result that may still be computed. Its shape and dtype are known; reading anything else waits."""
 
     __slots__ = ("_call", "_meta", "_number")
 
@@ -117,11 +121,12 @@ class Pending(Tensor):
 
     @property
     def call(self) -> _Call:
+        """The call that computes this result."""
         return self._call
 
     @property
     def settled(self) -> Tensor:
-        """The tensor that was computed; waits for it."""
+        """The computed tensor; waits for it."""
         return self._call.results()[self._number]
 
     @property
@@ -157,13 +162,13 @@ class Pending(Tensor):
         self._call.results()
 
     def _values(self) -> Array:
-        return self.data  # whatever moves what else
+        return self.data  # no tracer: its values are final once computed
 
     def __copy__(self) -> Tensor:
         return copy.copy(self.settled)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _settled, (self.settled,)  # what was computed is pickled, and copied
+        return _settled, (self.settled,)  # copies and pickles hold the computed tensor
 
 
 def _of_settled(name: str) -> property:
@@ -182,48 +187,50 @@ for _name in ("data", "grad", "grad_hook", "grad_req", "node"):
 
 
 class _Dispatcher:
-    """What takes the operators of a thread (see `registry.Tracer`)."""
+    """Receives the operators of a thread, see `tape.Tracer`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._effects = engine.variable("effects")
-        """Read by all calls, and written by those that do more than to give a result, which so come in their order."""
+        """Read by all calls and written by those with effects, which keeps the order of the latter."""
         self._shapes: dict[tuple[Any, ...], tuple[bool, list[Meta]]] = {}
         self._streams: dict[Device, Streams] = {}
 
     def read(self) -> None:
-        """See `registry.Tracer`; they are there, but those that calls move."""
+        """See `tape.Tracer`; waits only for calls with effects, which may change the values."""
         self._engine.wait_to_read(self._effects)
 
     def catch_up(self) -> None:
-        """See `registry.Tracer`."""
+        """See `tape.Tracer`."""
         self._engine.waitall()
 
     def settle(self) -> None:
-        """See `registry.Tracer`."""
+        """See `tape.Tracer`."""
         self._engine.waitall()
 
     def record(self, called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Have an operator computed; what it gives."""
+        """Push a call to the engine and return its pending results."""
         args, kwargs = tuple(map(_as_it_is, args)), {name: _as_it_is(x) for name, x in kwargs.items()}
         key = _key_of(called, args, kwargs)
         device = _gpu_of(*args, *kwargs.values())
         call, place = _Call(self._engine, called.name, device), self._place_on(device)
-        told = modes.recording, modes.training, modes.signature
+        flags = modes.recording, modes.training, modes.signature
         numbers = itertools.count(next(modes.numbers))
-        context = contextvars.copy_context()  # with NumPy's errstate, as it is here
+        context = contextvars.copy_context()  # includes NumPy's errstate of the call
         where = _caller()
         is_tuple = False
 
         def compute() -> None:
             nonlocal is_tuple
             before = modes.recording, modes.training, modes.signature, modes.tracer, modes.numbers
-            (modes.recording, modes.training, modes.signature), modes.tracer, modes.numbers = told, None, numbers
+            (modes.recording, modes.training, modes.signature), modes.tracer, modes.numbers = flags, None, numbers
             try:
-                given = {name: _settled(x) for name, x in kwargs.items()}
+                computed = {name: _settled(x) for name, x in kwargs.items()}
                 with place():
                     try:
-                        result = context.run(on_their_gpu, called, [*map(_settled, args)], given)
+                        result = context.run(on_their_gpu, called, [*map(_settled, args)], computed)
+                    except HpcdpError:
+                        raise
                     except ValueError as error:
                         raise does_not_fit(called, args, kwargs, error) from error
             except Exception as error:
@@ -233,27 +240,27 @@ class _Dispatcher:
                 modes.recording, modes.training, modes.signature, modes.tracer, modes.numbers = before
             is_tuple = isinstance(result, tuple)
             listed = result if isinstance(result, tuple) else (result,)
-            call.found = [each if isinstance(each, Tensor) else Tensor(each) for each in listed]
+            call.found = [x if isinstance(x, Tensor) else Tensor(x) for x in listed]
 
         reads = []
         for x in (*args, *kwargs.values()):
             if isinstance(x, Pending):
                 if x.call.engine is not self._engine:
-                    x.wait_to_read()  # another thread's, or of a block that has been left
+                    x.wait_to_read()  # a result of another thread, or of an earlier block
                 reads += [x.call.variable] if x.call.found is None else []
             elif getattr(x, "data_hook", None) is not None:
-                _ = x.data  # an update of a parameter is waited for in the thread that trains
+                _ = x.data  # the training thread waits for a parameter's update here
         if called.has_effect:
             try:
                 self._engine.push(compute, reads, (call.variable, self._effects), _LANE, name=called.name)
-            finally:  # what it raises is for those who read its result, and not for all who come later
+            finally:  # resets `effects`, so that its error reaches readers of its result only, not later calls
                 self._engine.push(_do_nothing, (), (self._effects,), _LANE)
         else:
             self._engine.push(compute, (*reads, self._effects), (call.variable,), _LANE, name=called.name)
         known = None if key is None else self._shapes.get(key)
         if known is None:
-            found = call.results()
-            known = is_tuple, [(tuple(each.shape), each.dtype) for each in found]
+            results = call.results()
+            known = is_tuple, [(tuple(result.shape), result.dtype) for result in results]
             if key is not None:
                 if len(self._shapes) >= _MOST_SHAPES:
                     self._shapes.clear()
@@ -262,7 +269,7 @@ class _Dispatcher:
         return tuple(pending) if known[0] else pending[0]
 
     def _place_on(self, device: Device | None) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """Within what it gives, on any thread, work goes to the stream that is now current on ``device``."""
+        """Return a context manager that, on any thread, directs work to the current stream of ``device``."""
         if device is None:
             return contextlib.nullcontext
         if device not in self._streams:
@@ -279,7 +286,7 @@ class _Dispatcher:
 
 
 def _gpu_of(*operands: Any) -> Device | None:
-    """The GPU of the first operand that is on one, or will be."""
+    """Return the GPU of the first operand that is, or will be, on one."""
     for x in operands:
         if isinstance(x, Pending):
             device = x.call.device
@@ -292,7 +299,7 @@ def _gpu_of(*operands: Any) -> Device | None:
 
 
 def _as_it_is(x: Any) -> Any:
-    """An operand that is changed, or gets another array, before it is read counts as it was when it was passed."""
+    """Return the operand with its present value, unaffected by later changes."""
     if isinstance(x, list):
         return copy.deepcopy(x)
     return Tensor(x.data) if type(x) is Tensor and x.node is None and x.grad_req == "null" else x
@@ -307,9 +314,9 @@ def _settled(x: Any) -> Any:
 
 
 def _key_of(called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What the shapes and dtypes of an operator's results depend on; None where it is values."""
+    """Return the key that determines shapes and dtypes of an operator's results; None if they depend on values."""
     if called.name == "getitem" and any(str(getattr(x, "dtype", "")) == "bool" for x in args[1:]):
-        return None  # a mask chooses any number of elements
+        return None  # the result's shape depends on the values of the mask
     try:
         key = called.name, tuple(map(_described, args)), tuple((name, _described(x)) for name, x in kwargs.items())
         hash(key)
@@ -320,8 +327,10 @@ def _key_of(called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _described(x: Any) -> Any:
     if isinstance(x, (np.ndarray, np.generic)) and not x.ndim and x.dtype.kind in "biu":
-        return type(x), str(x.dtype), x.item()  # an axis, or the end of a slice
-    if isinstance(x, Tensor) or (hasattr(x, "dtype") and not isinstance(x, type)):  # as np.float32 has one
+        return type(x), str(x.dtype), x.item()  # an axis, or a bound of a slice
+    if isinstance(x, Tensor) or (
+        hasattr(x, "dtype") and not isinstance(x, type)
+    ):  # the type np.float32 has a dtype, too
         return Tensor, tuple(x.shape), str(x.dtype)
     if isinstance(x, (float, np.random.Generator)):
         return type(x)
@@ -333,7 +342,7 @@ def _described(x: Any) -> Any:
 
 
 def _caller() -> str:
-    """File and line of the code that called into this library."""
+    """Return file and line of the code that called into this library."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back

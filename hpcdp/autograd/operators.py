@@ -1,11 +1,7 @@
-"""Operators on tensors: elementwise, reductions, and changes of shape.
+"""Operators on tensors: elementwise operations, products, reductions, indexing and changes of shape.
 
-Operations on tensors. Operands are tensors, arrays of the same namespace or numbers; shapes broadcast as NumPy's.
-
-Each function computes its value and hands `on_tape` what backward does, the vector-Jacobian product of each input, and
-how the value is computed again. Here are those that keep shapes or broadcast, and products; `arrangement` has the rest.
-
-Operations on tensors that reduce, cut or put together: sums, shapes, parts; written as those of `operators`.
+Operands are tensors, arrays of one namespace or numbers; shapes broadcast as in NumPy. Each function computes its value
+and passes `on_tape` the vector-Jacobian product of each input and the recomputation of the value.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ _RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def add_up(x: Array, axis: int | tuple[int, ...] | None, keepdims: bool = False) -> Array:
-    """The sum over ``axis``, over all axes if it is None; of 16-bit floats in float32, rounded once."""
+    """Return the sum over ``axis``, over all axes for None; 16-bit floats are summed in float32 and rounded once."""
     axes = _long_axes(x, axis)
     if is_half(x):
         if not axes:
@@ -52,7 +48,7 @@ def add_up(x: Array, axis: int | tuple[int, ...] | None, keepdims: bool = False)
 
 
 def _long_axes(x: Array, axis: int | tuple[int, ...] | None) -> tuple[int, ...]:
-    """``axis``, sorted, where NumPy would add many elements one by one: along axes that are not the last one."""
+    """Return ``axis`` sorted if NumPy would add its many elements one by one (not along the last axis), else ()."""
     if axis is None or type(x) is not np.ndarray or x.size <= ROWS_AT_ONCE:
         return ()
     axes = tuple(sorted(normalize_axis_tuple(axis, x.ndim)))
@@ -60,7 +56,7 @@ def _long_axes(x: Array, axis: int | tuple[int, ...] | None) -> tuple[int, ...]:
 
 
 def _by_runs(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
-    """The sum over ``axes``: over those that lie beside each other together, the last ones first."""
+    """Return the sum over ``axes``, adjacent axes together, the last ones first."""
     left = [at - x.shape[:at].count(1) for at in axes if x.shape[at] != 1]
     kept = [n for at, n in enumerate(x.shape) if at not in axes]
     x = x.reshape([n for n in x.shape if n != 1])
@@ -75,7 +71,7 @@ def _by_runs(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
 
 
 def sum_to(gy: Array, shape: tuple[int, ...]) -> Array:
-    """``gy`` summed over the axes along which an input of ``shape`` was broadcast."""
+    """Return ``gy`` summed over the axes along which an input of ``shape`` was broadcast."""
     if gy.shape == shape:
         return gy
     lead = gy.ndim - len(shape)
@@ -84,8 +80,10 @@ def sum_to(gy: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _values(a: Any, b: Any) -> tuple[Any, Any]:
-    """What two operands hold, with a number of Python's in the dtype of the other one, if that is bfloat16: of this
-    dtype alone NumPy and CuPy make float32, or float64, where they meet."""
+    """Return the operands' arrays; a Python number beside bfloat16 becomes bfloat16.
+
+    NumPy and CuPy promote bfloat16, unlike other dtypes, to float32 or float64 beside a Python number.
+    """
     x, y = value_of(a), value_of(b)
     if type(y) in _NUMBERS and is_bfloat16(x):
         return x, x.dtype.type(y)
@@ -95,7 +93,7 @@ def _values(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def unary(x: Any, value: Array, derivative: Derivative, again: Again) -> Tensor:
-    """The result of an operation on ``x`` alone, whose gradient ``derivative`` gives."""
+    """Return the result of an operation on ``x`` alone, whose input gradient ``derivative(gy)`` returns."""
     if not modes.recording:
         return Tensor(value)
 
@@ -121,7 +119,7 @@ def _binary(a: Any, b: Any, value: Array, for_a: Derivative, for_b: Derivative, 
 
 @operator("add", ("a", "b"))
 def add(a: Any, b: Any) -> Tensor:
-    """``a + b``."""
+    """Return ``a + b``."""
     x, y = _values(a, b)
     return _binary(a, b, _sum(x, y), lambda gy: gy, lambda gy: gy, ("add", x, y))
 
@@ -136,29 +134,32 @@ def _sum(x: Any, y: Any) -> Array:
 
 @operator("subtract", ("a", "b"))
 def subtract(a: Any, b: Any) -> Tensor:
-    """``a - b``."""
+    """Return ``a - b``."""
     x, y = _values(a, b)
     return _binary(a, b, x - y, lambda gy: gy, lambda gy: -gy, ("subtract", x, y))
 
 
 @operator("multiply", ("a", "b"))
 def multiply(a: Any, b: Any) -> Tensor:
-    """``a * b``, elementwise."""
+    """Return ``a * b``, elementwise."""
     x, y = _values(a, b)
     return _binary(a, b, x * y, lambda gy: gy * y, lambda gy: gy * x, ("multiply", x, y))
 
 
 @operator("divide", ("a", "b"))
 def divide(a: Any, b: Any) -> Tensor:
-    """``a / b``, elementwise."""
+    """Return ``a / b``, elementwise."""
     x, y = _values(a, b)
-    value = array_namespace(x, y).asarray(x / y)  # no scalar: what derivatives refer to may be computed again
+    value = array_namespace(x, y).asarray(x / y)  # no scalar: a plan recomputes it in place
     return _binary(a, b, value, lambda gy: gy / y, lambda gy: -gy * value / y, ("divide", x, y))
 
 
 @operator("power", ("a", "b"))
 def power(a: Any, b: Any) -> Tensor:
-    """``a ** b``; the gradient with respect to ``b`` needs ``a > 0``, or ``a == 0`` and ``b >= 0``, where it is 0."""
+    """Return ``a ** b``.
+
+    The gradient with respect to ``b`` needs ``a > 0``, or ``a == 0`` and ``b >= 0``, where it is 0.
+    """
     x, y = _values(a, b)
     value = array_namespace(x, y).asarray(x**y)
 
@@ -168,7 +169,7 @@ def power(a: Any, b: Any) -> Tensor:
     def for_b(gy: Array) -> Array:
         xp = array_namespace(y)
         base = xp.where((x == 0) & (y >= 0), 1, x)  # log 1, as 0 * log 0 tends to 0
-        if base.dtype.itemsize < value.dtype.itemsize:  # whose logarithm would have the base's few bits
+        if base.dtype.itemsize < value.dtype.itemsize:  # else the logarithm has only the base's precision
             base = base.astype(value.dtype)
         return gy * value * xp.log(base)
 
@@ -177,16 +178,16 @@ def power(a: Any, b: Any) -> Tensor:
 
 @operator("matmul", ("a", "b"))
 def matmul(a: Any, b: Any) -> Tensor:
-    """``a @ b``: vectors, matrices, or stacks of matrices in the leading axes, which broadcast."""
+    """Return ``a @ b`` for vectors, matrices, or stacks of matrices whose leading axes broadcast."""
     x, y = value_of(a), value_of(b)
     pullback, value = gradients_of_product(x, y), matmul_of(array_namespace(x, y))(x, y)
-    if is_bfloat16(x) and is_bfloat16(y):  # whose products NumPy has in float32
+    if is_bfloat16(x) and is_bfloat16(y):  # NumPy returns float32
         value = value.astype(x.dtype, copy=False)
     return tensor.on_tape(value, (a, b), pullback, ("matmul", x, y))
 
 
 def gradients_of_product(x: Array, y: Array) -> Pullback:
-    """The pullback of ``x @ y``."""
+    """Return the pullback of ``x @ y``."""
     xp = array_namespace(x, y)
     product = matmul_of(xp)
     wide_x = x if x.ndim > 1 else x[None, :]
@@ -204,24 +205,24 @@ def gradients_of_product(x: Array, y: Array) -> Pullback:
             if len(gradient.shape) == 2 and left.ndim == right.ndim == 2:
                 gradient.add(product(left, right, out=gradient.empty()))
             else:
-                found = product(left, right)
+                full = product(left, right)
                 shape = gradient.shape
                 if len(shape) == 1:
-                    found = add_up(found, tuple(range(found.ndim - 2))).reshape(shape)
-                gradient.add(sum_to(found, shape))
+                    full = add_up(full, tuple(range(full.ndim - 2))).reshape(shape)
+                gradient.add(sum_to(full, shape))
 
     return pullback
 
 
 @operator("maximum", ("a", "b"))
 def maximum(a: Any, b: Any) -> Tensor:
-    """The larger of each pair of elements; where they are equal each gets half of the gradient."""
+    """Return the larger of each pair of elements; equal elements get half of the gradient each."""
     return _extreme(a, b, "maximum", lambda x, y: x < y)
 
 
 @operator("minimum", ("a", "b"))
 def minimum(a: Any, b: Any) -> Tensor:
-    """The smaller of each pair of elements; where they are equal each gets half of the gradient."""
+    """Return the smaller of each pair of elements; equal elements get half of the gradient each."""
     return _extreme(a, b, "minimum", lambda x, y: x > y)
 
 
@@ -231,7 +232,7 @@ def _extreme(a: Any, b: Any, name: str, loses: Callable[[Any, Any], Any]) -> Ten
 
     def of(gy: Array, lost: Array) -> Array:
         zero, half = gy.dtype.type(0), gy.dtype.type(0.5)
-        return _either(lost, zero, _either(x == y, gy * half, gy))  # an infinity times 0 would be a NaN
+        return _either(lost, zero, _either(x == y, gy * half, gy))  # a factor of 0 would turn infinity into NaN
 
     value = getattr(xp, name)(x, y)
     return _binary(a, b, value, lambda gy: of(gy, loses(x, y)), lambda gy: of(gy, loses(y, x)), (name, x, y))
@@ -239,7 +240,7 @@ def _extreme(a: Any, b: Any, name: str, loses: Callable[[Any, Any], Any]) -> Ten
 
 @operator("where", ("condition", "a", "b"))
 def where(condition: Any, a: Any, b: Any) -> Tensor:
-    """``a`` where ``condition`` is true, else ``b``."""
+    """Return ``a`` where ``condition`` is true, else ``b``."""
     chosen, (x, y) = value_of(condition), _values(a, b)
 
     def again(out: Array) -> list[Call]:
@@ -255,21 +256,21 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
 
 
 def _either(chosen: Array, x: Any, y: Any) -> Array:
-    """``where``, of bfloat16 in bfloat16, of which CuPy makes float32."""
+    """Return ``where``, with bfloat16 kept, which CuPy promotes to float32."""
     value = array_namespace(chosen).where(chosen, x, y)
     return value.astype(x.dtype, copy=False) if is_bfloat16(x) and is_bfloat16(y) else value
 
 
 @operator("negative")
 def negative(x: Any) -> Tensor:
-    """``-x``."""
+    """Return ``-x``."""
     a = value_of(x)
     return unary(x, -a, lambda gy: -gy, ("negative", a))
 
 
 @operator("abs")
 def abs(x: Any) -> Tensor:
-    """``|x|``; the derivative at 0 is 0."""
+    """Return ``|x|``; the derivative at 0 is 0."""
     a = value_of(x)
     xp = array_namespace(a)
     return unary(x, xp.abs(a), lambda gy: gy * xp.sign(a), ("abs", a))
@@ -277,7 +278,7 @@ def abs(x: Any) -> Tensor:
 
 @operator("exp")
 def exp(x: Any) -> Tensor:
-    """e to the power of ``x``."""
+    """Return e to the power of ``x``."""
     a = value_of(x)
     xp = array_namespace(a)
     value = xp.asarray(xp.exp(a))
@@ -286,14 +287,14 @@ def exp(x: Any) -> Tensor:
 
 @operator("log")
 def log(x: Any) -> Tensor:
-    """The natural logarithm."""
+    """Return the natural logarithm."""
     a = value_of(x)
     return unary(x, array_namespace(a).log(a), lambda gy: gy / a, ("log", a))
 
 
 @operator("sqrt")
 def sqrt(x: Any) -> Tensor:
-    """The square root."""
+    """Return the square root."""
     a = value_of(x)
     xp = array_namespace(a)
     value = xp.asarray(xp.sqrt(a))
@@ -302,7 +303,7 @@ def sqrt(x: Any) -> Tensor:
 
 @operator("tanh")
 def tanh(x: Any) -> Tensor:
-    """The hyperbolic tangent."""
+    """Return the hyperbolic tangent."""
     a = value_of(x)
     xp = array_namespace(a)
     value = xp.tanh(a, out=empty(a.shape, _floats_of(a), xp))
@@ -318,7 +319,7 @@ def tanh(x: Any) -> Tensor:
 
 @operator("sigmoid")
 def sigmoid(x: Any) -> Tensor:
-    """``1 / (1 + exp(-x))``."""
+    """Return ``1 / (1 + exp(-x))``."""
     a = value_of(x)
     xp = array_namespace(a)
     value = empty(a.shape, _floats_of(a), xp)
@@ -327,7 +328,7 @@ def sigmoid(x: Any) -> Tensor:
         wide = _wide(a)
         y = value if wide is a else empty(a.shape, wide.dtype, xp)
         xp.negative(wide, out=y, dtype=y.dtype.type)
-        with np.errstate(over="ignore"):  # an infinity gives 0
+        with np.errstate(over="ignore"):  # exp overflows to infinity, which gives 0
             xp.exp(y, out=y)
         y += 1
         xp.divide(1, y, out=y)
@@ -346,30 +347,30 @@ def sigmoid(x: Any) -> Tensor:
 
 
 def _floats_of(x: Array) -> np.dtype:
-    """The dtype of a function of ``x`` that is no whole number, as NumPy has it: of integers one of floats."""
+    """Return the float dtype of a function of ``x``, as in NumPy: a wider one for integers."""
     return np.result_type(x.dtype, np.float16) if x.dtype.kind in "biu" else x.dtype
 
 
 def _wide(x: Array) -> Array:
-    """``x`` itself, or of 16-bit floats a copy in float32, for several operations of which each would round."""
+    """Return ``x``, with 16-bit floats copied to float32, so that a chain of operations rounds once."""
     return x.astype("float32") if is_half(x) else x
 
 
 @operator("astype")
 def astype(x: Tensor, dtype: Any) -> Tensor:
-    """A copy in another dtype; the gradient comes back in the old one."""
+    """Return a copy in another dtype; the gradient is converted back."""
     a = x.data
     return unary(x, a.astype(dtype_of(dtype)), lambda gy: gy, lambda out: [(out.__setitem__, (..., a))])
 
 
 @operator("detach")
 def detach(x: Tensor) -> Tensor:
-    """The same array as a tensor that is on no tape."""
+    """Return a tensor of the same array that is on no tape."""
     return Tensor(x.data)
 
 
 def compare(name: str, a: Any, b: Any) -> Tensor:
-    """Whether ``a`` and ``b`` stand in the relation ``name`` (as ``"less"``), elementwise; no gradient."""
+    """Return the elementwise result of the relation ``name`` (such as ``"less"``), which has no gradient."""
     return _compared(a, b, name)
 
 
@@ -380,13 +381,13 @@ def _compared(a: Any, b: Any, name: str) -> Tensor:
 
 
 def index(key: Any) -> Any:
-    """An index with the tensors in it replaced by their arrays."""
-    return tuple(value_of(each) for each in key) if isinstance(key, tuple) else value_of(key)
+    """Return an index with its tensors replaced by their arrays."""
+    return tuple(map(value_of, key)) if isinstance(key, tuple) else value_of(key)
 
 
 @operator("sum")
 def sum(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
-    """The sum over ``axis``, over all axes if it is None."""
+    """Return the sum over ``axis``, over all axes for None."""
     xp, shape = array_namespace(x.data), x.shape
     axis = _axes(axis)
     spread = _spread(shape, axis, keepdims)
@@ -395,8 +396,8 @@ def sum(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = Fal
         wide = spread(gy)
         if wide.shape == shape:
             return wide
-        repeated = xp.broadcast_to(wide, shape)  # which only can be read
-        return repeated if repeated.size > 1 else repeated.copy()  # else contiguous, and handed to kernels as it is
+        repeated = xp.broadcast_to(wide, shape)  # read-only
+        return repeated if repeated.size > 1 else repeated.copy()  # one element is contiguous: kernels take it as it is
 
     a = x.data
 
@@ -407,22 +408,22 @@ def sum(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = Fal
 
 
 def mean(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
-    """The mean over ``axis``, over all axes if it is None."""
-    wide = astype(x, "float32") if is_half(x) else x  # whose sum may be larger than 16 bits hold
+    """Return the mean over ``axis``, over all axes for None."""
+    wide = astype(x, "float32") if is_half(x) else x  # the sum may overflow 16 bits
     total = sum(wide, axis, keepdims)
-    found = divide(total, float(builtins.max(x.size, 1) / builtins.max(total.size, 1)))
-    return found if wide is x else astype(found, x.dtype)
+    result = divide(total, float(builtins.max(x.size, 1) / builtins.max(total.size, 1)))
+    return result if wide is x else astype(result, x.dtype)
 
 
 @operator("max")
 def max(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
-    """The largest element over ``axis``; equal ones share the gradient."""
+    """Return the largest element over ``axis``; equal elements share the gradient."""
     return _extremum(x, "max", axis, keepdims)
 
 
 @operator("min")
 def min(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
-    """The smallest element over ``axis``; equal ones share the gradient."""
+    """Return the smallest element over ``axis``; equal elements share the gradient."""
     return _extremum(x, "min", axis, keepdims)
 
 
@@ -435,7 +436,7 @@ def _extremum(x: Tensor, name: str, axis: Any, keepdims: bool) -> Tensor:
     spread = _spread(x.shape, axis, keepdims)
 
     def derivative(gy: Array) -> Array:
-        chosen = (a == spread(value)) | (a != a)  # where there is a NaN the result is one
+        chosen = (a == spread(value)) | (a != a)  # the result of a NaN is NaN
         count = chosen.sum(axis=axis, keepdims=True, dtype="float32" if is_half(gy) else gy.dtype)
         return xp.where(chosen, (spread(gy) / count).astype(gy.dtype, copy=False), gy.dtype.type(0))
 
@@ -444,7 +445,7 @@ def _extremum(x: Tensor, name: str, axis: Any, keepdims: bool) -> Tensor:
 
 @operator("argmax")
 def argmax(x: Tensor, axis: int | None = None) -> Tensor:
-    """Where the largest element is along ``axis``, of all elements if it is None; no gradient."""
+    """Return the index of the largest element along ``axis``, of all elements for None; it has no gradient."""
     a = x.data
     xp = array_namespace(a)
     value = xp.argmax(a, axis=axis)
@@ -452,25 +453,25 @@ def argmax(x: Tensor, axis: int | None = None) -> Tensor:
 
 
 def _axes(axis: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
-    """``axis`` as NumPy takes it: several in a tuple, which nobody changes before backward."""
+    """Return ``axis`` in NumPy's form; a list becomes a tuple, which cannot change before backward."""
     axes = axis if isinstance(axis, (list, tuple)) else () if axis is None else (axis,)
-    if not all(hasattr(each, "__index__") for each in axes):
+    if not all(hasattr(number, "__index__") for number in axes):
         raise ValueError(f"axis {axis!r}")
     return tuple(axes) if isinstance(axis, list) else axis  # type: ignore[return-value]
 
 
 def _spread(shape: tuple[int, ...], axis: Any, keepdims: bool) -> Derivative:
-    """What gives a reduced array its axes of length 1 back."""
+    """Return a function that restores the reduced axes with length 1."""
     if keepdims:
         return lambda y: y
     axes = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    reduced = {each % len(shape) for each in axes} if shape else set()
+    reduced = {at % len(shape) for at in axes} if shape else set()
     kept = tuple(1 if i in reduced else n for i, n in enumerate(shape))
     return lambda y: y.reshape(kept)
 
 
 def reshape(x: Tensor, *shape: Any) -> Tensor:
-    """The same elements in another shape, given as numbers or one tuple; one may be -1."""
+    """Return the elements in another shape, given as numbers or one tuple; one may be -1."""
     wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     return _reshaped(x, tuple(wanted))
 
@@ -486,13 +487,13 @@ def _reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def transpose(x: Tensor, *axes: Any) -> Tensor:
-    """The axes in another order, given as numbers or one tuple; reversed if none are given."""
+    """Return the tensor with permuted axes, given as numbers or one tuple; reversed by default."""
     order = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
     return _transposed(x, _normalized("transpose", order, x.ndim) if order else tuple(range(x.ndim))[::-1])
 
 
 def _normalized(operation: str, axes: Any, ndim: int) -> tuple[int, ...]:
-    """Axes from 0 on; `UnsupportedError` for one that is not there, or twice."""
+    """Return axes counted from 0; raise `UnsupportedError` for invalid or repeated axes."""
     try:
         return normalize_axis_tuple(axes, ndim)
     except (TypeError, ValueError) as error:
@@ -510,7 +511,7 @@ def _transposed(x: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def getitem(x: Tensor, key: Any) -> Tensor:
-    """``x[key]``; elements taken more than once sum their gradients."""
+    """Return ``x[key]``; elements selected more than once sum their gradients."""
     parts = key if isinstance(key, tuple) else (key,)
     tensors = [part for part in parts if _is_array(part)]
     kept = tuple(... if _is_array(part) else part for part in parts) if tensors else parts
@@ -524,10 +525,12 @@ def _is_array(part: Any) -> bool:
 
 @operator("getitem", ("x", "indices"))
 def _taken(x: Tensor, *indices: Any, key: tuple[Any, ...], places: tuple[int, ...]) -> Tensor:
-    """``x[key]`` where the elements of ``key`` at ``places`` are ``indices``."""
+    """Return ``x[key]`` where the elements of ``key`` at ``places`` are ``indices``."""
     plain = list(key)
     for place, part in zip(places, indices, strict=True):
-        plain[place] = copy.deepcopy(part) if isinstance(part, list) else value_of(part)  # backward reads it, too
+        plain[place] = (
+            copy.deepcopy(part) if isinstance(part, list) else value_of(part)
+        )  # backward reads the index, too
     chosen = tuple(plain)
     a, shape = x.data, x.shape
     xp = array_namespace(a)
@@ -545,7 +548,7 @@ def _taken(x: Tensor, *indices: Any, key: tuple[Any, ...], places: tuple[int, ..
 
 
 def concatenate(xs: Sequence[Any], axis: int = 0) -> Tensor:
-    """The tensors one behind the other along ``axis``."""
+    """Return the tensors concatenated along ``axis``."""
     return _joined(*[as_tensor(x) for x in xs], axis=axis)
 
 
@@ -553,11 +556,11 @@ def concatenate(xs: Sequence[Any], axis: int = 0) -> Tensor:
 def _joined(*xs: Tensor, axis: int) -> Tensor:
     arrays = [x.data for x in xs]
     xp = array_namespace(*arrays)
-    if not arrays or len({each.ndim for each in arrays}) > 1 or not -arrays[0].ndim <= axis < arrays[0].ndim:
-        raise _not_joined(arrays, axis)
-    along = axis % arrays[0].ndim
-    if len({(*each.shape[:along], *each.shape[along + 1 :]) for each in arrays}) > 1:
-        raise _not_joined(arrays, axis)
+    shapes = [x.shape for x in arrays]
+    along = axis % len(shapes[0]) if shapes and -len(shapes[0]) <= axis < len(shapes[0]) else None
+    if along is None or len({(len(shape), shape[:along], shape[along + 1 :]) for shape in shapes}) > 1:
+        expected = f"tensors of equal shapes except along axis {axis}"
+        raise UnsupportedError("concatenate", expected=expected, got=", ".join(map(str, map(tuple, shapes))) or "none")
     value = xp.concatenate(arrays, axis=axis)
 
     def pullback(gy: Array, *gradients: Gradient | None) -> None:
@@ -568,20 +571,11 @@ def _joined(*xs: Tensor, axis: int) -> Tensor:
                 gradient.add(gy[(slice(None),) * along + (slice(first, last),)])
             first = last
 
-    shapes = [x.shape for x in arrays]
     return tensor.on_tape(value, xs, pullback, lambda out: [(lambda: xp.concatenate(arrays, axis=axis, out=out), ())])
 
 
-def _not_joined(arrays: Sequence[Array], axis: int) -> UnsupportedError:
-    return UnsupportedError(
-        "concatenate",
-        expected=f"tensors that are alike but along axis {axis}",
-        got=", ".join(str(tuple(each.shape)) for each in arrays) or "none",
-    )
-
-
 def stack(xs: Sequence[Any], axis: int = 0) -> Tensor:
-    """The tensors, all of one shape, along a new ``axis``."""
+    """Return the tensors, all of one shape, stacked along a new ``axis``."""
     tensors = [as_tensor(x) for x in xs]
     (place,) = _normalized("stack", (axis,), tensors[0].ndim + 1) if tensors else (0,)
     return concatenate([x[(slice(None),) * place + (None,)] for x in tensors], axis=place)

@@ -1,18 +1,12 @@
-"""The tape: what was computed from what, and the way back.
+"""The tape, the modes of a thread, the registry of operators, and backward.
 
-A node is one recorded operation. Nodes are numbered as they are made, so descending numbers are an order in which every
-operation comes after all that used its result; no recursion is needed, however deep the graph.
+A node of the tape is one recorded operation. Nodes are numbered in the order of their creation. In descending order of
+numbers every operation therefore comes after all users of its result, and backward needs no recursion.
 
-The modes of autograd, and the dispatch of operators to arrays or tensors.
+The modes (recording, training) are thread-local, because ranks may be threads of one process.
 
-Whether this thread records operations, and whether layers behave as in training.
-
-Both flags are a thread's own: ranks that are threads of one process would otherwise mix their tapes.
-
-Operators by name, and what a thread that traces or plans is told of them.
-
-A network is traced by noting which operators are called with what (`Tracer`), and its plan is made by calling them once
-more, each of which then says how its result is computed again into the same array (`Again`).
+Operators are registered by name. A network is traced by noting the operators that are called and their arguments
+(`Tracer`). Its plan is made by calling them once more; each then says how to recompute its result in place (`Again`).
 """
 
 from __future__ import annotations
@@ -41,81 +35,80 @@ if TYPE_CHECKING:
     from .tensor import Tensor
 
 TRACING = 4
-"""What tracing adds to the signature of a thread's modes."""
+"""Bit that tracing adds to the signature of a thread's modes."""
 _NODES_OF_A_CALL = 1 << 20
-"""More than one operator puts on the tape."""
+"""Numbers reserved for the nodes of one operator call, more than any operator uses."""
 
 
 class _Modes(threading.local):
     recording = False
     training = False
     signature = 0
-    """One number for the modes: 1 while recording, 2 while training, and 4 more while a thread traces."""
+    """The modes as one number: 1 while recording, plus 2 while training, plus 4 while tracing."""
     tracer: Tracer | None = None
-    """What takes this thread's operators, while it traces or calls them asynchronously."""
+    """Receives this thread's operator calls while it traces or calls operators asynchronously."""
     numbers = itertools.count(0, _NODES_OF_A_CALL)
-    """Of the nodes that this thread puts on the tape: those of an operator that is computed later are numbered on from
-    one that was drawn when it was called."""
+    """Source of node numbers. An operator computed later continues from a number drawn at its call."""
     number_heads: NumberHeads | None = None
-    """The heads of the backward that this thread is in, where each is a single number."""
+    """The heads of this thread's current backward, if each is a single number."""
     capture: Callable[..., Any] | None = None
-    """What is told how an operator's result is computed again, in place of the tape, while this thread plans."""
+    """Receives the recomputation of each operator, instead of the tape, while this thread plans."""
 
 
 modes = _Modes()
-"""The flags of the calling thread."""
+"""The modes of the calling thread."""
 
 
 def is_recording() -> bool:
-    """Whether operations of this thread are put on the tape."""
+    """Return whether operations of this thread are recorded on the tape."""
     return modes.recording
 
 
 def is_training() -> bool:
-    """Whether dropout drops and batch normalisation uses the batch's statistics in this thread."""
+    """Return whether layers of this thread train: dropout drops, batch normalisation uses batch statistics."""
     return modes.training
 
 
 class _Set(contextlib.ContextDecorator):
-    """Sets what is not None inside the ``with`` block. Written out: a generator would take 2 us more of a step."""
+    """Context manager that sets the modes that are not None. A generator would cost 2 us more per step."""
 
     def __init__(self, recording: bool | None = None, training: bool | None = None) -> None:
         self._recording, self._training = recording, training
         self._before: list[tuple[bool, bool, int]] = []
 
-    def _recreate_cm(self) -> Self:  # of a decorated function, which several threads may call at once
+    def _recreate_cm(self) -> Self:  # several threads may call a decorated function at once
         return type(self)(self._recording, self._training)
 
     def __enter__(self) -> None:
-        here = modes
-        self._before.append((here.recording, here.training, here.signature))
+        mine = modes  # a local is faster than the global
+        self._before.append((mine.recording, mine.training, mine.signature))
         if self._recording is not None:
-            here.recording = self._recording
+            mine.recording = self._recording
         if self._training is not None:
-            here.training = self._training
-        here.signature = (here.signature & TRACING) + here.recording + 2 * here.training
+            mine.training = self._training
+        mine.signature = (mine.signature & TRACING) + mine.recording + 2 * mine.training
 
     def __exit__(self, *_: object) -> None:
         modes.recording, modes.training, modes.signature = self._before.pop()
 
 
 def record(train_mode: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Put this thread's operations on the tape inside the ``with`` block; layers train if ``train_mode`` is true."""
+    """Record this thread's operations on the tape inside the ``with`` block; layers train if ``train_mode`` is true."""
     return _Set(recording=True, training=train_mode)
 
 
 def pause(train_mode: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Keep this thread's operations off the tape inside the ``with`` block."""
+    """Stop recording this thread's operations inside the ``with`` block."""
     return _Set(recording=False, training=train_mode)
 
 
 def train_mode() -> contextlib.AbstractContextManager[None]:
-    """Let layers behave as in training inside the ``with`` block; recording stays as it is."""
+    """Let layers behave as in training inside the ``with`` block; recording does not change."""
     return _Set(training=True)
 
 
 def predict_mode() -> contextlib.AbstractContextManager[None]:
-    """Let layers behave as in prediction inside the ``with`` block; recording stays as it is."""
+    """Let layers behave as in prediction inside the ``with`` block; recording does not change."""
     return _Set(training=False)
 
 
@@ -126,15 +119,15 @@ R = TypeVar("R")
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
 Again = tuple[Any, ...] | Callable[[Array], Sequence[Call]]
-"""How an operator's result is computed again from the same operands, which meanwhile hold other values.
+"""How to recompute an operator's result from the same operand arrays after their values changed.
 
-Either the name of a function of the arrays' namespace and its operands, ``("add", x, y)``, which takes ``out`` behind
-them, or a function that for an array gives the calls that compute into it.
+Either the name of a function of the arrays' namespace and its operands, ``("add", x, y)``, which is called with
+``out``, or a function that returns the calls that compute into a given array.
 """
 
 
 def calls_of(again: Again, value: Array) -> Sequence[Call]:
-    """What computes an operator's result again, into ``value``."""
+    """Return the calls that recompute an operator's result into ``value``."""
     if callable(again):
         return again(value)
     name, *operands = again
@@ -143,150 +136,157 @@ def calls_of(again: Again, value: Array) -> Sequence[Call]:
 
 @contextlib.contextmanager
 def captured() -> Iterator[list[tuple[Any, ...]]]:
-    """Operators of this thread, which records, put nothing on the tape: the list has of each its inputs, its pullback
-    and how it is computed again."""
-    told: list[tuple[Any, ...]] = []
+    """Capture this thread's operators instead of recording them on the tape.
 
-    def capture(_result: object, *what: Any) -> None:
-        told.append(what)
-
+    Yields:
+        A list that receives the inputs, the pullback and the recomputation of each operator.
+    """
+    calls: list[tuple[Any, ...]] = []
     before = modes.recording, modes.capture
-    modes.recording, modes.capture = True, capture
+    modes.recording, modes.capture = True, lambda _result, *call: calls.append(call)
     try:
-        yield told
+        yield calls
     finally:
         modes.recording, modes.capture = before
 
 
 @dataclass(frozen=True)
 class Operator:
-    """What `operator` has registered."""
+    """A function registered by `operator`."""
 
     name: str
     function: Callable[..., Any]
     inputs: tuple[str, ...]
-    """The arguments that may be tensors; the others are attributes."""
+    """Names of the arguments that may be tensors; the others are attributes."""
     takes_many: bool
-    """Whether the inputs are the positional arguments, any number of them."""
+    """True if the inputs are any number of positional arguments."""
     attributes: tuple[str, ...]
     has_effect: bool
-    """Whether a call does more than to give a result: it draws random numbers or changes an input."""
+    """True if a call draws random numbers or changes an input."""
     signature: inspect.Signature
 
 
 class Tracer(Protocol):
-    """What takes the operators that its thread calls: notes them, or has them computed later."""
+    """Interface of a receiver of this thread's operator calls, which notes or defers them."""
 
     def record(self, called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call returns."""
+        """Take a call and return its result."""
         ...
 
     def read(self) -> None:
-        """The values of a tensor that is no result of a call are about to be read."""
+        """Prepare for reading the values of a tensor that is no result of a call."""
         ...
 
     def catch_up(self) -> None:
-        """Compute all that was taken and is to be computed later: a network is about to be changed or copied."""
+        """Compute all deferred calls, before a network is changed or copied."""
         ...
 
     def settle(self) -> None:
-        """Wait until all that was taken is computed: tensors are about to change in place."""
+        """Wait until all calls are computed, before tensors change in place."""
         ...
 
 
 def catch_up() -> None:
-    """Wait for this thread's calls that are computed later: they are to have a network as it was."""
+    """Wait for this thread's deferred calls, which need the network as it was."""
     if modes.tracer is not None:
         modes.tracer.catch_up()
 
 
 def first_on_gpu(*operands: Any) -> Array | None:
-    """Of tensors, arrays and other operands the array of the first one that is on a GPU."""
+    """Return the array of the first operand, a tensor or an array, on a GPU; None if there is none."""
     return next(filter(is_cupy, map(_array_of, operands)), None)
 
 
 def _array_of(x: Any) -> Any:
-    if isinstance(x, _OF_NUMPY) or is_cupy(x):  # their own ``data`` is memory, which NumPy denies to bfloat16
+    if isinstance(x, _OF_NUMPY) or is_cupy(x):  # their ``data`` is a buffer, which NumPy has not for bfloat16
         return x
     return getattr(x, "data", None)
 
 
 def on_their_gpu(called: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call gives, computed on the GPU of its operands, if they are on one, whatever the current one is.
+    """Call an operator on the GPU of its operands, if any, whatever GPU is current.
 
     Raises:
-        ArrayMixError: they are on several, or NumPy's among them are not what the operator takes beside those on a GPU.
+        ArrayMixError: the operands are on several devices, or the operator does not take host arrays beside GPU arrays.
     """
-    given = [_array_of(x) for x in (*args, *kwargs.values())]
-    there = [x for x in given if is_cupy(x)]
-    if not there:
+    arrays = [_array_of(x) for x in (*args, *kwargs.values())]
+    on_gpus = [x for x in arrays if is_cupy(x)]
+    if not on_gpus:
         return called.function(*args, **kwargs)
-    home = there[0].device
-    for x in there[1:]:
-        if x.device.id != home.id:
-            raise _mixed(called, " and ".join(sorted({repr(Device.of(each)) for each in there})))
-    with home:
+    device = on_gpus[0].device
+    for x in on_gpus[1:]:
+        if x.device.id != device.id:
+            raise _mixed(called, " and ".join(sorted({repr(Device.of(x)) for x in on_gpus})))
+    with device:
         try:
             return called.function(*args, **kwargs)
         except (ArrayMixError, TypeError) as error:
-            if not any(isinstance(x, np.ndarray) for x in given) and not any(isinstance(x, list | tuple) for x in args):
+            on_host = any(isinstance(x, np.ndarray) for x in arrays) or any(isinstance(x, list | tuple) for x in args)
+            if not on_host:
                 raise
-            raise _mixed(called, f"the host and {Device.of(there[0])}") from error
+            raise _mixed(called, f"the host and {Device.of(on_gpus[0])}") from error
 
 
 def _mixed(called: Operator, where: str) -> ArrayMixError:
     return ArrayMixError(
-        called.name, expected="operands on one device", got=f"some on {where}",
-        remedy="bring them to one: net.to(device), device.put(x), DataLoader(..., device=...)",
+        called.name, expected="operands on one device", got=f"operands on {where}",
+        remedy="copy them to one device: net.to(device), device.put(x), DataLoader(..., device=...)",
     )  # fmt: skip
 
 
 def does_not_fit(
     called: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], error: ValueError
 ) -> UnsupportedError:
-    """What to raise for an error of NumPy's or CuPy's, which names no operator and may tell half of the shapes."""
-    given = [x for x in (*args, *kwargs.values()) if hasattr(x, "shape") and not isinstance(x, np.dtype)]
-    shapes = ", ".join(str(tuple(x.shape)) for x in given)
-    if len(given) > 1:
-        expected = "operands whose shapes fit each other"
+    """Return the error that replaces a ValueError of NumPy or CuPy, which names neither the operator nor all shapes."""
+    arrays = [x for x in (*args, *kwargs.values()) if hasattr(x, "shape") and not isinstance(x, np.dtype)]
+    shapes = ", ".join(str(tuple(x.shape)) for x in arrays)
+    if len(arrays) > 1:
+        expected = "operands of compatible shapes"
         return UnsupportedError(called.name, expected=expected, got=shapes, remedy=str(error))
-    return UnsupportedError(called.name, expected=f"arguments that fit an operand of shape {shapes}", got=str(error))
+    return UnsupportedError(called.name, expected=f"arguments valid for an operand of shape {shapes}", got=str(error))
 
 
 OPERATORS: dict[str, Operator] = {}
 """All operators by name."""
 CALLS: dict[str, Callable[..., Any]] = {}
-"""For each what programs call, which a tracer notes."""
+"""The public function of each operator, whose calls a tracer receives."""
 
 
 def operator(
     name: str, inputs: Sequence[str] = ("x",), has_effect: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register a function as the operator ``name``, whose arguments called ``inputs`` may be tensors.
+    """Register a function as the operator ``name``.
 
-    While this thread traces, calls go to its tracer; else straight to the function, which computes on the GPU of its
-    operands, if they are on one, whatever this thread's current one is. A ValueError of it is raised as an
-    `UnsupportedError` that names the operator, operands on several devices are an `ArrayMixError` that does.
+    While this thread traces, calls go to its tracer. Otherwise the function runs, on the GPU of its operands if they
+    are on one. A ValueError becomes an `UnsupportedError` with the operator's name, operands on several devices an
+    `ArrayMixError`.
+
+    Args:
+        name: the operator's name.
+        inputs: names of the arguments that may be tensors.
+        has_effect: whether a call draws random numbers or changes an input.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
-        takes_many = any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values())
-        attributes = tuple(each for each in signature.parameters if each not in inputs)
-        own = Operator(name, function, tuple(inputs), takes_many, attributes, has_effect, signature)
-        OPERATORS[name] = own
+        takes_many = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values())
+        attributes = tuple(parameter for parameter in signature.parameters if parameter not in inputs)
+        registered = Operator(name, function, tuple(inputs), takes_many, attributes, has_effect, signature)
+        OPERATORS[name] = registered
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             tracer = modes.tracer
             if tracer is not None:
-                return tracer.record(own, args, kwargs)  # type: ignore[no-any-return]
+                return tracer.record(registered, args, kwargs)  # type: ignore[no-any-return]
             try:
                 if "cupy" not in sys.modules:
-                    return function(*args, **kwargs)  # all is on the host
-                return on_their_gpu(own, args, kwargs)
+                    return function(*args, **kwargs)  # without CuPy all operands are on the host
+                return on_their_gpu(registered, args, kwargs)
+            except HpcdpError:
+                raise
             except ValueError as error:
-                raise does_not_fit(own, args, kwargs, error) from error
+                raise does_not_fit(registered, args, kwargs, error) from error
 
         CALLS[name] = call
         return call
@@ -295,17 +295,17 @@ def operator(
 
 
 Pullback = Callable[..., None]
-"""``pullback(gy, *gradients)``: from the gradient ``gy`` of an operation's result, add to that of each of its inputs.
+"""``pullback(gy, *gradients)``: add to the gradient of each input, given the gradient ``gy`` of the result.
 
-There is one `Gradient` for every input, None where nobody asks for it. ``gy`` must not be changed.
+There is one `Gradient` for every input, or None where no gradient is needed. ``gy`` must not be changed.
 """
 
 
 class Node:
     """One recorded operation.
 
-    ``inputs`` holds for every input the node that made it, the leaf tensor that it is, or None where no gradient is
-    wanted. When the tape is freed, both ``inputs`` and ``pullback``, and with it the saved arrays, are dropped.
+    ``inputs`` holds for every input the node that computed it, the leaf tensor, or None where no gradient is needed.
+    Freeing the tape drops ``inputs`` and ``pullback``, and with it the saved arrays.
     """
 
     __slots__ = ("dtype", "inputs", "number", "pullback", "shape")
@@ -318,7 +318,7 @@ class Node:
         self.number = next(modes.numbers)
 
     def free(self) -> None:
-        """Drop what only this operation's backward needs."""
+        """Drop the inputs and the pullback."""
         self.inputs = ()
         self.pullback = None
 
@@ -326,13 +326,13 @@ class Node:
 class Gradient:
     """The gradient of one tensor while backward sums its contributions.
 
-    For a leaf it lies in ``leaf.grad`` from the first contribution on, so that nothing is copied.
+    A leaf's gradient is summed in ``leaf.grad`` from the first contribution on, without a copy.
     """
 
     __slots__ = ("_given", "_home", "_private", "_xp", "dtype", "shape", "value")
 
     def __init__(self, of: Node | Tensor, xp: Any, home: Array | None = None, adds: bool = False) -> None:
-        like = of if home is None else home  # which are alike; a parameter waits for its update before it says so
+        like = of if home is None else home  # alike, but reading a parameter's shape waits for its update
         self.shape: tuple[int, ...] = like.shape
         self.dtype = like.dtype
         self._xp = xp
@@ -342,14 +342,14 @@ class Gradient:
         self._given: Array = None
 
     def begin(self, home: Array | None = None, adds: bool = False) -> None:
-        """Forget what was added; from now on it lies in ``home``, with what that holds if it ``adds``."""
+        """Reset the gradient, to be summed in ``home``, starting from its values if ``adds``."""
         self._home, self.value = home, home if adds else None
         self._private, self._given = adds, None
 
     def empty(self) -> Array:
-        """Where to write a whole contribution before `add`: a contiguous array of its shape and dtype.
+        """Return a contiguous array of the gradient's shape and dtype, to be filled and passed to `add`.
 
-        A leaf that an operation takes twice asks twice before it adds: the home is given out once.
+        The home array is returned at most once, because an operation may use a leaf twice.
         """
         fresh = self.value is None and self._given is None
         at_home = fresh and self._home is not None and self._home.flags.c_contiguous
@@ -369,21 +369,21 @@ class Gradient:
                 self._private = True
         else:
             first, kernels = self.value, kernels_for("elementwise", self.value, plain_on_host=True)
-            if not self._private:  # it is somebody else's array
+            if not self._private:  # the first contribution may have other users
                 self.value, self._private = empty(self.shape, self.dtype, self._xp), True
             kernels.add(first, contribution, self.value)
 
     @property
     def home(self) -> Array | None:
-        """Where a leaf's gradient lies; None where it is asked for as a new array, and for results of operations."""
+        """The array ``leaf.grad`` in which the gradient is summed; None for results and for `grad`."""
         return self._home
 
     def replace(self, value: Array) -> None:
-        """``value``, which is the home where there is one, and nobody else's, is the sum of all that was added."""
+        """Replace the sum by ``value``: the home array if there is one, else an array without other users."""
         self.value, self._private = value, True
 
     def finish(self) -> Array:
-        """The sum; zeros where nothing was added."""
+        """Return the sum; zeros if nothing was added."""
         if self.value is None:
             zeros = self.empty()
             zeros[...] = 0
@@ -391,33 +391,35 @@ class Gradient:
         return self.value
 
     def take(self) -> Array:
-        """The sum as an array that nobody else has."""
+        """Return the sum as an array without other users."""
         value = self.finish()
         with on_device_of(value):
             return value if self._private else self._xp.asarray(value).copy()
 
 
 class NumberHeads:
-    """Operations that made a single number of many, as a backward that begins with single numbers meets them.
+    """The reductions to a single number that a backward from single numbers passes.
 
     Args:
-        count: how many heads there are.
+        count: number of heads.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.reductions: list[tuple[Array, tuple[int, ...]]] = []
-        """The gradient of the result and the shape of the operand of each such operation; without those whose operand
-        was itself made by an operation over the first axis, of samples."""
+        """Gradient of the result and shape of the operand of each reduction.
+
+        Omits reductions whose operand was itself reduced over the first axis, that of the samples.
+        """
 
     def note(self, node: Node, gy: Array) -> None:
-        """Note an operation, of whose result ``gy`` is the gradient, if it is one of those."""
+        """Note a node that reduced an array to a single number, whose gradient is ``gy``."""
         if gy.size != 1:
             return
         for source in node.inputs:
             if isinstance(source, Node) and math.prod(source.shape) > 1:
-                below = (each for each in source.inputs if isinstance(each, Node))
-                if not any(each.shape[1:] == source.shape for each in below):
+                below = (node for node in source.inputs if isinstance(node, Node))
+                if not any(node.shape[1:] == source.shape for node in below):
                     self.reductions.append((gy, source.shape))
 
 
@@ -426,20 +428,20 @@ def backward(
     head_grads: Array | Tensor | Sequence[Any] | None = None,
     retain_graph: bool = False,
 ) -> None:
-    """Compute the gradients of the sum of ``heads`` with respect to all leaves and leave them in ``leaf.grad``.
+    """Compute the gradients of the sum of ``heads`` with respect to all leaves and store them in ``leaf.grad``.
 
-    A leaf's gradient is overwritten, added to or left alone as ``leaf.grad_req`` says ("write", "add", "null"), always
-    in place. As soon as it is complete, ``leaf.grad_hook(leaf)`` is called, in this thread, before backward goes on.
-    Waits for all asynchronous calls of this thread, which may read gradients.
+    ``leaf.grad_req`` decides whether a leaf's gradient is overwritten ("write"), added to ("add") or ignored ("null");
+    it changes in place. ``leaf.grad_hook(leaf)`` is called in this thread as soon as the gradient is complete. Waits
+    first for all asynchronous calls of this thread, which may read gradients.
 
     Args:
         heads: tensors computed while recording.
-        head_grads: for each head an array of its shape, or None for ones, so that gradients of a loss of shape
-            ``(batch,)`` are sums over the batch.
-        retain_graph: keep the tape, so that backward can run through it again.
+        head_grads: for each head an array of its shape, or None for ones. The gradients of a loss of shape ``(batch,)``
+            are then sums over the batch.
+        retain_graph: keep the tape, so that backward can run again.
 
     Raises:
-        HpcdpError: a head was not recorded, its tape is freed, or a head gradient has another shape.
+        HpcdpError: a head was not recorded, its tape was freed, or a head gradient has another shape.
     """
     catch_up()
     pairs = pairs_of(heads, head_grads)
@@ -460,10 +462,13 @@ def grad(
     head_grads: Array | Tensor | Sequence[Any] | None = None,
     retain_graph: bool = False,
 ) -> Any:
-    """The gradients of the sum of ``heads`` with respect to ``variables``, as new arrays; no ``.grad`` is touched.
+    """Return the gradients of the sum of ``heads`` with respect to ``variables`` as new arrays; no ``.grad`` changes.
 
     Args:
+        heads: as in `backward`.
         variables: leaves with a gradient attached, or results of recorded operations.
+        head_grads: as in `backward`.
+        retain_graph: as in `backward`.
 
     Returns:
         One array for a single variable, else a list; zeros where the heads do not depend on a variable.
@@ -477,24 +482,23 @@ def grad(
             raise HpcdpError(
                 "grad",
                 where="variables",
-                expected="tensors with a gradient attached, or recorded ones",
-                got=f"one of shape {tuple(variable.shape)} that is neither",
+                expected="tensors with a gradient attached, or recorded tensors",
+                got=f"a tensor of shape {tuple(variable.shape)} that is neither",
                 remedy="call its attach_grad() before recording",
             )
     pairs = pairs_of(heads, head_grads)
     walk = _Pass(pairs, [variable.node or variable for variable in wanted])
     walk.run(pairs, retain_graph)
-    found: list[Array] = []
-    for variable in wanted:  # one that is asked for twice gets two arrays
+    gradients: list[Array] = []
+    for variable in wanted:  # a variable that is listed twice gets two arrays
         gradient = walk.found(variable)
         with on_device_of(gradient):
-            found.append(gradient + 0 if any(gradient is other for other in found) else gradient)
-    return found if isinstance(variables, Sequence) else found[0]
+            gradients.append(gradient + 0 if any(gradient is other for other in gradients) else gradient)
+    return gradients if isinstance(variables, Sequence) else gradients[0]
 
 
 def leaves_below(heads: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves from which ``heads``, results of recorded operations, were computed, in the order in which `backward`
-    completes their gradients."""
+    """Return the leaves that recorded ``heads`` depend on, in the order in which `backward` completes them."""
     return [leaf for _, completed in GraphWalk([(head, head.data) for head in heads]).turns() for leaf in completed]
 
 
@@ -504,8 +508,14 @@ def add_gradients(
     into: dict[Tensor, Gradient],
     completed: Callable[[Tensor], None] | None = None,
 ) -> None:
-    """Add what `backward` would to the gradients of the leaves in ``into``, and complete them; the tape stays, and in
-    the place of hooks ``completed(leaf)`` is called."""
+    """Add the gradients that `backward` computes to those in ``into``; keeps the tape and calls no hooks.
+
+    Args:
+        heads: as in `backward`.
+        head_grads: an array of its shape for each head.
+        into: the gradient to add to, for each leaf.
+        completed: called with each leaf when its gradient is complete.
+    """
     pairs = list(zip(heads, head_grads, strict=True))
     walk = _Pass(pairs, list(into))
     walk.gradients.update(into)
@@ -514,21 +524,21 @@ def add_gradients(
 
 
 def _settled(operation: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those on the tape that ``tensors`` stand for; `HpcdpError` for what is none, as the arrays that `grad` gives."""
+    """Return the computed tensors; raise `HpcdpError` for objects that are no tensors, such as gradients."""
     try:
-        return [each.settled for each in tensors]
+        return [x.settled for x in tensors]
     except AttributeError as error:
-        odd = next((each for each in tensors if not hasattr(each, "settled")), None)
-        if odd is None:
+        wrong = next((x for x in tensors if not hasattr(x, "settled")), None)
+        if wrong is None:
             raise
         raise HpcdpError(
-            operation, expected="tensors", got=type_named(odd),
-            remedy="a gradient is an array, which is on no tape: there are none of gradients",
+            operation, expected="tensors", got=type_named(wrong),
+            remedy="pass tensors: gradients are arrays, and second derivatives are not supported",
         ) from error  # fmt: skip
 
 
 def pairs_of(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
-    """Each head with its gradient, ones where there is none; raises as `backward` where one is no head."""
+    """Return each head with its gradient, ones by default; raises as `backward`."""
     if not isinstance(heads, Sequence):
         heads, head_grads = [heads], [head_grads]
     elif head_grads is None:
@@ -550,9 +560,9 @@ def pairs_of(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
 
 
 def _seed_of(value: Array, given: Any) -> Array:
-    """The gradient of a head, of ``value``, where that is; see `backward` for what may be given."""
+    """Return the gradient of a head on the device of its ``value``; see `backward` for ``given``."""
     xp, given = array_namespace(value), getattr(given, "data", given) if hasattr(given, "grad_req") else given
-    if given is None:  # CuPy's full would take twice as long
+    if given is None:  # in CuPy `ones` takes half the time of `full`
         return xp.ones(value.shape, dtype=value.dtype)
     if isinstance(given, int | float):
         return xp.full(value.shape, given, dtype=value.dtype)
@@ -563,47 +573,45 @@ def _seed_of(value: Array, given: Any) -> Array:
 
 
 class GraphWalk:
-    """What lies below the heads of ``pairs``, each a head and its gradient."""
+    """The recorded operations and leaves that the heads of ``pairs`` depend on."""
 
     def __init__(self, pairs: list[tuple[Tensor, Array]]) -> None:
         self.uses: dict[Any, int] = {}
-        """How often each leaf is used."""
+        """Number of uses of each leaf."""
         self.nodes: list[Node] = []
-        """In the order in which they were recorded."""
+        """The nodes in the order of recording."""
         stack: list[Any] = [head.node or head for head, _ in pairs]
         seen = set()
         while stack:
-            each = stack.pop()
-            if not isinstance(each, Node):
-                self.uses[each] = self.uses.get(each, 0) + 1
-            elif each not in seen:
-                if each.pullback is None:
+            source = stack.pop()
+            if not isinstance(source, Node):
+                self.uses[source] = self.uses.get(source, 0) + 1
+            elif source not in seen:
+                if source.pullback is None:
                     raise HpcdpError(
-                        "backward",
-                        expected="a tape that is still there",
-                        got="one that an earlier backward has freed",
-                        remedy="call the earlier one with retain_graph=True",
-                    )
-                seen.add(each)
-                self.nodes.append(each)
-                stack.extend(source for source in each.inputs if source is not None)
+                        "backward", expected="a complete tape", got="a tape that an earlier backward has freed",
+                        remedy="call the earlier backward with retain_graph=True",
+                    )  # fmt: skip
+                seen.add(source)
+                self.nodes.append(source)
+                stack.extend(below for below in source.inputs if below is not None)
         self.nodes.sort(key=lambda node: node.number)
 
     def turns(self) -> Iterator[tuple[Node, list[Tensor]]]:
-        """The nodes in the order in which backward comes to them, and the leaves whose last use each of them is."""
+        """Yield the nodes in the order of backward, each with the leaves of which it is the last use."""
         left = dict(self.uses)
         for node in reversed(self.nodes):
             completed = []
-            for each in node.inputs:
-                if each is not None and not isinstance(each, Node):
-                    left[each] -= 1
-                    if not left[each]:
-                        completed.append(each)
+            for source in node.inputs:
+                if source is not None and not isinstance(source, Node):
+                    left[source] -= 1
+                    if not left[source]:
+                        completed.append(source)
             yield node, completed
 
 
 class _Pass(GraphWalk):
-    """One run through the tape; ``wanted`` are the nodes and leaves that `grad` asks for, None means backward."""
+    """One traversal of the tape, for the nodes and leaves in ``wanted``; None means backward."""
 
     def __init__(self, pairs: list[tuple[Tensor, Array]], wanted: list[Any] | None) -> None:
         super().__init__(pairs)
@@ -611,18 +619,18 @@ class _Pass(GraphWalk):
         self._xp = array_namespace(*(seed for _, seed in pairs)) if pairs else np
         self.gradients: dict[Any, Gradient] = {}
         self.completed: Callable[[Tensor], None] | None = None
-        """Called with each of the wanted leaves when its gradient is complete."""
+        """Called with each wanted leaf when its gradient is complete."""
         self.number_heads: NumberHeads | None = None
         self._kept: dict[Any, Array] = {}
 
     def run(self, pairs: list[tuple[Tensor, Array]], retain_graph: bool) -> None:
         for head, seed in pairs:
-            source: Node | Tensor = head.node or head
-            gradient = self._gradient(source)
+            start: Node | Tensor = head.node or head
+            gradient = self._gradient(start)
             if gradient is not None:
-                with on_device_of(seed):  # on which a head that is given twice, or a leaf, adds it up
+                with on_device_of(seed):  # where the seeds of a repeated head, or of a leaf, are summed
                     gradient.add(seed)
-            if source is head:
+            if start is head:
                 self._used(head)
         number_heads = self.number_heads
         while self.nodes:
@@ -635,19 +643,19 @@ class _Pass(GraphWalk):
                 if number_heads is not None:
                     number_heads.note(node, gy)
                 assert node.pullback is not None
-                if type(gy) is np.ndarray:  # on the host no more is asked
+                if type(gy) is np.ndarray:  # host arrays skip the device check
                     node.pullback(gy, *[self._gradient(source) for source in node.inputs])
                 else:
                     with on_device_of(gy):
                         node.pullback(gy, *[self._gradient(source) for source in node.inputs])
-            for each in node.inputs:
-                if each is not None and not isinstance(each, Node):
-                    self._used(each)
+            for source in node.inputs:
+                if source is not None and not isinstance(source, Node):
+                    self._used(source)
             if not retain_graph:
                 node.free()
 
     def found(self, variable: Tensor) -> Array:
-        """What `grad` returns for one variable."""
+        """Return the result of `grad` for one variable."""
         source = variable.node or variable
         if source not in self._kept:
             xp = array_namespace(variable.data)
@@ -656,7 +664,7 @@ class _Pass(GraphWalk):
         return self._kept[source]
 
     def _gradient(self, source: Any) -> Gradient | None:
-        """Where contributions to ``source`` go; None where they are not wanted."""
+        """Return the gradient that collects contributions to ``source``; None where it is not needed."""
         if source is None:
             return None
         gradient = self.gradients.get(source)
@@ -672,14 +680,14 @@ class _Pass(GraphWalk):
             else:
                 home = source.grad
                 if home is None:
-                    with on_device_of(source.data):  # which need not be where its operation was
+                    with on_device_of(source.data):  # may differ from the operation's device
                         home = source.grad = self._xp.zeros(source.shape, dtype=source.dtype)
                 gradient = Gradient(source, self._xp, home=home, adds=source.grad_req == "add")
             self.gradients[source] = gradient
         return gradient
 
     def _used(self, leaf: Any) -> None:
-        """One use of ``leaf`` is done; after the last one its gradient is complete."""
+        """Count one use of ``leaf`` as done; the gradient is complete after the last one."""
         self.uses[leaf] = uses = self.uses[leaf] - 1
         if uses:
             return

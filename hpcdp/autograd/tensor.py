@@ -1,11 +1,4 @@
-"""Tensors.
-
-Tensors: arrays that operations on the tape are made of.
-
-Arrays made of what is given to a tensor.
-
-Backward through a tape that is kept, again and again: the way is looked for once.
-"""
+"""Tensors, recording of results on the tape, and repeated backward through a retained tape."""
 
 from __future__ import annotations
 
@@ -23,49 +16,50 @@ from .tape import Again, Gradient, GraphWalk, Node, Pullback, backward, catch_up
 
 
 def array_of(data: Any) -> np.ndarray:
-    """Numbers, or nested sequences of them, as float32; an array of another library in its own dtype."""
+    """Return numbers, or nested sequences of them, as float32, and an array of another library in its own dtype."""
     remedy = None
     try:
         numbers = np.asarray(data, None if hasattr(data, "dtype") else np.float32)
+    except HpcdpError:
+        raise
     except (RuntimeError, TypeError, ValueError) as error:
-        remedy = str(error) if hasattr(data, "dtype") else None  # as PyTorch says what is to be done
+        remedy = str(error) if hasattr(data, "dtype") else None  # PyTorch's message says what to do
     else:
-        if numbers.dtype.kind in "OSU":  # NumPy takes any object for an array
-            pass
-        elif not np.isnan(numbers).any() or not any(each is None for each in np.asarray(data, object).flat):
-            return numbers
-        else:
-            remedy = "leave out an input that is optional"  # NumPy makes NaN of it
-    raise HpcdpError("Tensor", expected="an array, or numbers", got=shortened(repr(data), 40), remedy=remedy)
+        if numbers.dtype.kind not in "OSU":  # NumPy makes an array of any object
+            if not np.isnan(numbers).any() or not any(x is None for x in np.asarray(data, object).flat):
+                return numbers
+            remedy = "omit an optional input instead of passing None"  # NumPy converts None to NaN
+    raise HpcdpError("Tensor", expected="an array or numbers", got=shortened(repr(data), 40), remedy=remedy)
 
 
 GRAD_REQS = ("write", "add", "null")
 
 
 def require_grad_req(operation: str, grad_req: object) -> None:
-    """Raises `ConfigError` unless it says what backward does with a gradient."""
+    """Raise `ConfigError` unless ``grad_req`` is one of `GRAD_REQS`."""
     one_of(operation, "grad_req", grad_req, GRAD_REQS)
 
 
 class Tensor:
     """An array of any namespace, ``data``, that may have a gradient.
 
-    Operators and methods work as NumPy's and make new tensors; other operands may be arrays or numbers. In-place
-    operators (``w -= lr * g``) and ``w[...] = values`` change ``data`` in place outside of recording, and never
-    replace it: it may be memory that other ranks see. Recorded results change only after backward freed the tape;
-    nobody looks at leaves, nor at views and `detach` of results: who changes those before backward gets its gradients
-    from the new values. Values that are written may be on another device; operands of operators may not.
+    Operators and methods follow NumPy and return new tensors; other operands may be arrays or numbers. In-place
+    operators (``w -= lr * g``) and ``w[...] = values`` change ``data`` outside of recording. They never replace it,
+    because other ranks may share its memory. Operands must be on one device; assigned values may be on another.
+
+    A recorded result cannot change before backward has freed the tape. Leaves, and views or `detach` of results, are
+    not checked: changing them before backward gives gradients of the new values.
 
     Args:
-        data: an array, kept as it is, not copied; numbers and lists become float32 NumPy arrays, and what else NumPy
-            takes for an array, as PyTorch's tensors in host memory and data sets of h5py, NumPy arrays of its dtype.
+        data: an array, which is not copied. Numbers and lists become float32 NumPy arrays. Other objects that NumPy
+            converts, such as PyTorch tensors in host memory and h5py data sets, become NumPy arrays of their dtype.
 
     Raises:
-        HpcdpError: ``data`` is none of that.
+        HpcdpError: ``data`` is none of these.
     """
 
     __slots__ = ("__weakref__", "data", "grad", "grad_hook", "grad_req", "node")
-    __array_ufunc__ = None  # array + tensor is the tensor's business
+    __array_ufunc__ = None  # so that array + tensor calls Tensor.__radd__
 
     def __init__(self, data: Any) -> None:
         if type(data) is not np.ndarray:
@@ -81,22 +75,22 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of ``data``."""
+        """Shape of ``data``."""
         return self.data.shape
 
     @property
     def dtype(self) -> Any:
-        """That of ``data``."""
+        """Dtype of ``data``."""
         return self.data.dtype
 
     @property
     def ndim(self) -> int:
-        """How many axes there are."""
+        """Number of axes."""
         return self.data.ndim
 
     @property
     def size(self) -> int:
-        """How many elements there are."""
+        """Number of elements."""
         return self.data.size
 
     @property
@@ -105,14 +99,14 @@ class Tensor:
         return operators.transpose(self)
 
     def attach_grad(self, grad_req: str = "write") -> None:
-        """Make this a leaf of the tape with a gradient: zeros of its shape in ``grad``, in its namespace.
+        """Make this a leaf of the tape, and allocate its gradient ``grad``: zeros of its shape and namespace.
 
         Args:
-            grad_req: what backward does with ``grad``: "write" over it, "add" to it, or "null", leave it alone.
+            grad_req: how backward changes ``grad``: "write" overwrites it, "add" adds to it, "null" ignores it.
 
         Raises:
             HpcdpError: another ``grad_req``.
-            UnsupportedError: it holds integers or booleans, which have no gradient, or complex numbers.
+            UnsupportedError: integers and booleans, which have no gradient, or complex numbers.
         """
         require_grad_req("attach_grad", grad_req)
         if grad_req != "null" and self.dtype.kind in "biuc":
@@ -124,39 +118,39 @@ class Tensor:
             self.grad = None if grad_req == "null" else array_namespace(self.data).zeros(self.shape, dtype=self.dtype)
 
     def backward(self, head_grad: Any = None, retain_graph: bool = False) -> None:
-        """`autograd.backward` from this tensor; ``head_grad`` has its shape, None means ones."""
+        """Run `autograd.backward` from this tensor; ``head_grad`` has its shape, None means ones."""
         backward(self, head_grad, retain_graph)
 
     @property
     def settled(self) -> Tensor:
-        """The tensor that is on the tape: this one, or what its call has given, where that was asynchronous."""
+        """The tensor on the tape: this one, or the computed result of an asynchronous call."""
         return self
 
     def wait_to_read(self) -> None:
-        """Wait until the values are there, where they may still be computed: see `asynchronous`."""
+        """Wait until the values of an asynchronous result are computed, see `asynchronous`."""
 
     def __getstate__(self) -> Any:
-        catch_up()  # copies and pickles are of what all calls have left, and on no tape, to which others' leaves belong
+        catch_up()  # a copy sees the effects of all calls, and is on no tape, whose leaves are not copied
         state: Any = object.__getstate__(self)
         attributes, slots = state
         return attributes, {**slots, "node": None}
 
     def detach(self) -> Tensor:
-        """The same ``data`` as a tensor that is on no tape."""
+        """Return a tensor with the same ``data`` that is on no tape."""
         return operators.detach(self)
 
     def _values(self) -> Array:
-        """``data``, for somebody who looks at it: refused in a forward that is traced."""
+        """Return ``data`` for reading; a forward that is traced refuses it."""
         if modes.tracer is not None:
             modes.tracer.read()
         return self.data
 
     def asnumpy(self) -> np.ndarray:
-        """A copy in host memory."""
+        """Return a copy in host memory."""
         return np.array(to_host(self._values()))
 
     def item(self) -> Any:
-        """The only element, as a Python number."""
+        """Return the only element as a Python number."""
         return self._values().item()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -178,7 +172,7 @@ class Tensor:
         return len(self.data)
 
     def __iter__(self) -> Iterator[Tensor]:
-        if not self.shape:  # else Python would find no rows: sum(loss) would be 0
+        if not self.shape:  # without it Python would iterate over no rows, and sum(loss) would be 0
             raise TypeError("iteration over a tensor without axes")
         return map(self.__getitem__, range(self.shape[0]))
 
@@ -195,19 +189,17 @@ class Tensor:
             raise self._on_tape("while recording", "use `with autograd.pause():`" * (self.node is None))
         if modes.recording and isinstance(value, Tensor) and (value.node is not None or value.grad_req != "null"):
             raise HpcdpError(
-                "in-place change",
-                expected="values that are not on the tape, as nothing records a change",
-                got=f"some of shape {tuple(value.shape)} that want a gradient",
+                "in-place change", expected="values without a gradient, because in-place changes are not recorded",
+                got=f"values of shape {tuple(value.shape)} with a gradient",
                 remedy="make a new tensor (autograd.stack, concatenate, where), or write value.detach()",
-            )
+            )  # fmt: skip
         self._refuse_recorded()
         with on_device_of(self.data):
             place = self.changeable()
             place[operators.index(key)] = values_on_device_of(value_of(value), place)
 
     def _refuse_recorded(self) -> None:
-        """The operation that made a tensor may need its elements until backward has freed the tape, and others until
-        they are computed, where calls are asynchronous."""
+        """Raise unless no recorded operation and no asynchronous call still needs the elements."""
         if modes.tracer is not None:
             modes.tracer.settle()
         if self.node is not None and self.node.pullback is not None:
@@ -215,21 +207,18 @@ class Tensor:
         refuse_change(self.data, getattr(self, "name", ""))
 
     def changeable(self) -> Array:
-        """``data``, as an array that can change: a number of NumPy's, as sums over all axes are, becomes one."""
+        """Return ``data`` as a mutable array; replaces a NumPy scalar, as a sum over all axes returns, by an array."""
         if isinstance(self.data, np.generic):
             self.data = np.array(self.data)
         return self.data
 
-    def _on_tape(self, state: str, way_out: str) -> HpcdpError:
-        return HpcdpError(
-            "in-place change",
-            expected="a tensor that is not on the tape",
-            got=f"one of shape {self.shape} {state}",
-            remedy="make a new tensor" + f", or {way_out}" * bool(way_out),
-        )
+    def _on_tape(self, state: str, alternative: str) -> HpcdpError:
+        got = f"a tensor of shape {self.shape} {state}"
+        remedy = "make a new tensor" + f", or {alternative}" * bool(alternative)
+        return HpcdpError("in-place change", expected="a tensor that is not on the tape", got=got, remedy=remedy)
 
     def _in_place(self, operation: Callable[[Any, Any], Tensor], other: Any) -> Tensor:
-        """``total += loss`` while recording is a new tensor, as the tape needs; a leaf may not change then."""
+        """Change this tensor in place; while recording return a new tensor instead, and refuse a leaf."""
         if modes.recording:
             if self.grad_req != "null":
                 raise self._on_tape("while recording", "use `with autograd.pause():`")
@@ -237,12 +226,8 @@ class Tensor:
         self._refuse_recorded()
         result = operation(self, other).data
         if not np.can_cast(result.dtype, self.dtype, "same_kind"):
-            raise UnsupportedError(
-                "in-place operation",
-                expected=f"a result that fits {self.dtype}",
-                got=result.dtype,
-                remedy="use x = ...",
-            )
+            expected = f"a result that can be cast to {self.dtype}"
+            raise UnsupportedError("in-place operation", expected=expected, got=result.dtype, remedy="use x = ...")
         with on_device_of(self.data):
             self.changeable()[...] = result
         return self
@@ -328,83 +313,83 @@ class Tensor:
     __hash__ = object.__hash__
 
     def astype(self, dtype: Any) -> Tensor:
-        """A copy in another dtype; the gradient comes back in the old one."""
+        """Return a copy in another dtype; the gradient is converted back."""
         return operators.astype(self, dtype)
 
     def reshape(self, *shape: Any) -> Tensor:
-        """The same elements in another shape, given as numbers or one tuple; one may be -1. A view if possible."""
+        """Return the elements in another shape, given as numbers or one tuple; one may be -1. A view if possible."""
         return operators.reshape(self, *shape)
 
     def transpose(self, *axes: Any) -> Tensor:
-        """A view with the axes in another order, given as numbers or one tuple; reversed if none are given."""
+        """Return a view with permuted axes, given as numbers or one tuple; reversed by default."""
         return operators.transpose(self, *axes)
 
     def sum(self, axis: Any = None, keepdims: bool = False) -> Tensor:
-        """The sum over ``axis``: a number, a tuple of them, or None, which is all of them.
+        """Return the sum over ``axis``: a number, a tuple of numbers, or None for all axes.
 
-        The axes that are summed over are gone, or with ``keepdims`` of length 1. The dtype is the one that NumPy gives:
-        that of floats stays, integers become int64.
+        The summed axes are dropped, or kept with length 1 by ``keepdims``. The dtype is NumPy's: floats keep theirs,
+        integers become int64.
         """
         return operators.sum(self, axis, keepdims)
 
     def mean(self, axis: Any = None, keepdims: bool = False) -> Tensor:
-        """The mean over ``axis``, see `sum`; of integers in floating point."""
+        """Return the mean over ``axis``, see `sum`; the mean of integers is a float."""
         return operators.mean(self, axis, keepdims)
 
     def max(self, axis: Any = None, keepdims: bool = False) -> Tensor:
-        """The largest element over ``axis``, see `sum`; equal ones share the gradient."""
+        """Return the largest element over ``axis``, see `sum`; equal elements share the gradient."""
         return operators.max(self, axis, keepdims)
 
     def min(self, axis: Any = None, keepdims: bool = False) -> Tensor:
-        """The smallest element over ``axis``, see `sum`; equal ones share the gradient."""
+        """Return the smallest element over ``axis``, see `sum`; equal elements share the gradient."""
         return operators.min(self, axis, keepdims)
 
     def argmax(self, axis: Any = None) -> Tensor:
-        """Where the largest element is along ``axis``, a number, or if it is None among all: int64, no gradient."""
+        """Return the index of the largest element along ``axis``, or among all for None: int64, without gradient."""
         return operators.argmax(self, axis)
 
     def exp(self) -> Tensor:
-        """e to the power of each element."""
+        """Return e to the power of each element."""
         return operators.exp(self)
 
     def log(self) -> Tensor:
-        """The natural logarithm of each element."""
+        """Return the natural logarithm of each element."""
         return operators.log(self)
 
     def sqrt(self) -> Tensor:
-        """The square root of each element."""
+        """Return the square root of each element."""
         return operators.sqrt(self)
 
     def tanh(self) -> Tensor:
-        """The hyperbolic tangent of each element."""
+        """Return the hyperbolic tangent of each element."""
         return operators.tanh(self)
 
     def sigmoid(self) -> Tensor:
-        """``1 / (1 + exp(-x))`` of each element x."""
+        """Return ``1 / (1 + exp(-x))`` for each element x."""
         return operators.sigmoid(self)
 
 
 def as_tensor(x: Any) -> Tensor:
-    """``x`` itself if it is a tensor, else a tensor of that array or number."""
+    """Return ``x`` itself if it is a tensor, else a tensor of that array or number."""
     return x if isinstance(x, Tensor) else Tensor(x)
 
 
 def value_of(x: Any) -> Any:
-    """The array of a tensor; arrays and Python numbers as they are, which keeps the other operand's dtype."""
+    """Return a tensor's array; other operands unchanged, because Python numbers adopt the other operand's dtype."""
     return x.data if isinstance(x, Tensor) else x
 
 
 def on_tape(value: Array, inputs: tuple[Any, ...], pullback: Pullback | None, again: Again | None = None) -> Tensor:
-    """The result of an operation, recorded if this thread records and an input wants a gradient.
+    """Return the result of an operation, recorded if this thread records and an input needs a gradient.
+
+    Integers and booleans are constants: no gradient passes through them.
 
     Args:
         value: the result's array.
         inputs: the operation's tensors; arrays and numbers among them have no gradient.
-        pullback: ``pullback(gy, *gradients)``, see `tape.Pullback`; it keeps alive what it refers to, so it should
-            refer to arrays, never to the resulting tensor. None without inputs that could have a gradient.
-        again: how the value is computed again, for an `operator`, which can be planned.
-
-    Integers and booleans are constants: no gradient goes back through them.
+        pullback: ``pullback(gy, *gradients)``, see `tape.Pullback`. It should refer to arrays, never to the resulting
+            tensor, because it keeps them alive. None if no input can have a gradient.
+        again: how to recompute the value, for an `operator` that can be planned.
     """
     result = Tensor(value)
     if modes.recording:
@@ -430,42 +415,44 @@ def on_tape(value: Array, inputs: tuple[Any, ...], pullback: Pullback | None, ag
 
 
 class _Turn(NamedTuple):
-    """One operation of the way."""
+    """One operation in the order of backward."""
 
     pullback: Pullback
-    own: Gradient
-    of_inputs: tuple[Gradient | None, ...]
+    result: Gradient
+    inputs: tuple[Gradient | None, ...]
     completed: tuple[tuple[Tensor, Gradient], ...]
-    """Leaves of which this was the last use."""
+    """Leaves that no later operation uses."""
 
 
 class RepeatedBackward:
-    """What ``backward(head, head_grad, retain_graph=True)`` does, to the same bits, with hooks at the same places.
+    """A repeatable ``backward(head, None, retain_graph=True)`` that caches the traversal order of the tape.
+
+    Gradients have the same bits, and hooks are called at the same points.
 
     Args:
-        head: computed on the host by recorded operations, whose pullbacks may be called again when their operands have
-            other values. Leaves with ``grad_req="null"`` get no gradient, also if they would later.
+        head: computed on the host by recorded operations, whose pullbacks can be called again after their operands
+            changed. Leaves with ``grad_req="null"`` get no gradient, even if that changes later.
 
     Raises:
         HpcdpError: as `backward`.
     """
 
     def __init__(self, head: Tensor) -> None:
-        way = GraphWalk(pairs_of(head, None))
-        gradients = {node: Gradient(node, np) for node in way.nodes}
-        self._leaves = {leaf: Gradient(leaf, np) for leaf in way.uses if leaf.grad_req != "null"}
+        walk = GraphWalk(pairs_of(head, None))
+        gradients = {node: Gradient(node, np) for node in walk.nodes}
+        self._leaves = {leaf: Gradient(leaf, np) for leaf in walk.uses if leaf.grad_req != "null"}
         wanted = gradients | self._leaves
         assert head.node is not None
         self._head = gradients[head.node]
         self._turns: list[_Turn] = []
-        for node, completed in way.turns():
+        for node, completed in walk.turns():
             assert node.pullback is not None
             inputs = tuple(wanted.get(source) for source in node.inputs)
             done = tuple((leaf, self._leaves[leaf]) for leaf in completed if leaf in self._leaves)
             self._turns.append(_Turn(node.pullback, gradients[node], inputs, done))
 
     def run(self, head_grad: np.ndarray) -> None:
-        """Compute the gradients of all leaves anew; ``head_grad`` is of the head's shape and dtype."""
+        """Recompute the gradients of all leaves; ``head_grad`` has the head's shape and dtype."""
         for leaf, gradient in self._leaves.items():
             home = leaf.grad
             if home is None:
@@ -473,17 +460,17 @@ class RepeatedBackward:
             gradient.begin(home, leaf.grad_req == "add")
         self._head.add(head_grad)
         try:
-            for pullback, own, of_inputs, completed in self._turns:
-                gy = own.finish()
-                own.begin()
-                pullback(gy, *of_inputs)
+            for pullback, result, inputs, completed in self._turns:
+                gy = result.finish()
+                result.begin()
+                pullback(gy, *inputs)
                 for leaf, gradient in completed:
                     gradient.finish()
                     if leaf.grad_hook is not None:
                         leaf.grad_hook(leaf)
-        finally:  # also where a hook has raised
-            for _, own, _, _ in self._turns:
-                own.begin()
+        finally:  # a hook may have raised
+            for turn in self._turns:
+                turn.result.begin()
 
 
-from . import operators  # noqa: E402  tensors and operators need each other
+from . import operators  # noqa: E402  tensors and operators import each other

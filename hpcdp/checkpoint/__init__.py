@@ -1,11 +1,11 @@
-"""The state of a run on disk.
+"""Checkpoints: the state of a run on disk.
 
-- `manager`: what programs call: save, restore, how many checkpoints are kept.
-- `save`, `load`: one save or restore by all ranks.
+- `manager`: the interface of programs: save, restore and retention.
+- `save`, `load`: a save and a restore by all ranks.
 - `flatten`: a nested state as JSON and named tensors, and back.
-- `hdf5_file`: the HDF5 file of a shard. `manifest`: the list of all tensors and files.
+- `hdf5_file`: the HDF5 file of a shard; `manifest`: the list of all tensors and files.
 - `directory`: names and locks of checkpoints in a folder.
-- `inspect`, `export`: what ``hpcdp checkpoint`` does, in one process.
+- `inspect`, `export`: the commands of ``hpcdp checkpoint``, in one process.
 
 docs/checkpoint-format.md describes the files.
 """

@@ -1,12 +1,9 @@
-"""The directory of checkpoints, and the lock of its one writer.
+"""The folder of a run's checkpoints, and the lock of its one writer.
 
-One writer a folder: a lock that the kernel frees when its holder ends, in a file that says who that is.
-
-The folder of a run's checkpoints: a folder for each, which gets its name when it is complete, and what is left over.
-
-``step-0000000100`` is complete, ``step-0000000100.tmp`` is being written or removed, or was when its writer died, and
-``step-0000000100.old.tmp`` is about to be replaced. Where renaming a folder is no one step of the file system, it may
-have been done in part under either name: there a checkpoint is complete with the file `COMMITTED` and all others.
+Each checkpoint has a folder, which is renamed when it is complete. ``step-0000000100`` is complete,
+``step-0000000100.tmp`` is being written or removed, or its writer died, and ``step-0000000100.old.tmp`` is about to be
+replaced. On a file system without atomic renames, a folder may be renamed in part; there a checkpoint is complete with
+the file `COMMITTED` and all other files. The kernel releases the lock when its holder ends; the lock's file names it.
 """
 
 from __future__ import annotations
@@ -30,21 +27,21 @@ from . import manifest
 
 NAME = "writer.lock"
 _LOCK, _UNLOCK = lock_request(fcntl.F_WRLCK, 0), lock_request(fcntl.F_UNLCK, 0)
-_NOBODY_SAYS = "one that does not say who it is"
+_UNKNOWN_OWNER = "an unknown job"
 _TIMES = 10
-"""How often a lock is taken anew, of which others remove the file, at most."""
+"""Most attempts to take a lock whose file other processes remove."""
 _HELD = (errno.EAGAIN, errno.EACCES)
 
 
 class WriterLock:
-    """Held by one process at a time, until `release` or its end.
+    """A lock on a folder, held by one process at a time, until `release` or its end.
 
     Args:
-        folder: exists.
-        operation: what errors say was attempted.
+        folder: an existing folder.
+        operation: the operation that errors name.
 
     Raises:
-        DataError: another process holds it, which is named; or the file cannot be made.
+        DataError: another process holds the lock, and is named; or the file cannot be made.
     """
 
     def __init__(self, folder: Path, operation: str = "lock the checkpoints") -> None:
@@ -56,7 +53,7 @@ class WriterLock:
                 self.release()
                 self._file = self._opened(path)
                 self._take(path)
-                if self._other_than_locked() is None:  # else its last holder has removed it before it was locked
+                if self._other_than_locked() is None:  # otherwise its last holder removed it before it was locked
                     break
             self.require_held()
             self._sign()
@@ -83,52 +80,52 @@ class WriterLock:
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID") or os.environ.get("JOB_ID")
         who = {"host": socket.gethostname(), "pid": os.getpid(), "user": _user(), "job": job}
         text = json.dumps(who | {"since": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n"
-        with contextlib.suppress(OSError):  # it is locked all the same; of a full disk who writes more tells
+        with contextlib.suppress(OSError):  # the lock is held anyway; later writes report a full disk
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, text.encode(), 0)
 
     def require_held(self) -> None:
-        """Raise `DataError` unless the file is still the one that is locked: of another one others take the lock."""
+        """Raise `DataError` if the locked file was replaced, because another process may lock the new one."""
         got = self._other_than_locked()
         if got is not None:
             raise DataError(
                 self._operation, where=self._path, expected="the file that this job has locked", got=got,
-                remedy="nothing is saved here any more, where others may; end this job, and never remove the file",
+                remedy="end this job, which saves nothing here any more, and never remove the file",
             )  # fmt: skip
 
     def _other_than_locked(self) -> str | None:
-        """What is there instead of the file that is locked; None where it is that."""
+        """Return None if the path is still the locked file, else what it is, in words."""
         own = os.fstat(self._file)
         try:
-            found = os.stat(self._path)
+            present = os.stat(self._path)
         except OSError as error:
             return error.strerror
-        return None if (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino) else "another one"
+        return None if (present.st_dev, present.st_ino) == (own.st_dev, own.st_ino) else "another file"
 
     def release(self) -> None:
-        """Let others write; may be called twice."""
+        """Release the lock; may be called twice."""
         if self._file >= 0:
-            with contextlib.suppress(OSError):  # a child made by fork may have the file open, too
+            with contextlib.suppress(OSError):  # closing alone does not suffice: a forked child may have the file open
                 fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _UNLOCK)
             os.close(self._file)
             self._file = -1
 
 
 def holder(path: Path) -> str | None:
-    """Who holds the lock of that file now, in words as `owner`; None if nobody does, or none can be had here."""
+    """Return the holder of a lock's file, as `owner`; None if it is free, or the file system has no locks."""
     with contextlib.suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _LOCK)
+            answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _LOCK)
         finally:
             os.close(file)
-        if not is_free(found):
-            return owner(path) or _NOBODY_SAYS
+        if not is_free(answer):
+            return owner(path) or _UNKNOWN_OWNER
     return None
 
 
 def require_free(folder: Path) -> None:
-    """Take no lock, but raise what `WriterLock` does where another process holds it."""
+    """Raise the error of `WriterLock` if another process holds the lock; takes no lock."""
     who = holder(folder / NAME)
     if who is not None:
         raise _held("lock the checkpoints", folder / NAME, who)
@@ -137,12 +134,12 @@ def require_free(folder: Path) -> None:
 def _held(operation: str, path: Path, who: str) -> DataError:
     return DataError(
         operation, where=path, expected="no other job that saves here",
-        got=who or _NOBODY_SAYS, remedy="wait for it, or save to another folder",
+        got=who or _UNKNOWN_OWNER, remedy="wait for it, or save to another folder",
     )  # fmt: skip
 
 
 def owner(path: Path) -> str:
-    """Who has written a lock's file last, in words; "" where it does not say."""
+    """Return process, user, host and job of the last writer of a lock's file, in words; "" if unknown."""
     try:
         who = json.loads(path.read_bytes())
         job = f", job {who['job']}" if who["job"] else ""
@@ -159,22 +156,22 @@ def _user() -> str:
 
 
 COMMITTED = "committed"
-"""A file that makes a checkpoint complete where renaming a folder is not one step of the file system."""
+"""Name of the file that marks a checkpoint as complete on a file system without atomic renames."""
 _NAME = re.compile(r"step-([0-9]{10,18})(\.old\.tmp)?")
 _LEFT_OVER = re.compile(r"step-[0-9]{10,18}(\.old)?\.tmp")
 _MAY_WANT_COMMIT_FILE = re.compile(rb'"commit_file"\s*:\s*true')
-"""In a manifest; one of thousands of parts takes tenths of a second to read as JSON."""
+"""Pattern in a manifest's text, because parsing a manifest of thousands of parts takes tenths of a second."""
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP)
-"""What fsync of a folder says where there is none, see fsync(2); all else means that the disk has failed."""
+"""Errors of fsync for a folder that cannot be synchronized, see fsync(2); others mean that the disk has failed."""
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the complete checkpoint of a step is."""
+    """Return the path of a step's complete checkpoint."""
     return folder / f"step-{step:010d}"
 
 
 def partial_path(folder: Path, step: int) -> Path:
-    """Where it is while it is being written."""
+    """Return the path of a step's checkpoint while it is being written."""
     return folder / f"step-{step:010d}.tmp"
 
 
@@ -183,99 +180,96 @@ def _old_path(folder: Path, step: int) -> Path:
 
 
 def another(steps: Iterable[int], damaged: int) -> int | None:
-    """Which step to take instead of a damaged one: the next older, or else the newest; None where there is none."""
+    """Return the step to use instead of a damaged one: the next older, else the newest; None without another."""
     others = [step for step in steps if step != damaged]
     return max((step for step in others if step < damaged), default=max(others, default=None))
 
 
 def find(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a folder that are complete, by step, oldest first; none where there is no folder.
+    """Return the complete checkpoints of a folder by step, oldest first; empty without a folder.
 
-    One that was being replaced when its writer died counts.
+    A checkpoint that was being replaced when its writer died counts.
     """
-    found: dict[int, Path] = {}
+    complete: dict[int, Path] = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for path in sorted(folder.iterdir()):  # the new one before the old one of a step
+        for path in sorted(folder.iterdir()):  # a step's new folder sorts before its old one
             match = _NAME.fullmatch(path.name)
-            if match is not None and int(match[1]) not in found and is_complete(path):
-                found[int(match[1])] = path
-    return dict(sorted(found.items()))
+            if match is not None and int(match[1]) not in complete and is_complete(path):
+                complete[int(match[1])] = path
+    return dict(sorted(complete.items()))
 
 
 def is_complete(path: Path) -> bool:
-    """Whether its writer has come to the end; see `manifest.read` for whether it is undamaged."""
+    """Return whether a checkpoint was written to the end; `manifest.read` finds damage."""
     try:
         if not (path / manifest.NAME).is_file():
             return False
-        if not _MAY_WANT_COMMIT_FILE.search(manifest.content_of(path)):  # of all that are kept, in each save
+        if not _MAY_WANT_COMMIT_FILE.search(manifest.content_of(path)):  # fast: each save checks all checkpoints
             return True
-        found = manifest.read(path)
-        names = (COMMITTED, *(file.name for file in found.files)) if found.commit_file else ()
+        saved = manifest.read(path)
+        names = (COMMITTED, *(file.name for file in saved.files)) if saved.commit_file else ()
         return all((path / name).is_file() for name in names)
     except (DataError, OSError):
-        return True  # damaged, or not to be looked into, which is said where it is read
+        return True  # damaged or unreadable, which reading it reports
 
 
 def _wants_commit_file(path: Path) -> bool:
     with contextlib.suppress(OSError, DataError):
         return manifest.read(path).commit_file
-    return False  # damaged, which is said where it is read
+    return False  # damaged, which reading it reports
 
 
 def left_over(folder: Path, atomic_rename: bool = True) -> list[Path]:
-    """What writers that died have left behind; without ``atomic_rename`` that may have the name of a complete one."""
+    """Return the folders of dead writers, which without ``atomic_rename`` may have the name of a checkpoint."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         complete = set(find(folder).values())
-        named = [each for each in folder.iterdir() if each not in complete and is_named(each) and each.is_dir()]
+        named = [path for path in folder.iterdir() if path not in complete and is_named(path) and path.is_dir()]
         return sorted(
-            each for each in named if _LEFT_OVER.fullmatch(each.name) or not atomic_rename or _wants_commit_file(each)
+            path for path in named if _LEFT_OVER.fullmatch(path.name) or not atomic_rename or _wants_commit_file(path)
         )
     return []
 
 
 def without_manifest(folder: Path, complete: Iterable[int]) -> dict[int, Path]:
-    """What has the name of a complete checkpoint and is none, by step: it has lost its manifest.
+    """Return the folders by step that have the name of a complete checkpoint, but no manifest.
 
-    Where renaming a folder is no one step of the file system a writer that died may have left it so.
-
-    Args:
-        complete: the steps of `find`.
+    On a file system without atomic renames a dead writer may leave such a folder. ``complete`` are the steps of `find`.
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         known = set(complete)
-        named = [each for each in folder.iterdir() if is_final(each) and step_of(each) not in known]
-        lost = [each for each in named if each.is_dir() and not (each / manifest.NAME).is_file()]
-        return {step_of(each): each for each in sorted(lost)}
+        named = [path for path in folder.iterdir() if is_final(path) and step_of(path) not in known]
+        lost = [path for path in named if path.is_dir() and not (path / manifest.NAME).is_file()]
+        return {step_of(path): path for path in sorted(lost)}
     return {}
 
 
 def step_of(path: Path) -> int:
-    """The step that a name says, which `is_named`."""
+    """Return the step of a checkpoint's name, which `is_named`."""
     return int(path.name.split("-")[1].partition(".")[0])
 
 
 def is_final(path: Path) -> bool:
-    """Whether a folder has the name of a complete checkpoint."""
+    """Return whether a folder has the name of a complete checkpoint."""
     match = _NAME.fullmatch(path.name)
     return match is not None and match[2] is None
 
 
 def is_named(path: Path) -> bool:
-    """Whether a folder has the name of a checkpoint, complete or not."""
+    """Return whether a folder has the name of a checkpoint, complete or not."""
     return bool(_NAME.fullmatch(path.name) or _LEFT_OVER.fullmatch(path.name))
 
 
 def require_room(folder: Path, step: int) -> None:
-    """Raise `DataError` where something that is no folder has a name that the checkpoint of a step needs."""
+    """Raise `DataError` if a file has a name that the checkpoint of a step needs."""
     for path in (partial_path(folder, step), path_of(folder, step), _old_path(folder, step)):
         if os.path.lexists(path) and not path.is_dir():
             raise DataError("save", where=path, expected="a folder, or nothing", got="a file", remedy="move it away")
 
 
 def remove(path: Path, ignore_errors: bool = False) -> None:
-    """Remove a folder and what is in it; of a link to one, such as to a checkpoint that lies elsewhere, the link.
+    """Remove a folder and its content, or a symbolic link to one, such as to a checkpoint elsewhere.
 
-    With ``ignore_errors`` what cannot be removed stays, and is then left over.
+    With ``ignore_errors`` files that cannot be removed stay as left-overs.
     """
     if path.is_symlink():
         with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
@@ -285,7 +279,7 @@ def remove(path: Path, ignore_errors: bool = False) -> None:
 
 
 def clean(folder: Path, atomic_rename: bool) -> list[Path]:
-    """Remove what is left over; returns what that was. An old checkpoint that was never replaced gets its name back."""
+    """Remove and return the left-overs; an old checkpoint that was never replaced gets its name back."""
     removed = left_over(folder, atomic_rename)
     for path in removed:
         remove(path)
@@ -296,11 +290,14 @@ def clean(folder: Path, atomic_rename: bool) -> list[Path]:
 
 
 def commit(folder: Path, step: int, atomic_rename: bool) -> Path:
-    """Give a checkpoint whose files are all on disk its name; where it is then. One of that name is put aside."""
+    """Rename a checkpoint whose files are all on disk to its final path, and return it.
+
+    A complete checkpoint of the same step gets its old path; see `remove_old`.
+    """
     partial, final, old = partial_path(folder, step), path_of(folder, step), _old_path(folder, step)
     sync_folder(partial)
     if final.exists() and is_complete(final):
-        if old.exists():  # it was replaced by that one, and could not be removed
+        if old.exists():  # replaced by `final`, but it could not be removed
             remove(old)
         final.rename(old)
     elif final.exists():
@@ -315,25 +312,25 @@ def commit(folder: Path, step: int, atomic_rename: bool) -> Path:
 
 
 def remove_old(folder: Path, step: int) -> None:
-    """Remove what `commit` has put aside, if there is something."""
+    """Remove the old checkpoint that `commit` has renamed, if any."""
     if _old_path(folder, step).exists():
         remove(_old_path(folder, step))
 
 
 def retire(folder: Path, step: int) -> Path:
-    """Make a left-over of a complete checkpoint, which is to be removed; where it is then."""
+    """Rename a complete checkpoint to the path of a left-over, to be removed, and return this path."""
     partial = partial_path(folder, step)
     for path in (_old_path(folder, step), path_of(folder, step)):
         if path.exists():
             if partial.exists():
                 remove(partial)
             path.rename(partial)
-    sync_folder(folder)  # before files are gone
+    sync_folder(folder)  # before any file is removed
     return partial
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder written to disk, where the file system can be asked to: CIFS and 9p cannot."""
+    """Write the names in a folder to disk, where the file system supports it: CIFS and 9p do not."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -347,12 +344,13 @@ def sync_folder(folder: Path) -> None:
 def dropped(
     steps: Iterable[int], keep: int | None, keep_every: int | None, values: Mapping[int, float] | None = None
 ) -> list[int]:
-    """Which of ``steps`` need not be kept any longer.
+    """Return the steps that need not be kept.
 
     Args:
-        keep: the newest so many stay; None: all.
-        keep_every: those stay whose number this divides.
-        values: of a metric, by step; the one with the greatest stays.
+        steps: steps of all checkpoints.
+        keep: number of the newest ones to keep; None: all.
+        keep_every: steps divisible by this are kept, too.
+        values: values of a metric by step; the greatest one is kept, too.
     """
     ordered = sorted(steps)
     if keep is None or len(ordered) <= keep:
@@ -366,11 +364,7 @@ def dropped(
 
 
 def worth(found: Mapping[int, Path], best: str | None) -> dict[int, float]:
-    """What decides which checkpoint is the best, by step, the greater the better; see `dropped`.
-
-    Args:
-        best: ``"metric"``, or ``"-metric"`` where the smallest is the best.
-    """
+    """Return the values of the metric ``best`` by step, negated for ``"-metric"``, so that the greatest is the best."""
     if best is None:
         return {}
     name, sign = best.removeprefix("-"), -1 if best.startswith("-") else 1
@@ -382,20 +376,20 @@ def worth(found: Mapping[int, Path], best: str | None) -> dict[int, float]:
 
 
 def metric_name(operation: str, best: object, expected: str = "'metric' or '-metric'") -> str:
-    """Return the ``best`` of a `Manager`, a name of a metric, behind a minus where less is better."""
+    """Return ``best`` of a `Manager`, which names a metric, with a minus if less is better; `ConfigError` otherwise."""
     if isinstance(best, str) and best.removeprefix("-"):
         return best
     raise ConfigError(operation, where="best", expected=expected, got=repr(best))
 
 
 def best_step(operation: str, folder: Path, found: Mapping[int, Path], best: str) -> int:
-    """Return the step of the checkpoint that is best; of several equal ones the newest.
+    """Return the step of the best checkpoint, the newest of several equal ones.
 
     Args:
-        operation: what needs it, for the error.
-        folder: that of all checkpoints, for the error.
+        operation: the operation that errors name.
+        folder: the folder of all checkpoints, which errors name.
         found: the checkpoints by step.
-        best: see `worth`.
+        best: the metric, see `worth`.
 
     Raises:
         ConfigError: ``best`` names no metric.
@@ -415,13 +409,13 @@ def _best_of(values: Mapping[int, float]) -> int:
 
 
 def wait_for(path: Path, timeout_s: float = 10.0) -> None:
-    """Wait until a folder that another host has made is seen here: file systems of clusters take a moment."""
+    """Wait until a folder that another host has made is visible here, which takes a moment on cluster file systems."""
     deadline = time.monotonic() + timeout_s
-    while not _is_seen(path) and time.monotonic() < deadline:
+    while not _is_visible(path) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def _is_seen(path: Path) -> bool:
+def _is_visible(path: Path) -> bool:
     with contextlib.suppress(OSError):
         return path.exists()
     return False

@@ -115,9 +115,9 @@ def write(chosen: Chosen, path: Path, writer: Writer, overwrite: bool = False, t
                 os.fchmod(file.fileno(), mode)  # as the umask has it: not all writers ask
                 os.fsync(file.fileno())
             os.replace(torn, path)
+    except HpcdpError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:
-        if isinstance(error, HpcdpError):
-            raise
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError("export", where=path, expected="a file that can be written", got=why) from error
     return path.stat().st_size

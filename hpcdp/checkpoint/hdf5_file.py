@@ -43,7 +43,7 @@ from isal.isal_zlib import crc32
 
 from ..core.arrays import BFLOAT16
 from ..engine import Engine
-from ..errors import DataError
+from ..errors import DataError, HpcdpError
 from .flatten import HeldTensor
 
 if TYPE_CHECKING:
@@ -208,6 +208,8 @@ def failing(operation: str, where: Callable[[], object]) -> Iterator[None]:
     """What the file system refuses becomes a `DataError` that names the place."""
     try:
         yield
+    except HpcdpError:
+        raise
     except (OSError, RuntimeError, ValueError, KeyError, OverflowError, MemoryError) as error:
         got = error.strerror if isinstance(error, OSError) and error.strerror else error
         told = HDF5_TOLD.search(str(got))
@@ -627,6 +629,8 @@ class ShardReader:
         self._require_sound(stored)
         try:
             self._read_through_hdf5(stored, first, out)
+        except HpcdpError:
+            raise
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             said = str(error.args[0]) if len(error.args) == 1 else None
             if said is None or HDF5_TOLD.search(said):

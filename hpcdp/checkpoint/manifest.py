@@ -1,10 +1,7 @@
-"""The manifest of a checkpoint, and the file of virtual data sets over its shards.
+"""The manifest of a checkpoint, and its index, an HDF5 file of virtual data sets over the shards.
 
-The manifest of a checkpoint: a JSON file that says what is in it and where, written when all the rest is on disk.
-
-One HDF5 file through which all tensors of a checkpoint are seen whole: virtual data sets over the other files.
-
-Hyperslabs are boxes, runs of elements are not: a run that begins or ends within a row becomes several boxes.
+The manifest is a JSON file that lists the content of the other files, and is written after them. The index shows all
+tensors whole. HDF5's hyperslabs are boxes, so a run of elements that begins or ends within a row becomes several boxes.
 """
 
 from __future__ import annotations
@@ -43,21 +40,21 @@ _ITEMSIZES[BFLOAT16] = 2
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint."""
+    """A tensor of a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[Stored, ...]
-    """In the order of their elements; together all of them, each once."""
+    """Runs of elements in order, which contain each element once."""
 
     @property
     def stored_dtype(self) -> np.dtype:
-        """That of the elements in the files."""
+        """Dtype of the elements in the files."""
         return np.dtype(np.uint16 if self.dtype == BFLOAT16 else self.dtype)
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -68,22 +65,22 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The manifest of a checkpoint."""
 
     step: int
     state: flatten.Form
     tensors: dict[str, StoredTensor]
     files: list[File]
     world: dict[str, Any] = field(default_factory=dict)
-    """``size``, ``num_nodes`` of the job that saved."""
+    """``size`` and ``num_nodes`` of the job that saved."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Of the libraries."""
+    """Versions of the libraries."""
     metrics: dict[str, float] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     written: str = ""
-    """When, in ISO 8601."""
+    """Time of the save, in ISO 8601."""
     commit_file: bool = False
-    """Whether it is complete only with the file `folder.COMMITTED` beside it."""
+    """Whether the checkpoint is complete only with the file `directory.COMMITTED`."""
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +88,7 @@ class Manifest:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def to_json(self) -> bytes:
-        """The whole file, with a checksum of itself as the last line but one."""
+        """Return the content of the file, which ends with a checksum of itself."""
         members = {"format": FORMAT, "version": VERSION, "block_nbytes": BLOCK_NBYTES}
         members |= {name: value for name, value in vars(self).items() if name not in ("tensors", "files")}
         members["files"] = [file._asdict() for file in self.files]
@@ -106,34 +103,35 @@ def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
     for part in tensor.parts:
         members = dict(vars(part))
         del members["name"], members["crc32_file"]
-        parts.append(members | {"crc32": [f"{each:08x}" for each in part.crc32]})
+        parts.append(members | {"crc32": [f"{checksum:08x}" for checksum in part.crc32]})
     return {"shape": list(tensor.shape), "dtype": tensor.dtype, "parts": parts}
 
 
 def join(held: Sequence[flatten.HeldTensor], stored: Sequence[Stored]) -> dict[str, StoredTensor]:
-    """The tensors of what all ranks hold, and have stored.
+    """Join the stored runs of all ranks to tensors by name.
 
     Raises:
-        DataError: of some tensor not every element was stored, once: its `Sharded` parts overlap or leave some out.
+        DataError: a tensor's elements were not all stored once: parts of its `Sharded` overlap or leave some out.
     """
     parts: dict[str, list[Stored]] = {}
-    for each in stored:
-        parts.setdefault(each.name, []).append(each)
+    for run in stored:
+        parts.setdefault(run.name, []).append(run)
     tensors = {}
-    for one in held:
-        if one.name not in tensors:
-            own = tuple(sorted(parts.get(one.name, ()), key=lambda part: (part.first, part.count)))
-            tensors[one.name] = StoredTensor(tuple(one.shape), one.dtype, own)
-            gap = _gap(tensors[one.name])
+    for tensor in held:
+        if tensor.name not in tensors:
+            runs = tuple(sorted(parts.get(tensor.name, ()), key=lambda part: (part.first, part.count)))
+            tensors[tensor.name] = StoredTensor(tuple(tensor.shape), tensor.dtype, runs)
+            gap = _gap(tensors[tensor.name])
             if gap is not None:
-                expected = "each element held by one rank, or by all that say they have a copy"
-                raise DataError("save", where=one.name, expected=expected, got=gap,
-                                remedy="check first and values of the parts in its Sharded, on every rank")  # fmt: skip
+                raise DataError(
+                    "save", where=tensor.name, expected="each element on one rank, or on all its copies", got=gap,
+                    remedy="correct `first` and `values` of the parts in its Sharded, on every rank",
+                )  # fmt: skip
     return tensors
 
 
 def _gap(tensor: StoredTensor) -> str | None:
-    """What is missing or double among a tensor's parts, in words."""
+    """Describe missing or repeated elements among a tensor's parts; None without any."""
     at = 0
     for part in tensor.parts:
         if part.first > at:
@@ -147,29 +145,29 @@ def _gap(tensor: StoredTensor) -> str | None:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, checked.
+    """Read and check the manifest of a checkpoint.
 
     Raises:
-        DataError: it is missing, damaged, of another format, or of another step than the folder's name says.
+        DataError: it is missing, damaged, of another format, or of another step than the folder's name.
     """
     return of_folder(content_of(folder), folder)
 
 
 def of_folder(content: bytes, folder: Path) -> Manifest:
-    """As `read`, of what `content_of` has given."""
-    found = parse(content, folder / NAME)
-    named = _STEP.match(os.path.basename(os.path.abspath(folder)))  # "." has a name, too
-    if named is not None and int(named[1]) != found.step:
-        got = f"step {found.step} in a folder of step {int(named[1])}"
+    """As `read`, from the result of `content_of`."""
+    parsed = parse(content, folder / NAME)
+    named = _STEP.match(os.path.basename(os.path.abspath(folder)))  # absolute, because the folder may be "."
+    if named is not None and int(named[1]) != parsed.step:
+        got = f"step {parsed.step} in a folder of step {int(named[1])}"
         raise DataError("read the checkpoint", where=folder / NAME, got=got)
-    return found
+    return parsed
 
 
 def content_of(folder: Path) -> bytes:
-    """The bytes of the manifest of a checkpoint.
+    """Return the bytes of the manifest of a checkpoint.
 
     Raises:
-        DataError: there is none, or it is no plain file, which might never come to an end.
+        DataError: it is missing, or not a regular file, reading which might not end.
     """
     path = folder / NAME
     try:
@@ -182,10 +180,10 @@ def content_of(folder: Path) -> bytes:
 
 
 def parse(content: bytes, where: object) -> Manifest:
-    """A manifest of the bytes of its file.
+    """Parse the content of a manifest's file.
 
     Raises:
-        DataError: it is damaged, or of another format; names ``where``.
+        DataError: it is damaged, or of another format; the error names ``where``.
     """
     body, _, line = content.rpartition(b'"crc32": "')
     if not body or f'{zlib.crc32(body):08x}"}}\n'.encode() != line:
@@ -207,17 +205,17 @@ def _refuse_constant(name: str) -> None:
 
 
 def _built(members: Mapping[str, Any]) -> Manifest:
-    files = [File(_name(each["name"]), _count(each["nbytes"]), _count(each["crc32_beside"]))
-             for each in members["files"]]  # fmt: skip
+    files = [File(_name(entry["name"]), _count(entry["nbytes"]), _count(entry["crc32_beside"]))
+             for entry in members["files"]]  # fmt: skip
     known = {file.name: file for file in files}
-    tensors = {name: _built_tensor(name, each, known) for name, each in members["tensors"].items()}
+    tensors = {name: _built_tensor(name, entry, known) for name, entry in members["tensors"].items()}
     _check_form(members["state"], tensors, 0)
     for name, kind in (("world", dict), ("versions", dict), ("metrics", dict), ("config", dict), ("written", str),
                        ("commit_file", bool)):  # fmt: skip
         if type(members[name]) is not kind:
             raise ValueError(f"{name}: {members[name]!r}")
     for name, kinds in (("versions", (str,)), ("metrics", (int, float))):
-        if any(type(each) not in kinds for each in members[name].values()):
+        if any(type(value) not in kinds for value in members[name].values()):
             raise ValueError(f"{name}: {members[name]!r}")
     return Manifest(
         _count(members["step"]), members["state"], tensors, files, members["world"], members["versions"],
@@ -229,19 +227,19 @@ def _built_tensor(name: str, members: Mapping[str, Any], files: Mapping[str, Fil
     dtype = members["dtype"]
     if dtype not in _ITEMSIZES:
         raise ValueError(f"dtype {dtype!r} of {name}")
-    shape = tuple(_count(each) for each in members["shape"])
+    shape = tuple(_count(size) for size in members["shape"])
     itemsize = _ITEMSIZES[dtype]
-    if len(shape) > flatten.MOST_AXES or math.prod(max(1, each) for each in shape) * itemsize >= 1 << 63:
+    if len(shape) > flatten.MOST_AXES or math.prod(max(1, size) for size in shape) * itemsize >= 1 << 63:
         raise ValueError(f"shape {str(shape)[:60]} of {name}")
     parts = []
-    for each in members["parts"]:
-        offset = None if each["offset"] is None else _count(each["offset"])
-        sums = [int(text, 16) for text in each["crc32"]]
-        if each["file"] not in files or type(each["dataset"]) is not str:
-            raise ValueError(f"file {each['file']!r} of {name}")
-        file, first, count = files[each["file"]], _count(each["first"]), _count(each["count"])
+    for run in members["parts"]:
+        offset = None if run["offset"] is None else _count(run["offset"])
+        sums = [int(text, 16) for text in run["crc32"]]
+        if run["file"] not in files or type(run["dataset"]) is not str:
+            raise ValueError(f"file {run['file']!r} of {name}")
+        file, first, count = files[run["file"]], _count(run["first"]), _count(run["count"])
         crc32_file = file.crc32_beside if offset is None else None
-        part = Stored(name, first, count, file.name, each["dataset"], offset, sums, crc32_file)
+        part = Stored(name, first, count, file.name, run["dataset"], offset, sums, crc32_file)
         if len(sums) != -(-part.count * itemsize // BLOCK_NBYTES):
             raise ValueError(f"{len(sums)} checksums of {part.count} elements of {name}")
         if offset is not None and offset + part.count * itemsize > file.nbytes:
@@ -287,16 +285,16 @@ def _check_form(form: Any, tensors: Mapping[str, StoredTensor], depth: int) -> N
     else:
         if type(content) is not list:
             raise ValueError(f"{tag} {str(content)[:60]}")
-        for each in content:
+        for node in content:
             if tag == "dict":
-                key, each = each
+                key, node = node
                 if type(key) not in (str, int):
                     raise ValueError(f"key {key!r}")
-            _check_form(each, tensors, depth + 1)
+            _check_form(node, tensors, depth + 1)
 
 
 def check_config(config: object) -> None:
-    """Raises TypeError, ValueError or RecursionError unless it is a dict that JSON can carry as it is."""
+    """Raise TypeError, ValueError or RecursionError unless ``config`` is a dict that JSON represents exactly."""
     if not isinstance(config, Mapping):
         raise TypeError(f"{config!r}")
     json.dumps(dict(config), allow_nan=False)
@@ -308,17 +306,17 @@ def _check_keys(value: object) -> None:
         odd = [key for key in value if not isinstance(key, str)]
         if odd:
             raise TypeError(f"the key {odd[0]!r}")
-    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
-        _check_keys(each)
+    for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        _check_keys(item)
 
 
 INDEX_NAME = "index.h5"
 STATE = "%state"
-"""The data set of what is no tensor; no tensor has such a name, see `tree.quoted`."""
+"""Name of the data set of the state's form, which no tensor has, see `flatten.quoted`."""
 
 
 def boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[slice, ...]]:
-    """The boxes of a tensor that hold its elements ``first`` to ``last - 1`` in C order, in that order."""
+    """Yield the boxes of a tensor that contain its elements ``first`` to ``last - 1`` in C order, in that order."""
     if first >= last:
         return
     if not shape:
@@ -341,29 +339,36 @@ def boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[slice
 def write(
     path: Path, tensors: Mapping[str, StoredTensor], state: Any, attributes: Mapping[str, int | str]
 ) -> tuple[int, int]:
-    """Write the index, down to the disk; its size in bytes, and its checksum.
+    """Write the index to disk, and return its size in bytes and its checksum.
 
     Args:
-        state: the form of the state, see `tree`, which has all that is no tensor.
-        attributes: of the root.
+        path: the new file.
+        tensors: the tensors by name.
+        state: the form of the state, see `flatten`, which has all values.
+        attributes: attributes of the root group.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
     with failing("save", lambda: path):
-        # In memory: a file that HDF5 cannot finish, on a full disk, crashes the program when that ends.
-        content = memoryview(_made(tensors, state, attributes))
-        with open(path, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        # In memory, because a file that HDF5 cannot finish on a full disk crashes the program at its end.
+        content = _index_image(tensors, state, attributes)
+        write_file(path, content)
         return len(content), crc32(content)
 
 
-def _made(tensors: Mapping[str, StoredTensor], state: Any, attributes: Mapping[str, int | str]) -> bytes:
+def write_file(path: Path, content: bytes) -> None:
+    """Write a new file to disk."""
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _index_image(tensors: Mapping[str, StoredTensor], state: Any, attributes: Mapping[str, int | str]) -> bytes:
     import h5py  # type: ignore[import-untyped]
 
-    name = f"index-{uuid.uuid4()}.h5"  # HDF5 wants one, and no other open file may have it
+    name = f"index-{uuid.uuid4()}.h5"  # HDF5 requires a name that no other open file has
     with h5py.File(name, "w", driver="core", backing_store=False, libver=("earliest", "latest")) as file:
         for key, value in attributes.items():
             file.attrs[key] = value
@@ -377,12 +382,12 @@ def _made(tensors: Mapping[str, StoredTensor], state: Any, attributes: Mapping[s
 
 
 def as_pattern(name: str) -> str:
-    """How HDF5 wants the name of a data set that a virtual one shows: it puts numbers of blocks for ``%b``."""
+    """Return a source data set's name with ``%`` escaped, because HDF5 replaces ``%b`` by block numbers."""
     return name.replace("%", "%%")
 
 
 def _virtual(file: Any, name: str, tensor: StoredTensor, links: Any) -> Any:
-    from h5py import h5d, h5p, h5s  # h5py's VirtualLayout takes ten times as long
+    from h5py import h5d, h5p, h5s  # the low-level API: h5py's VirtualLayout takes ten times as long
 
     how, space = h5p.create(h5p.DATASET_CREATE), h5s.create_simple(tensor.shape)
     for part in tensor.parts if tensor.count else ():
@@ -392,9 +397,9 @@ def _virtual(file: Any, name: str, tensor: StoredTensor, links: Any) -> Any:
             how.set_virtual(space, where, dataset, source)
             continue
         for box in boxes(tensor.shape, part.first, part.first + part.count):
-            sizes = tuple(each.stop - each.start for each in box)
+            sizes = tuple(axis.stop - axis.start for axis in box)
             whole = h5s.create_simple(tensor.shape)
-            whole.select_hyperslab(tuple(each.start for each in box), (1,) * len(box), block=sizes)
+            whole.select_hyperslab(tuple(axis.start for axis in box), (1,) * len(box), block=sizes)
             source.select_hyperslab((at,), (1,), block=(math.prod(sizes),))
             how.set_virtual(whole, where, dataset, source)
             at += math.prod(sizes)

@@ -1,16 +1,12 @@
-"""Saving of checkpoints while training goes on.
+"""A save by all ranks, which may run while training goes on.
 
-Where a state is copied to that is written behind training, which changes it meanwhile.
-
-Whose elements lie in one file: each rank's, those of a node's ranks, or all, through parallel HDF5.
-
-One save: every rank writes its file; when all are on disk rank 0 adds the manifest and gives the folder its name.
+The state is copied to a staging buffer. Every rank writes its file, or shares one with its node or with all ranks.
+When all files are on disk, rank 0 writes the manifest and renames the folder.
 """
 
 from __future__ import annotations
 
 import datetime
-import os
 import platform
 import shutil
 import threading
@@ -47,21 +43,21 @@ _LINE_NBYTES = 64
 
 
 class StagedSave:
-    """Memory that is used for each save again."""
+    """The staging buffer for asynchronous saves, which each save reuses."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
     @property
     def nbytes(self) -> int:
-        """How much of it there is."""
+        """Bytes of the buffer."""
         return self._memory.nbytes
 
     def copied(self, pieces: Iterable[FilePiece]) -> list[FilePiece]:
-        """What training may change, copied, until the next call; the rest as it is.
+        """Return copies of the pieces that training may change, valid until the next call, and the others as they are.
 
         Raises:
-            DataError: there is not so much memory.
+            DataError: there is not enough memory.
         """
         pieces = list(pieces)
         nbytes = sum(_in_lines(piece.values.nbytes) for piece in pieces if not piece.is_copied)
@@ -85,12 +81,12 @@ def _in_lines(nbytes: int) -> int:
 
 
 Written = tuple[list[Stored], list[File]]
-"""What this rank's pieces have become, and files that it speaks for."""
+"""Stored runs of this rank, and the files that this rank reports."""
 
 
 @dataclass(eq=False)
 class Group:
-    """The ranks that write, with communicators for the saves of one manager alone. Every rank must make it."""
+    """The ranks that write, with separate communicators for a manager's saves; use `of`."""
 
     world: World
     comm: Communicator
@@ -98,19 +94,20 @@ class Group:
 
     @classmethod
     def of(cls, world: World) -> Group:
+        """Duplicate the communicators of ``world``; every rank must call."""
         return cls(world, world.comm.duplicate(), world.node_comm.duplicate())
 
     def keep(self) -> None:
-        """Keep the communicators as long as the world, since this rank has left a save that others may still be in.
+        """Keep the communicators as long as the world, because this rank has left a save that others may still be in.
 
-        What they send it would otherwise be taken for messages of the next communicator of the same number.
+        Otherwise a new communicator with the same number could receive their messages.
         """
-        torn: list[Group] = self.world.keep(Group, list)
-        torn.append(self)
+        abandoned: list[Group] = self.world.keep(Group, list)
+        abandoned.append(self)
 
 
 def by_rank(folder: Path, pieces: Sequence[FilePiece], group: Group, compression: str | None = None) -> Written:
-    """A file for each rank."""
+    """Write a file for each rank."""
     path = folder / f"shard-{group.world.rank:05d}.h5"
     offsets: Sequence[int | None]
     if compression is None:
@@ -123,42 +120,42 @@ def by_rank(folder: Path, pieces: Sequence[FilePiece], group: Group, compression
 
 
 def by_node(folder: Path, pieces: Sequence[FilePiece], group: Group) -> Written:
-    """A file for each node: its first rank lays it out, and all of its ranks write to it."""
+    """Write a file for each node, which its first rank lays out."""
     path, comm = folder / f"shard-{group.world.node:05d}.h5", group.node_comm
-    rooms = _rooms_of_all(pieces, comm)
-    offsets = on_rank_0(comm, lambda: lay_out(path, [room for rank in rooms for room in rank]))
-    before = sum(map(len, rooms[: comm.rank]))
+    spaces = _spaces_of_all(pieces, comm)
+    offsets = on_rank_0(comm, lambda: lay_out(path, [space for rank in spaces for space in rank]))
+    before = sum(map(len, spaces[: comm.rank]))
     stored = on_every_rank(comm, lambda: fill(path, pieces, offsets[before : before + len(pieces)]))
-    return stored, _told_by_first(path, stored, pieces, comm)
+    return stored, _shared_file(path, stored, pieces, comm)
 
 
 def by_all(folder: Path, pieces: Sequence[FilePiece], group: Group) -> Written:
-    """One file, which all ranks make and write through parallel HDF5 (its driver "mpio")."""
+    """Write one file for all ranks through parallel HDF5 (its driver "mpio")."""
     import h5py  # type: ignore[import-untyped]
 
     path, comm = folder / "shard-all.h5", group.comm
-    rooms = _rooms_of_all(pieces, comm)
+    spaces = _spaces_of_all(pieces, comm)
     library: Any = comm
     with failing("save", lambda: path), new_file(path, library.mpi) as file:
         maker = Maker(file)
-        made = [maker.make(room) for rank in rooms for room in rank]
-        before = sum(map(len, rooms[: comm.rank]))
-        own = made[before : before + len(pieces)]
+        datasets = [maker.make(space) for rank in spaces for space in rank]
+        before = sum(map(len, spaces[: comm.rank]))
+        own = datasets[before : before + len(pieces)]
         offsets = [place_of(dataset) for dataset in own]
         for dataset, piece in zip(own, pieces, strict=True):
             if piece.values.size:
                 h5py.Dataset(dataset).write_direct(piece.values)
-    stored = fill(path, pieces, [None] * len(pieces))  # their checksums; they are written
-    stored = [replace(each, offset=offset) for each, offset in zip(stored, offsets, strict=True)]
-    return stored, _told_by_first(path, stored, pieces, comm)
+    stored = fill(path, pieces, [None] * len(pieces))  # computes checksums alone: the elements are written
+    stored = [replace(run, offset=offset) for run, offset in zip(stored, offsets, strict=True)]
+    return stored, _shared_file(path, stored, pieces, comm)
 
 
 WRITERS: dict[str, Callable[..., Written]] = {"rank": by_rank, "node": by_node, "all": by_all}
-"""By the value of a `Manager` 's ``shards``."""
+"""Functions that write files, by a manager's ``shards``."""
 
 
 def check_shards(shards: str, compression: str | None, group: Group) -> None:
-    """Raise `ConfigError` unless files can be written that way."""
+    """Raise `ConfigError` unless ``shards`` is valid, and supported here."""
     one_of("Manager", "shards", shards, WRITERS)
     if shards != "rank" and compression is not None:
         raise ConfigError("Manager", where="shards", expected="'rank' with compression", got=repr(shards))
@@ -167,42 +164,41 @@ def check_shards(shards: str, compression: str | None, group: Group) -> None:
 
         if not h5py.get_config().mpi or not hasattr(group.comm, "mpi"):
             raise ConfigError(
-                "Manager", where="shards", expected="an h5py with parallel HDF5, for 'all'", got="one without",
-                remedy="use 'rank' or 'node', or build h5py with HDF5_MPI=ON",
+                "Manager", where="shards", expected="an h5py with parallel HDF5, for 'all'",
+                got="an h5py without it", remedy="use 'rank' or 'node', or build h5py with HDF5_MPI=ON",
             )  # fmt: skip
 
 
-def _rooms_of_all(pieces: Sequence[FilePiece], comm: Communicator) -> list[list[DatasetSpace]]:
-    everyone = comm.allgather_json([astuple(DatasetSpace.of(piece)) for piece in pieces])
-    return [[DatasetSpace(*each) for each in rank] for rank in everyone]
+def _spaces_of_all(pieces: Sequence[FilePiece], comm: Communicator) -> list[list[DatasetSpace]]:
+    by_rank = comm.allgather_json([astuple(DatasetSpace.of(piece)) for piece in pieces])
+    return [[DatasetSpace(*fields) for fields in rank] for rank in by_rank]
 
 
-def _told_by_first(path: Path, stored: Sequence[Stored], pieces: Sequence[FilePiece], comm: Communicator) -> list[File]:
-    """What is known of a file that all ranks of ``comm`` have written to, on the first of them."""
-    covered = [each for rank in comm.allgather_json(_spans(stored, pieces)) for each in rank]
+def _shared_file(path: Path, stored: Sequence[Stored], pieces: Sequence[FilePiece], comm: Communicator) -> list[File]:
+    """Return the entry of a file that all ranks of ``comm`` have written, on the first of them."""
+    covered = [run for rank in comm.allgather_json(_spans(stored, pieces)) for run in rank]
     return [seen(path, covered)] if comm.rank == 0 else []
 
 
 def _spans(stored: Sequence[Stored], pieces: Sequence[FilePiece]) -> list[tuple[int, int]]:
-    return [span(each, piece.values.itemsize) for each, piece in zip(stored, pieces, strict=True)]
+    return [span(run, piece.values.itemsize) for run, piece in zip(stored, pieces, strict=True)]
 
 
 _NAP_S = 0.002
-Keep = Callable[[int, Path], None]
 
 
 class Saving:
-    """A save under way. All ranks make it, and call `run`, in whichever thread.
+    """A save under way; all ranks make it, and call `run`, in any thread.
 
     Args:
-        group: the ranks, and communicators for saves alone, whose messages may be sent beside those of others.
-        path: of the folder that is written.
+        group: the ranks, with communicators for saves alone, so that other messages may be sent at the same time.
+        path: the folder to write.
         flat: the state.
-        prepared: whether the folder could be made, on rank 0, where it is told from.
-        pieces: what this rank writes of the state, which must not change any more; or why it could not be copied.
+        prepared: the outcome of making the folder, on rank 0.
+        pieces: this rank's pieces of the state, which must not change any more, or the error of copying them.
         header: members of the manifest: ``step``, ``metrics``, ``config``, ``commit_file``.
-        write: this rank's part: see `files.WRITERS`.
-        commit: called on rank 0 when all is written; where the checkpoint is then.
+        write: a function of `WRITERS`.
+        commit: called on rank 0 when all is written; returns the path of the checkpoint.
     """
 
     def __init__(
@@ -221,15 +217,15 @@ class Saving:
         self._world, self._comm = group.world, group.comm
         self._over = threading.Event()
         self.error: BaseException | None = None
-        """Why it has failed; an `HpcdpError` is the same on all ranks."""
+        """Error of a failed save; an `HpcdpError` is the same on all ranks."""
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended on this rank; on others it may last a little longer."""
+        """True when the save has ended on this rank; other ranks may end a little later."""
         return self._over.is_set()
 
     def run(self) -> None:
-        """Save; keeps the error."""
+        """Save, and store an error in ``error``."""
         try:
             self._run()
         except BaseException as error:
@@ -240,7 +236,7 @@ class Saving:
             self._over.set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until it has ended on this rank, or so long."""
+        """Wait until the save has ended on this rank, at most ``timeout_s`` seconds."""
         self._over.wait(timeout_s)
 
     def _run(self) -> None:
@@ -250,10 +246,10 @@ class Saving:
             outcome = Outcome.of(lambda: self._write(pieces))
             meet(self._comm)
             stored, files = told_to_all(self._comm, outcome)
-            own = [[each.name, each.shape, each.dtype] for each in self._flat.held if each.is_own]
+            own = [[tensor.name, tensor.shape, tensor.dtype] for tensor in self._flat.held if tensor.is_own]
             mine = {
                 "nodes": flatten.own_nodes(self._flat.form), "own": own, "files": files,
-                "stored": [[*vars(each).values()] for each in stored],
+                "stored": [[*vars(run).values()] for run in stored],
             }  # fmt: skip
             everyone = self._comm.allgather_json(mine if self._world.rank else None)
             everyone[0] = mine
@@ -268,8 +264,8 @@ class Saving:
         return self._write_files(self._path, pieces, self._group)
 
     def _finish(self, everyone: list[dict[str, Any]]) -> None:
-        """On rank 0: index and manifest, then the name."""
-        stored = [Stored(*each) for rank in everyone for each in rank["stored"]]
+        """Write index and manifest, and rename the folder; on rank 0."""
+        stored = [Stored(*fields) for rank in everyone for fields in rank["stored"]]
         held = [*self._flat.held]
         for rank in everyone[1:]:
             held += [
@@ -281,47 +277,38 @@ class Saving:
         step = self._header["step"]
         with failing("save", lambda: self._path):
             self._path.joinpath(manifest.NAME).unlink(missing_ok=True)
-            seen = manifest.write(
+            index = manifest.write(
                 self._path / manifest.INDEX_NAME, tensors, form, {"format": manifest.FORMAT, "step": step}
             )
-            files = [*(File(*each) for rank in everyone for each in rank["files"]), File(manifest.INDEX_NAME, *seen)]
+            files = [File(*fields) for rank in everyone for fields in rank["files"]]
             world = {"size": self._world.size, "num_nodes": self._world.num_nodes}
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            whole = manifest.Manifest(
-                state=form, tensors=tensors, files=files, world=world, versions=versions(self._world), written=now,
-                **self._header,
-            )  # fmt: skip
-            content = whole.to_json()
+            content = manifest.Manifest(
+                state=form, tensors=tensors, files=[*files, File(manifest.INDEX_NAME, *index)], world=world,
+                versions=versions(self._world), written=now, **self._header,
+            ).to_json()  # fmt: skip
             _require_readable(content)
-            write_file(self._path / manifest.NAME, content)
+            manifest.write_file(self._path / manifest.NAME, content)
             self._commit()
 
 
 def _require_readable(content: bytes) -> None:
-    """A manifest that no restore takes must not lead to the removal of older ones."""
+    """Raise `DataError` for a manifest that cannot be restored, before older checkpoints are removed."""
     try:
         manifest.parse(content, manifest.NAME)
     except DataError as error:
-        raise DataError("save", where="the state", expected="what can be read back", got=error.got) from error
+        raise DataError("save", where="the state", expected="a state that can be read back", got=error.got) from error
 
 
 def meet(comm: Communicator) -> None:
-    """Wait for all ranks without taking a core: they may have much to write, and training goes on meanwhile."""
+    """Wait for all ranks without using a core, because training goes on while they write."""
     request = comm.native_iallreduce(np.zeros(1, np.int32), "sum")
     while not request.test():
         time.sleep(_NAP_S)
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a new file, down to the disk."""
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def versions(world: World) -> dict[str, str]:
-    """Of what has written a checkpoint."""
+    """Return the versions of the libraries that write a checkpoint."""
     import h5py  # type: ignore[import-untyped]
 
     from .. import __version__

@@ -125,16 +125,16 @@ def _main(argv: Sequence[str]) -> int:
         status = command(arguments)
         sys.stdout.flush()
         return status
-    except (KeyboardInterrupt, OSError) as error:
-        from ..launch.mpirun_output import end_early
-
-        return end_early(error, "".join(argv[:1]))
     except HpcdpError as error:
         from ..launch import ProgramMissingError
         from ..launch.mpirun_output import fail
 
         asked_wrongly = isinstance(error, ConfigError | DataError | LaunchError) and not isinstance(error, SaveError)
         return fail(error, 127 if isinstance(error, ProgramMissingError) else 2 if asked_wrongly else 1)
+    except (KeyboardInterrupt, OSError) as error:
+        from ..launch.mpirun_output import end_early
+
+        return end_early(error, "".join(argv[:1]))
     except MemoryError as error:  # also a GPU's
         from ..launch.mpirun_output import fail
 

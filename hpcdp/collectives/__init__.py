@@ -1,4 +1,4 @@
-"""Operations in which every rank takes part.
+"""Collective operations: allreduce, reduce-scatter, allgather, broadcast and reduce.
 
 - `api`: the public functions.
 - `registry`: the algorithms of each collective, and the choice between them.
@@ -7,12 +7,12 @@
 One algorithm a file:
 
 - `naive`: every rank sends everything to every rank; the specification.
-- `native`: the MPI library's own.
+- `mpi_native`: the MPI library's own.
 - `intra_node`: the ranks of a node read each other's memory.
 - `ring`: around one ring, or several at once.
 - `halving_doubling`: pairs at growing distances exchange halves, quarters, ..., or the whole array.
 - `tree`: up and down a binomial tree, or two binary trees with half of the array each.
-- `compressed`: every part encoded on its way to its owner and back.
+- `compressed`: every shard encoded on its way to its owner and back.
 - `hierarchical`: memory inside nodes, rings between them.
 """
 

@@ -1,11 +1,8 @@
-"""The public collectives.
+"""The public collectives: checks of arguments, and staging of arrays for the algorithms.
 
-Arrays on GPUs in host memory and back, for collectives that know host memory alone.
-
-That memory is pinned, which a GPU reads and writes several times as fast as what the system may move. CuPy keeps it for
-the next array: ``cupy.get_default_pinned_memory_pool().free_all_blocks()`` gives it back.
-
-The public operations: what they check, and how arrays of any kind become the flat host arrays of the algorithms.
+The algorithms work on flat host arrays. GPU arrays are staged in pinned host memory, which a GPU reads and writes
+several times as fast as pageable memory. CuPy caches it; ``cupy.get_default_pinned_memory_pool().free_all_blocks()``
+frees it.
 """
 
 from __future__ import annotations
@@ -21,8 +18,7 @@ from ..comm.consistency import Call
 from ..comm.tasks import ProgressEngine
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, array_namespace, copied_to_host, from_host, is_cupy, is_float, on_device_of, to_host
-from ..core.devices import Device, Streams
-from ..core.devices import to_device_of as brought_to
+from ..core.devices import Device, Streams, to_device_of
 from ..core.state import refuse_change
 from ..errors import UnsupportedError
 from . import registry
@@ -30,7 +26,7 @@ from .registry import CHOICES, Algorithm, find
 
 
 def to_host_memory(x: Array) -> np.ndarray:
-    """A copy of ``x`` in host memory, contiguous."""
+    """Return a contiguous copy of ``x`` in host memory, pinned if ``x`` is contiguous on a GPU."""
     if not _is_quick(x):
         return np.asarray(copied_to_host(x), order="C")
     streams = Streams(Device.of(x))
@@ -40,12 +36,12 @@ def to_host_memory(x: Array) -> np.ndarray:
 
 
 def on_host(x: Array) -> np.ndarray:
-    """`arrays.to_host`, and quickly."""
+    """Return ``x`` in host memory, see `arrays.to_host`; a GPU array is copied to pinned memory."""
     return to_host_memory(x) if is_cupy(x) else to_host(x)
 
 
 def bring_back(host: np.ndarray, target: Array) -> None:
-    """Write what has become of `brought` to ``target``, its array, or one like it."""
+    """Copy ``host`` to ``target``, an array on any device."""
     if _is_quick(target):
         _copy(Streams(Device.of(target)), target, host)
     else:
@@ -58,17 +54,16 @@ def _is_quick(x: Array) -> bool:
 
 
 def _copy(streams: Streams, target: Array, source: Array) -> None:
-    """Wait for it, too: CuPy gives pinned memory to the next when an array is forgotten, whatever a stream still does
-    with it."""
+    """Copy and wait, because CuPy reuses pinned memory without regard to streams once an array is freed."""
     stream = streams.current()
     streams.copy_async(target, source, stream)
     streams.synchronize(stream)
 
 
 ArrayT = TypeVar("ArrayT", bound=Array)
-"""The type of an array that a function is given and returns."""
+"""The type of an array that a function takes and returns."""
 _MOVED: Any = object()
-"""In the place of an op: what is only moved is not reduced."""
+"""Replaces the op of collectives that move data without reducing it."""
 
 _MOST_PLANS = 4096
 _NO_PLANS: dict[object, Any] = {}
@@ -81,24 +76,25 @@ def allreduce(
     algorithm: str = "auto",
     out: ArrayT | None = None,
 ) -> ArrayT:
-    """Reduce ``x`` element by element over all ranks; every rank gets the same bits.
+    """Reduce ``x`` elementwise over all ranks; every rank gets the same bits.
 
-    Every rank must call, with the same shape, dtype, op and algorithm and in the same order: from one thread at a time.
+    Every rank must call with the same shape, dtype, op and algorithm, in the same order, from one thread at a time.
 
     Args:
-        x: any shape, also zero length or not contiguous; a NumPy or CuPy array, or any that has a copy in host memory.
-            dtype: float16 or bfloat16 (accumulated in float32), float32, float64, or an integer (sums wrap around).
+        x: array of any shape, possibly empty or not contiguous: NumPy, CuPy, or another kind that converts to host
+            memory. dtype: float16 or bfloat16 (accumulated in float32), float32, float64, or an integer (sums wrap
+            around).
         op: ``"sum"``, ``"mean"`` (of integers rounded towards zero, in their dtype), ``"min"``, ``"max"``, ``"prod"``,
-            or a `Monoid` of your own. A NaN wins min and max.
+            or a `Monoid`. A NaN wins min and max.
         world: the ranks; default `hpcdp.init()`.
         algorithm: ``"auto"``, or a name in ``ALGORITHMS["allreduce"]``.
-        out: where the result goes, of x's shape and dtype, on the host or on any GPU; default ``x`` itself, in place.
+        out: receives the result; x's shape and dtype, on the host or any GPU. Default ``x`` itself, in place.
 
     Returns:
-        ``out``, or ``x`` where it is None.
+        ``out``, or ``x`` if it is None.
 
     Raises:
-        UnsupportedError: an unknown op or algorithm, or one that cannot do this dtype or world.
+        UnsupportedError: an unknown op or algorithm, or one that does not support this dtype or world.
         MismatchError: the ranks called with different shapes, dtypes, ops or algorithms, or called another collective;
             the same error on every rank.
 
@@ -129,18 +125,29 @@ def iallreduce(
     algorithm: str = "auto",
     out: Array | None = None,
 ) -> Request:
-    """Start an `allreduce` and return at once; several may be under way.
+    """Start an `allreduce` and return at once; several may be in progress.
 
-    Every rank must start the same ones in the same order. They progress while one of them is asked (``test()``, which
-    never blocks) or waited for (``wait()``); until then neither ``x`` nor ``out`` may be touched. A blocking
-    collective, `World.barrier` and `World.split` end what was started before in their world; during that, those of
-    other worlds do not progress. Algorithm "native", which "auto" may choose, may sum in another order than `allreduce`
-    does: MPI libraries have other algorithms for their nonblocking collectives.
+    Every rank must start the same ones in the same order. They progress during ``test()``, which never blocks, and
+    ``wait()`` of any of them. Neither ``x`` nor ``out`` may be touched before the end. A blocking collective,
+    `World.barrier` and `World.split` first complete those of their own world, while those of other worlds do not
+    progress.
 
-    Args, Raises: as `allreduce`.
+    With the algorithm "native", which "auto" may choose, the order of sums may differ from that of `allreduce`, because
+    MPI libraries use other algorithms for nonblocking collectives.
+
+    Args:
+        x: as for `allreduce`.
+        op: as for `allreduce`.
+        world: as for `allreduce`.
+        algorithm: as for `allreduce`.
+        out: as for `allreduce`.
 
     Returns:
-        A request: ``test()`` says whether the result is there, ``wait()`` blocks until it is.
+        A request: ``test()`` returns whether the result is complete, ``wait()`` blocks until it is.
+
+    Raises:
+        UnsupportedError: as `allreduce`.
+        MismatchError: as `allreduce`.
     """
     world = _ranks(world)
     plan = _planned("iallreduce", x, op, algorithm, world)
@@ -153,7 +160,7 @@ def iallreduce(
         if staged is not target:
             bring_back(staged, target)
 
-    with Watchdog.of(world).watching("iallreduce", staged):  # the first one of an algorithm may wait for the others
+    with Watchdog.of(world).watching("iallreduce", staged):  # an algorithm's first call may wait for other ranks
         return ProgressEngine.of(world).start(then_copied_back(), staged)
 
 
@@ -164,15 +171,19 @@ def reduce_scatter(
     algorithm: str = "auto",
     out: Array | None = None,
 ) -> Array:
-    """Reduce ``x`` element by element over all ranks and leave every rank its part.
+    """Reduce ``x`` elementwise over all ranks and leave every rank its shard.
 
     Rank r of n gets elements ``N r // n`` to ``N (r + 1) // n`` of the N elements of ``x``, flattened. Every rank must
-    call, as for `allreduce`, whose ``x``, ``op``, ``world`` and errors these are.
+    call; errors are those of `allreduce`.
 
     Args:
+        x: as for `allreduce`.
+        op: as for `allreduce`.
+        world: as for `allreduce`.
         algorithm: ``"auto"``, or a name in ``ALGORITHMS["reduce_scatter"]``.
-        out: where this rank's part goes, shape ``(own elements,)`` and of x's dtype; default a new array. If it is a
-            view of ``x``, then ``x`` is working memory and its other elements are undefined after; else it stays.
+        out: receives this rank's shard, shape ``(shard elements,)`` and x's dtype; default a new array. If it is a view
+            of ``x``, then ``x`` is working memory and its other elements are undefined afterwards; else ``x`` is
+            unchanged.
 
     Returns:
         ``out``.
@@ -180,11 +191,11 @@ def reduce_scatter(
     world = _ranks(world)
     plan = _planned("reduce_scatter", x, op, algorithm, world)
     ends = bounds(x.size, world.size)
-    own = ends[world.rank + 1] - ends[world.rank]
+    count = ends[world.rank + 1] - ends[world.rank]
     host = on_host(x)
-    result = np.empty(own, host.dtype)
+    result = np.empty(count, host.dtype)
     if out is not None:
-        _check_like("reduce_scatter", out, (own,), x)
+        _check_like("reduce_scatter", out, (count,), x)
     in_place = type(x) is np.ndarray and x.flags.carray and type(out) is np.ndarray and np.shares_memory(x, out)
     work = host if in_place else np.array(host, order="C")
     if world.size > 1:
@@ -204,20 +215,20 @@ def allgather(
     algorithm: str = "auto",
     out: Array | None = None,
 ) -> Array:
-    """Bring every rank's ``x`` to all ranks; every rank must call.
+    """Gather every rank's ``x`` on all ranks; every rank must call.
 
     Args:
         x: as for `allreduce`; the same shape on every rank, unless ``out`` is given.
         world: the ranks; default `hpcdp.init()`.
         algorithm: ``"auto"``, or a name in ``ALGORITHMS["allgather"]``.
-        out: where all go, any shape with N elements: rank r's x are elements ``N r // n`` to ``N (r + 1) // n``, as
-            `reduce_scatter` leaves them, and may be a view of them. Default a new array.
+        out: receives all, any shape with N elements: rank r's ``x`` becomes elements ``N r // n`` to ``N (r + 1) //
+            n``, as `reduce_scatter` leaves them, and may be a view of them. Default a new array.
 
     Returns:
-        ``out``, of shape ``(n, *x.shape)`` where it was not given.
+        ``out``; a new array has the shape ``(n, *x.shape)``.
 
     Raises:
-        UnsupportedError: as `allreduce`, or x has another size than its part of ``out``.
+        UnsupportedError: as `allreduce`, or x has another size than its shard of ``out``.
     """
     world = _ranks(world)
     if type(x) is np.ndarray:
@@ -231,8 +242,8 @@ def allgather(
         gathered[world.rank] = host
     else:
         gathered = _staged("allgather", out, "out")
-        _own_part(gathered, host, world)[...] = host.reshape(-1)
-    # Into ``out`` x may be of another size on every rank, and ``out`` of another shape.
+        _own_shard(gathered, host, world)[...] = host.reshape(-1)
+    # With ``out`` the ranks' x may differ in size, and their ``out`` in shape.
     plan = _planned("allgather", gathered if out is None else _flat(gathered), _MOVED, algorithm, world)
     plan.algorithm.run(world, plan.call, _flat(gathered))
     if out is None:
@@ -242,23 +253,23 @@ def allgather(
     return out
 
 
-def _own_part(gathered: np.ndarray, x: np.ndarray, world: World) -> np.ndarray:
+def _own_shard(gathered: np.ndarray, x: np.ndarray, world: World) -> np.ndarray:
     count, n = gathered.size, world.size
-    part = _flat(gathered)[count * world.rank // n : count * (world.rank + 1) // n]
-    if part.size != x.size or gathered.dtype != x.dtype:
+    shard = _flat(gathered)[count * world.rank // n : count * (world.rank + 1) // n]
+    if shard.size != x.size or gathered.dtype != x.dtype:
         raise UnsupportedError(
             "allgather", where="out", expected=f"{x.size} {x.dtype} elements for this rank's x",
-            got=f"{part.size} {gathered.dtype}: its part of {gathered.size} over {world.size} ranks",
+            got=f"{shard.size} {gathered.dtype}, its shard of {gathered.size} over {world.size} ranks",
         )  # fmt: skip
-    return part
+    return shard
 
 
 def broadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: str = "auto") -> ArrayT:
-    """Overwrite ``x`` on all ranks with that of rank ``root``; every rank must call.
+    """Overwrite ``x`` on all ranks with the values of rank ``root``; every rank must call.
 
     Args:
         x: as for `allreduce`.
-        root: the rank whose ``x`` all get.
+        root: the rank whose ``x`` is sent.
         world: the ranks; default `hpcdp.init()`.
         algorithm: ``"auto"``, or a name in ``ALGORITHMS["broadcast"]``.
 
@@ -267,7 +278,7 @@ def broadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: s
     """
     world = _ranks(world)
     root = _checked_root("broadcast", root, world)
-    refuse_change(x, "x", "broadcast")  # on the root, too, which would wait for the others
+    refuse_change(x, "x", "broadcast")  # on the root, too: else it would wait for the others
     plan = _planned("broadcast", x, _MOVED, algorithm, world, root)
     if type(x) is np.ndarray and x.flags.carray:
         plan.algorithm.run(world, plan.call, _flat(x), root)
@@ -276,7 +287,7 @@ def broadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: s
     staged = _staged("broadcast", x) if receives and _is_writeable(x) else _source(x)
     plan.algorithm.run(world, plan.call, _flat(staged), root)
     if receives:
-        _check_writeable("broadcast", "x", x)  # now, since the root, which only reads its own, waits for all
+        _check_writeable("broadcast", "x", x)  # not before: the root, whose x may be read-only, waits for all
         if staged is not x:
             bring_back(staged, x)
     return x
@@ -290,22 +301,24 @@ def reduce(
     algorithm: str = "auto",
     out: ArrayT | None = None,
 ) -> ArrayT:
-    """Reduce ``x`` element by element over all ranks, for rank ``root`` alone; every rank must call.
+    """Reduce ``x`` elementwise over all ranks, for rank ``root`` only; every rank must call.
 
     Args:
-        x, op, world: as for `allreduce`.
+        x: as for `allreduce`.
+        op: as for `allreduce`.
         root: the rank that gets the result.
+        world: as for `allreduce`.
         algorithm: ``"auto"``, or a name in ``ALGORITHMS["reduce"]``.
-        out: where the result goes on ``root``, of x's shape and dtype; default ``x`` itself. Elsewhere nothing changes.
+        out: receives the result on ``root``, x's shape and dtype; default ``x`` itself. Other ranks change nothing.
 
     Returns:
-        The result on ``root``, elsewhere ``x``.
+        The result on ``root``, ``x`` on other ranks.
     """
     world = _ranks(world)
     root = _checked_root("reduce", root, world)
     plan = _planned("reduce", x, op, algorithm, world, root)
     if out is None:
-        refuse_change(x, "x", "reduce")  # on all ranks, of which one changes it
+        refuse_change(x, "x", "reduce")  # on all ranks, although only the root changes it
     target, is_root = x, world.rank == root
     if type(x) is np.ndarray and x.flags.carray and (out is None or not is_root):
         staged = x if is_root or plan.algorithm.spares_input else x.copy()
@@ -314,8 +327,8 @@ def reduce(
         staged = _staged("reduce", target)
     else:
         host = np.asarray(on_host(x))
-        lies_well = host.flags.c_contiguous and host.flags.aligned
-        staged = host if plan.algorithm.spares_input and lies_well else host.copy(order="C")
+        is_usable = host.flags.c_contiguous and host.flags.aligned
+        staged = host if plan.algorithm.spares_input and is_usable else host.copy(order="C")
     if plan.takes_quotients:
         plan.run(world, _flat(staged), root)
     else:
@@ -329,18 +342,18 @@ def _ranks(world: World | None) -> World:
     if world is None:
         return init()
     if not isinstance(world, World):
-        raise UnsupportedError("collective", where="world", expected="what hpcdp.init() returns", got=repr(world))
+        raise UnsupportedError("collective", where="world", expected="a World, see hpcdp.init()", got=repr(world))
     return world
 
 
 class _Plan:
-    """What a call does: an algorithm, its reduction, and what all ranks must call alike.
+    """A validated kind of call: its algorithm, its reduction, and the values that must agree on all ranks.
 
     Args:
-        algorithm: what runs.
-        reduction: of elements; that of sums for a mean of integers.
-        call: what is compared over the ranks.
-        takes_quotients: whether it is a mean of integers, see `reductions.Quotients`.
+        algorithm: the algorithm that runs.
+        reduction: the elementwise reduction; that of sums for a mean of integers.
+        call: the values that are compared over the ranks.
+        takes_quotients: whether it is a mean of integers, see `communicator.Quotients`.
     """
 
     __slots__ = ("algorithm", "call", "reduction", "takes_quotients")
@@ -350,7 +363,7 @@ class _Plan:
         self.takes_quotients = takes_quotients
 
     def run(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> None:
-        """Reduce ``x``, shape ``(count,)``; where ``result`` is given, this rank's part of it into that."""
+        """Reduce ``x``, shape ``(count,)``, in place, or this rank's shard into ``result``."""
         if not self.takes_quotients:
             into = () if result is None else (result,)
             self.algorithm.run(world, self.call, x, *into, self.reduction, *root)
@@ -362,10 +375,10 @@ class _Plan:
             if root in ((), (world.rank,)):
                 sums.finish(sums.parts, x)
             return
-        own = [np.empty(result.size, part.dtype) for part in sums.parts]
-        for part, into_part in zip(sums.parts, own, strict=True):
-            self.algorithm.run(world, self.call, part, into_part, self.reduction)
-        sums.finish(own, result)
+        shards = [np.empty(result.size, part.dtype) for part in sums.parts]
+        for part, shard in zip(sums.parts, shards, strict=True):
+            self.algorithm.run(world, self.call, part, shard, self.reduction)
+        sums.finish(shards, result)
 
     def machine(self, world: World, x: np.ndarray) -> Steps:
         """Return a machine that reduces ``x``, shape ``(count,)``, in place."""
@@ -383,7 +396,7 @@ class _Plan:
 
 
 def _planned(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int = 0) -> _Plan:
-    """Return what to run: made once for each kind of call, which needs no other rank but at the first call of all."""
+    """Return the cached plan of a call; only the first calls of a world communicate for it."""
     if type(x) is not np.ndarray:
         _refuse_mask(operation, "x", x)
     by_monoid = type(op) is not str and isinstance(op, Monoid)
@@ -398,7 +411,7 @@ def _planned(operation: str, x: Array, op: str | Monoid, algorithm: str, world: 
     if plan is None:
         with world.meeting(), Watchdog.of(world).watching(operation, x):
             if algorithm == "auto" and not registry.is_loaded(world):
-                # To choose, ranks tell each other of their nodes: first all must have made this call.
+                # The choice exchanges node data, so check first that all ranks made this call.
                 progress = ProgressEngine.of(world)
                 progress.finish()
                 progress.calls.agree(_call(operation, x, op, algorithm, root))
@@ -407,7 +420,7 @@ def _planned(operation: str, x: Array, op: str | Monoid, algorithm: str, world: 
             if len(plans) >= _MOST_PLANS:
                 plans.clear()
             plans[key] = plan
-    if by_monoid:  # of the same name, but another function
+    if by_monoid:  # the cached plan may be of another function with the same name
         return _Plan(plan.algorithm, resolve(operation, op, x.dtype), plan.call, False)
     return plan
 
@@ -415,10 +428,10 @@ def _planned(operation: str, x: Array, op: str | Monoid, algorithm: str, world: 
 def _validated(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int) -> _Plan:
     if not hasattr(x.dtype, "kind"):
         got = f"a {type(x).__name__} of {x.dtype}"
-        remedy = "of a tensor of PyTorch in host memory give x.numpy()"
+        remedy = "pass x.numpy() for a PyTorch tensor in host memory"
         raise UnsupportedError(operation, where="x", expected="an array of NumPy or CuPy", got=got, remedy=remedy)
     moved = op is _MOVED
-    known = "iufbc" if moved else "iuf"  # what is only moved may be complex or bool, too
+    known = "iufbc" if moved else "iuf"  # data that is only moved may be complex or bool, too
     dtype = np.dtype(x.dtype.str) if x.dtype.kind in known else x.dtype
     if not (dtype.kind in known or is_float(dtype)) or not dtype.isnative:
         expected = "a native integer or float" + (", complex or bool" if moved else "")
@@ -427,13 +440,13 @@ def _validated(operation: str, x: Array, op: str | Monoid, algorithm: str, world
     summed = Quotients.dtype_for(dtype) if takes_quotients else dtype
     reduction = resolve(operation, "sum" if moved or takes_quotients else op, summed)
     collective = operation.removeprefix("i")
-    nbytes = 1 << x.nbytes.bit_length() >> 1  # one choice for all sizes up to twice this one
+    nbytes = 1 << x.nbytes.bit_length() >> 1  # one choice per power of two
     chosen = find(collective, algorithm, nbytes, summed, None if moved else reduction, world)
     return _Plan(chosen, reduction, _call(operation, x, op, chosen.name, root), takes_quotients)
 
 
 def _call(operation: str, x: Array, op: str | Monoid, algorithm: str, root: int) -> Call:
-    """Return what all ranks must call alike."""
+    """Return the values that must agree on all ranks."""
     name = op.name if isinstance(op, Monoid) else "" if op is _MOVED else op
     dtype = getattr(x.dtype, "name", x.dtype)
     of = f"{operation} of {tuple(x.shape)} {dtype}"
@@ -455,9 +468,8 @@ def _checked_root(operation: str, root: int, world: World) -> int:
 def _check_like(operation: str, out: Array, shape: tuple[int, ...], x: Array) -> None:
     _check_array(operation, "out", out)
     if tuple(out.shape) != shape or out.dtype != x.dtype:
-        raise UnsupportedError(
-            operation, where="out", expected=f"{shape} {x.dtype} as x", got=f"{tuple(out.shape)} {out.dtype}"
-        )
+        got = f"{tuple(out.shape)} {out.dtype}"
+        raise UnsupportedError(operation, where="out", expected=f"{shape} {x.dtype} as x", got=got)
     _check_writeable(operation, "out", out)
 
 
@@ -469,7 +481,7 @@ def _check_array(operation: str, where: str, x: Array) -> None:
 
 def _refuse_mask(operation: str, where: str, x: Array) -> None:
     if isinstance(x, np.ma.MaskedArray):
-        raise UnsupportedError(operation, where=where, expected="an array without a mask", got="a masked one")
+        raise UnsupportedError(operation, where=where, expected="an array without a mask", got="a masked array")
 
 
 def _is_writeable(x: Array) -> bool:
@@ -478,7 +490,7 @@ def _is_writeable(x: Array) -> bool:
 
 def _check_writeable(operation: str, where: str, x: Array) -> None:
     if not _is_writeable(x):
-        got = "a number" if isinstance(x, np.generic) else "a read-only one"
+        got = "a number" if isinstance(x, np.generic) else "a read-only array"
         raise UnsupportedError(operation, where=where, expected="a writeable array", got=got)
     refuse_change(x, where, operation)
 
@@ -486,7 +498,7 @@ def _check_writeable(operation: str, where: str, x: Array) -> None:
 def _receiver(operation: str, x: Array, out: Array) -> Array:
     _check_like(operation, out, tuple(x.shape), x)
     with on_device_of(out):
-        out[...] = brought_to(x, out)
+        out[...] = to_device_of(x, out)
     return out
 
 
@@ -495,13 +507,13 @@ def _flat(x: np.ndarray) -> np.ndarray:
 
 
 def _source(x: Array) -> np.ndarray:
-    """``x`` as a contiguous host array that MPI may be handed, which wants a writeable one even where it only reads."""
+    """Return ``x`` as a contiguous, writeable host array, which MPI requires even for sending."""
     host = on_host(x)
     return host if host.flags.carray else np.array(host, order="C")
 
 
 def _staged(operation: str, target: Array, where: str = "x") -> np.ndarray:
-    """``target`` itself where it is a contiguous, aligned and writeable host array, else a copy in one."""
+    """Return ``target`` itself if it is a contiguous, aligned and writeable host array, else a copy in one."""
     if type(target) is np.ndarray and target.flags.carray:
         refuse_change(target, where, operation)
         return target

@@ -1,18 +1,17 @@
-"""Allreduce that stays compressed on the wire.
+"""Allreduce with compressed messages and error feedback.
 
-Rank r owns the r-th part of a segment. Every rank encodes the other parts and sends each to its owner, who decodes what
-comes and adds it to its own; then it encodes the sum and sends that to everybody. What an encoder leaves out is added
-to what it encodes next time (`compression.ErrorFeedback`): a rank remembers it for the parts that it sends, the owner
-of a part for its sum, so one array is enough for both::
+Rank r owns the r-th shard of a segment. Every rank encodes the other shards and sends each to its owner. The owner
+decodes them, adds them to its own, encodes the sum and sends it to all. The part that an encoder omits is added to what
+it encodes next (`compression.ErrorFeedback`). A rank keeps the residuals of the shards that it sends, the owner of a
+shard that of its sum, so one array is enough for both::
 
     rank 0    own  e(b)  e(c)             residual:  of the sum of a, of its b, of its c
     rank 1    e(a)  own  e(c)      -->    residual:  of its a, of the sum of b, of its c
     rank 2    e(a)  e(b)  own             residual:  of its a, of its b, of the sum of c
 
-Its own part the owner adds as it is. The owner, too, takes the sum as the others decode it, so all ranks end with the
-same bits.
+The owner adds its own shard uncompressed. It, too, decodes the encoded sum, so all ranks end with the same bits.
 
-Sent per rank: 2 (n - 1) messages and 2 (n - 1) w(S / n) bytes a segment, where w is what the codec makes of a part.
+Sent per rank: 2 (n - 1) messages and 2 (n - 1) w(S / n) bytes a segment, where w is the encoded size of a shard.
 
 Source: Bernstein et al., "signSGD with majority vote", 2018, and Tang et al., "DoubleSqueeze", 2019 (compressing both
 ways, with error feedback at both ends); the owners as parameter servers as in Li et al., "Scaling distributed machine
@@ -34,50 +33,56 @@ from ..compression import Codec, ErrorFeedback
 from ..core.arrays import Array
 
 _SAMPLE = 1 << 16
-"""Elements by which it is reckoned how much shorter a codec makes messages."""
+"""Number of elements from which the compression ratio is computed."""
 
 
 class Coding(Protocol):
-    """One segment and its codes, for a rank: whoever has the array encodes and decodes.
+    """One segment of a rank and its encoded shards, in host or device memory.
 
-    Machines end when host memory holds what they are for; codes are what a message carries.
+    Machines end when the codes are in host memory, from which messages are sent.
     """
 
     @property
     def sent(self) -> Sequence[np.ndarray]:
-        """The code of each part, uint8: what this rank sends to its owner, and in the end what its owner has sent."""
+        """The code of each shard, uint8: first what this rank sends to the owner, finally what the owner has sent."""
         ...
 
     @property
     def received(self) -> Sequence[np.ndarray]:
-        """Codes of this rank's own part, one from each rank, uint8; its own is not used."""
+        """Codes of this rank's own shard, one from each rank, uint8; its own entry is unused."""
         ...
 
     def encode(self, rank: int) -> Steps:
-        """Encode the part of another rank; called for each of them in order."""
+        """Encode another rank's shard; called for each rank in order."""
         ...
 
     def add_up(self) -> Steps:
-        """Decode what was received, add it to this rank's own part in the order of the ranks, and encode the sum."""
+        """Decode the received codes, add them to this rank's shard in the order of the ranks, and encode the sum."""
         ...
 
     def decode(self) -> None:
-        """Decode the sums of all parts."""
+        """Decode the sums of all shards."""
         ...
 
 
 MakeCoding = Callable[[Array, int, int], Coding]
-"""``make(x, first, lane)``: that of the segment ``x``, whose first element has the number ``first`` in the array; those
-of one lane come one after another."""
+"""``make(x, first, lane)``: the coding of the segment ``x``, which starts at element ``first`` of the array.
+
+Segments of one lane are processed one after another.
+"""
 
 
 def allreduce(
     x: np.ndarray, feedback: ErrorFeedback, comm: Communicator, tag: int, turn: Request | None = None
 ) -> Steps:
-    """Sum ``x``, shape ``(count,)``, in place over all ranks of ``comm``; segments begin when it is their ``turn``.
+    """Sum ``x``, shape ``(count,)``, in place over all ranks of ``comm``.
 
     Args:
-        feedback: made for ``count`` elements of this dtype; kept from one call to the next.
+        x: float array on the host; changed in place.
+        feedback: made for ``count`` elements of this dtype; reused by later calls.
+        comm: the communicator.
+        tag: first of the tags of its messages.
+        turn: a request for which the segments wait before they begin.
     """
     pieces = pieces_of(x, feedback.codec, comm.size)
     yield from allreduce_by(lambda x, first, lane: _OnHost(x, first, feedback, comm), pieces, comm, tag, turn)
@@ -86,32 +91,35 @@ def allreduce(
 def allreduce_by(
     make: MakeCoding, pieces: Sequence[Array], comm: Communicator, tag: int, turn: Request | None
 ) -> Steps:
-    """`allreduce` of an array that may be anywhere, by the codings that ``make`` makes of its segments, ``pieces``."""
+    """Run `allreduce` for an array on any device, with the coding ``make`` of each of its segments ``pieces``."""
     items = list(zip(pieces, itertools.accumulate((piece.size for piece in pieces), initial=0), strict=False))
-    machines = in_lanes(items, lambda item, own: _segment(make(*item, own - tag), comm, own), tag, turn=turn)
+    machines = in_lanes(
+        items, lambda item, lane_tag: _segment(make(*item, lane_tag - tag), comm, lane_tag), tag, turn=turn
+    )
     yield from together(machines)
 
 
 def sent_and_plain_nbytes(feedback: Sequence[ErrorFeedback], n: int) -> tuple[int, int]:
-    """How many bytes all ``n`` ranks together send for arrays that these encode, and what they would uncompressed."""
-    sent = sum(sent_nbytes(each.residual.size, np.dtype(each.residual.dtype), each.codec, n) for each in feedback)
-    return sent, sum(2 * (n - 1) * each.residual.nbytes for each in feedback)
+    """Return the bytes that all ``n`` ranks send for the arrays of ``feedback``, compressed and uncompressed."""
+    arrays = [(coder.residual, coder.codec) for coder in feedback]
+    sent = sum(sent_nbytes(x.size, np.dtype(x.dtype), codec, n) for x, codec in arrays)
+    return sent, sum(2 * (n - 1) * x.nbytes for x, _ in arrays)
 
 
 def sent_nbytes(count: int, dtype: np.dtype, codec: Codec, n: int) -> int:
-    """How many bytes all ``n`` ranks together send for an array of ``count`` elements: 2 (n - 1) times its parts'."""
+    """Return the bytes that all ``n`` ranks send for ``count`` elements: 2 (n - 1) times the encoded size."""
     pieces = pieces_of(np.empty(count, dtype), codec, n)
     return 2 * (n - 1) * sum(codec.nbytes(part.size, part.dtype) for piece in pieces for part in split(piece, n))
 
 
 def pieces_of(x: Array, codec: Codec, n: int, nbytes: int | None = None) -> list[Array]:
-    """Segments whose encoded parts are about as long as a message should be: ``nbytes``, or `MESSAGE_NBYTES`."""
-    shorter = _SAMPLE * x.dtype.itemsize / codec.nbytes(_SAMPLE, x.dtype)
-    return segments(x, int((nbytes or MESSAGE_NBYTES) * n * shorter))
+    """Return segments whose encoded shards have about the message size ``nbytes``, by default `MESSAGE_NBYTES`."""
+    ratio = _SAMPLE * x.dtype.itemsize / codec.nbytes(_SAMPLE, x.dtype)
+    return segments(x, int((nbytes or MESSAGE_NBYTES) * n * ratio))
 
 
 def places_of(x: Array, first: int, n: int) -> list[slice]:
-    """Where the parts of a segment, which begins with element ``first`` of an array, lie in that."""
+    """Return the positions in the array of the shards of a segment that starts at element ``first``."""
     ends = [first + end for end in bounds(x.size, n)]
     return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
 
@@ -139,10 +147,12 @@ class _OnHost:
         self.received = [np.empty_like(self.sent[self._me]) for _ in self._parts]
 
     def encode(self, rank: int) -> Steps:
+        """See `Coding.encode`."""
         self._feedback.encode(self._parts[rank], self._places[rank], self.sent[rank])
         yield from ()
 
     def add_up(self) -> Steps:
+        """See `Coding.add_up`."""
         me, codec = self._me, self._feedback.codec
         total, added = self._parts[me], np.empty_like(self._parts[me])
         add = resolve("allreduce", "sum", total.dtype).into
@@ -154,6 +164,7 @@ class _OnHost:
         yield from ()
 
     def decode(self) -> None:
+        """See `Coding.decode`."""
         of_sum = self._feedback.codec.of_sum(self._size)
         for part, code in zip(self._parts, self.sent, strict=True):
             of_sum.decode(code, part)

@@ -1,30 +1,25 @@
-"""The cost model of collectives, and measured links.
-
-What a stage of messages costs: links inside a node and across nodes, what their messages share, segments.
+"""The cost model of collectives: predicted seconds from a `MachineModel` and a `Topology`.
 
 A message of m bytes takes ``alpha + m beta`` seconds, and reducing it into another array ``m gamma`` more (Thakur,
 Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, section 3; Chan et al.,
-"Collective communication: theory, practice, and experience", 2007, section 3). To this come four things:
+"Collective communication: theory, practice, and experience", 2007, section 3). The model adds four things:
 
-- there are two classes of links, inside a node and across nodes, and their messages share something: all ranks of a
-  node its network link (in each direction), and its memory;
-- beta and gamma depend on the size: MPI libraries send short messages in another way than long ones, and long arrays
-  do not fit in the caches. So they are measured at some sizes;
-- our algorithms are machines in Python, so a message costs a core some microseconds, unlike in the MPI library's own;
-- long arrays go in segments. While one is on the network another is added up, so every segment after the first adds
-  what the slowest stage takes, where algorithms without segments add up all stages.
+- There are two classes of links, inside a node and across nodes. All ranks of a node share its network link (in each
+  direction) and its memory bandwidth.
+- beta and gamma depend on the size, because MPI libraries use other protocols for short messages, and long arrays
+  exceed the caches. They are measured at several sizes.
+- The algorithms here are machines in Python, so a message costs a core some microseconds, unlike in the MPI library.
+- Long arrays are sent in segments. One is reduced while another is on the network, so every segment after the first
+  adds the time of the slowest stage, while unsegmented algorithms add up all stages.
 
-Ranks are taken to be placed node by node, so neighbours in a ring are mostly on one node.
+Ranks are assumed to be placed node by node, so neighbours in a ring are mostly on one node.
 
-What every collective costs by every algorithm, predicted in seconds from a `Machine` and a `Topology`.
+In the formulas n is the number of ranks, m of nodes, and S the bytes of the whole array (for an allgather: of all
+shards).
 
-In the formulas n is the number of ranks, m of nodes, S the bytes of the whole array (of an allgather: of all parts);
-alpha, beta and gamma are those of `links`, which also says how shared links and segments are accounted for.
-
-Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005; Chan et
-al., "Collective communication: theory, practice, and experience", 2007; Rabenseifner, "Optimization of collective
-reduction operations", 2004; Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and
-scan", 2009; Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+Sources: the papers above; Rabenseifner, "Optimization of collective reduction operations", 2004; Sanders, Speck and
+Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009; Patarasu and Yuan, "Bandwidth
+optimal all-reduce algorithms for clusters of workstations", 2009.
 """
 
 from __future__ import annotations
@@ -39,17 +34,17 @@ from ..comm.tasks import LANES, MESSAGE_NBYTES
 from ..errors import UnsupportedError
 from . import halving_doubling, hierarchical, intra_node, tree
 
-_LEAST_S_PER_BYTE = 1e-15  # a petabyte a second, for the logarithm's sake
+_LEAST_S_PER_BYTE = 1e-15  # a petabyte per second; keeps the logarithm finite
 
 
 Rates = tuple[int, float, float]
-"""A size in bytes, and two rates at it in seconds a byte."""
+"""A size in bytes, and two rates at it in seconds per byte."""
 
 
 def _between(rates: tuple[Rates, ...], nbytes: float) -> tuple[float, float]:
-    """Both rates at ``nbytes``, by powers of it between the sizes next to it, and as at the last one beyond."""
+    """Interpolate both rates at ``nbytes``, log-log; constant outside of the measured sizes."""
     sizes, *both = np.log(np.maximum(np.array(rates), _LEAST_S_PER_BYTE)).T
-    first, second = (float(np.exp(np.interp(np.log(max(nbytes, 1.0)), sizes, each))) for each in both)
+    first, second = (float(np.exp(np.interp(np.log(max(nbytes, 1.0)), sizes, rate))) for rate in both)
     return first, second
 
 
@@ -58,16 +53,16 @@ class Link:
     """One class of links."""
 
     alpha_s: float
-    """What the shortest message takes, in seconds."""
+    """Latency: seconds of the shortest message."""
     beta_s_per_byte: float
-    """What each byte of one message alone takes."""
+    """Seconds per byte of a single message."""
     shared_s_per_byte: float
-    """What each byte takes of all that a node carries at once: over its network link, or in its memory."""
+    """Seconds per byte of all simultaneous traffic of a node, over its network link or in its memory."""
     by_size: tuple[Rates, ...] = ()
-    """Where they depend on it, ``(nbytes, beta, shared)`` of some sizes of messages, the least first."""
+    """Measured ``(nbytes, beta, shared)`` in ascending order of message sizes; empty for constant rates."""
 
     def at(self, nbytes: float) -> Link:
-        """The same link for messages of ``nbytes``."""
+        """Return the link with its rates for messages of ``nbytes``."""
         if not self.by_size:
             return self
         beta, shared = _between(self.by_size, nbytes)
@@ -76,27 +71,27 @@ class Link:
 
 @dataclass(frozen=True)
 class MachineModel:
-    """What predictions depend on, beside the topology."""
+    """Speed of the links and cores of a machine."""
 
     inside: Link
-    """Between ranks of one node."""
+    """Link between ranks of one node."""
     across: Link
-    """Between nodes."""
+    """Link between nodes."""
     copy_s_per_byte: float
-    """What a core needs to copy a byte that another rank of its node has written, while all of them do."""
+    """Seconds per byte to copy data that another rank of the node has written, while all ranks copy."""
     gamma_s_per_byte: float
-    """What a core needs to reduce a byte of one array into another."""
+    """Seconds per byte to reduce one array into another."""
     message_s: float
-    """What our machines keep a core busy for a message that they send and one that they receive."""
+    """Seconds of a core to send one message and receive one, in these algorithms."""
     wait_s: float
-    """What it takes until the ranks of a node have met in shared memory."""
+    """Seconds of a barrier in shared memory between the ranks of a node."""
     call_s: float
-    """What a call of a collective takes beside all this."""
+    """Fixed overhead of a call, in seconds."""
     by_size: tuple[Rates, ...] = ()
-    """Where they depend on it, ``(nbytes, copy, gamma)`` of some sizes of a rank's array, the least first."""
+    """Measured ``(nbytes, copy, gamma)`` in ascending order of a rank's array sizes; empty for constant rates."""
 
     def at(self, nbytes: float) -> MachineModel:
-        """The same machine for arrays of ``nbytes``, which its caches hold or not."""
+        """Return the machine with its rates for arrays of ``nbytes``, which may or may not fit in its caches."""
         if not self.by_size:
             return self
         copy, gamma = _between(self.by_size, nbytes)
@@ -105,20 +100,22 @@ class MachineModel:
 
 @dataclass(frozen=True)
 class Topology:
-    """How many ranks every node has, node by node."""
+    """The number of ranks of each node, node by node."""
 
     local_sizes: tuple[int, ...]
     shared_memory: bool = True
-    """Whether the ranks of a node can read each other's memory."""
+    """True if the ranks of a node can read each other's memory."""
     crowded: bool = False
-    """Whether ranks outnumber the cores of some node."""
+    """True if ranks outnumber the cores of a node."""
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return sum(self.local_sizes)
 
     @property
     def nodes(self) -> int:
+        """Number of nodes."""
         return len(self.local_sizes)
 
 
@@ -131,27 +128,27 @@ ETHERNET = MachineModel(
     wait_s=0.5e-6,
     call_s=3e-6,
 )
-"""TCP over a link of 10 Gbit/s; 10 GB/s a core and 100 GB/s a node in memory."""
+"""TCP over a link of 10 Gbit/s; memory of 10 GB/s a core and 100 GB/s a node."""
 FABRIC = replace(ETHERNET, across=Link(2e-6, 8e-11, 8e-11))
-"""An adapter for remote memory access, 100 Gbit/s."""
+"""An RDMA adapter of 100 Gbit/s."""
 
 
 def assumed(topology: Topology, base: MachineModel = ETHERNET) -> MachineModel:
-    """The machine that is taken where nothing was measured: `ETHERNET`, or `FABRIC` where nodes have such adapters."""
+    """Return the machine model for unmeasured worlds, made from `ETHERNET`, or from `FABRIC` for nodes with RDMA."""
     at_once_s_per_byte = max(topology.local_sizes) * base.inside.shared_s_per_byte
     return replace(base, copy_s_per_byte=max(base.copy_s_per_byte, at_once_s_per_byte))
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one segment of an array, in seconds."""
+    """Cost of one segment of an array, in seconds."""
 
     alone_s: float = 0.0
-    """From its start to its end, when nothing else is under way."""
+    """Time from start to end without other traffic."""
     network_s: float = 0.0
-    """How long it occupies the network link of the busiest node."""
+    """Time for which it occupies the network link of the busiest node."""
     core_s: float = 0.0
-    """How long it occupies the core of the busiest rank, or the memory of a node."""
+    """Time for which it occupies the core of the busiest rank, or the memory of a node."""
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.alone_s + other.alone_s, self.network_s + other.network_s, self.core_s + other.core_s)
@@ -162,17 +159,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Load:
-    """The messages of one stage, all under way at once."""
+    """The simultaneous messages of one step."""
 
     across: int
-    """That leave the busiest node, or come to it."""
+    """Messages that leave the busiest node, or arrive at it."""
     inside: int
-    """Between ranks of the busiest node."""
+    """Messages between ranks of the busiest node."""
     a_rank: int = 1
-    """That the busiest rank receives."""
+    """Messages that the busiest rank receives."""
 
     def cost(self, nbytes: float, machine: MachineModel) -> Cost:
-        """What the stage costs with messages of ``nbytes``."""
+        """Return the cost of the step with messages of ``nbytes``."""
         posted_s = self.a_rank * machine.message_s
         network_s, core_s = (
             nbytes * max(min(self.a_rank, number) * link.beta_s_per_byte, number * link.shared_s_per_byte)
@@ -183,12 +180,12 @@ class Load:
 
 
 def pipelined_s(first: Cost, segments: int) -> float:
-    """Seconds of so many segments after another, of which the machines keep `LANES` under way."""
+    """Return the seconds of ``segments`` segments, of which `LANES` are in progress at a time."""
     return first.alone_s + (segments - 1) * max(first.network_s, first.core_s, first.alone_s / LANES)
 
 
 def _load(source: np.ndarray, dest: np.ndarray, topology: Topology) -> Load:
-    """Of one message from every rank of ``source`` to that of ``dest``."""
+    """Return the load of one message from every rank of ``source`` to that of ``dest``."""
     node = np.repeat(np.arange(topology.nodes), topology.local_sizes)
     of, to = node[source], node[dest]
     leaving, coming, staying = (
@@ -199,19 +196,21 @@ def _load(source: np.ndarray, dest: np.ndarray, topology: Topology) -> Load:
 
 @lru_cache
 def neighbours(topology: Topology) -> Load:
+    """Return the load of a ring step: a message from every rank to the next."""
     ranks = np.arange(topology.ranks)
     return _load(ranks, np.roll(ranks, -1), topology)
 
 
 @lru_cache
 def everybody(topology: Topology) -> Load:
+    """Return the load of a message from every rank to every other."""
     n, most = topology.ranks, max(topology.local_sizes)
     return Load(max(size * (n - size) for size in topology.local_sizes), most * (most - 1), n - 1)
 
 
 @lru_cache
 def partners(topology: Topology, distance: int) -> Load:
-    """Of a step of recursive halving; where n is no power of two, of the ranks that take part."""
+    """Return the load of a recursive-halving step among the 2^k participating ranks."""
     n = topology.ranks
     p = 1 << n.bit_length() - 1
     numbers = np.arange(p)
@@ -221,7 +220,7 @@ def partners(topology: Topology, distance: int) -> Load:
 
 @lru_cache
 def pairs(topology: Topology) -> Load:
-    """Of the first step of halving where n is no power of two: even ranks and odd ones exchange."""
+    """Return the load of the first step if n is no power of two: even and odd ranks exchange."""
     pairs = topology.ranks - (1 << topology.ranks.bit_length() - 1)
     even = 2 * np.arange(pairs)
     return _load(np.concatenate([even, even + 1]), np.concatenate([even + 1, even]), topology)
@@ -229,7 +228,7 @@ def pairs(topology: Topology) -> Load:
 
 @lru_cache
 def levels(topology: Topology) -> tuple[Load, ...]:
-    """Of the steps up a binomial tree, its leaves first."""
+    """Return the loads of the steps up a binomial tree, from its leaves."""
     numbers = np.arange(1, topology.ranks)
     lowest = numbers & -numbers
     steps = (topology.ranks - 1).bit_length()
@@ -239,7 +238,7 @@ def levels(topology: Topology) -> tuple[Load, ...]:
 
 @lru_cache
 def double_levels(topology: Topology) -> tuple[Load, ...]:
-    """Of the steps up two binary trees at once, their leaves first."""
+    """Return the loads of the steps up two binary trees at once, from their leaves."""
     n = topology.ranks
     edges: dict[int, list[tuple[int, int]]] = {}
     for rank in range(n):
@@ -251,7 +250,7 @@ def double_levels(topology: Topology) -> tuple[Load, ...]:
 
 
 Formula = Callable[[float, Topology, MachineModel], Cost]
-"""What so many bytes cost, sent as one segment."""
+"""Cost of one segment, given its bytes, the topology and the machine."""
 
 
 def _busy(seconds: float) -> Cost:
@@ -263,7 +262,7 @@ def _reduced(nbytes: float, of: MachineModel) -> Cost:
 
 
 def _moving(of: MachineModel) -> MachineModel:
-    """The same machine for what is not reduced."""
+    """Return the machine for data that is moved, not reduced."""
     return replace(of, gamma_s_per_byte=0.0)
 
 
@@ -284,12 +283,12 @@ def _ring(nbytes: float, on: Topology, of: MachineModel) -> Cost:
 
 
 def _both_ways(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """A ring already sends and receives at once, so halves in two directions only double the messages."""
+    """Ring with halves in both directions: a ring already sends and receives at once, so only the messages double."""
     return _ring(nbytes, on, of) + _busy(2 * (on.ranks - 1) * of.message_s)
 
 
 def _folded(on: Topology) -> bool:
-    """Whether some ranks form pairs that count as one, since there is no power of two of them."""
+    """Return whether n is no power of two, so that some ranks form pairs that count as one."""
     return on.ranks & (on.ranks - 1) != 0
 
 
@@ -301,7 +300,7 @@ def _fold(nbytes: float, on: Topology, of: MachineModel) -> Cost:
 
 
 def _unfold(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """alpha + S beta: the other rank of a pair gets the result."""
+    """Cost alpha + S beta: the other rank of a pair gets the result."""
     return pairs(on).cost(nbytes, of) if _folded(on) else Cost()
 
 
@@ -349,7 +348,7 @@ def _tree_down(nbytes: float, on: Topology, of: MachineModel) -> Cost:
 
 
 def _up_and_down(up: Cost, down: Cost) -> Cost:
-    """Later sums go up while earlier results come down: in the two directions of the network."""
+    """Cost of sums that go up while earlier results come down, in the two directions of the network."""
     return Cost(up.alone_s + down.alone_s, max(up.network_s, down.network_s), up.core_s + down.core_s)
 
 
@@ -358,10 +357,10 @@ def _tree(nbytes: float, on: Topology, of: MachineModel) -> Cost:
 
 
 def _double_tree(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """2 log2 n steps for the first segment; a rank receives and sends 2 S at most (Sanders et al., 2009, section 3).
+    """2 log2 n steps for the first segment; a rank receives and sends at most 2 S (Sanders et al., 2009, section 3).
 
-    A rank is an inner one in one tree alone. There it receives and reduces halves of two children and gets one result
-    from above; in the other tree it gets the other result.
+    A rank is an inner node in one tree only. There it receives and reduces the halves of two children and gets one
+    result from its parent; in the other tree it gets the other result.
     """
     half, steps = nbytes / 2, double_levels(on)
     down = sum((load.cost(half, of) for load in steps), Cost())
@@ -373,46 +372,46 @@ def _double_tree(nbytes: float, on: Topology, of: MachineModel) -> Cost:
 
 
 def _reference(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """alpha + (n - 1) S (beta + gamma): all send all to all."""
+    """Cost alpha + (n - 1) S (beta + gamma): all ranks send everything to all."""
     return everybody(on).cost(nbytes, of) + (on.ranks - 1) * _reduced(nbytes, of)
 
 
 def _reference_moving(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """alpha + (n - 1) S / n beta: all send their parts to all."""
+    """Cost alpha + (n - 1) S / n beta: all ranks send their shards to all."""
     return everybody(on).cost(nbytes / on.ranks, of)
 
 
 def _reference_broadcast(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """alpha + (n - 1) S beta: the root sends to all."""
+    """Cost alpha + (n - 1) S beta: the root sends to all."""
     n, local = on.ranks, on.local_sizes[0]
     return Load(n - local, local - 1, n - 1).cost(nbytes, of)
 
 
 def _shared_reduce_scatter(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """2 waits a chunk, (n - 1) / n S copied to where others read it, and (n - 1) / n S reduced."""
+    """2 waits a chunk, (n - 1) / n S staged for the others, and (n - 1) / n S reduced."""
     chunks = max(1, -(-int(nbytes) // intra_node.CHUNK_NBYTES))
     share = (on.ranks - 1) / on.ranks * nbytes
     return _busy(2 * chunks * of.wait_s + share * of.copy_s_per_byte) + _reduced(share, of)
 
 
 def _shared(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """The same, and (n - 1) / n S copied back: a reduce-scatter and an allgather in memory."""
+    """Cost of `_shared_reduce_scatter` and an allgather in memory, (n - 1) / n S copied back."""
     return _shared_reduce_scatter(nbytes, on, of) + _busy((on.ranks - 1) / on.ranks * nbytes * of.copy_s_per_byte)
 
 
 def _shared_allgather(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """1 wait a chunk, S / n copied to where others read it, and (n - 1) / n S from there."""
+    """1 wait a chunk, S / n staged for the others, and (n - 1) / n S copied from them."""
     chunks = max(1, -(-int(nbytes) // (intra_node.CHUNK_NBYTES * on.ranks)))
     return _busy(chunks * of.wait_s + nbytes * of.copy_s_per_byte)
 
 
 def _shared_broadcast(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """1 wait a chunk, S copied by the root to where others read it, and S from there."""
+    """1 wait a chunk, S staged by the root, and S copied by the others."""
     return _shared_allgather(nbytes, on, of) + _busy(nbytes * of.copy_s_per_byte)
 
 
 def _hierarchical(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """Staged, summed and taken in memory; between, r rings of m ranks share a link: 2 (m - 1) (alpha + S / m beta).
+    """Stages in memory, and r rings of m ranks that share a link: 2 (m - 1) (alpha + S / m beta).
 
     A rank reduces its shard S / r over its node and in its ring (Cho et al., "BlueConnect", 2019).
     """
@@ -443,7 +442,7 @@ _LIBRARY: dict[str, tuple[Formula, ...]] = {
     "broadcast": (_tree_down, _scatter_allgather),
     "reduce": (_tree_up, _halving_gather),
 }
-"""What MPI libraries choose from, by size: in C, in one segment."""
+"""Algorithms between which MPI libraries choose by size; in C, in one segment."""
 
 
 def _whole(on: Topology) -> float:
@@ -487,23 +486,24 @@ _OURS: dict[str, dict[str, tuple[Formula, Callable[[Topology], float]]]] = {
         "tree": (_tree_up, lambda on: tree.SEGMENT_NBYTES),
     },
 }
-"""Our algorithms: the formula of a segment, and how long segments are."""
+"""Algorithms of this package: the formula of a segment, and the segment size in bytes."""
 
 
 def predicted_s(
     collective: str, algorithm: str, nbytes: int, topology: Topology, machine: MachineModel | None = None
 ) -> float:
-    """Seconds of a collective over all ranks of ``topology``.
+    """Return the predicted seconds of a collective over all ranks of ``topology``.
 
     Args:
-        collective, algorithm: names in `hpcdp.collectives.ALGORITHMS`. The MPI library is taken to choose the best
-            algorithm of the papers above.
-        nbytes: of the whole array, of an allgather of all parts.
+        collective: a key of `hpcdp.collectives.ALGORITHMS`.
+        algorithm: a name in ``ALGORITHMS[collective]``. "native" is assumed to use the best algorithm of the papers
+            above.
+        nbytes: bytes of the whole array, for an allgather of all shards.
         topology: the nodes and their ranks.
-        machine: what links and cores do, of which every rank has one to itself; default `links.assumed`.
+        machine: speed of links and cores, with a core for each rank; default `assumed`.
 
     Raises:
-        UnsupportedError: there is no formula for it; it lists those there are.
+        UnsupportedError: no formula for this algorithm; lists the available ones.
     """
     if algorithm != "native" and algorithm not in _OURS[collective]:
         valid = " or ".join(["native", *_OURS[collective]])
@@ -523,7 +523,7 @@ _CROWDED_NBYTES = 64 << 10
 _SHORT_NBYTES = 16 << 10
 _LONG_BROADCAST_NBYTES = 32 << 10
 _GAIN = 1.1
-"""How much faster than the MPI library's own an algorithm must be predicted to be: predictions are no better."""
+"""Predicted speed-up over the MPI library that an algorithm must reach, because predictions are no more precise."""
 
 
 def model_choice(
@@ -534,25 +534,28 @@ def model_choice(
     candidates: Iterable[str],
     machine: MachineModel | None = None,
 ) -> str:
-    """The algorithm of ``candidates`` for worlds in which nothing was measured.
+    """Choose an algorithm from ``candidates`` for a world without measurements.
 
-    In one node whose ranks share memory that is ``shared``, unless they outnumber its cores and the array is short:
-    then the MPI library was faster up to `_CROWDED_NBYTES`, since a rank of it that waits leaves its core at once. It
-    is faster, too, for broadcasts from `_LONG_BROADCAST_NBYTES`, which it copies once where ``shared`` copies twice.
-    Over several nodes it is ``recursive_doubling`` for arrays below `_SHORT_NBYTES`, whose messages compare the calls
-    of ranks as well, which for all others takes messages of its own. For longer ones it is ``native``, since the MPI
-    library knows networks that this model does not, unless the network is the slowest stage of ``hierarchical`` and
-    this is predicted to be `_GAIN` times as fast, although the library is taken to use the best algorithm of the
-    papers. So it is for long arrays on links of 10 Gbit/s: there, fewer bytes on the link and the overlap with it
-    outweigh what Python costs. On a fabric as fast as memory nothing is known to be won. What else may be faster must
-    have been measured. Without ``native`` (a reduction that MPI does not have) it is the one with the lowest
-    prediction.
+    - One node with shared memory: ``shared``. ``native`` is faster if ranks outnumber cores and the array is below
+      `_CROWDED_NBYTES`, because a waiting rank yields its core at once, and for broadcasts from
+      `_LONG_BROADCAST_NBYTES`, which it copies once and ``shared`` twice.
+    - Several nodes, arrays below `_SHORT_NBYTES`: ``recursive_doubling``, whose messages also compare the calls of the
+      ranks, for which the others need messages of their own.
+    - Several nodes, longer arrays: ``native``, because the MPI library knows networks that this model does not. The
+      exception is ``hierarchical``, if the network is its slowest stage and its prediction is `_GAIN` times as fast as
+      the library's best algorithm. That holds for long arrays on links of 10 Gbit/s, where fewer bytes and the overlap
+      outweigh the cost of Python. On a fabric as fast as memory no gain is known.
+    - Without ``native`` (a reduction that MPI does not have): the lowest prediction.
+
+    Only a measurement can choose others.
 
     Args:
-        collective, nbytes, topology, machine: as for `predicted_s`.
-        dtype_itemsize: bytes of an element; an array of fewer elements than ranks is cut by no algorithm but as a last
-            resort.
+        collective: as for `predicted_s`.
+        nbytes: as for `predicted_s`.
+        dtype_itemsize: bytes of an element. An array with fewer elements than ranks is split only as a last resort.
+        topology: as for `predicted_s`.
         candidates: at least one name, all of which can run; the same on all ranks.
+        machine: as for `predicted_s`.
     """
     names = list(candidates)
     machine = machine or assumed(topology)

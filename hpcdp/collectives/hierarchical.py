@@ -1,18 +1,19 @@
-"""Allreduce over nodes: memory inside a node, a ring between nodes for every rail, segments pipelined.
+r"""Hierarchical allreduce: shared memory inside nodes, and a ring over the nodes for every rail, in segments.
 
-The ranks of a node share its network link, and memory is faster than that link. So what crosses it is reduced first::
+The ranks of a node share its network link, and memory is faster than that link. So data is reduced before it crosses
+the link::
 
     node 0:  rank 0   rank 1        every rank stages its array in the node's memory;
-               |  \\  /  |           rank r sums its shard r over the node (memory);
-               |  /  \\  |
+               |  \  /  |           rank r sums its shard r over the node (memory);
+               |  /  \  |
     rail:      0        1           rank r of every node exchange shard r (network, a ring over nodes);
                |        |
     node 1:  rank 2   rank 3        the sums go back through the node's memory.
 
 There are as many rails as the smallest node has ranks; further ranks of larger nodes add their data and own no shard.
-The array goes in segments, several at a time: while one is on the network others are staged and summed, so the slowest
-of the three stages sets the time. A flat ring would send 2 (n - 1) / n S through every node's link, for n ranks; this
-sends 2 (m - 1) / m S, for m nodes.
+The array is processed in segments, several at a time. While one is on the network others are staged and summed, so the
+slowest of the three stages determines the time. A flat ring would send 2 (n - 1) / n S through every node's link, for n
+ranks; this algorithm sends 2 (m - 1) / m S, for m nodes.
 
 Sent per rank, for S bytes over r rails: 2 (m - 1) messages a segment, 2 (m - 1) / m S / r bytes.
 
@@ -32,17 +33,17 @@ from ..comm.tasks import LANES, MESSAGE_NBYTES, segments, together
 from . import ring
 
 SEGMENT_NBYTES = 4 << 20
-"""The longest segment; where there are few nodes, one that makes messages of `MESSAGE_NBYTES` is shorter."""
+"""Largest segment size; with few nodes the segment that gives messages of `MESSAGE_NBYTES` is shorter."""
 
 STAGING_NBYTES = 16 << 20
-"""So much of the node's memory is used for every rank, where that allows two segments at least."""
+"""Node memory used per rank, unless two segments need more."""
 
 
 class _Lane:
-    """A place in the node's memory for one segment after another: a row for every rank, a counter for every rank.
+    """A staging buffer in the node's memory for successive segments, with a row and a counter for every rank.
 
-    A segment adds three to each counter: staged, reduced, taken. Whoever stages the next one has waited until everybody
-    has taken the one before.
+    A segment adds three to each counter: staged, reduced, taken. A rank stages the next segment after all ranks have
+    taken the one before.
     """
 
     def __init__(self, memory: NodeMemory, rails: int, nbytes: int) -> None:
@@ -55,7 +56,7 @@ class _Lane:
         self.tickets = self.served = 0
 
     def _arrived(self, number: int) -> Request:
-        """That every rank of the node has posted ``number``."""
+        """Return a request that completes when every rank of the node has posted ``number``."""
         return PolledRequest(lambda: self._milestones.reached(number))
 
     def _post(self) -> int:
@@ -64,27 +65,27 @@ class _Lane:
         return self._passed
 
     def stage(self, x: np.ndarray, op: Reduction) -> Steps:
-        """Bring ``x``, shape ``(count,)`` and no longer than the rows, to the node and add up this rank's shard."""
+        """Stage ``x``, shape ``(count,)``, no longer than the rows, and reduce this rank's shard over the node."""
         me = self._memory.rank
         self._staged = self._rows.view(x.dtype)[:, : x.size]
         ends = bounds(x.size, self._rails)
         self._shards = [slice(first, last) for first, last in itertools.pairwise(ends)]
         own = self._shards[me] if me < self._rails else slice(0, 0)
-        yield [self._arrived(self._passed)]  # everybody has taken the last segment
+        yield [self._arrived(self._passed)]  # all ranks have taken the last segment
         self._staged[me, : own.start], self._staged[me, own.stop :] = x[: own.start], x[own.stop :]
         yield [self._arrived(self._post())]
         if me < self._rails:
             parts = [x[own] if rank == me else self._staged[rank, own] for rank in range(self._memory.size)]
             total = op.widened(parts[0])
             if total is parts[0]:
-                total = self._staged[me, own]  # where nobody has staged anything
+                total = self._staged[me, own]  # unused by the staging
                 total[...] = parts[0]
             for part in parts[1:]:
                 op.into(total, part)
             self._total = total
 
     def finish(self, x: np.ndarray, op: Reduction, rail: ring.Ring | None, tag: int, ranks: int) -> Steps:
-        """Add up the nodes' sums of what was staged last, and bring the result over ``ranks`` ranks back to ``x``."""
+        """Reduce the staged sums over the nodes, and copy the result over ``ranks`` ranks to ``x``."""
         me = self._memory.rank
         if rail is not None:
             yield from ring.allreduce_segment(self._total, op.without_mean(), rail, tag)
@@ -97,7 +98,7 @@ class _Lane:
 
 def allreduce(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
     """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``world``."""
-    if world.rail_comm is not None and world.rail_comm.size == world.size:  # every rank is a node of its own
+    if world.rail_comm is not None and world.rail_comm.size == world.size:  # every node has one rank
         yield from ring.allreduce(x, op, world.rail_comm, tag)
         return
     lanes: list[_Lane] = world.kept[__name__]
@@ -105,10 +106,10 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
     pieces = segments(x, _segment_nbytes(world))
     begun = 0
 
-    def one_after_another(number: int, lane: _Lane) -> Steps:
+    def segments_of(number: int, lane: _Lane) -> Steps:
         nonlocal begun
         ticket, lane.tickets = lane.tickets, lane.tickets + 1
-        # Staging everything before anything is sent would leave the network idle meanwhile.
+        # Wait for the lane before: staging all segments before the first message would leave the network idle.
         yield [PolledRequest(lambda: begun >= number and lane.served == ticket)]
         try:
             for piece in pieces[number :: len(lanes)]:
@@ -118,12 +119,12 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
         finally:
             lane.served += 1
 
-    yield from together([one_after_another(number, lane) for number, lane in enumerate(lanes[: len(pieces)])])
+    yield from together([segments_of(number, lane) for number, lane in enumerate(lanes[: len(pieces)])])
 
 
 def prepare(world: World) -> None:
-    """Make the places for segments in the memory of the nodes of ``world``; all ranks call it together."""
-    if max(world.comm.allgather_json(world.node_memory.size)) == 1:  # there is nothing to share
+    """Allocate the staging buffers in the memory of the nodes of ``world``; all ranks must call."""
+    if max(world.comm.allgather_json(world.node_memory.size)) == 1:  # no node has several ranks
         return
     nbytes = _segment_nbytes(world)
     lanes = max(2, min(LANES, STAGING_NBYTES // nbytes))

@@ -1,11 +1,12 @@
-"""Collectives inside a node: the ranks read each other's memory, no message is sent.
+"""Collectives inside a node, in shared memory and without messages.
 
-Every rank stages what others own, reduces its own shard, and writes the result back where it has read: the
-reduce-scatter and allgather of Rabenseifner ("Optimization of Collective Reduction Operations", 2004) with
-``2 (n - 1) / n`` sizes crossing between cores. Very short arrays are staged whole and reduced by every rank, which
-saves a wait. In a broadcast or an allgather every rank stages its own part and takes those of the others. Beside what
-it stages each rank posts the signature of its call, so ranks that have called different things notice it by that wait.
-Reductions run in the order of the local ranks, so all ranks get the same bits, run after run.
+Every rank stages the shards of the others, reduces its own, and writes the result back in place: the reduce-scatter and
+allgather of Rabenseifner ("Optimization of Collective Reduction Operations", 2004), with ``2 (n - 1) / n`` sizes moving
+between cores. Very short arrays are staged completely and reduced by every rank, which saves a wait. In a broadcast or
+an allgather every rank stages its own shard and copies those of the others.
+
+Each rank also posts the signature of its call, so the same wait detects mismatched calls. Reductions run in the order
+of the local ranks, so all ranks get the same bits in every run.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from ..core.arrays import words
 from ..errors import UnsupportedError
 
 CHUNK_NBYTES = 256 * 1024
-"""Longer arrays go piece by piece: one rank's part of a half of the staging buffer stays in its second-level cache."""
+"""Longer arrays are processed in chunks: one rank's share of half of the staging buffer stays in its L2 cache."""
 
 _BYTE = np.dtype(np.uint8)
 BY_ALL_NBYTES = 4 * 1024
-"""Up to so many bytes of all other ranks together, a second wait costs more than reading all of them."""
+"""Up to this many bytes of all other ranks, reading all of them costs less than a second wait."""
 
 DTYPE_CHARS = "eEfdbilqBILQ"
-"""Character codes of the dtypes that the kernels reduce: all floats up to float64, integers of 8, 32 and 64 bits."""
+"""Character codes of the dtypes with kernels: all floats up to float64, integers of 8, 32 and 64 bits."""
 
 
 class _Staging:
-    """The staging buffer of a node and this rank's place in it. Made by all ranks of the node together.
+    """The staging buffer of a node and this rank's rows; constructed by all ranks of the node together.
 
-    The buffer has two halves with a row for every rank. Whoever writes a half again has waited for everybody at the
-    piece between, so nobody reads it any more; sums and the other reductions each have a buffer of their own.
+    The buffer has two halves with a row for every rank. A rank that writes to a half again has waited for all ranks in
+    the piece between, so no rank still reads it. Sums and the other reductions have separate buffers.
     """
 
     def __init__(self, calls: InMemory) -> None:
@@ -56,7 +57,7 @@ class _Staging:
         self._by_all_nbytes = min(BY_ALL_NBYTES // max(memory.size - 1, 1), CHUNK_NBYTES)
 
     def allreduce_now(self, flat: np.ndarray, op: str, call: Call) -> None:
-        """Reduce ``flat``, shape ``(count,)``, in place, blocking; nothing else may be under way."""
+        """Reduce ``flat``, shape ``(count,)``, in place, blocking; nothing else may be in progress."""
         staging = self._sums.get(flat.dtype) if op in ("sum", "mean") else None
         if staging is None:
             run_until_complete(self.allreduce(flat, op, call, patient=True))
@@ -69,7 +70,7 @@ class _Staging:
             flat /= flat.dtype.type(self._memory.size)
 
     def share_now(self, flat: np.ndarray, first: int, last: int, call: Call) -> None:
-        """Bring every rank's part of ``flat``, ``(nbytes,)`` uint8, to all, blocking; see `shm_allreduce.share`."""
+        """Gather every rank's shard of ``flat``, ``(nbytes,)`` uint8, on all, blocking; see `shm_allreduce.share`."""
         calls, n = self._calls, self._memory.size
         calls.be_patient()
         parts, counters, state, kind = self._parts, self._counters, self._state, call.signature
@@ -77,7 +78,7 @@ class _Staging:
             run_until_complete(self._not_yet(met, call))
 
     def allreduce(self, flat: np.ndarray, op: str, call: Call, patient: bool) -> Steps:
-        """Reduce ``flat``, shape ``(count,)``, in place; a ``patient`` machine waits in the kernels."""
+        """Reduce ``flat``, shape ``(count,)``, in place; a ``patient`` machine waits inside the kernels."""
         yield from self._calls.turn(self._calls.begin(), patient)
         try:
             staging = self._sums.get(flat.dtype) if op in ("sum", "mean") else None
@@ -93,10 +94,10 @@ class _Staging:
             self._calls.end()
 
     def _not_yet(self, met: int, call: Call) -> Steps:
-        """Wait after an exchange that could not be completed yet.
+        """Wait after an exchange that is not complete yet.
 
         Raises:
-            MismatchError: ranks have made other calls.
+            MismatchError: the ranks made different calls.
         """
         if met == self._different:
             yield from self._calls.difference(call)
@@ -108,14 +109,10 @@ class _Staging:
             yield from self._not_yet(met, call)
 
     def _reduce_by_owners(self, flat: np.ndarray, op: str, call: Call) -> Steps:
-        """Do as `shm_allreduce.sum_by_owners`, for any dtype and reduction, with a call for every part of it."""
+        """Run `shm_allreduce.sum_by_owners` for any dtype and reduction, with one kernel call per step."""
         if flat.dtype.char not in DTYPE_CHARS:
-            raise UnsupportedError(
-                "allreduce",
-                where="algorithm='shared'",
-                expected="a float or an integer of 8, 32 or 64 bits",
-                got=flat.dtype,
-            )
+            expected = "a float or an integer of 8, 32 or 64 bits"
+            raise UnsupportedError("allreduce", where="algorithm='shared'", expected=expected, got=flat.dtype)
         n, me = self._memory.size, self._memory.rank
         taken = words(flat)
         staging = self._others.view(taken.dtype)
@@ -133,35 +130,35 @@ class _Staging:
             self._reduce.combine_staged(piece, half, me, lo, hi, self._ops[op])
             yield from self._meet(call)
             piece[:lo], piece[hi:] = row[:lo], row[hi:]
-            self._half = 1 - self._half  # not where ranks differ, some of which may not have come here at all
+            self._half = 1 - self._half  # not reached after mismatched calls
 
 
 def allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> None:
     """Reduce ``x``, shape ``(count,)``, in place over the ranks of a single node.
 
     Raises:
-        UnsupportedError: a dtype that is not reduced here.
-        MismatchError: ranks have made another ``call``.
+        UnsupportedError: a dtype without a kernel.
+        MismatchError: the ranks made different calls.
     """
     _staging_of(world).allreduce_now(x, op.name, call)
 
 
 def allreduce_steps(x: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:
-    """`allreduce` as a machine."""
+    """Return `allreduce` as a machine."""
     return _staging_of(world).allreduce(x, op.name, call, patient=False)
 
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World, call: Call) -> None:
-    """Reduce ``x``, shape ``(count,)``, over all ranks, this rank's part into ``out``; ``x`` is overwritten.
+    """Reduce ``x``, shape ``(count,)``, over all ranks, with this rank's shard in ``out``; ``x`` is overwritten.
 
-    The parts of others are written back too: inside a node that takes less time than not to write where was read.
+    The other shards are written back, too, which is faster inside a node than leaving them out.
     """
     allreduce(x, op, world, call)
     out[...] = split(x, world.size)[world.rank]
 
 
 def reduce_scatter_steps(x: np.ndarray, out: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:
-    """`reduce_scatter` as a machine."""
+    """Run `reduce_scatter` as a machine."""
     yield from allreduce_steps(x, op, world, call)
     out[...] = split(x, world.size)[world.rank]
 
@@ -172,13 +169,13 @@ def reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) ->
 
 
 def broadcast(x: np.ndarray, root: int, world: World, call: Call) -> None:
-    """Overwrite ``x``, shape ``(count,)``, on all ranks with that of ``root``."""
+    """Overwrite ``x``, shape ``(count,)``, on all ranks with the values of ``root``."""
     nbytes = x.nbytes if world.rank == root else 0
     _staging_of(world).share_now(_bytes_of(x), 0, nbytes, call)
 
 
 def allgather(out: np.ndarray, world: World, call: Call) -> None:
-    """Complete ``out``, shape ``(count,)``, in which every rank has written its own part."""
+    """Complete ``out``, shape ``(count,)``, in which every rank has written its shard."""
     n, rank, nbytes = world.size, world.rank, out.itemsize
     first, last = out.size * rank // n * nbytes, out.size * (rank + 1) // n * nbytes
     _staging_of(world).share_now(_bytes_of(out), first, last, call)
@@ -189,17 +186,17 @@ def _bytes_of(x: np.ndarray) -> np.ndarray:
 
 
 def can_share(world: World) -> bool:
-    """Whether all ranks share memory."""
+    """Return whether all ranks share memory."""
     return world.node_memory.size == world.size
 
 
 def can_reduce(dtype: np.dtype, op: Reduction, world: World) -> bool:
-    """Whether all ranks share memory and there are kernels for it."""
+    """Return whether all ranks share memory and kernels exist for the dtype and reduction."""
     return op.named and dtype.char in DTYPE_CHARS and can_share(world)
 
 
 def prepare(world: World) -> None:
-    """Make the staging buffer of ``world``; all ranks call it together.
+    """Allocate the staging buffer of ``world``; all ranks must call.
 
     Raises:
         UnsupportedError: several nodes, or memory that cannot be shared.
@@ -208,7 +205,8 @@ def prepare(world: World) -> None:
     if memory.size != world.size:
         raise UnsupportedError(
             "allreduce", where="algorithm='shared'", expected="one node whose ranks share memory",
-            got=f"{world.num_nodes} nodes, {memory.size} of {world.size} ranks sharing", remedy="use algorithm='auto'",
+            remedy="use algorithm='auto'",
+            got=f"{world.num_nodes} nodes, {memory.size} of {world.size} ranks share memory",
         )  # fmt: skip
     world.kept[__name__] = _Staging(Calls.of(world).share_memory(memory))
 

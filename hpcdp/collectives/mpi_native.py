@@ -1,6 +1,6 @@
-"""The MPI library's own collectives; floats of 16 bits go through float32, which MPI knows.
+"""The MPI library's own collectives; 16-bit floats are reduced in float32, which MPI supports.
 
-They block, but for the nonblocking allreduce, for which all ranks must start theirs in one order.
+They block, except the nonblocking allreduce, which all ranks must start in the same order.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ def allreduce(x: np.ndarray, op: Reduction, world: World) -> None:
 
 
 def allreduce_steps(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
-    """`allreduce` as a machine."""
+    """Run `allreduce` as a machine."""
     name, total = op.name, reducible(x)
     nan = np.isnan(total) if name in ("min", "max") and total.dtype.kind == "f" else None
     started = [world.comm.native_iallreduce(total, op.without_mean().name)]
-    if nan is not None:  # which MPI's own minimum and maximum may drop
+    if nan is not None:  # MPI's minimum and maximum may drop a NaN
         started.append(world.comm.native_iallreduce(nan.view(np.uint8), "max"))
-    yield started  # all in one stage: later ones would meet other operations of MPI in another order on every rank
+    yield started  # at once: MPI needs the same order of operations on all ranks
     if nan is not None:
         total[nan] = np.nan
     op.finish(total, world.size, x)
 
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World) -> None:
-    """Reduce ``x``, shape ``(count,)``, over all ranks, this rank's part into ``out``; ``x`` is overwritten."""
+    """Reduce ``x``, shape ``(count,)``, over all ranks, with this rank's shard in ``out``; ``x`` is overwritten."""
     world.comm.native_reduce_scatter(x, out, op.name)
 
 
 def allgather(out: np.ndarray, world: World) -> None:
-    """Complete ``out``, shape ``(count,)``, in which every rank has written its own part."""
+    """Complete ``out``, shape ``(count,)``, in which every rank has written its shard."""
     world.comm.native_allgather(out)
 
 
 def broadcast(x: np.ndarray, root: int, world: World) -> None:
-    """Overwrite ``x``, shape ``(count,)``, on all ranks with that of ``root``."""
+    """Overwrite ``x``, shape ``(count,)``, on all ranks with the values of ``root``."""
     world.comm.native_broadcast(x, root)
 
 

@@ -1,7 +1,7 @@
-"""Every collective by sending everything to everybody: slow, short, and the specification of all others.
+"""Reference collectives: every rank sends everything to every rank. They specify all other algorithms.
 
-Reductions run in the order of the ranks, 0 first, so all ranks get the same bits.
-Sent per rank: n - 1 messages of the rank's whole array (allgather: its part; broadcast: by the root alone).
+Reductions run in the order of the ranks, 0 first, so all ranks get the same bits. Sent per rank: n - 1 messages of the
+rank's whole array (allgather: its shard; broadcast: by the root alone).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Ste
 
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
-    """Reduce ``x``, shape ``(count,)``, over all ranks, this rank's part into ``out``; ``x`` is overwritten."""
+    """Reduce ``x``, shape ``(count,)``, over all ranks, with this rank's shard in ``out``; ``x`` is overwritten."""
     yield from allreduce(x, op, comm, tag)
     out[...] = split(x, comm.size)[comm.rank]
 
 
 def allgather(out: np.ndarray, comm: Communicator, tag: int) -> Steps:
-    """Complete ``out``, shape ``(count,)``, in which every rank has written its own part."""
+    """Complete ``out``, shape ``(count,)``, in which every rank has written its shard."""
     parts = split(out, comm.size)
     yield [comm.irecv(parts[rank], rank, tag) for rank in _others(comm)] + [
         comm.isend(parts[comm.rank], rank, tag) for rank in _others(comm)
@@ -36,7 +36,7 @@ def allgather(out: np.ndarray, comm: Communicator, tag: int) -> Steps:
 
 
 def broadcast(x: np.ndarray, root: int, comm: Communicator, tag: int) -> Steps:
-    """Overwrite ``x``, shape ``(count,)``, on all ranks with that of ``root``."""
+    """Overwrite ``x``, shape ``(count,)``, on all ranks with the values of ``root``."""
     if comm.rank == root:
         yield [comm.isend(x, rank, tag) for rank in _others(comm)]
     else:

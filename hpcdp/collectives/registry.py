@@ -1,14 +1,9 @@
-"""The algorithms of each collective, and the choice between them by measurement or model.
+"""The algorithms of each collective by name, and the choice between them by measurement or model.
 
-The algorithms of every collective, by name, and how each is run.
-
-What `hpcdp tune` has measured, saved in a table for every topology, and how a world finds the one that fits it.
-
-A table is a JSON file in `folder()`, named by a hash of its fingerprint: all that decides which algorithm is fastest,
-and no name of a host, so that it fits every job of the same shape on the same kind of machines. Rank 0 reads it once
-and sends it to all ranks, so all choose alike. A table that does not fit is ignored, which rank 0 says on stderr.
-
-Which algorithm runs: one that was asked for by name, or the one that suits the world and the size.
+`hpcdp tune` saves its measurements in a table, a JSON file in `folder()`. Its name is a hash of the fingerprint:
+everything that decides which algorithm is fastest, without host names, so that it fits every job of the same shape on
+the same kind of machines. Rank 0 reads the table once and sends it to all ranks, so all choose alike. Rank 0 reports on
+stderr a table that does not fit, which is ignored.
 """
 
 from __future__ import annotations
@@ -39,28 +34,28 @@ from .cost_model import ETHERNET, FABRIC, Link, MachineModel, Topology, assumed
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How a collective is done.
+    """An implementation of a collective.
 
-    Each function takes the collective's arguments (see `reference`), then the world, and ``steps`` a tag after it;
-    one that compares calls itself takes the `Call` instead of a tag.
+    Each function takes the collective's arguments (see `naive`), then the world; ``steps`` also takes a tag. A function
+    that compares calls itself takes the `Call` instead of a tag.
     """
 
     name: str
     steps: Callable[..., Steps] | None
-    """A machine; None for what can only block."""
+    """Returns a machine; None for an algorithm that can only block."""
     blocking: Callable[..., None] | None = None
-    """What a blocking call uses instead, where it saves time."""
+    """Replaces ``steps`` in blocking calls, if that is faster."""
     spares_input: bool = False
-    """Whether a reduce leaves the arrays of other ranks than the root as they are."""
+    """True if a reduce does not change the arrays of ranks other than the root."""
     any_monoid: bool = True
-    """Whether it takes reductions of a user's own, beside the named ones."""
+    """True if it supports user-defined reductions."""
     compares: bool = False
-    """Whether its functions compare the calls of all ranks themselves."""
+    """True if its functions compare the calls of all ranks themselves."""
     prepare: Callable[[World], None] | None = None
-    """Makes what a world keeps for it, such as memory; all ranks call it together, before the first use."""
+    """Allocates what a world keeps for the algorithm, such as memory; all ranks call it before the first use."""
 
     def machine(self, world: World, call: Call, x: np.ndarray, *others: object) -> Steps:
-        """Return one that is still to be driven; ``x`` and the ``others`` are the collective's arguments."""
+        """Return a machine that has not started; ``x`` and ``others`` are the collective's arguments."""
         assert self.steps is not None
         progress = ProgressEngine.of(world)
         if self.prepare is not None and self.prepare not in progress.prepared:
@@ -72,10 +67,10 @@ class Algorithm:
         return _one_after_another(comparison, self.steps(x, *others, world, progress.tag(call.signature)))
 
     def run(self, world: World, call: Call, x: np.ndarray, *others: object) -> None:
-        """Do it, and return when it is done; whatever was started before is ended first.
+        """Run the collective to its end, after all operations started before.
 
         Raises:
-            MismatchError: some rank has made another call; the same error on every rank.
+            MismatchError: a rank made another call; the same error on every rank.
         """
         if world.size == 1:
             return
@@ -121,11 +116,11 @@ def _one_after_another(first: Steps, second: Steps) -> Steps:
 
 
 def _flat(name: str, steps: Callable[..., Steps]) -> Algorithm:
-    """An algorithm over one communicator, for all ranks of a world."""
+    """Return an algorithm over the communicator of all ranks of a world."""
 
     def over_all_ranks(*arguments: object) -> Steps:
-        *given, world, tag = arguments
-        return steps(*given, world.comm, tag)  # type: ignore[attr-defined]
+        *rest, world, tag = arguments
+        return steps(*rest, world.comm, tag)  # type: ignore[attr-defined]
 
     return Algorithm(name, over_all_ranks)
 
@@ -184,38 +179,38 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         _flat("tree", tree.reduce),
     ),
 }
-"""For every collective its algorithms by name."""
+"""The algorithms of every collective by name."""
 
 
 VERSION = 2
-"""Of the tables' format, and of the algorithms that were measured."""
+"""Version of the table format and of the measured algorithms."""
 
 CHOICES = "what collectives have chosen"
-"""Under this a world keeps for `operations` what each call has chosen once, until another table counts."""
+"""Key of `World.kept` for the cached plans of `api`, which a new table invalidates."""
 
 Fingerprint = dict[str, Any]
 Table = dict[str, Any]
-"""``version``, ``fingerprint``, ``machine`` (see `Machine`), ``choices`` and ``measured``, what these were made from.
+"""``version``, ``fingerprint``, ``machine`` (see `MachineModel`), ``choices`` and the ``measured`` rows behind them.
 
-``choices`` has for each collective a list of ``[nbytes, algorithm]``: up to so many bytes, and above the last one with
-null, that algorithm.
+``choices`` has for each collective a list of ``[nbytes, algorithm]``: the algorithm up to that size; null in the last
+entry means any size.
 """
 
 
 def folder() -> Path:
-    """Where tables are: ``HPCDP_TUNING_DIR``, else ``tuning`` beside the compiled kernels."""
-    chosen = os.environ.get("HPCDP_TUNING_DIR")
-    return Path(chosen) if chosen else kernels.cache_dir() / "tuning"
+    """Return the folder of tables: ``HPCDP_TUNING_DIR``, else ``tuning`` beside the compiled kernels."""
+    configured = os.environ.get("HPCDP_TUNING_DIR")
+    return Path(configured) if configured else kernels.cache_dir() / "tuning"
 
 
 def path(fingerprint: Fingerprint) -> Path:
-    """The file of the table with this fingerprint; on rank 0."""
+    """Return the file of the table with this fingerprint; on rank 0."""
     digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
     return folder() / f"{digest[:12]}.json"
 
 
 def processor_name() -> str:
-    """The model of this machine's processor."""
+    """Return the model of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -225,7 +220,7 @@ def processor_name() -> str:
 
 
 def _has_fabric() -> bool:
-    """Whether this machine has an adapter for remote memory access: InfiniBand, Omni-Path, RoCE or the like."""
+    """Return whether this machine has an RDMA adapter: InfiniBand, Omni-Path, RoCE or the like."""
     try:
         return any(Path("/sys/class/infiniband").iterdir())
     except OSError:
@@ -233,9 +228,9 @@ def _has_fabric() -> bool:
 
 
 def fingerprint(world: World) -> Fingerprint:
-    """What decides which algorithm is fastest in ``world``; every rank must call the first time."""
-    found: Fingerprint | None = world.kept.get("tuning fingerprint")
-    return found or world.keep("tuning fingerprint", lambda: _fingerprint(world))
+    """Return everything that decides which algorithm is fastest in ``world``; every rank must call the first time."""
+    known: Fingerprint | None = world.kept.get("tuning fingerprint")
+    return known or world.keep("tuning fingerprint", lambda: _fingerprint(world))
 
 
 def _fingerprint(world: World) -> Fingerprint:
@@ -255,13 +250,13 @@ def _fingerprint(world: World) -> Fingerprint:
 
 
 def topology(world: World) -> Topology:
-    """The nodes of ``world`` for the cost model; every rank must call the first time."""
-    found = fingerprint(world)
-    return Topology(tuple(found["ranks_per_node"]), found["shared_memory"], bool(crowded(world)))
+    """Return the nodes of ``world`` for the cost model; every rank must call the first time."""
+    facts = fingerprint(world)
+    return Topology(tuple(facts["ranks_per_node"]), facts["shared_memory"], bool(crowded(world)))
 
 
 def machine(world: World) -> MachineModel:
-    """What was measured of links and cores in ``world``, else what is assumed; every rank must call the first time."""
+    """Return the measured machine model of ``world``, else the assumed one; every rank must call the first time."""
     table = loaded(world)
     if table is None:
         return assumed(topology(world), FABRIC if fingerprint(world)["network"] == "fabric" else ETHERNET)
@@ -269,11 +264,11 @@ def machine(world: World) -> MachineModel:
 
 
 def crowded(world: World) -> str:
-    """Why the cost model does not hold in ``world``: ranks that share cores; every rank must call the first time."""
-    found = fingerprint(world)
-    ranks, cores, machines = found["ranks_per_node"], found["cores_per_node"], found["machines"]
+    """Return why the cost model does not apply (ranks share cores), or ""; every rank must call the first time."""
+    facts = fingerprint(world)
+    ranks, cores, machines = facts["ranks_per_node"], facts["cores_per_node"], facts["machines"]
     full = [(have, of) for have, of in zip(ranks, cores, strict=True) if have > of]
-    if machines < len(ranks) and sum(ranks) > machines * max(cores):  # nodes by name, that share a machine
+    if machines < len(ranks) and sum(ranks) > machines * max(cores):  # simulated nodes share a machine
         full.append((sum(ranks), machines * max(cores)))
     return f"{full[-1][0]} ranks share {full[-1][1]} core{'s' if full[-1][1] > 1 else ''}" if full else ""
 
@@ -288,7 +283,7 @@ def _seconds(values: dict[str, Any]) -> dict[str, Any]:
     rates = tuple((size, first, second) for size, first, second in values.get("by_size", ()))
     sizes = [rate[0] for rate in rates]
     single = [value for name, value in values.items() if name != "by_size"]
-    for value in (*single, *(each for rate in rates for each in rate[1:])):
+    for value in (*single, *(seconds for rate in rates for seconds in rate[1:])):
         if isinstance(value, bool) or not isinstance(value, float | int) or not 0 <= value < 1:
             raise ValueError(value)
     if any(type(size) is not int for size in sizes) or sizes != sorted({1, *sizes} - {1}):
@@ -297,10 +292,10 @@ def _seconds(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def choice(world: World, collective: str, nbytes: int) -> str | None:
-    """The algorithm that the table of ``world`` names for arrays of ``nbytes``, None without a table that fits.
+    """Return the algorithm that the table of ``world`` names for arrays of ``nbytes``; None without a table that fits.
 
-    Every rank must call the first time; all get the same answer. It was measured with sums of float32: whether it can
-    do another dtype or reduction is for the caller to see.
+    Every rank must call the first time; all get the same answer. The measurements were float32 sums: the caller must
+    check that the algorithm supports another dtype or reduction.
     """
     table = loaded(world)
     for most, algorithm in table["choices"].get(collective, ()) if table else ():
@@ -310,15 +305,15 @@ def choice(world: World, collective: str, nbytes: int) -> str | None:
 
 
 def is_loaded(world: World) -> bool:
-    """Whether ranks have exchanged what `loaded`, `topology` and `machine` say."""
+    """Return whether the ranks have exchanged the results of `loaded`, `topology` and `machine`."""
     return "tuning table" in world.kept and "tuning fingerprint" in world.kept
 
 
 def loaded(world: World) -> Table | None:
-    """The table that fits ``world``, or None; read once by rank 0, whose environment counts. Every rank must call."""
+    """Return the table that fits ``world``, or None; rank 0 reads it once, in its environment. Every rank must call."""
     if "tuning table" not in world.kept:
-        found = fingerprint(world)
-        table = world.comm.allgather_json(_read(found) if world.rank == 0 else None)[0]
+        expected = fingerprint(world)
+        table = world.comm.allgather_json(_read(expected) if world.rank == 0 else None)[0]
         world.keep("tuning table", lambda: table)
     kept: Table | None = world.kept["tuning table"]
     return kept
@@ -346,20 +341,20 @@ def _read(expected: Fingerprint) -> Table | None:
 
 
 def misfit(table: Any, expected: Fingerprint) -> str:
-    """Why ``table`` cannot be used in a world with this fingerprint, or nothing."""
+    """Return why ``table`` cannot be used in a world with this fingerprint, or ""."""
     if not isinstance(table, dict) or table.get("version") != VERSION:
-        found = table.get("version") if isinstance(table, dict) else None
-        return f"version {found!r} where {VERSION} is needed"
-    found = table.get("fingerprint")
-    if not isinstance(found, dict):
+        version = table.get("version") if isinstance(table, dict) else None
+        return f"its version is {version!r}, not {VERSION}"
+    saved = table.get("fingerprint")
+    if not isinstance(saved, dict):
         return "it has no fingerprint"
     for name, value in expected.items():
-        if found.get(name) != value:
-            return f"{name} is {found.get(name)!r}, here it is {value!r}"
+        if saved.get(name) != value:
+            return f"{name} is {saved.get(name)!r}, here it is {value!r}"
     try:
         _machine(table["machine"])
     except (KeyError, TypeError, ValueError, AttributeError):
-        return "its machine does not have the seconds that the model needs"
+        return "its machine lacks seconds that the cost model needs"
     return _wrong_choices(table.get("choices")) or _wrong_rows(table.get("measured"))
 
 
@@ -394,10 +389,10 @@ def _wrong_rows(measured: Any) -> str:
         if collective not in ALGORITHMS:
             return f"measured has an unknown collective {collective!r}, valid: {', '.join(ALGORITHMS)}"
         if not isinstance(rows, list):
-            return f"what was measured of {collective} is no list"
+            return f"the measurements of {collective} are no list"
         for number, row in enumerate(rows, start=1):
             if not _is_row(row, ALGORITHMS[collective]):
-                return f"row {number} of what was measured of {collective} lacks figures that `hpcdp tune` writes"
+                return f"row {number} of the measurements of {collective} lacks figures that `hpcdp tune` writes"
     return ""
 
 
@@ -405,17 +400,17 @@ def _is_row(row: Any, algorithms: Container[str]) -> bool:
     if not isinstance(row, dict) or type(row.get("nbytes")) is not int or row["nbytes"] < 1:
         return False
     figures = [row.get(name) for name in ("median_us", "predicted_us", "gain", "wrong")]
-    for each in figures:
-        if not isinstance(each, dict) or not all(type(value) in (int, float) for value in each.values()):
+    for values in figures:
+        if not isinstance(values, dict) or not all(type(value) in (int, float) for value in values.values()):
             return False
     chosen = row.get("chosen")
     known = isinstance(chosen, str) and chosen in algorithms
-    needed = [figures[0], figures[1] or figures[0]]  # there are predictions of all or, where ranks share cores, none
-    return known and all(name in each for each in needed for name in ("native", chosen))  # type: ignore[operator]
+    needed = [figures[0], figures[1] or figures[0]]  # no predictions if ranks share cores
+    return known and all(name in values for values in needed for name in ("native", chosen))  # type: ignore[operator]
 
 
 def make(world: World, measured: MachineModel, choices: dict[str, list[list[Any]]], details: Any) -> Table:
-    """A table for ``world`` of what was measured there; every rank must call the first time."""
+    """Return a table for ``world`` of measurements made there; every rank must call the first time."""
     return {
         "version": VERSION,
         "fingerprint": fingerprint(world),
@@ -426,7 +421,7 @@ def make(world: World, measured: MachineModel, choices: dict[str, list[list[Any]
 
 
 def save(world: World, table: Table) -> Path:
-    """Write ``table`` for this and later jobs, all or nothing, and use it from now on; every rank must call.
+    """Write ``table`` atomically for this and later jobs, and use it from now on; every rank must call.
 
     Returns:
         The file.
@@ -441,7 +436,7 @@ def save(world: World, table: Table) -> Path:
 
 
 def check_folder(world: World) -> None:
-    """Make `folder()`, before anything is measured for it; every rank must call.
+    """Create `folder()` before anything is measured for it; every rank must call.
 
     Raises:
         ConfigError: on every rank: it cannot be written.
@@ -459,8 +454,8 @@ def _make_folder(where: Path) -> None:
 
 
 def _unwritable(where: Path, error: OSError) -> ConfigError:
-    expected, remedy = "a folder that can be written", "set HPCDP_TUNING_DIR to one"
-    return ConfigError("tuning table", where=where, expected=expected, got=reason(error), remedy=remedy)
+    remedy = "set HPCDP_TUNING_DIR to a writable folder"
+    return ConfigError("tuning table", where=where, expected="a writable folder", got=reason(error), remedy=remedy)
 
 
 def _write(table: Table) -> Path:
@@ -477,15 +472,15 @@ def _write(table: Table) -> Path:
 
 
 def as_text(value: Any, indent: str = "") -> str:
-    """JSON for readers: what fits is on one line."""
+    """Return readable JSON: values that fit are on one line."""
     line = json.dumps(value)
     if not isinstance(value, dict | list) or len(indent) + len(line) <= 100:
         return line if indent else line + "\n"
     inner = indent + "  "
     if isinstance(value, dict):
-        items = [f"{inner}{json.dumps(key)}: {as_text(each, inner)}" for key, each in value.items()]
+        items = [f"{inner}{json.dumps(key)}: {as_text(item, inner)}" for key, item in value.items()]
     else:
-        items = [inner + as_text(each, inner) for each in value]
+        items = [inner + as_text(item, inner) for item in value]
     begin, end = "{}" if isinstance(value, dict) else "[]"
     return f"{begin}\n" + ",\n".join(items) + f"\n{indent}{end}" + ("" if indent else "\n")
 
@@ -493,10 +488,10 @@ def as_text(value: Any, indent: str = "") -> str:
 def find(
     collective: str, algorithm: str, nbytes: int, dtype: np.dtype, op: Reduction | None, world: World
 ) -> Algorithm:
-    """The algorithm of that name, or for ``"auto"`` what `choose` says.
+    """Return the algorithm of that name, or the one that `choose` names for ``"auto"``.
 
     Raises:
-        UnsupportedError: there is none of that name, or it has no such reduction; it lists the valid ones.
+        UnsupportedError: no such algorithm, or it does not support the reduction; lists the valid ones.
     """
     known: Mapping[str, Algorithm] = ALGORITHMS[collective]
     if algorithm == "auto":
@@ -504,17 +499,17 @@ def find(
     if algorithm not in known:
         valid = " or ".join(["auto", *known])
         raise UnsupportedError(collective, where="algorithm", expected=valid, got=repr(algorithm))
-    found = known[algorithm]
-    if op is not None and not (op.named or found.any_monoid):
+    chosen = known[algorithm]
+    if op is not None and not (op.named or chosen.any_monoid):
         raise UnsupportedError(
             collective, where=f"algorithm={algorithm!r}", expected=" or ".join(OPS), got=f"the monoid {op.name!r}",
             remedy="use algorithm='auto'",
         )  # fmt: skip
-    return found
+    return chosen
 
 
 def choose(collective: str, nbytes: int, dtype: np.dtype, op: Reduction | None, world: World) -> str:
-    """The name of the algorithm for ``algorithm="auto"``: what was measured in such a world, else what the model says.
+    """Return the algorithm for ``algorithm="auto"``: by measurements of such a world, else by the cost model.
 
     Every rank must call the first time; all get the same name.
     """
@@ -526,9 +521,9 @@ def choose(collective: str, nbytes: int, dtype: np.dtype, op: Reduction | None, 
 
 
 def _able(collective: str, dtype: np.dtype, op: Reduction | None, world: World) -> list[str]:
-    """The algorithms that can do it; the specification is none to choose."""
+    """Return the algorithms that support the call, without the reference."""
     by_monoid = op is not None and not op.named
-    names = [each.name for each in ALGORITHMS[collective].values() if each.any_monoid or not by_monoid]
+    names = [known.name for known in ALGORITHMS[collective].values() if known.any_monoid or not by_monoid]
     names.remove("reference")
     can = intra_node.can_share(world) if op is None else intra_node.can_reduce(dtype, op, world)
     if "shared" in names and not can:

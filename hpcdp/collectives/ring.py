@@ -1,28 +1,24 @@
-"""Ring all-reduce, on one ring, both ways, and on several rings of given orders.
+"""Reduce-scatter, allgather and allreduce on one ring, and allreduce on several rings at once.
 
-Reduce-scatter, allgather and allreduce around a ring: as few bytes as possible, over one link per rank.
+A ring sends as few bytes as possible, over one link per rank. The array is cut into n chunks. Chunk i starts at
+position i and goes around once, while every rank adds its own, so it is complete at position i - 1. Another round
+distributes it. Every rank sends to one neighbour only and receives from the other, and all links are always in use::
 
-The array is cut into n chunks. Chunk i starts at position i, goes around once and gathers what every rank adds, so it
-is complete at position i - 1; another round brings it to everybody. Every rank sends to one neighbour only and receives
-from the other, and all links are in use all the time::
-
-        0 --> 1          step 1: position p sends chunk p and adds its own chunk p - 1 to what comes
+        0 --> 1          step 1: position p sends chunk p and adds its own chunk p - 1 to the one it receives
         ^     |          step 2: it sends that sum, chunk p - 1, on
         |     v          ...
-        3 <-- 2          step n - 1: the sum that comes is complete with its own part
+        3 <-- 2          step n - 1: the received sum is complete with its own chunk
 
 Sent per rank, for S bytes: n - 1 messages and (n - 1) / n S for each of reduce-scatter and allgather.
 
 Source: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
-Allreduce over several rings at once, each with a part of the array.
-
-Two directions of one ring use both directions of every link between neighbours. A machine whose links form several
-rings that share none, such as eight GPUs with
+Several rings each carry a share of the array. Two directions of one ring use both directions of every link between
+neighbours. A machine whose links form several disjoint rings, such as eight GPUs with
 
     0-1-2-3-4-5-6-7   and   0-3-5-2-4-7-1-6
 
-uses all its links when every ring carries a part as large as its links are fast.
+uses all its links when every ring carries a share in proportion to the speed of its links.
 
 Sent per rank, for S bytes over r rings: 2 r (n - 1) messages, 2 (n - 1) / n S in all.
 
@@ -46,7 +42,7 @@ from ..errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Ring:
-    """One rank's place in a ring through all ranks of ``comm``."""
+    """One rank's position in a ring through all ranks of ``comm``."""
 
     comm: Messages
     size: int
@@ -56,7 +52,7 @@ class Ring:
 
     @classmethod
     def through(cls, comm: Messages, order: Sequence[int] | None = None) -> Ring:
-        """The ring that visits the ranks in ``order``, default 0 to n - 1."""
+        """Return the ring that visits the ranks in ``order``, default 0 to n - 1."""
         n = comm.size
         if order is None:
             return cls(comm, n, comm.rank, (comm.rank - 1) % n, (comm.rank + 1) % n)
@@ -65,7 +61,7 @@ class Ring:
 
 
 def reduce_shards(shards: Sequence[Array], op: Reduction, ring: Ring, tag: int) -> Steps:
-    """Reduce ``shards[p]`` into the accumulator of position p, for every p; the others are left as partial results."""
+    """Reduce ``shards[p]`` into the accumulator of position p, for every p; the others hold partial results."""
     n, me, comm = ring.size, ring.position, ring.comm
     received = array_namespace(shards[0]).empty(max(shard.size for shard in shards), shards[0].dtype)
     for step in range(1, n):
@@ -76,7 +72,7 @@ def reduce_shards(shards: Sequence[Array], op: Reduction, ring: Ring, tag: int) 
 
 
 def gather_shards(shards: Sequence[Array], ring: Ring, tag: int) -> Steps:
-    """Bring ``shards[p]`` of position p to everybody, for every p."""
+    """Gather ``shards[p]`` of position p on all ranks, for every p."""
     n, me, comm = ring.size, ring.position, ring.comm
     for step in range(n - 1):
         sent, incoming = shards[(me - step) % n], shards[(me - step - 1) % n]
@@ -84,7 +80,7 @@ def gather_shards(shards: Sequence[Array], ring: Ring, tag: int) -> Steps:
 
 
 def allreduce_segment(x: Array, op: Reduction, ring: Ring, tag: int) -> Steps:
-    """Reduce ``x``, shape ``(count,)``, in place over the ring, in one go."""
+    """Reduce ``x``, shape ``(count,)``, in place over the ring, as one segment."""
     if ring.size == 1:
         op.finish(x, 1, x)
         return
@@ -92,7 +88,7 @@ def allreduce_segment(x: Array, op: Reduction, ring: Ring, tag: int) -> Steps:
 
 
 def _chunks(x: Array, op: Reduction, ring: Ring) -> tuple[list[Array], list[Array]]:
-    """The chunks of ``x`` by the position at which they are complete: those that are added up, those that are sent."""
+    """Return the accumulators and the sent chunks of ``x``, by the position at which they are complete."""
     wide = op.widened(x)
     partial = _rotated(split(wide, ring.size))
     return partial, partial if wide is x else _rotated(split(x, ring.size))
@@ -110,33 +106,35 @@ def _rotated(chunks: list[Array]) -> list[Array]:
 
 
 def allreduce(x: np.ndarray, op: Reduction, comm: Messages, tag: int, turn: Request | None = None) -> Steps:
-    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``; segments begin when it is its ``turn``."""
+    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``; segments wait for the request ``turn``."""
     yield from together(lanes(x, op, Ring.through(comm), tag, turn=turn))
 
 
 def lanes(x: Array, op: Reduction, ring: Ring, tag: int, most: int = LANES, turn: Request | None = None) -> list[Steps]:
-    """The machines that reduce ``x``, shape ``(count,)``, in place over ``ring`` in segments, ``most`` at a time."""
+    """Return the machines that reduce ``x``, shape ``(count,)``, over ``ring`` in segments, ``most`` at a time."""
     pieces = segments(x, MESSAGE_NBYTES * ring.size)
-    return in_lanes(pieces, lambda piece, own_tag: allreduce_segment(piece, op, ring, own_tag), tag, most, turn)
+    return in_lanes(pieces, lambda piece, lane_tag: allreduce_segment(piece, op, ring, lane_tag), tag, most, turn)
 
 
 def lanes_of_chunks(
     x: Array, op: Reduction, ring: Ring, tag: int, nbytes: int, turn: Request | None = None
 ) -> list[Steps]:
-    """As `lanes`, with messages of at most about ``nbytes``, of which the sums do not depend: chunks are those of all
-    of ``x``, and so every element is added up in the same order, whatever messages it goes in."""
+    """Return machines as `lanes`, with messages of about ``nbytes`` on which the sums do not depend.
+
+    Chunks are those of the whole ``x``, so every element is summed in the same order for all message sizes.
+    """
     partial, final = _chunks(x, op, ring)
     number = max(1, -(-max(chunk.nbytes for chunk in final) // nbytes))
     pieces = [list(zip(*(split(chunk, number) for chunk in chunks), strict=True)) for chunks in (partial, final)]
 
-    def steps(piece: tuple[Sequence[Array], Sequence[Array]], own_tag: int) -> Steps:
-        return _reduce_and_gather(*piece, op, ring, own_tag)
+    def steps(piece: tuple[Sequence[Array], Sequence[Array]], lane_tag: int) -> Steps:
+        return _reduce_and_gather(*piece, op, ring, lane_tag)
 
     return in_lanes(list(zip(*pieces, strict=True)), steps, tag, LANES, turn)
 
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Messages, tag: int) -> Steps:
-    """Reduce ``x``, shape ``(count,)``, over all ranks, this rank's part into ``out``; ``x`` is overwritten."""
+    """Reduce ``x``, shape ``(count,)``, over all ranks, with this rank's shard in ``out``; ``x`` is overwritten."""
     shards = split(op.widened(x), comm.size)
     if comm.size > 1:
         ring = Ring.through(comm)
@@ -145,14 +143,14 @@ def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Messages
 
 
 def allgather(out: np.ndarray, comm: Messages, tag: int) -> Steps:
-    """Complete ``out``, shape ``(count,)``, in which every rank has written its own part."""
+    """Complete ``out``, shape ``(count,)``, in which every rank has written its shard."""
     if comm.size > 1:
         ring, shards = Ring.through(comm), split(out, comm.size)
         yield from together([gather_shards(part, ring, tag + lane) for lane, part in enumerate(_in_lanes(shards))])
 
 
 def _in_lanes(shards: Sequence[np.ndarray]) -> list[tuple[np.ndarray, ...]]:
-    """The same piece of every shard, lane by lane."""
+    """Return the same piece of every shard for each lane."""
     lanes = min(LANES, max(1, shards[-1].nbytes // MESSAGE_NBYTES))
     return list(zip(*(split(shard, lanes) for shard in shards), strict=True))
 
@@ -168,11 +166,15 @@ def multi_ring_allreduce(
     """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``.
 
     Args:
-        orders: for every ring the ranks in the order in which it visits them; the same on all ranks.
-        weights: which share of the array each ring carries, relative to the others; equal ones by default.
+        x: array on the host; changed in place.
+        op: the reduction.
+        comm: the communicator.
+        tag: first of `TAGS` tags of its messages.
+        orders: for every ring its ranks in order; the same on all ranks.
+        weights: relative share of the array for each ring; equal by default.
 
     Raises:
-        UnsupportedError: an order that does not visit every rank once, or weights that do not fit the orders.
+        UnsupportedError: an order that does not visit every rank once, or weights that do not match the orders.
     """
     shares = np.ones(len(orders)) if weights is None else np.asarray(weights, float)
     _check(orders, shares, comm.size)
@@ -186,7 +188,7 @@ def multi_ring_allreduce(
 
 
 def bidirectional_allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
-    """Allreduce over the ring of all ranks, half of ``x`` each way."""
+    """Reduce ``x`` in place over the ring of all ranks, half of it in each direction."""
     clockwise = list(range(comm.size))
     yield from multi_ring_allreduce(x, op, comm, tag, [clockwise, clockwise[::-1]])
 
@@ -194,9 +196,8 @@ def bidirectional_allreduce(x: np.ndarray, op: Reduction, comm: Communicator, ta
 def _check(orders: Sequence[Sequence[int]], weights: np.ndarray, n: int) -> None:
     for order in orders:
         if sorted(order) != list(range(n)):
-            raise UnsupportedError(
-                "allreduce", where="orders", expected=f"every rank from 0 to {n - 1} once", got=list(order)
-            )
+            expected = f"every rank from 0 to {n - 1} once"
+            raise UnsupportedError("allreduce", where="orders", expected=expected, got=list(order))
     fit = 1 <= len(orders) <= TAGS and weights.shape == (len(orders),) and np.isfinite(weights).all()
     if not fit or (weights < 0).any() or not weights.any():
         raise UnsupportedError(

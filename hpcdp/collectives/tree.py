@@ -1,20 +1,19 @@
-"""Binomial trees and double binary trees.
+r"""Broadcast, reduce and allreduce over a binomial tree, and allreduce over two binary trees at once.
 
-Broadcast, reduce and allreduce over a binomial tree: few messages, one after another, for short arrays.
-
-With numbers counted from the root, the parent of a rank is its number without the lowest bit that is set::
+A binomial tree needs few messages, one after another, which suits short arrays. With numbers counted from the root, the
+parent of a rank is its number without the lowest set bit::
 
             0                 reduce: messages go up; every rank adds its children's sums to its own array,
-          / | \\                      nearest child first
+          / | \                      nearest child first
          4  2  1              broadcast: the same way down, farthest child (with the largest subtree) first
         /|  |
        6 5  3                 allreduce: up, then down
        |
        7
 
-Long arrays go in segments, several at a time: while one is added up others are on their way, and in an allreduce sums
-go up while results come down, so both directions of a link are in use. Still the root receives log2 n arrays: for long
-ones the ring or two trees at once (`double_tree`) are better.
+Long arrays are sent in segments, several at a time: while one is reduced others are on the network. In an allreduce
+sums go up while results come down, so both directions of a link are in use. Still the root receives log2 n arrays, so
+for long ones the ring or two trees at once (`double_tree_allreduce`) are better.
 
 Sent per rank, for S bytes: reduce 1 message a segment and S, the root nothing; broadcast as many messages a segment and
 as many times S as the rank has children: log2 n at the root, 0 for every odd number; allreduce both.
@@ -22,17 +21,16 @@ as many times S as the rank has children: log2 n at the root, 0 for every odd nu
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, sections
 4.2 and 4.4.
 
-Allreduce over two binary trees at once, each with half of the array: few steps, and every link in use.
-
-In a binary tree half of the ranks are leaves, which send their array up and get the result, while inner ranks receive
-two arrays and send two results. So a second tree, in which the inner ranks are leaves and the leaves inner ranks,
-carries the other half, and every rank has the same to do. The first tree numbers its ranks in order, so odd numbers are
-leaves; the second is the first with the ranks counted from the end, or, where n is odd, shifted by one::
+Two binary trees, each with half of the array, need few steps and use every link. In one binary tree half of the ranks
+are leaves, which send their array up and get the result, while inner ranks receive two arrays and send two results. A
+second tree, in which leaves and inner ranks change places, carries the other half, so all ranks have equal work. The
+first tree numbers its ranks in order, so odd numbers are leaves. The second is the first with the ranks counted from
+the end, or, if n is odd, shifted by one::
 
     0 ------- 4               7 ------- 3           up: sums of segments; down: results of earlier ones
-            /   \\                    /   \\
+            /   \                    /   \
            2     6                  5     1
-          / \\   / \\                / \\   / \\
+          / \   / \                / \   / \
          1   3 5   7              6   4 2   0
 
 Segments follow each other, so the height of a tree, log2 n, costs its latency once, not once a byte.
@@ -55,7 +53,7 @@ from ..comm.communicator import Steps, split
 from ..comm.tasks import MESSAGE_NBYTES, in_lanes, segments, together
 
 SEGMENT_NBYTES = MESSAGE_NBYTES
-"""Longer arrays go in segments of about so many bytes."""
+"""Approximate segment size; longer arrays are sent in segments."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +61,13 @@ class TreePlace:
     """A rank's neighbours in a tree."""
 
     parent: int | None
-    """None for the root."""
+    """The parent; None for the root."""
     children: tuple[int, ...]
-    """In the order in which their sums are added."""
+    """The children in the order in which their sums are added."""
 
 
 def binomial(rank: int, n: int, root: int) -> TreePlace:
-    """The place of ``rank`` in the binomial tree over ``n`` ranks."""
+    """Return the place of ``rank`` in the binomial tree over ``n`` ranks."""
     number = (rank - root) % n
     lowest = number & -number or 1 << (n - 1).bit_length()
     distances = [1 << bit for bit in range(lowest.bit_length() - 1) if number + (1 << bit) < n]
@@ -78,7 +76,7 @@ def binomial(rank: int, n: int, root: int) -> TreePlace:
 
 
 def reduce_segment(total: np.ndarray, op: Reduction, place: TreePlace, comm: Communicator, tag: int) -> Steps:
-    """Reduce ``total``, shape ``(count,)``, into that of the root; elsewhere a partial result is left in it."""
+    """Reduce ``total``, shape ``(count,)``, into that of the root; on other ranks it holds a partial result."""
     received = [np.empty_like(total) for _ in place.children]
     pairs = zip(received, place.children, strict=True)
     messages = [comm.irecv(incoming, child, tag) for incoming, child in pairs]
@@ -90,7 +88,7 @@ def reduce_segment(total: np.ndarray, op: Reduction, place: TreePlace, comm: Com
 
 
 def broadcast_segment(x: np.ndarray, place: TreePlace, comm: Communicator, tag: int) -> Steps:
-    """Overwrite ``x``, shape ``(count,)``, with that of the root."""
+    """Overwrite ``x``, shape ``(count,)``, with the values of the root."""
     if place.parent is not None:
         yield [comm.irecv(x, place.parent, tag)]
     yield [comm.isend(x, child, tag) for child in reversed(place.children)]
@@ -108,41 +106,34 @@ def allreduce_segment(x: np.ndarray, op: Reduction, place: TreePlace, comm: Comm
 def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
     """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``."""
     place = binomial(comm.rank, comm.size, 0)
-
-    def segment(piece: np.ndarray, own_tag: int) -> Steps:
-        return allreduce_segment(piece, op, place, comm, own_tag)
-
-    yield from together(in_lanes(segments(x, SEGMENT_NBYTES), segment, tag))
+    pieces = segments(x, SEGMENT_NBYTES)
+    yield from together(
+        in_lanes(pieces, lambda piece, lane_tag: allreduce_segment(piece, op, place, comm, lane_tag), tag)
+    )
 
 
 def broadcast(x: np.ndarray, root: int, comm: Communicator, tag: int) -> Steps:
-    """Overwrite ``x``, shape ``(count,)``, on all ranks with that of ``root``."""
+    """Overwrite ``x``, shape ``(count,)``, on all ranks with the values of ``root``."""
     place = binomial(comm.rank, comm.size, root)
-
-    def segment(piece: np.ndarray, own_tag: int) -> Steps:
-        return broadcast_segment(piece, place, comm, own_tag)
-
-    yield from together(in_lanes(segments(x, SEGMENT_NBYTES), segment, tag))
+    pieces = segments(x, SEGMENT_NBYTES)
+    yield from together(in_lanes(pieces, lambda piece, lane_tag: broadcast_segment(piece, place, comm, lane_tag), tag))
 
 
 def reduce(x: np.ndarray, op: Reduction, root: int, comm: Communicator, tag: int) -> Steps:
     """Reduce ``x``, shape ``(count,)``, over all ranks, in place on ``root``; elsewhere it may be overwritten."""
     place = binomial(comm.rank, comm.size, root)
 
-    def segment(piece: np.ndarray, own_tag: int) -> Steps:
+    def segment(piece: np.ndarray, lane_tag: int) -> Steps:
         total = op.widened(piece)
-        yield from reduce_segment(total, op, place, comm, own_tag)
+        yield from reduce_segment(total, op, place, comm, lane_tag)
         if place.parent is None:
             op.finish(total, comm.size, piece)
 
     yield from together(in_lanes(segments(x, SEGMENT_NBYTES), segment, tag))
 
 
-"""Longer halves go in segments of about so many bytes."""
-
-
 def in_order_tree(number: int, n: int) -> TreePlace:
-    """The place of ``number`` in the first tree over ``n`` ranks."""
+    """Return the place of ``number`` in the first tree over ``n`` ranks."""
     if number == 0:
         return TreePlace(None, (1 << (n - 1).bit_length() - 1,) if n > 1 else ())
     lowest = number & -number
@@ -158,15 +149,15 @@ def in_order_tree(number: int, n: int) -> TreePlace:
 
 
 def tree_numbers(rank: int, n: int) -> tuple[int, int]:
-    """The numbers of ``rank`` in both trees over ``n`` ranks."""
+    """Return the numbers of ``rank`` in both trees over ``n`` ranks."""
     return rank, n - 1 - rank if n % 2 == 0 else (rank - 1) % n
 
 
 def double_trees(rank: int, n: int) -> tuple[TreePlace, TreePlace]:
-    """The places of ``rank`` in both trees over ``n`` ranks."""
+    """Return the places of ``rank`` in both trees over ``n`` ranks."""
 
     def numbered(number: int) -> int:
-        """The rank of this number in the second tree."""
+        """Return the rank with this number in the second tree."""
         return n - 1 - number if n % 2 == 0 else (number + 1) % n
 
     first, second = (in_order_tree(number, n) for number in tree_numbers(rank, n))
@@ -179,8 +170,8 @@ def double_tree_allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag:
     machines: list[Steps] = []
     for place, half in zip(double_trees(comm.rank, comm.size), split(x, 2), strict=True):
 
-        def segment(piece: np.ndarray, own_tag: int, place: TreePlace = place) -> Steps:
-            return allreduce_segment(piece, op, place, comm, own_tag)
+        def segment(piece: np.ndarray, lane_tag: int, place: TreePlace = place) -> Steps:
+            return allreduce_segment(piece, op, place, comm, lane_tag)
 
         machines += in_lanes(segments(half, SEGMENT_NBYTES), segment, tag + len(machines))
     yield from together(machines)

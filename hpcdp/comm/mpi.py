@@ -28,13 +28,13 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Set
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from ..core.arrays import words
-from ..core.environment import exit_status, record_exit_status
+from ..core.environment import exit_status, outlives_ranks, record_exit_status
 from ..errors import HpcdpError, MismatchError, Terminated, UnsupportedError, report_directly
 from .communicator import (
     LANE_BITS,
@@ -49,20 +49,10 @@ from .communicator import (
     split,
 )
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-_OUTLIVES_RANKS = "OMPI_MCA_mpi_ft_enable"
-"""What that mpirun sets."""
 _PID = os.getpid()
 _LOOKS, _ENDING_NAP_S = 50, 0.01
 _OF_HYDRA, _HEARD_S = "PMI_RANK", 0.2
 """MPICH's mpirun ends at once and drops what a rank on another host has just written, such as why it ends the job."""
-
-
-def outlives_ranks() -> bool:
-    """Whether the library lets a job go on when one of its ranks dies: Open MPI under ``mpirun --with-ft ulfm``."""
-    return os.environ.get(_OUTLIVES_RANKS, "0") not in ("", "0")
 
 
 def end_job(comm_world: MPI.Intracomm, code: int) -> None:
@@ -173,8 +163,6 @@ def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
     """
     if outlives_ranks():  # a barrier of all never ends when one has died, and who survives decides
         return
-    from mpi4py import MPI
-
     comm = comm_world.Dup()
     record_exit_status()  # also where hpcdp was imported before a launcher's variables were set
 
@@ -193,24 +181,6 @@ def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
 
     atexit.register(leave)  # before what a world registers, and so called after that; engines end later still
     MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=leave), None)  # see `starting`
-
-
-def leave_as_child() -> None:
-    """In a child of a rank made by fork: end it without what the rank has registered for its end, and without MPI.
-
-    MPI_Finalize in the child would wait for the other ranks on the connections of its rank.
-    """
-
-    def leave() -> None:
-        if "logging" in sys.modules:
-            sys.modules["logging"].shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # closed, or replaced
-                stream.flush()
-        os._exit(exit_status() or int(hasattr(sys, "last_value")))
-
-    record_exit_status()
-    atexit.register(leave)  # the first to be called of those that are there by now
 
 
 MAX_ELEMENTS = 2**30

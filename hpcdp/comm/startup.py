@@ -44,13 +44,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.checks import one_of
-from ..core.environment import THREAD_VARIABLES, enter_replica, is_launched, launched_rank, launched_ranks, speaks
+from ..core.environment import (
+    THREAD_VARIABLES,
+    enter_replica,
+    exit_status,
+    is_launched,
+    launched_rank,
+    launched_ranks,
+    outlives_ranks,
+    record_exit_status,
+    speaks,
+)  # fmt: skip
 from ..core.sockets import kept_to_interface
 from ..errors import ConfigError, LaunchError, UnsupportedError, to_stderr
-from . import mpi, shared_memory, thread_comm
+from . import shared_memory, thread_comm
 from .communicator import Communicator, count_workers
 from .consistency import FIELDS, Refused, compare_exchanges, refuse
-from .mpi import abort_when_one_fails, outlives_ranks, wait_for_all_to_leave
 from .shared_memory import NodeMemory, PrivateMemory, ProcessMemory, memfd
 from .watchdog import Watchdog, limits_s
 from .world import World
@@ -391,13 +400,31 @@ def _after_fork() -> None:
     """In a child made by fork: what communicates is refused, and nothing is ended that is the rank's to end."""
     if _world is None:
         return
-    mpi.leave_as_child()
+    _leave_as_child()
     atexit.unregister(_world.finish)
     for each in _all_of(_world):
         comm: Any = each.comm
         become_child(each)
         if each.size > 1 and not isinstance(comm, Refused):
             comm.give_up(each.comm)
+
+
+def _leave_as_child() -> None:
+    """End a child made by fork without the rank's exit functions and without MPI.
+
+    MPI_Finalize in the child would wait for other ranks on the connections of its rank.
+    """
+
+    def leave() -> None:
+        if "logging" in sys.modules:
+            sys.modules["logging"].shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or replaced
+                stream.flush()
+        os._exit(exit_status() or int(hasattr(sys, "last_value")))
+
+    record_exit_status()
+    atexit.register(leave)  # exit functions run in reverse order: this one is called before the rank's
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -440,7 +467,7 @@ def _virtual_node_size(ranks_per_node: int | None) -> int | None:
 
 def _start(ranks_per_node: int | None, *, serves: bool) -> World:
     MPI = _load_mpi()
-    from .mpi import MpiCommunicator
+    from .mpi import MpiCommunicator, abort_when_one_fails, wait_for_all_to_leave
 
     meet()
     everyone = MpiCommunicator(MPI.COMM_WORLD.Dup())

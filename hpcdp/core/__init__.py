@@ -1,1 +1,1 @@
-"""What every package builds on: arrays, devices, the environment of a process, and files."""
+"""Foundations of every package: arrays, devices, the environment of a process, and files."""

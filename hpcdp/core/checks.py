@@ -1,8 +1,8 @@
-"""Checks of arguments, one function for each kind.
+"""Validators of arguments, one function for each kind.
 
-Each returns the argument in the form that its caller uses, or raises an error that names the ``operation``, the
-argument (``where``), what was expected and what was got. ``expected`` replaces the general words where better ones are
-known. A check stands at the public boundary, and the code behind it trusts its arguments.
+Each returns the argument in the form that its caller uses. Otherwise it raises an error that names the ``operation``,
+the argument (``where``), what was expected and what was got. ``expected`` replaces the general words. A check stands at
+the public boundary, and the code behind it trusts its arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONGEST_REPR = 80
 
 
 def described(value: object) -> str:
-    """Return a value as an error shows it: its repr where that is short and has no address, else its type."""
+    """Return a value as an error shows it: its repr if that is short and has no address, else its type."""
     text = repr(value)
     return text if len(text) <= _LONGEST_REPR and text.isprintable() and " at 0x" not in text else type_named(value)
 
@@ -43,9 +43,9 @@ def number(
     below: float | None = None,
     expected: str | None = None,
 ) -> float:
-    """Return a number of Python's or NumPy's as a float, from ``least`` or ``above`` to ``most`` or ``below``.
+    """Return a real number as a float, from ``least`` or ``above`` to ``most`` or ``below``.
 
-    NaN is never one, and infinity only with ``most=math.inf``.
+    NaN is refused, and infinity unless ``most=math.inf``.
     """
     low = least if above is None else math.nextafter(above, math.inf)
     high = most if below is None else math.nextafter(below, -math.inf)
@@ -62,41 +62,41 @@ def number(
 
 
 def whole_numbers(operation: str, least: int, **values: object) -> None:
-    """Raise `ConfigError` unless each of the ``values``, by its argument's name, is an integer from ``least`` on."""
+    """Raise `ConfigError` unless each keyword argument is an integer of at least ``least``."""
     for where, value in values.items():
         whole_number(operation, where, value, least)
 
 
 def part_of(operation: str, num_parts: object, part_index: object) -> tuple[int, int]:
-    """Return a number of parts and the number of one of them."""
+    """Return a number of parts and the index of one of them."""
     parts = whole_number(operation, "num_parts", num_parts, 1)
     return parts, whole_number(operation, "part_index", part_index, 0, parts - 1)
 
 
 def lengths(operation: str, where: str, value: object, axes: Collection[str], least: int = 1) -> tuple[int, ...]:
-    """Return the lengths of a shape, an integer from ``least`` on for each of ``axes``."""
+    """Return the lengths of a shape: an integer of at least ``least`` for each of ``axes``."""
     expected = f"({', '.join(axes)}{',' * (len(axes) == 1)}), integers >= {least}"
-    found = tuple(value) if isinstance(value, Iterable) else ()
-    if len(found) != len(axes):
+    shape = tuple(value) if isinstance(value, Iterable) else ()
+    if len(shape) != len(axes):
         raise ConfigError(operation, where=where, expected=expected, got=repr(value))
-    return tuple(whole_number(operation, where, each, least, expected=expected, shown=value) for each in found)
+    return tuple(whole_number(operation, where, length, least, expected=expected, shown=value) for length in shape)
 
 
 def one_of(
     operation: str, where: str | None, value: object, names: Collection[str], *, expected: str | None = None
 ) -> str:
-    """Return one of a few ``names``; see `check_name` for those of which the nearest is offered."""
+    """Return one of a few ``names``; `check_name` also suggests the nearest."""
     if isinstance(value, str) and value in names:
         return value
     raise ConfigError(operation, where=where, expected=expected or f"one of {', '.join(names)}", got=repr(value))
 
 
 def check_name(kind: str, name: object, valid: Iterable[str], where: object = None) -> None:
-    """Raise `ConfigError` with the closest and all valid names unless ``name`` is one of them."""
+    """Raise `ConfigError` with the closest and all valid names unless ``name`` is valid."""
     valid = list(valid)
     if name in valid:
         return
-    import difflib  # not before: this file is imported by all others
+    import difflib  # late: every other module imports this one
 
     close = difflib.get_close_matches(str(name).lower(), valid, n=1)
     raise ConfigError(
@@ -107,7 +107,7 @@ def check_name(kind: str, name: object, valid: Iterable[str], where: object = No
 
 
 def matching(operation: str, text: str, pattern: str | re.Pattern[str], expected: str) -> str:
-    """Return a ``text`` that is wholly of a ``pattern``, whose classes are those of ASCII."""
+    """Return a ``text`` that matches a ``pattern`` in full; character classes are those of ASCII."""
     if re.fullmatch(pattern, text) if isinstance(pattern, re.Pattern) else re.fullmatch(pattern, text, re.ASCII):
         return text
     raise ConfigError(operation, expected=expected, got=repr(text))
@@ -130,30 +130,30 @@ def instance(
 def instances(
     operation: str, where: str | None, values: Iterable[object], kind: type[Kind], expected: str
 ) -> tuple[Kind, ...]:
-    """Return ``values`` as a tuple, each of which is an instance of ``kind``."""
+    """Return ``values`` as a tuple of instances of ``kind``."""
     return tuple(instance(operation, where, value, kind, expected) for value in values)
 
 
 def function(operation: str, where: str | None, value: object, expected: str) -> Callable[..., Any]:
-    """Return ``value``, which can be called."""
+    """Return ``value``, a callable."""
     if callable(value):
         return value
     raise ConfigError(operation, where=where, expected=expected, got=described(value))
 
 
 def file_name(operation: str, where: str, path: str | Path, suffixes: Collection[str] = ()) -> Path:
-    """Return the path of a file to be written: one that ends in one of ``suffixes``, in a folder that exists."""
+    """Return the path of an output file: its folder exists, and its name ends in one of ``suffixes``."""
     path = Path(path)
     if suffixes and path.suffix not in suffixes:
         expected = f"a name that ends in {', '.join(suffixes)}"
         raise ConfigError(operation, where=where, expected=expected, got=repr(str(path)))
-    if not os.path.isdir(path.parent):  # unlike pathlib's it takes names that are too long
-        raise ConfigError(operation, where=path, expected=f"a folder {path.parent} that is there", got="none")
+    if not os.path.isdir(path.parent):  # pathlib's version raises for names that are too long
+        raise ConfigError(operation, where=path, expected=f"an existing folder {path.parent}", got="none")
     return path
 
 
 def same_names(operation: str, holder: str, own: Collection[Any], given: Collection[Any], called: str = "") -> None:
-    """Raise `ConfigError` with the first name that is only in ``own``, which ``holder`` has, or only in a state."""
+    """Raise `ConfigError` with the first name that only ``own``, the names of ``holder``, or only a state has."""
     for name in (*own, *given):
         if name not in own or name not in given:
             held, lacks = (holder, "the state") if name in own else ("the state", holder)
@@ -162,7 +162,7 @@ def same_names(operation: str, holder: str, own: Collection[Any], given: Collect
 
 
 def not_copied(name: str, got: str, remedy: str | None = None, what: str = "its state") -> Callable[[object], NoReturn]:
-    """Return the ``__reduce__`` of a class whose objects are neither copied nor pickled, unlike ``what``."""
+    """Return the ``__reduce__`` of a class whose instances can be neither copied nor pickled."""
 
     def __reduce__(self: object) -> NoReturn:
         raise UnsupportedError(name, expected=f"{what} to be copied or saved", got=got, remedy=remedy)

@@ -1,14 +1,8 @@
-"""Devices, and the streams and events of a GPU.
+"""Devices, real and virtual, and the streams and events of a GPU.
 
-Real ones and virtual ones in host memory.
-
-Streams.
-
-Streams, events and copies of a GPU, none of which blocks the host: what moves data needs no more of a device.
-
-Work on one stream is done in the order in which it was given; between streams there is no order but that of events. A
-host that reads what a copy has written waits until the event behind it has passed, by asking again and again, as for a
-message. Memory must live, and stay as it is, until the event behind its last use has passed.
+Work on one stream runs in the order in which it was enqueued; only events order work of different streams. No operation
+here blocks the host, except `Streams.synchronize`. A host that reads a copied result polls the event behind the copy,
+as it polls a message. Memory must live, and must not change, until the event behind its last use has passed.
 """
 
 from __future__ import annotations
@@ -36,15 +30,15 @@ from .checks import described, instances
 from .files import make_private_folder, require_private
 
 MEMORY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
-"""CuPy's own setting, in the environment: what its pool takes at most."""
+"""CuPy's environment variable for the maximum size of its memory pool."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where arrays are: ``cpu(i)`` or ``gpu(i)``.
+    """A place for arrays: ``cpu(i)`` or ``gpu(i)``.
 
-    Every ``cpu(i)`` is a virtual device, with memory of its own in that of the host: what is put there is a copy. So
-    programs for several devices run, and are tested, where there are none.
+    Every ``cpu(i)`` is a virtual device with memory of its own within host memory: arrays put there are copies.
+    Programs for several devices thus run, and are tested, on machines without GPUs.
     """
 
     kind: str
@@ -55,14 +49,14 @@ class Device:
 
     @classmethod
     def of(cls, x: Array) -> Device:
-        """Where ``x`` is: the GPU of a CuPy array, else ``cpu(0)``."""
+        """Return the device of ``x``: the GPU of a CuPy array, else ``cpu(0)``."""
         return cls("gpu", int(x.device.id)) if is_cupy(x) else cls("cpu", 0)
 
     def put(self, x: Array) -> Array:
-        """A copy of ``x`` on this device, by the streams that are current there and where ``x`` is.
+        """Copy ``x`` to this device, on the streams that are current there and where ``x`` is.
 
         Raises:
-            DeviceError: the machine does not have it; a RuntimeError.
+            DeviceError: the machine does not have the device.
         """
         if self.kind == "cpu":
             return np.array(to_host(x))
@@ -73,37 +67,37 @@ class Device:
             return cupy.array(x)
 
     def check(self) -> None:
-        """Raise `DeviceError`, a RuntimeError, where the machine does not have it."""
+        """Raise `DeviceError` if the machine does not have the device."""
         if self.kind == "gpu":
             _cupy(self)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Within it this is the thread's current device, on which CuPy computes; nothing is done for a virtual one.
+        """Make this the thread's current device within a context; a virtual device does nothing.
 
         Raises:
-            DeviceError: the machine does not have it; a RuntimeError.
+            DeviceError: the machine does not have the device.
         """
         with contextlib.nullcontext() if self.kind == "cpu" else _cupy(self).cuda.Device(self.index):
             yield
 
     def use(self) -> None:
-        """Let it be this thread's current device, on which CuPy computes; nothing is done for a virtual one.
+        """Make this the thread's current device, on which CuPy computes; a virtual device does nothing.
 
         Raises:
-            DeviceError: the machine does not have it; a RuntimeError.
+            DeviceError: the machine does not have the device.
         """
         if self.kind == "gpu":
             _cupy(self).cuda.Device(self.index).use()
 
     def limit_memory(self, share: float) -> None:
-        """Let this process's arrays take at most ``share`` of the GPU's memory; nothing is done for a virtual one.
+        """Limit this process's arrays to ``share`` of the GPU's memory; a virtual device does nothing.
 
-        It is the limit of CuPy's pool, which gives back what it keeps unused before it exceeds that. Graphs of
-        hybridized networks, sums of gradients and CUDA itself take memory beside it.
+        This sets the limit of CuPy's pool, which frees unused memory before it exceeds it. Graphs of hybridized
+        networks, gradient sums and CUDA itself use memory beside the pool.
 
         Raises:
-            DeviceError: ``share`` is no share, or the machine does not have the device; a RuntimeError.
+            DeviceError: ``share`` is not above 0 and up to 1, or the machine does not have the device.
         """
         if not 0 < share <= 1:
             raise DeviceError("limit_memory", where=self, expected="a share above 0 and up to 1", got=share)
@@ -113,12 +107,12 @@ class Device:
 
 
 def cpu(index: int = 0) -> Device:
-    """The virtual device of this number, from 0 on."""
+    """Return the virtual device ``index``, from 0 on."""
     return _device("cpu", index)
 
 
 def gpu(index: int = 0) -> Device:
-    """The GPU of this number, whether it is there or not; that is said where something is put on it."""
+    """Return the GPU ``index``; whether it exists is checked when it is used."""
     return _device("gpu", index)
 
 
@@ -130,7 +124,7 @@ def _device(kind: str, index: int) -> Device:
 
 
 def require_devices(operation: str, devices: object) -> tuple[Device, ...]:
-    """``devices`` as a tuple; `ConfigError` unless they are a sequence of at least one."""
+    """Return ``devices`` as a tuple; `ConfigError` unless they are a sequence of at least one."""
     expected = "a list of devices, such as [cpu(0), cpu(1)]"
     if not isinstance(devices, Sequence) or not devices:
         raise ConfigError(operation, where="devices", expected=expected, got=described(devices))
@@ -138,14 +132,14 @@ def require_devices(operation: str, devices: object) -> tuple[Device, ...]:
 
 
 def lie_together(x: Array, y: Array) -> bool:
-    """Whether both are on the host, or on the same GPU."""
+    """Return whether both arrays are on the host, or on the same GPU."""
     if is_host(x) or is_host(y):
         return is_host(x) and is_host(y)
     return array_namespace(x) is array_namespace(y) and Device.of(x) == Device.of(y)
 
 
 def to_device_of(x: Array, like: Array) -> Array:
-    """``x`` where ``like`` is: itself, if it is there, else a copy."""
+    """Return ``x`` on the device of ``like``: ``x`` itself if it is there, else a copy."""
     if lie_together(x, like):
         return x
     if is_host(like):
@@ -156,7 +150,10 @@ def to_device_of(x: Array, like: Array) -> Array:
 
 
 def values_on_device_of(x: Any, like: Array) -> Any:
-    """``x`` for ``like`` to be given: arrays are `brought`, to a GPU also what NumPy takes for one; numbers stay."""
+    """Return ``x`` for assignment to ``like``: arrays on its device, numbers unchanged.
+
+    If ``like`` is on a GPU, anything else that NumPy converts is copied there as an array.
+    """
     if has_namespace(x):
         return to_device_of(x, like)
     if is_host(like) or isinstance(x, int | float | np.generic):
@@ -165,20 +162,25 @@ def values_on_device_of(x: Any, like: Array) -> Any:
 
 
 def _copied_between_gpus(cupy: Any, x: Array, index: int) -> Array:
-    """A copy of ``x`` on another GPU. Streams of two GPUs do not wait for each other, also the default ones: events
-    say when ``x`` is there, and when its memory may be given to others."""
+    """Copy ``x`` to another GPU, with events between the two streams.
+
+    Streams of two GPUs do not wait for each other, not even default ones. One event says when the copy is complete, the
+    other when the memory of ``x`` may be reused.
+    """
     with x.device as source:
-        x, giving = cupy.ascontiguousarray(x), cupy.cuda.get_current_stream()
-        filled = giving.record(cupy.cuda.Event(disable_timing=True))
+        x, sender = cupy.ascontiguousarray(x), cupy.cuda.get_current_stream()
+        computed = sender.record(cupy.cuda.Event(disable_timing=True))
     with cupy.cuda.Device(index):
-        taking = cupy.cuda.get_current_stream()
-        taking.wait_event(filled)
-        made = cupy.empty(x.shape, dtype=x.dtype)
-        made.data.copy_from_device_async(x.data, x.nbytes, taking)  # lets GPUs see each other: else it goes by the host
-        come = taking.record(cupy.cuda.Event(disable_timing=True))
+        receiver = cupy.cuda.get_current_stream()
+        receiver.wait_event(computed)
+        result = cupy.empty(x.shape, dtype=x.dtype)
+        result.data.copy_from_device_async(
+            x.data, x.nbytes, receiver
+        )  # enables peer access; else it stages on the host
+        copied = receiver.record(cupy.cuda.Event(disable_timing=True))
     with source:
-        giving.wait_event(come)
-    return made
+        sender.wait_event(copied)
+    return result
 
 
 def _cupy(device: Device) -> Any:
@@ -190,7 +192,7 @@ def _cupy(device: Device) -> Any:
         raise DeviceError("device", where=device, expected="CuPy and a GPU", got="no CuPy",
                           remedy="pip install 'hpcdp[cuda13]', for a driver of CUDA 12 'hpcdp[cuda12]'; or take "
                           "hpcdp.cpu(0), hpcdp.cpu(1), ...") from error  # fmt: skip
-    except Exception as error:  # CuPy raises its own where there is no driver
+    except Exception as error:  # CuPy raises errors of its own without a driver
         _refuse_driver(device)
         raise DeviceError("device", where=device, expected="CuPy and a GPU", got=f"{type(error).__name__}: {error}",
                           remedy="take hpcdp.cpu(0), hpcdp.cpu(1), ...") from error  # fmt: skip
@@ -202,10 +204,10 @@ def _cupy(device: Device) -> Any:
 
 @functools.cache
 def _check_kernel_cache(folder: str) -> None:
-    """Raise `DeviceError` where others may write what CuPy loads onto the GPU."""
+    """Raise `DeviceError` if other users may write the code that CuPy loads onto the GPU."""
     if os.environ.get("CUPY_CACHE_IN_MEMORY", "0") not in ("", "0"):
         return
-    with contextlib.suppress(OSError):  # CuPy itself says what it cannot write
+    with contextlib.suppress(OSError):  # CuPy reports itself what it cannot write
         make_private_folder(Path(folder))
         require_private(
             "device", folder, "a folder that this user alone may write",
@@ -215,7 +217,7 @@ def _check_kernel_cache(folder: str) -> None:
 
 
 def check_memory_limit() -> None:
-    """Raise `DeviceError` where CuPy cannot read how much memory it may take; take away blanks, which it cannot."""
+    """Raise `DeviceError` if CuPy cannot parse its memory limit; strip blanks, which it cannot parse either."""
     given = os.environ.get(MEMORY_LIMIT)
     limit = (given or "").strip()
     number = re.fullmatch(r"\d+|(\d+(?:\.\d*)?)%", limit)
@@ -228,7 +230,7 @@ def check_memory_limit() -> None:
 
 
 def _refuse_driver(device: Device) -> None:
-    """Raise `DeviceError` where there is none, or it is older than the CUDA for which CuPy was built."""
+    """Raise `DeviceError` if there is no driver, or one that is older than the CUDA of this CuPy."""
     runtime: Any = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "runtime", None)
     if runtime is None:
         return
@@ -240,35 +242,35 @@ def _refuse_driver(device: Device) -> None:
         raise DeviceError(
             "device", where=device, expected=f"a driver for CUDA {cuda_release(needs)}, which this CuPy needs",
             got=f"one for CUDA up to {cuda_release(runs)}",
-            remedy="in an environment without this CuPy: pip install 'hpcdp[cuda12]', or make with CUDA=cuda12; or a "
-            "newer driver",
+            remedy="install a newer driver, or in an environment without this CuPy: pip install 'hpcdp[cuda12]', or "
+            "make with CUDA=cuda12",
         )  # fmt: skip
 
 
 def cuda_release(number: int) -> str:
-    """CUDA's own number of a release, such as 13020, as people write it: ``13.2``."""
+    """Format CUDA's number of a release, such as 13020, as ``13.2``."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 Stream = Any
-"""One of CuPy's."""
+"""A stream of CuPy."""
 
 Event = Any
-"""One of CuPy's."""
+"""An event of CuPy."""
 
 _forgotten: deque[tuple[Streams, tuple[Stream, ...], Any]] = deque()
-"""Pinned memory that nobody has any more, and the streams that may still copy it."""
+"""Released pinned memory, and the streams that may still copy it."""
 
 _DONE, _NOT_READY = 0, 600
 _BEFORE_OTHERS = -1
 
 
 class Streams:
-    """Streams of one GPU; for any thread, whatever its current device is.
+    """A factory of streams, events and copies of one GPU; for any thread, whatever its current device is.
 
-    The thread that makes it keeps its current device. Others, those of lanes, have the GPU for theirs once they have
-    used it: each begins with number 0, and a device that becomes current gets a context (cudaSetDevice), some hundred
-    MB; so a thread that went back there would take memory of a GPU that may be another rank's.
+    The thread that makes it keeps its current device. Other threads, those of engine lanes, keep the GPU as their
+    current device after the first use. Going back would make device 0 current, which creates a context there
+    (cudaSetDevice): some hundred MB on a GPU that may be another rank's.
 
     Args:
         device: a GPU.
@@ -284,7 +286,7 @@ class Streams:
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """The GPU is this thread's current device."""
+        """Make the GPU this thread's current device."""
         device = self._cuda.Device(self.device.index)
         if hasattr(self._is_maker, "here"):
             with device:
@@ -294,77 +296,81 @@ class Streams:
             yield
 
     def current_device(self) -> Device:
-        """The GPU on which this thread's operations on arrays run."""
+        """Return the GPU on which this thread's array operations run."""
         return gpu(int(self._runtime.getDevice()))
 
     def stream(self) -> Stream:
-        """A new stream, which does not wait for the default one. Blocks of its kernels run before those that wait of
-        streams that compute (of priority 0), since other ranks wait for what it sends."""
+        """Return a new stream that does not wait for the default one.
+
+        Its kernels take precedence over waiting blocks of compute streams (priority 0), because other ranks wait for
+        the data that it sends.
+        """
         with self.on_device():
             return self._cuda.Stream(non_blocking=True, priority=_BEFORE_OTHERS)
 
     def current(self) -> Stream:
-        """The stream to which this thread's operations on arrays go.
+        """Return the stream of this thread's array operations.
 
         Raises:
-            UnsupportedError: it is the default stream that each thread has for itself, which others cannot wait for.
+            UnsupportedError: it is CUDA's per-thread default stream, for which other threads cannot wait.
         """
         with self.on_device():
-            found = self._cuda.get_current_stream()
-        if found.ptr == self._runtime.streamPerThread:
+            stream = self._cuda.get_current_stream()
+        if stream.ptr == self._runtime.streamPerThread:
             raise UnsupportedError(
-                "stream", where=self.device, expected="one that is the same for all threads",
+                "stream", where=self.device, expected="a stream that is the same for all threads",
                 got="CUDA's per-thread default stream",
                 remedy="unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM, or use a cupy.cuda.Stream(non_blocking=True)",
             )  # fmt: skip
-        return found
+        return stream
 
     def event(self, *, timed: bool = False) -> Event:
-        """A new event; until it is recorded, nobody waits for it. If ``timed``, it is for `seconds_between`."""
+        """Return a new event, for `seconds_between` if ``timed``; nothing waits for it until it is recorded."""
         with self.on_device():
             return self._cuda.Event(disable_timing=not timed)
 
     def seconds_between(self, first: Event, last: Event) -> float:
-        """From when ``first`` has passed until ``last`` has: two timed events that both have, on this GPU."""
+        """Return the seconds between two timed events of this GPU that have passed."""
         with self.on_device():
             return float(self._runtime.eventElapsedTime(first.ptr, last.ptr)) / 1e3
 
     def zeros(self, count: int, dtype: np.dtype) -> Array:
-        """A new array on the GPU, shape ``(count,)``; it is zero for what `current` is given from now on."""
+        """Allocate an array of zeros on the GPU, shape ``(count,)``, for work enqueued on `current` from now on."""
         with self.on_device():
             return self._cupy.zeros((count,), dtype=dtype)
 
     def array(self, x: np.ndarray) -> Array:
-        """A copy of ``x`` on the GPU, for what `current` is given from now on."""
+        """Copy ``x`` to the GPU, for work enqueued on `current` from now on."""
         with self.on_device():
             return self._cupy.array(x)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype, stream: Stream) -> Array:
-        """A new array on the GPU, in memory that ``stream`` alone may still use for what it was given before."""
+        """Allocate an array on the GPU in memory whose pending uses are on ``stream`` alone."""
         with self.on_device(), stream:
             return self._cupy.empty(shape, dtype=dtype)
 
     def pinned(self, nbytes: int, *copied_by: Stream) -> np.ndarray:
-        """Host memory that a GPU copies from and to beside all else, shape ``(nbytes,)``, dtype uint8.
+        """Allocate pinned host memory for asynchronous copies, shape ``(nbytes,)``, dtype uint8.
 
         Args:
-            copied_by: streams that may still copy it when nobody has it any more. CuPy, which gives it to the next who
-                asks, gets it back when they have done that.
+            nbytes: the size in bytes.
+            copied_by: streams that may still copy the memory after its release. CuPy's pool gets it back when they are
+                idle.
         """
         with self.on_device():
             _give_back_forgotten()
-        with self.on_device():  # which another one may be now
+        with self.on_device():  # again: the line above may have made another GPU current
             memory = self._cuda.alloc_pinned_memory(nbytes)
-        made = np.frombuffer(memory, np.uint8, nbytes)
+        buffer = np.frombuffer(memory, np.uint8, nbytes)
         if copied_by:
-            weakref.finalize(made, _forgotten.append, (self, copied_by, memory)).atexit = False
-        return made
+            weakref.finalize(buffer, _forgotten.append, (self, copied_by, memory)).atexit = False
+        return buffer
 
     def copy_async(self, target: Array, source: Array, stream: Stream) -> None:
-        """Copy ``source`` to ``target``, contiguous arrays of one size on the GPU or in pinned memory, on ``stream``.
+        """Copy ``source`` to ``target`` on ``stream``: contiguous arrays of one size, on the GPU or in pinned memory.
 
         Raises:
-            UnsupportedError: other arrays.
+            UnsupportedError: the arrays are not contiguous, or differ in size.
         """
         for x in (target, source):
             if not x.flags.c_contiguous or x.nbytes != target.nbytes:
@@ -376,34 +382,34 @@ class Streams:
                 self._runtime.memcpyAsync(*at, target.nbytes, self._runtime.memcpyDefault, stream.ptr)
 
     def record(self, event: Event, stream: Stream) -> None:
-        """Let ``event`` pass when all that ``stream`` was given until now is done."""
+        """Record ``event`` behind all work that is on ``stream`` now."""
         with self.on_device():
             self._runtime.eventRecord(event.ptr, stream.ptr)
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        """Let what ``stream`` is given from now on wait for the last `record` of ``event`` before this call."""
+        """Let later work of ``stream`` wait for the last `record` of ``event`` before this call."""
         with self.on_device():
             self._runtime.streamWaitEvent(stream.ptr, event.ptr)
 
     def wait_events(self, stream: Stream, events: Iterable[Event]) -> None:
-        """`wait_event` for each of ``events``."""
-        for each in events:
-            self.wait_event(stream, each)
+        """Call `wait_event` for each of ``events``."""
+        for event in events:
+            self.wait_event(stream, event)
 
     def query(self, event: Event) -> bool:
-        """Whether ``event`` has passed; never blocks.
+        """Return whether ``event`` has passed; never block.
 
         Raises:
-            DeviceError: something that was done on the GPU before has failed.
+            DeviceError: earlier work on the GPU has failed.
         """
         with self.on_device():
             return self._is_done(self._runtime.eventQuery(event.ptr))
 
     def is_idle(self, stream: Stream) -> bool:
-        """Whether all that ``stream`` was given until now is done; never blocks.
+        """Return whether all work of ``stream`` is complete; never block.
 
         Raises:
-            DeviceError: something that was done on the GPU before has failed.
+            DeviceError: earlier work on the GPU has failed.
         """
         with self.on_device():
             return self._is_done(self._runtime.streamQuery(stream.ptr))
@@ -414,24 +420,24 @@ class Streams:
         raise DeviceError("wait for a GPU", where=self.device, got=str(self._runtime.CUDARuntimeError(status)))
 
     def synchronize(self, awaited: Stream | Event) -> None:
-        """Block until ``awaited`` has passed: all that a stream was given until now, or an event."""
+        """Block until an event has passed, or all work of a stream is complete."""
         with self.on_device():
             awaited.synchronize()
 
     def follow(self, stream: Stream, before: Stream | None = None) -> None:
-        """Let what ``stream`` is given from now on wait for what ``before``, or `current`, was given until now."""
+        """Let later work of ``stream`` wait for the work that is on ``before``, or on `current`, now."""
         event = self.event()
         self.record(event, self.current() if before is None else before)
         self.wait_event(stream, event)
 
 
 def _give_back_forgotten() -> None:
-    """What is copied no more; may leave another GPU current."""
+    """Free pinned memory that is no longer copied; may leave another GPU current."""
     for _ in range(len(_forgotten)):
-        with contextlib.suppress(IndexError):  # another thread looks, too
-            streams, copied_by, _memory = each = _forgotten.popleft()
+        with contextlib.suppress(IndexError):  # another thread may have taken the last one
+            streams, copied_by, _memory = released = _forgotten.popleft()
             if not all(map(streams.is_idle, copied_by)):
-                _forgotten.append(each)
+                _forgotten.append(released)
 
 
 def _address(x: Array) -> int:

@@ -1,16 +1,12 @@
-"""Reading of HDF5 files that may be damaged or hostile, and files of named arrays. h5py is imported when it is used.
+"""Reading of HDF5 files that may be damaged or hostile, and files of named arrays.
 
 HDF5 follows some damaged structures without end, in C code that no Python signal handler interrupts, and crashes on
 others. Opening a file and listing its keys is safe; opening data sets, visiting all objects and reading are not. So a
-child process (`main`) does first what this process is going to do.
+child process (`main`) first does what this process is about to do. It reads a request in JSON per line and answers with
+a byte. It ends when its input ends, or by SIGPROF when a visit exceeds its processor time.
 
-A data set may lead to other data sets and files: by external links, external storage or virtual data sets. For missing
+A data set may refer to other data sets and files: by external links, external storage or virtual data sets. For missing
 sources of a virtual data set HDF5 returns fill values without an error, so `missing_source` looks for them.
-
-What the child process of `core.hdf5` runs: for each line, a list in JSON, it visits a file, and answers by
-a byte.
-
-It ends when its input ends, and by SIGPROF where a visit takes more processor time than it may.
 """
 
 from __future__ import annotations
@@ -36,7 +32,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-import h5py  # type: ignore[import-untyped]
 import numpy as np
 
 from ..errors import DataError, HpcdpError
@@ -48,106 +43,106 @@ if TYPE_CHECKING:
     import h5py  # type: ignore[import-untyped]
 
 LIMIT_S = 5.0
-"""Processor time of a visit. What is sound takes milliseconds, and a second where there are 100,000 chunks."""
+"""Processor seconds of a visit. A sound file takes milliseconds, and a second with 100,000 chunks."""
 _LONGEST_S = 120.0
-"""Of a visit by the clock: the child has to start, and file systems may be slow."""
+"""Wall-clock seconds of a visit: the child has to start, and file systems may be slow."""
 _SOUND = "sound"
 _WRONG_FOR_S, _KEPT_FOR_S = 60.0, 30 * 86400.0
-"""How long other processes of the node believe that a file is wrong, and how long that it is sound."""
+"""Seconds for which other processes of the node trust the verdict "wrong", and the verdict "sound"."""
 
 
 def require_visited(path: Path, names: Sequence[str], external: bool) -> None:
-    """Let a child process visit data sets of a file, once a node and version of the file.
+    """Let a child process visit data sets of a file, once per node and version of the file.
 
     Args:
         path: the file.
-        names: of the data sets; where one is missing all objects are visited.
-        external: follow what leads to other files.
+        names: the data sets; if one is missing, all objects are visited.
+        external: follow references to other files.
 
     Raises:
-        DataError: HDF5 comes to no end with it, or crashes.
+        DataError: HDF5 does not terminate on it, or crashes.
     """
     version = _version(path)
-    asked = hashlib.sha256(json.dumps([version, names, external]).encode()).hexdigest()
-    if version in _trusted or asked in _visited:
+    request = hashlib.sha256(json.dumps([version, names, external]).encode()).hexdigest()
+    if version in _trusted or request in _visited:
         return
-    with _visiting, _kept(asked) as kept:
-        said = _read(kept)
-        if not said:
-            said = _child.visit([os.path.abspath(path), [*names], external])
-            _write(kept, said)
-    if said not in ("", _SOUND):
+    with _visiting, _kept(request) as kept:
+        verdict = _read(kept)
+        if not verdict:
+            verdict = _child.visit([os.path.abspath(path), [*names], external])
+            _write(kept, verdict)
+    if verdict not in ("", _SOUND):
         raise DataError(
-            "read HDF5", where=path, expected="a file with which HDF5 comes to an end", got=said,
-            remedy="it is damaged: get it again, or write it anew",
+            "read HDF5", where=path, expected="a file that HDF5 can traverse", got=verdict,
+            remedy="get the damaged file again, or write it anew",
         )  # fmt: skip
-    _visited.add(asked)
+    _visited.add(request)
 
 
 def trust(path: Path) -> None:
-    """Note that this process has written a file itself, so that it is not visited."""
+    """Record that this process has written a file itself, so that it is not visited."""
     with contextlib.suppress(OSError):
         _trusted.add(_version(path))
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    found = os.stat(path)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @contextlib.contextmanager
-def _kept(asked: str) -> Iterator[TextIO | None]:
-    """Yield the file that keeps what a visit has found, locked; None where there is no folder for it, or no lock."""
+def _kept(request: str) -> Iterator[TextIO | None]:
+    """Yield the locked file that keeps the verdict of a visit; None without a folder for it, or without locks."""
     with contextlib.ExitStack() as held:
         file = None
         with contextlib.suppress(HpcdpError, OSError):
             folder = cache_dir() / "hdf5"
             folder.mkdir(mode=0o700, exist_ok=True)
-            opened = held.enter_context(open(folder / asked, "a+"))
-            fcntl.flock(opened, fcntl.LOCK_EX)  # others wait here for the visit of the first
+            opened = held.enter_context(open(folder / request, "a+"))
+            fcntl.flock(opened, fcntl.LOCK_EX)  # other processes wait here for the first one's visit
             file = opened
         yield file
 
 
 def _read(kept: TextIO | None) -> str:
-    """Return what another process has found out, or an empty text."""
+    """Return another process's verdict, or an empty text."""
     if kept is None:
         return ""
     kept.seek(0)
-    said = kept.read(1000)
+    verdict = kept.read(1000)
     age_s = time.time() - os.fstat(kept.fileno()).st_mtime
-    return said if said == _SOUND or age_s < _WRONG_FOR_S else ""
+    return verdict if verdict == _SOUND or age_s < _WRONG_FOR_S else ""
 
 
-def _write(kept: TextIO | None, said: str) -> None:
+def _write(kept: TextIO | None, verdict: str) -> None:
     if kept is None:
         return
     with contextlib.suppress(OSError):  # a full disk: the next process visits the file again
         kept.truncate(0)
-        kept.write(said)
+        kept.write(verdict)
         kept.flush()
-        for each in os.scandir(os.path.dirname(kept.name)):
-            if time.time() - each.stat().st_mtime > _KEPT_FOR_S:
-                os.unlink(each)
+        for entry in os.scandir(os.path.dirname(kept.name)):
+            if time.time() - entry.stat().st_mtime > _KEPT_FOR_S:
+                os.unlink(entry)
 
 
 class _Child:
-    """A process of Python that visits files for this one. It starts with the first, and ends with this process."""
+    """A Python process that visits files for this one. It starts with the first visit and ends with this process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._answers = -1
-        """A pipe from which a byte comes for each visit."""
+        """A pipe that delivers a byte per visit."""
 
-    def visit(self, asked: list[object]) -> str:
-        """Return what came of a visit; an empty text, and a warning, where no child can be started."""
+    def visit(self, request: list[object]) -> str:
+        """Return the verdict of a visit; an empty text, after a warning, if no child can be started."""
         try:
             process = self._started()
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended, and its status tells why
-                process.stdin.write(json.dumps([*asked, LIMIT_S]).encode() + b"\n")
+            with contextlib.suppress(BrokenPipeError):  # it has ended; its status gives the reason
+                process.stdin.write(json.dumps([*request, LIMIT_S]).encode() + b"\n")
                 process.stdin.flush()
-            answers = select.poll()  # `select` knows the first 1,024 descriptors of a process alone
+            answers = select.poll()  # select.select is limited to descriptors below 1,024
             answers.register(self._answers)
             is_ready = answers.poll(1e3 * _LONGEST_S)
             if is_ready and os.read(self._answers, 1):
@@ -156,23 +151,23 @@ class _Child:
             self.end()
             warnings.warn(f"HDF5 files are opened without a visit by a child process: {error}", stacklevel=2)
             return ""
-        except BaseException:  # as Ctrl-C: the next visit must not take this one's answer for its own
+        except BaseException:  # such as Ctrl-C: the next visit must not read this one's answer
             self.end()
             raise
         if not is_ready:
             self.end()
-            return f"one that it has not visited in {_LONGEST_S:g} s"
+            return f"no result within {_LONGEST_S:g} s"
         status = self.end(kill=False)
         if status == -signal.SIGPROF:
-            return f"one that it visits for more than {LIMIT_S:g} s"
+            return f"no result within {LIMIT_S:g} s of processor time"
         if status < 0:
-            return f"one at which it crashes ({signal.Signals(-status).name})"
+            return f"a crash ({signal.Signals(-status).name})"
         warnings.warn("HDF5 files are opened without a visit by a child process, which fails to start", stacklevel=2)
         return ""
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is not None:
-            self.end()  # somebody has ended it between two visits
+            self.end()  # another process has killed it between two visits
         if self._process is None:
             self._answers, answers = os.pipe()
             try:
@@ -189,19 +184,19 @@ class _Child:
         return self._process
 
     def end(self, kill: bool = True) -> int:
-        """End the process, if there is one, or wait for its end; return its status."""
+        """End the process, or wait for its end unless ``kill``; return its status."""
         process, self._process = self._process, None
         if process is None:
             return 0
         if kill:
             process.kill()
         os.close(self._answers)
-        with contextlib.suppress(OSError), process:  # what is not sent yet is lost
+        with contextlib.suppress(OSError), process:  # unsent requests are lost
             pass
         return process.wait()
 
     def forget(self) -> None:
-        """In a process that was forked: the child is that of the other one."""
+        """Drop the child in a forked process, because it belongs to the parent."""
         process, self._process = self._process, None
         if process is not None and process.stdin is not None:
             os.close(self._answers)
@@ -225,22 +220,22 @@ os.register_at_fork(after_in_child=_begin_anew)
 atexit.register(_child.end)
 
 Source = tuple[str, str]
-"""A file and a data set in it, as a virtual one names them: ``%%`` is a %, and ``%b`` stands for numbers."""
+"""A file and a data set in it, as a virtual data set names them: ``%%`` is a %, and ``%b`` stands for numbers."""
 
 
 _MOST_SOFT_LINKS = 16
-"""On the way to an object: HDF5 follows no more."""
+"""Soft links on the path to an object that HDF5 follows at most."""
 
 
 def outside(file: h5py.File, name: str, seen: set[str] | None = None) -> str | None:
-    """Return what of the data set ``name`` is in another file, in words; None: nothing does.
+    """Return which part of the data set ``name`` is in another file, in words; None if none is.
 
-    No file is opened for it. Numbered sources count as another file, since HDF5 looks for any number of them.
+    Opens no file. Numbered sources count as another file, since HDF5 looks for any number of them.
 
     Args:
         file: an open file.
-        name: of the data set; if there is none, nothing is elsewhere.
-        seen: names that were looked at, as virtual data sets may show each other.
+        name: the data set; a missing one is nowhere else.
+        seen: names checked so far, because virtual data sets may refer to each other.
     """
     import h5py
 
@@ -266,15 +261,14 @@ def outside(file: h5py.File, name: str, seen: set[str] | None = None) -> str | N
 
 
 def special_file(file: h5py.File, name: str, seen: set[Source] | None = None) -> Path | None:
-    """Return a file that HDF5 would open for the data set ``name`` and that is no regular one, or None.
+    """Return a file that HDF5 would open for the data set ``name`` and that is not regular, or None.
 
-    Whoever opens a FIFO waits for a writer, and a device may have no end. Regular files are opened, to look for links
-    in them.
+    Opening a FIFO waits for a writer, and a device may have no end. Regular files are opened to look for links in them.
 
     Args:
         file: an open file.
-        name: of the data set.
-        seen: files and names of those that were looked at.
+        name: the data set.
+        seen: files and names checked so far.
     """
     import h5py
 
@@ -289,15 +283,15 @@ def special_file(file: h5py.File, name: str, seen: set[Source] | None = None) ->
         if not isinstance(dataset, h5py.Dataset):
             return None
         folder = os.environ.get("HDF5_EXTFILE_PREFIX", "").replace("${ORIGIN}", os.path.dirname(file.filename))
-        for storage in {Path(folder, os.fsdecode(each[0])) for each in dataset.external or ()}:
+        for storage in {Path(folder, os.fsdecode(entry[0])) for entry in dataset.external or ()}:
             if storage.exists() and not storage.is_file():
                 return storage
-        shown = dataset.virtual_sources() if dataset.is_virtual else ()
-        sources = [(each.file_name, each.dset_name, "HDF5_VDS_PREFIX") for each in shown]
+        virtual = dataset.virtual_sources() if dataset.is_virtual else ()
+        sources = [(source.file_name, source.dset_name, "HDF5_VDS_PREFIX") for source in virtual]
     for file_name, source, prefixes in sources:
         numbered = _is_pattern(file_name) or _is_pattern(source)
         for number in itertools.count() if numbered else (0,):
-            path = _found(_with_number(file_name, number), file.filename, prefixes)
+            path = _resolved(_with_number(file_name, number), file.filename, prefixes)
             if path is None:
                 break
             if not path.is_file():
@@ -313,9 +307,9 @@ def special_file(file: h5py.File, name: str, seen: set[Source] | None = None) ->
 
 
 def _external_link(file: h5py.File, name: str) -> tuple[str, str] | None:
-    """Return the file that a link on the way to an object names, and the object in it.
+    """Return the file and the object that an external link on the path to an object names.
 
-    `in` and `get` of h5py would open the file.
+    h5py's `in` and `get` would open the file.
     """
     from h5py import h5g, h5l, h5o
 
@@ -334,7 +328,7 @@ def _external_link(file: h5py.File, name: str) -> tuple[str, str] | None:
         soft += 1
         if kind != h5l.TYPE_SOFT:
             if kind != h5l.TYPE_EXTERNAL:
-                return "of a kind of its own", ""
+                return "of a user-defined link", ""
             path, target = group.links.get_val(part)
             return os.fsdecode(path), b"/".join([target, *left]).decode("utf-8", "surrogateescape")
         if soft > _MOST_SOFT_LINKS:
@@ -350,22 +344,23 @@ def missing_source(
     opened: Callable[[Path, list[str]], AbstractContextManager[h5py.File]],
     seen: set[Source] | None = None,
 ) -> Source | None:
-    """The first of what ``dataset`` shows, also through other virtual ones, that is not there; None: all is.
+    """Return the first missing source of ``dataset``, also through other virtual data sets; None if all exist.
 
     Args:
+        dataset: an open data set.
         opened: opens a file to read data sets of these names.
-        seen: paths and names of those that were looked at.
+        seen: paths and names checked so far.
     """
     import h5py
 
     seen = set() if seen is None else seen
-    shown: dict[str, set[str]] = {}
+    sources: dict[str, set[str]] = {}
     for source in dataset.virtual_sources() if dataset.is_virtual else ():
-        shown.setdefault(source.file_name, set()).add(source.dset_name)
-    for file_name, names in sorted(shown.items()):
+        sources.setdefault(source.file_name, set()).add(source.dset_name)
+    for file_name, names in sorted(sources.items()):
         if _is_pattern(file_name):
             continue
-        path = _found(file_name, dataset.file.filename, "HDF5_VDS_PREFIX")
+        path = _resolved(file_name, dataset.file.filename, "HDF5_VDS_PREFIX")
         if path is None:
             return file_name, min(names)
         plain = sorted(_plain(name) for name in names if not _is_pattern(name))
@@ -375,32 +370,32 @@ def missing_source(
                 if place in seen or _is_pattern(name):
                     continue
                 seen.add(place)
-                found = file.get(_plain(name))
-                if not isinstance(found, h5py.Dataset):
+                inner = file.get(_plain(name))
+                if not isinstance(inner, h5py.Dataset):
                     return file_name, name
-                missing = missing_source(found, opened, seen)
+                missing = missing_source(inner, opened, seen)
                 if missing is not None:
                     return missing
     return None
 
 
-def _found(file_name: str, showing: str, prefixes: str) -> Path | None:
-    """Return the file that HDF5 opens for a name in the file ``showing`` (its ``H5F_prefix_open_file``), or None.
+def _resolved(file_name: str, referrer: str, prefixes: str) -> Path | None:
+    """Return the file that HDF5 opens for a name in the file ``referrer`` (its ``H5F_prefix_open_file``), or None.
 
     Args:
-        file_name: as `Source` writes it.
-        showing: path of the file that names it.
-        prefixes: the environment variable of folders that are searched first.
+        file_name: a name as in `Source`.
+        referrer: the path of the file that names it.
+        prefixes: the environment variable of the folders to search first.
     """
     if file_name == ".":
-        return Path(showing)
+        return Path(referrer)
     named = Path(_plain(file_name))
     if named.is_absolute():
         if _can_be_opened(named):
             return named
         named = Path(named.name)
     first = filter(None, os.environ.get(prefixes, "").split(":"))
-    folders = [*first, os.path.dirname(showing), "", os.path.dirname(os.path.realpath(showing))]
+    folders = [*first, os.path.dirname(referrer), "", os.path.dirname(os.path.realpath(referrer))]
     return next((path for folder in folders if _can_be_opened(path := Path(folder, named))), None)
 
 
@@ -421,7 +416,7 @@ def _with_number(name: str, number: int) -> str:
 
 
 def open_to_read(path: str | Path, names: Sequence[str], external: bool) -> h5py.File:
-    """Open a file to read data sets of these names."""
+    """Open a file to read the data sets ``names``, after a visit by a child process."""
     import h5py
 
     path = Path(path)
@@ -432,22 +427,22 @@ def open_to_read(path: str | Path, names: Sequence[str], external: bool) -> h5py
     except OSError as error:
         if "locking flag" in str(error):
             raise DataError(
-                "read HDF5", where=path, expected="a file that this process has open without locks, or not at all",
-                got="one with locks", remedy="open your own with h5py.File(path, locking=False), or close it before",
+                "read HDF5", where=path, expected="a file that this process has not opened with locks",
+                got="one opened with locks", remedy="open it with h5py.File(path, locking=False), or close it first",
             ) from error  # fmt: skip
         raise DataError("read HDF5", where=path, expected="an HDF5 file", got=error) from error
 
 
 @contextlib.contextmanager
 def open_hdf5(path: str | Path, names: Sequence[str]) -> Iterator[h5py.File]:
-    """Yield the file, open for reading only; damage that h5py reports inside of the block becomes a `DataError`.
+    """Yield a file, opened for reading; damage that h5py reports inside the block becomes a `DataError`.
 
     Args:
         path: the file.
-        names: of the data sets that are read in the block, which are in this file alone.
+        names: the data sets that the block reads, which must be in this file alone.
 
     Raises:
-        DataError: HDF5 comes to no end with one of them, or it is in another file.
+        DataError: HDF5 does not terminate on one of them, or it is in another file.
     """
     with open_to_read(path, names, external=False) as file, damage_as_data_error(path):
         for name in names:
@@ -456,7 +451,7 @@ def open_hdf5(path: str | Path, names: Sequence[str]) -> Iterator[h5py.File]:
 
 
 def require_inside(file: h5py.File, name: str, remedy: str | None = None) -> None:
-    """Raise `DataError` where a data set is in another file: whoever has written this one would choose which."""
+    """Raise `DataError` if a data set is in another file, which the author of this one would choose."""
     elsewhere = outside(file, name)
     if elsewhere is not None:
         where = f"{file.filename}:{name}"
@@ -465,23 +460,26 @@ def require_inside(file: h5py.File, name: str, remedy: str | None = None) -> Non
 
 @contextlib.contextmanager
 def damage_as_data_error(path: str | Path) -> Iterator[None]:
+    """Turn errors of h5py into a `DataError` that names ``path``."""
     try:
         yield
+    except HpcdpError:
+        raise
     except (OSError, RuntimeError, KeyError, ValueError, OverflowError, MemoryError) as error:
         raise DataError("read HDF5", where=path, expected="undamaged data", got=error) from error
 
 
 Kind = tuple[tuple[int, ...], str]
-"""Shape and dtype."""
+"""The shape and dtype of an array."""
 
 
 def write_arrays(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write ``arrays`` to an HDF5 file, a data set for each, that replaces ``path`` when it is complete.
+    """Write ``arrays`` to an HDF5 file, one data set each, that replaces ``path`` when it is complete.
 
-    Several processes may write one file at a time: it is that of the last.
+    Several processes may write one file at a time: the last one's stays.
 
     Raises:
-        DataError: it cannot be written; what was there stays.
+        DataError: it cannot be written; the previous file stays.
     """
     import h5py  # type: ignore[import-untyped]
 
@@ -498,45 +496,48 @@ def write_arrays(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read_arrays(path: str | Path, expected: Mapping[str, Kind]) -> dict[str, np.ndarray]:
-    """The arrays of those names from a file of `write_arrays`; nothing is read unless shapes and dtypes are those.
+    """Read the named arrays from a file of `write_arrays`, after all shapes and dtypes have been checked.
 
     Raises:
-        DataError: the file is missing or damaged, or an array is missing, in another file, or of another kind.
+        DataError: the file is missing or damaged, or an array is missing, in another file, or of another shape or
+            dtype.
     """
     import h5py
 
-    found = {}
+    arrays = {}
     with open_hdf5(path, list(expected)) as file:
         for name, (shape, dtype) in expected.items():
             dataset = file.get(name)
             where, wanted = f"{path}:{name}", f"{dtype} of shape {tuple(shape)}"
             if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual:
                 raise DataError("read HDF5", where=where, expected=wanted, got="none in this file")
-            there = str(dataset.dtype)
-            if there == "uint16" and dataset.attrs.get("dtype") == BFLOAT16:
-                there = BFLOAT16
-            if tuple(dataset.shape) != tuple(shape) or there != dtype:
-                raise DataError("read HDF5", where=where, expected=wanted, got=f"{there} of {dataset.shape}")
-            found[name] = of_bits(np.asarray(dataset[()]), dtype)
-    return found
+            stored = str(dataset.dtype)
+            if stored == "uint16" and dataset.attrs.get("dtype") == BFLOAT16:
+                stored = BFLOAT16
+            if tuple(dataset.shape) != tuple(shape) or stored != dtype:
+                raise DataError("read HDF5", where=where, expected=wanted, got=f"{stored} of {dataset.shape}")
+            arrays[name] = of_bits(np.asarray(dataset[()]), dtype)
+    return arrays
 
 
 _MOST_CHUNKS = 100_000
 _WHOLE_NBYTES = 4 << 20
-"""Data sets of so many bytes are read whole, of others the first and the last element."""
+"""Data sets of up to this size are read whole; of larger ones only the first and the last element."""
 
 
 def visit(path: str, names: Sequence[str], external: bool) -> None:
-    """Do with a file what its readers will."""
+    """Read the data sets ``names`` of a file as its readers will."""
+    import h5py
+
     with h5py.File(path, "r", locking=False) as file:
         look = special_file if external else outside
-        found = [file.get(name) for name in names if look(file, name) is None]
-        if not all(isinstance(each, h5py.Dataset) for each in found):
+        objects = [file.get(name) for name in names if look(file, name) is None]
+        if not all(isinstance(item, h5py.Dataset) for item in objects):
             file.visititems(lambda _name, _object: None)
-        for each in found:
-            if isinstance(each, h5py.Dataset):
+        for item in objects:
+            if isinstance(item, h5py.Dataset):
                 with contextlib.suppress(Exception):
-                    _visit_dataset(each)
+                    _visit_dataset(item)
 
 
 def _visit_dataset(dataset: h5py.Dataset) -> None:
@@ -552,16 +553,16 @@ def _visit_dataset(dataset: h5py.Dataset) -> None:
 
 
 def main() -> None:
-    """Visit one file after the other."""
+    """Visit files for another process, one after the other."""
     answers = int(sys.argv[1])
-    os.chdir("/")  # where it was started may be taken away
+    os.chdir("/")  # the initial working folder may be removed
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that this one serves
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     for line in sys.stdin.buffer:
         path, names, external, limit_s = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, limit_s)
-        with contextlib.suppress(Exception):  # which readers will meet themselves, and tell
+        with contextlib.suppress(Exception):  # the reader gets the same error and reports it
             visit(path, names, external)
         signal.setitimer(signal.ITIMER_PROF, 0)
         os.write(answers, b".")

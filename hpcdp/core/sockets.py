@@ -1,7 +1,7 @@
-"""TCP sockets that accept connections through one network interface alone.
+"""Restriction of listening TCP sockets to one network interface.
 
-Open MPI and hydra bind the sockets that they listen on to all addresses, whatever they are told of interfaces. Bound to
-an interface (socket(7), SO_BINDTODEVICE) such a socket refuses what comes through any other; ss shows it as
+Open MPI and hydra bind the sockets that they listen on to all addresses, whatever interface they are given. A socket
+that is bound to an interface (socket(7), SO_BINDTODEVICE) refuses connections through any other; ss shows it as
 ``0.0.0.0%lo:40123``.
 """
 
@@ -14,15 +14,15 @@ import socket
 from collections.abc import Iterator
 
 _PIDFD_GETFD = 438
-"""The number of the system call on all machines, Linux 5.6 and later."""
+"""The number of the system call on all architectures, Linux 5.6 and later."""
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 
 
 def keep_to_interface(interface: str, pid: int) -> None:
     """Bind the sockets of a process that listen on all addresses to ``interface``.
 
-    Does nothing where the kernel does not let this process reach those of ``pid``, a child of its own: without pidfds,
-    or in a container that forbids them.
+    Does nothing where the kernel denies access to the sockets of ``pid``, a child of this process: without pidfds, or
+    in a container that forbids them.
     """
     with contextlib.suppress(OSError, AttributeError):
         process = os.pidfd_open(pid)
@@ -37,7 +37,7 @@ def keep_to_interface(interface: str, pid: int) -> None:
 
 @contextlib.contextmanager
 def kept_to_interface(interface: str) -> Iterator[None]:
-    """Bind those that this process itself opens in this context, as `keep_to_interface` does."""
+    """Bind the sockets that this process opens in this context, as `keep_to_interface` does."""
     before = _sockets(os.getpid())
     yield
     for descriptor in _sockets(os.getpid()) - before:
@@ -45,21 +45,21 @@ def kept_to_interface(interface: str) -> Iterator[None]:
 
 
 def _sockets(pid: int) -> set[int]:
-    found = set()
+    descriptors = set()
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
-                    found.add(int(name))
-    return found
+                    descriptors.add(int(name))
+    return descriptors
 
 
 def _bind(descriptor: int, interface: str) -> None:
-    """Bind the socket of a descriptor, which is closed, if it listens on all addresses."""
-    with socket.socket(fileno=descriptor) as found, contextlib.suppress(OSError):
+    """Bind the socket of a descriptor if it listens on all addresses; close the descriptor."""
+    with socket.socket(fileno=descriptor) as listener, contextlib.suppress(OSError):
         if (
-            found.family in (socket.AF_INET, socket.AF_INET6)
-            and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            and found.getsockname()[0] in _ALL_ADDRESSES
+            listener.family in (socket.AF_INET, socket.AF_INET6)
+            and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            and listener.getsockname()[0] in _ALL_ADDRESSES
         ):
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, f"{interface}\0".encode())
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, f"{interface}\0".encode())

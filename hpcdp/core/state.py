@@ -1,14 +1,11 @@
-"""Checks of state dictionaries, and arrays that ranks of a node hold together.
+"""State dictionaries, and arrays that must not be changed in place.
 
-What the state of a run is made of, for whoever has some to save.
+A **state** is what `Stateful.state_dict` returns: dicts (with keys str or int), lists and tuples of arrays, numbers,
+texts, None, and further objects with a state. An array is assumed to be equal on all ranks, unless it is in a
+`Sharded`, of which ranks hold parts, or in a `PerRank`.
 
-A **state** is what `Stateful.state_dict` gives: dicts (of str or int), lists and tuples of arrays, numbers, texts,
-None, and further objects with a state. An array is taken to be alike on all ranks, unless it stands in a `Sharded`, of
-which ranks hold parts, or in a `PerRank`.
-
-Arrays that are not to be changed in place, as those that several ranks hold together.
-
-What one rank changes in them the others see, and a program that all ranks run would change them once for each.
+Arrays that several ranks hold in shared memory must not be changed in place: other ranks would see one rank's change,
+and a program that all ranks run would apply it once per rank.
 """
 
 from __future__ import annotations
@@ -29,26 +26,26 @@ from .arrays import Array, on_device_of
 from .devices import to_device_of
 
 _held: dict[int, tuple[int, str]] = {}
-"""By the address of the first byte of each: that behind the last one, and what a change would be."""
+"""The end address of each protected memory range, and the description of a change to it, by its first address."""
 
 _themselves: set[int] = set()
-"""The ids of those that `refusing` was given."""
+"""The ids of arrays that were passed to `refusing`."""
 
 
 def hold_together(array: np.ndarray, ranks: int) -> None:
-    """From now on, as long as somebody has it, ``array`` and what lies in its memory is what so many ranks hold."""
+    """Protect ``array``, and all views of its memory, as shared by ``ranks`` ranks for as long as it exists."""
     first, last = byte_bounds(array)
     _held[first] = last, f"one of what {ranks} ranks hold together, which each of them would change"
-    whole = array
-    while isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    weakref.finalize(whole, _held.pop, first, None).atexit = False
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    weakref.finalize(owner, _held.pop, first, None).atexit = False
 
 
 @contextlib.contextmanager
 def refusing(arrays: Iterable[Any], change: str) -> Iterator[None]:
-    """Within it a change of those in host memory is refused as ``change`` says."""
-    on_host = [each for each in arrays if isinstance(each, np.ndarray) and each.size]
+    """Refuse changes of those ``arrays`` that are in host memory within this context; ``change`` describes them."""
+    on_host = [array for array in arrays if isinstance(array, np.ndarray) and array.size]
     added = {first: (last, change) for first, last in map(byte_bounds, on_host) if first not in _held}
     _held.update(added)
     _themselves.update(map(id, on_host))
@@ -61,18 +58,18 @@ def refusing(arrays: Iterable[Any], change: str) -> Iterator[None]:
 
 
 def change_of(array: Any) -> str | None:
-    """What a change of ``array`` in place would be, where it is not to be changed."""
+    """Describe an in-place change of ``array`` if it is protected; else return None."""
     if not _held or not isinstance(array, np.ndarray) or not array.size:
         return None
-    if array.base is None and id(array) not in _themselves:  # memory of its own; to ask where it lies takes 2 us
+    if array.base is None and id(array) not in _themselves:  # it owns its memory, and byte_bounds takes 2 us
         return None
     first, last = byte_bounds(array)
-    held = list(_held.items())  # ranks may be threads
+    held = list(_held.items())  # a copy, because ranks may be threads
     return next((change for begin, (end, change) in held if begin < last and first < end), None)
 
 
 def refuse_change(array: Any, name: str = "", operation: str = "in-place change") -> None:
-    """Raises `HpcdpError` where ``array`` is not to be changed in place."""
+    """Raise `HpcdpError` if ``array`` must not be changed in place."""
     change = change_of(array)
     if change is not None:
         raise HpcdpError(
@@ -83,27 +80,27 @@ def refuse_change(array: Any, name: str = "", operation: str = "in-place change"
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be saved, and restored in place."""
+    """An object whose state can be saved, and restored in place."""
 
     def state_dict(self) -> Any:
-        """A state, of which arrays may be the object's own, not copies."""
+        """Return a state; its arrays may be the object's own, not copies."""
         ...
 
     def load_state_dict(self, state: Any) -> Any:
-        """Take over such a state; where arrays are the object's own, they have been filled already."""
+        """Restore such a state. Arrays that are the object's own have been filled already."""
         ...
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint has beside the state of one object."""
+    """The contents of a checkpoint beside the state of one object."""
 
     names: Sequence[str]
-    """Of all that is no dict, list or tuple, in the order of saving, after renaming."""
+    """The names of all leaves (values that are no dict, list or tuple) in saving order, after renaming."""
     renamed: Mapping[str, str]
-    """New names, by those that the checkpoint has."""
+    """New names by the names in the checkpoint."""
     shape_of: Callable[[str], tuple[int, ...]]
-    """The shape of a tensor."""
+    """Returns the shape of a tensor by its name."""
 
 
 class FitsSaved:
@@ -114,10 +111,10 @@ class FitsSaved:
 
         Args:
             form: see `hpcdp.checkpoint.flatten`.
-            saved: what the checkpoint has beside.
+            saved: the contents of the checkpoint beside the state.
 
         Raises:
-            ConfigError: what belongs to what is not known.
+            ConfigError: saved and current entries cannot be matched.
         """
         return form
 
@@ -127,34 +124,35 @@ class Part:
     """A run of a tensor's elements, in C order."""
 
     first: int
-    """The number of its first element in the whole tensor."""
+    """The index of the first element in the whole tensor."""
     values: Array
-    """Shape ``(count,)``, contiguous; read when a state is saved, and filled when it is restored."""
+    """The elements, shape ``(count,)``, contiguous; read when a state is saved, filled when it is restored."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
     """A tensor of which this rank holds some parts.
 
-    All ranks together hold all of it. Where several hold the same parts, those are alike, and each of them says so by
-    the same ``copies`` and another ``copy``.
+    All ranks together hold all of it. Ranks that hold the same parts have equal values; they give the same ``copies``
+    and different values of ``copy``.
     """
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     dtype: np.dtype
     parts: Sequence[Part]
     copies: int = 1
-    """So many ranks hold these parts."""
+    """The number of ranks that hold these parts."""
     copy: int = 0
-    """Which of them this rank is, from 0."""
+    """The index of this rank among them, from 0."""
     shares: bool = False
-    """Rows (the first axis) are shares of one sum: where a state was saved with another number of rows, each row gets
-    the same share of what they had together."""
+    """Rows (the first axis) are shares of one sum. If a state was saved with another number of rows, all rows get equal
+    shares of the saved sum.
+    """
 
     @property
     def count(self) -> int:
-        """Elements of the whole tensor."""
+        """The number of elements of the whole tensor."""
         return math.prod(self.shape)
 
 
@@ -162,8 +160,8 @@ class Sharded:
 class PerRank:
     """A state that each rank has for itself, such as that of a random generator.
 
-    It is restored where there are as many ranks as when it was saved. Else it is left as it is, and who takes over the
-    state is given None in its place.
+    It is restored if the number of ranks is the same as at saving. Otherwise it stays as it is, and `load_state_dict`
+    gets None in its place.
     """
 
     value: Any
@@ -171,23 +169,23 @@ class PerRank:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which part of a whole array an array is, where the whole is cut along an axis and each rank has a part."""
+    """The position of an array in a whole array that is split along an axis, with one part per rank."""
 
     axis: int
     first: int
-    """Where this part begins along the axis."""
+    """The index along the axis at which this part begins."""
     total: int
-    """How long the whole is along it."""
+    """The length of the whole along the axis."""
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole, of a part of ``shape``."""
+        """Return the shape of the whole array, given a part's ``shape``."""
         return (*shape[: self.axis], self.total, *shape[self.axis + 1 :])
 
     def runs(self, shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Where elements ``first`` to ``last`` of a part of ``shape`` lie in the whole, both in C order.
+        """Map elements ``first`` to ``last`` of a part of ``shape`` to the whole, both in C order.
 
         Yields:
-            For each run of elements that stay together, where it begins in the part and in the whole, and its length.
+            For each contiguous run of elements: its start in the part, its start in the whole, and its length.
         """
         inner = math.prod(shape[self.axis + 1 :])
         width, stride = shape[self.axis] * inner, self.total * inner
@@ -202,7 +200,7 @@ class Cut:
 
 
 def require_state(of: str, state: object, *names: str) -> None:
-    """Raises `ConfigError` unless ``state`` is a dict with these names."""
+    """Raise `ConfigError` unless ``state`` is a dict with these names."""
     if isinstance(state, Mapping) and all(name in state for name in names):
         return
     if isinstance(state, Mapping):
@@ -213,17 +211,17 @@ def require_state(of: str, state: object, *names: str) -> None:
 
 
 def cut_of(param: object) -> Cut | None:
-    """Which part of a whole a parameter is; None of one that is whole."""
+    """Return the `Cut` of a parameter; None for one that is not split."""
     return getattr(param, "cut", None)
 
 
 def take(where: str, own: Sharded, given: Any) -> None:
-    """Fill this rank's parts of a tensor, in place; what has been filled already costs nothing.
+    """Fill this rank's parts of a tensor in place; parts that share memory with the source cost nothing.
 
     Args:
-        where: what an error calls the tensor.
-        own: what this rank holds of it.
-        given: the same of another state, or the whole tensor as an array; of any device.
+        where: the tensor's name in errors.
+        own: this rank's parts of the tensor.
+        given: the same parts of another state, or the whole tensor as an array; on any device.
 
     Raises:
         ConfigError: ``given`` is no tensor, or has another shape or other parts.
@@ -235,9 +233,9 @@ def take(where: str, own: Sharded, given: Any) -> None:
         raise ConfigError("load_state_dict", where=where, expected=expected, got=type_named(given))
     if tuple(given.shape) != own.shape or theirs not in (None, [(run.start, run.stop - run.start) for run in runs]):
         raise ConfigError(
-            "load_state_dict", where=where, expected=f"shape {own.shape}, or the part of it that this rank holds",
+            "load_state_dict", where=where, expected=f"shape {own.shape}, or this rank's part of it",
             got=f"shape {tuple(given.shape)}" + ("" if theirs is None else f", {len(theirs)} parts of it"),
-            remedy="restore it from a checkpoint, which gives each rank its part",
+            remedy="restore it with checkpoint.Manager.restore, which gives each rank its part",
         )  # fmt: skip
     for part, run, number in zip(own.parts, runs, range(len(runs)), strict=True):
         with on_device_of(part.values):
@@ -253,5 +251,5 @@ def _same_memory(x: Array, y: Array) -> bool:
 
 
 def unquoted(name: str) -> str:
-    """Return the name of a tensor of a state with its keys as the program knows them; only slashes end a key."""
+    """Return a tensor's name with its keys as in the program; only slashes separate keys."""
     return "/".join("" if key == "%" else urllib.parse.unquote(key) for key in name.split("/"))

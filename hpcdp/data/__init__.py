@@ -19,25 +19,7 @@ from .loader import DataLoader
 from .samplers import BatchSampler, RandomSampler, SequentialSampler, ShardedSampler, SharedSampler, VirtualShardSampler
 
 __all__ = [
-    "ArrayDataset",
-    "Augmentation",
-    "BatchSampler",
-    "DataLoader",
-    "Dataset",
-    "HDF5Dataset",
-    "ImageDataset",
-    "RandomCrop",
-    "RandomFlip",
-    "RandomSampler",
-    "SequentialSampler",
-    "ShardedSampler",
-    "SharedSampler",
-    "TextDataset",
-    "VirtualShardSampler",
-    "load",
-    "read_cifar10",
-    "read_csv",
-    "read_idx",
-    "split_and_load",
-    "split_batch",
-]
+    "ArrayDataset", "Augmentation", "BatchSampler", "DataLoader", "Dataset", "HDF5Dataset", "ImageDataset",
+    "RandomCrop", "RandomFlip", "RandomSampler", "SequentialSampler", "ShardedSampler", "SharedSampler", "TextDataset",
+    "VirtualShardSampler", "load", "read_cifar10", "read_csv", "read_idx", "split_and_load", "split_batch",
+]  # fmt: skip

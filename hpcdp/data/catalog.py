@@ -1,17 +1,11 @@
-"""Data sets by name, their download, and the digits in the package.
+"""Data sets by name: their download, and the digits set in the package.
 
-The data sets that have a name.
+Files are in ``ROOT/NAME/``, where ROOT is ``HPCDP_DATA_DIR``, else ``~/.cache/hpcdp/data``. Licences: digits CC BY 4.0,
+MNIST CC BY-SA 3.0 (LeCun, Cortes and Burges), Fashion-MNIST MIT (Zalando SE, 2017). CIFAR-10 states no licence and asks
+to cite Krizhevsky 2009. The plays of Shakespeare are in the public domain.
 
-Files lie in ``ROOT/NAME/``, where ROOT is ``HPCDP_DATA_DIR``, else ``~/.cache/hpcdp/data``. Licences: digits CC BY 4.0,
-MNIST CC BY-SA 3.0 (LeCun, Cortes and Burges), Fashion-MNIST MIT (Zalando SE, 2017); CIFAR-10 states no licence and
-asks to cite Krizhevsky 2009; the plays of Shakespeare are in the public domain. Digits and text come with the package.
-
-Files from the net, checked and whole.
-
-The digits set that ships with the package.
-
-Optical Recognition of Handwritten Digits: E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository,
-https://doi.org/10.24432/C50P49, CC BY 4.0; 1,438 training and 359 test images of 8 x 8 pixels.
+The digits are "Optical Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning
+Repository, https://doi.org/10.24432/C50P49, CC BY 4.0: 1,438 training and 359 test images of 8 x 8 pixels.
 """
 
 from __future__ import annotations
@@ -36,16 +30,12 @@ from .images import read_idx, resize
 
 _MAX_NBYTES = 1 << 30
 _OF_DISKS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS
-"""Errors that no address has."""
+"""Error numbers of the local disk, for which no other address helps."""
 
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Makes ``folder`` and holds its lock, so that of all processes that want a file only one fetches it.
-
-    Raises:
-        DataError: the folder cannot be made or written, or its file system has no locks.
-    """
+    """Create ``folder`` and hold its lock, so that only one process downloads; `DataError` if that fails."""
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -53,48 +43,43 @@ def folder_lock(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             raise DataError(
-                "data folder", where=folder, expected="a writeable folder, of a file system that has locks",
-                got=reason(error), remedy="set HPCDP_DATA_DIR to one",
+                "data folder", where=folder, expected="a writeable folder on a file system with locks",
+                got=reason(error), remedy="set HPCDP_DATA_DIR to such a folder",
             ) from error  # fmt: skip
         yield
 
 
 def check_md5(path: Path, md5: str) -> None:
-    """Compares a file with its published checksum; MD5 is what is published; it finds damage, not malice.
-
-    Raises:
-        DataError: it differs, or cannot be read.
-    """
+    """Raise `DataError` unless a file has the published MD5 checksum, which detects damage, not tampering."""
     try:
         with open(path, "rb") as file:
             got = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     except OSError as error:
         raise DataError("checksum", where=path, expected="a file that can be read", got=error.strerror) from error
     if got != md5:
-        raise DataError(
-            "checksum", where=path, expected=f"MD5 {md5}", got=got, remedy="delete the file to fetch it again"
-        )
+        remedy = "delete the file to fetch it again"
+        raise DataError("checksum", where=path, expected=f"MD5 {md5}", got=got, remedy=remedy)
 
 
 def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) -> None:
-    """Fetches the first of several addresses that works into ``path``; does nothing if the file is there.
+    """Download a file to ``path`` from the first of several URLs that works; do nothing if it exists.
 
-    The file appears whole and checked, or not at all. Any number of processes may call it at the same time. Proxies are
+    The file appears complete and verified, or not at all. Several processes may call this concurrently. Proxies are
     those that urllib takes from the environment.
 
     Args:
-        urls: addresses of the same file.
-        path: where it goes; its folder is made.
-        md5: its checksum.
-        timeout_s: seconds without an answer after which the next address is tried.
+        urls: URLs of the same file.
+        path: the destination; its folder is created.
+        md5: the file's MD5 checksum.
+        timeout_s: seconds without an answer after which the next URL is tried.
 
     Raises:
-        DataError: no address works (the line names each reason and where to put the file by hand), or the folder cannot
-            be written, or has no room.
+        DataError: no URL works (the error lists the reasons and where to put the file by hand), or the folder cannot be
+            written or is full.
     """
     if os.path.exists(path):
         return
-    import http.client  # most find the file, and need no network
+    import http.client  # only imported if a download is needed
     import urllib.error
 
     with folder_lock(path.parent):
@@ -116,17 +101,12 @@ def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) 
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if isinstance(error, OSError) and error.errno in _OF_DISKS:
                     raise DataError(
-                        "download", where=path, expected="room for a file that can be written", got=error.strerror,
-                        remedy="set HPCDP_DATA_DIR to a folder that has it",
+                        "download", where=path, expected="a writeable folder with space", got=error.strerror,
+                        remedy="set HPCDP_DATA_DIR to such a folder",
                     ) from error  # fmt: skip
                 reasons.append(f"{_host_of(url)}: {type(error).__name__} {error}")
-    raise DataError(
-        "download",
-        where=path.name,
-        expected="an answer",
-        got="; ".join(reasons),
-        remedy=f"put it into {path.parent} by hand, or set HPCDP_DATA_DIR to the folder above one that has it",
-    )
+    remedy = f"put it into {path.parent} by hand, or set HPCDP_DATA_DIR to the parent of a folder that has it"
+    raise DataError("download", where=path.name, expected="an answer", got="; ".join(reasons), remedy=remedy)
 
 
 def _host_of(url: str) -> str:
@@ -153,20 +133,8 @@ _SPLITS = {"train": 0, "test": 1}
 
 
 def read_digits(split: str, image_size: int | None = None) -> ArrayDataset:
-    """One part of the digits set.
-
-    Args:
-        split: "train" or "test".
-        image_size: None for 8 x 8 images, or a larger size, see `images.resize`.
-
-    Returns:
-        Images of shape ``(n, 1, image_size, image_size)``, float32 in [0, 1], with int64 labels of shape ``(n,)``.
-
-    Raises:
-        DataError: the file is damaged.
-        ConfigError: the size is less than 8.
-    """
-    trust(PATH)  # the package's own
+    """Read one part of the digits set, 8 x 8 or enlarged to ``image_size``; see `load`."""
+    trust(PATH)  # part of the package
     with open_hdf5(PATH, ("split", "images", "labels")) as file:
         members = file["split"][:] == _SPLITS[split]
         images, labels = file["images"][:][members], file["labels"][:][members]
@@ -179,10 +147,7 @@ SPLITS = ("train", "test")
 _NUM_CLASSES = 10
 
 _ADDRESSES = {
-    "mnist": (
-        "https://ossci-datasets.s3.amazonaws.com/mnist/",
-        "https://storage.googleapis.com/cvdf-datasets/mnist/",
-    ),
+    "mnist": ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
     "fashion_mnist": ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
     "cifar10": ("https://www.cs.toronto.edu/~kriz/",),
 }
@@ -204,42 +169,42 @@ _MD5 = {
 
 
 def load(name: str, split: str = "train", root: str | Path | None = None, image_size: int | None = None) -> Dataset:
-    """A data set by its name, fetched if it is not there yet.
+    """Return a data set by its name, downloading it if necessary.
 
-    Any number of processes may call it at the same time: one fetches, the others wait for its file. Where many nodes
-    share no file system, let one process a node call it first.
+    Several processes may call it concurrently: one downloads, the others wait. If nodes share no file system, have one
+    process a node call it first.
 
     Args:
         name: "digits" (in the package, 8 x 8), "mnist", "fashion_mnist" (28 x 28), "cifar10" (3 x 32 x 32), or
             "shakespeare" (in the package), a text.
         split: "train" or "test".
         root: the folder of all data sets; None for ``HPCDP_DATA_DIR``, else ``~/.cache/hpcdp/data``.
-        image_size: None leaves the size; a larger one enlarges, see `images.resize` (LeNet takes 28).
+        image_size: height and width to enlarge to, see `images.resize` (LeNet takes 28); None keeps the size.
 
     Returns:
-        A data set of images ``(n, channels, height, width)``, float32 in [0, 1], and labels ``(n,)``, int64; its
-        ``num_classes`` is 10. Of text a `TextDataset`, whose ``num_classes`` are its characters.
+        A data set of images ``(n, channels, height, width)``, float32 in [0, 1], and labels ``(n,)``, int64, with
+        ``num_classes`` 10; or a `TextDataset` whose ``num_classes`` is its vocabulary's size.
 
     Raises:
-        ConfigError: unknown name or split (the valid ones are listed), a size that is too small or of a text; a
-            user without a home has set no folder.
-        DataError: a file cannot be fetched, is damaged, or has another checksum than the published one.
+        ConfigError: an unknown name or split (the valid ones are listed); an ``image_size`` that is too small or given
+            for a text; no folder set, for a user without a home.
+        DataError: a file cannot be downloaded, is damaged, or differs from the published checksum.
     """
     one_of("data set", None, name, NAMES)
     one_of("data set", name, split, SPLITS, expected=f"split {' or '.join(SPLITS)}")
     if name == "shakespeare":
         if image_size is not None:
-            raise ConfigError("data set", where=name, expected="no image_size, it is text", got=image_size)
+            raise ConfigError("data set", where=name, expected="no image_size for a text", got=image_size)
         return read_shakespeare(split)
-    dataset = read_digits(split, image_size) if name == "digits" else _read(name, split, _root(root), image_size)
+    dataset: Dataset
+    if name == "digits":
+        dataset = read_digits(split, image_size)
+    else:
+        folder = _root(root) / name
+        images, labels = _cifar10(folder, split) if name == "cifar10" else _idx_pair(name, folder, split)
+        dataset = ImageDataset(images, labels, image_size)
     dataset.num_classes = _NUM_CLASSES
     return dataset
-
-
-def _read(name: str, split: str, root: Path, image_size: int | None) -> Dataset:
-    folder = root / name
-    images, labels = _cifar10(folder, split) if name == "cifar10" else _idx_pair(name, folder, split)
-    return ImageDataset(images, labels, image_size)
 
 
 def _root(root: str | Path | None) -> Path:
@@ -248,8 +213,8 @@ def _root(root: str | Path | None) -> Path:
     chosen = os.environ.get("HPCDP_DATA_DIR")
     try:
         return Path(chosen) if chosen else Path.home() / ".cache" / "hpcdp" / "data"
-    except RuntimeError as error:  # as in a container, whose users nobody has entered
-        expected = "a folder for data sets, since this user has no home"
+    except RuntimeError as error:  # e.g. in a container without a passwd entry
+        expected = "a folder for data sets, since this user has no home folder"
         raise ConfigError("HPCDP_DATA_DIR", expected=expected, got="none") from error
 
 
@@ -277,9 +242,8 @@ def _idx_pair(name: str, folder: Path, split: str) -> tuple[np.ndarray, np.ndarr
     if len(images) == 0:
         raise DataError("read idx", where=paths[0], expected="at least one image", got=f"shape {images.shape}")
     if labels.max() >= _NUM_CLASSES:
-        raise DataError(
-            "read idx", where=paths[1], expected=f"labels from 0 to {_NUM_CLASSES - 1}", got=f"a label {labels.max()}"
-        )
+        expected = f"labels from 0 to {_NUM_CLASSES - 1}"
+        raise DataError("read idx", where=paths[1], expected=expected, got=f"a label {labels.max()}")
     return images[:, None], labels
 
 
@@ -290,24 +254,17 @@ def _cifar10(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
         try:
             archive = _obtain("cifar10", folder, data_images.ARCHIVE)
         except DataError as error:
-            error.expected = f"{error.expected}, as {listed(missing)} (the binary version) is not there"
+            error.expected = f"{error.expected}, since {listed(missing)} (the binary version) is missing"
             raise
         with folder_lock(folder):
             if not all(map(os.path.isfile, paths)):
                 data_images.unpack_cifar10(archive)
-    _require_equal_sizes(paths)
-    return data_images.read_cifar10(*paths)
-
-
-def _require_equal_sizes(paths: list[Path]) -> None:
-    """Batches are equally long, which their files do not say: one that was cut between records shows beside others."""
-    sizes = [path.stat().st_size for path in paths]
-    if min(sizes) < max(sizes):
-        cut = sizes.index(min(sizes))
+    # The files hold equally many records, so a shorter one is truncated.
+    sizes = {path: path.stat().st_size for path in paths}
+    shortest, longest = min(paths, key=sizes.__getitem__), max(paths, key=sizes.__getitem__)
+    if sizes[shortest] < sizes[longest]:
         raise DataError(
-            "read CIFAR-10",
-            where=paths[cut],
-            expected=f"{max(sizes)} bytes, as {paths[sizes.index(max(sizes))].name} has",
-            got=f"{sizes[cut]} bytes",
-            remedy="delete the .bin files to fetch them again",
-        )
+            "read CIFAR-10", where=shortest, expected=f"{sizes[longest]} bytes, like {longest.name}",
+            got=f"{sizes[shortest]} bytes", remedy="delete the .bin files to fetch them again",
+        )  # fmt: skip
+    return data_images.read_cifar10(*paths)

@@ -1,19 +1,8 @@
-"""Data sets in memory, and splitting of batches.
+"""Data sets: arrays, images, HDF5 files, texts and CSV tables; and splitting of batches.
 
-What a data set is.
-
-One batch cut into parts.
-
-HDF5 files as data sets.
-
-CSV files and texts as data sets.
-
-Tables of numbers as text.
-
-Text for networks that foretell the next character.
-
-The set "shakespeare" that ships with the package: the first 200,376 characters of the excerpt of William Shakespeare's
-plays (who died in 1616, in the public domain) that "tiny Shakespeare" is, https://github.com/karpathy/char-rnn.
+The set "shakespeare" in the package is the first 200,376 characters of "tiny Shakespeare"
+(https://github.com/karpathy/char-rnn), an excerpt of William Shakespeare's plays. He died in 1616; the plays are in the
+public domain.
 """
 
 from __future__ import annotations
@@ -28,8 +17,9 @@ import math
 import os
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -50,18 +40,18 @@ if TYPE_CHECKING:
 
 
 def piece_bounds(count: int, num_parts: int, weights: Sequence[float] | None = None) -> list[int]:
-    """Where ``count`` items are cut into consecutive parts; part ``i`` is ``bounds[i]:bounds[i + 1]``.
+    """Return the bounds that cut ``count`` items into consecutive parts: part ``i`` is ``bounds[i]:bounds[i + 1]``.
 
     Args:
         count: number of items, >= 0.
-        num_parts: number of parts, >= 1; without weights their sizes differ by at most one, and may be 0.
+        num_parts: number of parts, >= 1. Without weights their sizes differ by at most one, and may be 0.
         weights: one positive number a part; ``[3, 1]`` cuts 256 into 192 and 64. Sizes are off by less than one.
 
     Returns:
-        ``num_parts + 1`` increasing numbers from 0 to ``count``.
+        ``num_parts + 1`` increasing integers from 0 to ``count``.
 
     Raises:
-        ConfigError: a number of parts below 1, weights of another number or not positive.
+        ConfigError: ``num_parts`` below 1, or weights that are not ``num_parts`` positive numbers.
     """
     whole_number("split", "num_parts", num_parts, 1)
     if weights is None:
@@ -77,15 +67,18 @@ def _is_share(weight: object) -> bool:
 
 
 def split_batch(x: Array, k: int, even_split: bool = True) -> list[Array]:
-    """``x`` cut along axis 0 into ``k`` consecutive views, e.g. one for each device of this process.
+    """Cut ``x`` along axis 0 into ``k`` consecutive views, e.g. one for each device of this process.
 
     Args:
         x: shape ``(count, ...)``, any namespace; not copied.
         k: number of parts.
-        even_split: refuse a count that ``k`` does not divide; if False, sizes differ by at most one.
+        even_split: whether ``k`` must divide ``count``; if False, sizes differ by at most one.
+
+    Returns:
+        ``k`` views of ``x``.
 
     Raises:
-        ConfigError: uneven although ``even_split``, ``k`` below 1, or ``x`` has no axis.
+        ConfigError: an uneven split despite ``even_split``, ``k`` below 1, or an ``x`` without axes.
     """
     if not getattr(x, "shape", ()):
         expected = "an array of samples along axis 0"
@@ -93,24 +86,25 @@ def split_batch(x: Array, k: int, even_split: bool = True) -> list[Array]:
     count = x.shape[0]
     bounds = piece_bounds(count, k)
     if even_split and count % k:
-        raise ConfigError(
-            "split_batch",
-            expected=f"a number of samples that {k} divides",
-            got=count,
-            remedy="pass even_split=False, or discard the last batch",
-        )
+        expected, remedy = f"a number of samples divisible by {k}", "pass even_split=False, or discard the last batch"
+        raise ConfigError("split_batch", expected=expected, got=count, remedy=remedy)
     return [x[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 def split_and_load(x: Array, devices: Sequence[Device], even_split: bool = True) -> list[Array]:
-    """`split_batch` into a part for each device, and each part copied there.
+    """Cut ``x`` with `split_batch` and copy one part to each device.
 
     Args:
-        devices: at least one.
+        x: shape ``(count, ...)``, any namespace.
+        devices: at least one device.
+        even_split: as in `split_batch`.
+
+    Returns:
+        One array for each device.
 
     Raises:
-        ConfigError: as `split_batch`, or ``devices`` are none.
-        DeviceError: the machine does not have one of the devices; a RuntimeError.
+        ConfigError: as `split_batch`, or no devices.
+        DeviceError: the machine lacks one of the devices; a RuntimeError.
     """
     devices = require_devices("split_and_load", devices)
     parts = split_batch(x, len(devices), even_split)
@@ -122,21 +116,23 @@ Index = int | np.integer | slice | np.ndarray
 
 
 class Dataset(abc.ABC):
-    """Samples with labels, numbered from 0. Reading must be safe from several threads at a time."""
+    """Labelled samples, numbered from 0. Reading must be thread-safe."""
 
     num_classes: int | None = None
-    """Labels are 0 to ``num_classes - 1``; None where they are no classes, or nobody has said how many."""
+    """Number of classes if labels are 0 to ``num_classes - 1``, else None."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
 
     @abc.abstractmethod
     def __getitem__(self, index: Index) -> Batch:
-        """The samples ``(x, y)`` at an index, a slice or an integer array, in its order; an integer drops axis 0.
+        """Return the samples ``(x, y)`` at an integer, a slice or an integer array, in its order.
+
+        An integer returns one sample without the batch axis.
 
         Raises:
-            IndexError: a number outside of the data set.
+            IndexError: an index is out of range.
         """
 
     @property
@@ -146,7 +142,7 @@ class Dataset(abc.ABC):
 
 
 def require_dataset(operation: str, given: object) -> None:
-    """Raises `ConfigError` for what is no data set, such as arrays alone; one need not be a `Dataset`."""
+    """Raise `ConfigError` unless ``given`` has ``__getitem__`` and ``__len__``, and is no plain array or container."""
     is_one = hasattr(given, "__getitem__") and hasattr(given, "__len__")
     if not is_one or isinstance(given, tuple | list | dict | str | np.ndarray):
         expected = "a data set, such as data.ArrayDataset(x, y)"
@@ -160,21 +156,21 @@ def _count_classes(labels: np.ndarray) -> int | None:
 
 
 class ArrayDataset(Dataset):
-    """Samples that lie in memory.
+    """Samples in memory.
 
     Args:
-        x: shape ``(n, ...)``, any dtype; kept, not copied.
-        y: shape ``(n, ...)``, any dtype; kept, not copied. Whole numbers from 0 on, of shape ``(n,)``, are classes.
+        x: samples, shape ``(n, ...)``, any dtype; not copied.
+        y: labels, shape ``(n, ...)``, any dtype; not copied. Non-negative integers of shape ``(n,)`` are classes.
 
     Raises:
-        DataError: ``x`` and ``y`` differ in length or have no axis.
+        DataError: ``x`` and ``y`` differ in length, or have no axis.
     """
 
     def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
         self.x, self.y = np.asarray(x), np.asarray(y)
         if self.x.ndim < 1 or self.y.ndim < 1 or len(self.x) != len(self.y):
             raise DataError(
-                "ArrayDataset", expected="x and y with one axis 0", got=f"shapes {self.x.shape} and {self.y.shape}"
+                "ArrayDataset", expected="x and y of equal length", got=f"shapes {self.x.shape} and {self.y.shape}"
             )
         self.num_classes = _count_classes(self.y)
 
@@ -186,29 +182,26 @@ class ArrayDataset(Dataset):
 
 
 class ImageDataset(Dataset):
-    """Images kept as they are stored and turned into float32 of [0, 1] when they are read.
+    """Images stored as uint8 and converted to float32 in [0, 1] when read.
 
     Args:
-        images: shape ``(n, channels, height, width)``, uint8; kept, not copied.
+        images: shape ``(n, channels, height, width)``, uint8; not copied.
         labels: shape ``(n,)``, integers; read as int64.
-        image_size: enlarge to this height and width when reading, see `images.resize`; None leaves the size.
+        image_size: height and width to enlarge to when reading, see `images.resize`; None keeps the size.
 
     Raises:
-        DataError: there are not as many labels as images, or they are of other dtypes.
+        DataError: the numbers of images and labels differ, or the shapes or dtypes are others.
     """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, image_size: int | None = None) -> None:
         images, labels = np.asarray(images), np.asarray(labels)
         if images.ndim != 4 or labels.ndim != 1 or len(images) != len(labels):
-            raise DataError(
-                "ImageDataset",
-                expected="images (n, channels, height, width) and labels (n,)",
-                got=f"shapes {images.shape} and {labels.shape}",
-            )
+            expected, got = "images (n, channels, height, width), labels (n,)", f"{images.shape} and {labels.shape}"
+            raise DataError("ImageDataset", expected=expected, got=f"shapes {got}")
         if images.dtype != np.uint8 or labels.dtype.kind not in "biu":
             raise DataError(
                 "ImageDataset", expected="images of uint8 and labels of integers",
-                got=f"{images.dtype} and {labels.dtype}", remedy="data.ArrayDataset(x, y) takes others as they are",
+                got=f"{images.dtype} and {labels.dtype}", remedy="use data.ArrayDataset(x, y) for other dtypes",
             )  # fmt: skip
         self.images, self.labels, self.image_size = images, labels.astype(np.int64), image_size
         self.num_classes = _count_classes(self.labels)
@@ -224,20 +217,21 @@ class ImageDataset(Dataset):
 
 
 class HDF5Dataset(Dataset):
-    """Samples in an HDF5 file, read from it batch by batch; the file is opened read-only and stays open.
+    """Samples in an HDF5 file, read batch by batch. The file stays open, read-only.
 
     Args:
         path: the file.
-        x: name of the data set of samples, shape ``(n, ...)``.
-        y: name of the data set of labels, shape ``(n, ...)``.
-        external: read other files, too, where the file says so: by external links, external storage, or virtual data
-            sets. Whoever has written the file chooses them; they must be regular files, no FIFOs or devices.
+        x: name of the HDF5 data set of samples, shape ``(n, ...)``.
+        y: name of the HDF5 data set of labels, shape ``(n, ...)``.
+        external: whether the file may refer to other files, by external links, external storage or virtual data sets.
+            The file's author chooses them, so enable this only for trusted files. They must be regular files, not FIFOs
+            or devices.
 
     Raises:
-        DataError: no such file, no HDF5 file, a name that it lacks (those it has are listed), lengths that differ,
-            values that are no numbers, a file that HDF5 would follow for ever; without ``external`` values in another
-            file, with it values in one that is no regular file; a virtual data set of which a source, or its file, is
-            missing, also of one that it shows (HDF5 gives fill values).
+        DataError: the file is missing, is not HDF5, or would make HDF5 follow links forever; a name is missing (the
+            existing ones are listed); lengths differ; values are not numbers. Without ``external``: values are in
+            another file. With it: values are in a file that is not regular, or a source of a virtual data set is
+            missing, at any depth (HDF5 itself would return fill values).
     """
 
     def __init__(self, path: str | Path, x: str = "x", y: str = "y", external: bool = False) -> None:
@@ -246,11 +240,10 @@ class HDF5Dataset(Dataset):
         try:
             with damage_as_data_error(path):
                 self._x, self._y = self._dataset(x), self._dataset(y)
-                lengths = len(self._x), len(self._y)
-            if lengths[0] != lengths[1]:
-                raise DataError(
-                    "read HDF5", where=path, expected="x and y of one length", got=f"{lengths[0]} and {lengths[1]}"
-                )
+                n, num_labels = len(self._x), len(self._y)
+            if n != num_labels:
+                got = f"{n} and {num_labels}"
+                raise DataError("read HDF5", where=path, expected="x and y of equal length", got=got)
         except BaseException:
             self._file.close()
             raise
@@ -258,32 +251,24 @@ class HDF5Dataset(Dataset):
     def _dataset(self, name: str) -> h5py.Dataset:
         import h5py
 
+        fault = partial(DataError, "read HDF5", where=f"{self.path}:{name}")
         if not self._external:
             require_inside(self._file, name, "HDF5Dataset(..., external=True) reads it, if you trust the file")
         elif (special := special_file(self._file, name)) is not None:
-            where = f"{self.path}:{name}"
-            raise DataError(
-                "read HDF5", where=where, expected="elements in regular files", got=f"some in {special}, which is none"
-            )
-        found = self._file.get(name)
-        if not isinstance(found, h5py.Dataset):
-            names: list[str] = []  # a damaged name is of type bytes
+            raise fault(expected="elements in regular files", got=f"elements in {special}")
+        dataset = self._file.get(name)
+        if not isinstance(dataset, h5py.Dataset):
+            names: list[str] = []  # damaged names are bytes
             self._file.visititems(
                 lambda key, item: names.append(f"{key!s}") if isinstance(item, h5py.Dataset) else None
             )
             raise DataError("read HDF5", where=self.path, expected=f"one of {', '.join(names) or 'none'}", got=name)
-        if found.dtype.kind not in "biuf" or found.ndim < 1:
-            raise DataError(
-                "read HDF5",
-                where=f"{self.path}:{name}",
-                expected="an array of numbers",
-                got=f"{found.dtype} of shape {found.shape}",
-            )
-        missing = missing_source(found, lambda path, names: open_to_read(path, names, self._external))
+        if dataset.dtype.kind not in "biuf" or dataset.ndim < 1:
+            raise fault(expected="an array of numbers", got=f"{dataset.dtype} of shape {dataset.shape}")
+        missing = missing_source(dataset, lambda path, names: open_to_read(path, names, self._external))
         if missing is not None:
-            expected = f"{missing[1]} in the file {missing[0]}"
-            raise DataError("read HDF5", where=f"{self.path}:{name}", expected=expected, got="none")
-        return found
+            raise fault(expected=f"{missing[1]} in the file {missing[0]}", got="none")
+        return dataset
 
     def __len__(self) -> int:
         self._require_open()
@@ -311,32 +296,32 @@ class HDF5Dataset(Dataset):
                 raise IndexError(f"a mask of shape {wanted.shape} for {n} samples")
             wanted = np.flatnonzero(wanted)
         if wanted.size and wanted.dtype.kind not in "iu":
-            raise IndexError(f"an index of {wanted.dtype} is none of samples")
+            raise IndexError(f"an index of {wanted.dtype} instead of integers")
         if wanted.size == 0:
             return np.empty((0, *dataset.shape[1:]), dataset.dtype)
         if wanted.min() < -n or wanted.max() >= n:
             raise IndexError(f"indices {wanted.min()} to {wanted.max()} are out of bounds for {n} samples")
-        return _gather(dataset, wanted.astype(np.int64) % n)  # small integers do not hold n
+        return _gather(dataset, wanted.astype(np.int64) % n)  # small integer dtypes may overflow at n
 
     def _require_open(self) -> None:
         if not self._file:
-            raise DataError(
-                "read HDF5", where=self.path, expected="an open data set", got="one that close() has closed"
-            )
+            raise DataError("read HDF5", where=self.path, expected="an open data set", got="a closed one")
 
     def close(self) -> None:
-        """Closes the file; to read from it afterwards is a `DataError`."""
+        """Close the file; reading afterwards raises a `DataError`."""
         self._file.close()
 
 
 def _native(x: np.ndarray) -> np.ndarray:
-    """``x`` in this machine's order of bytes, as networks compute; a file may be another machine's."""
+    """Return ``x`` in native byte order, which networks require; a file may have another."""
     return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
 
 def _gather(dataset: Any, wanted: np.ndarray) -> np.ndarray:
-    """Rows in any order, with repetitions. HDF5 wants increasing rows and pays for each run of them, so close runs are
-    read as one slice."""
+    """Read rows in any order, with repetitions.
+
+    HDF5 requires increasing rows and has a cost for each run, so runs less than 9 rows apart are read as one slice.
+    """
     rows, position = np.unique(wanted, return_inverse=True)
     if len(rows) == rows[-1] - rows[0] + 1:
         return dataset[int(rows[0]) : int(rows[-1]) + 1][position]
@@ -355,19 +340,19 @@ _TRAIN_SHARE = 0.9
 
 
 class TextDataset(Dataset):
-    """Pieces of a text one behind the other, each with what follows every character.
+    """Consecutive pieces of a text, for predicting the next character.
 
-    A sample is ``(x, y)`` of shape ``(context,)``, int64: ``y[i]`` is the character after ``x[i]``. What is left after
-    the last whole piece is not used.
+    A sample is ``(x, y)``, both int64 of shape ``(context,)``: ``y[i]`` is the character after ``x[i]``. An incomplete
+    last piece is dropped.
 
     Args:
-        text: what is cut.
+        text: the text.
         context: characters of a piece.
-        characters: those that are numbered, each once; None: the text's own, sorted.
+        characters: the vocabulary, each character once; None uses the text's own characters, sorted.
 
     Raises:
-        ConfigError: ``context`` is no integer >= 1, or the text no str.
-        DataError: the text has a character that is not among ``characters``.
+        ConfigError: ``context`` is not an integer >= 1, or ``text`` is not a str.
+        DataError: the text has a character outside ``characters``.
     """
 
     def __init__(self, text: str, context: int = 64, characters: str | None = None) -> None:
@@ -378,10 +363,10 @@ class TextDataset(Dataset):
         self._text = self.encode(text)
 
     def encode(self, text: str) -> np.ndarray:
-        """The numbers of characters, int64, shape ``(len(text),)``.
+        """Return the token numbers of ``text``, int64 of shape ``(len(text),)``.
 
         Raises:
-            DataError: there is one that has no number.
+            DataError: a character is outside the vocabulary.
         """
         numbers = {character: number for number, character in enumerate(self.characters)}
         unknown = sorted(set(text) - set(numbers))
@@ -390,7 +375,7 @@ class TextDataset(Dataset):
         return np.array([numbers[character] for character in text], np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The characters of numbers."""
+        """Return the text of token numbers."""
         return "".join(self.characters[int(token)] for token in tokens)
 
     def __len__(self) -> int:
@@ -403,7 +388,7 @@ class TextDataset(Dataset):
 
 
 def read_shakespeare(split: str) -> TextDataset:
-    """One part of the text that ships, in pieces of 64 characters; both parts have the same 62 characters.
+    """Read one part of the packaged text, in pieces of 64 characters. Both parts share a vocabulary of 62 characters.
 
     Args:
         split: "train", the first nine tenths, or "test".
@@ -414,7 +399,7 @@ def read_shakespeare(split: str) -> TextDataset:
     try:
         text = gzip.decompress(PATH.read_bytes()).decode("ascii")
         if not text:
-            raise EOFError("nothing in it")
+            raise EOFError("an empty file")
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DataError("read text", where=PATH, expected="an undamaged file", got=error) from error
     cut = round(_TRAIN_SHARE * len(text))
@@ -423,11 +408,11 @@ def read_shakespeare(split: str) -> TextDataset:
 
 try:
     from lzma import LZMAError
-except ImportError:  # Python was built without it, and so NumPy reads no .xz
+except ImportError:  # Python was built without lzma, so NumPy cannot read .xz
     LZMAError = EOFError  # type: ignore[assignment, misc]
 
 _UNREADABLE = OSError, EOFError, ValueError, zlib.error, LZMAError
-"""What NumPy and the readers of compressed files raise."""
+"""Exceptions of NumPy and the decompressors for unreadable files."""
 
 
 def read_csv(
@@ -440,38 +425,35 @@ def read_csv(
     part_index: int = 0,
     label_dtype: npt.DTypeLike = np.int64,
 ) -> ArrayDataset:
-    """A table with one sample a row, of which one column is the label.
+    """Read a table with one sample a row, one column of which is the label.
 
     Args:
-        path: the file, plain or compressed (.gz, .bz2, .xz); UTF-8, with a byte order mark or without.
-        label_column: number of the column with the labels; negative numbers count from the last.
-        sample_shape: the shape of a sample, whose size is the number of the other columns; None keeps them as one axis.
-        skip_rows: rows to skip at the start: 1 where the first one has the names of the columns.
-        delimiter: what separates two fields.
-        num_parts: into how many parts of about as many bytes the file is cut, between rows; of a file that is not
-            compressed. A part may have no rows.
-        part_index: the one that is read, and nothing else of the file; usually the rank.
-        label_dtype: int64 for labels that are whole numbers below 2**53, else float32.
+        path: the file, plain or compressed (.gz, .bz2, .xz), UTF-8 with or without a byte order mark.
+        label_column: index of the label column; negative indices count from the last.
+        sample_shape: shape of a sample, with as many elements as there are other columns; None keeps one axis.
+        skip_rows: number of rows to skip, e.g. 1 for a header row.
+        delimiter: the character between fields.
+        num_parts: number of parts of about equal size in bytes, cut between rows, for uncompressed files. A part may
+            have no rows.
+        part_index: index of the part to read, usually the rank; only this part of the file is read.
+        label_dtype: int64 for integer labels below 2**53, or float32.
 
     Returns:
-        Samples of shape ``(n, *sample_shape)``, float32; labels of shape ``(n,)`` and ``label_dtype``; of a part those
-        of its own.
+        Samples of shape ``(n, *sample_shape)``, float32, and labels of shape ``(n,)`` and ``label_dtype``, of this
+        part.
 
     Raises:
-        ConfigError: a part that there is not, or parts of a compressed file; a label's column, a count of rows or a
-            length of ``sample_shape`` that is no number; a delimiter of several characters, or that ends a line;
-            another ``label_dtype``.
-        DataError: the file is missing, empty, has rows of different length or fields that are no numbers (names of
-            columns are told from those) or are beyond float32, lacks the label's column, has labels that are not of
-            ``label_dtype``, does not fit ``sample_shape``, or is read in parts and ends lines by a carriage return
-            alone. Lines and columns are named by their numbers in the file, both from 1, so that skipped lines count.
-            ``inf`` and ``nan`` are numbers.
+        ConfigError: an argument is out of range, or a compressed file is to be read in parts.
+        DataError: the file is missing, empty or damaged; rows differ in length; a field is not a number or overflows
+            float32 (``inf`` and ``nan`` are numbers); the label column does not exist, or labels do not fit
+            ``label_dtype``; ``sample_shape`` does not fit; or a file read in parts ends lines with a carriage return
+            alone. The error names line and column in the file, both counted from 1. It recognises header rows.
     """
     whole_number("read csv", "skip_rows", skip_rows, 0)
     part_of("read csv", num_parts, part_index)
     whole_number("read csv", "label_column", label_column, expected="the number of a column")
     if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in "\r\n":
-        expected = "one character that ends no line"
+        expected = "one character other than a line end"
         raise ConfigError("read csv", where="delimiter", expected=expected, got=repr(delimiter))
     instance("read csv", "sample_shape", sample_shape, (tuple, list, NoneType), "a tuple of lengths")
     for length in sample_shape or ():
@@ -479,76 +461,67 @@ def read_csv(
     labels_as = _label_dtype(label_dtype)
     require_file("read csv", path)
     if num_parts > 1 and Path(path).suffix in (".gz", ".bz2", ".xz"):
-        expected = "num_parts=1 for a compressed file, which can only be read from its start"
+        expected = "num_parts=1, since compressed files can only be read from the start"
         raise ConfigError("read csv", where=path, expected=expected, got=num_parts)
+    path, fault = Path(path), partial(DataError, "read csv", where=path)
     try:
-        table = _table(Path(path), delimiter, skip_rows, num_parts, part_index)
+        table = _table(path, delimiter, skip_rows, num_parts, part_index)
     except _UNREADABLE as error:
-        _refuse_damaged(Path(path))
-        _refuse_rows(Path(path), delimiter, skip_rows)
-        raise DataError("read csv", where=path, expected="rows of as many numbers each", got=str(error)) from error
+        _refuse_damaged(path, fault)
+        _refuse_rows(path, delimiter, skip_rows, fault)
+        raise fault(expected="rows of equally many numbers", got=str(error)) from error
     rows, columns = table.shape
 
     def place(row: int, column: int) -> str:
-        line = _line_of(Path(path), skip_rows, num_parts, part_index, row)
+        line = _line_of(path, skip_rows, num_parts, part_index, row)
         return f"line {line}, column {column % columns + 1}"
 
     if columns < 2:
-        raise DataError("read csv", where=path, expected="a label and at least one other column", got="1 column")
+        raise fault(expected="a label and at least one other column", got="1 column")
     if not -columns <= label_column < columns:
-        raise DataError(
-            "read csv",
-            where=path,
-            expected=f"label_column from {-columns} to {columns - 1} in a table of {columns} columns",
-            got=label_column,
-        )
+        expected = f"label_column from {-columns} to {columns - 1} in a table of {columns} columns"
+        raise fault(expected=expected, got=label_column)
     with np.errstate(over="ignore"):
         narrow = table.astype(np.float32)
     infinite = np.isinf(narrow)
     infinite[:, label_column] &= labels_as == np.float32
     if infinite.any():
-        written = _table(Path(path), delimiter, skip_rows, num_parts, part_index, str)
+        written = _table(path, delimiter, skip_rows, num_parts, part_index, str)
         for row, column in np.argwhere(infinite).tolist():
-            if "inf" not in str(written[row, column]).lower():  # else it was written so
-                raise DataError(
-                    "read csv", where=path, expected="numbers of float32, up to 3.4e38",
-                    got=f"{str(written[row, column])!r} in {place(row, column)}",
-                )  # fmt: skip
+            if "inf" not in str(written[row, column]).lower():  # an overflow, not a written infinity
+                got = f"{str(written[row, column])!r} in {place(row, column)}"
+                raise fault(expected="numbers of float32, up to 3.4e38", got=got)
     labels = table[:, label_column]
     samples = np.delete(narrow, label_column, axis=1)
     if sample_shape is not None:
         values = math.prod(sample_shape)
         if values != columns - 1:
-            raise DataError(
-                "read csv", where=path, expected=f"{values} values a sample for {sample_shape}", got=columns - 1
-            )
+            raise fault(expected=f"{values} values a sample for {sample_shape}", got=columns - 1)
         samples = samples.reshape(rows, *sample_shape)
     if labels_as == np.int64:
-        (wrong,) = np.nonzero(~((labels == np.floor(labels)) & (np.abs(labels) < 2**53)))  # NaN is none of that
+        (wrong,) = np.nonzero(~((labels == np.floor(labels)) & (np.abs(labels) < 2**53)))  # also finds NaN
         if len(wrong):
-            raise DataError(
-                "read csv", where=path, expected="whole numbers below 2**53 as labels",
-                got=f"{labels[wrong[0]]:.17g} in {place(int(wrong[0]), label_column)}",
-                remedy="label_dtype=np.float32 takes labels that are other numbers",
-            )  # fmt: skip
+            got = f"{labels[wrong[0]]:.17g} in {place(int(wrong[0]), label_column)}"
+            remedy = "pass label_dtype=np.float32 for other labels"
+            raise fault(expected="whole numbers below 2**53 as labels", got=got, remedy=remedy)
     return ArrayDataset(samples, labels.astype(labels_as))
 
 
 def _label_dtype(given: npt.DTypeLike) -> np.dtype:
     try:
-        found = np.dtype(given)
+        dtype = np.dtype(given)
     except TypeError:
-        found = None
-    if found not in (np.int64, np.float32):
-        got = given if found is None else found
+        dtype = None
+    if dtype not in (np.int64, np.float32):
+        got = given if dtype is None else dtype
         raise ConfigError("read csv", where="label_dtype", expected="int64 or float32", got=got)
-    return found
+    return dtype
 
 
 def _table(
     path: Path, delimiter: str, skip_rows: int, num_parts: int, part_index: int, dtype: type = np.float64
 ) -> np.ndarray:
-    """The numbers of a part, with the columns of the whole file also where it has no rows; `ValueError` as NumPy."""
+    """Return the numbers of a part; a part without rows has the file's columns. Raises `ValueError` like NumPy."""
     if num_parts == 1:
         table = _fields(path, dtype, delimiter, skip_rows)
         if len(table):
@@ -567,7 +540,7 @@ def _table(
 def _fields(
     source: Path | list[str], dtype: type, delimiter: str, skip_rows: int, max_rows: int | None = None
 ) -> np.ndarray:
-    """The fields of all rows, or the first ``max_rows``, shape ``(rows, columns)``; of an empty source none."""
+    """Return the fields of all rows, or the first ``max_rows``, shape ``(rows, columns)``; none for an empty source."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return np.loadtxt(
@@ -577,7 +550,7 @@ def _fields(
 
 
 def _numbered(path: Path, skip_rows: int) -> Iterator[tuple[int, str]]:
-    """All rows, and from 1 the numbers of their lines; an empty line is no row."""
+    """Yield all non-empty rows with their line numbers, from 1."""
     with np.lib.npyio.DataSource().open(str(path), "rb") as file:
         for number, line in enumerate(io.TextIOWrapper(file, "utf-8-sig", "replace"), 1):
             if number > skip_rows and line != "\n":
@@ -585,35 +558,34 @@ def _numbered(path: Path, skip_rows: int) -> Iterator[tuple[int, str]]:
 
 
 def _line_of(path: Path, skip_rows: int, num_parts: int, part_index: int, row: int) -> int:
-    """The line of a part's ``row``, which is counted from 0."""
+    """Return the line number of a part's ``row``, which counts from 0."""
     for part in range(part_index):
         row += sum(map(bool, _rows_of_part(path, skip_rows, num_parts, part)))
     return next(itertools.islice(_numbered(path, skip_rows), row, None))[0]
 
 
-def _refuse_damaged(path: Path) -> None:
-    """Raises `DataError` for a compressed file that is damaged: rows are anything from there on."""
+def _refuse_damaged(path: Path, fault: Callable[..., DataError]) -> None:
+    """Raise `DataError` if a compressed file is damaged, since rows after the damage are garbage."""
     try:
         with np.lib.npyio.DataSource().open(str(path), "rb") as file:
             while file.read(1 << 20):
                 pass
     except _UNREADABLE as error:
-        raise DataError("read csv", where=path, expected="an undamaged file", got=error) from error
+        raise fault(expected="an undamaged file", got=error) from error
 
 
-def _refuse_rows(path: Path, delimiter: str, skip_rows: int) -> None:
-    """Raises `DataError` for the first row that is none of as many numbers as the first one, in a file that can be
-    read: NumPy names rows, counted among those that it was given, from 0 or from 1."""
+def _refuse_rows(path: Path, delimiter: str, skip_rows: int, fault: Callable[..., DataError]) -> None:
+    """Raise `DataError` for the first row that is not as many numbers as the first row.
+
+    NumPy's own message counts rows of the part, from 0 or from 1, so it cannot name the line.
+    """
     columns = 0
     with contextlib.suppress(*_UNREADABLE):
         for line, row in _numbered(path, skip_rows):
             fields = row.split(delimiter)
             if columns == 0 and len(fields) > 1 and not any(map(_is_number, fields)):
-                raise DataError(
-                    "read csv", where=path, expected=f"numbers in line {line}, the first row",
-                    got=listed([repr(each) for each in fields]),
-                    remedy=f"if they are names of columns, skip_rows={line} leaves them out",
-                )  # fmt: skip
+                got, remedy = listed(list(map(repr, fields))), f"if they are column names, pass skip_rows={line}"
+                raise fault(expected=f"numbers in line {line}, the first row", got=got, remedy=remedy)
             columns = columns or len(fields)
             wrong = next((column for column, field in enumerate(fields) if not _is_number(field)), None)
             if len(fields) != columns:
@@ -622,11 +594,11 @@ def _refuse_rows(path: Path, delimiter: str, skip_rows: int) -> None:
                 got = f"{shortened(repr(fields[wrong]), 40)}, which is not a number, in line {line}, column {wrong + 1}"
             else:
                 continue
-            raise DataError("read csv", where=path, expected=f"rows of {columns} numbers, as the first one", got=got)
+            raise fault(expected=f"rows of {columns} numbers, as the first one", got=got)
 
 
 def _is_number(field: str) -> bool:
-    """Whether NumPy takes it for one, which knows neither the underscores nor the digits beyond ASCII of Python's."""
+    """Return whether NumPy parses ``field``: unlike ``float()``, it accepts no underscores or non-ASCII digits."""
     try:
         float(field)
     except ValueError:
@@ -635,7 +607,7 @@ def _is_number(field: str) -> bool:
 
 
 def _rows_of_part(path: Path, skip_rows: int, num_parts: int, part_index: int) -> list[str]:
-    """The rows that begin in one of ``num_parts`` runs of bytes; every row begins in one of them alone."""
+    """Return the rows that begin in one of ``num_parts`` byte ranges; each row begins in exactly one."""
     with open(path, "rb") as file:
         if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
             file.seek(0)
@@ -648,22 +620,22 @@ def _rows_of_part(path: Path, skip_rows: int, num_parts: int, part_index: int) -
         )
         file.seek(first)
         text = io.StringIO(file.read(last - first).decode("utf-8"), newline=None)
-    return [line.rstrip("\n") for line in text]  # by splitlines() other characters would end rows, too
+    return [line.rstrip("\n") for line in text]  # splitlines() would also split at other characters
 
 
 def _refuse_other_ends(path: Path, file: BinaryIO) -> None:
-    """Raises `DataError` where a line ends with ``\\r`` alone, which is not looked for; the place in ``file`` stays."""
+    """Raise `DataError` if a line ends with a carriage return alone; the file position is kept."""
     start = file.tell()
     if b"\r" in file.readline().rstrip(b"\r\n"):
         raise DataError(
             "read csv", where=path, expected=r"lines that end with \n or \r\n, in a file that is read in parts",
-            got=r"lines that end with \r alone", remedy="read it whole, or convert it",
+            got=r"lines that end with \r alone", remedy="pass num_parts=1, or convert the line ends",
         )  # fmt: skip
     file.seek(start)
 
 
 def _next_row(file: BinaryIO, place: int, start: int) -> int:
-    """Where the first row begins that does not begin before ``place``."""
+    """Return the offset of the first row that begins at or after ``place``."""
     if place <= start:
         return start
     file.seek(place - 1)

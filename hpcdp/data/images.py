@@ -1,18 +1,11 @@
-"""Files of images: idx and CIFAR-10.
+"""Image files (idx and CIFAR-10), image resizing, and random augmentation of samples.
 
-The size of images.
+The idx format (LeCun, Cortes and Burges, "The MNIST database", section "The IDX file format"): two zero bytes, a type
+code, the number of dimensions, each dimension as a big-endian uint32, then the values, big-endian, last axis fastest.
 
-The idx format of MNIST and Fashion-MNIST.
-
-The format (LeCun, Cortes and Burges, "The MNIST database", section "The IDX file format"): two zero bytes, a type code,
-the number of dimensions, each dimension as a big-endian uint32, then the values, big-endian, last axis fastest.
-
-The binary version of CIFAR-10.
-
-The format (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, and its web page): records of
-3073 bytes, one label and 3 x 32 x 32 pixels, channels first. The "python version" is a pickle and is not read.
-
-Random changes of samples that do not depend on who reads them.
+The binary version of CIFAR-10 (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, and its web
+page): records of 3073 bytes, one label and 3 x 32 x 32 pixels, channels first. The "python version" is a pickle and is
+not read.
 """
 
 from __future__ import annotations
@@ -33,14 +26,14 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from ..core.files import replaced, require_file
-from ..errors import ConfigError, DataError, type_named, whole_number
+from ..errors import ConfigError, DataError, MissingFileError, type_named, whole_number
 from ..kernels.buffers import empty
 
 
 def resize(images: np.ndarray, image_size: int | None) -> np.ndarray:
-    """Images enlarged to ``image_size``: bilinear by the largest whole factor that fits, then zeros around.
+    """Enlarge images to ``image_size``: bilinearly by the largest integer factor that fits, then by zero padding.
 
-    An 8x8 image becomes 24x24 in the middle of 28x28; a 28x28 image in 32x32 is not scaled. Samples lie at pixel
+    An 8x8 image becomes 24x24 in the middle of 28x28; a 28x28 image in 32x32 is not scaled. Samples are at pixel
     centres and the border is repeated (``align_corners=False`` of other libraries).
 
     Args:
@@ -65,7 +58,7 @@ def resize(images: np.ndarray, image_size: int | None) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _matrix(old: int, new: int) -> np.ndarray:
-    """The linear map of one axis, shape ``(new, old)``: interpolation rows with rows of zeros before and after."""
+    """Return the linear map of one axis, shape ``(new, old)``: interpolation rows between rows of zeros."""
     factor = new // old
     before = (new - old * factor) // 2
     matrix = np.zeros((new, old), np.float32)
@@ -85,16 +78,19 @@ _MAX_INFLATION = 1032
 
 
 def read_idx(path: str | Path) -> np.ndarray:
-    """The array in an idx file, plain or compressed by gzip (told by the content, not by the name).
+    """Read the array in an idx file, plain or gzip-compressed (detected by content, not by name).
+
+    Args:
+        path: the file.
 
     Returns:
-        An array of the file's shape, in the machine's byte order: uint8, int8, int16, int32, float32 or float64.
+        An array of the file's shape, in native byte order: uint8, int8, int16, int32, float32 or float64.
 
     Raises:
-        DataError: the file is missing, no idx file, truncated, longer than its header says, or damaged. Nothing is
-            allocated for dimensions that the file cannot hold.
+        DataError: the file is missing, not an idx file, truncated, longer than its header says, or damaged. No memory
+            is allocated for dimensions that the file cannot hold.
     """
-    path = Path(path)
+    fault = functools.partial(DataError, "read idx", where=Path(path))
     try:
         with open(path, "rb") as raw:
             compressed = raw.read(2) == b"\x1f\x8b"
@@ -102,43 +98,39 @@ def read_idx(path: str | Path) -> np.ndarray:
             nbytes = os.fstat(raw.fileno()).st_size
             if compressed:
                 with gzip.GzipFile(fileobj=raw) as stream:
-                    return _read(stream, path, nbytes * _MAX_INFLATION, exact=False)  # type: ignore[arg-type]
-            return _read(raw, path, nbytes, exact=True)
+                    return _read(stream, fault, nbytes * _MAX_INFLATION, exact=False)  # type: ignore[arg-type]
+            return _read(raw, fault, nbytes, exact=True)
     except FileNotFoundError as error:
-        raise DataError("read idx", where=path, expected="a file", got="none") from error
+        raise MissingFileError("read idx", where=path, expected="a file", got="none") from error
     except (EOFError, zlib.error, OSError, MemoryError) as error:
-        raise DataError("read idx", where=path, expected="an undamaged file", got=error) from error
+        raise fault(expected="an undamaged file", got=error) from error
 
 
-def _read(stream: BinaryIO, path: Path, max_nbytes: int, exact: bool) -> np.ndarray:
+def _read(stream: BinaryIO, fault: Callable[..., DataError], max_nbytes: int, exact: bool) -> np.ndarray:
     start = stream.read(4)
     if len(start) < 4 or start[:2] != b"\0\0" or start[2] not in _TYPES or not 1 <= start[3] <= _MAX_DIMS:
         codes = ", ".join(f"{code:02x}" for code in _TYPES)
-        raise DataError(
-            "read idx",
-            where=path,
-            expected=f"a header 00 00, a type of {codes}, 1 to {_MAX_DIMS} dimensions",
-            got=start.hex(" ") or "an empty file",
-        )
+        expected = f"a header 00 00, a type of {codes}, 1 to {_MAX_DIMS} dimensions"
+        raise fault(expected=expected, got=start.hex(" ") or "an empty file")
     header = stream.read(4 * start[3])
     if len(header) < 4 * start[3]:
-        raise DataError("read idx", where=path, expected=f"{start[3]} dimensions", got="a truncated header")
+        raise fault(expected=f"{start[3]} dimensions", got="a truncated header")
     shape = struct.unpack(f">{start[3]}I", header)
     dtype = np.dtype(_TYPES[start[2]])
     nbytes = math.prod(shape) * dtype.itemsize
     total = 4 + len(header) + nbytes
     if total > max_nbytes or (exact and total < max_nbytes):
         size = f"{max_nbytes} bytes" if exact else f"at most {max_nbytes} bytes"
-        raise DataError("read idx", where=path, expected=f"{total} bytes for shape {shape} of {dtype.name}", got=size)
+        raise fault(expected=f"{total} bytes for shape {shape} of {dtype.name}", got=size)
     if math.prod(max(length, 1) for length in shape) * dtype.itemsize > np.iinfo(np.intp).max:
-        raise DataError("read idx", where=path, expected="a shape that fits the address space", got=shape)
+        raise fault(expected="a shape that fits the address space", got=shape)
     values = np.empty(nbytes, np.uint8)
     filled = 0
     while filled < nbytes and (count := stream.readinto(memoryview(values)[filled:])):  # type: ignore[attr-defined, arg-type]
         filled += count
     if filled < nbytes or stream.read(1):
         got = f"{filled} bytes" if filled < nbytes else "more"
-        raise DataError("read idx", where=path, expected=f"{nbytes} bytes of values", got=got)
+        raise fault(expected=f"{nbytes} bytes of values", got=got)
     return values.view(dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 
 
@@ -150,14 +142,17 @@ TEST = ("test_batch.bin",)
 
 
 def read_cifar10(*paths: str | Path) -> tuple[np.ndarray, np.ndarray]:
-    """The records of files in the binary version, one after the other.
+    """Read and concatenate the records of files in the binary version.
+
+    Args:
+        paths: the files.
 
     Returns:
         Images of shape ``(n, 3, 32, 32)`` and labels of shape ``(n,)``, both uint8.
 
     Raises:
         ConfigError: no file is named.
-        DataError: a file is missing, its size is no multiple of 3073 bytes, a label is above 9.
+        DataError: a file is missing, its size is not a multiple of 3073 bytes, or a label is above 9.
     """
     if not paths:
         raise ConfigError("read CIFAR-10", where="paths", expected="at least one file", got="none")
@@ -166,12 +161,8 @@ def read_cifar10(*paths: str | Path) -> tuple[np.ndarray, np.ndarray]:
         require_file("read CIFAR-10", path)
         nbytes = os.path.getsize(path)
         if nbytes == 0 or nbytes % RECORD:
-            raise DataError(
-                "read CIFAR-10",
-                where=path,
-                expected=f"a multiple of {RECORD} bytes (the binary version)",
-                got=f"{nbytes} bytes",
-            )
+            expected = f"a multiple of {RECORD} bytes (the binary version)"
+            raise DataError("read CIFAR-10", where=path, expected=expected, got=f"{nbytes} bytes")
         counts.append(nbytes // RECORD)
     images = np.empty((sum(counts), 3, 32, 32), np.uint8)
     labels = np.empty(sum(counts), np.uint8)
@@ -186,19 +177,16 @@ def read_cifar10(*paths: str | Path) -> tuple[np.ndarray, np.ndarray]:
         records = read.reshape(count, RECORD)
         labels[start : start + count] = records[:, 0]
         images[start : start + count] = records[:, 1:].reshape(count, 3, 32, 32)
-        if labels[start : start + count].max() >= CLASSES:
-            raise DataError(
-                "read CIFAR-10", where=path, expected="labels 0 to 9", got=labels[start : start + count].max()
-            )
+        if records[:, 0].max() >= CLASSES:
+            raise DataError("read CIFAR-10", where=path, expected="labels 0 to 9", got=records[:, 0].max())
         start += count
     return images, labels
 
 
 def unpack_cifar10(archive: Path) -> None:
-    """Writes the six batch files of the archive beside it; each appears whole or not at all.
+    """Extract the six batch files of the archive into its folder, each atomically.
 
-    Only members of these names are read and nothing else is unpacked, so an archive cannot write elsewhere. The caller
-    holds the folder's lock.
+    Only members of these names are extracted, so an archive cannot write elsewhere. The caller holds the folder's lock.
 
     Raises:
         DataError: the archive is damaged or lacks a file, or its files cannot be written.
@@ -218,32 +206,31 @@ def unpack_cifar10(archive: Path) -> None:
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError("unpack CIFAR-10", where=archive, expected="an undamaged tar.gz file", got=error) from error
     except OSError as error:
-        expected = "a folder with room for its files"
+        expected = "a writeable folder with space for its files"
         raise DataError("unpack CIFAR-10", where=archive.parent, expected=expected, got=error.strerror) from error
     if missing:
-        raise DataError("unpack CIFAR-10", where=archive, expected=", ".join(sorted(missing)), got="none of that name")
+        raise DataError("unpack CIFAR-10", where=archive, expected=", ".join(sorted(missing)), got="no such member")
 
 
 Change = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 _BLOCK = 4096
-"""Samples for which is drawn at once."""
+"""Samples for which random numbers are drawn at once."""
 
 
 class Augmentation:
-    """Random changes of samples, which a `DataLoader` makes when it reads them: others in each epoch.
+    """Random changes that a `DataLoader` applies to samples as it reads them, different in each epoch.
 
-    What is drawn for a sample depends on ``seed``, the epoch and the sample's number alone, so a run sees the same on
-    any number of ranks, with any number of batches read ahead, and after a restart.
+    The random numbers of a sample depend only on ``seed``, the epoch and the sample's index. A run therefore sees the
+    same samples on any number of ranks, with any prefetch depth, and after a restart.
 
     Args:
-        changes: made one after the other: `RandomCrop`, `RandomFlip`, which change whole batches at once, or functions
-            of one's own. Those are called as ``change(sample, rng)`` with a sample without the batch axis, draw from
-            ``rng`` and nothing else, and return another one, whose shape does not depend on ``rng`` when all changes
-            are made.
+        changes: applied in order: `RandomCrop` and `RandomFlip`, which change batches, or user functions. A function is
+            called as ``change(sample, rng)`` with a sample without batch axis. It draws only from ``rng`` and returns a
+            new sample. The final shape must not depend on ``rng``.
         seed: an integer >= 0, the same on all ranks.
 
     Raises:
-        ConfigError: a seed or a change that is none.
+        ConfigError: the seed is not an integer >= 0, or a change is not callable.
     """
 
     def __init__(self, *changes: Change, seed: int = 0) -> None:
@@ -254,17 +241,19 @@ class Augmentation:
                 raise ConfigError("Augmentation", where="changes", expected=expected, got=repr(change))
         self.changes, self.seed = changes, seed
         self._draws: dict[int, _Draws] = {}
-        """By epoch, those of the last two: a loop may still be in the one before."""
+        """Random numbers by epoch, for the last two epochs, since a loop may still be in the previous one."""
 
     def __call__(self, x: np.ndarray, numbers: np.ndarray, epoch: int) -> np.ndarray:
-        """The samples ``x``, shape ``(count, ...)``, as they are in ``epoch``: a new array.
+        """Return the samples as changed in ``epoch``, in a new array.
 
         Args:
-            numbers: which samples of the data set they are, shape ``(count,)``.
+            x: samples, shape ``(count, ...)``.
+            numbers: their indices in the data set, shape ``(count,)``.
+            epoch: number of the epoch.
 
         Raises:
-            ConfigError: a change is not for samples of this shape, or returns no array, or those of one sample another
-                shape than those of the next.
+            ConfigError: a change does not support this shape, does not return an array, or returns shapes that differ
+                between samples.
         """
         if not len(x):
             zeros = np.zeros((1, *x.shape[1:]), x.dtype)
@@ -275,10 +264,10 @@ class Augmentation:
             if isinstance(change, _OfBatch):
                 samples = _in_batches(change, samples, draws.words(place, numbers))
             else:
-                own = zip(samples, draws.generators(place, numbers), strict=True)
-                samples = _together([_changed(change, each, rng) for each, rng in own])
+                pairs = zip(samples, draws.generators(place, numbers), strict=True)
+                samples = _together([_changed(change, sample, rng) for sample, rng in pairs])
         if isinstance(samples, list):
-            shapes = sorted({each.shape for each in samples})
+            shapes = sorted({sample.shape for sample in samples})
             raise ConfigError("Augmentation", expected="samples of one shape", got=f"{shapes[0]} and {shapes[1]}")
         return samples
 
@@ -292,14 +281,14 @@ class Augmentation:
 
 
 class _OfBatch(abc.ABC):
-    """A change of whole batches at once, for which 64 random bits a sample are enough."""
+    """Change of whole batches that needs at most 64 random bits a sample."""
 
     @abc.abstractmethod
     def of_batch(self, x: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """The samples ``x``, shape ``(count, ...)``, changed by ``words``, uint64 of shape ``(count,)``."""
+        """Return the samples ``x``, shape ``(count, ...)``, changed by ``words``, uint64 of shape ``(count,)``."""
 
     def __call__(self, sample: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """One sample, shape ``(channels, height, width)``, changed."""
+        """Return one changed sample, shape ``(channels, height, width)``."""
         return self.of_batch(sample[None], rng.integers(1 << 64, size=1, dtype=np.uint64))[0]
 
 
@@ -308,7 +297,7 @@ def _in_batches(
 ) -> np.ndarray | list[np.ndarray]:
     if isinstance(samples, np.ndarray):
         return change.of_batch(samples, words)
-    return _together([change.of_batch(each[None], words[i : i + 1])[0] for i, each in enumerate(samples)])
+    return _together([change.of_batch(sample[None], words[i : i + 1])[0] for i, sample in enumerate(samples)])
 
 
 def _changed(change: Change, sample: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -320,15 +309,15 @@ def _changed(change: Change, sample: np.ndarray, rng: np.random.Generator) -> np
 
 
 def _together(samples: list[np.ndarray]) -> np.ndarray | list[np.ndarray]:
-    """One array, if all have one shape."""
-    return np.stack(samples) if len({each.shape for each in samples}) == 1 else samples
+    """Stack the samples if they have the same shape."""
+    return np.stack(samples) if len({sample.shape for sample in samples}) == 1 else samples
 
 
 class _Draws:
-    """The random numbers of an epoch, by change and sample.
+    """Random numbers of an epoch, by change and sample.
 
-    Philox (Salmon et al. 2011) computes its numbers from a key and a counter, so any place can be gone to at once.
-    Those of samples lie 2**128 numbers apart, as do those of blocks of samples; of these the last word is odd.
+    Philox (Salmon et al. 2011) computes its numbers from a key and a counter, so it can start anywhere. Samples are
+    2**128 numbers apart, as are blocks of samples; the last counter word of blocks is odd.
     """
 
     def __init__(self, seed: int, epoch: int) -> None:
@@ -336,7 +325,7 @@ class _Draws:
         self._blocks: dict[tuple[int, int], np.ndarray] = {}
 
     def generators(self, place: int, numbers: np.ndarray) -> Iterator[np.random.Generator]:
-        """That of each sample, until the next: one that is put there, in a tenth of the time of making another."""
+        """Yield one generator, repositioned for each sample: ten times faster than creating another."""
         philox = np.random.Philox(key=self._key)
         rng, start = np.random.Generator(philox), philox.state
         for number in numbers:
@@ -345,33 +334,36 @@ class _Draws:
             yield rng
 
     def words(self, place: int, numbers: np.ndarray) -> np.ndarray:
-        """64 random bits for each of these samples."""
+        """Return 64 random bits for each of these samples."""
         blocks, within = np.divmod(numbers, _BLOCK)
-        found = np.empty(len(numbers), np.uint64)
+        words = np.empty(len(numbers), np.uint64)
         for block in set(blocks.tolist()):
-            mine = blocks == block
-            found[mine] = self._block(place, block)[within[mine]]
-        return found
+            members = blocks == block
+            words[members] = self._block(place, block)[within[members]]
+        return words
 
     def _block(self, place: int, block: int) -> np.ndarray:
-        made = self._blocks.get((place, block))
-        if made is None:
+        words = self._blocks.get((place, block))
+        if words is None:
             philox = np.random.Philox(key=self._key, counter=[0, 0, block, 2 * place + 1])
-            made = self._blocks[place, block] = philox.random_raw(_BLOCK)
-        return made
+            words = self._blocks[place, block] = philox.random_raw(_BLOCK)
+        return words
 
 
 def _below(bits: np.ndarray, count: int) -> np.ndarray:
-    """Of 32 random bits each a number below ``count``, all of them as likely, but for one in 2**32 / ``count``."""
+    """Return a number below ``count`` for 32 random bits each, uniform up to one in 2**32 / ``count``."""
     return (bits * np.uint64(count)) >> np.uint64(32)
 
 
 class RandomCrop(_OfBatch):
-    """A window of an image, shape ``(channels, height, width)``; every place of it is equally likely.
+    """Random crop of images, shape ``(channels, height, width)``, uniform over all positions.
 
     Args:
-        size: height and width of the window; None: those of the image, which ``padding`` lets move.
-        padding: rows and columns of zeros around the image first; less than its height and width.
+        size: height and width of the crop; None keeps those of the image, which ``padding`` then shifts.
+        padding: rows and columns of zeros added around the image first; less than its height and width.
+
+    Raises:
+        ConfigError: ``size`` below 1 or ``padding`` below 0; in a call, images that are too small.
     """
 
     def __init__(self, size: int | None = None, padding: int = 0) -> None:
@@ -379,7 +371,7 @@ class RandomCrop(_OfBatch):
         self.padding = whole_number("RandomCrop", "padding", padding, 0)
 
     def of_batch(self, x: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Windows of images ``(count, channels, height, width)``, in a new array."""
+        """Return crops of images ``(count, channels, height, width)``, in a new array."""
         channels, height, width = _image_shape("RandomCrop", x)
         pixels = self.padding
         if pixels >= min(height, width):
@@ -401,17 +393,20 @@ class RandomCrop(_OfBatch):
 
 
 class RandomFlip(_OfBatch):
-    """An image, shape ``(channels, height, width)``, or its mirror image, as likely.
+    """Random flip of images, shape ``(channels, height, width)``, with probability 1/2.
 
     Args:
-        axis: -1 changes left and right, -2 top and bottom.
+        axis: -1 flips left and right, -2 top and bottom.
+
+    Raises:
+        ConfigError: another axis.
     """
 
     def __init__(self, axis: int = -1) -> None:
         self.axis = whole_number("RandomFlip", "axis", axis, -2, -1, expected="-1 or -2")
 
     def of_batch(self, x: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Images ``(count, channels, height, width)``, of which some are mirrored, in a new array."""
+        """Return images ``(count, channels, height, width)``, randomly flipped, in a new array."""
         _image_shape("RandomFlip", x)
         mirrored = _below(words & _LOW, 2).astype(bool)
         x = np.array(x)

@@ -1,9 +1,4 @@
-"""The data loader, and delivery to GPUs.
-
-Batches read ahead of their use.
-
-Batches brought to a GPU while it computes on earlier ones.
-"""
+"""The data loader, which reads batches ahead of their use, and asynchronous copies of batches to a GPU."""
 
 from __future__ import annotations
 
@@ -33,44 +28,46 @@ from .samplers import BatchIndices, Resumable, SamplerPosition, SharedSampler
 
 
 class _Slot:
-    """Pinned memory of one batch under way, and the events before and behind its copy."""
+    """Pinned memory of one batch in flight, and the events before and after its copy."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._memory: list[np.ndarray] = []
-        """For each array: CuPy's pool takes the next power of two, which images often are, and with labels are not."""
-        self.begun, self.come = streams.event(), streams.event()
+        """One buffer an array: CuPy's pool rounds up to a power of two, which image arrays often have but pairs do
+        not."""
+        self.ready, self.copied = streams.event(), streams.event()
 
     def stage(self, batch: Batch) -> list[np.ndarray]:
-        """Copies of the arrays of ``batch`` in pinned memory, once it is free; more is taken when more is needed."""
-        self._streams.synchronize(self.come)
+        """Copy the arrays of ``batch`` to pinned memory once it is free; it grows as needed."""
+        self._streams.synchronize(self.copied)
         staged = []
         for number, x in enumerate(batch):
             if number == len(self._memory):
                 self._memory.append(self._streams.pinned(max(1, x.nbytes)))
             elif x.nbytes > self._memory[number].nbytes:
                 self._memory[number] = self._streams.pinned(x.nbytes)
-            there = self._memory[number][: x.nbytes].view(x.dtype).reshape(x.shape)
-            there[...] = x
-            staged.append(there)
+            pinned = self._memory[number][: x.nbytes].view(x.dtype).reshape(x.shape)
+            pinned[...] = x
+            staged.append(pinned)
         return staged
 
 
-class Brought(NamedTuple):
-    """A batch on its way to the GPU: its arrays there, and the event behind the copies."""
+class DeviceBatch(NamedTuple):
+    """Batch in flight to the GPU: its arrays there, and the event after the copies."""
 
     arrays: tuple[Array, ...]
-    come: Event
+    copied: Event
 
 
 class Delivery:
-    """What brings the batches of one loop to ``device``, a GPU; made by the loop's thread, on the stream that computes.
+    """Copies of one loop's batches to a GPU. It is created on the loop's thread, on the stream that computes.
 
     Args:
-        under_way: so many are brought at most and not yet taken.
+        device: the GPU.
+        under_way: the most batches that are copied and not yet taken.
 
     Raises:
-        DeviceError: the machine does not have the device.
+        DeviceError: the machine lacks the device.
     """
 
     def __init__(self, device: Device, under_way: int) -> None:
@@ -80,39 +77,39 @@ class Delivery:
         self._slots = [_Slot(streams) for _ in range(under_way + 1)]
         self._next = itertools.cycle(self._slots)
 
-    def bring(self, batch: Batch) -> Brought:
-        """Begin to copy ``batch``, arrays in host memory; on any thread, but one batch after another."""
+    def start(self, batch: Batch) -> DeviceBatch:
+        """Start to copy ``batch``, arrays in host memory; callable on any thread, but only for one batch at a time."""
         streams, slot = self._streams, next(self._next)
         staged = slot.stage(batch)
         arrays = tuple(streams.empty(x.shape, x.dtype, self._compute) for x in staged)
-        # Memory of theirs may be read yet by what was computed before on arrays that are no more.
-        streams.record(slot.begun, self._compute)
-        streams.wait_event(self._copies, slot.begun)
+        # Earlier work on the compute stream may still read this memory, as that of arrays since freed.
+        streams.record(slot.ready, self._compute)
+        streams.wait_event(self._copies, slot.ready)
         for target, x in zip(arrays, staged, strict=True):
             streams.copy_async(target, x, self._copies)
-        streams.record(slot.come, self._copies)
-        return Brought(arrays, slot.come)
+        streams.record(slot.copied, self._copies)
+        return DeviceBatch(arrays, slot.copied)
 
-    def take(self, brought: Brought) -> tuple[Array, ...]:
-        """The arrays of a batch, for what the loop's stream is given from now on."""
-        self._streams.wait_event(self._compute, brought.come)
-        return brought.arrays
+    def take(self, batch: DeviceBatch) -> tuple[Array, ...]:
+        """Return the arrays of a batch, for later work on the loop's stream."""
+        self._streams.wait_event(self._compute, batch.copied)
+        return batch.arrays
 
     def close(self) -> None:
-        """Wait until nothing is copied any more, from memory or to arrays that somebody else may have next."""
+        """Wait until no copy is in flight, because its memory and arrays may be reused next."""
         for slot in self._slots:
-            self._streams.synchronize(slot.come)
+            self._streams.synchronize(slot.copied)
 
 
 Transform = Callable[..., Batch]
 _QUICK_S = 100e-6
-"""Another thread that reads takes about as much of the loop's time, since one interpreter runs both."""
+"""Seconds of a read below which a second thread would not help, since one interpreter runs both."""
 
 
 class _Read:
-    """One batch on its way: filled on the engine's lane, taken by the loop.
+    """Read of one batch in flight: filled on the engine's lane, consumed by the loop.
 
-    The error is kept here and not in the engine: that of a batch that nobody takes any more must not surface elsewhere.
+    The error is kept here and not in the engine, so that errors of abandoned batches do not surface elsewhere.
     """
 
     def __init__(self, fill: Callable[[], Any], variable: Variable) -> None:
@@ -124,6 +121,7 @@ class _Read:
         self.lock, self.done = threading.RLock(), threading.Event()
 
     def run(self) -> None:
+        """Read the batch unless it was abandoned."""
         with self.lock:
             if self.abandoned:
                 return
@@ -136,22 +134,22 @@ class _Read:
             self.done.set()
 
     def abandon(self) -> None:
-        """It will not begin any more."""
+        """Keep the read from starting."""
         with self.lock:
             self.abandoned = True
 
     def wait_if_begun(self) -> None:
-        """Returns when an abandoned read does not run.
+        """Wait until an abandoned read is not running.
 
-        A loop that was left in a reference cycle ends wherever the garbage collector happens to run: on the lane's
-        thread, or inside of the engine. So this neither waits for its own thread nor calls the engine.
+        A loop left in a reference cycle is closed wherever the garbage collector runs: on the lane's thread, or inside
+        the engine. So this neither waits for its own thread nor calls the engine.
         """
         if self.thread not in (None, threading.get_ident()):
             self.done.wait()
 
 
 def _pair(where: str, expected: str, batch: Any) -> Batch:
-    """``batch``, unless it is something else: an array of two rows can be unpacked, too."""
+    """Return ``batch`` if it is a tuple or list of two; an array of two rows would unpack, too."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         got = type_named(batch) + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
         raise ConfigError("DataLoader", where=where, expected=expected, got=got)
@@ -159,29 +157,28 @@ def _pair(where: str, expected: str, batch: Any) -> Batch:
 
 
 class DataLoader:
-    """Iterates over ``(x, y)`` batches as NumPy arrays, reading up to ``prefetch`` of them ahead.
+    """Iterable over ``(x, y)`` batches as NumPy arrays, reading up to ``prefetch`` of them ahead.
 
-    One iteration is one epoch; what it yields depends on the sampler alone, not on timing. Every batch is made of fresh
-    arrays that belong to the loop: they may be kept and changed, and are freed like any array. When the loop is left
-    early, reads that have begun are waited for and the others are dropped, so nothing runs on. An exception of the data
-    set or of the transform is raised where the loop asks for that batch, with its traceback; the epoch ends there.
-    Batches of an `ArrayDataset` that are there at once are read by the loop's own thread, which takes less.
+    One iteration is one epoch. Its batches depend only on the sampler, not on timing. Every batch consists of new
+    arrays owned by the loop. If the loop is left early, running reads are waited for and the others dropped. An
+    exception of the data set or the transform is raised where the loop asks for that batch, with its traceback, and
+    ends the epoch. Quick reads of an `ArrayDataset` run on the loop's own thread, which has less overhead.
 
     Args:
-        dataset: indexed with int64 arrays, on the engine's "io" thread; a loader that it iterates itself needs
-            ``prefetch=0`` or an engine of its own.
+        dataset: indexed with int64 arrays on the engine's "io" thread. If it iterates a loader itself, that loader
+            needs ``prefetch=0`` or its own engine.
         sampler: a `BatchSampler` or `ShardedSampler`; its batches may be empty (then ``len(x)`` is 0).
-        prefetch: batches that are read ahead; 0 reads each one when it is asked for, in the loop's own thread.
-        transform: ``transform(x, y) -> (x, y)`` of a batch, in the same thread as the reading; not for what is random.
+        prefetch: number of batches read ahead; 0 reads each batch on demand, on the loop's own thread.
+        transform: ``transform(x, y) -> (x, y)`` of a batch, on the reading thread; use ``augment`` for random changes.
         augment: random changes of each ``x``, before the ``transform``.
-        engine: the engine on whose "io" lane is read; None for the process's own.
-        device: a GPU: batches are CuPy arrays there, brought by the thread that reads, on a stream of their own, while
-            the loop computes on the stream that was current when it began. None or ``cpu(i)``: they are NumPy's.
+        engine: the engine whose "io" lane reads; None for the process's own.
+        device: a GPU, for CuPy arrays there. The reading thread copies them on a stream of its own, while the loop
+            computes on the stream that was current when it started. None or ``cpu(i)``: NumPy arrays.
 
     Raises:
-        ConfigError: ``prefetch`` is no integer >= 0, ``augment`` no `Augmentation`, ``device`` no `Device`, or there is
-            no data set or sampler; in a loop, the data set or the transform gives no pair.
-        DeviceError: in a loop, the machine does not have the device.
+        ConfigError: an argument is out of range or of another type; in a loop, the data set or the transform does not
+            return a pair.
+        DeviceError: in a loop, the machine lacks the device.
     """
 
     def __init__(
@@ -210,26 +207,27 @@ class DataLoader:
 
     @property
     def epoch(self) -> int:
-        """That of `set_epoch`, or the one that was restored."""
+        """The epoch of `set_epoch`, or the one that was restored."""
         return self._position.epoch
 
     def __len__(self) -> int:
-        """The number of batches an epoch."""
+        """Return the number of batches an epoch."""
         return len(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Passed on to the sampler, for the next iteration: a whole one, except of the epoch that was restored."""
+        """Set the epoch of the next iteration, which is complete unless this epoch was restored partway."""
         epoch = whole_number("DataLoader", "epoch", epoch, 0)
         self.sampler.set_epoch(epoch)
         self._position.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop is; alike on all ranks, all of which must call it after as many batches.
+        """Return the position of the loop.
+
+        It is the same on all ranks, all of which must call it after equally many batches.
 
         Returns:
-            ``epoch``; ``done``, how many global batches of it the loop has had (those that are read ahead do not
-            count); ``begun`` and ``ended``: whether an iteration has begun, and whether it has come to its end;
-            ``sampler``, that of the sampler.
+            ``epoch``; ``done``, the global batches of it that the loop has used (not those read ahead); ``begun`` and
+            ``ended``, whether an iteration has started and ended; ``sampler``, the sampler's state.
 
         Raises:
             ConfigError: the loop is between virtual shards of a global batch.
@@ -243,14 +241,17 @@ class DataLoader:
         return self._position.state(done, ended) | {"sampler": inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a `state_dict` says, on any number of ranks: the next iteration yields what is left of its epoch.
+        """Continue from a `state_dict`, on any number of ranks: the next iteration yields the rest of its epoch.
 
-        Those after it are whole, and so is the next one after `set_epoch` of another epoch. Of an epoch whose iteration
-        had ended nothing is left if it is named by `set_epoch`; without that a whole iteration follows.
+        Later iterations are complete, as is the next one after `set_epoch` of another epoch. If the saved iteration had
+        ended, `set_epoch` of its epoch yields nothing; without `set_epoch` a complete iteration follows.
+
+        Args:
+            state: a `state_dict`.
 
         Raises:
-            ConfigError: it is no state of a loader, or the sampler's order is another one; says which argument differs.
-                Nothing is changed.
+            ConfigError: ``state`` is not a loader's, or belongs to another order. The error names the argument that
+                differs. Nothing is changed.
         """
         require_state("a DataLoader", state, "epoch", "done", "begun", "ended", "sampler")
         done = state["done"]
@@ -262,7 +263,7 @@ class DataLoader:
         self._position.restore({**state, "done": done})
 
     def read(self, numbers: np.ndarray) -> Batch:
-        """The batch of the samples with these ``numbers``, int64 of shape ``(count,)``, as in a loop of this epoch."""
+        """Read the samples ``numbers``, int64 of shape ``(count,)``, as a loop of this epoch would."""
         x, y = self._read(numbers, self.epoch)
         gpu = self._gpu
         return (x, y) if gpu is None else (gpu.put(x), gpu.put(y))
@@ -272,7 +273,7 @@ class DataLoader:
         return None if self.device is None or self.device.kind == "cpu" else self.device
 
     def _read(self, numbers: np.ndarray, epoch: int) -> Batch:
-        x, y = _pair("dataset", "one that gives (x, y) for an array of numbers", self.dataset[numbers])
+        x, y = _pair("dataset", "a data set that returns (x, y) for an array of numbers", self.dataset[numbers])
         if self.augment is not None:
             x = self.augment(x, numbers, epoch)
         if self.transform is None:
@@ -286,7 +287,7 @@ class DataLoader:
 
             def read(numbers: np.ndarray) -> Any:
                 batch = self._read(numbers, epoch)
-                return batch if delivery is None else delivery.bring(batch)
+                return batch if delivery is None else delivery.start(batch)
 
             with contextlib.closing(self._reads(batches, read, may_be_here=delivery is None)) as reads:
                 for batch in reads:
@@ -305,17 +306,17 @@ class DataLoader:
 
     def _reads(self, batches: Iterator[Any], read: Callable[[np.ndarray], Any], may_be_here: bool) -> Generator[Any]:
         if self.prefetch == 0:
-            for numbers in batches:  # no map(), which a StopIteration of the data set would end like the epoch
+            for numbers in batches:  # not map(): a StopIteration of the data set would end the epoch silently
                 yield read(numbers)
             return
         in_memory = type(self.dataset) is ArrayDataset and self.transform is None
-        # When a batch is taken that ranks share decides who gets it: that must not depend on how long one takes.
+        # With a SharedSampler, timing decides which rank gets a batch, so prefetching must not vary.
         if may_be_here and in_memory and not isinstance(self.sampler, SharedSampler):
             yield from self._read_while_quick(batches, read)
         yield from self._read_ahead(batches, read)
 
     def _read_while_quick(self, batches: Iterator[Any], read: Callable[[np.ndarray], Any]) -> Generator[Any]:
-        """Read in the loop's own thread until two in a row, as the first may wait for a page, are not quick."""
+        """Read on the loop's own thread until two reads in a row are slow; one may be a page fault."""
         slow = 0
         for numbers in batches:
             began = time.perf_counter()
@@ -341,7 +342,7 @@ class DataLoader:
                     raise read.error
                 yield read.batch
         finally:
-            if process == os.getpid():  # a child made by fork has not the thread that reads
+            if process == os.getpid():  # a forked child lacks the reading thread
                 for read in ahead:
                     read.abandon()
                 for read in ahead:

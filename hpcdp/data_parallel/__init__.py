@@ -1,15 +1,12 @@
-"""From a model's gradients to its update, on all ranks.
+"""Data parallelism: from the gradients of a model to its update, on all ranks.
 
-- `buckets`: the layout of parameters in flat buckets, and their memory.
-- `reducer`: owns buckets, gradient hooks and the state of a step.
-- `reductions`: where buckets are in memory and how they are reduced, on one node and along the rails between nodes.
-- `gpu_reduction`: the reduction of buckets on GPUs.
-- `deterministic`: the reduction in an order that does not depend on the number of ranks.
-- `overlap`: when reductions run: at the end of a step, or during backward, with updates during the next forward.
-- `sharded_update`: every rank updates all parameters, or the owner of a shard its part.
-- `trainer`: what trainers on buckets and on stores share; `bucket_trainer`: the trainer on buckets.
-- `trainer_state`: the tensors of its state. `policy`: non-finite and missing gradients, loss scaling.
-- `profiling`: times of a step.
+- `buckets`: the layout of parameters in flat buckets, and the state of a bucket.
+- `reducer`: the owner of buckets, gradient hooks and the state of a step.
+- `reductions`, `gpu_reduction`, `deterministic`: reductions in host memory, on GPUs, and in a fixed order of sums.
+- `overlap`: schedules of reductions and updates, at the end of a step or beside computation.
+- `sharded_update`: update strategies: every rank updates all parameters, or the owner of a shard updates it.
+- `trainer`, `bucket_trainer`, `trainer_state`: the base of all trainers, the trainer on buckets, and its saved state.
+- `policy`: non-finite and missing gradients, and loss scaling. `profiling`: times of a step.
 """
 
 from .buckets import Layout, Slot

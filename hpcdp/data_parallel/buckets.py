@@ -1,14 +1,11 @@
-"""Buckets of gradients: their layout, their memory and state, and unused parameters.
+"""Buckets of gradients: their layout, their memory and state, and counts of used parameters.
 
-Which bucket a parameter's gradient lies in, and where: a pure function of the model.
+The layout, which is the place of each parameter's gradient, is a pure function of the model. It does not depend on
+ranks, time or earlier steps, so all ranks agree, and a resumed run sums in the same order.
 
-Nothing here depends on ranks, time or earlier steps, so all ranks agree and a resumed run sums in the same order.
-Fusing gradients into buckets is from Sergeev and Del Balso, "Horovod", 2018, section 4; closing them in the order in
-which backward produces gradients, with a small first one, from Li et al., "PyTorch Distributed", 2020, section 3.2.3.
-
-One bucket of gradients: its memory, and where it is on its way.
-
-Which parameters any rank has used in a step, counted in the numbers of the step's closing exchange.
+Fusing gradients into buckets is from Sergeev and Del Balso, "Horovod", 2018, section 4. Closing buckets in the order in
+which backward produces gradients, with a small first one, is from Li et al., "PyTorch Distributed", 2020, section
+3.2.3.
 """
 
 from __future__ import annotations
@@ -28,47 +25,47 @@ from ..errors import ConfigError, is_number, listed
 
 MIB = 2**20
 LINE_NBYTES = 64
-"""Slots and shards begin at multiples of a cache line: no two ranks write to the same line, and loads are aligned."""
+"""Alignment of slots and shards, a cache line: no two ranks write to the same line, and loads are aligned."""
 
 _DEFAULT_BUCKETS, _DEFAULT_CAPS_MB = 8, (1.0, 25.0)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter."""
+    """The place of one parameter in a bucket."""
 
     name: str
     shape: tuple[int, ...]
     bucket: int
     offset: int
-    """In elements from the bucket's beginning."""
+    """Elements from the bucket's beginning."""
 
     @property
     def count(self) -> int:
-        """Elements of the parameter."""
+        """Number of elements of the parameter."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Buckets and the slots in them, in the order in which backward is expected to fill them."""
+    """Buckets and their slots, in the order in which backward is expected to fill them."""
 
     slots: tuple[Slot, ...]
-    """In the order of the model's parameters."""
+    """Slots in the order of the model's parameters."""
     counts: tuple[int, ...]
-    """Elements of every bucket, whole cache lines."""
+    """Number of elements of every bucket, whole cache lines."""
     dtypes: tuple[np.dtype, ...]
-    """Of every bucket: parameters of different dtypes never share one."""
+    """Dtype of every bucket; parameters of different dtypes never share a bucket."""
 
     @property
     def digest(self) -> str:
-        """A hash of all of it, the same on every rank and in every run of the same model."""
+        """Hash of the layout, the same on every rank and in every run of the same model."""
         text = repr((self.slots, self.counts, [dtype.str for dtype in self.dtypes]))
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def longest_nbytes(self) -> int:
-        """Of all buckets."""
+        """Bytes of the longest bucket."""
         return max((count * dtype.itemsize for count, dtype in zip(self.counts, self.dtypes, strict=True)), default=0)
 
     def slots_of(self, bucket: int) -> list[Slot]:
@@ -76,7 +73,7 @@ class Layout:
         return [slot for slot in self.slots if slot.bucket == bucket]
 
     def shard(self, bucket: int, parts: int, part: int) -> tuple[int, int]:
-        """The first element of shard ``part`` of ``parts`` of a bucket and the one after its last, on whole lines."""
+        """Return the range of elements of shard ``part`` of ``parts`` of a bucket, in whole cache lines."""
         per_line = LINE_NBYTES // self.dtypes[bucket].itemsize
         lines = self.counts[bucket] // per_line
         return lines * part // parts * per_line, lines * (part + 1) // parts * per_line
@@ -98,10 +95,10 @@ def plan(
 
     Args:
         params: name, shape and dtype of every parameter, in order of first use.
-        bucket_cap_mb: a bucket is closed before it would exceed so many MiB; a larger parameter has one to itself.
-            None: an eighth of the model, so that a small one is not sent as a whole after backward, but from 1 to 25.
-        first_cap_mb: the same for the first bucket, small so that communication starts early.
-        room_for: leave room for so many elements of each parameter, at least as many as it has. None: as many.
+        bucket_cap_mb: size limit of a bucket in MiB; a larger parameter has its own bucket. None: an eighth of the
+            model, so that a small model is not sent as a whole after backward, but from 1 to 25.
+        first_cap_mb: size limit of the first bucket, small so that communication starts early.
+        room_for: space for each parameter in elements, at least its own number, which is the default.
 
     Raises:
         ConfigError: a cap that is not positive, or two parameters of one name.
@@ -116,12 +113,12 @@ def plan(
     if twice is not None:
         raise ConfigError(
             "bucket plan", where="params", expected="different names", got=f"{twice!r} twice",
-            remedy="make two networks children of one Module, which puts their names before those of their parameters",
+            remedy="make two networks children of one Module, which prefixes the names of their parameters",
         )  # fmt: skip
     counts: list[int] = []
     dtypes: list[np.dtype] = []
     slots: dict[str, Slot] = {}
-    filling: dict[np.dtype, int] = {}  # the open bucket of every dtype
+    filling: dict[np.dtype, int] = {}  # open bucket of every dtype
     for (name, shape, dtype), count in zip(reversed(params), reversed(room_for), strict=True):
         per_line = LINE_NBYTES // dtype.itemsize
         room = -(-count // per_line) * per_line
@@ -140,10 +137,10 @@ _MOST_NAMES = 2
 
 
 class Parameter(Protocol):
-    """What a parameter must be for its gradient to be reduced; `hpcdp.nn.Parameter` is one.
+    """A parameter whose gradient can be reduced, such as `hpcdp.nn.Parameter`.
 
-    If it has a ``data_hook``, too, which is called before ``data`` is read, its update may run beside the next forward;
-    it is then given an ``update_hook``, to be called before ``grad`` is read.
+    An optional ``data_hook``, which is called before ``data`` is read, lets its update run beside the next forward. It
+    then also gets an ``update_hook``, which must be called before ``grad`` is read.
     """
 
     name: str
@@ -154,37 +151,37 @@ class Parameter(Protocol):
 
 
 class State(Enum):
-    """Where a bucket is on its way."""
+    """The state of a bucket within a step."""
 
     FILLING = "backward has still to write some of its gradients"
     READY = "all its gradients are written"
-    LAUNCHED = "its reduction is under way; nobody may write its gradients"
-    REDUCED = "this rank's shard, or all of it, holds the sum over all ranks"
+    LAUNCHED = "its reduction runs, and its gradients must not be written"
+    REDUCED = "this rank's shard, or the whole row, holds the sum over all ranks"
 
 
 class Bucket:
-    """One flat buffer of gradients and this rank's part in it."""
+    """One flat buffer of gradients with a row for each rank that shares it."""
 
     def __init__(self, number: int, slots: Sequence[Slot], rows: Array, rank: int, shard: tuple[int, int]) -> None:
         self.number = number
         self.slots = slots
         self.rows = rows
-        """Shape ``(ranks that share it, elements)``."""
+        """Gradients, shape ``(ranks that share the bucket, elements)``."""
         self.words = words(rows)
-        """``rows`` as the kernels take them."""
+        """View of ``rows`` for the kernels."""
         self.mine: Array = rows[rank]
         """This rank's row, shape ``(elements,)``."""
         self.shard = shard
-        """The columns that this rank sums: first, and one after the last."""
+        """Columns that this rank sums: the first, and one after the last."""
         self.names = frozenset(slot.name for slot in slots)
         self.missing = self.awaited = set(self.names)
-        """Parameters whose gradient backward has not written in this step, and those that it has still to write before
-        the reduction can be launched: others only while gradients accumulate."""
+        """Parameters whose gradient backward has not written in this step, and those that it must write before the
+        reduction is launched, which differ while gradients accumulate."""
         self.state = State.FILLING
         self.ready_ns = self.launched_ns = self.done_ns = 0
 
     def view(self, slot: Slot) -> Array:
-        """The gradient of one parameter: a view of this rank's row in the parameter's shape."""
+        """Return the gradient of one parameter: a view of this rank's row in the parameter's shape."""
         return self.mine[slot.offset : slot.offset + slot.count].reshape(slot.shape)
 
     def mark_reduced(self) -> None:
@@ -193,21 +190,21 @@ class Bucket:
         self.done_ns = time.perf_counter_ns()
 
     def described(self) -> str:
-        """Its number, first parameters and size, for messages."""
+        """Describe the bucket by its number, first parameters and size."""
         names = listed([slot.name for slot in self.slots], _MOST_NAMES)
         return f"bucket {self.number} ({names}; {self.mine.nbytes} bytes)"
 
 
 _EXACT_BITS = 52
-"""Whole numbers of so many bits have exact sums in float64."""
+"""Bits of integers whose sums are exact in float64."""
 
 
 class UsageCounts:
-    """By how many ranks each parameter was used: several counts share one float64, so that they need no message.
+    """Counts of the ranks that used each parameter, packed into float64 numbers of the closing exchange.
 
     Args:
-        names: of the parameters, alike on all ranks.
-        size: how many ranks there are.
+        names: the names of the parameters, the same on all ranks.
+        size: the number of ranks.
     """
 
     def __init__(self, names: Sequence[str], size: int) -> None:
@@ -221,27 +218,27 @@ class UsageCounts:
         for number, shift in self._places.values():
             used_by_one[number] |= 1 << shift
         self._all = tuple(map(float, used_by_one))
-        self._all_by_all = [size * each for each in self._all]
+        self._all_by_all = [size * packed for packed in self._all]
 
     @property
     def length(self) -> int:
-        """How many numbers a rank adds to the exchange."""
+        """Number of float64 numbers that a rank adds to the exchange."""
         return len(self._all)
 
     def numbers(self, missing: Collection[str]) -> Sequence[float]:
-        """Return what this rank adds, which has used all parameters but those ``missing``."""
+        """Return the numbers of this rank, which has used all parameters except those ``missing``."""
         if not missing:
             return self._all
-        found = list(self._all)
+        packed = list(self._all)
         for name in missing:
             number, shift = self._places[name]
-            found[number] -= 1 << shift
-        return found
+            packed[number] -= 1 << shift
+        return packed
 
     def unused(self, sums: Sequence[float]) -> frozenset[str]:
         """Return the parameters that no rank has used, from the sums of all ranks' `numbers`."""
         if list(sums) == self._all_by_all:
             return frozenset()
-        counts = [int(each) for each in sums]
+        counts = [int(packed) for packed in sums]
         places = self._places.items()
         return frozenset(name for name, (number, shift) in places if not counts[number] >> shift & self._mask)

@@ -1,53 +1,14 @@
-"""Buckets on GPUs: summed inside the node by NCCL or CUDA IPC, between nodes by messages.
+"""Buckets on GPUs: summed inside a node by NCCL or CUDA IPC, between nodes by messages, and gathered again.
 
-Sums over nodes of what lies on GPUs: in segments through host memory, some on the network while others are copied.
+`GpuReduction` does for rows on GPUs what `HierarchicalReduction` does for rows in a node's memory::
 
-A bucket has `SLOTS` slots of pinned memory, through which its segments go in turn, and of those `ON_THE_NETWORK` are
-summed at a time::
+    backward | reduce-scatter in the node | own shard: host, rail, host | allgather in the node | update
 
-    slot 0:   to the host | network          | back      | to the host | network ...
-    slot 1:               | to the host | network          | back      | to the host ...
-    slot 2:                             | to the host | network          | back ...
+Events order the streams; only the rail makes the host wait. On one node the sum is one allreduce. The rail uses one of
 
-Copies go on two streams of their own, one each way, which a GPU does at once. What follows what is said by events, and
-the host waits for none but that before a message; it sees that one late, after a nap, and meanwhile the copies go on:
-those of all slots are given to the stream at once, and the next one of a slot when its sum goes back, behind that.
-
-Compressed sums over nodes of what lies on GPUs: encoded and decoded there, and codes alone go through host memory.
-
-The messages, and what is in them, are those of `collectives.compressed`::
-
-    GPU     encode the parts of others |                   | decode, add up, encode the sum |             | decode
-    host                         to it | to the owners ... | from it                  to it | to all  ... | from it
-
-A bucket has as many slots of memory as segments are under way at once. All is given to one stream, in the order in
-which machines come to it, so a slot is free for the next segment when that is encoded.
-
-Sums over nodes of what lies on GPUs, by messages from and to their memory: for MPI libraries that take arrays there.
-
-A library reads and writes such memory at once, whatever a stream has still to do. So a message is posted when an event
-has passed that is behind all that the stream was given before, and what has come is there when the message is
-complete::
-
-    GPU     reduce-scatter in the node |               | add up |               | add up | ...
-    event                              | passes                 | passes                 | passes
-    MPI                                | send, receive          | send, receive          | send ...
-
-Segments and the order of each sum are those of `staging`, and so are the bits. But a message is a whole chunk of a
-segment: of n nodes the n-th part of 8 MiB. Short messages (`comm.tasks.MESSAGE_NBYTES`) keep host memory
-flowing over TCP. From a GPU's memory libraries send nothing without a handshake but a few KB; then the adapter reads it
-there, or they bring it through memory of their own, in pieces of 512 KB to 4 MB (UCX's ``RNDV_FRAG_SIZE``) or of 1 MB
-(MPICH's ``CH4_OFI_GPU_PIPELINE_BUFFER_SZ``). So each message more is a handshake more, and here an event and a kernel.
-
-Buckets on GPUs: summed inside the node by NCCL or CUDA IPC, across nodes through the host, and brought to all again.
-
-What `HierarchicalReduction` does with rows in a node's memory, for rows on GPUs::
-
-    backward | reduce-scatter in the node | own part: host, rail, host | allgather in the node | update
-
-Streams are ordered by events; only the rail makes the host wait. On one node it is one allreduce. With compression the
-own part stays on the GPU and its codes go to the host and over the rail. Where messages take arrays on GPUs
-(`cuda_aware`), and without compression, nothing goes to the host.
+- `Staging`: the shard goes through pinned host memory, in segments;
+- `CodeStaging`: the shard is compressed on the GPU, and only its codes go through host memory;
+- `Direct`: messages from and to the GPUs' memory, for MPI libraries that take such arrays, without compression.
 """
 
 from __future__ import annotations
@@ -86,37 +47,46 @@ from .reductions import (
 )
 
 SEGMENT_NBYTES = 8 << 20
-"""The longest segment: long enough for a copy to take longer than the host needs for what comes with one, and for a
-ring to cut it into messages. On an H200 each copy takes 10 us besides its bytes: 256 MB in segments of 4 MiB take a
-tenth longer."""
+"""Longest segment: a copy takes longer than the host's work for it, and a ring cuts it into messages. On an H200 each
+copy costs 10 us besides its bytes: 256 MB in segments of 4 MiB take a tenth longer."""
 
 ON_THE_NETWORK = TAGS // LANES
-"""So many segments are summed at a time: as many as have tags of their own."""
+"""Number of segments that are summed at a time, each with its own tags."""
 
 SLOTS = 2 * ON_THE_NETWORK
-"""A bucket has pinned memory for so many segments: while half of them are summed, the others are copied."""
+"""Pinned memory of a bucket, in segments: while half of them are summed, the others are copied."""
 
 _WIDEST = 8
-"""Bytes of an element at most: segments are as long as whole elements are."""
+"""Bytes of the widest element; segments have whole elements."""
 
 Sum = Callable[[np.ndarray, int, Request | None], Steps]
 """``sum(x, tag, turn)`` sums ``x`` in place over other nodes, with up to `LANES` tags from ``tag`` on."""
 
 
 class _StagingSlot:
-    """Pinned memory, shape ``(nbytes,)``, the events behind what was copied there, and behind what was taken back."""
+    """Pinned memory, shape ``(nbytes,)``, and the events after the copies to the host and back to the GPU."""
 
     def __init__(self, streams: Streams, nbytes: int, *copied_by: Stream) -> None:
         self.memory = streams.pinned(nbytes, *copied_by)
-        self.brought, self.returned = streams.event(), streams.event()
+        self.copied, self.returned = streams.event(), streams.event()
 
 
 class Staging:
-    """The slots of all buckets of a rank.
+    """Sums over nodes through pinned host memory: some segments are on the network while others are copied.
+
+    The segments of a bucket use its `SLOTS` slots of pinned memory in turn, and `ON_THE_NETWORK` are summed at a time::
+
+        slot 0:   to the host | network          | back      | to the host | network ...
+        slot 1:               | to the host | network          | back      | to the host ...
+        slot 2:                             | to the host | network          | back ...
+
+    Two streams copy, one each way, which a GPU runs at once, and events order the operations. The host waits only for
+    the event before a message, which it notices late, after a nap. Meanwhile copies continue: those of all slots are
+    launched at once, and the next copy of a slot when its sum is copied back, after that.
 
     Args:
-        streams: of its GPU.
-        nbytes: of this rank's part of each bucket.
+        streams: streams of this rank's GPU.
+        nbytes: bytes of this rank's shard of each bucket.
     """
 
     def __init__(self, streams: Streams, nbytes: Sequence[int]) -> None:
@@ -124,15 +94,17 @@ class Staging:
         self._down, self._up = streams.stream(), streams.stream()
         self._ready = [streams.event() for _ in nbytes]
         ways = self._down, self._up
-        self._slots = [[_StagingSlot(streams, size, *ways) for size in _slot_nbytes(each)] for each in nbytes]
+        self._slots = [[_StagingSlot(streams, size, *ways) for size in _slot_nbytes(shard)] for shard in nbytes]
 
     def sum(
         self, number: int, part: Array, row: NodeRows, total: Sum, tag: int, turn: Request | None
     ) -> StepsTo[Sequence[Event]]:
-        """Sum ``part``, contiguous, of bucket ``number`` in place with ``total``.
+        """Sum ``part``, the contiguous shard of bucket ``number``, in place by ``total``.
 
-        It is read behind what ``row.stream`` has been given until now. Returns the events behind which the sum is
-        there.
+        It is read after all work that is on ``row.stream`` now.
+
+        Returns:
+            The events after which the sum is complete.
         """
         if part.size == 0:
             return ()
@@ -141,34 +113,37 @@ class Staging:
         streams.wait_event(self._down, self._ready[number])
         pieces = segments(part, SEGMENT_NBYTES)
         for slot, piece in zip(slots, pieces, strict=False):
-            self._bring(slot, piece)
+            self._copy_to_host(slot, piece)
 
-        def every(lane: int) -> Steps:
-            for at in range(lane, len(pieces), ON_THE_NETWORK):
+        def sum_every(first: int) -> Steps:
+            for at in range(first, len(pieces), ON_THE_NETWORK):
                 slot, host = slots[at % SLOTS], _host(slots[at % SLOTS], pieces[at])
-                yield [self._brought(slot, row)]
-                yield from total(host, tag + lane * LANES, turn)
+                yield [_passed(streams, slot.copied, row.check)]
+                yield from total(host, tag + first * LANES, turn)
                 streams.copy_async(pieces[at], host, self._up)
                 streams.record(slot.returned, self._up)
                 if at + SLOTS < len(pieces):
-                    self._bring(slot, pieces[at + SLOTS])
+                    self._copy_to_host(slot, pieces[at + SLOTS])
 
-        yield from together([every(lane) for lane in range(min(ON_THE_NETWORK, len(pieces)))])
+        yield from together([sum_every(first) for first in range(min(ON_THE_NETWORK, len(pieces)))])
         return tuple(slot.returned for slot in slots[: len(pieces)])
 
-    def _bring(self, slot: _StagingSlot, piece: Array) -> None:
-        """Copy a segment to the host behind what was taken back from its slot."""
+    def _copy_to_host(self, slot: _StagingSlot, piece: Array) -> None:
+        """Copy a segment to the host, after the copy back from its slot."""
         streams = self._streams
         streams.wait_event(self._down, slot.returned)
         streams.copy_async(_host(slot, piece), piece, self._down)
-        streams.record(slot.brought, self._down)
+        streams.record(slot.copied, self._down)
 
-    def _brought(self, slot: _StagingSlot, row: NodeRows) -> PolledRequest:
-        def is_there() -> bool:
-            row.check()
-            return self._streams.query(slot.brought)
 
-        return PolledRequest(is_there)
+def _passed(streams: Streams, event: Event, check: Callable[[], None]) -> PolledRequest:
+    """Return a request that is complete when ``event`` has passed; each poll calls ``check``, which may raise."""
+
+    def has_passed() -> bool:
+        check()
+        return streams.query(event)
+
+    return PolledRequest(has_passed)
 
 
 def _host(slot: _StagingSlot, piece: Array) -> np.ndarray:
@@ -176,9 +151,9 @@ def _host(slot: _StagingSlot, piece: Array) -> np.ndarray:
 
 
 def _slot_nbytes(nbytes: int) -> list[int]:
-    """Of each slot: enough for the longest of nearly equal segments, and no more slots than there are.
+    """Return the bytes of each slot for a shard of ``nbytes``: those of its longest segment.
 
-    Not a byte more: CuPy's pool takes the next power of two, which a whole segment is.
+    CuPy's pool rounds up to a power of two, which a whole segment is, so slots have no extra bytes.
     """
     if nbytes == 0:
         return []
@@ -188,46 +163,55 @@ def _slot_nbytes(nbytes: int) -> list[int]:
 
 _ALIGNED = 256
 _LONG_NBYTES = 1 << 20
-"""Of a message of codes, where segments of any length have the same: the host gives a GPU some twenty things to do for
-each segment, which takes half a millisecond. 64 MB of gradients took 166 ms between two virtual nodes with an H200 as
-float16, in 273 segments, and 11 to 28 by the other codecs, in a few dozen."""
+"""Bytes of a message of codes that are independent of the length of segments. Each segment costs the host about twenty
+launches, half a millisecond. 64 MB of gradients took 166 ms between two virtual nodes with an H200 as float16, in 273
+segments, and 11 to 28 ms by the other codecs, in a few dozen."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's part of a bucket."""
+    """This rank's shard of a bucket."""
 
     part: Array
-    """Shape ``(count,)``."""
+    """Gradients of the shard, shape ``(count,)``."""
     first: int
-    """The column of the bucket with which it begins."""
+    """First column of the shard in the bucket."""
     padding: Sequence[slice]
-    """Elements of it that belong to no parameter."""
+    """Elements of the shard that belong to no parameter."""
 
 
 class CodeStaging:
-    """A `rail.Coder` of parts on a GPU: encodes and sends this rank's.
+    """Compressed sums over nodes: a `Coder` that encodes and decodes on the GPU; only codes go through host memory.
+
+    The messages and their contents are those of `collectives.compressed`::
+
+        GPU     encode parts for others |                   | decode, add, encode the sum |             | decode
+        host               copy to host | to the owners ... | copy to GPU    copy to host | to all  ... | copy to GPU
+
+    A bucket has a memory slot for each segment that is in progress. All work goes to one stream, in the order in which
+    the segments are launched, so a slot is free when the next segment is encoded.
 
     Args:
-        streams: of its GPU.
-        shares: of the buckets.
-        compression: how.
-        comm: the ranks that sum the same parts; one a node.
+        streams: streams of this rank's GPU.
+        shares: this rank's shards of the buckets.
+        compression: the codec.
+        comm: the ranks that sum the same shards, one a node.
     """
 
     def __init__(self, streams: Streams, shares: Sequence[Share], compression: Compression, comm: Communicator) -> None:
         self.comm = comm
         self.shares = shares
         self.feedback = [
-            compression.for_array(each.part.size, np.dtype(each.part.dtype), streams.zeros) for each in shares
+            compression.for_array(share.part.size, np.dtype(share.part.dtype), streams.zeros) for share in shares
         ]
-        """See `Coder`."""
+        """See `Coder.feedback`."""
         self._streams = streams
         self._stream = streams.stream()
         self._ready, self._summed = ([streams.event() for _ in shares] for _ in range(2))
-        self._padding = [_numbers(each.padding, streams) for each in shares]
+        self._padding = [_numbers(share.padding, streams) for share in shares]
         self._pieces = [
-            _pieces(each.part, feedback.codec, comm.size) for each, feedback in zip(shares, self.feedback, strict=True)
+            _pieces(share.part, feedback.codec, comm.size)
+            for share, feedback in zip(shares, self.feedback, strict=True)
         ]
         self._slots = [
             _slots(streams, self._stream, pieces, feedback.codec, comm.size)
@@ -238,12 +222,13 @@ class CodeStaging:
     def sum(
         self, number: int, row: NodeRows, tag: int, turn: Request | None, unsent: Sequence[Slot] = ()
     ) -> StepsTo[Sequence[Event]]:
-        """Sum this rank's part of bucket ``number`` in place; returns the events behind which the sum is there.
+        """Sum this rank's shard of bucket ``number`` in place.
 
-        It is read behind what ``row.stream`` has been given until now.
+        It is read after all work that is on ``row.stream`` now. Residuals of the slots ``unsent`` are kept, see
+        `Coder`.
 
-        Args:
-            unsent: see `Coder`.
+        Returns:
+            The events after which the sum is complete.
         """
         part, streams = self.shares[number].part, self._streams
         if part.size == 0 or self.comm.size == 1:
@@ -260,7 +245,7 @@ class CodeStaging:
             return _OnDevice(x, first, feedback, self.comm, slots[lane], row)
 
         yield from compressed.allreduce_by(make, self._pieces[number], self.comm, tag, turn)
-        if self._padding[number].size:  # some codecs send something for nothing
+        if self._padding[number].size:  # some codecs decode a zero as another value
             with streams.on_device(), self._stream:
                 part[self._padding[number]] = 0
                 feedback.residual[self._padding[number]] = 0
@@ -271,17 +256,17 @@ class CodeStaging:
         return (self._summed[number],)
 
     def columns(self, number: int) -> tuple[int, int]:
-        """See `Coder`."""
+        """See `Coder.columns`."""
         share = self.shares[number]
         return share.first, share.first + share.part.size
 
     def sent_nbytes(self) -> tuple[int, int]:
-        """See `Coder`."""
+        """See `Coder.sent_nbytes`."""
         return compressed.sent_and_plain_nbytes(self.feedback, self.comm.size)
 
 
 class _Slot:
-    """Memory for the codes of one segment: in pinned memory and, in the same order, on the GPU."""
+    """Memory for the codes of one segment, in pinned memory and in the same order on the GPU."""
 
     def __init__(
         self, streams: Streams, stream: Stream, code_nbytes: int, part_count: int, n: int, like: Array
@@ -291,25 +276,25 @@ class _Slot:
         step = -(-code_nbytes // _ALIGNED) * _ALIGNED
         self._sent, self._received = (slice(at * n * step, (at + 1) * n * step) for at in range(2))
         self._host = streams.pinned(2 * n * step, stream)
-        self._there = streams.empty((2 * n * step,), np.dtype(np.uint8), stream)
+        self._on_gpu = streams.empty((2 * n * step,), np.dtype(np.uint8), stream)
         self._codes = [slice(number * step, number * step + code_nbytes) for number in range(2 * n)]
         self.added = streams.empty((part_count,), np.dtype(like.dtype), stream)
-        """For what is decoded, shape ``(count,)`` of the longest part."""
+        """Memory for a decoded part, shape ``(count of the longest part,)``."""
 
     def codes(self, nbytes: Sequence[int]) -> list[tuple[np.ndarray, Array]]:
-        """Where codes of so many bytes are, on the host and on the GPU: those to be sent, then those received."""
-        places = [slice(each.start, each.start + size) for each, size in zip(self._codes, nbytes, strict=True)]
-        return [(self._host[each], self._there[each]) for each in places]
+        """Return the memory of codes of ``nbytes`` on the host and on the GPU: those to send, then the received."""
+        places = [slice(code.start, code.start + size) for code, size in zip(self._codes, nbytes, strict=True)]
+        return [(self._host[place], self._on_gpu[place]) for place in places]
 
     def to_host(self) -> None:
-        """Begin to copy what is to be sent; `coded` is behind it."""
-        self.streams.copy_async(self._host[self._sent], self._there[self._sent], self.stream)
+        """Begin to copy the codes to send to the host; `coded` is recorded after it."""
+        self.streams.copy_async(self._host[self._sent], self._on_gpu[self._sent], self.stream)
         self.streams.record(self.coded, self.stream)
 
     def from_host(self, *, received: bool) -> None:
-        """Begin to copy what was ``received``, or else what has become of what is to be sent."""
+        """Begin to copy codes to the GPU: the ``received`` ones, or the sums in the place of those sent."""
         at = self._received if received else self._sent
-        self.streams.copy_async(self._there[at], self._host[at], self.stream)
+        self.streams.copy_async(self._on_gpu[at], self._host[at], self.stream)
 
 
 class _OnDevice:
@@ -324,7 +309,7 @@ class _OnDevice:
         nbytes = [feedback.nbytes(part.size) for part in self._parts]
         codes = slot.codes([*nbytes, *[nbytes[me]] * n])
         self.sent, self.received = ([host for host, _ in half] for half in (codes[:n], codes[n:]))
-        self._sent, self._received = ([there for _, there in half] for half in (codes[:n], codes[n:]))
+        self._sent, self._received = ([on_gpu for _, on_gpu in half] for half in (codes[:n], codes[n:]))
         self._is_encoded = False
 
     def encode(self, rank: int) -> Steps:
@@ -335,7 +320,7 @@ class _OnDevice:
                     if other != self._comm.rank:
                         self._feedback.encode(self._parts[other], self._places[other], code)
             self._slot.to_host()
-            yield self._coded()
+            yield [_passed(self._slot.streams, self._slot.coded, self._row.check)]
 
     def add_up(self) -> Steps:
         me, codec = self._comm.rank, self._feedback.codec
@@ -349,7 +334,7 @@ class _OnDevice:
                     total += added
             self._feedback.encode(total, self._places[me], self._sent[me], codec.of_sum(self._comm.size))
         self._slot.to_host()
-        yield self._coded()
+        yield [_passed(self._slot.streams, self._slot.coded, self._row.check)]
 
     def decode(self) -> None:
         self._slot.from_host(received=False)
@@ -358,16 +343,9 @@ class _OnDevice:
             for part, code in zip(self._parts, self._sent, strict=True):
                 of_sum.decode(code, part)
 
-    def _coded(self) -> Sequence[Request]:
-        def is_there() -> bool:
-            self._row.check()
-            return self._slot.streams.query(self._slot.coded)
-
-        return [PolledRequest(is_there)]
-
 
 def _pieces(part: Array, codec: Codec, n: int) -> list[Array]:
-    """The segments of ``part``; none where nothing is sent."""
+    """Return the segments of ``part``; empty where nothing is sent."""
     if part.size == 0 or n == 1:
         return []
     return compressed.pieces_of(part, codec, n, _LONG_NBYTES if codec.by_element else None)
@@ -382,18 +360,31 @@ def _slots(streams: Streams, stream: Stream, pieces: Sequence[Array], codec: Cod
 
 
 def _numbers(places: Sequence[slice], streams: Streams) -> Array:
-    """The elements in all of ``places``, on the GPU."""
-    found = [np.arange(each.start, each.stop) for each in places]
-    return streams.array(np.concatenate(found) if found else np.zeros(0, np.int64))
+    """Return the indices of the elements in all of ``places``, on the GPU."""
+    indices = [np.arange(place.start, place.stop) for place in places]
+    return streams.array(np.concatenate(indices) if indices else np.zeros(0, np.int64))
 
 
 class Direct:
-    """What takes the place of a `staging.Staging`.
+    """Sums over nodes by messages from and to the memory of GPUs, in the place of `Staging`.
+
+    An MPI library accesses such memory at once, regardless of the stream's pending work. So a message is posted when an
+    event after that work has passed, and received data is valid when the message is complete::
+
+        GPU     reduce-scatter in the node |               | add up |               | add up | ...
+        event                              | passes                 | passes                 | passes
+        MPI                                | send, receive          | send, receive          | send ...
+
+    Segments and the order of each sum are those of `Staging`, and so are the bits. But a message is a whole chunk of a
+    segment: 8 MiB / n for n nodes. Short messages (`comm.tasks.MESSAGE_NBYTES`) only keep host memory flowing over TCP.
+    From a GPU's memory, libraries send all but a few KB after a handshake. Then the adapter reads the memory, or the
+    library pipelines it through its own, in pieces of 512 KB to 4 MB (UCX's ``RNDV_FRAG_SIZE``) or of 1 MB (MPICH's
+    ``CH4_OFI_GPU_PIPELINE_BUFFER_SZ``). So each further message costs a handshake, and here an event and a kernel.
 
     Args:
-        streams: of this rank's GPU.
-        num_buckets: so many.
-        comm: the ranks that sum the same parts; one a node. Its messages take arrays on GPUs.
+        streams: streams of this rank's GPU.
+        num_buckets: the number of buckets.
+        comm: the ranks that sum the same shards, one a node; its messages take arrays on GPUs.
     """
 
     def __init__(self, streams: Streams, num_buckets: int, comm: Communicator) -> None:
@@ -403,27 +394,19 @@ class Direct:
         self._free: list[Event] = []
 
     def sum(self, number: int, part: Array, row: NodeRows, tag: int, turn: Request | None) -> StepsTo[Sequence[Event]]:
-        """Sum ``part``, contiguous, of bucket ``number`` in place over all ranks.
-
-        It is read behind what ``row.stream`` has been given until now. Returns the events behind which the sum is
-        there.
-        """
+        """Sum ``part``, the contiguous shard of bucket ``number``, in place over all ranks; see `Staging.sum`."""
         if part.size == 0 or self._comm.size == 1:
             return ()
         streams = self._streams
         streams.record(self._ready[number], row.stream)
-
-        def is_ready() -> bool:
-            row.check()
-            return streams.query(self._ready[number])
-
-        yield [PolledRequest(is_ready)]  # not on the stream: there it would hold up the sums of other buckets
+        # The host waits, not the stream, where the wait would delay the sums of other buckets.
+        yield [_passed(streams, self._ready[number], row.check)]
         comm = _Link(self._comm, streams, self._stream, row.check, self._free)
 
         def through(segment: Array, own_tag: int) -> Steps:
             with streams.on_device(), self._stream:
-                machines = lanes_of_segment(segment, _SUM, comm, own_tag, segment.nbytes, turn)
-            return together([_given_to(streams, self._stream, each) for each in machines])
+                exchanges = lanes_of_segment(segment, _SUM, comm, own_tag, segment.nbytes, turn)
+            return together([_on_stream(streams, self._stream, steps) for steps in exchanges])
 
         yield from together(in_lanes(segments(part, SEGMENT_NBYTES), through, tag))
         streams.record(self._summed[number], self._stream)
@@ -437,8 +420,8 @@ def _add(total: Array, x: Array) -> None:
 _SUM = Reduction("sum", _add)
 
 
-def _given_to(streams: Streams, stream: Stream, steps: Steps) -> Steps:
-    """``steps``, whose operations on arrays go to ``stream``, and its memory comes from there."""
+def _on_stream(streams: Streams, stream: Stream, steps: Steps) -> Steps:
+    """Run ``steps`` with their array operations, and memory allocations, on ``stream``."""
     while True:
         with streams.on_device(), stream:
             stage = next(steps, None)
@@ -448,7 +431,7 @@ def _given_to(streams: Streams, stream: Stream, steps: Steps) -> Steps:
 
 
 class _Link:
-    """A communicator of arrays on a GPU, whose messages wait for what a stream was given before them."""
+    """A communicator of arrays on a GPU, whose messages wait for the earlier work of a stream."""
 
     def __init__(
         self, comm: Communicator, streams: Streams, stream: Stream, check: Callable[[], None], free: list[Event]
@@ -458,12 +441,12 @@ class _Link:
         self._waiting: deque[tuple[Event, _Posted, Callable[[], Request]]] = deque()
 
     def isend(self, x: Array, dest: int, tag: int = 0) -> _Posted:
-        return self._behind(partial(self._comm.isend, x, dest, tag))
+        return self._post_later(partial(self._comm.isend, x, dest, tag))
 
     def irecv(self, x: Array, source: int, tag: int = 0) -> _Posted:
-        return self._behind(partial(self._comm.irecv, x, source, tag))
+        return self._post_later(partial(self._comm.irecv, x, source, tag))
 
-    def _behind(self, post: Callable[[], Request]) -> _Posted:
+    def _post_later(self, post: Callable[[], Request]) -> _Posted:
         event = self._free.pop() if self._free else self._streams.event()
         self._streams.record(event, self._stream)
         message = _Posted(self)
@@ -471,7 +454,7 @@ class _Link:
         return message
 
     def post(self) -> None:
-        """Post what may go, whoever asks: who waits for a message may have to send one before."""
+        """Post all messages whose events have passed: a test of one message may need another to be sent."""
         while self._waiting:
             self._check()
             event, message, post = self._waiting[0]
@@ -484,7 +467,7 @@ class _Link:
 
 
 class _Posted:
-    """A message of a link that is posted when its event has passed."""
+    """A message that its link posts when its event has passed."""
 
     def __init__(self, link: _Link) -> None:
         self._link = link
@@ -502,20 +485,21 @@ class GpuReduction(BucketReduction):
     """Buckets on GPUs, one row a rank: summed inside the node by NCCL or CUDA IPC, between nodes by messages.
 
     Args:
-        params: all on one GPU, which is this thread's current device.
-        layout: where each of them goes.
-        world: the ranks, several.
+        params: the parameters, all on one GPU, which is this thread's current device.
+        layout: the place of each parameter.
+        world: the ranks, more than one.
         comm: all ranks, for messages.
-        rail: of `World.rail_comm`, for messages; None where this rank has none.
+        rail: the ranks of `World.rail_comm`, for messages; None where this rank has none.
         signature: see `make_tag`.
-        compression: how what goes between nodes is compressed, or with its ``inside_nodes`` between ranks. None: not.
-        sharded: leave each part of the sums with its owner in the node, until `gather` copies it to the others.
+        compression: how messages between nodes, or with ``inside_nodes`` between ranks, are compressed; None: not at
+            all.
+        sharded: leave each shard of the sums with its owner in the node, until `gather` copies it to the others.
 
     Raises:
-        DeviceError: another device is current; on all ranks. And see `node_groups.make`.
-        ConfigError: see `cuda_aware.agreed`; on all ranks.
-        UnsupportedError: parameters on several GPUs, on all ranks; dtypes that no node can send to others. And see
-            `node_groups.make`.
+        DeviceError: another device is current; on all ranks. Also see `gpu_groups.make`.
+        ConfigError: see `cuda_memory.agreed`; on all ranks.
+        UnsupportedError: parameters on several GPUs, on all ranks; dtypes that cannot be sent between nodes. Also see
+            `gpu_groups.make`.
     """
 
     orders_by_stream = True
@@ -551,13 +535,13 @@ class GpuReduction(BucketReduction):
         self.way = way
         alone = way is GpuTransport.HOST
         owners, ranks, self._rank = (1, 1, 0) if alone else (world.num_rails, world.local_size, world.local_rank)
-        self._parts = [parts_of(each.count, owners, ranks) for each in sizes]
-        if compression is not None:  # codes begin with a part: these are those of the CPU
+        self._parts = [parts_of(size.count, owners, ranks) for size in sizes]
+        if compression is not None:  # codes depend on where a shard begins: use the shards of the CPU
             self._parts = [_shards(layout, number, owners, ranks) for number in range(len(sizes))]
         self.sends_messages = alone or world.num_nodes > 1
         self._across = comm if alone else rail
         self.goes_direct = False
-        """Whether messages go from and to GPUs' memory, and not through the host; alike on all ranks."""
+        """Whether messages go from and to GPUs' memory, and not through the host; the same on all ranks."""
         self._staging: Staging | None = None
         self._direct: Direct | None = None
         self.coder: CodeStaging | None = None
@@ -575,14 +559,14 @@ class GpuReduction(BucketReduction):
                 self._message_nbytes = reductions.fitting(world, self._across, layout.longest_nbytes)
         self._signature = signature
         self._writers: list[dict[int, Stream]] = [{} for _ in sizes]
-        """Of each bucket the streams, by address, to which what it holds was given since it was `filled`."""
+        """Streams, by address, that have written each bucket since it was last `filled`."""
         self._written: list[list[Event]] = [[] for _ in sizes]
-        """Of each bucket as many events as streams have written it at most in a step."""
+        """Events for the writing streams of each bucket."""
         self._filled: list[Sequence[Event]] = [() for _ in sizes]
-        """Of each bucket the events behind which it is filled."""
+        """Events after which each bucket is filled."""
         self._done = [streams.event() for _ in sizes]
-        self._behind: list[Sequence[Event]] = [() for _ in sizes]
-        """Of each bucket the events behind what was last done with it."""
+        self._ends: list[Sequence[Event]] = [() for _ in sizes]
+        """Events after the last operation on each bucket."""
         if alone or not sharded:
             self.copies = (world.size, world.rank)
         elif rail is not None:
@@ -590,6 +574,7 @@ class GpuReduction(BucketReduction):
         self.is_counted = self.copies[1] == 0
 
     def allocate(self, layout: Layout) -> list[Bucket]:
+        """See `BucketReduction.allocate`: the memory is that of the rows."""
         self._buckets = [
             Bucket(number, layout.slots_of(number), self.rows(number), 0, self.shard(number))
             for number in range(len(layout.counts))
@@ -597,13 +582,16 @@ class GpuReduction(BucketReduction):
         return list(self._buckets)
 
     def begin_step(self) -> None:
+        """See `BucketReduction.begin_step`."""
         self._unsent = {}
 
     def keep_unsent(self, names: Set[str]) -> None:
+        """See `BucketReduction.keep_unsent`."""
         if self.keeps_unsent:
             self._unsent = slots_by_bucket(self._buckets, names)
 
     def prepare(self, bucket: Bucket) -> Reduce:
+        """See `BucketReduction.prepare`."""
         self.filled(bucket)
         return partial(self._reduce, bucket, self._unsent.get(bucket.number, ()))
 
@@ -612,15 +600,18 @@ class GpuReduction(BucketReduction):
         bucket.mark_reduced()
 
     def reduce(self, buckets: Sequence[Bucket]) -> None:
+        """See `BucketReduction.reduce`."""
         with self.waiting():
             run_together(self._world, [(bucket, self.prepare(bucket)) for bucket in buckets])
             self.reduced(buckets)
 
     def reduced(self, buckets: Sequence[Bucket]) -> None:
+        """See `BucketReduction.reduced`."""
         for bucket in buckets:
             self.summed(bucket)
 
     def gather(self, buckets: Sequence[Bucket]) -> None:
+        """See `BucketReduction.gather`: by an allgather of the shards."""
         if not self._sharded:
             return
         with self.waiting():
@@ -631,6 +622,7 @@ class GpuReduction(BucketReduction):
             self.reduced(buckets)
 
     def gather_parameters(self, buckets: Sequence[Bucket], flats: Sequence[Array]) -> None:
+        """See `BucketReduction.gather_parameters`: through the rows of the buckets."""
         if not self._sharded:
             return
         for bucket, flat in zip(buckets, flats, strict=True):
@@ -642,22 +634,20 @@ class GpuReduction(BucketReduction):
             flat[:first], flat[last:] = bucket.mine[:first], bucket.mine[last:]
 
     def rows(self, number: int) -> Array:
-        """Where the gradients of bucket ``number`` are to be written, shape ``(1, count)``."""
+        """Return the row of this rank's gradients of bucket ``number``, shape ``(1, count)``."""
         return self._rows[number].mine[: self._counts[number]].reshape(1, self._counts[number])
 
     def written(self, bucket: Bucket, name: str, param: Parameter) -> None:
+        """See `BucketReduction.written`: record the stream of backward."""
         self.record_writer(bucket)
 
     def record_writer(self, bucket: Bucket) -> None:
-        """Record that this thread's current stream writes into the bucket's row; other streams may write, too."""
+        """Record that this thread's current stream writes into the bucket's row; several streams may write."""
         stream = self._streams.current()
         self._writers[bucket.number][stream.ptr] = stream
 
     def filled(self, bucket: Bucket) -> None:
-        """Record the events behind which the bucket is filled, on all streams that write it and on the current one.
-
-        Call it before `sum` and `allgather`.
-        """
+        """Record the events after which the bucket is filled; call before `sum` and `allgather`."""
         self.record_writer(bucket)
         writers, events = self._writers[bucket.number], self._written[bucket.number]
         while len(events) < len(writers):
@@ -668,10 +658,12 @@ class GpuReduction(BucketReduction):
         writers.clear()
 
     def sum(self, bucket: Bucket, turn: Request | None, unsent: Sequence[Slot] = ()) -> Steps:
-        """Sum a bucket over all ranks, in place on each; it ends when the last work for that is given to the GPU.
+        """Sum a bucket over all ranks, in place on each; the steps end when the last GPU operation is launched.
 
         Args:
-            unsent: see `Coder`.
+            bucket: the bucket, after `filled`.
+            turn: a request that is complete when messages may begin; None: at once.
+            unsent: slots whose residuals are kept; see `Coder`.
         """
         number, filled = bucket.number, self._filled[bucket.number]
         row, parts = self._rows[number], self._parts[number]
@@ -683,25 +675,25 @@ class GpuReduction(BucketReduction):
         self._note(number)
         summed_over_nodes = (yield from self._sum_over_nodes(number, row, turn, unsent)) if self.sends_messages else ()
         if self._sharded:
-            self._behind[number] = (*self._behind[number], *summed_over_nodes)
+            self._ends[number] = (*self._ends[number], *summed_over_nodes)
         else:
             yield from row.allgather(parts, summed_over_nodes)
             self._note(number)
 
     def allgather(self, bucket: Bucket) -> Steps:
-        """Bring each part of a bucket from its owner's row to those of the node's other ranks, as `sum` does."""
+        """Copy each shard of a bucket from its owner's row to those of the node's other ranks, as `sum` does."""
         number = bucket.number
         yield from self._rows[number].allgather(self._parts[number], self._filled[number])
         self._note(number)
 
     def _note(self, number: int) -> None:
         self._streams.record(self._done[number], self._rows[number].stream)
-        self._behind[number] = (self._done[number],)
+        self._ends[number] = (self._done[number],)
 
     def _sum_over_nodes(
         self, number: int, row: NodeRows, turn: Request | None, unsent: Sequence[Slot]
     ) -> StepsTo[Sequence[Event]]:
-        """Sum this rank's part; returns the events behind which the sum is there."""
+        """Sum this rank's shard over the nodes; return the events after which the sum is complete."""
         across = self._across
         if across is None:
             return ()
@@ -719,12 +711,11 @@ class GpuReduction(BucketReduction):
         return (yield from self._staging.sum(number, self._part(number), row, total, tag, turn))
 
     def summed(self, bucket: Bucket) -> None:
-        """What this thread's current stream is given from now on finds what `sum` or `allgather` has made; called after
-        those."""
-        self._streams.wait_events(self._streams.current(), self._behind[bucket.number])
+        """Let this thread's current stream wait for the results of `sum` or `allgather`, after those."""
+        self._streams.wait_events(self._streams.current(), self._ends[bucket.number])
 
     def shard(self, number: int) -> Part:
-        """The columns of a bucket that this rank owns in its node; all where every rank gets all sums."""
+        """Return the columns of a bucket that this rank owns in its node; all if every rank gets all sums."""
         count = self._counts[number]
         first, last = self._parts[number][self._rank] if self._sharded else (0, count)
         return min(first, count), min(last, count)
@@ -741,38 +732,38 @@ class GpuReduction(BucketReduction):
 
 
 def _require_sums_on_the_host(sizes: Sequence[RowSize]) -> None:
-    strange = next((each.dtype for each in sizes if each.dtype.name not in SUMMED_KINDS), None)
-    if strange is not None:
-        raise UnsupportedError("reduction over nodes", where="dtype", expected=" or ".join(SUMMED_KINDS), got=strange)
+    odd = next((size.dtype for size in sizes if size.dtype.name not in SUMMED_KINDS), None)
+    if odd is not None:
+        raise UnsupportedError("reduction over nodes", where="dtype", expected=" or ".join(SUMMED_KINDS), got=odd)
 
 
 def _padded(count: int, parts: int, dtype: np.dtype) -> int:
-    """So many elements that all parts are alike, as NCCL wants them, and whole cache lines; alike on all nodes."""
+    """Return ``count`` rounded up to equal parts, which NCCL needs, of whole cache lines."""
     unit = parts * LINE_NBYTES // dtype.itemsize
     return -(-count // unit) * unit
 
 
 def _shards(layout: Layout, number: int, owners: int, ranks: int) -> list[Part]:
-    """The parts of a bucket as on the CPU; those of ranks that own none are empty."""
+    """Return the shards of a bucket as on the CPU; those of ranks that own none are empty."""
     count = layout.counts[number]
     return [layout.shard(number, owners, rank) if rank < owners else (count, count) for rank in range(ranks)]
 
 
 def streams_of(params: Sequence[Parameter]) -> Streams:
-    """Those of the GPU that all ``params`` are on, which is this thread's current device.
+    """Return the streams of the GPU of all ``params``, which must be this thread's current device.
 
     Raises:
-        DeviceError: it is not.
-        UnsupportedError: they are on several.
+        DeviceError: another device is current.
+        UnsupportedError: the parameters are on several GPUs.
     """
     devices = sorted({int(param.data.device.id) for param in params})
     if len(devices) > 1:
-        found = " and ".join(str(gpu(each)) for each in devices)
-        raise UnsupportedError("reduction", where="device", expected="all parameters on one GPU", got=found,
-                               remedy="net.to(world.device)")  # fmt: skip
+        got = f"parameters on {' and '.join(str(gpu(number)) for number in devices)}"
+        raise UnsupportedError("reduction", where="device", expected="all parameters on one GPU", got=got,
+                               remedy="call net.to(world.device)")  # fmt: skip
     streams = Streams(gpu(devices[0]))
     if streams.current_device() != streams.device:
         expected = f"{streams.device}, where the parameters are, as this thread's current device"
         raise DeviceError("reduction", where="device", expected=expected, got=streams.current_device(),
-                          remedy="call world.device.use() before anything is computed")  # fmt: skip
+                          remedy="call world.device.use() before any computation")  # fmt: skip
     return streams

@@ -1,27 +1,23 @@
-"""Overlap: reductions and updates on engine lanes while Python computes.
+"""Overlap: reductions during backward, and updates during the next forward, on engine lanes.
 
-The communication lane: reductions that progress on a thread of their own while Python computes.
+`CommunicationLane` lets reductions progress on a thread of the engine while Python computes. A spinning thread would
+take the core that backward needs, and one that sleeps too long leaves the network idle. So the lane's engine polls with
+naps of 50 us to 1 ms, which do not double while a thread waits for a reduction.
 
-A spinning thread would take the core that backward needs, and one that sleeps too long leaves the network idle: the
-lane's engine polls with naps of 50 us to 1 ms, and without doubling them while somebody waits for a reduction.
+`OverlapScheduler` orders the tasks of a bucket by one variable of the engine. Each rank of a node posts its progress
+with each bucket in the node's memory. A reduction begins when all ranks have filled the bucket, and a reader of a
+parameter waits until all owners have updated it. Several threads of a program may read parameters, e.g. for logging:
+the first one ends the update of a bucket, and a late one must not end that of the next step.
 
-What buckets do beside computation: reductions that backward launches, and updates while the next forward runs.
-
-Both are tasks of the communication lane's engine, ordered by one variable a bucket. How far each rank of the node has
-got with each bucket is posted in its memory: a reduction begins when all have filled theirs, and whoever reads a
-parameter waits until all owners have updated it.
-
-Threads of the program may read parameters, too, such as one that logs or evaluates: whoever comes first ends the update
-of a bucket, and one that comes late must not take the next step's for it.
+`SequentialScheduler` reduces in the thread of the program, at the end of a step.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -38,18 +34,18 @@ from .profiling import BucketTimes
 from .reductions import BucketReduction
 
 COMMUNICATION, UPDATE = "communication", "update"
-"""The names of the lanes: reductions, and the updates that follow them."""
+"""Names of the lanes of reductions and of updates."""
 
 STALLED_S = 2e-3
-"""A machine that has begun no message for so long does not hold up less urgent ones: its peers have not come."""
+"""Seconds without a new message after which a reduction lets less urgent ones send: its peers are not ready."""
 
 
 class SendPriority:
-    """A machine's place in the queue for the network: a request, complete while no more urgent machine gets on.
+    """A reduction's permission to send: a request that is complete while no more urgent reduction makes progress.
 
-    Front layers are needed first by the next forward, so their messages should not queue behind those of others
-    (Jayarajan et al., "Priority-based parameter propagation for distributed DNN training", 2019). Machines that have
-    begun go on: ranks may have begun others, and each waits for the messages of all.
+    The next forward needs the front layers first, so their messages should not queue behind those of others
+    (Jayarajan et al., "Priority-based parameter propagation for distributed DNN training", 2019). Reductions that have
+    begun continue: ranks may have begun different ones, and each waits for the messages of all ranks.
     """
 
     def __init__(self, lane: CommunicationLane, priority: int) -> None:
@@ -58,37 +54,37 @@ class SendPriority:
         self._lane = lane
 
     def test(self) -> bool:
-        """Whether it may begin another message; then it counts as having begun."""
+        """Return whether a message may begin, and if so record that one does."""
         now = time.monotonic()
-        if any(each.priority > self.priority and now - each.began < STALLED_S for each in self._lane.turns):
+        if any(turn.priority > self.priority and now - turn.began < STALLED_S for turn in self._lane.turns):
             return False
         self.began = now
         return True
 
     def wait(self) -> None:
-        """Block until it may."""
+        """Block until a message may begin."""
         wait_for(self.test)
 
 
 _busy: set[CommunicationLane] = set()
-"""Those with something under way, which goes on when nobody holds their worlds any more: other ranks wait for it."""
+"""Lanes with running reductions, kept alive when the program drops their worlds, because other ranks wait for them."""
 
 
 class CommunicationLane:
-    """What a rank has under way beside its computation. Use `of`: one for a world."""
+    """The reductions of a rank that run beside its computation. `of` returns the one lane of a world."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.turns: list[SendPriority] = []
-        """Of the machines under way, the most urgent first."""
-        self._machines: list[tuple[RunningTask, Done]] = []
+        """Permissions of the running reductions, the most urgent first."""
+        self._running: list[tuple[RunningTask, Done]] = []
         self._awaited = 0
         engine.add_lane(UPDATE)
-        engine.add_lane(COMMUNICATION, idle=weakly(self._poll))  # a thread would keep it, and so the engine, for ever
+        engine.add_lane(COMMUNICATION, idle=weakly(self._poll))  # a strong reference would never be released
 
     @classmethod
     def of(cls, world: World) -> CommunicationLane:
-        """That of ``world``."""
+        """Return the lane of ``world``."""
         return world.kept.get(cls) or world.keep(cls, lambda: cls(_engine_of(world)))
 
     def launch(
@@ -99,59 +95,55 @@ class CommunicationLane:
         name: str,
         reads: Sequence[Variable] = (),
     ) -> None:
-        """Let the machine that ``steps(turn)`` makes progress on the lane; return at once.
+        """Run the steps that ``steps(turn)`` returns on the lane; return at once.
 
         Args:
+            steps: makes the steps, given the permission to send.
+            writes: variables held until the steps end; waiting for them raises the error of the steps.
+            priority: a higher priority gets the network first.
+            name: the name in traces and errors.
             reads: see `Engine.push`.
-            writes: held until the machine has ended; waiting for them raises what it raised.
-            priority: higher ones get the network first.
-            name: for traces and errors.
         """
 
         def start(done: Done) -> None:
             turn = SendPriority(self, priority)
-            place = bisect.bisect_right(self.turns, -priority, key=lambda each: -each.priority)
+            place = bisect.bisect_right(self.turns, -priority, key=lambda other: -other.priority)
             self.turns.insert(place, turn)
-            self._machines.insert(place, (RunningTask(steps(turn)), done))
+            self._running.insert(place, (RunningTask(steps(turn)), done))
             _busy.add(self)
 
         self.engine.push_deferred(start, reads, writes, lane=COMMUNICATION, priority=priority, name=name)
 
     def wait(self, var: Variable) -> None:
-        """Block until ``var`` is written; reductions progress as fast as they can meanwhile."""
-        with self._urgently():
-            self.engine.wait_to_read(var)
-
-    @contextlib.contextmanager
-    def _urgently(self) -> Iterator[None]:
+        """Block until ``var`` is written, while reductions progress as fast as possible."""
         self._awaited += 1
         try:
-            yield
+            self.engine.wait_to_read(var)
         finally:
             self._awaited -= 1
 
     def _poll(self) -> bool:
-        while self._awaited and self._machines and not self.engine.has_ready(COMMUNICATION):
+        while self._awaited and self._running and not self.engine.has_ready(COMMUNICATION):
             wait_for(self._advance)
         self._advance()
-        return bool(self._machines)
+        return bool(self._running)
 
     def _advance(self) -> bool:
-        """Give every machine a turn; whether one has ended, another is to be started, or nobody waits.
+        """Advance every reduction; return whether one has ended, another is ready to start, or no thread waits.
 
-        Ranks whose lanes each stayed with what has begun there would wait for each other's for ever.
+        A lane that only advanced its first reduction could deadlock, because ranks may begin different ones first.
         """
         ended: list[tuple[int, Done, Exception | None]] = []
-        for place, (machine, done) in enumerate(self._machines):
+        for place, (task, done) in enumerate(self._running):
             try:
-                if machine.advance():
+                if task.advance():
                     ended.append((place, done, None))
             except Exception as error:
                 ended.append((place, done, error))
         for place, done, failure in reversed(ended):
-            del self._machines[place], self.turns[place]
+            del self._running[place], self.turns[place]
             done(failure)
-        if not self._machines:
+        if not self._running:
             _busy.discard(self)
         return bool(ended) or self.engine.has_ready(COMMUNICATION) or not self._awaited
 
@@ -167,23 +159,23 @@ def _engine_of(world: World) -> Engine:
     return world.keep(Engine, make)
 
 
-_FILLED, _UPDATED, _PHASES = 1, 2, 2  # what is posted for each bucket in each step
+_FILLED, _UPDATED, _PHASES = 1, 2, 2  # milestones of a bucket in a step
 
 
 class Scheduler(Protocol):
-    """When the reductions of the buckets of one reducer run, and the updates that follow them."""
+    """Scheduler of the reductions of one reducer's buckets, and of the updates that follow them."""
 
     times: list[BucketTimes]
-    """When each bucket was ready, launched and reduced in the last finished step; empty without overlap."""
+    """Times of each bucket in the last finished step; empty without overlap."""
     waited: Callable[[int, int], None]
-    """Called for each wait of this rank's computation for an update, with its begin and end in ns."""
+    """Callback for each wait of this rank's computation for an update, with its begin and end in ns."""
 
     def begin_step(self) -> None:
         """Begin a step; buckets launched from now on belong to it."""
         ...
 
     def launch(self, bucket: Bucket) -> None:
-        """Take over a bucket in which backward has written all gradients."""
+        """Launch the reduction of a bucket in which backward has written all gradients."""
         ...
 
     def reduce(self) -> None:
@@ -192,10 +184,6 @@ class Scheduler(Protocol):
 
     def reduce_everywhere(self) -> None:
         """Block until this rank's row of every bucket is the sum; every rank must call, and a barrier must follow."""
-        ...
-
-    def update_later(self, bucket: Bucket, update: Callable[[], None]) -> None:
-        """Call ``update()``, which updates the parameters that this rank owns, as soon as the bucket is reduced."""
         ...
 
     def settle(self, bucket: Bucket) -> None:
@@ -207,12 +195,12 @@ class Scheduler(Protocol):
         ...
 
     def let_go(self) -> None:
-        """Stop waiting for updates: those under way may never end."""
+        """Stop waiting for updates, which may never end."""
         ...
 
 
 class SequentialScheduler:
-    """Reductions in this thread, when the step ends.
+    """Scheduler of reductions in this thread, at the end of the step.
 
     Args:
         reduction: how buckets are reduced.
@@ -237,11 +225,6 @@ class SequentialScheduler:
         """See `Scheduler.reduce_everywhere`."""
         self._reduction.reduce_everywhere(self._buckets)
 
-    def update_later(self, bucket: Bucket, update: Callable[[], None]) -> None:
-        """See `Scheduler.update_later`: reduce the bucket and update now."""
-        self._reduction.reduce([bucket])
-        update()
-
     def settle(self, bucket: Bucket) -> None:
         """See `Scheduler.settle`: no update is under way."""
 
@@ -253,7 +236,7 @@ class SequentialScheduler:
 
 
 class OverlapScheduler:
-    """Reductions on the communication lane while backward runs, updates on the update lane. All ranks must make it.
+    """Scheduler of reductions on the communication lane, and of updates on the update lane. All ranks must make it.
 
     Args:
         world: the ranks.
@@ -280,11 +263,11 @@ class OverlapScheduler:
         self._trace: Trace | None = world.kept.get(Trace)
         self._step = 0
         self._updating: dict[int, int] = {}
-        """What owners post for the update of a bucket that is under way."""
+        """Milestone that owners post at the end of a running update, by bucket."""
         self._ending = threading.Lock()
         self._computes = threading.get_ident()
         self._milestones = ProgressCounters(memory, len(buckets))
-        self._variables = [lane.engine.variable(f"bucket {each.number}") for each in buckets]
+        self._variables = [lane.engine.variable(f"bucket {bucket.number}") for bucket in buckets]
         world.endings.add(self.settle_all)  # a rank that ended earlier would leave others waiting
 
     def begin_step(self) -> None:
@@ -302,7 +285,7 @@ class OverlapScheduler:
         reduction = self._reduction.prepare(bucket)
         bucket.state = State.LAUNCHED
         bucket.launched_ns = time.perf_counter_ns()
-        filled = _PHASES * self._step + _FILLED  # now: when the task begins, this rank may be a step further
+        filled = _PHASES * self._step + _FILLED  # computed now: this rank may be a step further when the task begins
         self._milestones.post(filled, number)
 
         def when_filled(turn: SendPriority) -> Steps:
@@ -325,16 +308,16 @@ class OverlapScheduler:
         self._reduction.gather(self._buckets)
 
     def wait(self, bucket: Bucket) -> None:
-        """Block until the bucket, which was launched in this step, is reduced."""
+        """Block until the bucket, which must be launched in this step, is reduced."""
         behind = partial(self._behind, bucket, _PHASES * self._step + _FILLED)
         with self._watchdog.watching("reduction", bucket.described, behind):
             self._lane.wait(self._variables[bucket.number])
 
     def update_later(self, bucket: Bucket, update: Callable[[], None]) -> None:
-        """See `Scheduler.update_later`: it runs on the update lane.
+        """Run ``update()``, which updates the parameters of this rank, on the update lane when the bucket is reduced.
 
         A thread that reads ``data`` or ``grad`` of one of the bucket's parameters waits until all owners of the node
-        have updated theirs.
+        have updated their shards.
         """
         number, updated = bucket.number, _PHASES * self._step + _UPDATED
 
@@ -357,7 +340,7 @@ class OverlapScheduler:
         with self._watchdog.watching("update", bucket.described, behind):
             self._lane.wait(self._variables[bucket.number])
             self._milestones.wait(updated, bucket.number)
-        self._end_update(bucket, updated)  # not before: whoever reads meanwhile waits, too, and an error stays one
+        self._end_update(bucket, updated)  # after the wait: readers wait meanwhile, and an error is raised again
         if threading.get_ident() != self._computes:
             return
         end = time.perf_counter_ns()
@@ -370,7 +353,7 @@ class OverlapScheduler:
     def _end_update(self, bucket: Bucket, updated: int) -> None:
         with self._ending:
             if self._updating.get(bucket.number) == updated:
-                bucket.state = State.FILLING  # first: who sees no update any more may write gradients
+                bucket.state = State.FILLING  # first: a thread that sees no update may write gradients
                 self._hook(bucket, None)
                 del self._updating[bucket.number]
 
@@ -386,9 +369,9 @@ class OverlapScheduler:
                 self._end_update(bucket, updated)
 
     def _behind(self, bucket: Bucket, *milestones: int) -> list[int]:
-        """The local ranks that have not reached the first of ``milestones`` that is not reached by all."""
-        found = (self._milestones.behind(number, bucket.number) for number in milestones if self._memory.size > 1)
-        return next(filter(None, found), [])
+        """Return the local ranks that have not reached the first incomplete one of ``milestones``."""
+        behind = (self._milestones.behind(number, bucket.number) for number in milestones if self._memory.size > 1)
+        return next(filter(None, behind), [])
 
     def _hook(self, bucket: Bucket, hook: Callable[[Parameter], None] | None) -> None:
         for slot in bucket.slots:
@@ -397,10 +380,10 @@ class OverlapScheduler:
 
     def _note_times(self) -> None:
         self.times = [
-            BucketTimes(each.number, each.mine.nbytes, each.ready_ns, each.launched_ns, each.done_ns)
-            for each in self._buckets
+            BucketTimes(bucket.number, bucket.mine.nbytes, bucket.ready_ns, bucket.launched_ns, bucket.done_ns)
+            for bucket in self._buckets
         ]
         if self._trace is not None:
-            for each in self.times:
-                ready = f"bucket {each.number} ready"
-                self._trace.slice(ready, "main", each.ready_ns, each.ready_ns, nbytes=each.nbytes)
+            for times in self.times:
+                ready = f"bucket {times.number} ready"
+                self._trace.slice(ready, "main", times.ready_ns, times.ready_ns, nbytes=times.nbytes)

@@ -1,28 +1,23 @@
-"""Times of a step: the critical path, waiting for communication, and a GPU's parts.
+"""Times of a step: the critical path, waiting for communication, and the parts of a step on a GPU.
 
-The least time that a step can take, from what its parts took: a pure function.
-
-A step is a forward pass, a backward pass, and for every bucket a reduction between its last gradient and the first
-layer of the *next* forward that reads its parameters. The thread that computes does one thing at a time, and so does
-the network. From the beginning of a backward to the end of the next forward,
+`critical_path` computes the least time of a step from the times of its parts. A step is a forward pass, a backward
+pass, and for every bucket a reduction between its last gradient and the first layer of the *next* forward that reads
+its parameters. The thread that computes runs one thing at a time, and so does the network. From the beginning of a
+backward to the end of the next forward,
 
 - computation alone takes ``B + between + F``;
-- bucket b is ready ``r_b`` after backward began, keeps the network busy for ``c_b``, and when it is done there are
-  ``q_b = u_b + F - n_b`` still to come: its update, and what forward has left from where it needs the bucket, ``n_b``.
+- bucket b is ready ``r_b`` after the beginning of backward, and keeps the network busy for ``c_b``. Then
+  ``q_b = u_b + F - n_b`` remains: its update, and the rest of forward from the point ``n_b`` that needs the bucket.
 
-Whatever the order in which buckets go, a set S of them cannot begin before the first is ready, takes the sum of its
-reductions, and leaves at least the shortest of its rests. So no step is shorter than
+In any order of buckets, a set S of them cannot begin before the first is ready, takes the sum of its reductions, and
+leaves at least the shortest of its rests. So no step is shorter than
 
     max( B + between + F,  max over S of  min_S r  +  sum_S c  +  min_S q )
 
-and a network that always serves the most urgent bucket that is ready, the one with the longest rest, reaches it (the
-preemptive schedule of Jackson, "Scheduling a production line to minimize maximum tardiness", 1955; that the bound over
-sets is tight: Carlier, "The one-machine sequencing problem", 1982, section 2). Only the sets of all buckets that are
-ready from some time on and have at least some rest need to be looked at, n^2 of them.
-
-Where the time of a trainer's steps went: waits of this rank, and what ran beside its computation.
-
-How long a GPU takes for the parts of a step, by events on its stream: the host gives it the work and goes on.
+A network that always serves the ready bucket with the longest rest reaches this bound (the preemptive schedule of
+Jackson, "Scheduling a production line to minimize maximum tardiness", 1955; that the bound over sets is tight: Carlier,
+"The one-machine sequencing problem", 1982, section 2). It suffices to examine, for each time and rest, the set of all
+buckets that are ready no earlier and have at least this rest: n^2 sets.
 """
 
 from __future__ import annotations
@@ -38,29 +33,29 @@ from ..errors import listed
 
 
 class BucketTimes(NamedTuple):
-    """When a bucket was where in one step, in ns of `time.perf_counter_ns`."""
+    """Times of a bucket in one step, in ns of `time.perf_counter_ns`."""
 
     number: int
     nbytes: int
     ready_ns: int
-    """Backward had written its last gradient."""
+    """When backward had written its last gradient."""
     launched_ns: int
     done_ns: int
-    """This rank's part was reduced."""
+    """When this rank's shard was reduced."""
 
 
 class BucketCost(NamedTuple):
-    """What a bucket asks of a step, in seconds."""
+    """Costs of a bucket in a step, in seconds."""
 
     number: int
     ready_s: float
-    """From the beginning of backward until its gradients are written."""
+    """Time from the beginning of backward until its gradients are written."""
     reduction_s: float
-    """That the network is busy with it."""
+    """Time for which the network is busy with it."""
     needed_s: float
-    """From the beginning of the next forward until a layer reads its parameters; that of the whole forward if none."""
+    """Time from the beginning of the next forward until a layer reads its parameters; the whole forward if none."""
     update_s: float = 0.0
-    """From the end of its reduction until its parameters may be read."""
+    """Time from the end of its reduction until its parameters may be read."""
 
 
 class CriticalPath(NamedTuple):
@@ -68,8 +63,7 @@ class CriticalPath(NamedTuple):
 
     seconds: float
     buckets: tuple[int, ...]
-    """The numbers of the buckets that follow each other on it, in the order of their becoming ready; none where
-    computation alone takes longest."""
+    """Numbers of the consecutive buckets on it, in the order in which they are ready; empty for computation alone."""
 
     def __str__(self) -> str:
         if not self.buckets:
@@ -80,21 +74,22 @@ class CriticalPath(NamedTuple):
 def critical_path(
     forward_s: float, backward_s: float, buckets: Sequence[BucketCost], between_s: float = 0.0
 ) -> CriticalPath:
-    """The least time from one forward's end to the next one's, which is that of a step.
+    """Return the least time of a step, from the end of one forward to the end of the next.
 
     Args:
-        forward_s, backward_s: computation alone, without waiting.
-        buckets: in any order.
-        between_s: what else the computing thread does between a backward and the next forward, e.g. reading data.
+        forward_s: seconds of computation of forward, without waiting.
+        backward_s: seconds of computation of backward, without waiting.
+        buckets: the costs of the buckets, in any order.
+        between_s: seconds of other work between a backward and the next forward, e.g. reading data.
     """
     longest = CriticalPath(forward_s + backward_s + between_s, ())
-    rests = [(each.update_s + forward_s - each.needed_s, each) for each in buckets]
+    rests = [(bucket.update_s + forward_s - bucket.needed_s, bucket) for bucket in buckets]
     rests.sort(key=lambda rest: -rest[0])
-    for earliest_s in {each.ready_s for each in buckets}:
+    for earliest_s in {bucket.ready_s for bucket in buckets}:
         busy_s = 0.0
-        later = [(rest_s, each) for rest_s, each in rests if each.ready_s >= earliest_s]
-        for count, (rest_s, each) in enumerate(later, 1):
-            busy_s += each.reduction_s
+        later = [(rest_s, bucket) for rest_s, bucket in rests if bucket.ready_s >= earliest_s]
+        for count, (rest_s, bucket) in enumerate(later, 1):
+            busy_s += bucket.reduction_s
             if earliest_s + busy_s + rest_s > longest.seconds:
                 order = sorted((other for _, other in later[:count]), key=lambda other: (other.ready_s, other.number))
                 longest = CriticalPath(earliest_s + busy_s + rest_s, tuple(other.number for other in order))
@@ -102,53 +97,55 @@ def critical_path(
 
 
 def reduction_seconds(times: Sequence[BucketTimes]) -> list[float]:
-    """How long the network was busy with each bucket, in the order of ``times``.
+    """Return for how many seconds the network was busy with each bucket, in the order of ``times``.
 
-    While several are under way each of them counts for its part of the time, so that all add up to the time in which
-    any was.
+    Concurrent reductions share the time equally, so that the sum is the time with any reduction.
     """
-    changes = sorted([(each.launched_ns, 1) for each in times] + [(each.done_ns, -1) for each in times])
+    changes = sorted([(bucket.launched_ns, 1) for bucket in times] + [(bucket.done_ns, -1) for bucket in times])
     under_way, shared_ns, at = 0, 0.0, {}
     for (now_ns, change), (next_ns, _) in itertools.pairwise([*changes, (changes[-1][0], 0)] if changes else []):
         at[now_ns] = shared_ns
         under_way += change
         if next_ns > now_ns and under_way:
             shared_ns += (next_ns - now_ns) / under_way
-    return [(at[each.done_ns] - at[each.launched_ns]) / 1e9 for each in times]
+    return [(at[bucket.done_ns] - at[bucket.launched_ns]) / 1e9 for bucket in times]
 
 
 def mirrored_need(ready_s: float, forward_s: float, backward_s: float) -> float:
-    """About when forward needs what backward has ready after ``ready_s``: it passes the layers the other way round."""
+    """Estimate when forward needs a bucket that backward has ready after ``ready_s``, from the reversed layer order."""
     return forward_s * min(1.0, max(0.0, 1.0 - ready_s / backward_s)) if backward_s > 0 else 0.0
 
 
 _WAITS_KEPT = 256
-"""So many of the last waits can cover what ran beside them: those of a step or two, one for each bucket."""
+"""Number of recent waits to compare with communication: those of a step or two, one for each bucket."""
 
 
 class CommunicationStats:
-    """Where the time of a trainer's steps went, on this rank, in seconds; no moment counts twice."""
+    """Seconds of communication in a trainer's steps on this rank; no moment counts twice."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.total_s = 0.0
-        """In communication: waiting for other ranks, summing over them, and updates that are fused into the sum. Of a
-        store: the exposed part alone."""
+        """Time of communication: waits for other ranks, sums, and updates fused into sums; for a store the exposed
+        part alone."""
         self.exposed_s = 0.0
-        """The part of it during which this rank did nothing else."""
+        """Part of `total_s` during which this rank did nothing else."""
         self._waits: deque[tuple[int, int]] = deque(maxlen=_WAITS_KEPT)
         self._ran_until_ns = 0
 
     def waited_on_gpu(self, seconds: float) -> None:
-        """The GPU has waited for so long, as its events say."""
+        """Add a wait of the GPU, measured by events."""
         self.exposed_s += seconds
         self.total_s += seconds
 
     def waited(self, begin_ns: int, end_ns: int, on_host: bool = True) -> None:
-        """This rank has waited from then to then; what it waited within that was told before.
+        """Add a wait of this rank; waits within it must have been added before.
 
         Args:
-            on_host: computes there. Else the wait is no loss by itself, and only what ran beside it is not hidden.
+            begin_ns: begin of the wait.
+            end_ns: end of the wait.
+            on_host: whether the host computes. Otherwise the wait itself costs nothing, and it only exposes the
+                communication that runs beside it.
         """
         added_ns = end_ns - begin_ns
         while self._waits and self._waits[-1][1] > begin_ns:
@@ -161,7 +158,7 @@ class CommunicationStats:
             self.total_s += added_ns / 1e9
 
     def ran(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Something was under way in these spans, told in the order of steps: hidden, where no wait covers it."""
+        """Add communication beside computation, in the order of steps; it is hidden where no wait covers it."""
         later = [(max(begin_ns, self._ran_until_ns), end_ns) for begin_ns, end_ns in spans]
         if not later:
             return
@@ -180,22 +177,22 @@ def _covered_ns(spans: Iterable[tuple[int, int]]) -> int:
 
 
 EXPOSED = "exposed"
-"""The part that waits for other ranks."""
+"""Name of the part that waits for other ranks."""
 
 
 class GpuTimes:
-    """Seconds of the named parts of each step, on the stream that is current there.
+    """Seconds of the named parts of each step, by events on the GPU's current stream.
 
-    A step is read when the events of the next one have passed, so nothing waits for the GPU but `finish`.
+    The events of a step are read when those of the next step are complete, so only `finish` waits for the GPU.
 
     Args:
-        streams: of the GPU.
-        read: told of each part that is read, by its name and seconds.
+        streams: streams of the GPU.
+        read: callback for each part that is read, with its name and seconds.
     """
 
     def __init__(self, streams: Streams, read: Callable[[str, float], None]) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Of the steps that have been read since `start`, by name."""
+        """Seconds of the steps read since `start`, by name of the part."""
         self._streams, self._read = streams, read
         self._free: list[Event] = []
         self._step: list[tuple[str, Event, Event]] = []
@@ -203,7 +200,7 @@ class GpuTimes:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What the GPU is given within it is of that part; one part may be within another."""
+        """Count the work launched within this context as part ``name``; parts may be nested."""
         begin = self._mark()
         try:
             yield
@@ -216,7 +213,7 @@ class GpuTimes:
         return event
 
     def end_step(self) -> None:
-        """What follows is of the next step; reads those before, as far as the GPU has come."""
+        """End a step, and read earlier steps that the GPU has completed."""
         if self._step:
             self._steps.append(self._step)
             self._step = []
@@ -224,7 +221,7 @@ class GpuTimes:
             self._take(self._steps.popleft())
 
     def finish(self) -> None:
-        """Wait until the GPU has done the last step, and read all."""
+        """Wait until the GPU has completed the last step, and read all steps."""
         self.end_step()
         if self._steps:
             self._streams.synchronize(self._steps[-1][-1][2])
@@ -232,7 +229,7 @@ class GpuTimes:
             self._take(self._steps.popleft())
 
     def start(self) -> None:
-        """Read all, and forget it."""
+        """Read all steps, and reset `seconds`."""
         self.finish()
         self.seconds.clear()
 

@@ -1,11 +1,10 @@
-"""The reducer, which owns buckets, gradient hooks and the state of a step.
+"""The reducer, which owns the gradient buckets, the hooks that fill them, and the state of a step.
 
-The state of a step says which gradients backward has written, and whether it adds to them. When the last gradient of a
-bucket is written, the bucket is ready. `reductions`, `gpu` and `deterministic` reduce it. `overlap` schedules that:
-while backward goes on, or when the step ends. The tasks are the same, and so the bits.
+When backward has written the last gradient of a bucket, the bucket is ready. A `BucketReduction` reduces it, and a
+`Scheduler` decides when: while backward runs, or at the end of the step. Both run the same tasks, with the same bits.
 
-`StepSync` is the closing exchange of a step: a few numbers summed over all ranks, every one of which has then left
-backward.
+`StepSync` is the closing exchange of a step: a few numbers summed over all ranks. When it is complete, every rank has
+left backward.
 """
 
 from __future__ import annotations
@@ -31,28 +30,27 @@ from .deterministic import DeterministicReduction
 from .gpu_reduction import GpuReduction, streams_of
 from .overlap import CommunicationLane, OverlapScheduler, Scheduler, SequentialScheduler
 from .profiling import BucketTimes
-from .reductions import BucketReduction, HierarchicalReduction, SharedMemoryReduction
+from .reductions import BucketReduction, HierarchicalReduction, ReductionRanks, SharedMemoryReduction
 
 _WRITABLE = (State.FILLING, State.READY)
 """States of a bucket in which backward may write its gradients."""
 
-
 CLOSING_OPERATION = (1 << OPERATION_BITS) - 1
-"""Its number among those of the buckets' reductions."""
+"""Operation number of the closing exchange; the reductions of buckets have the numbers of the buckets."""
 
 _MARKS = (1 << 20) - 1  # sums of their squares over all ranks are exact in float64
 
 
 class StepSync:
-    """For the steps of one reducer. All ranks must make it together.
+    """The closing exchanges of one reducer's steps. All ranks must make it together.
 
     Args:
         world: the ranks.
-        comm: all of them, where messages are needed; None: they meet at ``gate``.
-        gate: of this node's ranks.
-        lane: where messages progress beside others; None: in this thread.
+        comm: all ranks, where messages are needed; None: the exchange uses ``gate``.
+        gate: barrier of this node's ranks.
+        lane: the lane on which messages progress; None: in this thread.
         signature: see `make_tag`.
-        name: of these steps among all of the world.
+        name: the name of these steps for the watchdog, unique in the world.
     """
 
     def __init__(
@@ -77,7 +75,10 @@ class StepSync:
         return self._begun
 
     def tally(self, *numbers: float) -> list[float]:
-        """The sums of a few ``numbers`` over all ranks, the same bits on each; all must call with as many, and wait."""
+        """Return the sums of a few ``numbers`` over all ranks, the same bits on each; blocks until all have called.
+
+        Every rank must call, with the same count of numbers.
+        """
         if self._size == 1:
             return list(numbers)
         self._begun += 1
@@ -92,16 +93,16 @@ class StepSync:
         return sums.tolist()
 
     def tally_alike(self, settings: tuple[float, ...], *numbers: float) -> tuple[list[float], bool]:
-        """As `tally`; and whether all ranks have passed the same ``settings``, which are numbers as well."""
+        """Return the sums of `tally`, and whether all ranks have passed the same ``settings``."""
         mark = float(hash(settings) & _MARKS)
         *sums, marks, squares = self.tally(*numbers, mark, mark * mark)
         return sums, marks * marks == squares * self._size  # exactly where all are the same, and only there
 
 
 def _run_on_lane(lane: CommunicationLane, steps: Steps) -> None:
-    asked = lane.engine.variable("closing exchange")
-    lane.launch(lambda turn: steps, [asked], CLOSING_OPERATION, asked.name)
-    lane.wait(asked)
+    ended = lane.engine.variable("closing exchange")
+    lane.launch(lambda turn: steps, [ended], CLOSING_OPERATION, ended.name)
+    lane.wait(ended)
 
 
 def choose_reduction(
@@ -116,9 +117,7 @@ def choose_reduction(
 ) -> BucketReduction:
     """Make the reduction that suits the parameters' device, the ranks and the settings; every rank must call.
 
-    Args:
-        signature: of the reducer, see `make_tag`.
-        params, layout, world, compression, virtual_shards, sharded, more_numbers: see `Reducer`.
+    ``signature`` is the reducer's, see `make_tag`; for the other arguments see `Reducer`.
     """
     on_host = all(is_host(param.data) for param in params)
     on_gpu = not on_host and all(is_cupy(param.data) for param in params)
@@ -129,17 +128,17 @@ def choose_reduction(
         streams_of(params)  # elsewhere buckets would be on another GPU, and with them the parameters
     is_shared = on_host and not (compression is not None and compression.inside_nodes)
     memory: NodeMemory = world.node_memory if is_shared else PrivateMemory()
-    place = world, WatchedBarrier(memory, ProgressEngine.of(world).watchdog, LINE_NUMBERS + more_numbers), memory
-    num_shards = world.num_rails if is_shared else 1
-    if memory.size == world.size and virtual_shards is None:
-        return SharedMemoryReduction(*place, num_shards, params)
+    gate = WatchedBarrier(memory, ProgressEngine.of(world).watchdog, LINE_NUMBERS + more_numbers)
     rail: Communicator | None = None
     comm: Communicator | None = None
     if memory.size < world.size:
         rail, comm = _shared_comms(world, signature, world.rail_comm if is_shared else world.comm, world.comm)
+    ranks = ReductionRanks(world, gate, memory, world.num_rails if is_shared else 1, comm, rail, signature)
     if virtual_shards is not None:
-        return DeterministicReduction(*place, num_shards, params, comm, rail, signature, virtual_shards)
-    return HierarchicalReduction(*place, num_shards, params, comm, rail, signature, compression)
+        return DeterministicReduction(ranks, params, virtual_shards)
+    if memory.size == world.size:
+        return SharedMemoryReduction(ranks, params)
+    return HierarchicalReduction(ranks, params, compression)
 
 
 def _shared_comms(
@@ -166,7 +165,7 @@ class Reducer:
         params: parameters whose ``grad`` and ``grad_hook`` it takes over.
         layout: the place of each gradient.
         world: the ranks.
-        overlap: launch reductions while backward runs. None: where messages are needed, and threads may send them.
+        overlap: launch reductions while backward runs. None: if messages are needed, and threads may send them.
         compression: how messages are compressed. None: not at all.
         virtual_shards: number of pieces of a global batch, for the same sums on any number of ranks. All arrays must be
             on the host, and ``compression`` None. None: one piece a rank.
@@ -188,7 +187,7 @@ class Reducer:
         if len(layout.counts) > CLOSING_OPERATION:
             expected = f"at most {CLOSING_OPERATION} buckets"
             raise ConfigError("Reducer", where="layout", expected=expected, got=len(layout.counts),
-                              remedy="make bucket_cap_mb larger")  # fmt: skip
+                              remedy="pass a larger bucket_cap_mb")  # fmt: skip
         self.layout = layout
         self.world = world
         serial = world.kept["number of reducers"] = world.kept.get("number of reducers", 0) + 1
@@ -196,26 +195,26 @@ class Reducer:
         self.reduction = reduction = choose_reduction(
             params, layout, world, signature, compression, virtual_shards, sharded, more_numbers
         )
-        """How a bucket is reduced, and where its memory is."""
+        """Strategy that reduces the buckets, and allocates them."""
         self.memory = reduction.memory
         """Memory that the ranks with rows in the same buckets share."""
         self.on_one_node = self.memory.size == world.size
         """Whether all ranks share the memory of the buckets, so that no message is needed."""
         if compression is not None and not reduction.sends_messages and world.rank == 0 and world.size > 1:
             warn(
-                f"compression {compression.codec.name} changes nothing on one node, whose ranks send no messages; with "
-                "inside_nodes=on they do"
+                f"compression {compression.codec.name} changes nothing on one node, whose ranks send no messages; pass "
+                "inside_nodes=on to compress there"
             )
         self.overlap = world.concurrent and (overlap or (overlap is None and not self.on_one_node))
         """Whether reductions are launched while backward runs."""
         self.updates_later = (
             self.overlap and not reduction.orders_by_stream and all(hasattr(param, "data_hook") for param in params)
         )
-        """Whether updates may go on when a step has ended, because readers of a parameter wait for its update."""
+        """Whether updates may run after the end of a step, because readers of a parameter wait for its update."""
         lane = CommunicationLane.of(world) if self.overlap else None
         closing = StepSync(world, reduction.comm, reduction.gate, lane, signature, f"steps of trainer {serial}")
         self.tally, self.tally_alike = closing.tally, closing.tally_alike
-        """See `StepSync`. The exchange is over when all ranks have left backward."""
+        """See `StepSync`. The exchange is complete when all ranks have left backward."""
         self.barrier = reduction.gate.barrier
         """Blocks until all ranks of `memory` have called it."""
         self.buckets = reduction.allocate(layout)
@@ -227,23 +226,23 @@ class Reducer:
         )
         """When reductions and updates run."""
         self.is_counted, self.copies, self.coder = reduction.is_counted, reduction.copies, reduction.coder
-        """See `BucketReduction`, as of the next ones."""
+        """See `BucketReduction`, also for the next attributes."""
         self.keeps_unsent, self.is_deterministic = reduction.keeps_unsent, reduction.is_deterministic
         self.own_virtual_shards, self.way = reduction.own_virtual_shards, reduction.way
         self.sums_rows = reduction.sums_rows and not self.overlap
-        """Whether gradients are summed over the rows of the buckets, without messages, when all have left backward."""
+        """Whether gradients are summed over the rows of the buckets, without messages, after all have left backward."""
         self.watch: Callable[[], None] | None = None
-        """Called for each gradient that is written, within its backward."""
+        """Callback within backward for each gradient that is written."""
         self.holds_sums = False
         """Whether every rank's row of every bucket is the sum over all ranks."""
         self.num_missing = len(params)
-        """Gradients that backward has still to write in this step."""
+        """Number of gradients that backward has still to write in this step."""
         self._written_before: set[str] = set()
-        """Parameters whose gradients earlier virtual shards of this step have."""
+        """Parameters whose gradients earlier virtual shards of this step have written."""
         self._is_held = False
         """Whether another backward of the step follows, so that this one launches nothing."""
         self._overwriting: set[str] | None = None
-        """While gradients accumulate: the parameters whose gradients backward otherwise overwrites."""
+        """Parameters whose gradients backward overwrites when gradients do not accumulate; None then."""
         self._bucket_of = {slot.name: self.buckets[slot.bucket] for slot in layout.slots}
         self._hooks: dict[int, Callable[[Parameter], None]] = {}
         for param, slot in zip(params, layout.slots, strict=True):
@@ -258,12 +257,12 @@ class Reducer:
 
     @property
     def is_first_backward(self) -> bool:
-        """Whether the current backward is the first one of this rank's virtual shards in the step."""
+        """True if the current backward is the first one of this rank's virtual shards in the step."""
         return self.virtual_shard == self.own_virtual_shards.start
 
     @property
     def is_last_backward(self) -> bool:
-        """Whether the current backward is the last one of this rank's virtual shards in the step."""
+        """True if the current backward is the last one of this rank's virtual shards in the step."""
         return self.reduction.is_last_backward
 
     @property
@@ -291,7 +290,8 @@ class Reducer:
 
         Args:
             bucket: the bucket of the gradient.
-            name: the name of the parameter in `params`; ``param``, which may be a slice of it, has another name.
+            name: the name of the parameter in `params`.
+            param: the parameter, or a slice of it, which has another name.
 
         Raises:
             StaleGradientError: the bucket is launched or reduced.
@@ -302,7 +302,7 @@ class Reducer:
             raise StaleGradientError(
                 "backward", where=name, expected="one backward before each step()", got="another one",
                 remedy=f"call step() in between, or all but the last within no_sync(){without}; after a backward that "
-                "failed, step(0) on all ranks drops what it wrote",
+                "failed, call step(0) on all ranks to drop its gradients",
             )  # fmt: skip
         if name in bucket.missing:
             bucket.missing.remove(name)
@@ -319,14 +319,14 @@ class Reducer:
         return param.grad_hook is not None and param.grad_hook is self._hooks.get(id(param))
 
     def let_go(self) -> None:
-        """Leave the parameters: from now on backward writes their gradients for this rank alone."""
+        """Remove the hooks from the parameters: later backwards write gradients for this rank alone."""
         for param in self.params.values():
             if self.takes(param):
                 param.grad_hook = None
         self.scheduler.let_go()
 
     def launching(self, leaves: Sequence[Parameter]) -> list[Parameter]:
-        """Return those of ``leaves``, whose gradients are written in this order, whose hooks launch a bucket."""
+        """Return those of ``leaves``, in the order of their gradients, whose hooks launch a bucket."""
         numbers = {id(param): slot.bucket for param, slot in zip(self.params.values(), self.layout.slots, strict=True)}
         ours = filter(self.takes, leaves if self.overlap else ())
         return list({numbers[id(leaf)]: leaf for leaf in ours}.values())
@@ -334,7 +334,7 @@ class Reducer:
     # State of a step
 
     def reset(self) -> None:
-        """Begin a step: every gradient is to be written anew."""
+        """Begin a step, in which backward writes every gradient anew."""
         self.scheduler.begin_step()
         self._written_before.clear()
         self._await_all()
@@ -342,7 +342,7 @@ class Reducer:
         self.reduction.begin_step()
 
     def next_virtual_shard(self) -> None:
-        """Keep this virtual shard's gradients, and begin the next one: every gradient is to be written anew."""
+        """Add up this virtual shard's gradients, and begin the next one, in which every gradient is written anew."""
         self.fill_with_zeros()
         for bucket in self.buckets:
             self.reduction.end_backward(bucket)
@@ -370,7 +370,7 @@ class Reducer:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing was written or launched since the step began."""
+        """True if nothing was written or launched since the step began."""
         return self.num_missing == len(self.params) and all(bucket.state is State.FILLING for bucket in self.buckets)
 
     def is_missing(self, name: str) -> bool:
@@ -382,7 +382,7 @@ class Reducer:
         return self._bucket_of[name].state in _WRITABLE
 
     def fill_with_zeros(self) -> None:
-        """Set gradients that backward has not written to zero, so that they add nothing."""
+        """Set gradients that backward has not written to zero."""
         if not self.num_missing:
             return
         for bucket in self.buckets:
@@ -395,9 +395,9 @@ class Reducer:
                 bucket.state = State.READY
 
     def accumulate(self) -> None:
-        """From now on let backward add to the gradients, and launch nothing until `launch_again`.
+        """Let backward add to the gradients, and launch nothing, until `launch_again`.
 
-        What it has not written in this step counts as zero; parameters with ``grad_req="null"`` stay without.
+        Gradients that are not written in this step become zero; parameters with ``grad_req="null"`` stay without.
         """
         self._is_held = True
         if self._overwriting is None:
@@ -409,18 +409,18 @@ class Reducer:
                 param.grad_req = "add"
 
     def launch_again(self) -> None:
-        """Let the next backward launch reductions: it is the last one of this step."""
+        """Let the next backward, which is the last one of this step, launch reductions."""
         self._is_held = False
         for bucket in self.buckets:
             bucket.awaited = set(bucket.names)
 
     @property
     def accumulating(self) -> bool:
-        """Whether backward adds to the gradients."""
+        """True if backward adds to the gradients."""
         return self._overwriting is not None
 
     def overwrite(self) -> None:
-        """Undo `accumulate`, but where the program has set another ``grad_req`` since."""
+        """Undo `accumulate`, except where the program has set another ``grad_req`` since."""
         if self._overwriting is not None:
             for name in self._overwriting:
                 if self.params[name].grad_req == "add":
@@ -430,7 +430,7 @@ class Reducer:
     # Reductions
 
     def keep_unsent(self, names: Set[str]) -> None:
-        """Send nothing in this step of parameters that no rank has used; before buckets with them are launched."""
+        """Send nothing in this step of the unused parameters ``names``; call before their buckets are launched."""
         self.reduction.keep_unsent(names)
 
     def rescale_unsent(self, factor: float) -> None:
@@ -438,9 +438,9 @@ class Reducer:
         self.reduction.rescale_unsent(factor)
 
     def launch_rest(self) -> None:
-        """Launch the buckets that backward has not: gradients in them that it has not written count as zero.
+        """Launch the buckets that backward has not launched; gradients that it has not written count as zero.
 
-        Without overlap nothing is sent, but from now on this rank's gradients may be summed.
+        Without overlap nothing is sent, but other ranks may sum this rank's gradients from now on.
         """
         if self.num_missing and not self.accumulating:
             self.fill_with_zeros()
@@ -460,17 +460,17 @@ class Reducer:
         self.reduction.reduce([bucket])
 
     def reduce_everywhere(self) -> None:
-        """Make every rank's row of every bucket the sum over all ranks; every rank must call, outside of backward."""
+        """Make every rank's row of every bucket the sum over all ranks; every rank must call, after backward."""
         self.scheduler.reduce_everywhere()
         self.barrier()
         self.holds_sums = True
 
     def drop(self) -> None:
-        """Reduce and ignore the sums, after `launch_rest`; every rank must call, outside of backward.
+        """Reduce and ignore the sums, after `launch_rest`; every rank must call, after backward.
 
-        What compression does not send of these gradients is part of later sums, so it must not see others: neither
-        those that an earlier step has left, nor those of the next backward. An update, or a look at sums, would hold
-        the node's ranks together. Without compression nothing is left of these sums, whatever they are.
+        Compression keeps a residual of these gradients for later sums. So barriers keep gradients of an earlier step
+        and of the next backward out of it; in other steps the update has such barriers. Without compression nothing is
+        left of these sums.
         """
         if self.keeps_unsent and not self.overlap:
             self.fill_with_zeros()
@@ -482,7 +482,8 @@ class Reducer:
     # Updates
 
     def update_later(self, bucket: Bucket, update: Callable[[], None]) -> None:
-        """Call ``update()``, which updates the parameters that this rank owns, as soon as the bucket is reduced."""
+        """Run ``update()``, which updates this rank's parameters, when the bucket is reduced; see `updates_later`."""
+        assert isinstance(self.scheduler, OverlapScheduler)
         self.scheduler.update_later(bucket, update)
 
     def settle(self) -> None:
@@ -492,7 +493,7 @@ class Reducer:
     def gather_parameters(self, flats: Sequence[Array]) -> None:
         """Copy each shard of the parameters from its owner to the node's other ranks; every rank must call.
 
-        Overwrites gradients on GPUs. In memory that ranks share the parameters are once, so that nothing is copied.
+        Overwrites gradients on GPUs. Parameters in shared memory exist once, so nothing is copied.
 
         Args:
             flats: the parameters of each bucket, of which this rank has updated its shard.

@@ -1,29 +1,25 @@
 """Reductions of gradient buckets: their interface, and those in host memory.
 
-A reduction says where the memory of the buckets is, sums a bucket over all ranks, and gathers the sums inside a node.
+A reduction allocates the buckets, sums a bucket over all ranks, and gathers the sums inside a node.
 
 - `SharedMemoryReduction`: all ranks share the memory of one node. A bucket has a row for each rank, and the owner of a
   shard (a range of columns) sums it over the rows.
-- `HierarchicalReduction`: the same inside each node, then over the nodes by messages along the rail, compressed if
-  asked. A rank that shares memory with no other is a node of its own.
-- `gpu.GpuReduction`: buckets on GPUs.
+- `HierarchicalReduction`: the same inside each node, then a sum over the nodes along the rail (`InterNodeReduction`),
+  compressed if requested. A rank that shares memory with no other rank is a node of its own.
+- `gpu_reduction.GpuReduction`: buckets on GPUs.
 - `deterministic.DeterministicReduction`: sums whose bits do not depend on the number of ranks.
 
-The inter-node part of a reduction, along the rails.
-
-How long messages between nodes are: where links are fast, longer than what TCP likes. A job tries several.
-
-Over TCP a message of `progress.MESSAGE_NBYTES` goes at once, and a longer one waits for its receiver. But Python takes
-some 20 us for each, so 60 KB are 3 GB/s at most, and 256 KB 13. Sums do not depend on it.
-
-What a rank sums with those of other nodes that own the same shard: messages, compressed if asked.
+`fitting` measures the best length of messages between nodes. Over TCP, a message of `tasks.MESSAGE_NBYTES` is sent
+eagerly, and a longer one waits for its receiver. But Python takes about 20 us a message, which limits 60 KB messages to
+3 GB/s and 256 KB messages to 13 GB/s. Fast links need longer messages. Sums do not depend on the length.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -42,42 +38,44 @@ from ..core.arrays import Array, array_namespace, from_host, is_half, is_host, t
 from .buckets import Bucket, Layout, Parameter, Slot, State
 
 LONGER_NBYTES = (256 << 10, 1 << 20)
-"""4 MB are no sooner: on links of 10 and 25 Gbit/s they took as long as 1 MB, and in memory."""
+"""Message lengths to try. 4 MB took as long as 1 MB on links of 10 and 25 Gbit/s, and in memory."""
 _FROM_NBYTES = 1 << 20
-"""Buckets that are shorter go in few messages anyhow."""
+"""Length of the longest bucket from which on lengths are measured; shorter buckets need few messages."""
 _MESSAGES, _TURNS = 4, 3
 _GAIN = 1.1
-"""What makes a step worth it: turns vary by some percent."""
+"""Speedup that justifies a longer message; measurements vary by a few percent."""
 
 
 def fitting(world: World, comm: Communicator | None, longest_nbytes: int) -> int:
-    """Bytes of a message between the ranks of ``comm``, all of which must call with the same, and get the same.
+    """Return the best message length in bytes between the ranks of ``comm``, the same on all of them.
 
-    The first call for as many ranks in a world takes some milliseconds, over 1 Gbit/s 110.
+    All ranks of ``comm`` must call with the same arguments. The first call for a communicator size in a world takes a
+    few milliseconds, or 110 ms over 1 Gbit/s.
 
     Args:
-        longest_nbytes: of the longest bucket.
+        world: the ranks, which keep the result.
+        comm: the ranks that exchange messages; None where this rank sends none.
+        longest_nbytes: bytes of the longest bucket.
     """
     if comm is None or comm.size == 1 or longest_nbytes < _FROM_NBYTES:
         return MESSAGE_NBYTES
-    lasting: int = world.keep(("message length", comm.size), lambda: measured(comm))
-    return lasting
+    nbytes: int = world.keep(("message length", comm.size), lambda: measured(comm))
+    return nbytes
 
 
 def measured(comm: Communicator) -> int:
-    """See `fitting`: the longest of which each is worth it over the one before, on the slowest rank of ``comm``."""
+    """Measure ever longer messages on the slowest rank of ``comm``, until one gains too little; see `fitting`."""
     chosen = MESSAGE_NBYTES
     for longer in LONGER_NBYTES:
-        before, then = _seconds(comm, (chosen, longer), _MESSAGES * longer)
-        if before <= _GAIN * then:
+        chosen_s, longer_s = _seconds(comm, (chosen, longer), _MESSAGES * longer)
+        if chosen_s <= _GAIN * longer_s:
             break
         chosen = longer
     return chosen
 
 
 def _seconds(comm: Communicator, lengths: tuple[int, int], nbytes: int) -> tuple[float, float]:
-    """Of messages of each of two lengths, in turn: what each rank sends to the next one is added up there, and the sum
-    sent on, as in a ring."""
+    """Return the seconds of ring steps with messages of each of two lengths: send, add, send the sum on."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     own, received = np.zeros((2, nbytes // 4), np.float32)
     total = resolve("reduction", "sum", own.dtype)
@@ -95,50 +93,53 @@ def _seconds(comm: Communicator, lengths: tuple[int, int], nbytes: int) -> tuple
         return time.perf_counter() - begin
 
     turns = [[seconds(length) for length in lengths] for _ in range(_TURNS)]
-    best = [min(each) for each in zip(*turns, strict=True)]
-    first, second = (max(each) for each in zip(*comm.allgather_json(best), strict=True))
+    best = [min(of_length) for of_length in zip(*turns, strict=True)]
+    first, second = (max(of_length) for of_length in zip(*comm.allgather_json(best), strict=True))
     return first, second
 
 
 SHORT_NBYTES = 64 << 10
-"""Up to so many bytes the number of messages after one another counts, not their length."""
+"""Size up to which the number of consecutive messages decides the time, not their length."""
 
 
 class Coder(Protocol):
-    """What encodes this rank's part of each bucket for other nodes, and remembers what they have not got yet.
+    """Encoder of this rank's shard of each bucket for other nodes, with the residual that it has not sent yet.
 
-    Of parameters that no rank has used in a step, the ``unsent`` of its sums, it keeps that: nobody would use it.
+    In a step that passes slots as ``unsent``, because no rank has used their parameters, it keeps their residuals:
+    other nodes would not use them.
     """
 
     @property
     def comm(self) -> Communicator:
-        """The ranks that sum the same parts."""
+        """The ranks that sum the same shards."""
         ...
 
     @property
     def feedback(self) -> Sequence[ErrorFeedback]:
-        """For every bucket what encodes that part; empty where nothing is compressed."""
+        """The error feedback of the shard of every bucket; empty without compression."""
         ...
 
     def columns(self, number: int) -> tuple[int, int]:
-        """Of bucket ``number`` the part: the first column, and one after the last."""
+        """Return the columns of the shard of bucket ``number``: the first, and one after the last."""
         ...
 
     def sent_nbytes(self) -> tuple[int, int]:
-        """Bytes that all ranks of `comm` together send in a step, and what they would without compression; 0 where
-        nothing is compressed."""
+        """Return the bytes that all ranks of `comm` send in a step, with and without compression.
+
+        Both are 0 where nothing is compressed.
+        """
         ...
 
 
 class InterNodeReduction:
-    """The ranks that own the same shard of every bucket, one a node; or all ranks, where none share memory.
+    """Sums over the ranks that own the same shard of every bucket: one rank a node, or all ranks without shared memory.
 
     Args:
-        comm: theirs.
+        comm: the ranks that own the same shards.
         signature: see `make_tag`.
-        buckets: those that it will sum.
-        compression: how; None: as they are.
-        message_nbytes: about the longest message, on all ranks alike; sums do not depend on it.
+        buckets: the buckets to sum.
+        compression: how messages are compressed; None: not at all.
+        message_nbytes: approximate length of the longest message, the same on all ranks; sums do not depend on it.
     """
 
     def __init__(
@@ -152,25 +153,28 @@ class InterNodeReduction:
         self.comm, self._message_nbytes = comm, message_nbytes
         self._signature = signature % comm.signatures
         self.feedback = (
-            [compression.for_array(each.shard[1] - each.shard[0], np.dtype(each.mine.dtype)) for each in buckets]
+            [compression.for_array(last - first, np.dtype(bucket.mine.dtype)) for bucket in buckets
+             for first, last in [bucket.shard]]
             if compression is not None and comm.size > 1
             else []
-        )
-        """See `Coder`."""
-        self._shards = [each.shard for each in buckets]
+        )  # fmt: skip
+        """See `Coder.feedback`."""
+        self._shards = [bucket.shard for bucket in buckets]
         if self.feedback:
-            kernels.load("compress")  # not in the first step, for which all ranks wait
-        self._padding = [padding(each.slots, each.shard) for each in buckets] if self.feedback else []
+            kernels.load("compress")  # compile now: in the first step all ranks would wait
+        self._padding = [padding(bucket.slots, bucket.shard) for bucket in buckets] if self.feedback else []
 
     def tag(self, bucket: Bucket) -> int:
-        """Of the messages of a bucket."""
+        """Return the tag of a bucket's messages."""
         return make_tag(self._signature, bucket.number)
 
     def sum(self, bucket: Bucket, turn: Request | None, unsent: Sequence[Slot] = ()) -> Steps:
         """Sum this rank's shard over all ranks of the rail, in place in its own row.
 
         Args:
-            unsent: see `Coder`.
+            bucket: the bucket, whose shard holds this node's sum.
+            turn: a request that is complete when messages may begin; None: at once.
+            unsent: slots whose residuals are kept; see `Coder`.
         """
         if self.comm.size == 1:
             return
@@ -182,7 +186,7 @@ class InterNodeReduction:
             feedback = self.feedback[bucket.number]
             kept = set_aside(feedback.residual, unsent, bucket.shard)
             yield from compressed.allreduce(host, feedback, self.comm, tag, turn)
-            for part in self._padding[bucket.number]:  # some codecs send something for nothing
+            for part in self._padding[bucket.number]:  # some codecs decode a zero as another value
                 host[part] = feedback.residual[part] = 0
             put_back(feedback.residual, host, kept)
         else:
@@ -192,33 +196,33 @@ class InterNodeReduction:
             shard[...] = from_host(host, shard)
 
     def columns(self, number: int) -> tuple[int, int]:
-        """See `Coder`."""
+        """See `Coder.columns`."""
         return self._shards[number]
 
     def sent_nbytes(self) -> tuple[int, int]:
-        """See `Coder`."""
+        """See `Coder.sent_nbytes`."""
         return compressed.sent_and_plain_nbytes(self.feedback, self.comm.size)
 
 
 def lanes_of_segment(
     x: Array, total: Reduction, comm: Messages, tag: int, nbytes: int, turn: Request | None
 ) -> list[Steps]:
-    """The machines that add up a segment by ``total`` in place, each with a tag of its own, in messages of at most
-    about ``nbytes``; the same bits, however long those are."""
-    if _is_short(x, comm):
+    """Return the exchanges that sum a segment by ``total`` in place, each with its own tag.
+
+    Messages have at most about ``nbytes``, on which the bits do not depend.
+    """
+    if comm.size > 2 and x.nbytes <= SHORT_NBYTES:
         return halving_doubling.lanes(x, total, comm, tag)
     return ring.lanes_of_chunks(x, total, ring.Ring.through(comm), tag, nbytes, turn)
 
 
-def _is_short(x: Array, comm: Messages) -> bool:
-    return comm.size > 2 and x.nbytes <= SHORT_NBYTES
-
-
 def node_nbytes(coder: Coder | None, world: World) -> tuple[float, float]:
-    """Bytes that a node sends in a step, mean over the nodes, and what it would without compression; every rank must
-    call. Both are 0 without compression."""
-    own = (0.0, 0.0) if coder is None else [each / coder.comm.size for each in coder.sent_nbytes()]
-    sent, plain = (sum(each) / world.num_nodes for each in zip(*world.comm.allgather_json(own), strict=True))
+    """Return the bytes that a node sends in a step, mean over the nodes, with and without compression.
+
+    Every rank must call. Both are 0 where nothing is compressed.
+    """
+    own = (0.0, 0.0) if coder is None else [nbytes / coder.comm.size for nbytes in coder.sent_nbytes()]
+    sent, plain = (sum(by_rank) / world.num_nodes for by_rank in zip(*world.comm.allgather_json(own), strict=True))
     return sent, plain
 
 
@@ -229,7 +233,7 @@ def slots_by_bucket(buckets: Sequence[Bucket], names: Set[str]) -> dict[int, lis
 
 
 def set_aside(residual: Array, slots: Sequence[Slot], columns: tuple[int, int]) -> list[tuple[slice, Array]]:
-    """Make what was not sent yet of ``slots`` zero, in an array of these ``columns``; return what it was, and where."""
+    """Set the residuals of ``slots`` to zero, in an array of these ``columns``; return their places and old values."""
     first, last = columns
     ends = [(max(first, slot.offset), min(last, slot.offset + slot.count)) for slot in slots]
     parts = [slice(begin - first, end - first) for begin, end in ends if begin < end]
@@ -240,33 +244,29 @@ def set_aside(residual: Array, slots: Sequence[Slot], columns: tuple[int, int]) 
 
 
 def put_back(residual: Array, total: Array, kept: Sequence[tuple[slice, Array]]) -> None:
-    """Undo `set_aside` when the sum is there, which is ``total``: some codecs send something for nothing."""
+    """Undo `set_aside` after the sum, and zero these parts of ``total``: some codecs decode a zero as another value."""
     for part, values in kept:
         residual[part] = values
         total[part] = 0
 
 
 def padding(slots: Sequence[Slot], columns: tuple[int, int]) -> list[slice]:
-    """Those of the ``columns`` of a bucket that belong to no parameter; 0 is the first of these columns."""
-    return list(_gaps(slots, *columns))
-
-
-def _gaps(slots: Sequence[Slot], first: int, last: int) -> Iterator[slice]:
+    """Return the parts of the ``columns`` of a bucket that belong to no parameter, relative to the first column."""
+    (first, last), gaps = columns, []
     at = first
     for slot in sorted(slots, key=lambda slot: slot.offset):
         if at < min(last, slot.offset):
-            yield slice(at - first, min(last, slot.offset) - first)
+            gaps.append(slice(at - first, min(last, slot.offset) - first))
         at = max(at, slot.offset + slot.count)
-    if at < last:
-        yield slice(at - first, last - first)
+    return [*gaps, slice(at - first, last - first)] if at < last else gaps
 
 
 Reduce = Callable[[Request | None], Steps]
-"""``reduce(turn)`` makes the steps that sum a bucket; messages begin when it is their ``turn``, None: at once."""
+"""``reduce(turn)`` returns the steps that sum a bucket; messages begin when ``turn`` is complete, None: at once."""
 
 
 class BucketReduction(Protocol):
-    """Where buckets of gradients are in memory, and how they are summed. All ranks must make it together.
+    """Strategy that allocates buckets of gradients and sums them. All ranks must make it together.
 
     The methods that announce an event do nothing unless a class needs the event.
     """
@@ -280,9 +280,9 @@ class BucketReduction(Protocol):
     coder: Coder | None = None
     """Encoder of this rank's shards for other nodes; None where this rank sends nothing."""
     copies: tuple[int, int] = (1, 0)
-    """How many ranks sum this rank's shards, and the index of this rank among them."""
+    """Number of ranks that sum this rank's shards, and the index of this rank among them."""
     is_counted: bool = True
-    """Whether this rank's shards count in sums over all shards: each node holds the same ones, and the first counts."""
+    """Whether this rank's shards count in sums over all shards; of the nodes, which hold the same, the first counts."""
     sends_messages: bool = True
     """Whether some rank sends its gradients by messages."""
     sums_rows: bool = False
@@ -302,9 +302,9 @@ class BucketReduction(Protocol):
     nbytes: int = 0
     """Bytes of sums that this rank holds besides its rows of the buckets."""
     way: GpuTransport | None = None
-    """How GPUs of a node exchange data; None where buckets are summed on the host."""
+    """Transport between the GPUs of a node; None where buckets are summed on the host."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Makes a context for waits of the GPU's stream for other ranks."""
+    """Factory of a context around waits of the GPU's stream for other ranks."""
 
     def allocate(self, layout: Layout) -> list[Bucket]:
         """Allocate the buckets of ``layout``; every rank must call once, before any other method."""
@@ -386,30 +386,44 @@ def run_together(world: World, reductions: Sequence[tuple[Bucket, Reduce]]) -> N
         TaskGroup([reduce(None) for _, reduce in reductions]).wait()
 
 
+@dataclass(frozen=True)
+class ReductionRanks:
+    """The ranks of a reduction, the memory that they share, and their communicators."""
+
+    world: World
+    gate: WatchedBarrier
+    """Barrier of the ranks of `memory`."""
+    memory: NodeMemory
+    """Memory of the rows; not used for a single rank, which may have its rows on a GPU."""
+    num_shards: int
+    """Ranks of `memory` that own a shard."""
+    comm: Communicator | None = None
+    """All ranks; None where they share `memory`."""
+    rail: Communicator | None = None
+    """Ranks that own the same shard on all nodes; None where all ranks share `memory`, or this rank owns none."""
+    signature: int = 0
+    """See `make_tag`."""
+
+
 class SharedMemoryReduction(BucketReduction):
     """Buckets in memory that all ranks share: the owner of a shard sums it over the rows, and no message is sent.
 
     Args:
-        world: the ranks.
-        gate: barrier of the ranks of ``memory``.
-        memory: memory of the rows; of a single rank, which may have its rows on a GPU, it is not used.
-        num_shards: ranks of ``memory`` that own a shard.
-        params: the parameters, whose device that of the buckets is.
+        ranks: the ranks and their memory.
+        params: the parameters, whose device is that of the buckets.
     """
 
     sums_rows = True
     sends_messages = False
 
-    def __init__(
-        self, world: World, gate: WatchedBarrier, memory: NodeMemory, num_shards: int, params: Sequence[Parameter]
-    ) -> None:
-        self.memory, self.gate = memory, gate
-        self.comm: Communicator | None = None
-        self._world, self._num_shards = world, num_shards
+    def __init__(self, ranks: ReductionRanks, params: Sequence[Parameter]) -> None:
+        self.memory, self.gate, self.comm = ranks.memory, ranks.gate, ranks.comm
+        self._world, self._num_shards = ranks.world, ranks.num_shards
         self._namespace = array_namespace(*(param.data for param in params))
         self._kernels = kernels.load("reduce")
 
     def allocate(self, layout: Layout) -> list[Bucket]:
+        """See `BucketReduction.allocate`."""
         buckets = [self._bucket(layout, number) for number in range(len(layout.counts))]
         for dtype in {words(bucket.mine).dtype for bucket in buckets if is_half(bucket.mine) and is_host(bucket.mine)}:
             self._compile_for_halves(dtype)
@@ -417,16 +431,14 @@ class SharedMemoryReduction(BucketReduction):
 
     def _bucket(self, layout: Layout, number: int) -> Bucket:
         memory, count, dtype = self.memory, layout.counts[number], layout.dtypes[number]
-        rows = memory.alloc((memory.size, count), dtype) if memory.size > 1 else self._row(count, dtype)
+        shape = memory.size, count
+        rows = memory.alloc(shape, dtype) if memory.size > 1 else self._namespace.zeros(shape, dtype=dtype)
         owns_some = memory.rank < self._num_shards
         shard = layout.shard(number, self._num_shards, memory.rank) if owns_some else (0, 0)
         return Bucket(number, layout.slots_of(number), rows, memory.rank, shard)
 
-    def _row(self, count: int, dtype: np.dtype) -> Array:
-        return self._namespace.zeros((1, count), dtype=dtype)
-
     def _compile_for_halves(self, dtype: np.dtype) -> None:
-        """Compile kernels now, because all ranks would wait for it in the first step."""
+        """Compile kernels now, because all ranks would wait for that in the first step."""
         nothing = np.zeros((1, 1), dtype)
         self._kernels.combine_into(nothing, 0, 0, 0, self._kernels.SUM)
         self._kernels.sum_of_squares(nothing[0])
@@ -440,6 +452,7 @@ class SharedMemoryReduction(BucketReduction):
             self._kernels.combine_into(bucket.words, first, last, row, self._kernels.SUM)
 
     def prepare(self, bucket: Bucket) -> Reduce:
+        """See `BucketReduction.prepare`."""
         return partial(self._reduce, bucket)
 
     def _reduce(self, bucket: Bucket, turn: Request | None) -> Steps:
@@ -448,16 +461,19 @@ class SharedMemoryReduction(BucketReduction):
         yield from ()
 
     def reduce(self, buckets: Sequence[Bucket]) -> None:
+        """See `BucketReduction.reduce`."""
         for bucket in buckets:
             self.sum_shard(bucket)
             bucket.state = State.REDUCED
 
     def reduce_everywhere(self, buckets: Sequence[Bucket]) -> None:
+        """See `BucketReduction.reduce_everywhere`: one pass writes the sums to all rows."""
         for bucket in buckets:
             self.sum_shard(bucket, everywhere=True)
             bucket.state = State.REDUCED
 
     def gather(self, buckets: Sequence[Bucket]) -> None:
+        """See `BucketReduction.gather`: copy this rank's shard to all rows."""
         for bucket in buckets:
             columns = slice(*bucket.shard)
             for other in range(self.memory.size):
@@ -469,10 +485,8 @@ class HierarchicalReduction(SharedMemoryReduction):
     """Buckets in each node's shared memory: the owner of a shard sums it over the rows, then over the nodes.
 
     Args:
-        world, gate, memory, num_shards, params: see `SharedMemoryReduction`.
-        comm: all ranks; None only where they share ``memory``.
-        rail: ranks that own the same shard on all nodes; None where this rank owns none.
-        signature: see `make_tag`.
+        ranks: the ranks, their memory and communicators.
+        params: see `SharedMemoryReduction`.
         compression: how messages are compressed; None: not at all.
     """
 
@@ -480,46 +494,37 @@ class HierarchicalReduction(SharedMemoryReduction):
     sends_messages = True
 
     def __init__(
-        self,
-        world: World,
-        gate: WatchedBarrier,
-        memory: NodeMemory,
-        num_shards: int,
-        params: Sequence[Parameter],
-        comm: Communicator | None,
-        rail: Communicator | None,
-        signature: int,
-        compression: Compression | None,
+        self, ranks: ReductionRanks, params: Sequence[Parameter], compression: Compression | None = None
     ) -> None:
-        super().__init__(world, gate, memory, num_shards, params)
-        self.comm = comm
+        super().__init__(ranks, params)
+        rail = ranks.rail
         self.keeps_unsent = compression is not None
         self.copies = (1, 0) if rail is None else (rail.size, rail.rank)
-        self.is_counted = memory.size == world.size or (rail is not None and rail.rank == 0)
+        self.is_counted = self.memory.size == self._world.size or (rail is not None and rail.rank == 0)
         self.coder: InterNodeReduction | None = None
-        self._rail, self._signature, self._compression = rail, signature, compression
+        self._rail, self._signature, self._compression = rail, ranks.signature, compression
         self._buckets: Sequence[Bucket] = ()
         self._unsent: dict[int, list[Slot]] = {}
 
     def allocate(self, layout: Layout) -> list[Bucket]:
+        """See `BucketReduction.allocate`."""
         self._buckets = buckets = super().allocate(layout)
         if self._rail is not None:
-            self.coder = self._between_nodes(self._rail, layout, buckets)
+            nbytes = fitting(self._world, self._rail, 0 if self.keeps_unsent else layout.longest_nbytes)
+            self.coder = InterNodeReduction(self._rail, self._signature, buckets, self._compression, nbytes)
         return buckets
 
-    def _between_nodes(self, rail: Communicator, layout: Layout, buckets: Sequence[Bucket]) -> InterNodeReduction:
-        longest = 0 if self._compression is not None else layout.longest_nbytes
-        message_nbytes = fitting(self._world, rail, longest)
-        return InterNodeReduction(rail, self._signature, buckets, self._compression, message_nbytes)
-
     def begin_step(self) -> None:
+        """See `BucketReduction.begin_step`."""
         self._unsent = {}
 
     def keep_unsent(self, names: Set[str]) -> None:
+        """See `BucketReduction.keep_unsent`."""
         if self.keeps_unsent:
             self._unsent = slots_by_bucket(self._buckets, names)
 
     def prepare(self, bucket: Bucket) -> Reduce:
+        """See `BucketReduction.prepare`."""
         return partial(self._reduce_over_nodes, bucket, self._unsent.get(bucket.number, ()))
 
     def _reduce_over_nodes(self, bucket: Bucket, unsent: Sequence[Slot], turn: Request | None) -> Steps:
@@ -529,8 +534,10 @@ class HierarchicalReduction(SharedMemoryReduction):
         bucket.mark_reduced()
 
     def reduce(self, buckets: Sequence[Bucket]) -> None:
+        """See `BucketReduction.reduce`."""
         run_together(self._world, [(bucket, self.prepare(bucket)) for bucket in buckets])
 
     def reduce_everywhere(self, buckets: Sequence[Bucket]) -> None:
+        """See `BucketReduction.reduce_everywhere`."""
         self.reduce(buckets)
         self.gather(buckets)

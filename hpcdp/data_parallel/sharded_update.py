@@ -1,35 +1,27 @@
-"""Update strategies: every rank updates all parameters, or the owner of a shard its part.
+"""Update strategies: every rank updates all parameters, or the owner of a shard updates it.
 
-Parameters of 16 bits: the float32 copies that are updated in their place, and rounded to them after each update.
+Both strategies apply the optimizer to the flat buckets, element by element, so they give the same bits.
 
-An update of less than half a unit in the last place of a weight would be lost in 16 bits (Micikevicius et al., "Mixed
-precision training", 2018, section 3.1). The copies are part of the optimizer's state: of each element whoever updates
-it has one, and checkpoints have them all.
+- `Replicated`, `ShardedUpdate`: the strategies. `lies_once_per_node` chooses one for ``owner="auto"``.
+- `changing`: the context in which a program changes parameters.
+- `init_state`, `update`: master weights, which are float32 copies of 16-bit parameters. The optimizer updates them, and
+  parameters are rounded from them, because 16 bits would lose an update of less than half a unit in the last place
+  (Micikevicius et al., "Mixed precision training", 2018, section 3.1). They are part of the optimizer's state.
+- `squares_of_model`, `Layers`: norms of summed gradients, of a model and of its layers (`hpcdp.optim.LARS`), whose
+  elements are in the shards of several ranks. In a cut model, the parts of cut parameters count on every rank, and
+  uncut parameters count once.
 
-Norms of summed gradients: of a whole model, and of its layers for rules that need them (`hpcdp.optim.LARS`).
+[Note: shared cache lines] Parameters in shared memory need the least memory and traffic. But a core that writes a cache
+line waits until copies in other cores are invalidated. In every step owners write parameters that all ranks have read,
+and ranks write gradients that owners have read. On an EPYC with Zen 4 such writes reach 7 to 10 GB/s between cores that
+share a last-level cache, and 2.3 GB/s between others. Lines without copies take 40 GB/s, and lines that another core
+has *written* take 17 GB/s, as in an allreduce, whose owners write sums to lines that they have read. So parameters of
+which all copies fit in the caches are private to each rank. Longer ones, which are evicted between two uses anyway, are
+shared by the node's ranks.
 
-A layer lies in the shards of several ranks. Where several ranks have parts of one model together, not copies of it,
-what is cut into parts counts in each of them, and what is whole counts once.
-
-Who updates: every rank all parameters, or the owner of a shard its part of parameters that a node holds once.
-
-Both take the optimizer to the flat buckets, element by element, so they give the same bits.
-
-Where parameters lie when nobody says: once per node, updated by the owners of shards, or on every rank.
-
-[Note: lines that others have read] What all ranks of a node share takes the least memory and the fewest bytes, but a
-core that writes a cache line of which another one holds a copy waits until that copy is gone. In every step owners
-write parameters that all ranks have read, and ranks write gradients that owners have read. On an EPYC with Zen 4 that
-goes at 7 to 10 GB/s between cores that share a last cache and at 2.3 between cores that do not. Lines that nobody else
-holds, and those that another core has *written* to, take 40 and 17, as those do of an allreduce, whose owners write
-sums back where they have read. So parameters of which all copies fit in the caches are each rank's own; longer ones,
-which leave the caches between two uses anyhow, lie once per node.
-
-Steps of SGD with momentum on 2 ranks (parameters read, gradients written, summed, updated) in us, with parameters once
-per node and on every rank: near 175 and 150 at 1 MB, 620 and 630 at 4, 1425 and 1860 at 8, 3400 and 4600 at 16; far 700
-and 175, 2700 and 650, 4600 and 1650, 6500 to 7300 and 3800; at 64 MB 15 and 22 ms near, 16 and 25 far.
-
-Parameters that a program has changed by itself: within `Trainer.changing_parameters`, or where nobody sees it.
+Times of a step of SGD with momentum on 2 ranks (read parameters, write gradients, sum, update), with parameters once
+per node and on every rank. In us, near: 175 and 150 at 1 MB, 620 and 630 at 4, 1425 and 1860 at 8, 3400 and 4600 at 16;
+far: 700 and 175, 2700 and 650, 4600 and 1650, 6500 to 7300 and 3800. At 64 MB 15 and 22 ms near, 16 and 25 far.
 """
 
 from __future__ import annotations
@@ -62,53 +54,54 @@ from .buckets import Bucket, Parameter
 from .reducer import Reducer
 
 being_changed: set[int] = set()
-"""The ids of parameters that are copies now, within `changing`."""
+"""Ids of the parameters that are copies now, within `changing`."""
 Places = Sequence[tuple[Parameter, Array]]
-"""Parameters, and where their values, or their gradients, lie."""
+"""Parameters, and the arrays of their values or gradients."""
 
-_OF_ONE_BEFORE = "one of an array from before the block, in which copies count"
+_OF_ONE_BEFORE = "a change of an array from before the block, in which only copies count"
 
 
 def places_of(params: Sequence[Parameter]) -> Places:
-    """Waits for updates under way."""
+    """Return the parameters with the arrays of their values, after updates under way."""
     return [(param, param.data) for param in params]
 
 
 def of_rank_0(values: Array, comm: Communicator) -> np.ndarray:
-    """A new array in host memory: the values that rank 0 has; every rank must call."""
+    """Return the values of rank 0 as a new array in host memory; every rank must call."""
     host = np.array(to_host(values), order="C")
     comm.native_broadcast(host, 0)
     return host
 
 
 def moved(places: Places, grads: Places = ()) -> list[str]:
-    """What of parameters has another array than its place, by name: what is updated, or summed, there is not theirs."""
+    """Return the names of values and gradients that are no longer in the arrays that the trainer uses."""
     values = [param.name for param, place in places if hasattr(param, "held") and param.held() is not place]
     return values + [f"{param.name}.grad" for param, place in grads if param.grad is not place]
 
 
 def moved_anywhere(comm: Communicator | None, names: Sequence[str], operation: str = "step") -> ConfigError | None:
-    """The same error on all ranks, where on some ``names`` are `moved`; every rank must call.
+    """Return the same error on all ranks if some have ``names`` that are `moved`; every rank must call.
 
     Args:
-        comm: the ranks; None: this one alone.
-        operation: what the error calls itself.
+        comm: the ranks; None: this rank alone.
+        names: the result of `moved` on this rank.
+        operation: the operation of the error.
     """
     by_rank = [list(names[:1])] if comm is None else comm.allgather_json(list(names[:1]))
-    rank = next((rank for rank, found in enumerate(by_rank) if found), None)
+    rank = next((rank for rank, moved_names in enumerate(by_rank) if moved_names), None)
     if rank is None:
         return None
     name = by_rank[rank][0]
     where = name if comm is None else f"{name}, rank {rank}"
     if name.endswith(".grad"):
         return ConfigError(
-            operation, where=where, expected="the array in which the Trainer sums it", got="another one, or none",
-            remedy="leave it where it is: backward overwrites it, grad[...] = 0 makes it zero",
+            operation, where=where, expected="the array in which the Trainer sums it", got="another array, or none",
+            remedy="keep the array: backward overwrites it, and grad[...] = 0 clears it",
         )  # fmt: skip
     return ConfigError(
         operation, where=where, expected="the array in which the Trainer updates it",
-        got="another one, which would not be trained",
-        remedy="set arrays, and dtypes, before the Trainer is made, values in changing_parameters() of the last one",
+        got="another array, which would not be trained",
+        remedy="set arrays and dtypes before making the Trainer, and values in changing_parameters() of the last one",
     )  # fmt: skip
 
 
@@ -116,17 +109,17 @@ def moved_anywhere(comm: Communicator | None, names: Sequence[str], operation: s
 def changing(
     places: Places, comm: Communicator | None, writes: bool, meet: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
-    """Within it parameters are copies, and behind it their places have what rank 0 has made of them; every rank must
-    enter and leave it.
+    """Replace parameters by copies, and write the copies of rank 0 back at the end; every rank must enter and leave.
 
     Args:
-        comm: the ranks; None: there are no others.
-        writes: whether this rank writes to the places.
-        meet: waits for those that share the places.
+        places: the parameters and their arrays, which change at the end.
+        comm: the ranks; None: this rank alone.
+        writes: whether this rank writes to the arrays.
+        meet: a barrier of the ranks that share the arrays.
 
     Raises:
-        ConfigError: a parameter has another shape or dtype now, or an array from before, and then all places are as
-            before; or somebody has changed a place by an array that is older than the copies. On every rank.
+        ConfigError: a parameter has another shape or dtype, or an array from before, and then nothing is changed; or an
+            array or view from before was changed, which is lost. On every rank.
     """
     meet()
     marks = _marks(places)
@@ -134,22 +127,22 @@ def changing(
         param.data = place.copy()
     meet()
     being_changed.update(id(param) for param, _ in places)
-    found: list[Array] = []
+    changed: list[Array] = []
     older: list[str] = []
     try:
         with core_state.refusing([place for _, place in places], _OF_ONE_BEFORE):
             try:
                 yield
             finally:
-                found += [param.data for param, _ in places]
+                changed += [param.data for param, _ in places]
                 older += [param.name for param, place in places if _is_older(param.data, place)]
     finally:
         being_changed.difference_update(id(param) for param, _ in places)
         for param, place in places:
             param.data = place
-        stale = _marks(places) != marks  # now: when all have come, some write there
-        _on_every_rank(comm, lambda: _check_alike(places, found, older))
-        agreed = [np.array(to_host(each)) if comm is None else of_rank_0(each, comm) for each in found]
+        stale = _marks(places) != marks  # before other ranks write there
+        _on_every_rank(comm, lambda: _check_alike(places, changed, older))
+        agreed = [np.array(to_host(own)) if comm is None else of_rank_0(own, comm) for own in changed]
         if writes:
             for (_, place), values in zip(places, agreed, strict=True):
                 place[...] = from_host(values, place)
@@ -165,25 +158,25 @@ def _on_every_rank(comm: Communicator | None, check: Callable[[], None]) -> None
 
 
 def _marks(places: Places) -> list[int]:
-    """By which a change of each is seen; on a GPU the sum of its bits."""
-    found = []
+    """Return a checksum of each array: CRC-32, or on a GPU the sum of its words."""
+    marks = []
     for _, place in places:
         words = place.reshape(-1).view(np.dtype(f"u{place.dtype.itemsize}"))
-        found.append(zlib.crc32(words.data) if is_host(place) else int(words.sum(dtype=np.uint64)))
-    return found
+        marks.append(zlib.crc32(words.data) if is_host(place) else int(words.sum(dtype=np.uint64)))
+    return marks
 
 
 def _is_older(values: Array, place: Array) -> bool:
     return values is place or core_state.change_of(values) is not None
 
 
-def _check_alike(places: Places, found: Sequence[Array], older: Sequence[str]) -> None:
-    for (param, place), values in zip(places, found, strict=True):
+def _check_alike(places: Places, changed: Sequence[Array], older: Sequence[str]) -> None:
+    for (param, place), values in zip(places, changed, strict=True):
         if param.name in older:
             raise ConfigError(
-                "changing_parameters", where=param.name, expected="an array of its own",
-                got="one from before the block, in whose place values are written at its end",
-                remedy="put a copy aside: param.data.copy()",
+                "changing_parameters", where=param.name, expected="a new array",
+                got="an array from before the block, which the end of the block overwrites",
+                remedy="save a copy by param.data.copy()",
             )  # fmt: skip
         if not hasattr(values, "dtype"):
             got = type(values).__name__
@@ -198,19 +191,19 @@ def _check_alike(places: Places, found: Sequence[Array], older: Sequence[str]) -
 def _refuse_older(stale: bool) -> None:
     if stale:
         raise ConfigError(
-            "changing_parameters", expected="changes of what param.data is within it",
-            got=f"{_OF_ONE_BEFORE}; such changes are lost",
+            "changing_parameters", expected="changes of param.data within the block",
+            got=f"{_OF_ONE_BEFORE}; such changes are lost", remedy="change param.data, as it is within the block",
         )  # fmt: skip
 
 
 MASTER = "master"
-"""Their name in the state."""
+"""Name of master weights in the optimizer's state."""
 Rule = Callable[[Array, Array, dict[str, Array]], None]
-"""An optimizer's update of a flat parameter by its gradient and state, with all that it depends on besides."""
+"""An optimizer's update of a flat parameter by its gradient and state, with all other arguments bound."""
 
 
 def init_state(optimizer: Optimizer, param: Array) -> dict[str, Array]:
-    """`Optimizer.init_state` for a flat array; of 16 bits that of its float32 copy, which is in it, too."""
+    """Return `Optimizer.init_state` of a flat array; of a 16-bit array, the state of its master weights, with them."""
     if not is_half(param):
         return optimizer.init_state(param)
     master = widened(param)
@@ -218,7 +211,7 @@ def init_state(optimizer: Optimizer, param: Array) -> dict[str, Array]:
 
 
 def update(rule: Rule, param: Array, grad: Array, state: dict[str, Array]) -> None:
-    """``rule`` with the state of `init_state`; changes ``param`` and the arrays of ``state`` in place."""
+    """Run ``rule`` on a state of `init_state`; changes ``param`` and the arrays of ``state`` in place."""
     if MASTER not in state:
         rule(param, grad, state)
         return
@@ -228,12 +221,12 @@ def update(rule: Rule, param: Array, grad: Array, state: dict[str, Array]) -> No
 
 
 def follow(param: Array, master: Array) -> None:
-    """Let a copy be what a program has set its parameter to, flat; where that is the copy, rounded, it stays exact."""
+    """Set master weights to their flat parameter, except where that equals the rounded master weight."""
     _casts(param).follow(master, words(param))
 
 
 def widened(x: Array) -> Array:
-    """A copy of 16-bit floats, flat and contiguous, in float32."""
+    """Return a float32 copy of 16-bit floats, flat and contiguous."""
     xp = array_namespace(x)
     wide = empty(x.shape, xp.float32, xp)
     getattr(_casts(x), f"from_{x.dtype.name}")(x.view(xp.uint16), wide)
@@ -241,7 +234,7 @@ def widened(x: Array) -> Array:
 
 
 def round_to(param: Array, master: Array) -> None:
-    """Write float32 values to a flat array of 16 bits, to nearest, ties to even; what is too large becomes infinite."""
+    """Write float32 values to a flat 16-bit array, rounded to nearest even; overflow becomes an infinity."""
     getattr(_casts(param), f"to_{param.dtype.name}")(master, param.view(array_namespace(param).uint16))
 
 
@@ -250,13 +243,13 @@ def _casts(x: Array) -> Any:
 
 
 Squares = tuple[float, float]
-"""Of the norms of a layer's weights and of its summed gradient."""
+"""Squared norms of a layer's weights and of its summed gradient."""
 
 
 def of_shards(reducer: Reducer) -> float:
-    """This rank's part of the summed gradients' squared norm; the parts of all ranks add up to it.
+    """Return this rank's part of the squared norm of the summed gradients, which is the sum of all ranks' parts.
 
-    The shards must be reduced. Accumulated in float64; it is not finite where some gradient is not.
+    The shards must be reduced. Accumulated in float64, and not finite if a gradient is not.
     """
     if not reducer.is_counted:
         return 0.0
@@ -264,36 +257,33 @@ def of_shards(reducer: Reducer) -> float:
 
 
 def squares_of_model(reducer: Reducer) -> float:
-    """The squared norm of the summed gradients, the same on all ranks, which must call; the shards must be reduced.
+    """Return the squared norm of the summed gradients of the whole model, the same on all ranks; every rank must call.
 
-    It is that of a whole model, also where this rank has a part of one (`World.model_comm`, `World.part_comm`). It is
-    not finite where some gradient is not.
+    The shards must be reduced. The model is whole also where this rank has a part (`World.model_comm`,
+    `World.part_comm`). The norm is not finite if a gradient is not.
     """
-    if reducer.is_deterministic and reducer.holds_sums:  # by shards its bits would depend on their number
+    if reducer.is_deterministic and reducer.holds_sums:  # a sum by shards would depend on their number
         runs = [run for bucket in reducer.buckets for run in _counted(reducer, bucket, 0, bucket.mine.size)]
         total = sum(squares(runs))
     else:
         total = reducer.tally(of_shards(reducer))[0]
     for comm in (reducer.world.part_comm, reducer.world.model_comm):
-        total = sum(_told_by(comm, reducer, total))
+        total = sum(_gathered(comm, reducer, total))
     return float(total)
 
 
 def clipped_scale_on_gpu(reducer: Reducer, scale: float | Array, most: float) -> Array:
-    """`reference.clipped_scale` of all sums, which the rank has on its GPU: float64, shape ``(1,)``, there.
-
-    Nothing waits for it.
-    """
+    """Return `reference.clipped_scale` of all sums, on the GPU: float64, shape ``(1,)``; the host does not wait."""
     sums = [words(bucket.mine) for bucket in reducer.buckets]
     kernel = kernels.kernels_for("reduce", sums[0])
     return kernel.clipped_scale(kernel.all_squares(sums), scale, most)
 
 
 class Layers:
-    """The norms of the parameters of two axes or more, which are layers for a rule that needs norms.
+    """Norms of layers, which are the parameters of two or more axes, for rules that need them.
 
     Args:
-        reducer: of their gradients.
+        reducer: the reducer of the gradients.
         flats: the parameters of each bucket.
     """
 
@@ -304,50 +294,50 @@ class Layers:
         self._segments: dict[tuple[tuple[int, int], ...], list[_Segments]] = {}
 
     def squares(self, span: Callable[[Bucket], tuple[int, int]]) -> dict[str, Squares | Array]:
-        """By the name of each layer, alike on all ranks, which must call once gradients are summed.
+        """Return the squared norms by layer, the same on all ranks; every rank must call, after the sum.
 
-        Where every rank holds all sums each adds up for itself, in an order that does not depend on the number of
-        ranks; on a GPU they stay there, shape ``(2,)``, and nothing waits, if no other rank has more of a layer.
+        Where every rank holds all sums, each computes all norms, in an order that does not depend on the number of
+        ranks. On a GPU they then stay there, shape ``(2,)``, and the host does not wait, unless a layer is cut.
 
         Args:
-            span: the columns of a bucket whose sums this rank has, where it has not all.
+            span: the columns of a bucket whose sums this rank has, where it does not have all.
         """
         reducer, holds_sums = self._reducer, self._reducer.holds_sums
         columns = [(0, bucket.mine.shape[0]) if holds_sums else span(bucket) for bucket in reducer.buckets]
         if not (holds_sums or reducer.is_counted):
             columns = [(0, 0)] * len(columns)
         segments = self._in(tuple(columns))
-        found = [
-            segment_squares(self._flats[each.bucket], reducer.buckets[each.bucket].mine, each.bounds)[::2]
-            for each in segments
+        by_bucket = [
+            segment_squares(self._flats[part.bucket], reducer.buckets[part.bucket].mine, part.bounds)[::2]
+            for part in segments
         ]
-        layers = [number for each in segments for number in each.layers]
-        if holds_sums and not self._cut and not all(map(is_host, found)):
-            rows = [row for each in found for row in each]
+        layers = [number for part in segments for number in part.layers]
+        if holds_sums and not self._cut and not all(map(is_host, by_bucket)):
+            rows = [row for squares in by_bucket for row in squares]
             return {self._slots[number].name: row for number, row in zip(layers, rows, strict=True)}
         squares = np.zeros((len(self._slots), 2))
-        if found:
-            squares[layers] = to_host(array_namespace(*found).concatenate(found))
+        if by_bucket:
+            squares[layers] = to_host(array_namespace(*by_bucket).concatenate(by_bucket))
         if holds_sums:
-            reducer.barrier()  # before others update what this rank has read
+            reducer.barrier()  # before other ranks update the parameters that this rank has read
         else:
             allreduce(squares.reshape(-1), "sum", reducer.world)
         if self._cut:
-            whole = _told_by(reducer.world.part_comm, reducer, squares[self._cut].tolist())
+            whole = _gathered(reducer.world.part_comm, reducer, squares[self._cut].tolist())
             squares[self._cut] = np.sum(whole, axis=0)
         return {slot.name: (row[0], row[1]) for row, slot in zip(squares.tolist(), self._slots, strict=True)}
 
     def _in(self, columns: tuple[tuple[int, int], ...]) -> list[_Segments]:
-        """What lies in these columns of the buckets; kept, for a GPU has it in its memory."""
+        """Return the layers in these columns of the buckets, cached because their bounds may be in a GPU's memory."""
         if columns not in self._segments:
-            every = (self._of_bucket(number, first, last) for number, (first, last) in enumerate(columns))
-            self._segments[columns] = [each for each in every if each is not None]
+            parts = (self._of_bucket(number, first, last) for number, (first, last) in enumerate(columns))
+            self._segments[columns] = [part for part in parts if part is not None]
         return self._segments[columns]
 
     def _of_bucket(self, bucket: int, first: int, last: int) -> _Segments | None:
         slots = [(number, slot) for number, slot in enumerate(self._slots) if slot.bucket == bucket]
         layers, bounds = [], []
-        for number, slot in sorted(slots, key=lambda each: each[1].offset):
+        for number, slot in sorted(slots, key=lambda numbered: numbered[1].offset):
             begin, end = max(first, slot.offset), min(last, slot.offset + slot.count)
             if begin < end:
                 layers.append(number)
@@ -357,7 +347,7 @@ class Layers:
 
 @dataclass
 class _Segments:
-    """Layers of a bucket: every other one of the segments within `bounds`, between which other things lie."""
+    """Layers of a bucket: every other one of the segments between consecutive `bounds`."""
 
     bucket: int
     layers: list[int]
@@ -365,7 +355,7 @@ class _Segments:
 
 
 def _counted(reducer: Reducer, bucket: Bucket, first: int, last: int) -> Iterator[Array]:
-    """What counts in sums over a model among these columns: all of it on the first part, elsewhere what is cut."""
+    """Yield the gradients in these columns that count in sums over a model: on other parts than the first, cut ones."""
     part_comm = reducer.world.part_comm
     if part_comm is None or part_comm.rank == 0:
         yield bucket.mine[first:last]
@@ -376,8 +366,8 @@ def _counted(reducer: Reducer, bucket: Bucket, first: int, last: int) -> Iterato
             yield bucket.mine[begin:end]
 
 
-def _told_by(comm: Communicator | None, reducer: Reducer, value: Any) -> list[Any]:
-    """Every rank's ``value``, by rank, where other ranks have more of the model; all must call."""
+def _gathered(comm: Communicator | None, reducer: Reducer, value: Any) -> list[Any]:
+    """Return every rank's ``value`` by rank, where other ranks have parts of the model; every rank must call."""
     if comm is None:
         return [value]
     watchdog = ProgressEngine.of(reducer.world).watchdog
@@ -386,31 +376,33 @@ def _told_by(comm: Communicator | None, reducer: Reducer, value: Any) -> list[An
 
 
 class UpdateRange(NamedTuple):
-    """Columns of a bucket that are updated by one rule, in the same step of theirs."""
+    """Columns of a bucket that one rule updates with the same step number."""
 
     first: int
     last: int
-    """One after the last."""
+    """One after the last column."""
     rule: Optimizer
     passed_over: int
-    """In how many steps they were left out."""
+    """Number of steps that left the columns out."""
     layer: str = ""
-    """The parameter whose norms the rule needs; none where it goes by elements."""
+    """Parameter whose norms the rule needs; empty for a rule by elements."""
 
     def joins(self, following: UpdateRange) -> bool:
+        """Return whether ``following`` extends this range, with the same rule and step."""
         alike = self.rule is following.rule and self.passed_over == following.passed_over
         alike = alike and self.layer == following.layer
         return alike and self.last == following.first
 
     def rule_at(self, step: int) -> tuple[Optimizer, int]:
-        """See `rule_at`."""
+        """Return `rule_at` of this range."""
         return rule_at(self.rule, step, self.passed_over)
 
 
 def rule_at(rule: Optimizer, step: int, passed_over: int) -> tuple[Optimizer, int]:
-    """Return the rule of the trainer's update number ``step``, and which update that is of what was ``passed_over``.
+    """Return the rule of the trainer's update number ``step``, and the parameter's own number of this update.
 
-    A schedule of learning rates goes by the trainer's updates, and bias corrections go by those of the parameter.
+    A schedule of learning rates counts the trainer's updates, and bias corrections count those of the parameter, which
+    ``passed_over`` updates have left out.
     """
     if not passed_over:
         return rule, step
@@ -422,14 +414,14 @@ def rule_at(rule: Optimizer, step: int, passed_over: int) -> tuple[Optimizer, in
 
 
 class UpdateStrategy(Protocol):
-    """Who updates the parameters, and where those and the optimizer's state live."""
+    """Strategy of the update: which rank updates which parameters, and holds their optimizer state."""
 
     holds_all: bool
-    """Whether every rank updates everything, and so holds the state of all parameters; alike on all ranks."""
+    """Whether every rank updates all parameters, and so holds their whole state; the same on all ranks."""
 
     @property
     def states(self) -> list[dict[str, Array]]:
-        """For every bucket the optimizer's state of the elements that this rank updates, flat, by name."""
+        """The optimizer's state of the elements that this rank updates, flat, by bucket and name."""
         ...
 
     @property
@@ -439,91 +431,92 @@ class UpdateStrategy(Protocol):
 
     @property
     def nbytes_parameters(self) -> int:
-        """This rank's share of the bytes of the parameters: they lie on every rank, or once per node."""
+        """This rank's share of the bytes of the parameters, which exist on every rank or once per node."""
         ...
 
     def span(self, bucket: Bucket) -> tuple[int, int]:
-        """Which columns of a bucket this rank updates: first, and one after the last."""
+        """Return the columns of a bucket that this rank updates: the first, and one after the last."""
         ...
 
     def reduce(self) -> None:
-        """Sum the gradients that this rank will update over all ranks; every rank must call, outside of backward."""
+        """Sum the gradients that this rank updates with over all ranks; every rank must call, after backward."""
         ...
 
     def take_parameters(self) -> None:
-        """Let the float32 copies of parameters of 16 bits be what those hold now; every rank must call."""
+        """Set master weights to the current values of their 16-bit parameters; every rank must call."""
         ...
 
     def changing(self) -> AbstractContextManager[None]:
-        """Within it parameters are each rank's own copies, to be changed by all ranks alike; every rank must call.
-
-        Within itself it does nothing.
-        """
+        """Return the context of `Trainer.changing_parameters`; a nested one does nothing. Every rank must call."""
         ...
 
     def update(self, step: int, scale: float | Array) -> None:
-        """Update from gradients that are summed already, over this rank's `span` at least; every rank must call.
+        """Update from gradients that are summed, at least in this rank's `span`; every rank must call.
 
-        The scale may be an array as `Optimizer.update` takes it.
+        The scale may be an array, as in `Optimizer.update`.
         """
         ...
 
     def leave_out(self, names: Set[str]) -> None:
-        """In the next step update no parameter of these; alike on all ranks."""
+        """Leave the parameters ``names`` out of the next step; the same on all ranks."""
         ...
 
     def pass_over(self) -> None:
-        """The last step does not count for what was left out in it, or has no rule yet."""
+        """Count the last step in `passed_over` of parameters that it left out, or that have no rule yet."""
         ...
 
     @property
     def passed_over(self) -> dict[str, int]:
-        """In how many steps a parameter was left out, which do not count for it, by name."""
+        """Number of steps that left a parameter out, by name; they do not count in its own steps."""
         ...
 
     def take_passed_over(self, counts: Mapping[str, int]) -> None:
-        """Go on from other counts; alike on all ranks."""
+        """Set `passed_over`; the same on all ranks."""
         ...
 
     @property
     def pieces(self) -> list[list[UpdateRange]]:
-        """For every bucket the columns that this rank updates alike."""
+        """The ranges of columns that this rank updates, by bucket."""
         ...
 
     def update_piece(self, bucket: Bucket, piece: UpdateRange, rule: Rule) -> None:
-        """Update these columns by ``rule``, from gradients that are summed."""
+        """Update the columns of ``piece`` by ``rule``, from gradients that are summed."""
         ...
 
     def reduce_and_update(self, step: int, scale: float) -> None:
-        """Both, with fewer passes over memory or beside the next forward where that is possible; every rank must call.
+        """Reduce and update, if possible in one pass over memory or beside the next forward; every rank must call.
 
-        Where updates run beside the next forward, whoever reads ``data`` of a parameter waits for its own.
+        Where updates run beside the next forward, a reader of a parameter's ``data`` waits for its update.
         """
         ...
 
 
 class _Flat:
-    """Parameters laid out as their buckets, and what both owners do alike."""
+    """Base of both strategies: parameters in the layout of their buckets.
+
+    Args:
+        reducer: the reducer, whose parameters it takes over.
+        optimizer: the rule of parameters that are not in ``rules``.
+        rules: rules with their own settings, by parameter; None as a rule: no update. All must keep the same state.
+    """
 
     holds_all = False
 
     def __init__(
         self, reducer: Reducer, optimizer: Optimizer, rules: Mapping[str, Optimizer | None] | None = None
     ) -> None:
-        """Takes the parameters over. ``rules``: by name those with settings of their own, or None: not to be updated;
-        all must keep the same state."""
         self.reducer = reducer
         self.optimizer = optimizer
         self._rules = {} if rules is None else rules
         self._left_out: Set[str] = frozenset()
         self.passed_over: dict[str, int] = {}
-        """In how many steps a parameter was left out, which do not count for it, by name."""
+        """See `UpdateStrategy.passed_over`."""
         self.is_changing = False
-        """Whether a program is within `changing`."""
+        """Whether the program is within `changing`."""
         self.flats: list[Array] = []
         self._states: list[dict[str, Array]] = []
         for bucket in reducer.buckets:
-            self.flats.append(self._home(bucket))
+            self.flats.append(self._allocate(bucket))
         for slot in reducer.layout.slots:
             param = reducer.params[slot.name]
             place = self.flats[slot.bucket][slot.offset : slot.offset + slot.count].reshape(slot.shape)
@@ -538,7 +531,7 @@ class _Flat:
     def span(self, bucket: Bucket) -> tuple[int, int]:
         return 0, bucket.mine.shape[0]
 
-    def _home(self, bucket: Bucket) -> Array:
+    def _allocate(self, bucket: Bucket) -> Array:
         return array_namespace(bucket.rows).zeros((bucket.mine.shape[0],), dtype=bucket.mine.dtype)
 
     def _move(self, param: Parameter, place: Array) -> None:
@@ -565,7 +558,7 @@ class _Flat:
 
     @property
     def _writes_parameters(self) -> bool:
-        """Whether this rank may write to all of them, as no other then does."""
+        """True if this rank writes to all parameters, while no other rank does."""
         return True
 
     def take_parameters(self) -> None:
@@ -583,7 +576,7 @@ class _Flat:
         return sum(flat.nbytes for flat in self.flats)
 
     def _divide(self, bucket: Bucket) -> list[UpdateRange]:
-        """The columns of this rank's span that are updated alike."""
+        """Return the ranges of this rank's span, each with one rule and step number."""
         first, last = self.span(bucket)
         pieces: list[UpdateRange] = []
         slots = sorted((slot for slot in bucket.slots if slot.count), key=lambda slot: slot.offset)
@@ -601,7 +594,7 @@ class _Flat:
         return pieces
 
     def set_rules(self, rules: Mapping[str, Optimizer | None]) -> None:
-        """From now on ``rules``, as at construction; alike on all ranks."""
+        """Set ``rules``, as at construction; the same on all ranks."""
         self._rules = rules
         self._divide_all()
 
@@ -625,53 +618,55 @@ class _Flat:
         self._views: dict[tuple[int, int, int], tuple[Array, Array, dict[str, Array]]] = {}
 
     def _views_of(self, bucket: Bucket, piece: UpdateRange) -> tuple[Array, Array, dict[str, Array]]:
-        """Its parameters, gradients and state; kept, since CuPy takes as long for three views as for a launch."""
+        """Return parameters, gradients and state; cached, because three views in CuPy take as long as a launch."""
         key = bucket.number, piece.first, piece.last
-        found = self._views.get(key)
-        if found is None:
+        views = self._views.get(key)
+        if views is None:
             columns, offset = slice(piece.first, piece.last), self.span(bucket)[0]
             own = slice(piece.first - offset, piece.last - offset)
             state = {name: array[own] for name, array in self._states[bucket.number].items()}
-            found = self._views[key] = self.flats[bucket.number][columns], bucket.mine[columns], state
-        return found
+            views = self._views[key] = self.flats[bucket.number][columns], bucket.mine[columns], state
+        return views
 
     def _update_own(self, bucket: Bucket, pieces: Sequence[UpdateRange], step: int, scale: float | Array) -> None:
-        for each in pieces:
-            rule, own_step = each.rule_at(step) if each.passed_over else (each.rule, step)
-            self.update_piece(bucket, each, partial(rule.update, step=own_step, scale=scale))
+        for piece in pieces:
+            rule, own_step = piece.rule_at(step)
+            self.update_piece(bucket, piece, partial(rule.update, step=own_step, scale=scale))
 
     def update_piece(self, bucket: Bucket, piece: UpdateRange, rule: Rule) -> None:
         flat, gradient, state = self._views_of(bucket, piece)
-        update(rule, flat, gradient, dict(state))  # a copy, which a rule of the user's may change
+        update(rule, flat, gradient, dict(state))  # a copy of the dict, which a user's rule may change
 
     def _update_all(self, step: int, scale: float | Array) -> None:
         if not self.optimizer.by_layer:
             for bucket in self.reducer.buckets:
                 self._update_own(bucket, self.pieces[bucket.number], step, scale)
             return
-        found = self._layers.squares(self.span)
+        norms = self._layers.squares(self.span)
         for bucket in self.reducer.buckets:
             for piece in self.pieces[bucket.number]:
                 rule, own_step = piece.rule_at(step)
-                rule, scale_of = rule.of_layer(own_step, scale, found.get(piece.layer))
+                rule, scale_of = rule.of_layer(own_step, scale, norms.get(piece.layer))
                 self._update_own(bucket, [piece._replace(rule=rule)], step, scale_of)
 
     def _update_later(self, step: int, scale: float) -> None:
-        """Update every bucket as soon as it is reduced, with the rules' settings of this moment."""
+        """Update every bucket as soon as it is reduced, with the current settings of the rules."""
         for bucket in reversed(self.reducer.buckets):
-            pieces = [each._replace(rule=copy.copy(each.rule)) for each in self.pieces[bucket.number]]
+            pieces = [piece._replace(rule=copy.copy(piece.rule)) for piece in self.pieces[bucket.number]]
             self.reducer.update_later(bucket, partial(self._update_own, bucket, pieces, step, scale))
 
 
 class Replicated(_Flat):
-    """Each rank holds and updates all parameters: the reference, and the way where memory is not shared."""
+    """Strategy in which each rank holds and updates all parameters."""
 
     holds_all = True
 
     def reduce(self) -> None:
+        """See `UpdateStrategy.reduce`."""
         self.reducer.reduce_everywhere()
 
     def reduce_and_update(self, step: int, scale: float) -> None:
+        """See `UpdateStrategy.reduce_and_update`."""
         if self.reducer.updates_later and self.reducer.memory.size == 1 and not self.optimizer.by_layer:
             self._update_later(step, scale)
         else:
@@ -679,23 +674,23 @@ class Replicated(_Flat):
             self.update(step, scale)
 
     def update(self, step: int, scale: float | Array) -> None:
+        """See `UpdateStrategy.update`."""
         self._update_all(step, scale)
 
 
 class ShardedUpdate(_Flat):
-    """Parameters live once per node; each rank updates its shard of every bucket, with 1/n of the optimizer's state.
+    """Strategy in which parameters exist once per node, and each rank updates its shard of every bucket.
 
-    There are as many shards as the smallest node has ranks; further ranks of larger nodes own none.
-
-    Nothing is gathered inside the node: when the owners are done, every rank sees the new parameters (Rajbhandari et
-    al., "ZeRO", 2020, stage 1, with the allgather replaced by shared memory). On GPUs each rank has parameters of its
-    own, and they are gathered.
+    A rank holds 1/n of the optimizer's state. There are as many shards as the smallest node has ranks; further ranks of
+    larger nodes own none. Inside the node nothing is gathered: after the update every rank sees the new parameters
+    (Rajbhandari et al., "ZeRO", 2020, stage 1, with the allgather replaced by shared memory). On GPUs each rank has all
+    parameters, and shards are gathered.
     """
 
-    def _home(self, bucket: Bucket) -> Array:
+    def _allocate(self, bucket: Bucket) -> Array:
         memory = self.reducer.memory
         if memory.size == 1:
-            return super()._home(bucket)
+            return super()._allocate(bucket)
         flat = memory.alloc((bucket.mine.shape[0],), bucket.mine.dtype)
         core_state.hold_together(flat, memory.size)
         return flat
@@ -711,18 +706,22 @@ class ShardedUpdate(_Flat):
 
     @property
     def nbytes_parameters(self) -> int:
+        """See `UpdateStrategy.nbytes_parameters`."""
         return super().nbytes_parameters // self.reducer.memory.size
 
     def span(self, bucket: Bucket) -> tuple[int, int]:
+        """See `UpdateStrategy.span`: this rank's shard."""
         return bucket.shard
 
     def reduce(self) -> None:
+        """See `UpdateStrategy.reduce`."""
         if self.optimizer.by_layer and self.reducer.is_deterministic:
-            self.reducer.reduce_everywhere()  # norms of parts would depend on what the parts are
+            self.reducer.reduce_everywhere()  # norms of shards would depend on the number of ranks
         else:
             self.reducer.reduce_shards()
 
     def reduce_and_update(self, step: int, scale: float) -> None:
+        """See `UpdateStrategy.reduce_and_update`: in one pass over the rows where possible."""
         if self.optimizer.by_layer:
             self.reduce()
             self.update(step, scale)
@@ -738,7 +737,7 @@ class ShardedUpdate(_Flat):
         reducer, fused = self.reducer, kernels.load("update")
         for bucket in reducer.buckets:
             pieces = self.pieces[bucket.number]
-            rules = [each.rule_at(step) for each in pieces]
+            rules = [piece.rule_at(step) for piece in pieces]
             kernels_of = [
                 rule.kernel(own_step, scale) if rule.update_is_its_kernel else ("", ()) for rule, own_step in rules
             ]
@@ -755,21 +754,23 @@ class ShardedUpdate(_Flat):
         reducer.barrier()
 
     def update(self, step: int, scale: float | Array) -> None:
+        """See `UpdateStrategy.update`."""
         self._update_all(step, scale)
         self.reducer.gather_parameters(self.flats)
 
 
 NEAR_NBYTES, FAR_NBYTES = 6 << 20, 32 << 20
-"""So many bytes may all copies of a node's parameters have, if its cores are near each other, and far."""
+"""Largest size of all copies of a node's parameters for `Replicated`, if its cores are near each other, and far."""
 
 _FAR_GB_S = 4.0
 _PROBE_NBYTES, _TURNS = 256 << 10, 5
 
 
 def lies_once_per_node(reducer: Reducer) -> bool:
-    """Whether ``owner="auto"`` is ``"shard"``; every rank must call, and gets the same.
+    """Return whether ``owner="auto"`` means ``"shard"``, the same on all ranks; every rank must call.
 
-    Over several nodes, and with updates beside the next forward, it is wherever ranks share memory.
+    Over several nodes, and with updates beside the next forward, it does wherever ranks share memory. Otherwise the
+    size decides; see [Note: shared cache lines].
     """
     world, memory = reducer.world, reducer.memory
     if not any(world.comm.allgather_json(memory.size > 1)):  # nodes may differ
@@ -783,7 +784,10 @@ def lies_once_per_node(reducer: Reducer) -> bool:
 
 
 def rate_gb_s(reducer: Reducer) -> float:
-    """GB/s of writing what the next rank of the node has read; every rank of the node must call. Takes some 0.5 ms."""
+    """Return the GB/s of writing lines that the next rank of the node has read; every rank of the node must call.
+
+    Takes about 0.5 ms.
+    """
     memory = reducer.memory
     rows = memory.alloc((memory.size, _PROBE_NBYTES // 4), np.float32)
     mine, of_next = rows[memory.rank], rows[(memory.rank + 1) % memory.size]

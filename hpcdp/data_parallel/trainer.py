@@ -1,16 +1,13 @@
-"""What trainers on buckets and on a key-value store share.
+"""The base of the trainers on buckets and on key-value stores.
 
 `BaseTrainer` declares their methods; `bucket_trainer` and `kvstore.trainer` define them, and `train.trainer.Trainer`
-makes either. Beside it stand the checks of parameters, counts and settings that differ between ranks, the warning of
-losses that are means already (`MeanLosses`), and trainers of networks that find out shapes at their first call, as
-Gluon defers them (`Waiting`).
+makes either. The module also has the checks of parameters, counts and settings, the warning about losses that are means
+already (`MeanLosses`), and trainers of networks that infer shapes in their first call, as in Gluon (`Waiting`).
 """
 
 from __future__ import annotations
 
 import math
-import operator
-import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +26,9 @@ from ..comm.watchdog import Watchdog
 from ..compression import Compression
 from ..core import state as core_state
 from ..core.arrays import Array, from_host, is_cupy, is_host, to_host
+from ..core.checks import not_copied, same_names
 from ..engine.engine import Trace, nvtx
-from ..errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError, type_named
+from ..errors import ConfigError, MismatchError, StaleGradientError, type_named, warn, whole_number
 from ..nn import module
 from ..nn.module import Deferred
 from ..optim import Optimizer
@@ -45,100 +43,103 @@ if TYPE_CHECKING:
 
 
 def no_parameters(given: object) -> ConfigError:
-    """The error of a Trainer that is given something else."""
+    """Return the error of a Trainer whose ``params`` are no parameters."""
     expected = "parameters, such as those of net.parameters()"
     return ConfigError("Trainer", where="params", expected=expected, got=type_named(given))
 
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
-"""Of parameters that are trained."""
+"""Dtypes of trainable parameters."""
+_ELEMENT_BY_ELEMENT = ("fp16", "bf16")
+"""Codecs that encode each element by itself."""
 
 
 def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]:
-    """Those that want a gradient; `ConfigError` for what is no parameter, two of one name, or for none, unless
-    ``world`` has but one stage of a model. The others get arrays of their own where ranks hold them together, since an
-    earlier Trainer had them: no later one would change those for all."""
+    """Return the parameters to train: all without ``grad_req="null"``.
+
+    Other parameters get private arrays, where an earlier Trainer has put them into memory that ranks share.
+
+    Raises:
+        ConfigError: an invalid parameter, two parameters of one name, or none to train, unless ``world`` has only one
+            stage of a model.
+    """
     params = list(params)
     for param in params:
         if not hasattr(param, "grad_req"):
             raise no_parameters(param)
     if any(id(param) in being_changed for param in params):
         raise ConfigError(
-            "Trainer", expected="the end of another one's changing_parameters()", got="a Trainer made within it"
+            "Trainer", expected="a call outside of changing_parameters() of another Trainer", got="a call within it"
         )
-    found = [param for param in params if param.grad_req != "null"]
+    trainable = [param for param in params if param.grad_req != "null"]
     for param in params:
         if param.grad_req != "null":
             continue
         if core_state.change_of(param.data) is not None:
             param.data = param.data.copy()
-        if param.grad_hook is None:  # else an earlier Trainer may train it
+        if param.grad_hook is None:  # otherwise an earlier Trainer may train it
             param.grad_hook = _warn_of_unfrozen
-    if not found and (world is None or world.model_comm is None):
+    if not trainable and (world is None or world.model_comm is None):
         raise ConfigError("Trainer", where="params", expected="at least one trainable parameter", got="none")
-    for param in found:
+    for param in trainable:
         if str(param.data.dtype) not in _DTYPES:
             raise ConfigError("Trainer", where=param.name, expected=" or ".join(_DTYPES), got=param.data.dtype)
-    twice = [name for name, number in Counter(param.name for param in found).items() if number > 1]
+    twice = [name for name, number in Counter(param.name for param in trainable).items() if number > 1]
     if twice:
         raise ConfigError(
             "Trainer", where="params", expected="different names", got=f"{twice[0]!r} twice",
             remedy="make two networks children of one Module, which puts their names before those of their parameters",
         )  # fmt: skip
-    return found
+    return trainable
 
 
 def _warn_of_unfrozen(param: Parameter) -> None:
-    """What backward calls when it has written the gradient of a parameter that its Trainer has left alone; once."""
+    """Warn, once, that backward has written the gradient of a parameter that its Trainer does not train."""
     param.grad_hook = None
-    warnings.warn(
+    warn(
         f"{param.name} has a gradient, and is not trained: it had grad_req='null' when its Trainer was made. Make a "
-        "new Trainer to train it",
-        stacklevel=2,
+        "new Trainer to train it"
     )
 
 
 def described(params: Sequence[Parameter]) -> list[tuple[str, tuple[int, ...], np.dtype]]:
-    """Name, shape and dtype of each."""
+    """Return name, shape and dtype of each parameter."""
     return [(param.name, tuple(param.data.shape), np.dtype(param.data.dtype)) for param in params]
 
 
 def _marks(param: Parameter) -> str:
-    """What ranks must have alike of it, in the line about it: a difference then stands beside its like."""
+    """Describe the settings of a parameter that must be the same on all ranks."""
     accumulated = " grad_req='add'" if param.grad_req == "add" else ""
     return accumulated + (" of a layer for all ranks together" if getattr(param, "is_joint", False) else "")
 
 
 def require_alike(world: World, params: Sequence[Parameter], optimizer: Optimizer, settings: Sequence[str]) -> None:
-    """Raises `MismatchError` where ranks have given a Trainer other things; every rank must call."""
-    places = ["" if is_host(param.data) else " on a GPU" for param in params]  # where gradients are summed follows
+    """Raise `MismatchError` where the arguments of a Trainer differ between ranks; every rank must call."""
+    places = ["" if is_host(param.data) else " on a GPU" for param in params]  # decides where gradients are summed
     items = [
         f"{name} {shape} {dtype}{place}{_marks(param)}"
         for param, (name, shape, dtype), place in zip(params, described(params), places, strict=True)
     ]
     remedy = (
-        "build the same model with the same options on every rank; for the stages of a pipeline, or layers that are "
-        "split, pass their replicas as the world"
+        "build the same model with the same options on every rank; for the stages of a pipeline, or split layers, pass "
+        "their replicas as the world"
     )
     require_same(world.comm, "Trainer", [*items, f"optimizer {optimizer.config()}", *settings], remedy)
 
 
 def require_same_settings(comm: Communicator, operation: str, learning_rate: float, loss_scale: float) -> None:
-    """Raises `MismatchError` where ranks would update in different ways; every rank must call."""
+    """Raise `MismatchError` where learning rate or loss scale differ between ranks; every rank must call."""
     items = [f"learning rate {learning_rate}", f"loss scale {loss_scale}"]
     require_same(comm, operation, items, "change them alike on all ranks")
 
 
 def require_same_parameters(own: Mapping[str, object], given: Mapping[str, object]) -> None:
-    """Raises `ConfigError` where a state that is ``given`` has other parameters than the trainer's ``own``."""
-    if set(given) != set(own):
-        odd = min(set(given) ^ set(own))
-        held, lacks = ("the trainer", "the state") if odd in own else ("the state", "the trainer")
-        raise ConfigError("load_state_dict", where=odd, expected=f"it in {lacks}", got=f"it in {held} only")
+    """Raise `ConfigError` where a saved state has other parameters than the trainer's ``own``."""
+    same_names("load_state_dict", "the trainer", sorted(own), sorted(given))
 
 
 def require_whole(operation: str, params: Sequence[Parameter], remedy: str) -> None:
-    """Raise `ConfigError` where one is a part of a parameter that other ranks have the rest of."""
+    """Raise `ConfigError` if a parameter is a part of a cut parameter."""
     for param in params:
         cut = core_state.cut_of(param)
         if cut is not None and cut.total != param.data.shape[cut.axis]:
@@ -148,19 +149,49 @@ def require_whole(operation: str, params: Sequence[Parameter], remedy: str) -> N
             )  # fmt: skip
 
 
+def share_over_parts(params: Sequence[Parameter], world: World, compression: Compression | None) -> list[int] | None:
+    """Give all ranks of a cut model the same values of its uncut parameters; every rank must call.
+
+    Uncut parameters stay equal to the bit if their gradients are summed alike. So they must have the same places in the
+    buckets, whatever the sizes of the cut parameters before them: a sum may depend on an element's place in a message.
+
+    Returns:
+        For each parameter the number of elements of its largest part; None where no parameter is cut.
+
+    Raises:
+        ConfigError: parameters are cut, and ``world`` is not the ranks with the same parts; or the codec's result for
+            an element depends on its neighbours.
+        MismatchError: ranks with other parts have other parameters.
+    """
+    comm = world.part_comm
+    if comm is None:
+        require_whole("Trainer", params, "pass the replicas of split_world as the world")
+        return None
+    codec = None if compression is None else compression.codec.name
+    require_same(comm, "Trainer", [*map(_parameter_line, params), f"compression {compression}"])
+    if codec is not None and codec not in _ELEMENT_BY_ELEMENT and comm.size > 1:
+        expected = f"{' or '.join(_ELEMENT_BY_ELEMENT)} with split layers"
+        raise ConfigError("Trainer", where="compression", expected=expected, got=codec)
+    for param in params:
+        if core_state.cut_of(param) is None:
+            param.data = from_host(of_rank_0(param.data, comm), param.data)
+    counts = comm.allgather_json([math.prod(param.data.shape) for param in params])
+    return [max(of_param) for of_param in zip(*counts, strict=True)]
+
+
+def _parameter_line(param: Parameter) -> str:
+    shape, cut = tuple(param.data.shape), core_state.cut_of(param)
+    whole = f"{shape}" if cut is None else f"{cut.whole(shape)} cut along axis {cut.axis}"
+    return f"{param.name} {whole} {param.data.dtype}"
+
+
 def checked_count(operation: str, count: int) -> int:
-    """``count`` as an int; `ConfigError` unless it is a number of samples."""
-    try:
-        checked = operator.index(count)
-    except TypeError:
-        checked = -1
-    if checked < 0:
-        raise ConfigError(operation, where="count", expected="a number of samples, 0 or more", got=repr(count))
-    return checked
+    """Return a number of samples as an int; `ConfigError` for anything else."""
+    return whole_number(operation, "count", count, 0, expected="a number of samples, 0 or more")
 
 
 def unfinished(operation: str) -> StaleGradientError:
-    """There are gradients that a later update would have used."""
+    """Return the error of an operation that would lose gradients of a later update."""
     return StaleGradientError(
         operation, expected="the end of a step", got="gradients that no_sync() or allreduce_grads() holds",
         remedy="call it after step(count), or drop them by step(0)",
@@ -168,7 +199,7 @@ def unfinished(operation: str) -> StaleGradientError:
 
 
 def completed(form: Any, later: Mapping[str, Any]) -> Any:
-    """Return the form of a saved state with the entries ``later`` that it lacks, because earlier versions had none."""
+    """Return the form of a saved state, with those of the entries ``later`` that it lacks, as earlier versions do."""
     if not isinstance(form, dict) or "dict" not in form:
         return form
     names = {name for name, _ in form["dict"]}
@@ -179,25 +210,25 @@ _NEAR = 1e-3
 
 
 class MeanLosses:
-    """A look at how a program's first backwards begin, which warns where that is with a mean over samples.
+    """A check of a program's first backwards, which warns if they begin with a mean over samples.
 
     Losses are per sample, and `Trainer.step` divides the sum of their gradients by the global count. A single number is
-    right where it is the sum of the losses, or where each stands for one sample; the gradients of a mean would be
-    divided twice. What a single number is the tape says: by the weight of each operand of the operation that made it.
+    right if it is the sum of the losses, or the loss of one sample; the gradients of a mean would be divided twice. The
+    tape tells these cases apart by the weight of each operand of the operation that made the number.
 
     Args:
-        warns: whether this rank does; one says it for all.
+        warns: whether this rank warns; one rank warns for all.
     """
 
     def __init__(self, warns: bool) -> None:
         self._warns = warns
         self._met: list[NumberHeads] = []
-        """Of the backwards since the last step."""
+        """Heads of the backwards since the last step."""
         self._met_others = False
-        """Whether another one was among them, which began with several losses."""
+        """Whether a backward since the last step began with several losses."""
 
     def note(self) -> None:
-        """Note the backward that this thread is in."""
+        """Record the backward that this thread runs."""
         heads = modes.number_heads
         if heads is None:
             self._met_others = True
@@ -208,42 +239,42 @@ class MeanLosses:
         """Forget the backwards since the last step."""
         self._met, self._met_others = [], False
 
-    def look(self, operation: str, count: int, loss_scale: float, stacklevel: int) -> bool:
-        """Warn where the backwards before a step of ``count`` samples began with means.
+    def look(self, operation: str, count: int, loss_scale: float) -> bool:
+        """Warn if the backwards before a step of ``count`` samples began with means.
 
         Returns:
-            Whether it has seen enough; a program does the same in each step.
+            Whether the check is complete; a program does the same in each step.
         """
         met, others = self._met, self._met_others
         self.forget()
         num_heads = sum(heads.count for heads in met)
         if others or not met or count <= num_heads:  # each number may be the loss of one sample
             return others
-        size = _averaged([each for heads in met for each in heads.reductions], count / num_heads, loss_scale)
+        reductions = [reduction for heads in met for reduction in heads.reductions]
+        size = _averaged(reductions, count / num_heads, loss_scale)
         if size and self._warns:
             scale = "" if loss_scale == 1 else " * trainer.loss_scale"
-            warnings.warn(
+            warn(
                 f"{operation}({count}): backward began with a single number, the mean over {size} losses, and "
                 f"{operation}() divides by the number of samples again, so the update is {size} times too small; call "
                 f"backward() on the losses, one a sample, or loss.backward(len(y){scale}), which is exact for uneven "
-                "batches, too",
-                stacklevel=stacklevel,
+                "batches, too"
             )
         return True
 
 
 def _averaged(reductions: list[tuple[Array, tuple[int, ...]]], count: float, loss_scale: float) -> int:
-    """Return over how many elements, of ``count`` samples, a mean was taken; 0 where none was, or a sum, too."""
-    found = 0
+    """Return the number of elements, of ``count`` samples, of a mean; 0 if there was none, or also a sum."""
+    mean_size = 0
     for weight, shape in reductions:
         size, factor = math.prod(shape), float(weight.item())
         if size % count and count % size:
-            continue  # not of samples, as a penalty on weights
+            continue  # not over samples, e.g. a penalty on weights
         if _is_near(factor, 1) or _is_near(factor, loss_scale):
             return 0
-        if any(_is_near(factor * each, scale) for each in (size, count) for scale in (1, loss_scale)):
-            found = size
-    return found
+        if any(_is_near(factor * divisor, scale) for divisor in (size, count) for scale in (1, loss_scale)):
+            mean_size = size
+    return mean_size
 
 
 def _is_near(value: float, expected: float) -> bool:
@@ -251,21 +282,21 @@ def _is_near(value: float, expected: float) -> bool:
 
 
 _REMEDY = (
-    "give initialisers a seed, or a `generator`, on all ranks; or call the network once, on one sample, before its "
-    "Trainer is made"
+    "give initialisers a seed, or a `generator`, on all ranks; or call the network once, on one sample, before making "
+    "its Trainer"
 )
 
 
 class Waiting:
-    """A Trainer whose parameters have no shapes yet, and what backward has written until it is made.
+    """A Trainer whose parameters have no shapes yet, with the gradients that backward writes until it is made.
 
-    All ranks begin with the same values, as with any Trainer: random initialisers that have a ``generator`` get the
-    state of rank 0's, so that the first forward draws the same on all ranks.
+    All ranks begin with the same values, as with any Trainer: random initialisers with a ``generator`` get the state of
+    rank 0's generator, so that the first forward draws the same values on all ranks.
 
     Args:
         params: the parameters.
-        late: those that have had no shape when they were made, alike on all ranks.
-        comm: the ranks; None: this one alone.
+        late: the parameters made without a shape, the same on all ranks.
+        comm: the ranks; None: this rank alone.
         make: makes the Trainer.
     """
 
@@ -274,7 +305,7 @@ class Waiting:
     ) -> None:
         self._late, self._comm, self._make = late, comm, make
         self._written: dict[int, Any] = {}
-        """Parameters with a gradient by their ids, in the order in which backward has written them."""
+        """Parameters with a gradient, by id, in the order in which backward wrote them."""
         if comm is not None:
             _share_generators(late, comm)
             for param in params:
@@ -288,18 +319,18 @@ class Waiting:
         self._written[id(param)] = param
 
     def end(self) -> Callable[[], None]:
-        """Make the Trainer; every rank must call, when it has written gradients or has no samples.
+        """Make the Trainer; every rank must call, after its backward or without samples.
 
         Returns:
-            A function that gives the Trainer the gradients that were written before.
+            A function that passes the gradients written before to the Trainer.
 
         Raises:
             DeviceError: no rank knows a shape.
-            MismatchError: ranks have drawn other values, which their gradients belong to; on every rank.
+            MismatchError: ranks with gradients have drawn different values; on every rank.
         """
         settle_together(self._late, self._comm, bool(self._written))
         for param in self._late:
-            _ = param.data  # an error where no rank has called its layer
+            _ = param.data  # raises if no rank has called its layer
         written = [(param, param.grad.copy()) for param in self._written.values()]
         self._make()
 
@@ -313,13 +344,12 @@ class Waiting:
 
 
 def settle_together(late: Sequence[Deferred], comm: Communicator | None, has_gradients: bool = False) -> None:
-    """Give parameters that some ranks know, and others not, the shapes and values of the first rank that does; every
-    rank must call.
+    """Give parameters the shapes and values of the first rank that knows them; every rank must call.
 
     Args:
-        late: parameters that had no shape when they were made, alike on all ranks.
-        comm: the ranks; None: this one alone.
-        has_gradients: whether this rank has computed some with the values that it knows.
+        late: the parameters made without a shape, the same on all ranks; changed in place.
+        comm: the ranks; None: this rank alone.
+        has_gradients: whether this rank has computed gradients with its values.
 
     Raises:
         MismatchError: ranks with gradients know other shapes or values; on every rank.
@@ -329,7 +359,7 @@ def settle_together(late: Sequence[Deferred], comm: Communicator | None, has_gra
     own = [None if None in module.shape_of(param) else [list(param.shape), _digest(param.data)] for param in late]
     exchanged = comm.allgather_json([own, has_gradients])
     for number, param in enumerate(late):
-        known = [rank for rank, (each, _) in enumerate(exchanged) if each[number] is not None]
+        known = [rank for rank, (settled, _) in enumerate(exchanged) if settled[number] is not None]
         if not known:
             continue
         shape, digest = exchanged[known[0]][0][number]
@@ -338,12 +368,12 @@ def settle_together(late: Sequence[Deferred], comm: Communicator | None, has_gra
         if is_used or any(exchanged[rank][0][number][0] != shape for rank in odd):
             raise MismatchError(
                 "Trainer", where=param.name, expected=f"the values that rank {known[0]} has drawn, of shape {shape}",
-                got=f"others on rank {odd[0]}, of shape {exchanged[odd[0]][0][number][0]}", remedy=_REMEDY,
+                got=f"other values on rank {odd[0]}, of shape {exchanged[odd[0]][0][number][0]}", remedy=_REMEDY,
             )  # fmt: skip
         if len(known) < comm.size or odd:
             if own[number] is None:
                 param.draw = lambda shape: np.zeros(shape, np.float32)
-                module.settle(param, next(n for n, each in zip(shape, param.expected, strict=True) if each is None))
+                module.settle(param, next(n for n, size in zip(shape, param.expected, strict=True) if size is None))
             values = np.array(to_host(param.data), order="C")
             comm.native_broadcast(values, known[0])
             param.data[...] = from_host(values, param.data)
@@ -355,10 +385,10 @@ def _digest(values: Any) -> int:
 
 
 def _share_generators(late: Sequence[Deferred], comm: Communicator) -> None:
-    """Let the initialisers of ``late`` parameters draw on as rank 0's do; every rank must call."""
-    found = {id(each): each for each in (getattr(param.initial, "generator", None) for param in late)}
-    generators = [each for each in found.values() if isinstance(each, np.random.Generator)]
-    states = [each.bit_generator.state for each in generators]
+    """Set the generators of the initialisers of ``late`` to the states of rank 0; every rank must call."""
+    by_id = {id(made): made for made in (getattr(param.initial, "generator", None) for param in late)}
+    generators = [made for made in by_id.values() if isinstance(made, np.random.Generator)]
+    states = [generator.bit_generator.state for generator in generators]
     plain = [state if state["bit_generator"] == np.random.PCG64.__name__ else None for state in states]
     for generator, state in zip(generators, comm.allgather_json(plain)[0], strict=False):
         if state is not None:
@@ -366,7 +396,7 @@ def _share_generators(late: Sequence[Deferred], comm: Communicator) -> None:
 
 
 def may_wait(make: Callable[..., None]) -> Callable[..., None]:
-    """Let ``make``, the ``__init__`` of a Trainer, wait where parameters have no shapes yet; see `Waiting`."""
+    """Wrap ``make``, the ``__init__`` of a Trainer, to wait until parameters have shapes; see `Waiting`."""
 
     @wraps(make)
     def begin(self: Any, params: Sequence[Any], optimizer: Any, world: World | None = None, **options: Any) -> None:
@@ -391,52 +421,52 @@ def may_wait(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse(ranks: World | None, options: dict[str, Any]) -> None:
-    """Raise `ConfigError` for what needs shapes before the first forward."""
+    """Raise `ConfigError` for options that need shapes before the first forward."""
     is_cut = ranks is not None and (ranks.part_comm is not None or ranks.model_comm is not None)
     if is_cut or options.get("reproducible"):
         raise ConfigError(
-            "Trainer", expected="a network that knows its shapes", got="one that does not",
-            remedy="call the network once, on one sample, before its Trainer is made",
+            "Trainer", expected="a network that knows its shapes", got="a network that infers them later",
+            remedy="call the network once, on one sample, before making its Trainer",
         )  # fmt: skip
 
 
 class BaseTrainer:
-    """What the trainers on buckets and on a store have in common; see `hpcdp.Trainer`, which makes either."""
+    """Base of the trainers on buckets and on a store; see `hpcdp.Trainer`, which makes either."""
 
     public_name = "Trainer"
-    """What errors call it: programs make it by that name."""
+    """The name in errors, by which programs make a trainer."""
     world: World | None
-    """The ranks; None where a store of this process alone is given."""
+    """The ranks; None for a store of this process alone."""
     optimizer: Optimizer
     """The update rule; its learning rate may be assigned between steps."""
     policy: Policy
     stats: CommunicationStats
     compression: Compression | None
     step_count: int = 0
-    """Updates made so far."""
+    """Number of updates so far."""
     accumulation: tuple[bool, bool] = (False, False)
     """Whether backward adds to gradients, and whether `step` only counts, as within `no_sync`."""
     num_nonfinite: int = 0
-    """Steps whose summed gradients held a NaN or an infinity, as far as the policy looks."""
+    """Number of steps whose summed gradients held a NaN or an infinity, if the policy checks."""
     loss_scale: float = 1.0
-    """How many times too large the gradients are, because the loss was scaled up before backward."""
+    """Factor by which gradients are too large, because the loss was scaled before backward."""
     virtual_shards: int | None = None
-    """Into how many pieces global batches are cut; None where the trainer is not reproducible."""
+    """Number of pieces of a global batch; None where the trainer is not reproducible."""
     waiting: Waiting | None = None
-    """The rest of the Trainer, to be made when the network knows its shapes; None from then on."""
+    """The unmade rest of a Trainer whose network has no shapes yet; None from then on."""
     _means: MeanLosses | None = None
-    """How backward began in the first steps."""
+    """The check of how the first backwards begin."""
     _is_changing: bool = False
     _places: Places
-    """Where it updates its parameters."""
+    """The arrays in which the trainer updates its parameters."""
     steps_together: bool = True
-    """Whether a step is one of all ranks, which wait for each other; not with ``dist_async``."""
+    """Whether all ranks step together and wait for each other; not with ``dist_async``."""
 
     def __getattr__(self, name: str) -> Any:
         waiting = self.waiting
         if waiting is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.waiting = None  # else what its making looks for would make it again
+        self.waiting = None  # otherwise an attribute read while it is made would make it again
         try:
             give = waiting.end()
         except BaseException:
@@ -444,56 +474,57 @@ class BaseTrainer:
             raise
         give()
         if self._means is not None:
-            self._means.forget()  # how backward began that has written them
+            self._means.forget()  # `give` has called the hooks outside of their backwards
         return getattr(self, name)
 
     def _warn_of_mean_losses(self, operation: str, count: int) -> None:
-        """Warn where the backwards before a step of ``count`` samples began with means, until that is clear."""
-        if self._means is not None and self._means.look(operation, count, self.loss_scale, stacklevel=4):
+        """Warn if the backwards before a step of ``count`` samples began with means; see `MeanLosses`."""
+        if self._means is not None and self._means.look(operation, count, self.loss_scale):
             self._means = None
 
     @staticmethod
     def ranks(world: World | None, options: dict[str, Any]) -> World | None:
-        """Return the ranks of a trainer of these options; None where it has a store of this process alone."""
+        """Return the ranks of a trainer with these options; None for a store of this process alone."""
         return init() if world is None else world
 
     def check_options(self, options: dict[str, Any]) -> None:
-        """Raise `ConfigError` for options that are wrong, whatever the parameters are."""
+        """Raise `ConfigError` for options that are invalid for any parameters."""
         raise NotImplementedError
 
-    def __reduce__(self) -> Any:
-        raise UnsupportedError(
-            "Trainer", expected="its network and states to be copied or saved", got="the trainer",
-            remedy="copy the network, save with save_states() or a checkpoint.Manager",
-        )  # fmt: skip
+    __reduce__ = not_copied(
+        "Trainer", "the trainer", "copy the network, save with save_states() or a checkpoint.Manager",
+        what="its network and states",
+    )  # fmt: skip
 
-    # [Note: no abstract methods] Both trainers define what raises below. Abstract methods would make type checkers
-    # refuse `hpcdp.Trainer(...)`, which is how a program makes either.
+    # [Note: no abstract methods] Both trainers define the methods that raise NotImplementedError below. Abstract
+    # methods would make type checkers refuse `hpcdp.Trainer(...)`, by which a program makes either.
 
     @property
     def own_virtual_shards(self) -> range:
-        """The virtual shards of every global batch that this rank computes, in order: one for each call of `step`.
+        """The virtual shards of a global batch that this rank computes, in order, one for each call of `step`.
 
-        One, number 0, where the trainer is not reproducible.
+        Only number 0 where the trainer is not reproducible.
         """
         return range(1)
 
     @property
     def bucket_times(self) -> Sequence[BucketTimes]:
-        """When the buckets of the last step that is over were ready, launched and done; empty where none are reduced
-        beside computation."""
+        """Times of the buckets in the last finished step; empty without overlap."""
         return ()
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes of this rank: its share of the ``"parameters"``, its ``"gradients"``, with the sums of virtual shards
-        where it is reproducible, its part of the ``"state"``, unless a store has it."""
+        """Bytes on this rank of ``"parameters"``, ``"gradients"`` and the optimizer's ``"state"``.
+
+        Of shared parameters it is this rank's share. Gradients include the sums of virtual shards, and the state counts
+        unless a store holds it.
+        """
         raise NotImplementedError
 
     def measure_on_gpu(self) -> GpuTimes | None:
-        """What measures steps from now on where they are computed on a GPU; None where they are not, and for stores.
+        """Measure later steps on the GPU; return None where they are computed on the host, and for stores.
 
-        Parts that wait for other ranks it calls `EXPOSED`; they count in `stats`.
+        Waits for other ranks are named `EXPOSED`, and count in `stats`.
         """
         return None
 
@@ -501,30 +532,28 @@ class BaseTrainer:
         """Reduce the gradients over all ranks and update; every rank must call. Changes parameters in place.
 
         A parameter that no rank has used since the last step, or that is frozen by ``grad_req="null"``, keeps its value
-        and its optimizer's state. The gradients are not changed in a way to rely on; see `allreduce_grads` for looking
-        at their sum.
+        and its optimizer's state. The contents of gradients are undefined afterwards: `allreduce_grads` sums them.
 
         Args:
-            count: samples of this rank whose gradients backward has written. A rank that has run out of data passes 0
-                and needs no backward.
+            count: samples of this rank whose gradients backward has written. A rank without data passes 0 and needs no
+                backward.
 
         Returns:
-            The global count (on a store whose ranks do not step together this rank's); 0 when no rank had samples, and
-            then nothing is updated. Inside `no_sync`, and before this rank's last virtual shard, the count held back so
-            far on this rank.
+            The global count, or this rank's count on a store whose ranks do not step together. If it is 0, nothing is
+            updated. Within `no_sync`, and before this rank's last virtual shard, the count held back so far.
 
         Raises:
-            StaleGradientError: backward did not write all gradients on a rank with samples; raised on every rank. Or
-                `allreduce_grads` has summed them already, and `update` is to follow.
+            StaleGradientError: backward has not written all gradients on a rank with samples; on every rank. Or
+                `allreduce_grads` has summed them, and `update` must follow.
             MismatchError: some ranks have frozen a parameter by ``grad_req="null"`` and others have not, and the policy
                 does not let ranks use different parameters.
         """
         raise NotImplementedError
 
     def allreduce_grads(self) -> None:
-        """Make every parameter's ``grad``, on every rank, the sum over all ranks; `update` is to follow.
+        """Make every parameter's ``grad``, on every rank, the sum over all ranks; `update` must follow.
 
-        Every rank must call, after backward. For gradients that are changed by hand before the update.
+        Every rank must call, after backward. A program may change the gradients before the update.
 
         Raises:
             StaleGradientError: as `step`.
@@ -539,36 +568,35 @@ class BaseTrainer:
             count: samples of this rank behind the sum.
 
         Returns:
-            The global count; 0 when no rank had samples, and then nothing is updated.
+            The global count; if it is 0, nothing is updated.
         """
         raise NotImplementedError
 
     def graph_update(self, leaves: Sequence[Any]) -> GraphUpdate | None:
-        """What `TrainStep` has a CUDA graph do after backward; None where the update must be `step`'s.
+        """Return the update that a `TrainStep` captures in a CUDA graph after backward; None if `step` must update.
 
         Args:
-            leaves: the parameters to which backward goes.
+            leaves: the parameters whose gradients backward writes.
         """
         return None
 
     def launching(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Those of ``leaves`` with whose gradients sums over ranks begin beside backward, which a `TrainStep`'s CUDA
-        graph is cut for.
+        """Return those of ``leaves`` whose gradients launch a reduction, where a `TrainStep` splits its CUDA graph.
 
         Args:
-            leaves: the parameters to which backward goes, in the order in which it completes their gradients.
+            leaves: the parameters whose gradients backward writes, in the order of completion.
         """
         return ()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it `step` only counts: backward adds to the gradients, and the next step outside takes them all.
+        """Return a context in which gradients accumulate, and `step` only counts samples.
 
-        Ranks may accumulate different numbers of batches.
+        The next step outside uses all gradients. Ranks may accumulate different numbers of batches.
         """
         raise NotImplementedError
 
     def drop(self) -> None:
-        """Drop what backward and `no_sync` have added for a step that ends with an error; every rank must call."""
+        """Drop the gradients of a step that ends with an error; every rank must call."""
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -576,28 +604,29 @@ class BaseTrainer:
 
     @contextmanager
     def changing_parameters(self) -> Iterator[None]:
-        """Within it a program changes parameters by itself, alike on all ranks; every rank must enter and leave it::
+        """Let the program change parameters within this context; every rank must enter and leave it.
+
+        For example::
 
             with trainer.changing_parameters():
                 net.weight *= 0.5
 
-        Within it each rank has copies, so that such a line counts once where a node holds parameters once, and nobody
-        reads what is half changed. When all have left, all have what rank 0 has made of the parameters that are
-        trained, also where an exception has ended it; of a model that is cut, rank 0 of each part. Buffers, and
-        parameters that are left alone, are each rank's own, within it and elsewhere. Elsewhere in-place changes of what
-        several ranks hold are refused, but not those of their ``data`` by NumPy. Ends with `take_parameters`; within
-        itself it does nothing.
+        Within it each rank has copies of the trained parameters, so a change applies once where ranks share them. At
+        its end, also after an exception, all ranks get the values of rank 0, or of rank 0 of each part of a cut model,
+        and `take_parameters` runs. Buffers and untrained parameters stay private to each rank. Outside of the context,
+        in-place changes of shared parameters raise an error, except changes of their ``data`` by NumPy. A nested
+        context does nothing.
 
         Raises:
-            ConfigError: a later Trainer has the parameters; or one has another shape or dtype now, and then nothing is
-                changed; or an array, or view, from before was changed within, and that is lost. On every rank.
+            ConfigError: a later Trainer has taken the parameters; or a parameter has another shape or dtype, and then
+                nothing is changed; or an array or view from before was changed, which is lost. On every rank.
         """
         if self._is_changing:
             yield
             return
         autograd.waitall()
         watched = nullcontext() if self.world is None else Watchdog.of(self.world).watching("changing_parameters")
-        with watched:  # here ranks notice that others do something else
+        with watched:  # detects ranks that call something else
             error = moved_anywhere(self._comm, moved(self._places), "changing_parameters")
         if error is not None:
             raise error
@@ -614,54 +643,53 @@ class BaseTrainer:
 
     @property
     def _comm(self) -> Communicator | None:
-        """Of the ranks; None where there are no others."""
+        """Communicator of the ranks; None if there are no other ranks."""
         return None if self.world is None else self.world.comm
 
     def _settle(self, operation: str) -> None:
-        """Before parameters or gradients change: nobody reads them then, and no program changes parameters."""
+        """Wait for readers before parameters or gradients change; `ConfigError` within `changing_parameters`."""
         if self._is_changing:
-            raise ConfigError(operation, expected="the end of changing_parameters()", got="a call within it")
+            raise ConfigError(operation, expected="a call outside of changing_parameters()", got="a call within it")
         autograd.waitall()
 
     def take_parameters(self) -> None:
-        """Go on from what the parameters hold now; every rank must call when it has written to them by itself.
+        """Continue from the current values of the parameters; every rank must call after it has written to them.
 
-        A store that updates has values of its own, which parameters are at the next step: it takes those of rank 0, and
-        so do all ranks. Of parameters of 16 bits the float32 copies that are updated become what they hold. In other
-        buckets, and where each rank updates, what they hold counts anyway; where ranks hold them together that is what
-        all have made of them: see `changing_parameters`.
+        A store that updates takes the values of rank 0, and so do all ranks. Master weights of 16-bit parameters take
+        their values. In all other cases the trainer reads the parameters themselves, and nothing is to do. Parameters
+        that ranks share have the changes of all ranks: see `changing_parameters`.
         """
 
     def synchronize(self) -> None:
-        """Wait until all ranks have come here, and give each the values that all their updates have made.
+        """Wait for all ranks, and give each the values after all their updates; every rank must call.
 
-        Every rank must call. For ranks that do not step together: before they evaluate, and when they have ended. From
-        then on `step_count` counts the updates of all. In buckets, where ranks step together, there is nothing to do.
+        Ranks that do not step together call it before they evaluate, and at the end of training. From then on
+        `step_count` counts the updates of all ranks. On buckets, where ranks step together, it does nothing.
         """
 
     def statistics(self) -> dict[str, float]:
-        """What the pushes of all ranks have met so far, where they do not step together; every rank must call.
+        """Return statistics of all ranks' pushes to a store; every rank must call.
 
         Returns:
-            ``staleness_mean`` and ``staleness_max``: how many pushes of others took effect on a parameter between a
-            rank's last pull of it and its push; ``waited_s``: seconds for which slower ranks have held a rank back,
-            mean over ranks; ``sent_nbytes``: to other nodes, of all ranks. Nothing where they step together.
+            ``staleness_mean`` and ``staleness_max``: the number of pushes of other ranks to a parameter between a
+            rank's last pull of it and its push; ``waited_s``: seconds of waiting for slower ranks, mean over ranks;
+            ``sent_nbytes``: bytes sent to other nodes by all ranks. Empty where ranks step together.
         """
         return {}
 
     def save_states(self, path: str | Path) -> None:
-        """Write the optimizer's state, of all ranks, to one file, which replaces ``path`` whole; every rank must call.
+        """Write the optimizer's state of all ranks to the file ``path``, atomically; every rank must call.
 
         Raises:
-            DataError: rank 0 cannot write there; on every rank.
+            DataError: rank 0 cannot write the file; on every rank.
             StaleGradientError: some, but not all virtual shards of a step are computed; on every rank.
         """
         raise NotImplementedError
 
     def load_states(self, path: str | Path) -> None:
-        """Restore what `save_states` wrote, whatever the number of ranks and the owner then; every rank must call.
+        """Restore a file of `save_states`, written by any number of ranks with any owner; every rank must call.
 
-        Buckets and stores have files of their own.
+        Files of trainers on buckets and on stores differ.
 
         Raises:
             DataError: the file is missing, damaged or of another model or optimizer; on every rank, nothing is changed.
@@ -670,37 +698,37 @@ class BaseTrainer:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """What training goes on from, beside the network's parameters; every rank must call.
+        """Return the state of training, without the network's parameters; every rank must call.
 
         Returns:
-            ``states``: the optimizer's, by parameter and name, of which this rank holds its parts, and ``passed_over``:
-            in how many updates a parameter was left alone; or ``store``: that of the store that updates;
-            ``residuals``: what compression has not sent yet; ``optimizer``: its settings, as JSON; ``step_count``,
-            ``loss_scale``, ``good_steps``, ``num_nonfinite``; and what decides the bits:
-            ``virtual_shards``, ``arithmetic``, ``layout``. Arrays are the trainer's own, which the next `step` changes.
+            ``states``: the optimizer's state by parameter and name, with this rank's parts, and ``passed_over``: the
+            number of updates that left a parameter out; or ``store``: the state of the store that updates;
+            ``residuals``: gradients that compression has not sent yet; ``optimizer``: its settings, as JSON;
+            ``step_count``, ``loss_scale``, ``good_steps``, ``num_nonfinite``; and ``virtual_shards``, ``arithmetic``
+            and ``layout``, which decide the bits. The arrays are the trainer's own, which the next `step` changes.
 
         Raises:
-            StaleGradientError: a step is under way: some, but not all virtual shards of it are computed, or gradients
-                are accumulated or summed; on every rank.
+            StaleGradientError: within a step: some, but not all virtual shards are computed, or gradients are
+                accumulated or summed; on every rank.
         """
         raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`; every rank must call. Settings of the optimizer become those of then.
+        """Continue from a `state_dict`, with the saved settings of the optimizer; every rank must call.
 
-        A checkpoint restores that of any number of ranks and any owner. From another layout of buckets, or on another
-        kind of processor, it warns that last bits may differ.
+        A checkpoint restores the state of any number of ranks and any owner. With another layout of buckets, or on
+        another kind of processor, rank 0 warns that last bits may differ.
 
         Raises:
-            ConfigError: it is no trainer's, or of another optimizer, other parameters or another number of virtual
-                shards.
+            ConfigError: it is no state of a trainer, or of another optimizer, other parameters or another number of
+                virtual shards.
             StaleGradientError: as `state_dict`.
         """
         raise NotImplementedError
 
 
 def show_to_profiler(params: Sequence[Parameter], world: World | None) -> None:
-    """Where parameters are on a GPU, let the spans of a world that is traced be ranges for its profiler, too."""
+    """Record the spans of a traced world also as NVTX ranges, if parameters are on a GPU."""
     trace: Trace | None = None if world is None else world.kept.get(Trace)
     if trace is not None and trace.ranges is None and any(is_cupy(param.data) for param in params):
         trace.ranges = nvtx()

@@ -1,40 +1,51 @@
-"""The tensors of a trainer's state: of the optimizer, and of what compression has not sent yet.
+"""The state of a trainer on buckets: tensors for checkpoints, and the file of the optimizer's state.
 
-Each rank has parts of them, which checkpoints save and restore on any number of ranks, any owner and any bucket size.
+The tensors are the optimizer's state and the residuals, which are what compression has not sent yet. Each rank has
+parts of them. Checkpoints save and restore them on any number of ranks, with any owner and any bucket size.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..comm import Communicator, World
 from ..comm.communicator import join_parts
 from ..compression import Compression
+from ..core import files
 from ..core.arrays import Array, from_host, to_host
-from ..core.state import Cut, Part, Sharded, cut_of
+from ..core.state import Cut, Part, Sharded, cut_of, take
+from ..errors import DataError, warn
 from .buckets import Slot
 from .reducer import Reducer
 from .sharded_update import UpdateStrategy
 
 RESIDUAL = "residual"
-"""The name of what compression has not sent yet, beside those of the optimizer's state."""
+"""Name of a parameter's residual, beside the names of the optimizer's state."""
+FILE_HEADER = "hpcdp/trainer"
+"""Kind of the files of `Trainer.save_states`."""
+
+
+def warn_of_lost_residuals() -> None:
+    """Warn that residuals of a saved state have no use here."""
+    warn("what compression had not sent yet is lost: nothing is compressed here")
 
 
 def gather_residuals(reducer: Reducer, number: int) -> np.ndarray:
-    """What every node has not sent yet of bucket ``number``; every rank must call.
+    """Return the residuals of bucket ``number`` of all nodes on rank 0; every rank must call.
 
     Returns:
-        On rank 0 shape ``(nodes, elements)``, elsewhere ``(0, elements)``.
+        On rank 0 an array of shape ``(nodes, elements)``, on other ranks ``(0, elements)``.
     """
     world, bucket, coder = reducer.world, reducer.buckets[number], reducer.coder
     nodes = max(world.comm.allgather_json(1 if coder is None else coder.comm.size))
     rows = []
-    for node in range(nodes):  # one after another: together they are as many models as there are nodes
+    for node in range(nodes):  # one node at a time: all residuals together are one model a node
         row = np.zeros(bucket.mine.shape[0], bucket.mine.dtype)
         if coder is not None and coder.feedback and coder.comm.rank == node:
             row[slice(*coder.columns(number))] = to_host(coder.feedback[number].residual)
@@ -45,37 +56,38 @@ def gather_residuals(reducer: Reducer, number: int) -> np.ndarray:
 
 
 def give_residuals(reducer: Reducer, saved: Mapping[str, np.ndarray | None]) -> None:
-    """Let nodes send what was ``saved``: as it was, or with another number of nodes the same share of the sum each.
+    """Set the residuals of the nodes to ``saved`` ones; with another number of nodes each gets an equal share.
 
     Args:
-        saved: by parameter, shape ``(nodes, *shape)``; None: nothing.
+        reducer: the reducer whose residuals change in place.
+        saved: residuals by parameter, of shape ``(nodes, *shape)``; None: zero.
     """
     coder = reducer.coder
     if coder is None or not coder.feedback:
-        if reducer.world.rank == 0 and any(each is not None and each.any() for each in saved.values()):
-            warnings.warn("what compression had not sent yet is lost: nothing is compressed here", stacklevel=4)
+        if reducer.world.rank == 0 and any(rows is not None and rows.any() for rows in saved.values()):
+            warn_of_lost_residuals()
         return
     size = coder.comm.size
     for bucket, feedback in zip(reducer.buckets, coder.feedback, strict=True):
-        whole = np.zeros(bucket.mine.shape[0], bucket.mine.dtype)
+        flat = np.zeros(bucket.mine.shape[0], bucket.mine.dtype)
         for slot in bucket.slots:
-            each = saved.get(slot.name)
-            if each is not None:
-                own = each[coder.comm.rank] if len(each) == size else each.sum(axis=0) / size
-                whole[slot.offset : slot.offset + slot.count] = own.reshape(-1)
-        feedback.residual[...] = from_host(whole[slice(*coder.columns(bucket.number))], feedback.residual)
+            rows = saved.get(slot.name)
+            if rows is not None:
+                own = rows[coder.comm.rank] if len(rows) == size else rows.sum(axis=0) / size
+                flat[slot.offset : slot.offset + slot.count] = own.reshape(-1)
+        feedback.residual[...] = from_host(flat[slice(*coder.columns(bucket.number))], feedback.residual)
 
 
 def optimizer_states(owner: UpdateStrategy, reducer: Reducer) -> dict[str, dict[str, Sharded]]:
-    """The optimizer's state by parameter and name; nothing where the rule keeps none.
+    """Return the optimizer's state by parameter and name; empty where the rule keeps none.
 
-    Parts are views of what the owner has. Waits for updates under way.
+    Parts are views of the owner's arrays. Waits for updates under way.
     """
     world = reducer.world
     copies, copy = reducer.copies
     if owner.holds_all:
         copies, copy = world.size, world.rank
-    found: dict[str, dict[str, Sharded]] = {}
+    states: dict[str, dict[str, Sharded]] = {}
     for bucket, state in zip(reducer.buckets, owner.states, strict=True):
         span = owner.span(bucket)
         for slot in bucket.slots if state else ():
@@ -84,20 +96,20 @@ def optimizer_states(owner: UpdateStrategy, reducer: Reducer) -> dict[str, dict[
                 name: Sharded(slot.shape, np.dtype(array.dtype), _parts(slot, array, span), copies, copy)
                 for name, array in state.items()
             }
-            found[slot.name] = {name: _of_whole(each, cut, world.part_comm) for name, each in own.items()}
-    return {slot.name: found[slot.name] for slot in reducer.layout.slots if slot.name in found}
+            states[slot.name] = {name: _of_whole(tensor, cut, world.part_comm) for name, tensor in own.items()}
+    return {slot.name: states[slot.name] for slot in reducer.layout.slots if slot.name in states}
 
 
 def residuals(reducer: Reducer, compression: Compression | None) -> dict[str, Sharded]:
-    """What compression has not sent yet by parameter, shape ``(nodes, *shape)``; nothing where none sends codes.
+    """Return the residuals by parameter, of shape ``(nodes, *shape)``; empty where nothing is compressed.
 
-    Parts are views of what the `Coder` has.
+    Parts are views of the arrays of the `Coder`.
     """
     coder = reducer.coder
     nodes, node = (reducer.world.num_nodes, 0) if coder is None else (coder.comm.size, coder.comm.rank)
     if compression is None or nodes == 1:
         return {}
-    found = {}
+    tensors = {}
     for slot in reducer.layout.slots:
         bucket = reducer.buckets[slot.bucket]
         parts = []
@@ -107,12 +119,12 @@ def residuals(reducer: Reducer, compression: Compression | None) -> dict[str, Sh
         own = Sharded((nodes, *slot.shape), np.dtype(bucket.mine.dtype), parts, shares=True)
         cut = cut_of(reducer.params[slot.name])
         shifted = None if cut is None else replace(cut, axis=cut.axis + 1)
-        found[slot.name] = _of_whole(own, shifted, reducer.world.part_comm)
-    return found
+        tensors[slot.name] = _of_whole(own, shifted, reducer.world.part_comm)
+    return tensors
 
 
 def _of_whole(own: Sharded, cut: Cut | None, part_comm: Communicator | None) -> Sharded:
-    """What this rank holds of the whole tensor, of which it has ``own``, its part, or what each part has."""
+    """Return this rank's share of a whole tensor of a cut model, where ``own`` is its part, or an uncut tensor."""
     if cut is not None:
         parts = [
             Part(place, part.values[begin - part.first : begin - part.first + count])
@@ -126,14 +138,14 @@ def _of_whole(own: Sharded, cut: Cut | None, part_comm: Communicator | None) -> 
 
 
 def _parts(slot: Slot, columns: Array, span: tuple[int, int]) -> list[Part]:
-    """The part of a parameter in ``columns``, which are those of its bucket from ``span[0]`` to ``span[1]``."""
+    """Return the part of a parameter in ``columns``, which are the columns ``span`` of its bucket."""
     first, last = span
     begin, end = max(first, slot.offset), min(last, slot.offset + slot.count)
     return [Part(begin - slot.offset, columns[begin - first : end - first])] if begin < end else []
 
 
 def joined(tensor: Sharded, world: World) -> np.ndarray:
-    """Return a whole tensor, on the host, from the parts of the ranks of ``world``, which must all call."""
+    """Return a whole tensor, on the host, from the parts of all ranks of ``world``; every rank must call."""
     whole = np.zeros(math.prod(tensor.shape), tensor.dtype)
     copies = tensor.copies if world.part_comm is None else tensor.copies // world.part_comm.size
     holds_all = copies == world.size
@@ -146,10 +158,91 @@ def joined(tensor: Sharded, world: World) -> np.ndarray:
 
 
 def regrouped(rows: np.ndarray, nodes: int) -> np.ndarray:
-    """Return what nodes have not sent, as that of so many ``nodes``: of another number each has the same share.
+    """Return residuals for another number of nodes, each with an equal share; unchanged for the same number.
 
     Args:
-        rows: shape ``(nodes, *shape)``.
+        rows: the residuals, shape ``(saved nodes, *shape)``.
         nodes: the number of rows of the result.
     """
     return rows if len(rows) == nodes else np.broadcast_to(rows.sum(axis=0) / nodes, (nodes, *rows.shape[1:]))
+
+
+def named_tensors(owner: UpdateStrategy, reducer: Reducer, compression: Compression | None) -> dict[str, Sharded]:
+    """Return the tensors of a file of states, by ``"<parameter>/<name>"``."""
+    states = optimizer_states(owner, reducer)
+    tensors = {f"{name}/{key}": tensor for name, own in states.items() for key, tensor in own.items()}
+    unsent = residuals(reducer, compression)
+    return tensors | {f"{name}/{RESIDUAL}": tensor for name, tensor in unsent.items()}
+
+
+def take_tensors(
+    reducer: Reducer,
+    compression: Compression | None,
+    own: Mapping[str, Mapping[str, Sharded]],
+    saved: Mapping[str, Any],
+    unsent: Mapping[str, Any],
+) -> None:
+    """Fill this rank's parts of the optimizer's state and of the residuals from a saved state.
+
+    Args:
+        reducer: the trainer's reducer, whose residuals change in place.
+        compression: the trainer's compression.
+        own: the optimizer's state by parameter and name, changed in place.
+        saved: saved tensors by parameter and name.
+        unsent: saved residuals by parameter, of shape ``(nodes, *shape)``.
+    """
+    for name, tensors in own.items():
+        for key, tensor in tensors.items():
+            take(f"{name}/{key}", tensor, saved[name][key])
+    own_residuals = residuals(reducer, compression)
+    for name, tensor in own_residuals.items():
+        if name in unsent:
+            take(f"{name}/{RESIDUAL}", tensor, unsent[name])
+            continue
+        for part in tensor.parts:  # nothing was left unsent
+            part.values[...] = 0
+    if unsent and not own_residuals and reducer.world.rank == 0:
+        warn_of_lost_residuals()
+
+
+def read_states(
+    path: Path, optimizer: str, virtual_shards: int | None, owner: UpdateStrategy, reducer: Reducer
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return header and arrays of a file of `Trainer.save_states`.
+
+    Args:
+        path: the file.
+        optimizer: the name of the trainer's rule.
+        virtual_shards: their number; None where the trainer is not reproducible.
+        owner: the trainer's update strategy.
+        reducer: the trainer's reducer.
+
+    Raises:
+        DataError: the file is missing, damaged or of another model or optimizer.
+    """
+    fields = {"step_count": int, "optimizer": str}
+    header, arrays = files.read("load_states", path, FILE_HEADER, fields, "save_states")
+    num_shards = header.get("virtual_shards", virtual_shards)
+    if header["optimizer"] != optimizer:
+        got = f"states of {header['optimizer']}"
+        raise DataError("load_states", where=path, expected=f"states of {optimizer}", got=got)
+    if virtual_shards not in (None, num_shards):
+        raise DataError(
+            "load_states", where=path, expected=f"states of {virtual_shards} virtual shards",
+            got=f"states of {num_shards}", remedy=f"Trainer(reproducible=True, virtual_shards={num_shards})",
+        )  # fmt: skip
+    own = optimizer_states(owner, reducer)
+    expected = {f"{name}/{key}": tensor.shape for name, states in own.items() for key, tensor in states.items()}
+    shapes = {slot.name: slot.shape for slot in reducer.layout.slots}
+    for name, array in arrays.items():  # residuals of any number of nodes
+        param, _, key = name.rpartition("/")
+        if key == RESIDUAL and param in shapes and array.ndim:
+            expected[name] = (len(array), *shapes[param])
+    actual = {name: array.shape for name, array in arrays.items()}
+    if actual != expected:
+        odd = next(name for name in [*expected, *actual] if actual.get(name) != expected.get(name))
+        raise DataError(
+            "load_states", where=f"{path}, {odd}", expected=expected.get(odd, "no such array"),
+            got=actual.get(odd, "no such array"), remedy="build the model and optimizer of the saved states",
+        )  # fmt: skip
+    return header, arrays

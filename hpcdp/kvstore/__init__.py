@@ -1,11 +1,11 @@
-"""Values under keys, to which every worker pushes and from which it pulls.
+"""Key-value stores: every worker pushes values to keys, and pulls values from them.
 
-- `factory`: makes a store of a kind; `arguments`: the forms in which calls take keys and values.
-- `store`: what all kinds have in common. `store_state`: the state of a store.
-- `sync`, `sync_rounds`: each push merged with those of all other ranks; `device_sync`, `gpu_keys`: with keys on GPUs.
-- `asynchronous`: each push by itself, to keys that servers keep: `client`, `server`, `handlers`, `protocol`.
+- `factory`: `create`, and stores of one process; `arguments`: checks of keys and values.
+- `store`: the interface of all kinds; `store_state`: the state of a store.
+- `sync`, `sync_rounds`: pushes of all ranks are merged; `device_sync`, `gpu_keys`: the same with keys on GPUs.
+- `asynchronous`: each push takes effect alone, on servers: `client`, `server`, `handlers`, `protocol`.
 - `serve`: the program of a server.
-- `updaters`: optimizers and functions that update values. `trainer`: the trainer on a store.
+- `updaters`: optimizers and functions that update values; `trainer`: the trainer on a store.
 """
 
 from .arguments import KINDS, PullHandle

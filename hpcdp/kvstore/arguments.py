@@ -1,23 +1,12 @@
-"""Arguments of stores: kinds, keys, values, and handles of pulls under way.
+"""Arguments of stores: kinds, keys and values, handles of pulls, and copies between host and GPUs.
 
-What a call names: one key or several, each with one array or, one a device, with a list of them.
-
-What the names of stores mean.
-
-A value on its way from a store, and who waits for it.
-
-One key of a store.
-
-Arrays on the host and on GPUs: where a value is kept, what is pushed is brought, and what is pulled is carried.
-
-On a GPU all is given to the stream that is current there in the thread that calls, and nobody waits; a copy to the host
-waits until the array is computed.
+On a GPU, work is queued on the calling thread's current stream without waiting. A copy to the host waits until the
+array is computed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import threading
 import time
@@ -43,58 +32,57 @@ from ..core.arrays import (
 )
 from ..core.devices import lie_together, to_device_of
 from ..engine import Variable
-from ..errors import ConfigError, UnsupportedError, type_named
+from ..errors import ConfigError, HpcdpError, UnsupportedError, type_named, whole_number
 from ..kernels import kernels_for
 from ..kernels.reference.gradients import SUM
 
 
 class StoreKind(NamedTuple):
-    """What a name means."""
+    """A kind of store."""
 
     scope: str
-    """Whose pushes meet: those of one process, or of all ranks of a world."""
+    """Scope of a store: one "process", or all ranks of a "world"."""
     sums: str
-    """Where arrays of several devices are added up: in host memory, or on a device."""
+    """Memory in which arrays of several devices are summed: "host" or "device"."""
     updates: str
-    """Who changes a value, and when."""
+    """Process that updates a value, and when, in words."""
 
 
 KINDS = {
     "local": StoreKind("process", "host", "the process, at each push"),
     "device": StoreKind("process", "device", "the process, at each push"),
     "dist_sync": StoreKind("world", "host", "the owners of its parts, when all ranks have pushed"),
-    "dist": StoreKind("world", "host", "as dist_sync, which it stands for"),
+    "dist": StoreKind("world", "host", "as dist_sync, of which it is an alias"),
     "dist_device_sync": StoreKind("world", "device", "the owners of its parts, when all ranks have pushed"),
-    "dist_async": StoreKind("world", "host", "whoever pushes, or the server that keeps it, at each push"),
+    "dist_async": StoreKind("world", "host", "the worker that pushes, or the server that keeps the key, at each push"),
 }
-"""The valid names of `create`."""
+"""Kinds of stores by the names that `create` accepts."""
 
 
 class PullHandle:
-    """A value that was asked for. It waits where it is read: `wait`, ``numpy.asarray``, indexing."""
+    """The future value of a pull; `wait`, ``numpy.asarray`` and indexing wait for it."""
 
     def __init__(self, until_filled: Callable[[], None], place: Array, version: Callable[[], int]) -> None:
         self._until_filled, self._place, self._version = until_filled, place, version
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the key."""
+        """Shape of the key."""
         return tuple(self._place.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """That of the key."""
+        """Dtype of the key."""
         return np.dtype(self._place.dtype)
 
     def wait(self) -> Array:
-        """The array, when it is there; what a push before it raised is raised here."""
+        """Wait for the array and return it; raise the error of an earlier push of the key that failed."""
         self._until_filled()
         return self._place
 
     @property
     def version(self) -> int:
-        """How many pushes of the key had taken effect in it; those of all workers together count as one where they are
-        merged."""
+        """Number of pushes of the key that the value includes; merged pushes of all workers count as one."""
         self._until_filled()
         return self._version()
 
@@ -109,24 +97,25 @@ class PullHandle:
 
 
 def can_wait(target: Any) -> bool:
-    """Whether what reads ``target.data`` can be made to wait, as it can for a network's parameter."""
+    """Return whether readers of ``target.data`` can wait for a pull, as those of a network's parameter can."""
     return hasattr(target, "data_hook")
 
 
 class Failed:
-    """What a parameter calls before it is read where its value has not come: raises why, again and again."""
+    """The ``data_hook`` of a parameter whose pull failed, which raises the error at each read."""
 
     def __init__(self, pulled: PullHandle) -> None:
         self._pulled = pulled
 
     def __call__(self, parameter: Any) -> None:
+        """Wait for the pull, before ``parameter`` is read."""
         self._pulled.wait()
 
 
 class PendingPull:
-    """What a parameter calls before it is read while its value is on its way.
+    """The ``data_hook`` of a parameter with a pull under way, which waits at the first read.
 
-    Several threads may: one that comes late from its wait leaves the hook of the next pull alone.
+    Several threads may read. A thread that returns late from its wait does not remove the hook of the next pull.
     """
 
     _ending = threading.Lock()
@@ -134,16 +123,17 @@ class PendingPull:
     def __init__(self, pulled: PullHandle) -> None:
         self._pulled, self._thread = pulled, threading.get_ident()
         self.waited: Callable[[int, int], None] = lambda begin_ns, end_ns: None
-        """Told of each wait of the thread that has pulled."""
+        """Called with begin and end of each wait of the pulling thread."""
 
     def __call__(self, parameter: Any) -> None:
+        """Wait for the pull, before ``parameter`` is read."""
         begin_ns = time.perf_counter_ns()
         try:
             self._pulled.wait()
         except Exception:
             self._end(parameter, Failed(self._pulled))
             raise
-        self._end(parameter, None)  # not before: whoever reads meanwhile waits, too
+        self._end(parameter, None)  # after the wait, so that concurrent readers wait, too
         if threading.get_ident() == self._thread:
             self.waited(begin_ns, time.perf_counter_ns())
 
@@ -154,7 +144,7 @@ class PendingPull:
 
 
 def array_of(parameter: Any) -> Array:
-    """What a parameter holds, when all is there that is on its way: to be overwritten, so what has failed is over."""
+    """Return a parameter's array once its pull has ended, to be overwritten; the error of a failed pull is dropped."""
     try:
         return parameter.data
     except Exception:
@@ -169,83 +159,81 @@ _INT64 = np.iinfo(np.int64)
 
 
 def listed_keys(operation: str, key: object) -> list[Key]:
-    """The keys of a call, those of types that are made of int or str, as NumPy's and enumerations, as such.
+    """Return the keys of a call as a list; NumPy integers, enumerations and other subclasses become int or str.
 
     Raises:
-        ConfigError: something among them is no key.
+        ConfigError: a key is not an int or str, or is empty.
     """
     keys: list[Any] = list(key) if isinstance(key, list | tuple) else [key]
-    for each in keys:
-        if not isinstance(each, int | str | np.integer) or isinstance(each, bool):
-            raise ConfigError(operation, where="key", expected="an int, a str or a list of them", got=repr(each))
-    keys = [str.__str__(each) if isinstance(each, str) else int(each) for each in keys]
+    for name in keys:
+        if not isinstance(name, int | str | np.integer) or isinstance(name, bool):
+            raise ConfigError(operation, where="key", expected="an int, a str or a list of them", got=repr(name))
+    keys = [str.__str__(name) if isinstance(name, str) else int(name) for name in keys]
     if not keys or "" in keys:
-        raise ConfigError(operation, where="key", expected="a key or more, none of them empty", got=repr(key))
+        raise ConfigError(operation, where="key", expected="one or more keys, none of them empty", got=repr(key))
     return keys
 
 
 def one_for_each_key(operation: str, where: str, values: object, count: int) -> Sequence[Any]:
-    """Return ``values``, a list of ``count``; `ConfigError` where they are none."""
+    """Return ``values``, or raise `ConfigError` unless they are a list of ``count``."""
     if not isinstance(values, list | tuple) or len(values) != count:
-        got = f"{len(values)}" if isinstance(values, list | tuple) else type(values).__name__
+        got = f"a list of {len(values)}" if isinstance(values, list | tuple) else type_named(values)
         raise ConfigError(operation, where=where, expected=f"a list of {count}, one for each key", got=got)
     return values
 
 
 def grouped(operation: str, key: object, value: Any) -> dict[Key, list[Any]]:
-    """The values of every key, those of one that stands there twice together.
+    """Return the arrays of a call by key; those of a repeated key are joined.
 
-    Args:
-        value: for one key an array or a list of arrays, for several a list of those.
+    ``value`` is an array or a list of arrays for one key, a list of those for several.
 
     Raises:
-        ConfigError: something is no key, or there are other than as many values.
+        ConfigError: something is not a key, or the number of values is not that of keys.
     """
     keys = listed_keys(operation, key)
     values = one_for_each_key(operation, "value", value, len(keys)) if isinstance(key, list | tuple) else [value]
-    found: dict[Key, list[Any]] = {}
-    for each, of_key in zip(keys, values, strict=True):
+    by_key: dict[Key, list[Any]] = {}
+    for name, of_key in zip(keys, values, strict=True):
         arrays = of_key if isinstance(of_key, list | tuple) else [of_key]
-        if operation != "pull":  # to which nothing can be written
+        if operation != "pull":  # a NumPy scalar can be pushed, but not written to
             arrays = [np.asarray(array) if isinstance(array, np.generic) else array for array in arrays]
-        found.setdefault(each, []).extend(arrays)
-        if not found[each]:
-            raise ConfigError(operation, where=f"key {each!r}", expected="an array or more", got="an empty list")
-    return found
+        by_key.setdefault(name, []).extend(arrays)
+        if not by_key[name]:
+            raise ConfigError(operation, where=f"key {name!r}", expected="one or more arrays", got="an empty list")
+    return by_key
 
 
-def new_keys(key: object, value: Any, there: Collection[Key]) -> dict[Key, Array]:
-    """The keys that ``init`` shall make, and what they begin with.
-
-    Args:
-        there: those that were made before.
+def new_keys(key: object, value: Any, existing: Collection[Key]) -> dict[Key, Array]:
+    """Return the initial values of the keys that ``init`` makes beside ``existing`` ones.
 
     Raises:
-        ConfigError: one of them is there already, or is an int where others are strs, or comes with no single array.
+        ConfigError: a key exists already, or is an int where others are strs, or has not one array.
     """
     values: dict[Key, Array] = {}
-    kinds = {type(each) for each in there}
-    for each, arrays in grouped("init", key, value).items():
-        kinds.add(type(each))
-        if each in there:
-            raise ConfigError("init", where=f"key {each!r}", expected="a new key", got="one that was made before")
+    kinds = {type(name) for name in existing}
+    for name, arrays in grouped("init", key, value).items():
+        kinds.add(type(name))
+        if name in existing:
+            raise ConfigError("init", where=f"key {name!r}", expected="a new key", got="a key of an earlier init()")
         if len(kinds) > 1:
-            raise ConfigError("init", where=f"key {each!r}", expected="keys that are all int or all str", got="both")
+            raise ConfigError("init", where=f"key {name!r}", expected="keys that are all int or all str", got="both")
         if len(arrays) != 1 or not is_array(arrays[0]):
             got = type_named(arrays[0]) if len(arrays) == 1 else f"a list of {len(arrays)}"
-            raise ConfigError("init", where=f"key {each!r}", expected="one array", got=got)
-        values[each] = arrays[0]
+            raise ConfigError("init", where=f"key {name!r}", expected="one array", got=got)
+        values[name] = arrays[0]
     return values
 
 
 def checked_rows(operation: str, row_ids: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """The rows of a value of that shape which are named, each once, in order.
+    """Return row numbers of a value of that shape, sorted and unique, int64.
 
     Raises:
-        ConfigError: there are no such rows.
+        ConfigError: the value has no such rows.
     """
     try:
         rows = to_host(row_ids) if is_array(row_ids) else np.asarray(row_ids)
+    except HpcdpError:
+        raise
     except ValueError:  # lists of several lengths
         rows = np.empty((0, 0))
     if isinstance(row_ids, list | tuple) and not row_ids:
@@ -266,10 +254,10 @@ def _is_list(x: Any) -> bool:
 
 
 def rows_of_each(row_ids: Any, count: int) -> list[Any]:
-    """Rows for so many arrays: a list of as many lists or arrays, or one for all.
+    """Return the row numbers of each of ``count`` arrays, from a list of as many lists or arrays, or one for all.
 
     Raises:
-        ConfigError: there are other than as many lists.
+        ConfigError: the number of lists is not ``count``.
     """
     if not (isinstance(row_ids, list | tuple) and row_ids and all(map(_is_list, row_ids))):
         return [row_ids] * count
@@ -280,10 +268,10 @@ def rows_of_each(row_ids: Any, count: int) -> list[Any]:
 
 
 def checked_file(operation: str, path: Any) -> Path:
-    """The path of a file, which may not be there yet.
+    """Return the path of a file, which need not exist.
 
     Raises:
-        ConfigError: it names none, or something that is no regular file.
+        ConfigError: ``path`` is not a path, or names something other than a regular file.
     """
     if isinstance(path, str | os.PathLike) and os.fspath(path) and Path(path).name and "\0" not in str(path):
         file = Path(path)
@@ -293,33 +281,23 @@ def checked_file(operation: str, path: Any) -> Path:
 
 
 def checked_integer(operation: str, where: str, number: object) -> int:
-    """``number`` as an int that travels in 64 bits.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    try:
-        found = operator.index(number)  # type: ignore[arg-type]
-    except TypeError:
-        found = None
-    if found is None or not _INT64.min <= found <= _INT64.max:
-        raise ConfigError(operation, where=where, expected="an integer", got=repr(number))
-    return found
+    """Return ``number`` as an int of 64 bits; `ConfigError` for anything else."""
+    return whole_number(operation, where, number, _INT64.min, _INT64.max, expected="an integer")
 
 
 def is_array(x: object) -> bool:
-    """Whether ``x`` is an array: no number, no parameter of a network, nothing masked."""
+    """Return whether ``x`` is an array, and not a scalar, a network's parameter or a masked array."""
     if isinstance(x, np.ndarray | np.generic):
         return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)
     return has_namespace(x)
 
 
 STORABLE = tuple(np.dtype(name) for name in ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"))
-"""What ranks can merge and send each other."""
+"""Dtypes that ranks can merge and send."""
 
 
 def check_storable(values: Mapping[Key, Array]) -> None:
-    """Raises `UnsupportedError` unless all ``values`` are of a dtype that stores keep."""
+    """Raise `UnsupportedError` unless all ``values`` have a dtype in `STORABLE`."""
     for key, value in values.items():
         if value.dtype not in STORABLE or not value.dtype.isnative:
             expected = f"an array of {', '.join(map(str, STORABLE))}"
@@ -328,10 +306,9 @@ def check_storable(values: Mapping[Key, Array]) -> None:
 
 
 def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """Raises `UnsupportedError` unless ``value`` is an array of that shape and dtype.
+    """Raise `UnsupportedError` unless ``value`` is an array of that shape and dtype.
 
-    To pull to it must be one that can be written, of any float dtype for a float key; or a parameter of a network,
-    which can wait for a whole value.
+    The target of a pull must be writable, may have any float dtype for a float key, and may be a network's parameter.
     """
     pulls = operation in ("pull", "row_sparse_pull")
     if operation == "pull" and can_wait(value):
@@ -342,87 +319,89 @@ def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dt
         got = f"{tuple(value.shape)} {value.dtype}" if fits else type_named(value)
         raise UnsupportedError(operation, where=f"key {key!r}", expected=f"an array of {shape} {dtype}", got=got)
     if pulls and is_host(value) and not value.flags.writeable:
-        raise UnsupportedError(operation, where=f"key {key!r}", expected="an array to write to", got="a read-only one")
+        raise UnsupportedError(
+            operation, where=f"key {key!r}", expected="a writable array", got="a read-only array",
+            remedy="pass a copy of the array",
+        )  # fmt: skip
 
 
 def merged(values: Sequence[Array]) -> Array:
-    """The sum of arrays of one shape and dtype, in their order, as a new array; half precision is added in single."""
+    """Return the sum of arrays of one shape and dtype, in order, as a new array; float16 is summed in float32."""
     first, *others = values
     if not others:
         return first.copy()
     wide = np.result_type(first.dtype, np.float32) if is_host(first) and first.dtype.kind == "f" else first.dtype
     total = first.astype(wide)  # a copy
-    for each in others:
-        total += each
+    for value in others:
+        total += value
     return total.astype(first.dtype, copy=False)
 
 
 @dataclass
 class Entry:
-    """One key."""
+    """One key of a store."""
 
     key: Key
     stored: Array
-    """In the key's shape. Read and written by tasks of the engine alone, or by who holds the variable."""
+    """Value in the key's shape, read and written only by engine tasks or the holder of ``variable``."""
     variable: Variable
-    """Written when a push has taken effect."""
+    """Engine variable that each push writes."""
     pushes: int = 0
-    """Of this worker, so far."""
+    """Number of this worker's pushes."""
     spared_nbytes: int = 0
-    """By encoding them."""
+    """Bytes saved by compression of these pushes."""
     number: int = 0
-    """Of the key among those of its store, where workers push together."""
+    """Number of the key in its store, where workers push together."""
 
     @property
     def plain_nbytes(self) -> int:
-        """Of this worker's pushes so far, if none was encoded."""
+        """Bytes of this worker's pushes without compression."""
         return self.pushes * int(self.stored.nbytes)
 
     def count(self, sent_nbytes: int | None = None) -> None:
-        """One push more, of so many bytes; None: it is not encoded."""
+        """Count a push of ``sent_nbytes`` bytes; None without compression."""
         self.pushes += 1
         if sent_nbytes is not None:
             self.spared_nbytes += int(self.stored.nbytes) - sent_nbytes
 
 
 _MOST_ROWS = 32
-"""Arrays that a kernel adds up in one pass."""
+"""Number of arrays that a kernel sums in one pass."""
 
 
 def like(x: Array) -> Array:
-    """A new array of the same shape and dtype, where ``x`` is."""
+    """Return a new array of the same shape and dtype on the device of ``x``."""
     with on_device_of(x):
         return array_namespace(x).empty(x.shape, dtype=x.dtype)
 
 
 def lies_as(value: Array, target: Array) -> bool:
-    """Whether ``value`` is copied to ``target`` as it is: both lie together, and have one dtype."""
+    """Return whether ``value`` and ``target`` have one dtype and device, so that a plain copy suffices."""
     return value.dtype == target.dtype and lie_together(target, value)
 
 
 def carry(value: Array, target: Array) -> None:
-    """Write ``value`` to ``target``, wherever both are; cast to its dtype, without a word of what becomes infinite."""
+    """Copy ``value`` to ``target``, across devices, with a cast; overflow to infinity gives no warning."""
     casts = value.dtype != target.dtype
     with on_device_of(target), np.errstate(over="ignore") if casts else contextlib.nullcontext():
         target[...] = to_device_of(value, target)
 
 
 def fill(place: Array, value: Array, rows: np.ndarray | None) -> None:
-    """Write ``value`` to ``place``, or some ``rows`` of it and else zeros; both lie together."""
+    """Copy ``value`` to ``place`` on the same device; with ``rows`` only those, and zeros elsewhere."""
     if rows is None:
         place[...] = value
     else:
         place[...] = 0
-        if rows.size:  # of a number there are none, and it has no axis to name them
+        if rows.size:  # an array without axes has no rows, and cannot be indexed by them
             at = from_host(rows, value)
             place[at] = value[at]
 
 
 def sum_into(out: Array, arrays: Sequence[Array]) -> None:
-    """The sum of ``arrays``, on whatever devices, in their order; half precision is added in single.
+    """Sum ``arrays`` of any devices in order into ``out``; float16 is summed in float32.
 
-    Args:
-        out: on a device, contiguous; apart from them.
+    ``out`` is contiguous, on a device, and shares no memory with ``arrays``.
     """
     here = [to_device_of(x, out) for x in arrays]
     with on_device_of(out):
@@ -438,5 +417,5 @@ def sum_into(out: Array, arrays: Sequence[Array]) -> None:
 
 
 def _flat(x: Array) -> Array:
-    """``x`` as the kernels take it."""
+    """Return ``x`` as a flat array of the words that kernels sum."""
     return words(array_namespace(x).ascontiguousarray(x).reshape(-1))

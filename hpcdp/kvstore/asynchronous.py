@@ -1,8 +1,8 @@
-"""A store over the ranks of a world in which each push takes effect at once, by itself: ``dist_async``.
+"""``dist_async``, a store over the ranks of a world in which each push takes effect immediately and alone.
 
-Every key, or part of a large one, has a server: one of the workers, or a process of its own. In the server's node all
-ranks apply their pushes themselves, in memory that they share, under the key's lock (`cell`); ranks of other nodes ask
-the server (`server`). So a value changes between a worker's pull and its push: by how many pushes is its staleness,
+Every key, or part of a large one, has a server: one of the workers, or a separate process. On the server's node, ranks
+apply their pushes themselves in shared memory, under the key's lock (`protocol.ShmValue`). Ranks of other nodes send
+requests to the server (`server`). The number of other pushes between a worker's pull and its push is the staleness,
 which can be bounded.
 
 Source: Dean et al., "Large scale distributed deep networks", 2012, section 4.1 (asynchronous stochastic gradient
@@ -47,17 +47,17 @@ from .updaters import ByOptimizer, Function, Rate, Updater, check_codable, name_
 
 
 class AsyncStore(WorldStore):
-    """See `KVStore`; every worker must make it, and its keys, and then push and pull as it likes.
+    """A store of kind ``dist_async``; every worker must make it, and its keys, and pushes and pulls independently.
 
     Args:
-        kind: its name.
-        world: the workers; behind them `World.whole` may have servers.
-        staleness: by how many pushes of a key a worker may lead the slowest one, at least 1; None: by any.
-        replay: a seed: operations of all workers take effect one after another, in an order that it decides, so that
-            the same run has the same bits. On thread ranks, for debugging.
+        kind: name of the kind.
+        world: the workers; `World.whole` may have servers after them.
+        staleness: number of pushes of a key by which a worker may lead the slowest one, at least 1; None: unbounded.
+        replay: a seed that orders the operations of all workers, one after another, so that a run can be repeated bit
+            for bit. For debugging on thread ranks.
 
     Raises:
-        ConfigError: several nodes, where no thread beside the main one may send messages; a replay of processes.
+        ConfigError: the world has several nodes, and only the main thread may send messages; or a replay of processes.
     """
 
     def __init__(self, kind: str, world: World, staleness: int | None = None, replay: int | None = None) -> None:
@@ -67,8 +67,8 @@ class AsyncStore(WorldStore):
         self._of_group = CommunicationLane.of(group)
         super().__init__(kind, world, self._of_group.engine, COMMUNICATION)
         self._own: dict[Key, Own] = {}
-        self._told: Schedule | None = None
-        """That of this worker's learning rate which servers know."""
+        self._sent_schedule: Schedule | None = None
+        """Schedule of this worker's learning rate that servers have."""
         self._watchdog = ProgressEngine.of(world).watchdog
         with world.meeting():
             self._begin(group, staleness, replay)
@@ -83,7 +83,7 @@ class AsyncStore(WorldStore):
         vars(self).update(_transfer=self._world.comm)
 
     def _begin(self, group: World, staleness: int | None, replay: int | None) -> None:
-        """What all do together."""
+        """Make the table, the server and the transfers; every worker must call."""
         world, has_servers = self._world, group.size > self._world.size
         self._replay = Replay.of(world, replay)
         self._own_servers = range(world.size, group.size)
@@ -103,7 +103,7 @@ class AsyncStore(WorldStore):
         group.comm.barrier()
 
     def _command(self, do: str, **arguments: Any) -> None:
-        """Have the servers do what all workers do now."""
+        """Send servers a collective command, which all workers execute now."""
         if self._server is not None and self.rank == 0:
             text = json.dumps({"do": do, "store": self._number, **arguments})
             for dest in self._own_servers:
@@ -146,7 +146,7 @@ class AsyncStore(WorldStore):
 
     @contextlib.contextmanager
     def _changing_updater(self) -> Iterator[None]:
-        """Within it workers meet for a new updater; one that is refused leaves the last one, as it does on servers."""
+        """Let workers meet for a new updater in this context; a refused one leaves the last one, as on servers."""
         before = self._updater
         try:
             with self._world.meeting():
@@ -159,15 +159,15 @@ class AsyncStore(WorldStore):
         self._settle()
         self._command("update", described=described)
         handlers.set_updater(self._table, find)
-        self._told = self._table.schedule
+        self._sent_schedule = self._table.schedule
 
     def _compress(self, compression: Compression | None) -> None:
-        said = "" if compression is None else str(compression)
-        self._settle()  # before others know: what is encoded by the last settings is decoded by them
-        require_same(self._world.comm, "set_gradient_compression", [said], "pass the same on all ranks")
+        settings = "" if compression is None else str(compression)
+        self._settle()  # pushes under way are decoded with the settings that encoded them
+        require_same(self._world.comm, "set_gradient_compression", [settings], "pass the same on all ranks")
         if compression is not None:
             check_codable("set_gradient_compression", ((key, entry.stored) for key, entry in self._entries.items()))
-        self._command("compress", said=said)
+        self._command("compress", settings=settings)
         handlers.compress(self._table, compression)
         self._compression = compression
         for own in self._own.values():
@@ -186,7 +186,7 @@ class AsyncStore(WorldStore):
             further[...] = targets[0]
 
     def _push_and_pull(self, entry: Entry, arrays: list[Array], out: Array | None, priority: int) -> None:
-        """Push; what the key is then goes to ``out``, sooner or later."""
+        """Push, and copy the key's new value to ``out``, now or in an engine task."""
         if self._table.updater is None:
             raise no_updater("push")
         own, rate = self._own[entry.key], self._rate()
@@ -198,7 +198,7 @@ class AsyncStore(WorldStore):
             failure: BaseException | None = None
             try:
                 value = arrays[0] if len(arrays) == 1 and arrays[0].flags.carray else merged(arrays)
-                with self._watching(f"push of {entry.variable.name}"):  # a rank that has stopped may have its lock
+                with self._watching(f"push of {entry.variable.name}"):  # a stopped rank may hold the lock
                     run_until_complete(self._transfer.push(own, value.reshape(-1), rate, out, None))
             except BaseException as error:
                 failure = error
@@ -209,12 +209,12 @@ class AsyncStore(WorldStore):
             value = merged(arrays).reshape(-1)
 
             def steps(turn: SendPriority) -> Steps:
-                yield from self._transfer.push(own, value, rate, out, turn)  # keeps the store: see `_let_go`
+                yield from self._transfer.push(own, value, rate, out, turn)  # keeps the store alive: see `_let_go`
 
             self._of_group.launch(steps, [entry.variable], priority, f"push of {entry.variable.name}")
 
     def pass_over(self, key: Key) -> None:
-        """Count as pushed for the bound of staleness, without a push: this worker has nothing for the key this time.
+        """Count a push for the staleness bound without pushing, because this worker has nothing for the key this time.
 
         Raises:
             ConfigError: there is no such key.
@@ -235,17 +235,17 @@ class AsyncStore(WorldStore):
         self._of_group.launch(steps, [entry.variable], 0, f"pass over {entry.variable.name}")
 
     def _rate(self) -> Rate:
-        """The learning rate that is assigned now, which all servers know if it is a schedule; NaN without a rule."""
+        """Return the current learning rate, after sending servers a new schedule; NaN without an optimizer."""
         if not isinstance(self._updater, ByOptimizer):
             return math.nan
         rate = rate_of(self._updater.optimizer)
-        if isinstance(rate, Schedule) and rate != self._told:
-            self._transfer.tell_schedule(rate)
-            self._told = copy.deepcopy(rate)
+        if isinstance(rate, Schedule) and rate != self._sent_schedule:
+            self._transfer.send_schedule(rate)
+            self._sent_schedule = copy.deepcopy(rate)
         return rate
 
     def _is_quick(self, own: Own) -> bool:
-        """Whether a push needs nobody else, and so takes about as long now as to copy it for later."""
+        """Return whether a push needs no other process, so that it takes no longer than a copy for a later task."""
         item = own.item
         return self._updater.by_parts and not item.in_order and item.cells[0] is not None and self._may_push(own)
 
@@ -254,7 +254,7 @@ class AsyncStore(WorldStore):
         return cell is None or self._table.may_go_on(cell, self.rank)
 
     def _may_push_anywhere(self, key: Key) -> bool:
-        """As `_may_push`, wherever the key lies: thread ranks see all."""
+        """As `_may_push`, for a key on any node, of which thread ranks see all."""
         cells = (table.items[key].cells[0] for table in self._shared)
         return all(self._table.may_go_on(cell, self.rank) for cell in cells if cell is not None)
 
@@ -283,12 +283,12 @@ class AsyncStore(WorldStore):
         return self._replay.turn(self.rank, lambda: True)
 
     def take(self, key: Key, count: int = 1) -> int:
-        """The integer under a key of one int64, which is ``count`` greater then: each is for one worker alone.
+        """Return the integer of a key of one int64, and add ``count`` to it atomically.
 
-        For handing out work, 0, 1, 2, ..., so that faster workers do more.
+        Workers can take task numbers 0, 1, 2, ... from such a key, so that faster workers do more.
 
         Raises:
-            ConfigError: there is no such key, it is no single int64, or ``count`` is none.
+            ConfigError: there is no such key, it is not one int64, or ``count`` is not an integer.
         """
         count = checked_integer("take", "count", count)
         own = self._own[self._entry("take", key).key]
@@ -296,14 +296,14 @@ class AsyncStore(WorldStore):
             return self._transfer.take(own.item, count)
 
     def _meet(self) -> None:
-        """Holds nobody back meanwhile, and counts anew."""
+        """Wait for all workers, and reset all clocks."""
         super()._meet()
         self._transfer.set_clocks(0)
         self._world.comm.barrier()
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Within it this worker, which waits for all others, holds none back; nothing of its own is on its way."""
+        """Wait for own pushes, and exclude this worker from the staleness bound in this context."""
         with contextlib.nullcontext() if self._replay is None else self._replay.meeting(self.rank):
             self._settle()
             self._transfer.set_clocks(AWAY)
@@ -317,24 +317,24 @@ class AsyncStore(WorldStore):
             self._of_group.wait(variable)
 
     def _watching(self, operation: str) -> AbstractContextManager[None]:
-        return self._watchdog.watching(operation, behind=nobody)  # calls of ranks are not alike
+        return self._watchdog.watching(operation, behind=nobody)  # ranks may be in different calls
 
     def _leave(self) -> None:
-        """This worker's program has come to its end: nobody is to wait for it."""
+        """End this worker's use of the store at the end of its program, so that no worker waits for it."""
         self._settle()
-        self._dropped.detach()  # when Python ends it would do nothing any more
+        self._dropped.detach()  # a finalizer without atexit does not run when Python ends
         _let_go(self._transfer, self._replay, self.rank)
 
     def _num_dead(self, timeout_s: float) -> int:
         return self._transfer.num_dead(timeout_s)
 
     def statistics(self) -> dict[str, float]:
-        """What this worker's pushes have met so far.
+        """Return statistics of this worker's pushes.
 
         Returns:
-            ``pushes``; ``staleness_mean`` and ``staleness_max``: how many pushes of others took effect between this
-            worker's last pull of a key and its push of it; ``waited_s``: seconds for which slower workers have held it
-            back; ``sent_nbytes``: to other nodes, also what others have asked of this one.
+            ``pushes``; ``staleness_mean`` and ``staleness_max``: number of other workers' pushes between this worker's
+            last pull of a key and its push; ``waited_s``: seconds of waiting for slower workers; ``sent_nbytes``: bytes
+            sent to other nodes, answers included.
         """
         counted = self._transfer.statistics
         return {
@@ -398,8 +398,8 @@ class AsyncStore(WorldStore):
                 item = own.item
                 self._transfer.write_steps(item, steps.get(key, 0))
                 for which, name in enumerate(sorted(rule.state_names())):
-                    found = states.get((key, name))
-                    value = np.zeros(item.shape) if found is None else found
+                    saved = states.get((key, name))
+                    value = np.zeros(item.shape) if saved is None else saved
                     whole = np.ascontiguousarray(value, state_dtype(item.dtype))
                     self._transfer.write(item, which, Sharded(item.shape, whole.dtype, [Part(0, whole.reshape(-1))]))
 
@@ -407,9 +407,9 @@ class AsyncStore(WorldStore):
 
 
 def _let_go(transfer: Transfer, replay: Replay | None, worker: int) -> None:
-    """Of a store that its program has dropped, or that ends with it: its worker holds nobody back, and is not dead.
+    """Release other workers when the program drops a store or ends, and mark this worker as ended instead of dead.
 
-    Not before its last push has ended, which would make its worker's clock count again, and hold others back for ever.
+    This must follow the last push, which would restart the worker's clock and block others forever.
     """
     transfer.leave()
     if replay is not None:

@@ -1,8 +1,6 @@
-"""The client of servers: transfers of values and of states.
+"""The client of servers: pushes and pulls of values, and transfers of whole states.
 
-How pushes and pulls reach the parts of a key: in memory that this rank shares, or by asking their servers.
-
-How what an asynchronous store keeps is read and written as a whole, by workers that have met for it.
+A worker accesses the parts of a key in shared memory, or sends requests to their servers.
 """
 
 from __future__ import annotations
@@ -35,38 +33,40 @@ from .updaters import Rate, state_dtype
 
 @dataclass
 class TransferStatistics:
-    """What a worker's pushes have met."""
+    """Statistics of a worker's pushes."""
 
     pushes: int = 0
     staleness_sum: int = 0
-    """Pushes of others that had come between this worker's last pull of the key and its push."""
+    """Number of other workers' pushes between this worker's last pull of the key and its push, summed over pushes."""
     staleness_max: int = 0
+    """Greatest staleness of one push."""
     waited_s: float = 0.0
-    """Held back by slower workers."""
+    """Seconds of waiting for slower workers."""
 
 
 @dataclass
 class Own:
-    """What a worker remembers of a key."""
+    """A worker's own state of a key."""
 
     item: Item
     seen: int = 0
-    """The version that it has pulled last, and its own pushes since."""
+    """Version of the last pull, plus own pushes since."""
     feedback: list[ErrorFeedback] = field(default_factory=list)
-    """Of every part, with compression."""
+    """Encoders of the parts, with compression."""
 
-    def compress(self, made: Compression | None) -> None:
-        """From now on encode what is pushed so."""
+    def compress(self, compression: Compression | None) -> None:
+        """Set the compression of later pushes."""
         counts = [part.last - part.first for part in self.item.parts]
-        self.feedback = [] if made is None else [made.for_array(count, self.item.dtype) for count in counts]
+        made = [] if compression is None else [compression.for_array(count, self.item.dtype) for count in counts]
+        self.feedback = made
 
     @property
     def codes_nbytes(self) -> int | None:
-        """Of a push; None without compression."""
-        return sum(each.nbytes(each.residual.size) for each in self.feedback) if self.feedback else None
+        """Bytes of a push's codes; None without compression."""
+        return sum(part.nbytes(part.residual.size) for part in self.feedback) if self.feedback else None
 
     def encoded(self, number: int, value: np.ndarray) -> np.ndarray:
-        """What is sent of part ``number`` of a flat value."""
+        """Return part ``number`` of a flat value, encoded with compression."""
         part = self.item.parts[number]
         piece = value[part.first : part.last]
         if not self.feedback:
@@ -77,40 +77,40 @@ class Own:
 
 
 class _First:
-    """The first error of several parts; it is raised when all of them have had their turn."""
+    """The first error of several parts, raised after all of them have been processed."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Within it what is raised is kept."""
+        """Return a context in which errors are stored."""
         try:
             yield
         except Exception as error:
             self._error = self._error or error
 
     def throw(self) -> None:
-        """Raise it, if there is one."""
+        """Raise the stored error, if any."""
         if self._error is not None:
             raise self._error
 
 
 class _Place:
-    """Where what is pulled of one part goes.
+    """The destination of one part of a pull.
 
     Args:
-        rows: those of the key that are wanted, ascending; None: all.
+        rows: rows of the key to pull, ascending; None: all.
     """
 
     def __init__(self, item: Item, number: int, rows: np.ndarray | None = None) -> None:
         self._item, self._part = item, item.parts[number]
         first, last = (end // item.width for end in self._part[1:])
         self.rows = None if rows is None else rows[(rows >= first) & (rows < last)] - first
-        """Those in the part, counted from its first."""
+        """Rows in the part, counted from its first row."""
 
     def copy(self, flat: np.ndarray, value: np.ndarray) -> None:
-        """Copy from the part's value to the key's."""
+        """Copy the part's ``value`` to ``flat``, the key's value."""
         place = flat[self._part.first : self._part.last]
         if self.rows is None:
             place[:] = value
@@ -119,13 +119,13 @@ class _Place:
             place.reshape(-1, width)[self.rows] = value.reshape(-1, width)[self.rows]
 
     def take_answer(self, asked: PendingRequest, flat: np.ndarray | None) -> int:
-        """The version that an answer names; what it brings goes to ``flat``, if there is one."""
+        """Copy an answer's values to ``flat``, if it is given, and return the answer's version."""
         answer, item = asked.answer(), self._item
         if flat is not None:
             payload, place = answer.payload, flat[self._part.first : self._part.last]
             count = place.size if self.rows is None else self.rows.size * item.width
             if payload is None or payload.dtype != item.dtype or payload.size != count:
-                got = "none" if payload is None else f"{payload.size} {payload.dtype}"
+                got = "no values" if payload is None else f"{payload.size} {payload.dtype}"
                 raise MismatchError("pull", where=f"key {item.key!r}", expected=f"{count} {item.dtype}", got=got)
             if self.rows is None:
                 place[:] = payload
@@ -135,13 +135,13 @@ class _Place:
 
 
 class Transfer:
-    """A worker's way to all parts of all keys of a store.
+    """The operations of a worker on all parts of all keys of a store.
 
     Args:
         table: the keys.
-        number: the store's, by which servers know it.
-        server: this rank's end of the exchange with other nodes; None where there are none.
-        worker: this worker's number.
+        number: number of the store, in messages to servers.
+        server: this rank's end of the exchange with other nodes; None on one node.
+        worker: number of this worker.
     """
 
     def __init__(self, table: Table, number: int, server: Server | None, worker: int) -> None:
@@ -149,7 +149,7 @@ class Transfer:
         self._table, self._number, self._server, self._worker = table, number, server, worker
 
     def push(self, own: Own, value: np.ndarray, rate: Rate, out: Array | None, turn: SendPriority | None) -> Steps:
-        """Push ``value``, flat; what the key is then goes to ``out``, of the key's shape, if there is one."""
+        """Push a flat ``value``, and copy the key's new value to ``out``, of the key's shape, if it is given."""
         item, table = own.item, self._table
         if turn is not None:
             yield [turn]
@@ -180,13 +180,13 @@ class Transfer:
                 change = _and_copy(change, flat[part.first : part.last])
             if ticket >= 0:
                 yield [_turn_of(cell, ticket)]
-            with failure.kept():  # a part that is passed over would wait for this ticket for ever
+            with failure.kept():  # every part must see the ticket: a skipped part would wait for it forever
                 version = cell.change(change, table.group.rank, ticket >= 0)
-        for place, each in asked:
+        for place, request in asked:
             with failure.kept():
-                yield [each]
-                version = place.take_answer(each, flat)
-                self.statistics.waited_s += each.held_s
+                yield [request]
+                version = place.take_answer(request, flat)
+                self.statistics.waited_s += request.held_s
         failure.throw()
         self._count(own, version, out is not None)
         if out is not None and flat is not None:
@@ -195,7 +195,10 @@ class Transfer:
     def pull(
         self, own: Own, out: Array, rows: np.ndarray | None, versions: list[int], turn: SendPriority | None
     ) -> Steps:
-        """Read the key into ``out``, of its shape, or some ``rows`` and else zero; its version goes to ``versions``."""
+        """Copy the key's value to ``out``, of its shape, and append its version to ``versions``.
+
+        With ``rows`` only those are copied, and the others are zero.
+        """
         item = own.item
         if turn is not None:
             yield [turn]
@@ -219,10 +222,10 @@ class Transfer:
                     yield [_turn_of(cell, ticket)]
                 with failure.kept():  # see `push`
                     version = cell.read(partial(place.copy, flat), ticket >= 0)
-        for place, each in asked:
+        for place, request in asked:
             with failure.kept():
-                yield [each]
-                version = place.take_answer(each, flat)
+                yield [request]
+                version = place.take_answer(request, flat)
         failure.throw()
         own.seen = version
         versions.append(version)
@@ -232,10 +235,10 @@ class Transfer:
         return Message(kind, self._number, item.number, part, **fields)
 
     def _ask(self, dest: int, message: Message, item: Item | None = None) -> PendingRequest:
-        """Ask a server; for a push of ``item`` say for whom it waits there."""
+        """Send a request to a server; a push of ``item`` that waits long there is reported."""
         assert self._server is not None
-        say = None if item is None else lambda held: self._say(f"key {item.key!r}", held.payload.tolist())
-        return self._server.ask(dest, message, say)
+        on_held = None if item is None else lambda held: self._report_wait(f"key {item.key!r}", held.payload.tolist())
+        return self._server.ask(dest, message, on_held)
 
     def _ask_and_wait(self, dest: int, message: Message) -> Message:
         asked = self._ask(dest, message)
@@ -243,7 +246,7 @@ class Transfer:
         return asked.answer()
 
     def _draw(self, item: Item, pushes: bool) -> Generator[Sequence[Request], None, int]:
-        """A ticket from who keeps the order of a key that lies in several parts."""
+        """Return a ticket for an operation on a key of several parts, from the server of the first."""
         cell = item.cells[0]
         if cell is not None:
             if pushes:
@@ -255,20 +258,20 @@ class Transfer:
         return asked.answer().ticket
 
     def _held_back(self, cell: ShmValue) -> Steps:
-        """Wait where this worker leads by too many pushes, and say by whom it is held back."""
+        """Wait while this worker leads by more pushes than the staleness bound, and report the slower workers."""
         delay = Delay(self._table, cell, self._worker)
 
         def may_go_on() -> bool:
             may = delay.may_go_on()
             if behind := delay.to_report():
-                self._say(cell.name, behind)
+                self._report_wait(cell.name, behind)
             return may
 
         if not may_go_on():
             yield [PolledRequest(may_go_on)]
         self.statistics.waited_s += delay.held_s
 
-    def _say(self, name: str, behind: list[int]) -> None:
+    def _report_wait(self, name: str, behind: list[int]) -> None:
         table, ranks = self._table, ", ".join(f"rank {rank}" for rank in behind)
         to_stderr(
             f"rank {self._worker} of {table.num_workers}: {name}: waits for {ranks}, "
@@ -284,7 +287,7 @@ class Transfer:
         own.seen = version if pulled else own.seen + 1
 
     def pass_over(self, item: Item) -> None:
-        """Let this worker's clock of a key go on without a push, where there is a bound; waits for nobody."""
+        """Advance this worker's clock of a key without a push; does not wait."""
         cell = item.cells[0]
         if cell is not None:
             cell.tick(self._worker)
@@ -300,27 +303,27 @@ class Transfer:
         return self._ask_and_wait(item.parts[0].server, self._message(MessageKind.TAKE, item, 0, number=count)).number
 
     def set_clocks(self, number: int) -> None:
-        """Set this worker's clock of all keys, everywhere."""
+        """Set this worker's clock of all keys, on all nodes."""
         if self._table.staleness is None:
             return
         self._table.set_clocks(self._worker, number)
-        asked = [
+        requests = [
             self._ask(dest, Message(MessageKind.CLOCK, self._number, number=number)) for dest in self._one_a_home()
         ]
-        for each in asked:
-            each.wait()
-            each.answer()
+        for request in requests:
+            request.wait()
+            request.answer()
 
-    def tell_schedule(self, schedule: Schedule) -> None:
-        """From the next push on this worker's learning rate is that of ``schedule`` where it names none."""
+    def send_schedule(self, schedule: Schedule) -> None:
+        """Send servers the schedule of this worker's learning rate, for later pushes that carry no number."""
         message = partial(Message.of_text, MessageKind.SCHEDULE, json.dumps(schedule.config()), store=self._number)
         strangers = [rank for rank in self._table.servers if self._table.homes[rank] != self._table.own_home]
-        for asked in [self._ask(dest, message()) for dest in strangers]:
-            asked.wait()
-            asked.answer()
+        for request in [self._ask(dest, message()) for dest in strangers]:
+            request.wait()
+            request.answer()
 
     def leave(self) -> None:
-        """Hold nobody back from now on, and count as ended, not as dead; waits for nobody."""
+        """Release workers that wait for this one, and count as ended instead of dead; does not wait."""
         self._table.set_clocks(self._worker, AWAY)
         if self._server is not None and self._table.staleness is not None:
             for dest in self._one_a_home():
@@ -330,15 +333,15 @@ class Transfer:
             self._server.leave(self._number)
 
     def num_dead(self, timeout_s: float) -> int:
-        """How many processes have died, or are of homes that have not answered in time."""
+        """Return the number of processes that have died, or whose node has not answered in time."""
         homes, deadline = self._table.homes, time.monotonic() + timeout_s
         asked = {dest: self._ask(dest, Message(MessageKind.GONE, self._number)) for dest in self._one_a_home()}
         dead = set(self._table.gone())
-        for dest, each in asked.items():
-            with contextlib.suppress(HpcdpError):  # it has died meanwhile
-                while not each.test() and time.monotonic() < deadline:
+        for dest, request in asked.items():
+            with contextlib.suppress(HpcdpError):  # the server has died meanwhile
+                while not request.test() and time.monotonic() < deadline:
                     time.sleep(1e-3)
-                payload = each.answer().payload if each.test() else None
+                payload = request.answer().payload if request.test() else None
                 silent = [rank for rank, home in enumerate(homes) if home == homes[dest]]
                 dead.update(silent if payload is None else payload.tolist())
         return len(dead | self._lost)
@@ -348,16 +351,16 @@ class Transfer:
         return set() if self._server is None else self._server.comm.lost
 
     def _one_a_home(self) -> list[int]:
-        """A server of each other home, one that lives."""
-        table, found = self._table, dict[int, int]()
+        """Return one living server of each other node."""
+        table, by_home = self._table, dict[int, int]()
         for rank in table.servers:
             if table.homes[rank] != table.own_home and rank not in self._lost:
-                found.setdefault(table.homes[rank], rank)
-        return list(found.values())
+                by_home.setdefault(table.homes[rank], rank)
+        return list(by_home.values())
 
 
 def _flat(x: Array) -> np.ndarray:
-    """``x`` as a flat array, itself where that is possible."""
+    """Return a flat view of ``x``, or a new array of its size where it is not contiguous."""
     return x.reshape(-1) if x.flags.c_contiguous else np.empty(x.size, x.dtype)
 
 
@@ -379,10 +382,10 @@ def _turn_of(cell: ShmValue, ticket: int) -> PolledRequest:
 
 
 class StateTransfer(Transfer):
-    """See `Transfer`."""
+    """A `Transfer` that also reads and writes whole states, for which the workers meet first."""
 
     def read_state(self, item: Item, which: int) -> tuple[np.ndarray, int]:
-        """One of the optimizer's states of a key, in its shape, and how often the key was updated."""
+        """Return an optimizer state of a key, in the key's shape, and the key's number of updates."""
         whole, steps = np.zeros(item.count, state_dtype(item.dtype)), 0
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
@@ -396,18 +399,17 @@ class StateTransfer(Transfer):
         return whole.reshape(item.shape), steps
 
     def write_steps(self, item: Item, steps: int) -> None:
-        """Set how often a key was updated."""
+        """Set the number of updates of a key."""
         for number in range(len(item.parts)):
             self._write(item, number, NO_STATE, None, steps)
 
     def write(self, item: Item, which: int, values: Sharded) -> None:
-        """Set one of the optimizer's states of a key, or its `VALUE`, where ``values`` has parts, which are whole ones
-        of the key's."""
-        for given in values.parts:
+        """Set an optimizer state of a key, or its `VALUE`, in the key's parts that ``values`` contains entirely."""
+        for run in values.parts:
             for number, part in enumerate(item.parts):
-                first, last = part.first - given.first, part.last - given.first
-                if first >= 0 and last <= given.values.size:
-                    self._write(item, number, which, np.ascontiguousarray(given.values[first:last]))
+                first, last = part.first - run.first, part.last - run.first
+                if first >= 0 and last <= run.values.size:
+                    self._write(item, number, which, np.ascontiguousarray(run.values[first:last]))
 
     def _write(self, item: Item, part: int, which: int, values: np.ndarray | None, steps: int = 0) -> None:
         message = self._message(MessageKind.WRITE_STATE, item, part, number=steps, which=which)
@@ -419,10 +421,9 @@ class StateTransfer(Transfer):
             self._table.write_state(cell, message)
 
     def held(self, own: Own, which: int) -> Sharded:
-        """What this worker gives to a state: copies of the parts that it serves; the first one all that servers keep.
+        """Return copies of the parts that this worker serves; worker 0 returns all where servers keep the key.
 
-        Args:
-            which: of the optimizer's states, or `VALUE`.
+        ``which`` is the number of an optimizer state, or `VALUE`.
         """
         item, table = own.item, self._table
         dtype = item.dtype if which == VALUE else state_dtype(item.dtype)
@@ -444,6 +445,6 @@ class StateTransfer(Transfer):
 def _copied(cell: ShmValue, which: int) -> np.ndarray:
     if which != VALUE:
         return cell.states[sorted(cell.states)[which]].copy()
-    found = np.empty_like(cell.flat)
-    cell.read(lambda flat: np.copyto(found, flat))
-    return found
+    copied = np.empty_like(cell.flat)
+    cell.read(lambda flat: np.copyto(copied, flat))
+    return copied

@@ -1,6 +1,6 @@
-"""A store that keeps keys on the ranks' GPUs, and merges what is pushed there: ``dist_device_sync``.
+"""``dist_device_sync``, a store that keeps keys on the ranks' GPUs, and merges pushes there (`gpu_keys`).
 
-What begins with arrays on the host is kept there, as in `sync`; what is done with the others is in `gpu_keys`.
+Keys whose initial values are on the host are kept there, as in `sync`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .sync import SyncStore
 
 
 class DeviceSyncStore(SyncStore):
-    """See `SyncStore`; keys that begin with CuPy arrays on all ranks are kept on their GPUs."""
+    """A `SyncStore` that keeps keys with initial CuPy arrays on the ranks' GPUs."""
 
     def __init__(self, kind: str, world: World) -> None:
         super().__init__(kind, world)
@@ -52,20 +52,20 @@ class DeviceSyncStore(SyncStore):
         self._world.barrier()
 
     def _keep_on_gpus(self, values: dict[Key, Array]) -> None:
-        """Of new keys those on GPUs; every rank must call."""
+        """Make keys on GPUs; every rank must call."""
         world = self._world
         comm = world.keep("keys on GPUs", world.comm.duplicate)
         rail = None if world.rail_comm is None else world.keep("keys on GPUs, rail", world.rail_comm.duplicate)
         serial = world.kept["number of GpuKeys"] = world.kept.get("number of GpuKeys", 0) + 1
         signature = zlib.crc32(f"keys on GPUs {serial}".encode())
-        for each in (comm, rail):
-            if each is not None:
-                each.users.add(signature % each.signatures)
-        world.barrier()  # before any rank sends what another would take for a mistake
+        for used in (comm, rail):
+            if used is not None:
+                used.users.add(signature % used.signatures)
+        world.barrier()  # all ranks register the signature before any message with it arrives
         self._on_gpus |= dict.fromkeys(values, GpuKeys(values, world, comm, rail, signature))
 
     def _overwrite(self, entry: Entry, value: np.ndarray) -> None:
-        if entry.key in self._on_gpus:  # of which every rank has its own
+        if entry.key in self._on_gpus:  # every rank has its own copy
             carry(value, entry.stored)
             self._on_gpus[entry.key].follow()
         else:
@@ -86,7 +86,7 @@ class DeviceSyncStore(SyncStore):
         if gpus is None:
             super()._push(entry, arrays, priority)
             return
-        with contextlib.suppress(Exception):  # what the last push has raised counts no more
+        with contextlib.suppress(Exception):  # a new push replaces the error of the last one
             self._wait_for(entry, entry.variable)
         entry.count()
         number = gpus.fill(entry.key, arrays)
@@ -128,7 +128,7 @@ class DeviceSyncStore(SyncStore):
     def _held(self, entry: Entry, part: Array) -> Sharded:
         if entry.key not in self._on_gpus:
             return super()._held(entry, part)
-        shape, dtype = tuple(entry.stored.shape), np.dtype(part.dtype)  # all of it is on every rank
+        shape, dtype = tuple(entry.stored.shape), np.dtype(part.dtype)  # every rank holds all of it
         return Sharded(shape, dtype, [Part(0, part)], self._world.size, self._world.rank)
 
     def _values_of(self, entry: Entry) -> Sharded:

@@ -1,9 +1,4 @@
-"""`create`, which makes a store of a kind, and the stores of one process.
-
-A store within one process: for one device or several, and for programs that shall run without MPI.
-
-Makes a store of a kind, by its name.
-"""
+"""`create`, which makes a store of a kind, and `LocalStore`, the store of one process, which needs no MPI."""
 
 from __future__ import annotations
 
@@ -32,7 +27,7 @@ _LANE = "key-value store"
 
 
 class LocalStore(KVStore):
-    """See `KVStore`; all calls are this process's own affair. It compresses as a store with one worker does."""
+    """A store of one process, for one or several devices; it compresses as a store with one worker."""
 
     rank = 0
     num_workers = 1
@@ -43,11 +38,11 @@ class LocalStore(KVStore):
         self._compression: Compression | None = None
         self._codes: dict[Key, Codes] = {}
         self._settled: set[Key] = set()
-        """Keys whose GPU is not to change any more; see `_place`."""
+        """Keys whose GPU does not change any more; see `_place`."""
         self._loads: dict[Device, int] = {}
         """Bytes of these keys on each GPU."""
         self._last: dict[Key, tuple[Streams, Stream]] = {}
-        """Of each key on a GPU the stream that was given the last work on its value; see `_in_turn`."""
+        """Stream of the last work on each key on a GPU; see `_in_turn`."""
 
     def barrier(self) -> None:
         """See `KVStore.barrier`."""
@@ -58,8 +53,7 @@ class LocalStore(KVStore):
         self._in_turn(entry)
 
     def _in_turn(self, entry: Entry) -> None:
-        """What the stream that is current on a key's GPU is given next comes behind all calls before, whatever streams
-        those were given to."""
+        """Let the current stream of a key's GPU wait for the earlier calls, which other streams may run."""
         if not is_cupy(entry.stored):
             return
         device = Device.of(entry.stored)
@@ -67,9 +61,9 @@ class LocalStore(KVStore):
         streams = before[0] if before is not None and before[0].device == device else Streams(device)
         current = streams.current()
         if before is not None and before != (streams, current):
-            given = before[0].event()
-            before[0].record(given, before[1])
-            streams.wait_event(current, given)
+            done = before[0].event()
+            before[0].record(done, before[1])
+            streams.wait_event(current, done)
         self._last[entry.key] = streams, current
 
     def _stays(self, value: Array) -> bool:
@@ -91,7 +85,7 @@ class LocalStore(KVStore):
 
     def _compress(self, compression: Compression | None) -> None:
         if compression is not None:
-            check_codable("set_gradient_compression", ((key, each.stored) for key, each in self._entries.items()))
+            check_codable("set_gradient_compression", ((key, entry.stored) for key, entry in self._entries.items()))
         self._compression, self._codes = compression, {}
         for key in self._entries:
             self._code(key)
@@ -119,7 +113,7 @@ class LocalStore(KVStore):
         self._engine.push(update, [], [var], self._lane, priority, f"push of {var.name}")
 
     def _push_there(self, entry: Entry, arrays: list[Array]) -> None:
-        """On a device, which is given its work here: another thread would have another current stream."""
+        """Push to a key on a device, in this thread: another thread would have another current stream."""
         failure: BaseException | None = None
         self._in_turn(entry)
         received = like(entry.stored)
@@ -129,18 +123,18 @@ class LocalStore(KVStore):
             with on_device_of(entry.stored):
                 self._updater.update(entry.key, received, entry.stored)
         except Exception as error:
-            failure = error  # for who waits for the key
+            failure = error  # raised where the key is waited for
         finally:
             self._engine.release(entry.variable, failure)
 
     def _hold(self, entry: Entry) -> None:
-        while not self._engine.hold(entry.variable):  # another thread of the program has it
+        while not self._engine.hold(entry.variable):  # another thread of the program holds it
             self._settle()
 
     def _place(self, entry: Entry, arrays: list[Array]) -> None:
-        """Where a push comes from several GPUs, let each of them keep about as many bytes of keys, the largest first.
+        """Distribute keys over the GPUs that push, with about equal bytes on each, largest keys first.
 
-        Keys that were pushed before, or have a state, stay where they are.
+        Keys that were pushed before, or have an optimizer state, keep their GPU.
 
         Source: Apache MXNet, ``src/kvstore/comm.h``, ``CommDevice::InitMergeBuffer``.
         """
@@ -152,21 +146,21 @@ class LocalStore(KVStore):
         loads = self._loads
         for device in devices:
             loads.setdefault(device, 0)
-        entries = [each for key, each in self._entries.items() if key not in self._settled and is_cupy(each.stored)]
+        entries = [other for key, other in self._entries.items() if key not in self._settled and is_cupy(other.stored)]
         stateful = self._updater.states if isinstance(self._updater, ByOptimizer) else {}
-        for each in sorted(entries, key=lambda each: -int(each.stored.nbytes)):
-            device = Device.of(each.stored)
-            if each.pushes == 0 and each.key not in stateful:
+        for other in sorted(entries, key=lambda other: -int(other.stored.nbytes)):
+            device = Device.of(other.stored)
+            if other.pushes == 0 and other.key not in stateful:
                 device = min(devices, key=loads.__getitem__)
-            loads[device] = loads.get(device, 0) + int(each.stored.nbytes)
-            if device != Device.of(each.stored):
-                self._hold(each)
+            loads[device] = loads.get(device, 0) + int(other.stored.nbytes)
+            if device != Device.of(other.stored):
+                self._hold(other)
                 try:
-                    self._in_turn(each)
-                    each.stored = device.put(each.stored)
+                    self._in_turn(other)
+                    other.stored = device.put(other.stored)
                 finally:
-                    self._engine.release(each.variable)
-            self._settled.add(each.key)
+                    self._engine.release(other.variable)
+            self._settled.add(other.key)
 
     def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> PullHandle:
         if is_host(entry.stored):
@@ -179,7 +173,7 @@ class LocalStore(KVStore):
 
 
 def _decoded(codes: Codes, value: np.ndarray) -> np.ndarray:
-    """What arrives of a push that is encoded."""
+    """Encode a push and decode it again."""
     wire, received = np.empty(codes.nbytes, np.uint8), np.empty(value.size, value.dtype)
     codes.encode(np.ascontiguousarray(value).reshape(-1), wire)
     codes.add([wire[place] for place in codes.places], received)
@@ -189,15 +183,15 @@ def _decoded(codes: Codes, value: np.ndarray) -> np.ndarray:
 def create(
     name: str = "local", world: World | None = None, *, staleness: int | None = None, replay: int | None = None
 ) -> KVStore:
-    """A new store, without keys.
+    """Make a new store, without keys.
 
     Args:
-        name: one of `KINDS`, exactly. Those that begin with ``dist`` every rank must make, in the same order.
-        world: for those; default `hpcdp.init()`. The others start no MPI.
-        staleness: for ``dist_async``: by how many pushes of a key a worker may lead the slowest one before it waits.
-            None: by any. 0: pushes go in rounds, which are merged: that is ``dist_sync``, and that is what is made.
-        replay: for ``dist_async`` on thread ranks: a seed that decides in which order operations take effect, of this
-            store and of those of ``dist_async`` that are made later in ``world``.
+        name: a name in `KINDS`. Every rank must make a ``dist`` store, and several of them in the same order.
+        world: the ranks of a ``dist`` store; default `hpcdp.init()`. Other kinds start no MPI.
+        staleness: for ``dist_async``: the number of pushes of a key by which a worker may lead the slowest one before
+            it waits; None: unbounded. 0 makes a ``dist_sync`` store, because pushes then go in rounds.
+        replay: for ``dist_async`` on thread ranks: a seed that determines the order in which operations of this store,
+            and of later ``dist_async`` stores in ``world``, take effect.
 
     Raises:
         ConfigError: there is no such kind, or it has no such setting.
@@ -209,7 +203,7 @@ def create(
         return LocalStore(name)
     world = init() if world is None else world
     on_every_rank(world.comm, lambda: _check_settings(name, staleness, replay))
-    require_same(world.comm, "kvstore.create", [f"{name} {staleness=} {replay=}"], "make it alike on all ranks")
+    require_same(world.comm, "kvstore.create", [f"{name} {staleness=} {replay=}"], "pass the same on all ranks")
     if name == "dist_async" and staleness != 0:
         return AsyncStore(name, world, staleness, replay)
     if KINDS[name].sums == "device":
@@ -221,7 +215,8 @@ def _check_settings(name: str, staleness: int | None, replay: int | None) -> Non
     for setting, value in (("staleness", staleness), ("replay", replay)):
         if value is not None and name != "dist_async":
             raise ConfigError(
-                "kvstore.create", where=setting, expected="None, or dist_async", got=f"{value!r} of {name}"
-            )
+                "kvstore.create", where=setting, expected=f"None with {name}", got=repr(value),
+                remedy="leave it out, or create a dist_async store",
+            )  # fmt: skip
         if value is not None:
             whole_number("kvstore.create", setting, value, 0)

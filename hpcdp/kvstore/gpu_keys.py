@@ -1,10 +1,10 @@
-"""Keys that every rank keeps on its GPU: ``dist_device_sync``, where values are CuPy arrays.
+"""Keys that every rank keeps on its GPU: CuPy arrays in a ``dist_device_sync`` store.
 
-A push is added up on the GPU, over the node, and over nodes as the gradients of a `Trainer` are (see
-`data_parallel.gpu_reduction`); then every rank updates its value. Sums have streams of their own, updates and pulls one
-together; events order these and the stream that is current where the program pushes and pulls.
+A push is summed on the GPU, over the node, and over nodes, like the gradients of a `Trainer` (see
+`data_parallel.gpu_reduction`). Then every rank updates its value. Sums run on separate streams, updates and pulls on
+one stream. Events order these and the program's current stream.
 
-Source: as `sync`; there is no owner, since a GPU updates a value faster than it gets one from another.
+Source: as `sync`, but without owners, because a GPU updates a value faster than it receives it from another.
 """
 
 from __future__ import annotations
@@ -32,30 +32,32 @@ from .sync_rounds import Reached
 from .updaters import Updater
 
 MOST_KEYS = (1 << OPERATION_BITS) - 1
-"""Of one `GpuKeys`, which tells the messages of their sums apart by their numbers."""
+"""Most keys of one `GpuKeys`, whose numbers distinguish the messages of their sums."""
 
-_SAID, _READ, _PHASES = 1, 2, 2
-"""What a rank posts in a round of a key: its learning rate, and that it has read those of the others."""
+_RATE_POSTED, _RATES_READ, _PHASES = 1, 2, 2
+"""Milestones of a key's round: the rank has posted its learning rate, and has read those of the others."""
 
 
 def can_stay(value: Array) -> bool:
-    """Whether ranks can sum arrays like ``value``, a CuPy array, on their GPUs."""
+    """Return whether ranks can sum CuPy arrays like ``value`` on their GPUs."""
     return np.dtype(value.dtype).name in SUMMED_KINDS and np.dtype(value.dtype) in STORABLE
 
 
 def check_one_gpu(values: Mapping[Key, Array]) -> None:
-    """Raises `UnsupportedError` unless all ``values`` are on one GPU."""
+    """Raise `UnsupportedError` unless all ``values`` are on one GPU."""
     devices = {key: Device.of(value) for key, value in values.items()}
     first = next(iter(devices.values()), None)
     odd = next((key for key, device in devices.items() if device != first), None)
     if odd is not None:
-        raise UnsupportedError("init", where=f"key {odd!r}", expected=f"an array on {first}, as of the keys before",
-                               got=f"one on {devices[odd]}")  # fmt: skip
+        raise UnsupportedError(
+            "init", where=f"key {odd!r}", expected=f"an array on {first}, like the other keys",
+            got=f"an array on {devices[odd]}",
+        )  # fmt: skip
 
 
 @dataclass
 class _Held:
-    """A key as `GpuReduction` sees it."""
+    """A key in the form of a parameter, for `GpuReduction`."""
 
     name: str
     data: Array
@@ -65,14 +67,14 @@ class _Held:
 
 
 class GpuKey:
-    """One key: its value, the row that is summed, and how far the ranks of the node are with it."""
+    """A key on the GPU: its value, the row that is summed, and the node's progress counters."""
 
     def __init__(self, name: str, value: Array, bucket: Bucket, world: World, streams: Streams) -> None:
         self.value, self.bucket = value, bucket
         self.received = bucket.view(bucket.slots[0])
-        """What is pushed, then the sum; a view of the row, in the key's shape."""
+        """The push, then the sum: a view of the row in the key's shape."""
         self.updated = streams.event()
-        """Behind the last update, which read the row."""
+        """Event after the last update, which read the row."""
         self.rounds = 0
         self._name, self._memory = name, world.node_memory
         self._neighbours = world.node_comm.allgather_json(world.rank)
@@ -80,20 +82,20 @@ class GpuKey:
         self._rates = world.node_memory.alloc((world.node_memory.size,), np.float64)
 
     def behind(self) -> list[int]:
-        """The ranks of the node that have not pushed as often as this one."""
-        return self._milestones.behind(_milestone(self.rounds, _SAID))
+        """Return the ranks of the node that have pushed less often than this one."""
+        return self._milestones.behind(_milestone(self.rounds, _RATE_POSTED))
 
-    def say_rate(self, number: int, rate: float) -> Steps:
-        """Tell the node's ranks the learning rate of round ``number``, once they have read that of the last."""
-        yield [Reached(self._milestones, _milestone(number - 1, _READ))]
+    def post_rate(self, number: int, rate: float) -> Steps:
+        """Post the learning rate of round ``number``, once the node's ranks have read that of the last round."""
+        yield [Reached(self._milestones, _milestone(number - 1, _RATES_READ))]
         self._rates[self._memory.rank] = rate
-        self._milestones.post(_milestone(number, _SAID))
+        self._milestones.post(_milestone(number, _RATE_POSTED))
 
     def compare_rates(self, number: int) -> Steps:
-        """Raises `MismatchError` on all ranks of the node where they differ in the learning rate of a round."""
-        yield [Reached(self._milestones, _milestone(number, _SAID))]
+        """Raise `MismatchError` on all ranks of the node if their learning rates of a round differ."""
+        yield [Reached(self._milestones, _milestone(number, _RATE_POSTED))]
         rates = self._rates.tolist()
-        self._milestones.post(_milestone(number, _READ))
+        self._milestones.post(_milestone(number, _RATES_READ))
         at = next((at for at, rate in enumerate(rates) if rate != rates[0]), None)
         if at is not None:
             got = f"{rates[0]:g} on rank {self._neighbours[0]}, {rates[at]:g} on rank {self._neighbours[at]}"
@@ -104,9 +106,11 @@ class GpuKeys:
     """The keys of one call of ``init``; every rank of the world must make it, with values on its GPU.
 
     Args:
-        values: alike on all ranks, for which they become the store's own; all on one GPU, at most `MOST_KEYS`.
-        comm: all ranks, for messages; ``rail``: of `World.rail_comm`, or None. Both as `GpuReduction` has them.
-        signature: see `make_tag`.
+        values: initial values, alike on all ranks, all on one GPU, at most `MOST_KEYS`; the store keeps these arrays.
+        world: the ranks.
+        comm: communicator of all ranks, see `GpuReduction`.
+        rail: duplicate of `World.rail_comm`, or None, see `GpuReduction`.
+        signature: signature of message tags, see `make_tag`.
 
     Raises:
         DeviceError, UnsupportedError: see `GpuReduction`.
@@ -124,28 +128,28 @@ class GpuKeys:
         buckets = self._reduction.allocate(layout)
         self._stream = streams.stream()
         self._read: deque[tuple[Event, Array]] = deque()
-        """What pulls write to, and the events behind them: memory must stay until then."""
+        """Events after pulls, and their destinations, which must stay allocated until then."""
         self.keys: dict[Key, GpuKey] = {}
         for key, entry, bucket in zip(values, held, buckets, strict=True):
             self.keys[key] = GpuKey(entry.name, entry.data, bucket, world, streams)
         self.follow()
 
     def finish(self) -> None:
-        """Let the stream that is current wait for all updates and pulls so far: it writes values next."""
+        """Let the current stream, which writes values next, wait for all earlier updates and pulls."""
         self._streams.follow(self._streams.current(), self._stream)
 
     def follow(self) -> None:
-        """Let updates and pulls from now on wait for what the stream that is current has written."""
+        """Let later updates and pulls wait for the current stream."""
         self._streams.follow(self._stream)
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        """Within it this thread gives what it computes to the stream of updates and pulls."""
+        """Make the stream of updates and pulls current in this context."""
         with self._streams.on_device(), self._stream:
             yield
 
     def fill(self, key: Key, arrays: Sequence[Array]) -> int:
-        """Take a push, before its `round`, whose number is returned; that of the push before must have ended."""
+        """Sum ``arrays`` into a key's row, and return the number of its `round`; the last round must have ended."""
         mine, streams = self.keys[key], self._streams
         with streams.on_device():
             streams.wait_event(streams.current(), mine.updated)
@@ -155,13 +159,13 @@ class GpuKeys:
         return mine.rounds
 
     def round(self, key: Key, number: int, updater: Updater, turn: SendPriority | None) -> Steps:
-        """Sum what all ranks have pushed, and update; it has ended when that is given to the GPU."""
+        """Sum the pushes of all ranks, and update; the round ends when this work is queued on the GPU."""
         mine = self.keys[key]
-        yield from mine.say_rate(number, updater.rate(key))
+        yield from mine.post_rate(number, updater.rate(key))
         yield from self._reduction.sum(mine.bucket, turn)
         with self._updating():
             self._reduction.summed(mine.bucket)
-            self._streams.record(mine.updated, self._stream)  # for a push that follows an update that raises
+            self._streams.record(mine.updated, self._stream)  # for the next push if the update raises
         yield from mine.compare_rates(number)
         with self._updating():
             try:
@@ -170,11 +174,13 @@ class GpuKeys:
                 self._streams.record(mine.updated, self._stream)
 
     def pull(self, key: Key, place: Array, rows: np.ndarray | None) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Two functions: one copies the value to ``place``, on this GPU, when the pushes before have ended; the other
-        lets the stream that is current wait for that."""
+        """Return two functions for a pull to ``place`` on this GPU.
+
+        The first queues the copy, after earlier pushes; the second lets the current stream wait for it.
+        """
         streams, value = self._streams, self.keys[key].value
-        begun, come = streams.event(), streams.event()
-        streams.record(begun, streams.current())  # what was computed with `place` before
+        begun, copied = streams.event(), streams.event()
+        streams.record(begun, streams.current())  # after earlier work on `place`
         while self._read and streams.query(self._read[0][0]):
             self._read.popleft()
 
@@ -182,25 +188,25 @@ class GpuKeys:
             with self._updating():
                 streams.wait_event(self._stream, begun)
                 fill(place, value, rows)
-                streams.record(come, self._stream)
-            self._read.append((come, place))
+                streams.record(copied, self._stream)
+            self._read.append((copied, place))
 
-        return copy, lambda: streams.wait_event(streams.current(), come)
+        return copy, lambda: streams.wait_event(streams.current(), copied)
 
     def arrive(self, key: Key) -> None:
-        """Let the stream that is current wait for the last update of a key, whose `round` has ended."""
+        """Let the current stream wait for the last update of a key, whose `round` has ended."""
         self._streams.wait_event(self._streams.current(), self.keys[key].updated)
 
 
 def _milestone(number: int, phase: int) -> int:
-    """That of a phase of round ``number``, counted from 1; 0 is where all begin."""
+    """Return the milestone of a phase of round ``number``, from 1; milestone 0 is the start."""
     return (number - 1) * _PHASES + phase
 
 
 def _layout(held: Sequence[_Held]) -> Layout:
-    """A bucket for each key: they are pushed one by one."""
-    dtypes = tuple(np.dtype(each.data.dtype) for each in held)
-    slots = tuple(Slot(each.name, tuple(each.data.shape), number, 0) for number, each in enumerate(held))
+    """Return a layout with one bucket for each key, because keys are pushed one by one."""
+    dtypes = tuple(np.dtype(key.data.dtype) for key in held)
+    slots = tuple(Slot(key.name, tuple(key.data.shape), number, 0) for number, key in enumerate(held))
     lines = [-(-slot.count * dtype.itemsize // LINE_NBYTES) or 1 for slot, dtype in zip(slots, dtypes, strict=True)]
-    counts = tuple(each * LINE_NBYTES // dtype.itemsize for each, dtype in zip(lines, dtypes, strict=True))
+    counts = tuple(num * LINE_NBYTES // dtype.itemsize for num, dtype in zip(lines, dtypes, strict=True))
     return Layout(slots, counts, dtypes)

@@ -1,24 +1,13 @@
-"""The keys of a server, their versions and their staleness.
+"""The table of an asynchronous store's keys, handlers of requests for them, and collective operations on it.
 
-The keys of an asynchronous store as all its processes know them.
-
-Workers and servers hold the same table. What lies in memory that a rank shares it reads and changes itself; for the
-rest it asks the server that keeps the part.
-
-Bounded delay: a push that leads by too much waits, wherever its key lies, and its worker is told for whom.
-
-Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", 2013.
-
-Handlers of requests, replay after a lost server, and collective requests.
-
-A seeded schedule: what asynchronous workers do takes effect in an order that can be had again.
-
-Every worker waits before each of its operations until all others wait, too, or have ended; then the seed decides who is
-next. So the order depends on nothing but the seed and what the workers do: a run that went wrong can be looked at.
-
-What ranks of other nodes ask for, and how it is met: nothing is done before it is known to fit.
-
-What all processes of an asynchronous store do together: workers call it, servers are told to.
+- `Table`: the keys, which workers and servers all hold. A rank accesses the parts in its node's memory directly, and
+  sends requests for the others to their server.
+- `Delay`: bounded staleness. A push that leads by too much waits. Source: Ho et al., "More effective distributed ML via
+  a stale synchronous parallel parameter server", 2013.
+- `Replay`: a seeded order of all workers' operations. Every worker waits before each operation until all others wait,
+  too, or have ended; then the seed chooses the next one. So a run can be repeated.
+- `Requests`: handlers of requests from other nodes, which check a request before they change anything.
+- `make`, `assign`, `set_updater`, `compress`: collective operations, which workers call and servers run by command.
 """
 
 from __future__ import annotations
@@ -56,44 +45,44 @@ from .updaters import ByFunction, ByOptimizer, Function, Rate, Updater, name_of,
 MOST_STEPS = 1 << 53
 _INT64 = np.iinfo(np.int64)
 _DEATH_CHECK_S = 0.5
-"""Between looks who has died, of those who are held back."""
+"""Seconds between two checks for dead workers by a worker that waits."""
 
 Described = tuple[Key, tuple[int, ...], str]
-"""A key, its shape and dtype."""
+"""Key, shape and dtype."""
 
 
 @dataclass
 class Item:
-    """One key."""
+    """A key of an asynchronous store."""
 
     number: int
     key: Key
     shape: tuple[int, ...]
     dtype: np.dtype
     width: int
-    """Elements of a row, of which every part holds whole ones."""
+    """Elements of a row; rows are not split between parts."""
     parts: list[ValuePart]
     cells: list[ShmValue | None]
-    """Those of the parts that lie in this rank's node."""
+    """Shared values of the parts; None for a part on another node."""
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def in_order(self) -> bool:
-        """Whether operations draw tickets, so that all parts see them in one order."""
+        """True if operations draw tickets, so that they take effect in one order on all parts."""
         return len(self.parts) > 1
 
 
 class Table:
-    """All keys of a store. Every process makes it, and calls `make` and `set_updater`, together.
+    """All keys of a store; every process makes it, and calls `make` and `set_updater` collectively.
 
     Args:
         group: workers, then servers.
-        num_workers: how many of its ranks are workers.
-        staleness: by how many pushes of a key a worker may lead; None: by any.
+        num_workers: number of workers.
+        staleness: number of pushes of a key by which a worker may lead; None: unbounded.
     """
 
     def __init__(self, group: World, num_workers: int, staleness: int | None) -> None:
@@ -102,7 +91,7 @@ class Table:
         shares = memory.size > 1
         everyone = group.comm.allgather_json(group.node if shares else -1 - group.rank)
         self.homes: list[int] = everyone
-        """By rank where it is: ranks of the same home share memory."""
+        """Home of each rank: ranks with the same home share memory."""
         self.own_home = everyone[group.rank]
         servers = range(num_workers, group.size) if group.size > num_workers else range(num_workers)
         self.servers = list(servers)
@@ -111,21 +100,21 @@ class Table:
         self.by_number: list[Item] = []
         self.updater: Updater | None = None
         self.schedule: Schedule | None = None
-        """Of the learning rate, as it was when the updater was set; None: it was a number."""
+        """Learning rate schedule of the updater as it was set; None for a number."""
         self.schedules: dict[int, Schedule] = {}
-        """Those that workers of other nodes have assigned since."""
+        """Schedules that workers of other nodes have assigned since, by rank."""
         self.compression: Compression | None = None
         self._memory = memory
         self._locks = NodeLocks(group.node_comm if shares else None)
         self._num_locks = 0
         self.neighbours: list[int] = group.node_comm.allgather_json(group.rank) if shares else [group.rank]
         self.strangers: Communicator | None = None
-        """Over which processes of other nodes are asked, where there are some: it knows who of them has died."""
-        self._looked = 0.0
+        """Communicator with other nodes, which records dead ranks; None on one node."""
+        self._last_check = 0.0
         self._left = memory.alloc((memory.size,), np.int64)
 
     def make(self, described: Sequence[Described], values: Sequence[np.ndarray]) -> None:
-        """Make keys, with these values, of any shape."""
+        """Make keys with initial ``values``, whose shapes may differ from the keys'."""
         for (key, shape, dtype), value in zip(described, values, strict=True):
             kind = np.dtype(dtype)
             width = max(1, math.prod(shape[1:]))
@@ -138,7 +127,7 @@ class Table:
             self._keep_states(item)
 
     def assign(self, item: Item, value: np.ndarray) -> None:
-        """Overwrite a key, by one of any shape; every process must call."""
+        """Overwrite a key by a value with as many elements; every process must call."""
         for part, cell in zip(item.parts, item.cells, strict=True):
             if cell is not None and self._memory.rank == 0:
                 cell.assign(value.reshape(-1)[part.first : part.last])
@@ -152,12 +141,13 @@ class Table:
         return ShmValue(f"key {key!r}", self._memory, self._locks, self._num_locks, count, dtype, self.num_workers)
 
     def set_updater(self, updater: Updater) -> None:
-        """Let pushes be applied by this; states begin anew."""
+        """Set the updater of later pushes, and reset optimizer states."""
         self.updater, self.schedules, self.schedule = updater, {}, None
-        if isinstance(updater, ByOptimizer) and isinstance(updater.optimizer.lr, Schedule):
-            self.schedule = copy.deepcopy(updater.optimizer.lr)
-        if isinstance(updater, ByOptimizer):  # compiled now, not in the first push, under a key's lock
+        if isinstance(updater, ByOptimizer):
             flat, rule = np.zeros(1, np.float32), updater.optimizer
+            if isinstance(rule.lr, Schedule):
+                self.schedule = copy.deepcopy(rule.lr)
+            # Compile the rule here, instead of in the first push under a key's lock.
             rule.update(flat, np.zeros_like(flat), rule.init_state(flat), step=1)
         for item in self.by_number:
             self._keep_states(item)
@@ -169,11 +159,11 @@ class Table:
                     cell.keep_states_of(self.updater.optimizer)
 
     def change(self, item: Item, part: int, received: np.ndarray, rate: Rate) -> Callable[[np.ndarray], object]:
-        """What applies a push to a part that lies here; to be called with its value."""
+        """Return the function that applies a push to the flat value of a part on this node."""
         updater, cell = self.updater, item.cells[part]
         assert cell is not None
         if isinstance(updater, ByOptimizer):
-            rule = copy.copy(updater.optimizer)  # whose rate this rank's program may assign meanwhile
+            rule = copy.copy(updater.optimizer)  # a copy, because this rank's program may assign another rate
             rule.lr = rate
             return lambda flat: cell.update(rule, received, flat)
         assert isinstance(updater, ByFunction)
@@ -181,21 +171,21 @@ class Table:
 
         return lambda flat: updater.update(item.key, received.reshape(shape), flat.reshape(shape))
 
-    def rate(self, worker: int, said: float) -> Rate:
-        """The learning rate of a push of a worker of another node, which has ``said`` a number, or NaN.
+    def rate(self, worker: int, sent: float) -> Rate:
+        """Return the learning rate of a push from another node: ``sent``, or the worker's schedule where that is NaN.
 
         Raises:
-            MismatchError: it has named none, and no schedule before.
+            MismatchError: the worker has sent neither.
         """
-        if not math.isnan(said) or not isinstance(self.updater, ByOptimizer):
-            return said
-        known = self.schedules.get(worker, self.schedule)
-        if known is None:
+        if not math.isnan(sent) or not isinstance(self.updater, ByOptimizer):
+            return sent
+        schedule = self.schedules.get(worker, self.schedule)
+        if schedule is None:
             raise MismatchError("push", where=f"rank {worker}", expected="a learning rate", got="none")
-        return known
+        return schedule
 
     def decoded(self, item: Item, part: int, codes: np.ndarray) -> np.ndarray:
-        """What a codec made, as an array again."""
+        """Return the decoded array of a part's codes."""
         first, last = item.parts[part][1:]
         out = np.empty(last - first, item.dtype)
         assert self.compression is not None
@@ -203,37 +193,37 @@ class Table:
         return out
 
     def may_go_on(self, cell: ShmValue, worker: int) -> bool:
-        """Whether the bound of staleness lets a worker push."""
+        """Return whether the staleness bound lets a worker push now."""
         if self.staleness is None or cell.may_push(worker, self.staleness):
             return True
-        self._pass_over_the_dead()
+        self._exclude_dead()
         return cell.may_push(worker, self.staleness)
 
-    def _pass_over_the_dead(self) -> None:
-        """Let workers that have died hold nobody back; looks now and then."""
+    def _exclude_dead(self) -> None:
+        """Exclude dead workers from the staleness bound; checks at most every `_DEATH_CHECK_S`."""
         now = time.monotonic()
-        if now - self._looked > _DEATH_CHECK_S:
-            self._looked = now
+        if now - self._last_check > _DEATH_CHECK_S:
+            self._last_check = now
             lost = set() if self.strangers is None else self.strangers.lost
             for rank in lost.union(self.gone()):
                 if rank < self.num_workers:
                     self.set_clocks(rank, AWAY)
 
     def draw(self, cell: ShmValue, worker: int, pushes: bool) -> int:
-        """A ticket, when `may_go_on`; counts a push."""
+        """Return a ticket, and count a push; to be called when `may_go_on`."""
         if pushes and self.staleness is not None:
             cell.tick(worker)
         return cell.ticket()
 
     def state_name(self, cell: ShmValue, message: Message) -> str:
-        """Which of the optimizer's states a message is about."""
+        """Return the name of the optimizer state that a message addresses."""
         if message.which >= len(cell.states):
             got = f"number {message.which}"
             raise MismatchError("key-value store message", expected=f"one of {len(cell.states)} states", got=got)
         return sorted(cell.states)[message.which]
 
     def write_state(self, cell: ShmValue, message: Message) -> None:
-        """Do as a message of kind WRITE_STATE says."""
+        """Execute a message of kind WRITE_STATE."""
         payload, flat = message.payload, cell.flat
         if message.which == NO_STATE:
             if not 0 <= message.number < MOST_STEPS:
@@ -252,26 +242,26 @@ class Table:
             cell.write_state(name, values)
 
     def set_clocks(self, worker: int, number: int) -> None:
-        """Set a worker's clock of all keys whose order is kept here: see `ShmValue.set_clock`."""
+        """Set a worker's clock of all keys whose first part is on this node: see `ShmValue.set_clock`."""
         for item in self.by_number:
             cell = item.cells[0]
             if cell is not None:
                 cell.set_clock(worker, number)
 
     def leave(self) -> None:
-        """This process ends as it should."""
+        """Record that this process ends regularly."""
         self._left[self._memory.rank] = 1
 
     def gone(self) -> list[int]:
-        """The ranks of this node that have died."""
+        """Return the ranks of this node that have died."""
         return [self.neighbours[local] for local in self._locks.gone() if not self._left[local]]
 
 
 def take(item: Item, cell: ShmValue, rank: int, count: int) -> int:
-    """The integer under a key, which is ``count`` greater then.
+    """Return the integer of a key, and add ``count`` to it.
 
     Raises:
-        ConfigError: it is no single integer, or would be none any more.
+        ConfigError: the key is not one int64, or the sum overflows.
     """
     if item.dtype != np.int64 or item.count != 1:
         got = f"{item.shape} {item.dtype}"
@@ -290,7 +280,7 @@ def take(item: Item, cell: ShmValue, rank: int, count: int) -> int:
 
 
 def no_updater(operation: str) -> ConfigError:
-    """Without an updater the last push would win, whichever that is."""
+    """Return the error of a push without an updater, with which the last push would win in an undefined order."""
     return ConfigError(
         operation, where="dist_async", expected="a store with an updater", got="none",
         remedy="call set_optimizer(hpcdp.optim.SGD(lr=0.1)) or set_updater(function) first, on all ranks",
@@ -298,90 +288,89 @@ def no_updater(operation: str) -> ConfigError:
 
 
 def updater_of(described: dict[str, Any]) -> Updater:
-    """The updater that a worker has described: an optimizer by name and arguments, a function by where it is.
+    """Return the updater that a worker has described: an optimizer by its config, a function by its import path.
 
     Raises:
-        ConfigError: it cannot be found.
+        ConfigError: the function cannot be imported.
     """
     if "optimizer" in described:
         return ByOptimizer(from_config(described["optimizer"]))
-    module, _, name = described["function"].partition(":")
+    module, _, path = described["function"].partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for each in name.split("."):
-            found = getattr(found, each)
+        function: Any = importlib.import_module(module)
+        for name in path.split("."):
+            function = getattr(function, name)
     except (Exception, SystemExit) as error:  # a script that runs when it is imported may raise anything
-        said = str(error) if isinstance(error, ImportError | AttributeError) else summary(error)
+        reason = str(error) if isinstance(error, ImportError | AttributeError) else summary(error)
         raise ConfigError(
-            "set_updater", expected="a function that servers can import", got=f"{module}.{name}: {said}",
-            remedy="put it into a module beside your script, not into the script itself",
+            "set_updater", expected="a function that servers can import", got=f"{module}.{path}: {reason}",
+            remedy="move it to a module beside your script",
         ) from None  # fmt: skip
-    return ByFunction(found)
+    return ByFunction(function)
 
 
 def require_same_by_name(function: Function) -> None:
-    """Raises `ConfigError` where servers, who are told only its name, would find another function than this one."""
-    name = name_of(function)
-    module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for each in path.split("."):
-        found = getattr(found, each, None)
-    if found is not None and found is not function:  # what is not found at all, servers say
+    """Raise `ConfigError` where servers, which get only a function's name, would import another function."""
+    module, _, path = name_of(function).partition(":")
+    imported: Any = sys.modules.get(module)
+    for name in path.split("."):
+        imported = getattr(imported, name, None)
+    if imported is not None and imported is not function:  # servers report a name that cannot be imported
         raise ConfigError(
-            "set_updater", expected="a function that servers can import", got=f"another one than {module}.{path}",
-            remedy="pass a function of a module, as it is called there: no method, no partial, none that is wrapped",
+            "set_updater", expected="a function that servers can import", got=f"a function other than {module}.{path}",
+            remedy="pass a module's function under its own name: no method, partial or wrapped function",
         )  # fmt: skip
 
 
 REPORTED_S = 5.0
-"""A worker that is held back so long says by whom, once a push."""
+"""Seconds after which a worker that waits reports the slower workers, once a push."""
 
 
 class Delay:
-    """Of one push, where its key's order is kept.
+    """The delay of one push by the staleness bound.
 
     Args:
         cell: the first part of the key.
-        worker: who pushes.
+        worker: the pushing worker.
     """
 
     def __init__(self, table: Table, cell: ShmValue, worker: int) -> None:
         self._table, self._cell, self.worker = table, cell, worker
-        self._began, self._told = time.monotonic(), False
+        self._began, self._reported = time.monotonic(), False
         self.held_s = 0.0
-        """For how long it was held back so far."""
+        """Seconds of waiting so far."""
 
     def may_go_on(self) -> bool:
-        """Whether the bound lets the push take effect."""
+        """Return whether the bound lets the push take effect."""
         may = self._table.may_go_on(self._cell, self.worker)
         if not may or self.held_s:
             self.held_s = time.monotonic() - self._began
         return may
 
     def to_report(self) -> list[int]:
-        """The workers that hold it back, once when that has lasted; else none."""
-        if self._told or self.held_s < REPORTED_S:
+        """Return the slower workers, once, after `REPORTED_S`; otherwise an empty list."""
+        if self._reported or self.held_s < REPORTED_S:
             return []
-        self._told = True
+        self._reported = True
         return self._cell.behind(self.worker, self._table.staleness or 0)
 
 
-_LOOK_S = 0.2
-"""Between looks whether another worker has failed."""
+_FAILURE_CHECK_S = 0.2
+"""Seconds between two checks whether another worker has failed."""
 
 
 class Replay:
-    """Who may act, decided by a seed; workers are threads. Use `of`.
+    """A seeded order of the operations of thread workers; use `of`.
 
     Args:
-        world: the workers, as one of them sees it.
+        world: the world of one of the workers.
     """
 
     def __init__(self, world: World) -> None:
         self._random = np.random.default_rng()
         self._check = world.node_memory.check
         self._stores = [0] * world.size
-        """That each worker has."""
+        """Number of stores of each worker."""
         self._away: set[int] = set()
         self._asking: dict[int, Callable[[], bool]] = {}
         self._chosen: int | None = None
@@ -389,18 +378,18 @@ class Replay:
 
     @classmethod
     def of(cls, world: World, seed: int | None) -> Replay | None:
-        """One for all workers and asynchronous stores of ``world``, from the first on that has a seed; all ranks call.
+        """Return the one of all asynchronous stores of ``world``, which the first seed makes; every rank must call.
 
         Raises:
-            ConfigError: they are processes, or there are servers.
+            ConfigError: the workers are processes, or there are servers.
         """
         kept: Replay | None = world.kept.get(cls)
         if seed is None:
             return kept
         if not isinstance(world.comm, ThreadCommunicator) or world.whole is not None:
-            got = f"{world.library} ranks" if world.whole is None else "servers, too"
+            got = f"{world.library} ranks" if world.whole is None else "a world with servers"
             raise ConfigError(
-                "kvstore", where="replay", expected="thread ranks alone, hpcdp.comm.thread_comm.run", got=got
+                "kvstore", where="replay", expected="thread ranks, by hpcdp.comm.thread_comm.run", got=got
             )
         if kept is None:
             made: list[Replay | None] = world.comm.meet(cls(world) if world.rank == 0 else None)
@@ -411,7 +400,7 @@ class Replay:
         return kept
 
     def share(self, world: World, table: Table) -> list[Table]:
-        """A store more of each worker; all workers' tables of it, which see the clocks of keys that lie elsewhere."""
+        """Register a store of each worker, and return all workers' tables of it, for the clocks of all keys."""
         assert isinstance(world.comm, ThreadCommunicator)
         with self._changed:
             self._stores[world.rank] += 1
@@ -419,12 +408,12 @@ class Replay:
 
     @contextlib.contextmanager
     def turn(self, worker: int, may_act: Callable[[], bool]) -> Iterator[None]:
-        """Within it nobody else acts; waits for this worker's turn, which does not come before ``may_act()``."""
+        """Wait for this worker's turn, in which no other acts; it does not come before ``may_act()``."""
         with self._changed:
             self._asking[worker] = may_act
             self._choose()
             while self._chosen != worker:
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_FAILURE_CHECK_S)
                 self._check()
         try:
             yield
@@ -435,7 +424,7 @@ class Replay:
 
     @contextlib.contextmanager
     def meeting(self, worker: int) -> Iterator[None]:
-        """Within it this worker, which waits for all others, is not waited for; all workers come here."""
+        """Exclude this worker, which waits for all others, from the order in this context; all workers must enter."""
         with self._changed:
             self._away.add(worker)
             self._choose()
@@ -446,7 +435,7 @@ class Replay:
                 self._away.discard(worker)
 
     def end(self, worker: int) -> None:
-        """A store less of this worker; after the last one it does nothing any more."""
+        """Unregister a store of this worker, which leaves the order after its last one."""
         with self._changed:
             self._stores[worker] -= 1
             self._choose()
@@ -462,25 +451,25 @@ class Replay:
 
 
 class Requests:
-    """Answers requests for the keys of ``table`` that lie in this rank's memory."""
+    """The handlers of requests for the keys of ``table`` in this rank's memory."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
 
     def answer(self, source: int, message: Message) -> Attempt:
-        """How to answer a request of another rank.
+        """Return the function that tries to answer a request of another rank.
 
         Raises:
-            HpcdpError: there is nothing of the kind here, or what has come does not fit.
+            HpcdpError: the request addresses a part that is not here, or does not fit it.
         """
         kind = message.kind
         if kind is MessageKind.GONE:
             return lambda: Message(MessageKind.DONE, payload=np.array(self.table.gone(), np.int64))
         if source >= self.table.num_workers:
-            raise MismatchError("key-value store message", expected="a worker's", got=f"one of rank {source}")
+            raise MismatchError("key-value store message", expected="a worker's request", got=f"one of rank {source}")
         if kind is MessageKind.CLOCK:
             return lambda: self._set_clocks(source, message.number)
-        if kind is MessageKind.SCHEDULE:  # now: pushes that follow may not be tried in their order
+        if kind is MessageKind.SCHEDULE:  # set at once, because attempts at later pushes may precede this one
             self.table.schedules[source] = _schedule(message.text())
             return lambda: Message(MessageKind.DONE)
         item, cell = self._addressed(message)
@@ -565,7 +554,7 @@ class Requests:
         return answer
 
     def _rows(self, item: Item, message: Message) -> np.ndarray | None:
-        """Which rows of its part a pull wants; None: all."""
+        """Return the rows of the part that a pull requests; None: all."""
         if message.number == 0:
             return None
         rows, (_, first, last) = message.payload, item.parts[message.part]
@@ -595,7 +584,7 @@ class Requests:
 
     def _set_clocks(self, source: int, number: int) -> Message:
         if number not in (0, AWAY, BACK):
-            expected = "a clock that begins, is away or comes back"
+            expected = f"0, {AWAY} or {BACK}"
             raise MismatchError("key-value store message", expected=expected, got=number)
         self.table.set_clocks(source, number)
         return Message(MessageKind.DONE)
@@ -615,14 +604,14 @@ def _schedule(text: str) -> Schedule:
 
 
 def make(table: Table, described: Sequence[Described], values: Sequence[np.ndarray]) -> None:
-    """Make keys, with rank 0's ``values``; those of other ranks are overwritten."""
+    """Make keys with rank 0's ``values``; the arrays of other ranks are overwritten."""
     _broadcast(table, values)
     table.make(described, values)
     table.group.comm.barrier()
 
 
 def assign(table: Table, keys: Sequence[Key], values: Sequence[np.ndarray]) -> None:
-    """Overwrite keys by rank 0's ``values``; those of other ranks are overwritten."""
+    """Overwrite keys by rank 0's ``values``; the arrays of other ranks are overwritten."""
     _broadcast(table, values)
     for key, value in zip(keys, values, strict=True):
         table.assign(table.items[key], value)
@@ -635,16 +624,16 @@ def _broadcast(table: Table, values: Sequence[np.ndarray]) -> None:
 
 
 def set_updater(table: Table, find: Callable[[], Updater]) -> None:
-    """Let pushes be applied by what ``find()`` returns.
+    """Set the updater that ``find()`` returns; every process must call.
 
     Raises:
-        ConfigError: some process cannot find it; on all of them.
+        ConfigError: ``find()`` raised on a process; on all of them.
     """
     comm = table.group.comm
     try:
         updater = on_every_rank(comm, find)
     except ConfigError as error:
-        if error.rank is not None:  # among workers and servers
+        if error.rank is not None:  # a rank of the group of workers and servers
             workers = table.group.size - table.group.num_servers
             error.operation, error.rank = f"{short_name_of(error.rank, workers)}: {error.operation}", None
         raise
@@ -653,24 +642,24 @@ def set_updater(table: Table, find: Callable[[], Updater]) -> None:
 
 
 def compress(table: Table, compression: Compression | None) -> None:
-    """Let pushes be encoded so from now on."""
+    """Set the compression of later pushes; every process must call."""
     table.compression = compression
     table.group.comm.barrier()
 
 
 def serve(whole: World) -> None:
-    """What a server does until all workers have ended: answers beside this thread, and does here what it is told.
+    """Run a server until all workers have ended: execute commands here, and answer requests in an engine thread.
 
     Args:
-        whole: workers, and this and all other servers behind them.
+        whole: all workers, followed by all servers.
     """
     server = Server.of(whole, has_servers=True)
     for command in server.next_commands(whole.size - whole.num_servers):
-        _obey(command, server, whole)
+        _execute(command, server, whole)
 
 
-def _obey(command: dict[str, Any], server: Server, whole: World) -> None:
-    """Do a server's part of what all do; keeps nothing of the store, which may be dropped next."""
+def _execute(command: dict[str, Any], server: Server, whole: World) -> None:
+    """Do a server's part of a collective operation, without keeping a reference to the store."""
     number, do = command["store"], command["do"]
     if do == "store":
         table = Table(whole, command["workers"], command["staleness"])
@@ -688,7 +677,7 @@ def _obey(command: dict[str, Any], server: Server, whole: World) -> None:
         items = [table.items[key] for key in command["keys"]]
         assign(table, command["keys"], [np.empty(item.shape, item.dtype) for item in items])
     elif do == "update":
-        with contextlib.suppress(ConfigError):  # which all workers raise, too
+        with contextlib.suppress(ConfigError):  # all workers raise it
             set_updater(table, partial(updater_of, command["described"]))
     else:
-        compress(table, Compression.of(command["said"] or None))
+        compress(table, Compression.of(command["settings"] or None))

@@ -1,21 +1,13 @@
 """The protocol of servers: placement of keys, messages, and values in shared memory.
 
-Which server keeps which part of a key: a pure function of the order in which keys are made.
-
-Small keys lie whole on the server that keeps the fewest bytes; large ones are cut in equal parts, one a server, so that
-each takes its share of what all workers send (Li et al., "Scaling distributed machine learning with the parameter
-server", 2014, section 4.2; there by hashes, whose servers are unevenly loaded).
-
-What workers and servers send each other: a header of fixed length, then the array, codes, or text, byte for byte.
-
-Whatever arrives is checked before it is used; nothing is unpickled. Numbers are little-endian. What a message of an MPI
-library cannot carry at once over TCP follows its header in pieces: of long messages both ways on one link, each side's
-permission to go on would queue behind the other's data.
-
-A part of a key in the memory of a node, which every rank there reads and changes by itself, under a lock.
-
-A count tells its version, and is odd while somebody changes it: the kernel frees the lock of a rank that dies then, and
-the next one sees by the count that the value is half new.
+- `Placement` depends only on the order in which keys are made. A small key is kept by the server with the fewest bytes.
+  A large key is split into equal parts, one for each server, to balance their load (Li et al., "Scaling distributed
+  machine learning with the parameter server", 2014, section 4.2, which places by hashes, less evenly).
+- `Message`: a header of fixed length, little-endian, then the bytes of an array, codes or text. Messages are checked
+  before use, and nothing is unpickled. A payload longer than a message follows in pieces: on TCP, two long messages in
+  opposite directions on one link would block each other's rendezvous.
+- `ShmValue`: a part of a key in a node's memory, which every rank there changes under a lock. A counter is odd during a
+  change: the kernel frees the lock of a rank that dies, and the next rank sees that the value is incomplete.
 """
 
 from __future__ import annotations
@@ -38,14 +30,14 @@ from .arguments import STORABLE
 from .updaters import apply_rule, new_state
 
 SPLIT_NBYTES = 4 << 20
-"""From so many bytes on a key is cut: below, agreeing on an order among servers costs more than sharing saves."""
+"""Least bytes of a key that is split: for smaller ones, ordering operations among servers costs more than it saves."""
 
 MOST_NBYTES = 512 << 20
-"""Of one part, so that a message of it counts its bytes in 32 bits."""
+"""Most bytes of a part, so that 32 bits count the bytes of its message."""
 
 
 class ValuePart(NamedTuple):
-    """Elements ``first`` to ``last``, the latter excluded, of a flat key, and the server that keeps them."""
+    """The elements ``first`` (included) to ``last`` (excluded) of a flat key, and their server."""
 
     server: int
     first: int
@@ -53,25 +45,25 @@ class ValuePart(NamedTuple):
 
 
 class Placement:
-    """Places one key after another.
+    """The assignment of keys to servers, in the order in which keys are made.
 
     Args:
-        servers: their ranks.
-        splits: whether large keys are cut; in one node nobody is asked, and one lock is better than several.
+        servers: ranks of the servers.
+        splits: whether large keys are split; on one node they are not, because all ranks share their memory.
     """
 
     def __init__(self, servers: Sequence[int], splits: bool) -> None:
         self._servers, self._splits = list(servers), splits
         self.nbytes = dict.fromkeys(servers, 0)
-        """That each server keeps."""
+        """Bytes that each server keeps."""
 
     def place(self, count: int, itemsize: int, width: int = 1) -> list[ValuePart]:
-        """The parts of the next key, in order; at least one. They are cut between rows of ``width`` elements."""
-        pieces = -(-count * itemsize // MOST_NBYTES) or 1
+        """Return the parts of the next key in order, at least one, split between rows of ``width`` elements."""
+        num_parts = -(-count * itemsize // MOST_NBYTES) or 1
         if self._splits and count * itemsize >= SPLIT_NBYTES:
-            pieces = -(-pieces // len(self._servers)) * len(self._servers)
+            num_parts = -(-num_parts // len(self._servers)) * len(self._servers)
         num_rows = count // width
-        ends = [width * end for end in bounds(num_rows, min(pieces, max(num_rows, 1)))]
+        ends = [width * end for end in bounds(num_rows, min(num_parts, max(num_rows, 1)))]
         parts = []
         for first, last in itertools.pairwise(ends):
             server = min(self._servers, key=self.nbytes.__getitem__)
@@ -85,17 +77,17 @@ _HEADER = struct.Struct("<4sBBBBHHIQqqdIQ4x")
 HEADER_NBYTES = _HEADER.size
 _MAGIC = b"hkvs"
 DTYPES = STORABLE
-"""What a message can carry; of other dtypes its bytes are text or codes."""
+"""Dtypes of payloads; text and codes are uint8."""
 
 
 NO_STATE = 2**32 - 1
-"""As `Message.which`: only how often a key was updated."""
+"""`Message.which` of a message about the number of updates alone."""
 VALUE = 2**32 - 2
-"""As `Message.which`, to write: the value itself."""
+"""`Message.which` of a message that writes the value."""
 
 
 class MessageKind(IntEnum):
-    """What a message asks for, or answers."""
+    """A kind of request or answer."""
 
     PUSH = 1
     PULL = 2
@@ -108,45 +100,45 @@ class MessageKind(IntEnum):
     GONE = 9
     COMMAND = 10
     DONE = 11
-    """The answer to all of these."""
+    """The answer to a request that was executed."""
     FAILED = 12
-    """Instead of it: a text says why."""
+    """The answer to a request that failed, with a text that gives the reason."""
     SCHEDULE = 13
-    """A request, too: the sender's learning rate from now on, as JSON."""
+    """A request that sets the sender's learning rate schedule, as JSON."""
     HELD = 14
-    """Before the answer to a push: by whom it is held back."""
+    """An answer to a push before the final one: the workers for which it waits."""
     LEAVE = 15
-    """The sender asks for nothing of a store any more; after all workers have said so its keys are dropped."""
+    """The sender sends no more requests for a store, whose keys are dropped after all workers have left."""
     PASS = 16
-    """The sender has nothing to push of a key this time, and holds nobody back by that."""
+    """The sender skips a push of a key, and counts it for the staleness bound."""
 
 
 @dataclass
 class Message:
-    """One message; see `Kind`."""
+    """A message between a worker and a server."""
 
     kind: MessageKind
     store: int = 0
     key: int = 0
-    """The number of a key, in the order of `init`."""
+    """Number of the key, in the order of `init`."""
     part: int = 0
     request: int = 0
-    """By which the answer is known; of its sender's choice."""
+    """Number that the sender gives to a request, and that its answer repeats."""
     ticket: int = -1
-    """When to take effect, among the operations of a key that lies in several parts; -1 where that is at once."""
+    """Position among the operations on a key of several parts; -1 for a key of one part."""
     number: int = 0
-    """A version, or what else `kind` says."""
+    """Version, or another number that depends on ``kind``."""
     rate: float = float("nan")
-    """The learning rate of the moment; NaN: as a schedule says. Of an answer to a push: how long it was held back."""
+    """Learning rate of a push, NaN for a schedule's; in the answer to a push, the seconds that it waited."""
     which: int = 0
-    """Of the optimizer's states, in the order of their names."""
+    """Number of an optimizer state, in the order of their names."""
     coded: bool = False
-    """Whether ``payload`` is what a codec made."""
+    """Whether ``payload`` holds a codec's codes."""
     payload: np.ndarray | None = None
-    """Contiguous, one of `DTYPES`."""
+    """A contiguous array of one of `DTYPES`."""
 
     def encode(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """As bytes, dtype uint8: a message, and the pieces that follow it, which are views of a long payload."""
+        """Return the message as bytes, dtype uint8, and the pieces that follow it, views of a long payload."""
         body = np.empty(0, np.uint8) if self.payload is None else self.payload
         data = body.reshape(-1).view(np.uint8)
         follows = HEADER_NBYTES + data.size > MESSAGE_NBYTES
@@ -161,22 +153,22 @@ class Message:
         return message, []
 
     def text(self) -> str:
-        """The payload of a message of text."""
+        """Return the payload as text."""
         return "" if self.payload is None else self.payload.tobytes().decode(errors="replace")
 
     @classmethod
     def of_text(cls, kind: MessageKind, text: str, **fields: int) -> Message:
-        """One that carries text; what UTF-8 cannot say, as halves of surrogate pairs in names of files, is escaped."""
+        """Return a message with text; halves of surrogate pairs, as in some file names, are escaped."""
         return cls(kind, payload=np.frombuffer(text.encode(errors="backslashreplace"), np.uint8), **fields)  # type: ignore[arg-type]
 
 
 def pieces(data: np.ndarray) -> list[np.ndarray]:
-    """Views of a long payload's bytes, in the order in which they are sent."""
+    """Return views of a long payload's bytes in sending order."""
     return segments(data, MESSAGE_NBYTES)
 
 
 def following_nbytes(message: np.ndarray) -> int:
-    """How many bytes follow a message in `pieces`; 0 where they are in it, or it is none."""
+    """Return the number of bytes that follow a message in `pieces`; 0 for none, and for an invalid message."""
     if message.size != HEADER_NBYTES or bytes(message[:4]) != _MAGIC:
         return 0
     nbytes: int = _HEADER.unpack_from(message.data)[-1]
@@ -184,10 +176,10 @@ def following_nbytes(message: np.ndarray) -> int:
 
 
 def decode(message: np.ndarray, rest: np.ndarray | None = None) -> Message:
-    """A message from its bytes, dtype uint8, and what has followed; the payload is a view of them.
+    """Decode a message from its bytes, dtype uint8, and those that followed; the payload is a view of them.
 
     Raises:
-        MismatchError: these are not what `Message.encode` makes, in this version.
+        MismatchError: the bytes are not those of `Message.encode` in this version.
     """
     if message.size < HEADER_NBYTES:
         raise MismatchError(
@@ -202,7 +194,8 @@ def decode(message: np.ndarray, rest: np.ndarray | None = None) -> Message:
         raise MismatchError("key-value store message", expected="a known kind and dtype", got=got)
     body = message[HEADER_NBYTES:] if rest is None else rest
     if follow != (0 if rest is None else rest.size):
-        raise MismatchError("key-value store message", expected="bytes that follow", got=f"a length of {follow}")
+        expected, got = f"{0 if rest is None else rest.size} following bytes", f"a length of {follow}"
+        raise MismatchError("key-value store message", expected=expected, got=got)
     if body.size % DTYPES[dtype].itemsize:
         got = f"{body.size} bytes"
         raise MismatchError("key-value store message", expected=f"whole elements of {DTYPES[dtype]}", got=got)
@@ -213,24 +206,25 @@ def decode(message: np.ndarray, rest: np.ndarray | None = None) -> Message:
 
 _COUNT, _HOLDER, _STEPS, _TICKETS, _TURN, _NUMBERS = 0, 1, 2, 3, 4, 8
 AWAY = np.iinfo(np.int64).max
-"""The clock of a worker that holds nobody back."""
+"""Clock of a worker that is excluded from the staleness bound."""
 BACK = -1
-"""Instead of a clock: as before it was `AWAY`."""
+"""Clock number that restores the clock before `AWAY`."""
 
 Change = Callable[[np.ndarray], object]
-"""Changes a flat value in place."""
+"""A function that changes a flat value in place."""
 
 
 class ShmValue:
-    """One part. Every rank of the node must make it, in the same order.
+    """A part of a key in a node's shared memory; every rank of the node must make it, in the same order.
 
     Args:
-        name: for errors.
-        memory: the node's.
-        locks: the node's.
-        lock: its number among them.
-        count, dtype: of the part.
-        num_workers: how many clocks it keeps.
+        name: name of the key in errors.
+        memory: shared memory of the node.
+        locks: locks of the node.
+        lock: number of this part's lock.
+        count: number of elements.
+        dtype: dtype of the key.
+        num_workers: number of clocks.
     """
 
     def __init__(
@@ -240,52 +234,52 @@ class ShmValue:
         self.flat = memory.alloc((count,), dtype)
         """The value, shape ``(count,)``."""
         self.states: dict[str, np.ndarray] = {}
-        """The optimizer's, by name, like `flat`."""
+        """Optimizer states by name, shape ``(count,)``."""
         self.clocks = memory.alloc((num_workers,), np.int64)
-        """How often each worker has pushed; `AWAY` for one that holds nobody back."""
+        """Number of pushes of each worker, or `AWAY`."""
         self._clocks_before = memory.alloc((num_workers,), np.int64)
         self._numbers = memory.alloc((_NUMBERS,), np.int64)
         self._memory, self._locks, self._lock = memory, locks, lock
 
     @property
     def version(self) -> int:
-        """How many pushes have taken effect."""
+        """Number of pushes that have taken effect."""
         return int(self._numbers[_COUNT]) // 2
 
     @property
     def steps(self) -> int:
-        """How many updates the optimizer has made."""
+        """Number of updates by the optimizer."""
         return int(self._numbers[_STEPS])
 
     @property
     def turn(self) -> int:
-        """The ticket that is served next."""
+        """Ticket of the next operation."""
         return int(self._numbers[_TURN])
 
     def ticket(self) -> int:
-        """The next one: operations of a key that lies in several parts take effect in the same order in all of them."""
+        """Draw the next ticket, which orders the operations on a key of several parts in the same way on all parts."""
         with self._locks.hold(self._lock):
             self._numbers[_TICKETS] += 1
             return int(self._numbers[_TICKETS]) - 1
 
     def may_push(self, worker: int, staleness: int) -> bool:
-        """Whether a worker leads by no more than ``staleness`` pushes, or has been away."""
+        """Return whether a worker leads by at most ``staleness`` pushes, or was excluded."""
         clock = int(self.clocks[worker])
         return clock == AWAY or clock - int(self.clocks.min()) <= staleness
 
     def behind(self, worker: int, staleness: int) -> list[int]:
-        """The workers that hold it back."""
+        """Return the workers that are more than ``staleness`` pushes behind a worker."""
         return np.flatnonzero(self.clocks < self.clocks[worker] - staleness).tolist()
 
     def tick(self, worker: int) -> None:
         """Count a push of a worker."""
-        if self.clocks[worker] == AWAY:  # it has come back: from where the slowest is
+        if self.clocks[worker] == AWAY:  # back again: continue from the slowest worker's clock
             others = self.clocks[self.clocks != AWAY]
             self.clocks[worker] = others.min() if others.size else 0
         self.clocks[worker] += 1
 
     def set_clock(self, worker: int, number: int) -> None:
-        """Set a worker's clock to 0, to `AWAY`, or `BACK` to what it was before that."""
+        """Set a worker's clock to 0 or `AWAY`, or with `BACK` to its value before `AWAY`."""
         if number == BACK and self.clocks[worker] == AWAY:
             self.clocks[worker] = self._clocks_before[worker]
         elif number != BACK:
@@ -294,10 +288,10 @@ class ShmValue:
             self.clocks[worker] = number
 
     def change(self, change: Change, rank: int, ticketed: bool = False) -> int:
-        """Let a push take effect, alone. Returns the version that it has made.
+        """Apply a push under the lock, and return the new version.
 
         Raises:
-            HpcdpError: a rank has died in the middle of an earlier one.
+            HpcdpError: a rank died during an earlier change.
         """
         numbers = self._numbers
         with self._locks.hold(self._lock):
@@ -316,7 +310,7 @@ class ShmValue:
             return int(numbers[_COUNT]) // 2
 
     def update(self, rule: Optimizer, received: np.ndarray, flat: np.ndarray) -> None:
-        """Within `change`: apply a rule."""
+        """Apply an optimizer's rule; to be called within `change`."""
         self._numbers[_STEPS] += 1
         try:
             apply_rule(rule, flat, received, self.states, int(self._numbers[_STEPS]))
@@ -325,7 +319,7 @@ class ShmValue:
             raise
 
     def read(self, take: Change, ticketed: bool = False) -> int:
-        """Call ``take(flat)`` while nobody changes it; it must not, either. Returns the version that it has seen.
+        """Call ``take(flat)``, which only reads, under the shared lock, and return the version that it sees.
 
         Raises:
             HpcdpError: as `change`.
@@ -339,22 +333,22 @@ class ShmValue:
                 self._numbers[_TURN] += ticketed
 
     def assign(self, value: np.ndarray) -> None:
-        """Set the value; that is no new version."""
+        """Set the value without a new version."""
         with self._locks.hold(self._lock):
             self.flat[:] = value
 
     def write_state(self, name: str, value: np.ndarray) -> None:
-        """Set one of the states."""
+        """Set an optimizer state."""
         with self._locks.hold(self._lock):
             self.states[name][:] = value
 
     def set_steps(self, steps: int) -> None:
-        """Set how often the rule has updated."""
+        """Set the number of updates."""
         with self._locks.hold(self._lock):
             self._numbers[_STEPS] = steps
 
     def keep_states_of(self, rule: Optimizer) -> None:
-        """Make room for a rule's state, zero as it begins; every rank of the node must call."""
+        """Allocate a rule's state, which is initially zero; every rank of the node must call."""
         self._numbers[_STEPS] = 0
         like = new_state(rule, self.flat[:0])
         self.states = {name: self._memory.alloc((self.flat.size,), like[name].dtype) for name in rule.state_names()}
@@ -362,9 +356,7 @@ class ShmValue:
     def _check(self) -> None:
         if self._numbers[_COUNT] % 2:
             raise HpcdpError(
-                "key-value store",
-                where=self.name,
-                expected="a whole value",
-                got=f"one that rank {self._numbers[_HOLDER]} has changed by half when it died",
+                "key-value store", where=self.name, expected="a complete value",
+                got=f"a partly changed value: rank {self._numbers[_HOLDER]} died during its push",
                 remedy="start again from the last checkpoint",
-            )
+            )  # fmt: skip

@@ -1,6 +1,6 @@
 """The program of a server: ``mpirun -n 4 python train.py : -n 2 python -m hpcdp.kvstore.serve``.
 
-It keeps keys for the workers, and ends when they have ended.
+A server keeps keys for the workers, and ends after them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from ..errors import LaunchError
 
 
 def main() -> None:
-    """Every server calls, while every worker calls `hpcdp.init`."""
-    # A batch system or a launcher sends them to every process of a job, and what the workers do then is their affair.
+    """Run a server; every server calls, while every worker calls `hpcdp.init`."""
+    # A batch system or launcher sends these signals to all processes of a job, and only workers handle them.
     for sign in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(sign, signal.SIG_IGN)
     from ..comm.startup import init_server
@@ -21,7 +21,7 @@ def main() -> None:
 
     try:
         whole = init_server()
-    except LaunchError as error:  # on every process: each has said so
+    except LaunchError as error:  # raised on every process
         sys.exit(f"hpcdp: {error}")
     serve(whole)
 

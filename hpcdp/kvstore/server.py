@@ -1,7 +1,7 @@
-"""The loop that answers ranks of other nodes, and its other end: what this rank asks them.
+"""The loop that answers requests from other nodes, and this rank's own requests to them.
 
-It probes for messages with naps that double to a millisecond while nothing comes, so a server that is idle needs no
-core; many requests are under way at once. A request that may not take effect yet is tried again, and holds up none.
+The loop polls for messages, and sleeps while none arrive, so that an idle server needs no core. Many requests are under
+way at once. A request that may not take effect yet is tried again, and does not delay others.
 
 Source: Li et al., "Scaling distributed machine learning with the parameter server", 2014, section 3.
 """
@@ -28,44 +28,48 @@ from .protocol import Message, MessageKind, decode, following_nbytes, pieces
 from .updaters import described
 
 REQUESTS, ANSWERS = 1, 2
-"""Tags."""
+"""Tags of requests and of answers."""
 _FOLLOWING = 4
-"""What is added to them for what follows a message; `ENDED` is another tag of the same communicator."""
+"""Number added to a message's tag for its following pieces; `ENDED` is another tag of the same communicator."""
 
 _ENDING = 9
-"""Of a message that needs no answer: a worker's program has ended, where some have died."""
+"""Tag of the message that announces the end of a worker's program after another has died."""
 
 _LANE = "server"
 _LINGER_S, _NAP_S = 1e-3, 50e-6
-"""After a message the next one is looked for so long, after naps."""
+"""Seconds of fast polling after a message, and of sleep between two of these polls."""
 _AWAKE_S, _LONG_NAP_S = 0.5, 5e-3
-"""When nothing has come for so long, naps are as long as this."""
+"""Seconds without a message before polling slows down, and of sleep between two polls then."""
 _AT_ONCE = 64
-"""So many messages are received before any is answered."""
+"""Most messages received before any is answered."""
 
 Attempt = Callable[[], Message | None]
-"""What answers a request; None, or a message of kind HELD: not yet."""
+"""A function that tries to answer a request; None, or a message of kind HELD, means not yet."""
 
 
 class Answers(Protocol):
-    """What answers the requests for one store."""
+    """The handler of requests for one store."""
 
     def answer(self, source: int, message: Message) -> Attempt:
-        """How to answer a request of rank ``source``; raises `HpcdpError` for one that is wrong."""
+        """Return the attempt to answer a request of rank ``source``; raise `HpcdpError` for an invalid one."""
         ...
 
 
 class PendingRequest:
-    """A request under way, complete when its answer is there."""
+    """A request under way, which completes with its answer.
 
-    def __init__(self, server: Server, number: int, dest: int, say_held: Callable[[Message], None] | None) -> None:
+    Args:
+        on_held: called with a message of kind HELD that arrives before the answer.
+    """
+
+    def __init__(self, server: Server, number: int, dest: int, on_held: Callable[[Message], None] | None) -> None:
         self._server, self._number, self.dest = server, number, dest
         self._where = server.called(dest)
-        self._say_held = say_held
+        self._on_held = on_held
         self._answer: Message | None = None
 
     def test(self) -> bool:
-        """Whether the answer has come."""
+        """Return whether the answer has arrived."""
         if self._answer is None:
             answer = self._server.answer_to(self._number)
             if answer is None and self.dest in self._server.comm.lost:
@@ -75,42 +79,42 @@ class PendingRequest:
                 )  # fmt: skip
             if answer is None or answer.kind is not MessageKind.HELD:
                 self._answer = answer
-            elif self._say_held is not None:
-                self._say_held(answer)
+            elif self._on_held is not None:
+                self._on_held(answer)
         return self._answer is not None
 
     def wait(self) -> None:
-        """Block until it has."""
+        """Block until the answer has arrived."""
         wait_for(self.test)
 
     @property
     def held_s(self) -> float:
-        """For how many seconds a push was held back there, once the answer is here."""
+        """Seconds that a push waited at the server, once the answer has arrived."""
         return 0.0 if self._answer is None or math.isnan(self._answer.rate) else self._answer.rate
 
     def answer(self) -> Message:
-        """The answer, once it is there.
+        """Return the answer, which must have arrived.
 
         Raises:
-            HpcdpError: what kept the other rank from doing what was asked.
+            HpcdpError: the other rank failed to execute the request.
         """
         assert self._answer is not None
         if self._answer.kind is MessageKind.FAILED:
-            raise _as_it_was(self._answer.text(), f"on {self._where}")
+            raise _remote_error(self._answer.text(), f"on {self._where}")
         return self._answer
 
 
-def _as_it_was(text: str, where: str) -> HpcdpError:
-    """An error of another rank, of the same kind where that is one of hpcdp's."""
-    name, _, said = text.partition(": ")
+def _remote_error(text: str, where: str) -> HpcdpError:
+    """Return an error of another rank, of the same class where that is one of hpcdp's."""
+    name, _, message = text.partition(": ")
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, HpcdpError):
-        return kind(said, where=where)
+        return kind(message, where=where)
     return HpcdpError(text, where=where)
 
 
 class _Arriving:
-    """A message on its way, with what follows it."""
+    """A message being received, with its following pieces."""
 
     def __init__(self, comm: Communicator, tag: int, source: int, message: np.ndarray, request: Request) -> None:
         self.source, self._message = source, message
@@ -119,7 +123,7 @@ class _Arriving:
         self._requests = deque([request])
 
     def test(self) -> bool:
-        """Whether all of it is here; to be asked when all of its sender's earlier ones are."""
+        """Return whether all of it has arrived; to be called after its sender's earlier messages have."""
         while True:
             while self._requests and self._requests[0].test():
                 self._requests.popleft()
@@ -136,34 +140,35 @@ class _Arriving:
 
 
 _busy: set[Server] = set()
-"""Those of whose stores some workers have not left, who may ask when this rank holds neither store nor world."""
+"""Servers with stores that some workers still use: they must live even if this rank drops store and world."""
 
 
 class Server:
-    """A rank's end of the exchange with ranks of other nodes. All ranks make it together; use `of`.
+    """A rank's end of the exchange with other nodes, which all ranks make collectively; use `of`.
 
     Args:
-        group: workers and servers; its ranks are the addresses.
+        group: workers, then servers; its ranks are the addresses.
+        has_servers: whether separate processes are servers.
     """
 
     def __init__(self, group: World, has_servers: bool) -> None:
-        # Behind servers of their own there is nobody else; they may never hear of a store, and wait for nothing.
+        # Separate servers cannot duplicate the communicator: they may never learn of a store.
         self.comm = group.comm if has_servers else group.comm.duplicate()
-        self._ending = None if has_servers else group.comm.duplicate()  # what fails on it spoils no other messages
+        self._ending = None if has_servers else group.comm.duplicate()  # its failure affects no other messages
         self._workers = group.size - group.num_servers
         self.stores: dict[int, Answers] = {}
         self._left: dict[int, set[int]] = {}
-        """Of a store that not all workers have left: this rank, if it has, and those of `_below` whose workers have."""
+        """By store: this rank once it has left, and the ranks of `_below` whose subtrees have left."""
         own, workers = self.comm.rank, self._workers
         below = [rank for rank in (2 * own + 1, 2 * own + 2) if rank < self.comm.size]
         self._above = (own - 1) // 2 if own else None
-        """A binary tree of all ranks, by which they tell that workers have left a store: 2 (n - 1) messages in all."""
+        """Parent in a binary tree of all ranks, which announce the end of a store with 2 (n - 1) messages."""
         self._below = below
-        self._to_leave = {rank for rank in (own, *below) if rank < workers}  # behind a server there are servers alone
+        self._to_leave = {rank for rank in (own, *below) if rank < workers}  # the subtree of a server has servers only
         self.commands: deque[dict[str, Any]] = deque()
-        """What the first worker has told this server to do together with all others."""
+        """Collective commands of worker 0 to this server."""
         self.sent_nbytes = 0
-        """By this rank, to others."""
+        """Bytes that this rank has sent."""
         self._arriving: list[_Arriving] = []
         self._answering: list[_Arriving] = []
         self._waiting: list[tuple[int, int, Attempt]] = []
@@ -171,51 +176,51 @@ class Server:
         self._sending: deque[Request] = deque()
         self._requests = 0
         self._looking = threading.Lock()
-        self._counting = threading.RLock()  # a store that is dropped meanwhile tells so within
+        self._counting = threading.RLock()  # reentrant: dropping a store while it is held calls `leave`
         self._complained = False
         self._idle_since = time.monotonic()
         self._engine = engine = CommunicationLane.of(group).engine  # whose threads end with it
-        engine.add_lane(_LANE, idle=weakly(self._poll))  # a thread would keep it, and so the engine, for ever
+        engine.add_lane(_LANE, idle=weakly(self._poll))  # a strong reference would keep the engine alive forever
         engine.push(lambda: None, lane=_LANE, name="start of the server")
         if not has_servers:
-            group.endings.add(self.end)  # called after those of the stores, which were made later
+            group.endings.add(self.end)  # runs after the endings of stores, which are made later
 
     @classmethod
     def of(cls, group: World, has_servers: bool) -> Server:
-        """That of ``group``; all its ranks must call."""
+        """Return the server of ``group``; all its ranks must call."""
         return group.kept.get(cls) or group.keep(cls, lambda: cls(group, has_servers))
 
     def called(self, rank: int) -> str:
-        """What errors call a worker or a server."""
+        """Return the name of a worker or server in errors."""
         return short_name_of(rank, self._workers)
 
-    def ask(self, dest: int, message: Message, say_held: Callable[[Message], None] | None = None) -> PendingRequest:
-        """Send a request to another rank; ``say_held`` is given what that says while it holds a push back."""
+    def ask(self, dest: int, message: Message, on_held: Callable[[Message], None] | None = None) -> PendingRequest:
+        """Send a request to another rank; ``on_held`` is called if it reports that a push waits."""
         with self._counting:
             self._requests += 1
             message.request = number = self._requests
         self._send(dest, message, REQUESTS)
-        return PendingRequest(self, number, dest, say_held)
+        return PendingRequest(self, number, dest, on_held)
 
     def tell(self, dest: int, message: Message) -> None:
         """Send a request to another rank, and drop its answer."""
         self._send(dest, message, REQUESTS)
 
     def leave(self, store: int) -> None:
-        """Ask for nothing of a store any more: what keeps its keys drops them once the last worker has left.
+        """Announce that this worker sends no more requests for a store, whose keys are dropped after the last one.
 
-        Whoever has left, with all below it in the tree, says so upwards; the root says downwards that all have.
+        A rank that has left, with its subtree, announces it to its parent; the root announces the end to all.
         """
         self._count_left(store, self.comm.rank)
 
     def serve(self, store: int, answers: Answers) -> None:
-        """Answer what others ask of a store, until all of its workers have left."""
+        """Answer requests for a store until all of its workers have left."""
         with self._counting:
             self.stores[store] = answers
             _busy.add(self)
 
     def _count_left(self, store: int, rank: int) -> None:
-        """Take note that ``rank`` has left, this one or one that is next to it in the tree."""
+        """Record that ``rank`` has left: this one, or a neighbour in the tree."""
         with self._counting:
             left = self._left.setdefault(store, set())
             left.add(rank)
@@ -229,7 +234,7 @@ class Server:
                 self.tell(self._above, Message(MessageKind.LEAVE, store))
 
     def answer_to(self, number: int) -> Message | None:
-        """The answer to a request, given out once; None: it has not come."""
+        """Remove and return the answer to a request; None before it has arrived."""
         if number not in self._answers and self._looking.acquire(blocking=False):
             try:
                 self._collect_answers()
@@ -239,11 +244,11 @@ class Server:
 
     def _send(self, dest: int, message: Message, tag: int) -> None:
         first, following = message.encode()
-        with self._counting:  # what follows one message comes before what follows the next
+        with self._counting:  # keeps the following pieces of two messages in their order
             self.sent_nbytes += first.nbytes + sum(piece.nbytes for piece in following)
             self._drop_sent()
             if dest in self.comm.lost:
-                return  # who waits for its answer is told
+                return  # waiting for its answer raises the error
             try:
                 self._sending.append(self.comm.isend(first, dest, tag))
                 self._sending.extend(self.comm.isend(piece, dest, tag + _FOLLOWING) for piece in following)
@@ -252,17 +257,17 @@ class Server:
                     raise
 
     def _drop_sent(self) -> None:
-        """One by one: a store that is dropped meanwhile sends, and so comes here within, and all others stay kept."""
+        """Drop completed sends, one by one, because a store dropped meanwhile sends and calls this recursively."""
         for _ in range(len(self._sending)):
             if self._sending:
-                each = self._sending.popleft()
-                if not self._has_ended(each):
-                    self._sending.append(each)
+                request = self._sending.popleft()
+                if not self._has_ended(request):
+                    self._sending.append(request)
 
-    def _has_ended(self, moving: Request | _Arriving) -> bool:
-        """Whether a message is here, or there, or its other end has died."""
+    def _has_ended(self, transfer: Request | _Arriving) -> bool:
+        """Return whether a message was transferred, or its other end has died."""
         try:
-            return moving.test()
+            return transfer.test()
         except Exception as error:
             if not self.comm.takes_note(error):
                 raise
@@ -285,15 +290,15 @@ class Server:
         return True
 
     def _look(self) -> bool:
-        """Go on with everything as far as possible; whether anything has happened or is arriving."""
+        """Make progress without waiting, and return whether anything has happened or is arriving."""
         for _ in range(_AT_ONCE):
-            found = self.comm.irecv_any(REQUESTS)
-            if found is None:
+            begun = self.comm.irecv_any(REQUESTS)
+            if begun is None:
                 break
-            self._arriving.append(_Arriving(self.comm, REQUESTS, *found))
+            self._arriving.append(_Arriving(self.comm, REQUESTS, *begun))
         busy = bool(self._arriving)
-        for each in self._take_complete(self._arriving):
-            self._receive(each)
+        for arrived in self._take_complete(self._arriving):
+            self._receive(arrived)
         for waiting in tuple(self._waiting):
             if self._try(*waiting):
                 self._waiting.remove(waiting)
@@ -306,25 +311,25 @@ class Server:
         return busy or bool(self._answering)
 
     def _collect_answers(self) -> None:
-        while (found := self.comm.irecv_any(ANSWERS)) is not None:
-            self._answering.append(_Arriving(self.comm, ANSWERS, *found))
-        for each in self._take_complete(self._answering):
-            message = each.decoded()
+        while (begun := self.comm.irecv_any(ANSWERS)) is not None:
+            self._answering.append(_Arriving(self.comm, ANSWERS, *begun))
+        for arrived in self._take_complete(self._answering):
+            message = arrived.decoded()
             if message.request:
                 self._answers[message.request] = message
 
     def _take_complete(self, arriving: list[_Arriving]) -> list[_Arriving]:
-        """Those that are here, in their order; none before an earlier one of its sender. They leave the list.
+        """Remove and return complete messages in order, none before an earlier one of its sender.
 
-        What the dead have sent in part is dropped.
+        Incomplete messages of dead ranks are dropped.
         """
         complete, left, behind = [], [], set[int]()
-        for each in arriving:
-            if each.source in behind or not self._has_ended(each):
-                behind.add(each.source)
-                left.append(each)
-            elif each.source not in self.comm.lost:
-                complete.append(each)
+        for message in arriving:
+            if message.source in behind or not self._has_ended(message):
+                behind.add(message.source)
+                left.append(message)
+            elif message.source not in self.comm.lost:
+                complete.append(message)
         arriving[:] = left
         return complete
 
@@ -332,7 +337,7 @@ class Server:
         source = arrived.source
         try:
             message = arrived.decoded()
-        except HpcdpError as error:  # nobody can be told: who knows which request it was
+        except HpcdpError as error:  # no answer is possible: the request's number is unknown
             self._complain(source, error)
             return
         try:
@@ -347,7 +352,7 @@ class Server:
                 self._count_left(message.store, source)
                 return
             attempt = self.stores[message.store].answer(source, message)
-        except Exception as error:  # whatever it is, the loop goes on
+        except Exception as error:  # the loop must go on
             self._answer(source, message.request, Message.of_text(MessageKind.FAILED, str(error)))
             return
         if not self._try(source, message.request, attempt):
@@ -356,7 +361,7 @@ class Server:
     def _try(self, source: int, request: int, attempt: Attempt) -> bool:
         try:
             answer = attempt()
-        except Exception as error:  # a user's function may raise anything
+        except Exception as error:  # a function of the user may raise anything
             answer = Message.of_text(MessageKind.FAILED, described(error))
         if answer is not None:
             self._answer(source, request, answer)
@@ -373,7 +378,7 @@ class Server:
             to_stderr(f"{own}: from {self.called(source)}: {error}")
 
     def end(self) -> None:
-        """Go on answering until all workers have ended, those whose keys lie elsewhere, too; every worker must call."""
+        """Answer requests until all workers have ended; every worker must call."""
         count = np.ones(1)
         assert self._ending is not None
         try:
@@ -381,10 +386,10 @@ class Server:
             while ended is not None and not self.comm.lost and not ended.test():
                 time.sleep(_LONG_NAP_S)
         except Exception as error:
-            # Of the death of another one a library may tell by whatever error.
+            # MPI libraries report the death of another rank by various errors.
             if not (self._ending.takes_note(error) or self.comm.lost):
                 raise
-        if count[0] != self.comm.size:  # Open MPI says so only on some ranks
+        if count[0] != self.comm.size:  # Open MPI reports a death only on some ranks
             self._end_without_the_dead()
 
     def _end_without_the_dead(self) -> None:
@@ -392,21 +397,21 @@ class Server:
         for rank in missing:
             self._send(rank, Message(MessageKind.DONE), _ENDING)
         while missing - self.comm.lost:
-            found = self.comm.irecv_any(_ENDING)
-            if found is None:
+            received = self.comm.irecv_any(_ENDING)
+            if received is None:
                 time.sleep(_LONG_NAP_S)
             else:
-                missing.discard(found[0])
+                missing.discard(received[0])
 
     def next_commands(self, num_workers: int) -> Iterator[dict[str, Any]]:
-        """The commands to a server, one after another, until all workers have ended, or died."""
+        """Yield the commands to a server in order, until all workers have ended or died."""
         workers = set(range(num_workers))
         ended = set[int]()
         while not workers <= ended | self.comm.lost or self.commands:
             if self.commands:
                 yield self.commands.popleft()
-            elif (found := self.comm.irecv_any(ENDED)) is not None:
-                ended.add(found[0])
+            elif (received := self.comm.irecv_any(ENDED)) is not None:
+                ended.add(received[0])
             else:
                 time.sleep(_LONG_NAP_S)
 
@@ -417,5 +422,5 @@ def _command(source: int, text: str) -> dict[str, Any]:
     except ValueError:
         command = None
     if source != 0 or not isinstance(command, dict) or not isinstance(command.get("do"), str):
-        raise HpcdpError("command to a server", expected="JSON with what to do, from rank 0", got=f"{text!r:.80}")
+        raise HpcdpError("command to a server", expected="a JSON command of rank 0", got=f"{text!r:.80}")
     return command

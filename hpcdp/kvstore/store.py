@@ -1,11 +1,7 @@
-"""The stores that all ranks keep together.
+"""`KVStore`, the interface of all stores, and `WorldStore`, the base of stores over the ranks of a world.
 
-What all stores have in common: the calls, their arguments, and values on their way.
-
-Pushes and pulls of one key take effect in the order of the calls; those of different keys in any, those of higher
-priority first. The calls are those of MXNet's KVStore.
-
-What stores over the ranks of a world have in common: what ranks must agree on, and who speaks for all.
+Pushes and pulls of one key take effect in the order of the calls, those of different keys in any order, higher
+priorities first. The calls are those of MXNet's KVStore.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from ..core.arrays import Array, is_host, to_host
 from ..core.checks import function, not_copied, number
 from ..core.devices import to_device_of
 from ..engine import Engine, Variable
-from ..errors import ConfigError, UnsupportedError, listed
+from ..errors import ConfigError, MissingKeyError, UnsupportedError, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer
 from .arguments import (
     Entry,
@@ -53,21 +49,19 @@ from .updaters import ByFunction, ByOptimizer, Function, Replace, check_codable,
 
 
 class KVStore(StateDictMixin):
-    """Values under keys; see `create`.
+    """A key-value store; see `create`.
 
-    Keys are ints or strs, in one store all of one kind. A value is an array, or a list of arrays, one a device, which
-    is summed; several keys, as a list, take a list of values. Arrays that are pushed are copied at once, and may be
-    changed when the call returns.
+    Keys are ints or strs, all of one type in a store. A value is an array, or a list of arrays, one for each device,
+    which are summed. A list of keys takes a list of values. Pushed arrays are copied at once, and may be changed when
+    the call returns.
 
-    Arrays may be NumPy's or on GPUs. What a key begins with says where it is kept: on its GPU in kinds that sum on
-    devices, without compression; else on the host, where what is pushed is brought, and pulled from. On a GPU calls go
-    to the stream that is current in the thread that calls.
+    Arrays are NumPy arrays or on GPUs. In kinds that sum on devices, without compression, a key is kept on the GPU of
+    its initial value. Otherwise it is kept on the host, and pushes and pulls copy between host and GPU. On a GPU, calls
+    use the calling thread's current stream.
     """
 
     __reduce__ = not_copied(
-        "KVStore",
-        "the store",
-        "make another one by kvstore.create() and load_state_dict() what state_dict() of this one gives",
+        "KVStore", "the store", "call load_state_dict() of another store with state_dict() of this one"
     )
 
     def __init__(self, kind: str, engine: Engine, lane: str) -> None:
@@ -77,38 +71,42 @@ class KVStore(StateDictMixin):
 
     @property
     def keys(self) -> list[Key]:
-        """Those that were made, in that order."""
+        """Keys in the order in which they were made."""
         return list(self._entries)
 
     @property
     def has_updater(self) -> bool:
-        """Whether a push changes the stored value by a rule, and does not replace it."""
+        """True if an updater or optimizer applies pushes; otherwise they replace the stored value."""
         return not isinstance(self._updater, Replace)
 
     @abc.abstractmethod
     def _make(self, values: dict[Key, Array]) -> None:
-        """Make keys that are new, each where its value is; see `_stays`."""
+        """Make new keys, each on the device of its value; see `_stays`."""
 
     def _stays(self, value: Array) -> bool:
-        """Whether a key that begins with an array on a device is kept there."""
+        """Return whether a key with an initial array on a device is kept there."""
         return False
 
     def _place(self, entry: Entry, arrays: list[Array]) -> None:
-        """Choose where a key is kept from now on, before ``arrays`` are pushed to it."""
+        """Choose the device of a key before ``arrays`` are pushed to it."""
 
     @abc.abstractmethod
     def _assign(self, values: dict[Key, Array]) -> None:
-        """Overwrite keys, of which this worker has nothing on its way."""
+        """Overwrite keys without pushes or pulls of this worker under way."""
 
     @abc.abstractmethod
     def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
-        """Let a push take effect, and return at once; the ``arrays``, one a device, are the caller's: see `merged`."""
+        """Push copies of ``arrays``, one for each device, without waiting; see `merged`."""
 
     def init(self, key: Any, value: Any) -> None:
-        """Make one key or several, once each; every worker must call, in the same order. The first worker's value wins.
+        """Make one or several new keys with the first worker's values; every worker must call, in the same order.
+
+        Args:
+            key: a new key, or a list of them.
+            value: the initial array of the key, or a list of one for each key.
 
         Raises:
-            ConfigError: a key is there already, or is an int where others are strs.
+            ConfigError: a key exists already, or is an int where others are strs.
             MismatchError: workers differ in the key, shape or dtype; on all of them.
         """
 
@@ -119,166 +117,177 @@ class KVStore(StateDictMixin):
         self._make(self._agreed(check))
 
     def assign(self, key: Any, value: Any) -> None:
-        """Overwrite one key or several; every worker must call, alike. The first worker's value wins.
+        """Overwrite one or several keys by the first worker's values; every worker must call, with the same keys.
 
-        What was pushed before has taken effect then. Versions and the optimizer's state stay as they are.
+        Earlier pushes take effect first. Versions and the optimizer's state do not change.
+
+        Args:
+            key: a key, or a list of them.
+            value: an array in the key's shape and dtype, or a list of one for each key.
 
         Raises:
-            ConfigError: there is no such key, or there is more than one array for it.
-            UnsupportedError: an array of another shape or dtype than the key's.
-            MismatchError: workers differ in the keys; all of these on all workers.
+            ConfigError: there is no such key, or there is more than one array for it; on all workers.
+            UnsupportedError: an array has another shape or dtype than the key; on all workers.
+            MismatchError: workers differ in the keys; on all of them.
         """
 
         def check() -> dict[Key, Array]:
             named = self._named("assign", key, value)
             odd = next((entry for entry, arrays in named if len(arrays) != 1), None)
             if odd is not None:
-                raise ConfigError("assign", where=f"key {odd.key!r}", expected="one array", got="several")
+                raise ConfigError("assign", where=f"key {odd.key!r}", expected="one array", got="several arrays")
             return {entry.key: to_device_of(arrays[0], entry.stored) for entry, arrays in named}
 
         values = self._agreed(check)
-        self._finish([self._entries[each] for each in values])
+        self._finish([self._entries[name] for name in values])
         self._assign(values)
 
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
-        """Add to the next value of one key or several; returns at once.
+        """Push arrays to one or several keys; returns without waiting.
 
-        With an updater it is applied to the stored value and what is pushed, else that is stored. In ``dist_async``,
-        which needs an updater, that is each push by itself. In other ``dist`` stores every worker must push, and it is
-        the sum.
+        The updater is applied to the stored value and the pushed one; without an updater, the pushed value is stored.
+        In ``dist_async``, which needs an updater, each push takes effect alone. In other ``dist`` stores every worker
+        must push, and the sum of all workers' pushes takes effect.
 
         Args:
-            priority: keys of higher priority get the network first.
+            key: a key, or a list of them.
+            value: an array in the key's shape and dtype, or a list of them, one for each device; for a list of keys a
+                list of those.
+            priority: keys of higher priority use the network first.
 
         Raises:
             ConfigError: there is no such key; ``dist_async`` has no updater.
-            UnsupportedError: an array of another shape or dtype than the key's; no key is pushed then.
+            UnsupportedError: an array has another shape or dtype than the key; no key is pushed then.
         """
         priority = checked_integer("push", "priority", priority)
         for entry, arrays in self._pushable(key, value):
             self._push(entry, arrays, priority)
 
     def pull(self, key: Any, out: Any = None, priority: int = 0) -> Any:
-        """The values of one key or several after this worker's last push of each.
+        """Pull the values of one or several keys after this worker's last push of each.
 
         Args:
-            out: where to: arrays, which are filled when this returns, since an array cannot wait when it is read; or
-                parameters of a network, which do, and so are filled later. For one key one of them or a list, for
-                several keys a list of those. The value of a float key is cast to the float dtype of an array.
-                None: new arrays.
+            key: a key, or a list of them.
+            out: targets: arrays, which are filled when this returns, or parameters of a network, which are filled
+                later, and whose readers wait. One target or a list for one key, a list of those for several. The value
+                of a float key is cast to the float dtype of an array. None: new arrays.
+            priority: keys of higher priority use the network first.
 
         Returns:
-            Without ``out``, and at once, a `PullHandle` for one key, a list of them for several. Else None.
+            None with ``out``. Without it a `PullHandle` for one key, a list of them for several, without waiting.
         """
         priority = checked_integer("pull", "priority", priority)
         if out is None:
-            entries = [self._entry("pull", each) for each in listed_keys("pull", key)]
+            entries = [self._entry("pull", name) for name in listed_keys("pull", key)]
             pulled = [self._pull(entry, like(entry.stored), priority) for entry in entries]
             return pulled if isinstance(key, list | tuple) else pulled[0]
         self._pull_into(self._named("pull", key, out), priority)
         return None
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-        """`push`, then `pull` to ``out``; without it ``value`` is overwritten."""
+        """Call `push`, then `pull` to ``out``, or to ``value`` without it."""
         priority = checked_integer("push", "priority", priority)
         pushed = self._pushable(key, value)
         places = self._named("pull", key, value if out is None else out)
         entry, targets = places[0]
         directly = len(pushed) == 1 == len(places) and pushed[0][0] is entry
-        if directly and all(can_wait(each) or lies_as(entry.stored, each) for each in targets):
+        if directly and all(can_wait(target) or lies_as(entry.stored, target) for target in targets):
             self._pushpull(*pushed[0], places[0][1], priority)
-        else:  # all are pushed before one is waited for: other ranks may name them in another order
+        else:  # push all before waiting for one: other ranks may list them in another order
             for entry, arrays in pushed:
                 self._push(entry, arrays, priority)
             self._pull_into(places, priority)
 
     def _pushpull(self, entry: Entry, arrays: list[Array], targets: list[Any], priority: int) -> None:
-        """`_push`, then pull to the ``targets``: arrays, filled when this returns, or parameters, which wait."""
+        """Push, then pull to ``targets``: arrays, filled when this returns, or parameters, whose readers wait."""
         self._push(entry, arrays, priority)
         self._pull_into([(entry, targets)], priority)
 
     def _pull_to(self, entry: Entry, target: Array, priority: int, rows: np.ndarray | None = None) -> PullHandle:
-        """`_pull` to an array that may lie elsewhere than the key, or be of another float dtype."""
+        """Pull to an array that may be on another device than the key, or of another float dtype."""
         if lies_as(entry.stored, target):
             return self._pull(entry, target, priority, rows)
-        here = self._pull(entry, like(entry.stored), priority, rows)
-        return PullHandle(lambda: carry(here.wait(), target), target, lambda: here.version)
+        pulled = self._pull(entry, like(entry.stored), priority, rows)
+        return PullHandle(lambda: carry(pulled.wait(), target), target, lambda: pulled.version)
 
     def _pull_into(self, places: list[tuple[Entry, list[Any]]], priority: int) -> None:
         waits = []
         for entry, targets in places:
             for target in targets:
-                on_its_way = self._pull_to(entry, target.data if can_wait(target) else target, priority)
+                pulled = self._pull_to(entry, target.data if can_wait(target) else target, priority)
                 if can_wait(target):
-                    target.data_hook = PendingPull(on_its_way)
+                    target.data_hook = PendingPull(pulled)
                 else:
-                    waits.append(on_its_way)
-        for on_its_way in waits:
-            on_its_way.wait()
+                    waits.append(pulled)
+        for pulled in waits:
+            pulled.wait()
 
     def broadcast(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-        """`init`, then `pull` to ``out``; without it ``value`` is overwritten."""
+        """Call `init`, then `pull` to ``out``, or to ``value`` without it."""
         self.init(key, value)
         self.pull(key, value if out is None else out, priority)
 
     def row_sparse_pull(self, key: Any, out: Any = None, row_ids: Any = None, priority: int = 0) -> Any:
-        """Some rows of a value, all others zero; those of a value of one dimension are its elements.
+        """Pull rows of a value; the other rows are zero. The rows of a value of one dimension are its elements.
 
         Args:
-            key: one key, or a list of them; then ``out`` and ``row_ids`` are lists, too.
-            out: as for `pull`, one array, or a list of them, one for each device.
-            row_ids: integers of shape ``(count,)``, in any order, maybe repeated; for a list of arrays a list of them,
+            key: a key, or a list of them; then ``out`` and ``row_ids`` are lists, too.
+            out: an array as for `pull`, or a list of them, one for each device.
+            row_ids: integers of shape ``(count,)``, in any order, repeated or not; for a list of arrays a list of them,
                 one for each, or one for all.
+            priority: keys of higher priority use the network first.
+
+        Returns:
+            None with ``out``. Without it a `PullHandle`, or for a list of keys a list of them.
 
         Raises:
-            ConfigError: no rows are named, or some that there are not; there are other than as many lists as keys, or
-                as arrays.
+            ConfigError: ``row_ids`` is None or has a row that does not exist, or the numbers of lists differ.
         """
         keys = listed_keys("row_sparse_pull", key)
         if isinstance(key, list | tuple):
             outs = [None] * len(keys) if out is None else out
-            for where, given in (("out", outs), ("row_ids", row_ids)):
-                one_for_each_key("row_sparse_pull", where, given, len(keys))
-            all_of_them = [self.row_sparse_pull(*each, priority) for each in zip(keys, outs, row_ids, strict=True)]
-            return all_of_them if out is None else None
+            for where, values in (("out", outs), ("row_ids", row_ids)):
+                one_for_each_key("row_sparse_pull", where, values, len(keys))
+            handles = [self.row_sparse_pull(*of_key, priority) for of_key in zip(keys, outs, row_ids, strict=True)]
+            return handles if out is None else None
         entry = self._entry("row_sparse_pull", keys[0])
-        before = checked_integer("row_sparse_pull", "priority", priority)
+        priority = checked_integer("row_sparse_pull", "priority", priority)
         shape, dtype = tuple(entry.stored.shape), np.dtype(entry.stored.dtype)
         places = [like(entry.stored)] if out is None else list(out) if isinstance(out, list | tuple) else [out]
-        wanted = [checked_rows("row_sparse_pull", each, shape) for each in rows_of_each(row_ids, len(places))]
+        rows = [checked_rows("row_sparse_pull", ids, shape) for ids in rows_of_each(row_ids, len(places))]
         for place in places:
             check_array("row_sparse_pull", entry.key, place, shape, dtype)
-        on_their_way = [self._pull_to(entry, place, before, rows) for place, rows in zip(places, wanted, strict=True)]
+        pulled = [self._pull_to(entry, place, priority, ids) for place, ids in zip(places, rows, strict=True)]
         if out is None:
-            return on_their_way[0]
-        for each in on_their_way:
-            each.wait()
+            return pulled[0]
+        for handle in pulled:
+            handle.wait()
         return None
 
     def set_updater(self, updater: Function) -> None:
-        """From the next push on change stored values by ``updater(key, received, stored)``, in place.
+        """Apply ``updater(key, received, stored)`` to later pushes, which changes ``stored`` in place.
 
-        It returns None, or ``stored`` itself. One that raises has changed nothing; who waits for the key gets the error
-        until it is pushed again, or assigned.
+        The updater returns None, or ``stored``. If it raises, the stored value is unchanged, and readers of the key get
+        the error until the key is pushed or assigned again.
 
-        It is called in the thread that pushes, or in one of the store's, with what `push` says and the stored value, in
-        the key's shape (in ``dist_async`` flat parts of a large key): on the worker that pushes, on one of every node,
-        or on a server. So it must compute the same everywhere, and every worker must give the same function.
+        It is called in the pushing thread or a thread of the store: on the pushing worker, on one worker of every node,
+        or on a server. Arrays have the key's shape; in ``dist_async`` those of a large key are flat parts. So it must
+        compute the same everywhere, and every worker must pass the same function.
 
         Raises:
-            ConfigError: it cannot be called, or servers of their own cannot import it.
-            MismatchError: workers give functions of other names; on all of them.
+            ConfigError: ``updater`` is not callable, or separate servers cannot import it.
+            MismatchError: workers pass functions of different names; on all of them.
         """
         function("set_updater", None, updater, "a function of key, received, stored")
         self._updater = ByFunction(updater)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """From the next push on change stored values by an update rule; every worker must call, with the same settings.
+        """Apply an optimizer to later pushes, as gradients; every worker must call, with the same settings.
 
-        What was received stands for the gradient. A learning rate that is assigned counts from the next push on.
+        A learning rate that is assigned to ``optimizer`` takes effect at the next push.
 
         Raises:
-            ConfigError: it is no `Optimizer`, or a rule that needs whole layers; on all workers.
+            ConfigError: ``optimizer`` is not an `Optimizer`, or its rule is not elementwise; on all workers.
             MismatchError: workers differ in its settings; on all of them.
         """
         require_optimizer("set_optimizer", optimizer)
@@ -286,32 +295,32 @@ class KVStore(StateDictMixin):
         self._updater = ByOptimizer(optimizer)
 
     def set_gradient_compression(self, settings: Settings) -> None:
-        """From the next push on encode what is pushed, with what was not sent before; every worker must call, alike.
+        """Compress later pushes with error feedback; every worker must call, with the same settings.
 
         Args:
-            settings: a dict as MXNet takes, ``{"type": "2bit", "threshold": 0.5}``; what a Trainer takes, e.g.
-                ``"topk:ratio=0.05"`` (see `hpcdp.compression.Compression`); or None: nothing is encoded any more.
+            settings: a dict as in MXNet, ``{"type": "2bit", "threshold": 0.5}``; settings as of a Trainer, e.g.
+                ``"topk:ratio=0.05"`` (see `hpcdp.compression.Compression`); or None for no compression.
 
         Raises:
             ConfigError: there is no such codec or setting.
-            UnsupportedError: not in this kind of store.
+            UnsupportedError: this kind of store does not compress.
             MismatchError: workers differ; on all of them.
         """
         self._compress(self._agreed(lambda: Compression.of(settings)))
 
     def _compress(self, compression: Compression | None) -> None:
         raise UnsupportedError(
-            "set_gradient_compression", where=self.kind, expected="a kind that compresses", got="one that does not"
+            "set_gradient_compression", where="kvstore", expected="a kind that compresses", got=f"kind {self.kind}"
         )
 
     def sent_nbytes(self) -> tuple[int, int]:
-        """Bytes of this worker's pushes so far, as they were encoded, and what they would have been without."""
+        """Return the bytes of this worker's pushes, with and without compression."""
         entries = self._entries.values()
-        plain = sum(each.plain_nbytes for each in entries)
-        return plain - sum(each.spared_nbytes for each in entries), plain
+        plain = sum(entry.plain_nbytes for entry in entries)
+        return plain - sum(entry.spared_nbytes for entry in entries), plain
 
     def take(self, key: Any, count: int = 1) -> int:
-        """The integer under a key, which is ``count`` greater then; of ``dist_async`` alone.
+        """Return the integer of a key, and add ``count`` to it atomically; only in ``dist_async``.
 
         Raises:
             UnsupportedError: in a store of another kind.
@@ -319,7 +328,7 @@ class KVStore(StateDictMixin):
         raise self._has_no("take")
 
     def statistics(self) -> dict[str, float]:
-        """What this worker's pushes have met so far; of ``dist_async`` alone.
+        """Return statistics of this worker's pushes; only in ``dist_async``.
 
         Raises:
             UnsupportedError: in a store of another kind.
@@ -328,16 +337,16 @@ class KVStore(StateDictMixin):
 
     def _has_no(self, operation: str) -> UnsupportedError:
         expected = "a dist_async store, with a staleness other than 0"
-        return UnsupportedError(operation, where="kvstore", expected=expected, got=f"one of kind {self.kind}")
+        return UnsupportedError(operation, where="kvstore", expected=expected, got=f"a store of kind {self.kind}")
 
     def num_dead_node(self, timeout_s: float = 60) -> int:
-        """How many workers or servers are gone: have died, or said nothing for ``timeout_s`` seconds.
+        """Return the number of workers and servers that have died, or not answered for ``timeout_s`` seconds.
 
-        0 in other kinds than ``dist_async``: there one that dies ends the job, so whoever can ask has lost none. So it
-        does with ``dist_async``, too, unless the MPI library lets the others go on.
+        It is 0 in kinds other than ``dist_async``, where a death ends the job. It also ends a job with ``dist_async``,
+        unless the MPI library lets other processes continue.
 
         Raises:
-            ConfigError: that is no positive number.
+            ConfigError: ``timeout_s`` is not a positive number.
         """
         expected = "a positive number of seconds"
         return self._num_dead(
@@ -348,50 +357,50 @@ class KVStore(StateDictMixin):
         return 0
 
     def wait(self) -> None:
-        """Until all pushes of this worker have taken effect; raises what one of them raised."""
+        """Wait until all pushes of this worker have taken effect; raise the error of one that failed."""
         for entry in self._entries.values():
             self._wait_for(entry, entry.variable)
 
     def _settle(self) -> None:
-        """Until all pushes have ended, well or not."""
+        """Wait until all pushes have ended, with or without an error."""
         for entry in self._entries.values():
-            with contextlib.suppress(Exception):  # who has not asked for the value does not want to know
+            with contextlib.suppress(Exception):  # the error is raised where the value is read
                 self._wait_for(entry, entry.variable)
 
     def _finish(self, entries: list[Entry]) -> None:
-        for entry in entries:  # a write waits for reads, too
+        for entry in entries:  # a write also waits for earlier reads
             self._engine.push(lambda: None, [], [entry.variable], self._lane, 0, f"assignment of {entry.key!r}")
         for entry in entries:
             self._wait_for(entry, entry.variable)
 
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
-        """Until ``variable`` is written, by a push or a pull of ``entry``."""
+        """Wait until ``variable`` is written by a push or a pull of ``entry``."""
         self._engine.wait_to_read(variable)
 
     def _named(self, operation: str, key: Any, value: Any) -> list[tuple[Entry, list[Any]]]:
-        """The keys of a call and their arrays, which fit."""
-        if type(key) is int or type(key) is str:  # one key and one array: what is done most often takes a microsecond
+        """Return the keys of a call and their arrays, after checks."""
+        if type(key) is int or type(key) is str:  # a fast path of about 1 us for one key and one array
             one = self._entries.get(key)
             fits = one is not None and type(value) is np.ndarray and value.shape == one.stored.shape
             fits = fits and (operation != "pull" or value.flags.writeable)
             if one is not None and fits and value.dtype == one.stored.dtype:
                 return [(one, [value])]
-        named = [(self._entry(operation, each), arrays) for each, arrays in grouped(operation, key, value).items()]
+        named = [(self._entry(operation, name), arrays) for name, arrays in grouped(operation, key, value).items()]
         for entry, arrays in named:
             for array in arrays:
                 check_array(operation, entry.key, array, tuple(entry.stored.shape), np.dtype(entry.stored.dtype))
         return named
 
     def _pushable(self, key: Any, value: Any) -> list[tuple[Entry, list[Any]]]:
-        """The keys of a push and their arrays, which the updater can take, where the keys are kept."""
+        """Return the keys of a push and their arrays, on the keys' devices, after checks for the updater."""
         named = self._named("push", key, value)
         for entry, arrays in named:
             self._place(entry, arrays)
-        pushed = [(entry, [to_device_of(each, entry.stored) for each in arrays]) for entry, arrays in named]
+        pushed = [(entry, [to_device_of(array, entry.stored) for array in arrays]) for entry, arrays in named]
         if isinstance(self._updater, ByOptimizer):
             for entry, _ in pushed:
                 if entry.stored.dtype.kind != "f":
-                    got, expected = entry.stored.dtype, "floating-point numbers in a store with an optimizer"
+                    got, expected = entry.stored.dtype, "a float dtype in a store with an optimizer"
                     raise UnsupportedError("push", where=f"key {entry.key!r}", expected=expected, got=got)
         return pushed
 
@@ -399,8 +408,8 @@ class KVStore(StateDictMixin):
         key = int(key) if isinstance(key, np.integer) else key
         if isinstance(key, int | str) and not isinstance(key, bool) and key in self._entries:
             return self._entries[key]
-        there = listed([repr(each) for each in self._entries]) if self._entries else "none yet"
-        raise ConfigError(operation, where=f"key {key!r}", expected=f"one of the keys that init() has made: {there}")
+        keys = listed([repr(name) for name in self._entries]) or "none yet"
+        raise MissingKeyError(operation, where=f"key {key!r}", expected=f"one of the keys made by init(): {keys}")
 
     def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> PullHandle:
         variable, version = self._engine.variable(f"pull of {entry.key!r}"), entry.pushes
@@ -416,7 +425,7 @@ T = TypeVar("T")
 
 
 class WorldStore(KVStore):
-    """See `KVStore`; every rank of ``world`` must make it, and its keys."""
+    """A store over the ranks of ``world``; every rank must make it, and its keys."""
 
     def __init__(self, kind: str, world: World, engine: Engine, lane: str) -> None:
         super().__init__(kind, engine, lane)
@@ -425,7 +434,7 @@ class WorldStore(KVStore):
         world.closings.add(self._let_go)
 
     def _let_go(self) -> None:
-        """The world is closed: whatever is called next fails at its first look at a key."""
+        """Drop keys and engine when the world is closed: later calls raise the error of a closed world."""
         vars(self).update(_entries=self._world.comm, _engine=self._world.comm)
 
     @property
@@ -441,11 +450,11 @@ class WorldStore(KVStore):
     def barrier(self) -> None:
         """See `KVStore.barrier`."""
         self._settle()
-        self._meet()  # with a push that failed, too: others wait
+        self._meet()  # also after a failed push: other workers wait
         self.wait()
 
     def _meet(self) -> None:
-        """Wait until all workers have come here, with no push of theirs under way."""
+        """Wait until all workers have called, without pushes under way."""
         self._world.barrier()
 
     def init(self, key: Any, value: Any) -> None:
@@ -471,12 +480,12 @@ class WorldStore(KVStore):
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """See `KVStore.set_optimizer`."""
         self._agreed(lambda: require_optimizer("set_optimizer", optimizer))
-        said = f"optimizer {optimizer.config()}"
-        require_same(self._world.comm, "set_optimizer", [said], "pass the same on all ranks")
+        settings = f"optimizer {optimizer.config()}"
+        require_same(self._world.comm, "set_optimizer", [settings], "pass the same on all ranks")
         super().set_optimizer(optimizer)
 
     def _check_new(self, values: dict[Key, Array]) -> None:
-        """Refuse keys that ranks do not make alike, or cannot share; on all of them."""
+        """Refuse new keys that differ between ranks, or cannot be shared; on all of them."""
         on_gpus = {key: value for key, value in values.items() if not is_host(value)}
         items = [
             f"key {key!r} {tuple(value.shape)} {value.dtype}{' on a GPU' * (key in on_gpus)}"
@@ -493,7 +502,7 @@ class WorldStore(KVStore):
         self._agreed(check)
 
     def _check_assigned(self, values: dict[Key, Array]) -> None:
-        """Refuse keys that ranks do not assign alike, on all of them; when it returns all have come."""
+        """Refuse assigned keys that differ between ranks, on all of them; also a barrier."""
         items = [f"key {key!r}" for key in values]
         require_same(self._world.comm, "assign", items, "assign the same keys in the same order on all ranks")
 

@@ -1,19 +1,18 @@
-"""The state of a store: saved, and restored at any number of ranks.
+"""The state of a store, which any number of ranks can restore: for checkpoints, and the optimizer's alone as a file.
 
-The optimizer's state of a store as a file: one array a key and name, whoever updated it.
-
-A NumPy .npz archive, read with pickles refused. Names are ``"int:3/momentum"`` and ``"str:weight/momentum"``;
-of keys with ``%``, NUL or halves of surrogate pairs these are escaped by ``%``.
-
-What a store keeps, as part of a run's state: for checkpoints, and the optimizer's alone as a file.
+The file is a NumPy .npz archive, read with pickles refused, of one array for each key and state name. Array names are
+``"int:3/momentum"`` and ``"str:weight/momentum"``. In keys, ``%``, NUL and halves of surrogate pairs are escaped by
+``%``.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import json
 import re
 import reprlib
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,24 +32,23 @@ from .updaters import ByOptimizer, Codes, Replace, Updater, new_state, summary
 _HEADER = "hpcdp/kvstore"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 States = dict[tuple[Key, str], np.ndarray]
-"""By key and name of the state, in the key's shape."""
+"""Optimizer states in the key's shape, by key and name."""
 
 
 def _name(key: Key) -> str:
-    text = str(key).replace("%", "%25").replace("\0", "%00")  # where names in archives end
-    return f"{type(key).__name__}:{_SURROGATE.sub(lambda found: f'%u{ord(found[0]):04x}', text)}"
+    text = str(key).replace("%", "%25").replace("\0", "%00")  # NUL ends a name in an archive
+    return f"{type(key).__name__}:{_SURROGATE.sub(lambda half: f'%u{ord(half[0]):04x}', text)}"
 
 
 def write_states(
     path: Path, optimizer: Optimizer, steps: Mapping[Key, int], states: States, names: Mapping[Key, str]
 ) -> None:
-    """Write states and how often each key was updated, to a file that replaces ``path`` whole.
+    """Write the states and the number of updates of each key to a file that replaces ``path`` atomically.
 
-    Args:
-        names: what keys that number parameters are called, see `read_states`; may be empty.
+    ``names`` are the parameter names of keys that number parameters, see `read_states`; it may be empty.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
     header: dict[str, Any] = {"version": 1, "optimizer": optimizer.config()["name"]}
     header["steps"] = {_name(key): steps[key] for key in steps}
@@ -62,11 +60,14 @@ def write_states(
 def read_states(
     path: Path, optimizer: Optimizer, shapes: Mapping[Key, tuple[int, ...]], names: Mapping[Key, str]
 ) -> tuple[dict[Key, int], States]:
-    """How often each key was updated, and its states.
+    """Return the number of updates of each key, and its states.
 
     Args:
-        shapes: of the store's keys.
-        names: what keys that number parameters are called: where the file has names, too, they say which key is which.
+        path: the file.
+        optimizer: the optimizer whose states the file must have.
+        shapes: the shapes of the store's keys.
+        names: the parameter names of keys that number parameters. Where the file has names, too, they match its keys
+            to the store's.
 
     Raises:
         DataError: the file is missing, damaged, or of another optimizer, or other keys or shapes.
@@ -86,113 +87,121 @@ def read_states(
         raise DataError("load_optimizer_states", where=path, expected="states of this store's keys", got=strange)
     states: States = {}
     for name in updated:
-        for each in optimizer.state_names():
-            array = arrays.pop(f"{name}/{each}", None)
+        for state in optimizer.state_names():
+            array = arrays.pop(f"{name}/{state}", None)
             if array is None or array.shape != tuple(shapes[keys[name]]):
-                got = "none" if array is None else f"shape {array.shape}"
-                where = f"{path}, {name}/{each}"
+                got = "no such array" if array is None else f"shape {array.shape}"
+                where = f"{path}, {name}/{state}"
                 raise DataError("load_optimizer_states", where=where, expected=f"shape {shapes[keys[name]]}", got=got)
-            states[keys[name], each] = array
+            states[keys[name], state] = array
     if arrays:
         raise DataError("load_optimizer_states", where=path, expected="no other arrays", got=next(iter(arrays)))
     return {keys[name]: int(count) for name, count in updated.items()}, states
+
+
+def is_store_file(path: Path) -> bool:
+    """Return whether ``path`` is a file of `KVStore.save_optimizer_states`."""
+    with contextlib.suppress(Exception):  # of a damaged file zipfile raises several kinds; `files.read` reports it
+        if path.is_file():  # opening a FIFO would wait for a writer
+            with zipfile.ZipFile(path) as archive:
+                return f"{_HEADER}.npy" in archive.namelist()
+    return False
 
 
 T = TypeVar("T")
 
 
 class StateDictMixin(abc.ABC):
-    """The part of a `KVStore` that gives and takes its state."""
+    """The methods of a `KVStore` that save and restore its state."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, Entry] = {}
         self._updater: Updater = Replace()
         self.key_names: Mapping[Key, str] = {}
-        """What keys are called in files of states, where they number a network's parameters."""
+        """Parameter names of keys that number parameters, for files of states."""
 
     @property
     @abc.abstractmethod
     def rank(self) -> int:
-        """This worker's number."""
+        """Number of this worker, from 0."""
 
     @property
     @abc.abstractmethod
     def num_workers(self) -> int:
-        """How many workers push."""
+        """Number of workers that push."""
 
     @abc.abstractmethod
     def barrier(self) -> None:
-        """Wait until all workers have come here, and their pushes have taken effect; raises what one's own raised."""
+        """Wait until all workers have called and their pushes have taken effect; raise the error of an own push."""
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Until all pushes of this worker have taken effect; raises what one of them raised."""
+        """Wait until all pushes of this worker have taken effect; raise the error of one that failed."""
 
     @abc.abstractmethod
     def _finish(self, entries: list[Entry]) -> None:
-        """Until this worker's pushes and pulls of some keys have ended; what a push has raised counts no more."""
+        """Wait until this worker's pushes and pulls of some keys have ended, and drop their errors."""
 
     def _agreed(self, check: Callable[[], T]) -> T:
-        """What ``check()`` returns; what it raises on one worker is raised on all."""
+        """Return the result of ``check()``; an error on one worker is raised on all."""
         return check()
 
     def _meet_updated(self) -> None:
-        """`barrier`; a push that has failed on one worker is an error on all, before others wait for that one."""
+        """Call `barrier`, and raise a failed push of one worker on all, so that none waits for that one."""
         failure: Exception | None = None
         try:
             self.barrier()
         except Exception as error:
             failure = error
 
-        def tell() -> None:
+        def raise_failure() -> None:
             if failure is not None:
                 raise HpcdpError("push", expected="an update", got=summary(failure))
 
         try:
-            self._agreed(tell)
+            self._agreed(raise_failure)
         except HpcdpError as error:
             raise (failure or error) from None
 
     def _by_first(self, write: Callable[[], None]) -> None:
-        """Call ``write()`` on the first worker; what it raises is raised on all."""
+        """Call ``write()`` on the first worker, and raise its error on all."""
         write()
 
     def _own_part(self, entry: Entry, whole: Array) -> Array:
-        """Of an array of the key's shape what this worker updates, flat."""
+        """Return the part that this worker updates, flat, of an array of the key's shape."""
         return to_device_of(whole.reshape(-1), entry.stored)
 
     def _joined(self, entry: Entry, part: Array) -> np.ndarray:
-        """A NumPy array of the key's shape from every worker's part; every worker must call."""
+        """Join every worker's part to a NumPy array of the key's shape; every worker must call."""
         return to_host(part).reshape(entry.stored.shape)
 
     def _held(self, entry: Entry, part: Array) -> Sharded | Array:
-        """An array of the key's shape of which this worker has ``part``, flat, for a state."""
+        """Return this worker's flat ``part`` of an array of the key's shape in the form of a state."""
         return part.reshape(entry.stored.shape)
 
     def _values_of(self, entry: Entry) -> Sharded | Array:
-        """The value of a key, for a state."""
+        """Return a key's value in the form of a state."""
         return entry.stored
 
     def _states_of(self, entry: Entry, rule: ByOptimizer) -> dict[str, Sharded | Array]:
-        """The optimizer's state of a key by name, for a state."""
+        """Return a key's optimizer state by name in the form of a state."""
         own = rule.states.get(entry.key)
         if own is None:
             own = rule.states[entry.key] = new_state(rule.optimizer, self._own_part(entry, entry.stored))
         return {name: self._held(entry, part) for name, part in own.items()}
 
     def _updates_of(self, entry: Entry, rule: ByOptimizer) -> int:
-        """How often a key was updated."""
+        """Return the number of updates of a key."""
         return rule.steps.get(entry.key, 0)
 
     def _residuals_of(self, entry: Entry) -> list[Part]:
-        """What this worker has not sent yet of a key; nothing where it sends no codes."""
+        """Return this worker's compression residuals of a key; none without compression."""
         return []
 
     def _put(self, entry: Entry, values: Any, states: Mapping[str, Any], updates: int | None) -> None:
-        """Let a key go on with ``values`` and ``states``, which are what `_values_of` and `_states_of` gave.
+        """Set a key's value, optimizer state and number of updates, which is None without an optimizer.
 
-        Args:
-            updates: how often it was updated; None without an optimizer.
+        ``values`` and ``states`` are the results of `_values_of` and `_states_of`, filled.
         """
         if isinstance(self._updater, ByOptimizer):
             self._updater.steps.pop(entry.key, None)
@@ -200,21 +209,21 @@ class StateDictMixin(abc.ABC):
                 self._updater.steps[entry.key] = updates
 
     def _renew(self, rule: ByOptimizer, config: dict[str, Any]) -> None:
-        """Take over the settings of an optimizer; every worker calls."""
+        """Apply an optimizer's saved settings; every worker must call."""
 
-        def take_over() -> None:
+        def apply_config() -> None:
             if config != rule.optimizer.config():
                 rule.optimizer.take_config(config)
 
-        self._agreed(take_over)
+        self._agreed(apply_config)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the store keeps; every worker must call.
+        """Return the state of the store; every worker must call.
 
         Returns:
-            ``values`` by key; ``optimizer``, its settings as JSON, None without one; with one ``states`` by key and
-            name, and ``updates`` by key; with compression ``residuals`` by key, shape ``(workers, *shape)``. Arrays may
-            be the store's own, which the next push changes.
+            ``values`` by key; ``optimizer``, its settings as JSON, or None without one. With an optimizer ``states`` by
+            key and name, and ``updates`` by key; with compression ``residuals`` by key, shape ``(workers, *shape)``.
+            Arrays may be the store's own, which the next push changes.
         """
         self._meet_updated()
         rule = self._updater if isinstance(self._updater, ByOptimizer) else None
@@ -239,15 +248,15 @@ class StateDictMixin(abc.ABC):
         return Sharded((self.num_workers, *shape), np.dtype(entry.stored.dtype), parts, shares=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`; every worker must call, with the keys and the kind of updater that it had then.
+        """Restore a `state_dict` in place; every worker must call, on a store with its keys and kind of updater.
 
-        A checkpoint restores that of any number of workers, on any kind of store.
+        A checkpoint restores the state of any number of workers, on any kind of store.
 
         Raises:
-            ConfigError: it is of other keys or another optimizer, or no state of a store; on every worker.
+            ConfigError: ``state`` is of other keys or another optimizer, or not the state of a store; on every worker.
         """
         self._agreed(lambda: self._check_state(state))
-        self._finish(list(self._entries.values()))  # pulls on their way get what was there before
+        self._finish(list(self._entries.values()))  # pulls under way read the old values
         own = self.state_dict()
         if isinstance(self._updater, ByOptimizer):
             self._renew(self._updater, json.loads(state["optimizer"]))
@@ -262,8 +271,9 @@ class StateDictMixin(abc.ABC):
         same_names("load_state_dict", "the store", self._entries, state["values"], "key")
         has_rule = isinstance(self._updater, ByOptimizer)
         if (state["optimizer"] is None) == has_rule:
-            held, lacks = ("one", "none") if has_rule else ("none", "one")
-            raise ConfigError("load_state_dict", where="optimizer", expected=f"{held}, as the store has", got=lacks)
+            own, saved = ("an", "no") if has_rule else ("no", "an")
+            expected, got = f"a state with {own} optimizer, as the store has", f"a state with {saved} optimizer"
+            raise ConfigError("load_state_dict", where="optimizer", expected=expected, got=got)
 
     def save_optimizer_states(self, path: str) -> None:
         """Write the optimizer's state of all keys to one file, which replaces ``path``; every worker must call.
@@ -276,15 +286,15 @@ class StateDictMixin(abc.ABC):
         file = self._agreed(lambda: checked_file("save_optimizer_states", path))
         states = {
             (key, name): self._joined(entry, part)
-            for key, entry in self._entries.items()  # those of the rule's states come as they were updated here
+            for key, entry in self._entries.items()  # not the order of the rule's states, which differs between ranks
             for name, part in (rule.states[key].items() if rule.steps.get(key) else ())
         }
         self._by_first(lambda: write_states(file, rule.optimizer, rule.steps, states, self.key_names))
 
     def load_optimizer_states(self, path: str) -> None:
-        """Restore what `save_optimizer_states` wrote, by any number of workers; every worker must call.
+        """Restore a file of `save_optimizer_states`, of any number of workers; every worker must call.
 
-        Keys that had not been updated then begin anew.
+        The state of keys without updates in the file is reset.
 
         Raises:
             ConfigError: there is no optimizer.
@@ -304,42 +314,40 @@ class StateDictMixin(abc.ABC):
                     place[...] = self._own_part(entry, states[key, name])
 
     def _by_optimizer(self, operation: str) -> ByOptimizer:
-        """The optimizer, when the pushes of all workers have taken effect; every worker must call."""
+        """Return the optimizer once the pushes of all workers have taken effect; every worker must call."""
         if not isinstance(self._updater, ByOptimizer):
             raise ConfigError(
-                operation, expected="a store with an optimizer", got="none", remedy="set_optimizer() first"
+                operation, expected="a store with an optimizer", got="none", remedy="call set_optimizer() first"
             )
         self._meet_updated()
         return self._updater
 
 
 def _filled(own: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[tuple[Key, Any, dict[str, Any]]]:
-    """Every key with its values and states in a store's ``own`` state, filled, as what was not sent yet, from another
-    one."""
+    """Fill a store's ``own`` state from ``state``, residuals included, and yield each key, its value and its states."""
     residuals = state.get("residuals", {})
-    for key, mine in own.get("residuals", {}).items():
+    for key, residual in own.get("residuals", {}).items():
         if key in residuals:
-            take(f"key {key!r}, residual", mine, residuals[key])
-        else:  # all was sent then
-            for part in mine.parts:
+            take(f"key {key!r}, residual", residual, residuals[key])
+        else:  # saved without compression
+            for part in residual.parts:
                 with on_device_of(part.values):
                     part.values[...] = 0
     for key, values in own["values"].items():
-        states = {name: _taken(f"key {key!r}, {name}", each, state["states"][key][name])
-                  for name, each in own.get("states", {}).get(key, {}).items()}  # fmt: skip
+        states = {name: _taken(f"key {key!r}, {name}", array, state["states"][key][name])
+                  for name, array in own.get("states", {}).get(key, {}).items()}  # fmt: skip
         yield key, _taken(f"key {key!r}", values, state["values"][key]), states
 
 
-def _taken(where: str, own: Sharded | Array, given: Any) -> Sharded | Array:
-    """``own``, filled from ``given``."""
+def _taken(where: str, own: Sharded | Array, saved: Any) -> Sharded | Array:
+    """Fill ``own`` from ``saved``, and return it."""
     if isinstance(own, Sharded):
-        take(where, own, given)
+        take(where, own, saved)
     else:
-        whole = Sharded(tuple(own.shape), np.dtype(own.dtype), [Part(0, own.reshape(-1))])
-        take(where, whole, given)
+        take(where, Sharded(tuple(own.shape), np.dtype(own.dtype), [Part(0, own.reshape(-1))]), saved)
     return own
 
 
 def residuals_of(codes: Codes | None) -> list[Part]:
-    """What has not been sent of a key whose codes are made in one."""
+    """Return the residuals of a key that is encoded as one array."""
     return [] if codes is None else [Part(0, codes.residual)]

@@ -1,9 +1,9 @@
-"""A store over the ranks of a world in which every push is merged with those of all others: ``dist_sync``.
+"""``dist_sync``, a store over the ranks of a world that merges the pushes of all ranks.
 
-There are no servers. The ranks of a node hold a key's value once, in memory that they share, and beside it a row for
-each of them to push to. Each owns a part of the columns, sums it over the rows, then with those of other nodes that own
-the same part (a rail), and updates its part of the value: a parameter server whose servers are the workers (see
-`gradients`, whose buckets, lane and rails these are). How far each has got with a key is posted in that memory, too.
+There are no servers. The ranks of a node hold one copy of a key's value in shared memory, and a row for each rank's
+push. Each rank owns a part of the columns: it sums this part over the rows, then over nodes with the owners of the same
+part (a rail), and updates its part of the value. So the workers are the servers of a parameter server. Buckets, lanes
+and rails are those of `data_parallel`. Ranks post their progress with a key in shared memory.
 
 Source: Li et al., "Scaling distributed machine learning with the parameter server", 2014, for what a push means;
 Rajbhandari et al., "ZeRO", 2020, for the owners.
@@ -39,35 +39,35 @@ from .sync_rounds import FILLED, SUMMED, Coded, DirectPushPull, Pool, RowExchang
 from .updaters import Replace, Updater, check_codable
 
 _LIKE_HALVES = (np.dtype("int16"), np.dtype("uint16"))
-"""Keys whose elements kernels would take for floats of 16 bits (`hpcdp.core.arrays.words`)."""
+"""Dtypes of keys whose elements kernels would treat as 16-bit floats (`hpcdp.core.arrays.words`)."""
 
 
 @dataclass(slots=True)
 class _Push:
-    """What this rank pushes in one round of a key."""
+    """This rank's push in one round of a key."""
 
     entry: Entry
     rows: Rows
     updater: Updater
     coded: Coded | None
-    """What encodes it, if it is."""
+    """Encoder, with compression."""
     number: int = 0
-    """Of the round, once it has begun."""
+    """Number of the round, set by `begin`."""
     failure: Exception | None = None
-    """Why this rank could not update."""
+    """Error of this rank's update."""
 
     def begin(self) -> _Push:
-        """Its round begins: with the key's variable held, so that rounds are numbered in their order."""
+        """Assign the round's number; the caller holds the key's variable, so that rounds are in order."""
         self.rows.rounds += 1
         self.number = self.rows.rounds
         return self
 
 
 class SyncStore(WorldStore):
-    """See `KVStore`; every rank of ``world`` must make it, and its keys, and as many pushes of each key.
+    """A store of kind ``dist_sync``; every rank of ``world`` must make it and its keys, and push each key as often.
 
     Raises:
-        ConfigError: several nodes, where no thread beside the main one may send messages.
+        ConfigError: the world has several nodes, and only the main thread may send messages.
     """
 
     def __init__(self, kind: str, world: World) -> None:
@@ -93,7 +93,7 @@ class SyncStore(WorldStore):
         self._held_nbytes = [0] * self._memory.size
         self._neighbours = world.node_comm.allgather_json(world.rank)
         self._members = [self._neighbours] if self._rail is None else self._rail.comm.allgather_json(self._neighbours)
-        world.endings.add(self._settle)  # a rank that left earlier would leave others waiting
+        world.endings.add(self._settle)  # other ranks would wait for a rank that left earlier
 
     def _let_go(self) -> None:
         super()._let_go()
@@ -106,7 +106,7 @@ class SyncStore(WorldStore):
         self._world.barrier()
 
     def _of_first(self, value: Array) -> np.ndarray:
-        """Rank 0's ``value``, as a new array on the host."""
+        """Broadcast rank 0's ``value``, as a new array on the host."""
         first = np.array(to_host(value), order="C")
         self._world.comm.native_broadcast(first, 0)
         return first
@@ -135,7 +135,7 @@ class SyncStore(WorldStore):
         return Entry(key, rows.stored, self._engine.variable(f"key {key!r}"), number=number)
 
     def _pushes_of(self, number: int) -> int:
-        """Return how often this rank has pushed the key of a number."""
+        """Return the number of this rank's pushes of the key of a number."""
         entry = next((entry for entry in self._entries.values() if entry.number == number), None)
         return 0 if entry is None else entry.pushes
 
@@ -145,7 +145,7 @@ class SyncStore(WorldStore):
         settings = f"compression {compression}"
         require_same(self._world.comm, "set_gradient_compression", [settings, *pushes], remedy)
         if compression is not None:
-            check_codable("set_gradient_compression", ((key, each.stored) for key, each in self._entries.items()))
+            check_codable("set_gradient_compression", ((key, entry.stored) for key, entry in self._entries.items()))
         self._compression = compression
         self._coded = {}
         for key in self._rows:
@@ -157,7 +157,7 @@ class SyncStore(WorldStore):
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """See `KVStore.pushpull`."""
-        # What is done most often: of short arrays the checks for all else take longer than the exchange.
+        # A fast path for the most frequent call: for short arrays, general checks take longer than the exchange.
         exchange = self._exchanges.get(key) if type(key) is int or type(key) is str else None
         target = value if out is None else out
         done = False
@@ -188,10 +188,12 @@ class SyncStore(WorldStore):
             targets[0][...] = out
 
     def _at_once(self, entry: Entry, x: np.ndarray, out: np.ndarray) -> bool:
-        """Push and pull in this thread; false, and nothing is done, if something is under way that should come first.
+        """Push and pull in this thread; return False, without an effect, if other work must come first.
 
         Args:
-            x, out: contiguous, apart or the same.
+            entry: the key.
+            x: the contiguous array to push.
+            out: the contiguous array to pull to: ``x``, or one without overlap.
         """
         watchdog, failure = self._watchdog, None
         rows, updater = self._rows[entry.key], self._updater
@@ -218,9 +220,9 @@ class SyncStore(WorldStore):
         return True
 
     def _push_and_pull(self, push: _Push, exchange: RowExchange | None, x: np.ndarray, out: np.ndarray) -> None:
-        """What is more than an exchange, or not alike on all ranks."""
+        """Push and pull where the exchange alone does not suffice, or other ranks push in a task."""
         entry, updater = push.entry, push.updater
-        push.rows.say_rate(updater.rate(entry.key))
+        push.rows.post_rate(updater.rate(entry.key))
         if exchange is not None and updater.by_parts and exchange.update(x, out, partial(self._update_part, push)):
             self._require_updated(push)
             return
@@ -232,14 +234,16 @@ class SyncStore(WorldStore):
             out[...] = entry.stored
 
     def _round(self, push: _Push, value: np.ndarray, turn: SendPriority | None) -> Steps:
-        """Merge this rank's push with those of all others, and update; it has ended when the node's value is new.
+        """Merge the pushes of all ranks, and update; the round ends when the node's value is new.
 
         Args:
-            value: contiguous; on a node of one rank the sum takes its place, unless it is encoded.
+            push: this rank's push, which has begun.
+            value: a contiguous array; on a node of one rank the sum overwrites it, unless it is encoded.
+            turn: waits for this task's turn to send messages; None: send at once.
         """
         rows = push.rows
         bucket = rows.bucket
-        rows.say_rate(push.updater.rate(push.entry.key))
+        rows.post_rate(push.updater.rate(push.entry.key))
         if push.coded is not None:
             yield from push.coded.sum(value, push.number, turn)
         else:
@@ -261,7 +265,7 @@ class SyncStore(WorldStore):
             self._reduce.combine_into(bucket.words, first, last, self._memory.rank, self._reduce.SUM)
 
     def _update(self, push: _Push, summed: np.ndarray) -> Steps:
-        """Update by a sum of which this rank has its part: ``summed``, as long as a row, right there."""
+        """Update by the sum of a round: ``summed`` is a row, valid in this rank's part."""
         rows = push.rows
         if push.updater.by_parts:
             self._update_part(push, summed)
@@ -282,7 +286,7 @@ class SyncStore(WorldStore):
             push.updater.update(push.entry.key, whole.reshape(stored.shape), stored)
 
     def _try(self, push: _Push, update: Callable[[], None]) -> None:
-        """What goes wrong is told when all ranks have done so."""
+        """Call ``update``, and publish its error, which all ranks raise at the end of the round."""
         try:
             push.rows.check_rates(push.entry.variable.name, self._neighbours)
             update()
@@ -296,11 +300,11 @@ class SyncStore(WorldStore):
         push.rows.check(push.number, push.entry.variable.name, self._neighbours)
 
     def _pull_into(self, places: list[tuple[Entry, list[Any]]], priority: int) -> None:
-        later = [(entry, [each for each in targets if not self._copied(entry, each)]) for entry, targets in places]
+        later = [(entry, [to for to in targets if not self._copied(entry, to)]) for entry, targets in places]
         super()._pull_into(later, priority)
 
     def _copied(self, entry: Entry, target: Any) -> bool:
-        """Copy a value in this thread, if it is there."""
+        """Copy a value in this thread, and return True, if no push of it is under way."""
         if can_wait(target) or not self._engine.hold(entry.variable, unless_spoilt=True):
             return False
         try:
@@ -315,7 +319,7 @@ class SyncStore(WorldStore):
             self._of_world.wait(variable)
 
     def _behind(self, entry: Entry) -> list[int]:
-        """The ranks of the node that have not pushed a key as often as this one."""
+        """Return the ranks of the node that have pushed a key less often than this one."""
         return self._rows[entry.key].behind()
 
     def _held(self, entry: Entry, part: Array) -> Sharded:

@@ -1,34 +1,19 @@
-"""The rounds of synchronous stores: pushes summed, coded, by rows, or in one pass.
+"""The rounds of synchronous stores, each of which merges the pushes of the same number of all ranks.
 
-Memory of a node for many short arrays: out of blocks, since each that the system gives costs more than its bytes.
-
-All ranks of the node exchange messages for it, and a process may have some 65,000 (vm.max_map_count): with four or five
-for each key 13,000 keys were too many.
-
-What lies beside a key's value in the memory of a node: rows to push to, and how far its ranks are.
-
-A push makes a round with those of the same number of the other ranks. What a rank posts in it says that it has come
-(which ranks that push and pull in one post first, see `direct`), that its row is filled, that its part is summed, that
-the value is new.
-
-A round of pushes that are encoded: the node's memory holds codes, and codes go from node to node.
-
-Every rank encodes its push by itself, part by part. The owner of a part sends the codes of its node's ranks to the
-owners of the same part on the other nodes, receives theirs, and adds up what all ranks' codes say, in the order of the
-ranks: all nodes get the same bits, and nothing is encoded twice.
-
-Sent per round, for w bytes of codes of one rank: (nodes - 1) w for every rank.
-
-Source: MXNet's kvstore, where workers encode and servers decode and add; the owners as in `sync`.
-
-A push and its pull in one, in the thread that calls: no lane, no whole row, and as few copies as can be.
-
-What must move from core to core is what an allreduce of as many bytes moves, and it moves in the same way, by a staging
-buffer. A rank copies what others own of its array there (n - 1 of n parts), reads what others have pushed of its own
-part (n - 1 parts), writes the sum back there, to its output and to its part of the value, and fetches the sums of the
-others' parts (n - 1 of n). It waits once for each piece of a part, and twice more: until all have come, who then read
-the last value no more, and until all sums are there. Where the sum updates the value, owners update their parts first,
-and stage the new values.
+- `Pool` allocates many short arrays from a few blocks of node memory. Each allocation of the system costs messages
+  between the node's ranks and a memory mapping, of which a process may have about 65,000 (vm.max_map_count): with four
+  or five mappings for each key, 13,000 keys were too many.
+- `Rows`: rows of a key that ranks push to, and milestones of a round: arrived (posted first by `RowExchange`), row
+  filled, part summed, value new.
+- `Coded`: a round with compression. Each rank encodes its push, part by part. The owner of a part exchanges its node's
+  codes with the owners of that part on other nodes, and sums the decoded pushes of all ranks in rank order. So all
+  nodes get the same bits, and nothing is encoded twice. Each rank sends (nodes - 1) w bytes for w bytes of one rank's
+  codes. Source: MXNet's kvstore, where workers encode, and servers decode and add.
+- `DirectPushPull`, `RowExchange`: a push and its pull in one, in the calling thread. As in an allreduce, data moves by
+  a staging buffer: a rank stages the n - 1 of n parts that others own, reads their n - 1 contributions to its own part,
+  writes the sum to the buffer, its output and its part of the value, and copies the other sums. It waits once for each
+  piece of a part, until all ranks have arrived (none reads the last value any more), and until all sums are complete.
+  With an updater, owners update their parts first, and stage the new values.
 """
 
 from __future__ import annotations
@@ -53,14 +38,14 @@ from .arguments import Key, merged
 from .updaters import Codes, summary
 
 BLOCK_NBYTES, LONGEST_NBYTES = 1 << 20, 64 << 10
-"""Of a block, and of an array that comes out of one. What nobody writes to takes no memory."""
+"""Bytes of a block, whose untouched pages take no memory, and most bytes of an array in one."""
 
 _ALIGNED_NBYTES = 128
-"""Two cache lines, which some CPUs fetch together: ranks spin on some of these arrays."""
+"""Alignment of two cache lines, which some CPUs fetch together: ranks spin on some of these arrays."""
 
 
 class Pool:
-    """`NodeMemory` that gives short arrays out of longer ones of ``memory``; no bytes are given out twice."""
+    """A `NodeMemory` that allocates short arrays from blocks of ``memory``, and frees none."""
 
     def __init__(self, memory: NodeMemory) -> None:
         self.rank, self.size, self.patience = memory.rank, memory.size, memory.patience
@@ -91,16 +76,17 @@ _FAILED = np.dtype([("round", np.int64), ("why", "S200")])
 
 
 class Rows:
-    """Of one key. Every rank of the node must make it.
+    """The rows and milestones of a key; every rank of the node must make it.
 
     Args:
-        memory: the node's.
-        store: what pushes to the key's store are counted as, see `Watchdog.count`.
-        number: of the key in its store.
-        value: what the key begins with.
-        num_parts: how many ranks of the node own a part.
-        updates_alone: which rank of the node updates where an update needs the whole value.
-        width: elements of a part that are exchanged at once, where ranks push and pull in one.
+        memory: shared memory of the node.
+        store: name under which `Watchdog.count` counts pushes to the store.
+        number: number of the key in its store.
+        key: the key.
+        value: initial value.
+        num_parts: number of ranks of the node that own a part.
+        updates_alone: local rank that applies an update of the whole value.
+        width: elements of a part in one piece of a `RowExchange`.
     """
 
     def __init__(
@@ -117,57 +103,53 @@ class Rows:
         layout = plan([(f"key {key!r}", value.shape, value.dtype)])
         (count,), (slot,) = layout.counts, layout.slots
         self.ends = np.empty(memory.size + 1, np.int64)
-        """Where the parts of the node's ranks begin and end: whole cache lines, and no more than there are elements."""
+        """Boundaries of the parts of the node's ranks, at cache lines, at most the number of elements."""
         parts = [layout.shard(0, num_parts, part)[1] for part in range(num_parts)]
         self.ends[:] = [0, *(min(end, value.size) for end in parts), *[value.size] * (memory.size - num_parts)]
         part = int(self.ends[memory.rank]), int(self.ends[memory.rank + 1])
         self.bucket = Bucket(number, [slot], memory.alloc((memory.size, count), value.dtype), memory.rank, part)
         self.flat = memory.alloc((count,), value.dtype)
-        """The value, as long as a row."""
+        """The flat value, padded to the length of a row."""
         self.stored = self.flat[: value.size].reshape(value.shape)
         if memory.rank == 0:
             self.stored[...] = value
         self.pieces = max(1, -(-int(np.diff(self.ends).max()) // width))
         self.phases = max(_LEAST_PHASES, 2 * self.pieces + 1)
-        """How many numbers of the milestones belong to a round; the last says that the value is new."""
+        """Milestones of a round; the last one means that the value is new."""
         self.milestones = ProgressCounters(memory)
         self.counters = self.milestones.counters()
         self.label = f"pushpull of key {key!r}"
         self.counted = store, number
         self.updates_alone = updates_alone
         self.rounds = 0
-        """Pushes of this rank; that of the same number of every rank makes a round."""
+        """Number of pushes of this rank."""
         self._memory = memory
         failed = memory.alloc((memory.size,), _FAILED)
         self._failed, self._reasons = failed["round"], failed["why"]
-        """For every rank of the node the last round whose update failed there, and why."""
+        """Last round whose update failed on each rank of the node, and the error."""
         self._rates = memory.alloc((memory.size,), np.float64)
-        """For every rank of the node the learning rate of the round, from its first post on."""
+        """Learning rate of the round on each rank of the node, valid from the rank's first post."""
 
     @property
     def size(self) -> int:
-        """Elements of the value."""
+        """Number of elements of the value."""
         return int(self.ends[-1])
 
     def behind(self) -> list[int]:
-        """The ranks of the node that have not pushed as often as this one."""
+        """Return the ranks of the node that have pushed less often than this one."""
         return self.milestones.behind(self.rounds * self.phases + COME)
 
-    def reached(self, number: int, phase: int) -> Reached:
-        """That all ranks of the node have got so far in round ``number``."""
+    def post(self, number: int, phase: int) -> Reached:
+        """Post a milestone of round ``number``, and return the request that waits for all ranks of the node."""
+        self.milestones.post(number * self.phases + phase)
         return Reached(self.milestones, number * self.phases + phase)
 
-    def post(self, number: int, phase: int) -> Reached:
-        """Say that this rank has got so far, for others to wait for and for itself, too."""
-        self.milestones.post(number * self.phases + phase)
-        return self.reached(number, phase)
-
-    def say_rate(self, rate: float) -> None:
-        """Before the first post of a round: the learning rate that this rank has for it."""
+    def post_rate(self, rate: float) -> None:
+        """Publish this rank's learning rate of a round, before the round's first post."""
         self._rates[self._memory.rank] = rate
 
     def check_rates(self, name: str, ranks: list[int]) -> None:
-        """When all have posted: raise `MismatchError` on all ranks of the node unless they have the same rate."""
+        """Raise `MismatchError` on all ranks of the node unless their rates agree; to be called after all posted."""
         rates = self._rates.tolist()
         if any(rate != rates[0] for rate in rates):
             at = next(at for at, rate in enumerate(rates) if rate != rates[0])
@@ -175,18 +157,20 @@ class Rows:
             raise MismatchError("push", where=name, expected="the same learning rate on all ranks", got=got)
 
     def fail(self, number: int, error: Exception) -> None:
-        """Let the others know, when the value is new, that it is not."""
+        """Publish a failed update, which `check` raises on other ranks."""
         self._reasons[self._memory.rank] = summary(error).encode(errors="backslashreplace")
         self._failed[self._memory.rank] = number
 
     def check(self, number: int, name: str, ranks: list[int]) -> None:
-        """When the value is new.
+        """Raise another rank's error, after the last milestone of a round.
 
         Args:
-            ranks: those of the node, as the world numbers them.
+            number: number of the round.
+            name: name of the key in the error.
+            ranks: world ranks of the node.
 
         Raises:
-            HpcdpError: the update of another rank has failed in this round.
+            HpcdpError: the update of another rank failed in this round.
         """
         failing = np.flatnonzero(self._failed == number)
         if failing.size:
@@ -194,11 +178,11 @@ class Rows:
             raise HpcdpError("push", where=name, expected="an update", got=f"{why} on rank {ranks[failing[0]]}")
 
     def over(self, value: np.ndarray) -> Bucket:
-        """A bucket of ``value`` itself, for a rank that shares with nobody: a sum over nodes needs no row."""
+        """Return a bucket of ``value`` itself, for a node of one rank, whose sum over nodes needs no row."""
         return Bucket(self.bucket.number, self.bucket.slots, value.reshape(1, -1), 0, self.bucket.shard)
 
     def whole(self) -> np.ndarray:
-        """The sum of a round, from the parts in the rows of the node's ranks, shape ``(size,)``."""
+        """Join the sum of a round from the owners' rows, shape ``(size,)``."""
         whole = np.empty(self.size, self.flat.dtype)
         for local, (first, last) in enumerate(zip(self.ends[:-1], self.ends[1:], strict=True)):
             whole[first:last] = self.bucket.rows[local, first:last]
@@ -206,26 +190,29 @@ class Rows:
 
 
 class Reached:
-    """That all ranks of a node have posted a milestone: a request, so a stage of a machine."""
+    """A request that completes when all ranks of the node have posted a milestone."""
 
     def __init__(self, milestones: ProgressCounters, milestone: int) -> None:
         self._milestones, self._milestone = milestones, milestone
 
     def test(self) -> bool:
-        """Whether they have."""
+        """Return whether all ranks have posted it."""
         return self._milestones.reached(self._milestone)
 
     def wait(self) -> None:
-        """Block until they have."""
+        """Block until all ranks have posted it."""
         self._milestones.wait(self._milestone)
 
 
 class Coded:
-    """Of one key. Every rank of the node must make it.
+    """The compressed pushes of a key; every rank of the node must make it.
 
     Args:
-        rail: see `SyncStore`.
-        members: for every rank of the rail the ranks of its node, as the world numbers them.
+        compression: the codec and its settings.
+        rows: rows of the key.
+        memory: shared memory of the node.
+        rail: the reduction over nodes, see `SyncStore`.
+        members: world ranks of the node of each rank of the rail.
     """
 
     def __init__(
@@ -241,7 +228,7 @@ class Coded:
         self._wires = memory.alloc((memory.size, self.codes.nbytes), np.uint8)
 
     def sum(self, value: np.ndarray, number: int, turn: SendPriority | None) -> Steps:
-        """Encode this rank's push in round ``number``, and sum its part of all ranks' pushes into its own row."""
+        """Encode this rank's push in round ``number``, and sum its part of all decoded pushes into its row."""
         self.codes.encode(value.reshape(-1), self._wires[self._me])
         yield [self._rows.post(number, FILLED)]
         first, last = self._rows.bucket.shard
@@ -265,11 +252,11 @@ class Coded:
 
 
 CHUNK_NBYTES = 256 * 1024
-"""So much of a rank's array is exchanged at once: as in an allreduce (see `hpcdp.collectives.intra_node`)."""
+"""Bytes of a rank's array in one piece of the exchange, as in an allreduce (see `hpcdp.collectives.intra_node`)."""
 
 
 def in_one_piece(arrays: list[Array], target: Any) -> tuple[np.ndarray, np.ndarray]:
-    """What is pushed, and where to, as the kernels take them: contiguous, and apart or the same; else new arrays."""
+    """Return input and output of a push and pull for the kernels: contiguous, and identical or without overlap."""
     x = arrays[0] if len(arrays) == 1 else merged(arrays)
     if not (type(x) is np.ndarray and x.flags.carray):
         x = np.array(x, order="C")
@@ -281,10 +268,10 @@ def in_one_piece(arrays: list[Array], target: Any) -> tuple[np.ndarray, np.ndarr
 
 
 class DirectPushPull:
-    """The exchanges of one store. Every rank of the node must make it together.
+    """The exchanges of a store; every rank of the node must make it.
 
-    All keys share one buffer. So one of a rank's threads exchanges at a time; another one meanwhile pushes in the other
-    way, which the other ranks see as they meet.
+    All keys share one staging buffer, which one thread of a rank uses at a time. Another thread pushes by engine tasks
+    meanwhile, which the other ranks see when they meet.
     """
 
     def __init__(self, memory: NodeMemory) -> None:
@@ -293,19 +280,19 @@ class DirectPushPull:
         self._staging = {dtype: buffer.view(dtype) for dtype in self._merge.DTYPES}
 
     def width(self, dtype: np.dtype) -> int:
-        """Elements of a part that are exchanged at once."""
+        """Return the number of elements of a part in one piece."""
         return CHUNK_NBYTES // dtype.itemsize // self._memory.size
 
     def exchange_of(self, rows: Rows) -> RowExchange | None:
-        """That of one key; None where ranks share nothing, or there are no kernels for its dtype."""
+        """Return the exchange of a key; None on a node of one rank, and without kernels for its dtype."""
         staging = self._staging.get(rows.flat.dtype)
-        return (
-            None if staging is None or self._memory.size == 1 else RowExchange(rows, staging, self._memory, self._busy)
-        )
+        if staging is None or self._memory.size == 1:
+            return None
+        return RowExchange(rows, staging, self._memory, self._busy)
 
 
 class RowExchange:
-    """How ranks push and pull one key in one, piece by piece."""
+    """The exchange of a key, which pushes and pulls in one, piece by piece."""
 
     def __init__(self, rows: Rows, staging: np.ndarray, memory: NodeMemory, busy: threading.Lock) -> None:
         merge = kernels.load("pushpull")
@@ -318,7 +305,7 @@ class RowExchange:
         self._fixed = staging, rows.ends, rows.counters, self._state
 
     def takes(self, x: Any, out: Any) -> bool:
-        """Whether they are arrays like the value, contiguous, and apart or the same."""
+        """Return whether ``x`` and ``out`` are contiguous arrays like the value, identical or without overlap."""
         if type(x) is not np.ndarray or x.shape != self._shape or x.dtype != self._dtype or not x.flags.carray:
             return False
         if out is x:
@@ -328,7 +315,7 @@ class RowExchange:
         return out.flags.carray and not np.may_share_memory(out, x)
 
     def replace(self, x: np.ndarray, out: np.ndarray) -> bool:
-        """The sum of all ranks' ``x`` becomes the value and ``out``; false if some rank pushes in another way."""
+        """Write the sum of all ranks' ``x`` to the value and ``out``; return False if a rank pushes by a task."""
         if not self._acquire(False):
             return False
         try:
@@ -343,17 +330,18 @@ class RowExchange:
         return bool(met != self._mixed)
 
     def update(self, x: np.ndarray, out: np.ndarray, update: Callable[[np.ndarray], None]) -> bool:
-        """``update`` makes this rank's part of the value new, and ``out`` becomes the value; false as `replace`.
+        """Update this rank's part of the value, and copy the value to ``out``; return False as `replace`.
 
         Args:
-            update: is called with the sum of all ranks' ``x``, as long as a row, right in this rank's part, and shared;
-                it must not raise.
+            x: this rank's push.
+            out: the array for the new value.
+            update: called with a shared row that has the sum of all ranks' ``x`` in this rank's part; must not raise.
         """
         if not self._acquire(False):
             return False
         try:
             rows = self._rows
-            total = rows.bucket.rows[0]  # not the value, which is to be updated; in this round no rank fills a row
+            total = rows.bucket.rows[0]  # free in this round, in which no rank fills a row
             self._state[self._round] = rows.rounds
             x, out = x.reshape(-1), out.reshape(-1)
             while (met := self._gather(x, total, *self._fixed)) == self._not_yet:

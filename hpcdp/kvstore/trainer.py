@@ -1,7 +1,7 @@
 """The trainer on a key-value store: parameters are keys, gradients are pushed, and new values are pulled.
 
-Source: Gluon's Trainer, for what ``update_on_kvstore`` means; Li et al., "Scaling distributed machine learning with the
-parameter server", 2014.
+Source: Gluon's Trainer for the meaning of ``update_on_kvstore``; Li et al., "Scaling distributed machine learning with
+the parameter server", 2014.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from ..comm.shared_memory import LINE_NUMBERS
 from ..comm.tasks import ProgressEngine
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression, Settings
-from ..core.arrays import Array, array_namespace, from_host, is_half, on_device_of, to_host
+from ..core import files
+from ..core.arrays import Array, array_namespace, is_half, on_device_of, to_host
+from ..core.checks import instance, one_of
 from ..core.environment import launched_ranks
 from ..core.state import FitsSaved, Part, Saved, Sharded, require_state, take, unquoted
 from ..data_parallel.buckets import Parameter
@@ -47,37 +49,40 @@ from ..data_parallel.trainer import (
     trained,
     unfinished,
 )
-from ..errors import ConfigError, StaleGradientError
+from ..data_parallel.trainer_state import RESIDUAL, joined
+from ..errors import ConfigError, DataError, StaleGradientError, warn
 from ..optim import Optimizer, require_by_elements
 from . import KINDS, KVStore, create
-from .arguments import Key, PendingPull
+from .arguments import Key, PendingPull, can_wait
 from .asynchronous import AsyncStore
-from .store_state import States, read_states, write_states
+from .store_state import is_store_file, read_states
 
 
-def place_of(param: Any) -> Any:
-    """Where a new value goes: to the parameter, where that can wait for it."""
-    return param if hasattr(param, "data_hook") else param.data
+def pull_target(param: Any) -> Any:
+    """Return the target of a pull: the parameter where its readers can wait, else its array."""
+    return param if can_wait(param) else param.data
 
 
-def places_in_turn(arrays: Sequence[Array]) -> list[Array]:
-    """For each array another one of its kind; those of a dtype share their memory, since a push leaves with a copy."""
+def scratch_like(arrays: Sequence[Array]) -> list[Array]:
+    """Return an array like each of ``arrays``; those of one dtype share memory, because a push copies its value."""
     longest: dict[Any, Array] = {}
-    for each in sorted(arrays, key=lambda array: array.size):
-        longest[each.dtype] = each
+    for array in sorted(arrays, key=lambda array: array.size):
+        longest[array.dtype] = array
     flat = {}
-    for dtype, each in longest.items():
-        with on_device_of(each):
-            flat[dtype] = array_namespace(each).empty(each.size, dtype)
-    return [flat[each.dtype][: each.size].reshape(each.shape) for each in arrays]
+    for dtype, array in longest.items():
+        with on_device_of(array):
+            flat[dtype] = array_namespace(array).empty(array.size, dtype)
+    return [flat[array.dtype][: array.size].reshape(array.shape) for array in arrays]
 
 
 _BY_KEY = ("values", "states", "updates", "residuals")
-"""What a store's state has by key."""
+"""Entries of a store's state that are dicts by key."""
+_STATES_FILE = "hpcdp/trainer"
+"""The name of the header in files of `save_states`, which is also that of `data_parallel.bucket_trainer`."""
 
 
 def _with_keys(store: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
-    """The state of a store with other keys, where ``keys`` has some: numbers of parameters, or their names."""
+    """Rename the keys of a store's state by ``keys``, from parameter numbers to names or back."""
     return {
         name: {keys.get(key, key): value for key, value in part.items()} if name in _BY_KEY else part
         for name, part in store.items()
@@ -89,15 +94,15 @@ def _members(form: Any) -> dict[Any, Any]:
 
 
 def _require_order(names: list[str], saved: Saved) -> None:
-    last = [unquoted(name.rpartition("/")[2]) for name in saved.names]
-    then = [name for name in last if name in names]
+    saved_names = [unquoted(name.rpartition("/")[2]) for name in saved.names]
+    then = [name for name in saved_names if name in names]
     now = [name for name in names if name in then]
     if len(set(then)) == len(then) and then != now:
-        odd = next(number for number, name in enumerate(now) if then[number] != name)
+        first = next(number for number, name in enumerate(now) if then[number] != name)
         raise ConfigError(
             "restore", where="store", expected="parameters in the order of the checkpoint, whose store has no names",
-            got=f"{now[odd]} before {then[odd]}",
-            remedy="restore into the network as it was, and save again: stores of trainers have names since",
+            got=f"{now[first]} before {then[first]}",
+            remedy="restore into the network with its former order and save a new checkpoint, which records names",
         )  # fmt: skip
 
 
@@ -109,39 +114,38 @@ FOR_BUCKETS = {
     "reproducible": False,
     "virtual_shards": None,
 }
-"""What a store has no use for, and what stands for "not said"."""
+"""Options of `Trainer` that a store does not support, with their defaults."""
 
 
 def check_settings(kind: object, update_on_kvstore: bool | None, policy: Policy, for_buckets: dict[str, Any]) -> None:
-    """Raises `ConfigError` where a store of this kind cannot do what a Trainer is asked for."""
-    if not isinstance(kind, str) or kind not in KINDS:
-        expected = f"a KVStore or one of {', '.join(KINDS)}"
-        raise ConfigError("Trainer", where="kvstore", expected=expected, got=repr(kind))
-    if update_on_kvstore is not None and not isinstance(update_on_kvstore, bool):
-        raise ConfigError(
-            "Trainer", where="update_on_kvstore", expected="True, False or None", got=repr(update_on_kvstore)
-        )
+    """Raise `ConfigError` for options of `Trainer` that a store of this kind does not support."""
+    one_of("Trainer", "kvstore", kind, KINDS, expected=f"a KVStore or one of {', '.join(KINDS)}")
+    if update_on_kvstore is not None:
+        instance("Trainer", "update_on_kvstore", update_on_kvstore, bool, "True, False or None")
     if update_on_kvstore is False and kind == "dist_async":
         raise ConfigError(
             "Trainer", where="update_on_kvstore", expected="True with dist_async", got="False",
-            remedy="leave it out, or take dist_sync: pushes that do not wait for each other have no sum",
+            remedy="leave it out, or use dist_sync: asynchronous pushes have no sum",
         )  # fmt: skip
     if policy.nonfinite != "ignore":
         raise ConfigError(
             "Trainer", where="policy", expected="nonfinite='ignore' with a kvstore", got=repr(policy.nonfinite),
-            remedy="leave kvstore out: a store does not look at what is pushed",
+            remedy="leave kvstore out: a store does not check pushed gradients",
         )  # fmt: skip
     for name, value in for_buckets.items():
-        unsaid = FOR_BUCKETS[name]
-        if type(value) is not type(unsaid) or value != unsaid:
+        default = FOR_BUCKETS[name]
+        if type(value) is not type(default) or value != default:
             raise ConfigError(
-                "Trainer", where=name, expected=f"{unsaid!r} with a kvstore", got=repr(value),
+                "Trainer", where=name, expected=f"{default!r} with a kvstore", got=repr(value),
                 remedy="leave it out, or train without a kvstore",
             )  # fmt: skip
 
 
 def check_precision(params: Sequence[Parameter], loss_scale: object) -> None:
-    """Raises `ConfigError` for what needs float32 copies of parameters or a look at sums, which stores have not."""
+    """Raise `ConfigError` for 16-bit parameters and a dynamic loss scale.
+
+    Stores keep no float32 copies of parameters, and do not check sums of gradients.
+    """
     remedy = "train without a kvstore"
     half = next((param for param in params if is_half(param.data)), None)
     if half is not None:
@@ -153,36 +157,36 @@ def check_precision(params: Sequence[Parameter], loss_scale: object) -> None:
 
 
 def check_apart(params: Sequence[Parameter]) -> None:
-    """Raises `ConfigError` for layers of all ranks, where ranks do not step together."""
+    """Raise `ConfigError` for layers that synchronize ranks, for ``dist_async``, whose ranks do not step together."""
     joint = next((param for param in params if getattr(param, "is_joint", False)), None)
     if joint is not None:
         raise ConfigError(
-            "Trainer", where=joint.name, expected="layers of this rank alone with dist_async, whose ranks do not wait",
-            got="one of all ranks, as SyncBatchNorm", remedy="take nn.BatchNorm, or dist_sync",
+            "Trainer", where=joint.name, expected="layers without communication with dist_async",
+            got="a layer of all ranks, such as SyncBatchNorm", remedy="use nn.BatchNorm, or dist_sync",
         )  # fmt: skip
 
 
 def check_unused(store: KVStore, world: World | None) -> None:
-    """Raises `ConfigError` for a store that others use, or of other ranks than ``world``."""
+    """Raise `ConfigError` for a store with keys or an updater, or of other ranks than ``world``."""
     if world is not None and (store.rank, store.num_workers) != (world.rank, world.size):
         expected = f"a store of the same world: rank {world.rank} of {world.size}"
         got = f"rank {store.rank} of {store.num_workers}"
         raise ConfigError("Trainer", where="kvstore", expected=expected, got=got)
     if store.keys or store.has_updater:
-        got = f"keys {store.keys[:3]!r}" if store.keys else "one with an updater"
+        got = f"keys {store.keys[:3]!r}" if store.keys else "a store with an updater"
         raise ConfigError(
             "Trainer", where="kvstore", expected="a store without keys and updater", got=got,
-            remedy="make one for each Trainer; it calls set_optimizer itself",
+            remedy="create a store for each Trainer, which calls set_optimizer itself",
         )  # fmt: skip
 
 
 class StoreTrainer(BaseTrainer, FitsSaved):
-    """See `hpcdp.Trainer`: the trainer that it makes with a ``kvstore``. Every rank of a ``dist`` store must make it.
+    """The trainer that `hpcdp.Trainer` makes with a ``kvstore``; every rank of a ``dist`` store must make it.
 
-    Where the store updates, `step` returns when gradients are on their way, and whoever reads a parameter waits for its
-    new value. Gradients are divided before they are pushed: by the global count, which the ranks of a synchronous store
-    exchange. Those of ``dist_async`` exchange nothing: each divides by its own count and the number of workers, so that
-    one push of each weighs as much as one global batch.
+    Where the store updates, `step` returns once the pushes are queued, and a reader of a parameter waits for its new
+    value. Gradients are divided before they are pushed. The ranks of a synchronous store exchange their counts and
+    divide by the global one. The ranks of ``dist_async`` exchange nothing: each divides by its own count and the number
+    of workers, so that one push of each rank has the weight of one global batch.
     """
 
     @may_wait
@@ -199,16 +203,16 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         loss_scale: float | str = 1.0,
         **for_buckets: Any,
     ) -> None:
-        autograd.waitall()  # earlier calls are to have the values of this rank
+        autograd.waitall()  # calls under way must not read values of another rank
         self._params = trained(params, world)
         self.names = [param.name for param in self._params]
-        """Of the parameters, in their order; the same ones may be called otherwise later, as those of a part."""
+        """Names of the parameters at construction, in order: a parameter of a part of the network may be renamed."""
         self.optimizer = optimizer
         self.stats = CommunicationStats()
         self.policy = checked_policy(policy)
         self.compression = Compression.of(compression)
         self.update_on_kvstore = update_on_kvstore is not False
-        """Whether the store updates; else every rank does."""
+        """Whether the store updates the parameters; otherwise every rank updates them."""
         kind = _kind_of(kvstore)
         check_settings(kind, update_on_kvstore, self.policy, for_buckets)
         check_precision(self._params, loss_scale)
@@ -216,7 +220,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         require_by_elements("Trainer", optimizer)
         require_whole("Trainer", self._params, "train without a kvstore")
         self.world: World | None = world
-        """The ranks; None where a store of one process was made without."""
+        """The ranks; None for a store of one process that was made without a world."""
         if KINDS[kind].scope == "world":
             self.world = init() if world is None else world
             settings = f"kvstore {kind}, {self.update_on_kvstore=}, {self.policy}, compression {self.compression}"
@@ -227,7 +231,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
             check_apart(self._params)
         show_to_profiler(self._params, self.world)
         self.store = kvstore if isinstance(kvstore, KVStore) else create(kind, self.world)
-        """Keys 0, 1, 2, ... are the parameters, in their order."""
+        """The store, whose keys 0, 1, 2, ... are the parameters in order."""
         check_unused(self.store, self.world)
         self.steps_together = kind != "dist_async"
         self._by_name = dict(zip(self.names, self._params, strict=True))
@@ -239,18 +243,18 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         self._written: set[str] = set()
         self._means = MeanLosses(warns=self.store.rank == 0)
         self._left_alone: Set[str] = frozenset()
-        """Parameters that this step does not update: no rank has used them."""
+        """Parameters that this step does not update, because no rank has used them."""
         self.passed_over: dict[str, int] = {}
-        """Where every rank updates: in how many steps a parameter was left alone, by name."""
+        """Number of steps that did not update a parameter, by name, where every rank updates."""
         self._holds_sums = False
         self._syncing, self._held_count = True, 0
         self._overwriting: set[str] | None = None
-        """While gradients accumulate: the parameters whose gradients backward otherwise overwrites."""
+        """Parameters whose ``grad_req`` is "write" except during accumulation; None when no gradients accumulate."""
         self._known_steps = 0
-        """Updates of all ranks until they have last met, where they do not step together."""
+        """Updates by all ranks up to the last `synchronize`, where ranks do not step together."""
         for name, param in zip(self.names, self._params, strict=True):
             xp = array_namespace(param.data)
-            param.data = xp.array(param.data, order="C")  # an array of its own: an earlier trainer's may be shared
+            param.data = xp.array(param.data, order="C")  # a copy: an earlier trainer may share its array among ranks
             param.grad = xp.zeros_like(param.data)
             param.grad_hook = partial(self._mark_written, name)
         self._nbytes = sum(param.data.nbytes for param in self._params)
@@ -259,10 +263,10 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         self.store.key_names = dict(enumerate(self.names))
         self.store.init(self._keys, [param.data for param in self._params])
         self.states: list[dict[str, Any]] = []
-        """Of each parameter, flat, by name, where every rank updates."""
+        """Flat optimizer states of each parameter by name, where every rank updates."""
         if self.update_on_kvstore:
             self.store.set_optimizer(optimizer)
-            self._scaled = places_in_turn([param.grad for param in self._params])
+            self._scaled = scratch_like([param.grad for param in self._params])
         else:
             self.states = [optimizer.init_state(param.data.reshape(-1)) for param in self._params]
         self._pull_first()
@@ -272,7 +276,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
             self.world.closings.add(self._let_go)
 
     def _take_last_values(self) -> None:
-        with suppress(Exception):  # whoever reads the parameter gets it
+        with suppress(Exception):  # a reader of the parameter gets the error
             self._await_values()
 
     def _let_go(self) -> None:
@@ -292,6 +296,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         return None if is_alone else init() if world is None else world
 
     def check_options(self, options: dict[str, Any]) -> None:
+        """See `BaseTrainer.check_options`."""
         kind, policy = _kind_of(options["kvstore"]), checked_policy(options.get("policy"))
         for_buckets = {name: value for name, value in options.items() if name in FOR_BUCKETS}
         update = options.get("update_on_kvstore")
@@ -305,11 +310,11 @@ class StoreTrainer(BaseTrainer, FitsSaved):
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """See `BaseTrainer.nbytes`; the store has as much again for its values, and for what is pushed."""
-        found = {"parameters": self._nbytes, "gradients": self._nbytes}
+        """See `BaseTrainer.nbytes`; the store needs the same amounts for its values and for pushed gradients."""
+        nbytes = {"parameters": self._nbytes, "gradients": self._nbytes}
         if not self.update_on_kvstore:
-            found["state"] = sum(array.nbytes for state in self.states for array in state.values())
-        return found
+            nbytes["state"] = sum(array.nbytes for state in self.states for array in state.values())
+        return nbytes
 
     def step(self, count: int) -> int:
         """See `BaseTrainer.step`."""
@@ -354,8 +359,9 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         self._refuse_if_store_updates("update")
         if not self._holds_sums:
             raise StaleGradientError(
-                "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
-            )
+                "update", expected="gradients summed by allreduce_grads()", got="gradients of this rank alone",
+                remedy="call allreduce_grads() first",
+            )  # fmt: skip
         total = checked_count("update", count) + self._held_count
         self._warn_of_mean_losses("update", count)
         if self._closing is not None and self.world is not None:
@@ -403,13 +409,13 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         """See `BaseTrainer.statistics`."""
         if self.world is None or not isinstance(self.store, AsyncStore):
             return {}
-        found = self.world.comm.allgather_json(self.store.statistics())
-        pushes = sum(each["pushes"] for each in found)
+        by_rank = self.world.comm.allgather_json(self.store.statistics())
+        pushes = sum(own["pushes"] for own in by_rank)
         return {
-            "staleness_mean": sum(each["staleness_mean"] * each["pushes"] for each in found) / max(1, pushes),
-            "staleness_max": max(each["staleness_max"] for each in found),
-            "waited_s": sum(each["waited_s"] for each in found) / len(found),
-            "sent_nbytes": sum(each["sent_nbytes"] for each in found),
+            "staleness_mean": sum(own["staleness_mean"] * own["pushes"] for own in by_rank) / max(1, pushes),
+            "staleness_max": max(own["staleness_max"] for own in by_rank),
+            "waited_s": sum(own["waited_s"] for own in by_rank) / len(by_rank),
+            "sent_nbytes": sum(own["sent_nbytes"] for own in by_rank),
         }
 
     def take_parameters(self) -> None:
@@ -421,18 +427,21 @@ class StoreTrainer(BaseTrainer, FitsSaved):
     @contextmanager
     def _changing(self) -> Iterator[None]:
         if not self.steps_together:
-            self.synchronize()  # rank 0's values may be older than pushes of others, which would be lost
+            self.synchronize()  # rank 0 may hold values older than pushes of other ranks, which would be lost
         with changing(places_of(self._params), self._comm, writes=True):
             yield
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether there are gradients that a later update will use."""
+        """True while gradients wait for a later update."""
         return self._holds_sums or self._held_count > 0 or self._overwriting is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """See `BaseTrainer.state_dict`; where ranks do not step together they wait for each other."""
+        """See `BaseTrainer.state_dict`; ranks of ``dist_async`` wait for each other."""
         self._refuse_unfinished("state_dict")
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         if not self.steps_together:
             self.synchronize()
         state: dict[str, Any] = {
@@ -448,7 +457,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `BaseTrainer.load_state_dict`; of a store that updates, parameters become the values that it had."""
+        """See `BaseTrainer.load_state_dict`; parameters become the saved values of a store that updates."""
         self._settle("load_state_dict")
         self._refuse_unfinished("load_state_dict")
         require_state("a Trainer", state, "step_count", "loss_scale", "num_nonfinite")
@@ -456,15 +465,13 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         if any(name not in state for name in needed):
             raise ConfigError(
                 "load_state_dict", where="update_on_kvstore", expected=f"a state with {' and '.join(needed)}",
-                got=f"one with {', '.join(state)}", remedy="make the Trainer as it was then",
+                got=f"a state with {', '.join(state)}",
+                remedy="make the Trainer with the update_on_kvstore and compression of the saved one",
             )  # fmt: skip
         if not self.update_on_kvstore:
-            mine = self._own_states()
-            require_same_parameters(mine, state["states"])
+            require_same_parameters(self._own_states(), state["states"])
             self.optimizer.take_config(json.loads(state["optimizer"]))
-            for name, states in mine.items():
-                for key, own in states.items():
-                    take(f"{name}/{key}", own, state["states"][name][key])
+            self._take_states(state["states"])
             self.passed_over = dict(state.get("passed_over", {}))
         if self._needs_store:
             numbers = {name: number for number, name in enumerate(self.names)}
@@ -475,12 +482,12 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         if self.update_on_kvstore:
             self._pull()
             self._await_values()
-            self.store.barrier()  # nobody pushes before all have them
+            self.store.barrier()  # no rank pushes before all have pulled
 
     def fitted(self, form: Any, saved: Saved) -> Any:
-        """See `FitsSaved.fitted`: version 0.1.0 saved the numbers of parameters in the place of their names.
+        """Return the form of a state of version 0.1.0 as of today; see `FitsSaved.fitted`.
 
-        Where every rank updates, it saved no updates that were passed over.
+        That version saved numbers of parameters instead of names, and no ``passed_over`` where every rank updates.
 
         Raises:
             ConfigError: the network in the same checkpoint has its parameters in another order.
@@ -504,45 +511,110 @@ class StoreTrainer(BaseTrainer, FitsSaved):
     def save_states(self, path: str | Path) -> None:
         """See `BaseTrainer.save_states`.
 
-        The file is that of the store, whoever updates (see `kvstore.store_state`): its keys are the numbers of the
-        parameters, with their names beside.
+        The file has the format of `BucketTrainer.save_states`, for any kind of store and either place of the update, so
+        that trainers with and without a store load each other's files.
         """
+        state = self._state()
         if self.update_on_kvstore:
-            self.store.save_optimizer_states(str(path))
-            return
-        steps: dict[Key, int] = {}
-        states: States = {}
-        if self.step_count:
-            for key, (param, state) in enumerate(zip(self._params, self.states, strict=True)):
-                steps[key] = self.step_count - self.passed_over.get(self.names[key], 0)
-                states |= {(key, name): to_host(array).reshape(param.data.shape) for name, array in state.items()}
-        write = partial(write_states, Path(path), self.optimizer, steps, states, self.store.key_names)
+            states = state["store"]["states"]
+            passed_over = self._passed_over(self.step_count, state["store"]["updates"])
+        else:
+            states, passed_over = state["states"], self.passed_over
+        arrays: dict[str, np.ndarray] = {}
+        for name, tensors in states.items():
+            for key, tensor in tensors.items():
+                whole = self._whole(tensor)
+                if self.store.rank == 0:
+                    arrays[f"{name}/{key}"] = whole
+        header = {"version": 1, "step_count": self.step_count, "optimizer": self.optimizer.config()["name"]}
+        if passed_over:
+            header["passed_over"] = passed_over
+        write = partial(files.write, "save_states", Path(path), _STATES_FILE, header, arrays)
         write() if self.world is None else on_rank_0(self.world.comm, write)
 
     def load_states(self, path: str | Path) -> None:
-        """See `BaseTrainer.load_states`; with ``update_on_kvstore`` or without, and on any kind of store."""
-        shapes: dict[Key, tuple[int, ...]] = {key: tuple(param.data.shape) for key, param in enumerate(self._params)}
-        read = partial(read_states, Path(path), self.optimizer, shapes, self.store.key_names)
-        steps, states = read() if self.world is None else on_every_rank(self.world.comm, read)
+        """See `BaseTrainer.load_states`.
+
+        A file of `KVStore.save_optimizer_states` loads, too: `save_states` of a trainer on a store wrote those earlier.
+        """
+        read = partial(self._read_states, Path(path))
+        step_count, passed_over, states = read() if self.world is None else on_every_rank(self.world.comm, read)
         if self.update_on_kvstore:
-            self.store.load_optimizer_states(str(path))
+            updates = {key: step_count - passed_over.get(name, 0) for key, name in enumerate(self.names)}
+            by_key = {key: states[name] for key, name in enumerate(self.names)}
+            self.store.load_state_dict({**self.store.state_dict(), "states": by_key, "updates": updates})
         else:
-            for key, state in enumerate(self.states):
-                for name, place in state.items():
-                    place[...] = from_host(states[key, name].reshape(-1), place) if key in steps else 0
-        self.step_count = self._known_steps = max(steps.values(), default=0)
-        own = {name: steps.get(key, 0) for key, name in enumerate(self.names)}
-        self.passed_over = {
-            name: self.step_count - updates for name, updates in own.items() if updates < self.step_count
-        }
+            self._take_states(states)
+        self.step_count = self._known_steps = step_count
+        self.passed_over = passed_over
+
+    def _read_states(self, path: Path) -> tuple[int, dict[str, int], dict[str, dict[str, np.ndarray]]]:
+        """Read a file of states: step count, passed-over updates by parameter, and states by parameter and name.
+
+        Raises:
+            DataError: the file is missing, damaged or of another model or optimizer.
+        """
+        rule = self.optimizer
+        shapes = {name: tuple(param.data.shape) for name, param in self._by_name.items()}
+        if is_store_file(path):
+            by_key = dict[Key, tuple[int, ...]](enumerate(shapes.values()))
+            updates, saved = read_states(path, rule, by_key, self.store.key_names)
+            step_count = max(updates.values(), default=0)
+            own_updates = {name: updates.get(key, 0) for key, name in enumerate(self.names)}
+            states = {
+                name: {
+                    state: saved[key, state] if key in updates else np.zeros(shapes[name])
+                    for state in rule.state_names()
+                }
+                for key, name in enumerate(self.names)
+            }  # keys without updates are not in the file
+            return step_count, self._passed_over(step_count, own_updates), states
+        fields = {"step_count": int, "optimizer": str}
+        header, arrays = files.read("load_states", path, _STATES_FILE, fields, "save_states")
+        if header["optimizer"] != rule.config()["name"]:
+            expected, got = f"states of {rule.config()['name']}", f"states of {header['optimizer']}"
+            raise DataError("load_states", where=path, expected=expected, got=got)
+        unsent = [arrays.pop(name) for name in list(arrays) if name.endswith(f"/{RESIDUAL}")]
+        expected_shapes = {f"{name}/{state}": shape for name, shape in shapes.items() for state in rule.state_names()}
+        saved_shapes = {name: array.shape for name, array in arrays.items()}
+        if saved_shapes != expected_shapes:
+            names = [*expected_shapes, *saved_shapes]
+            odd = next(name for name in names if saved_shapes.get(name) != expected_shapes.get(name))
+            raise DataError(
+                "load_states", where=f"{path}, {odd}", expected=expected_shapes.get(odd, "no such array"),
+                got=saved_shapes.get(odd, "no such array"),
+                remedy="build the model and optimizer that the states were saved from",
+            )  # fmt: skip
+        if self.store.rank == 0 and any(residual.any() for residual in unsent):
+            warn("load_states: drops the compression residuals of a trainer without a kvstore")
+        by_name = {name: {state: arrays[f"{name}/{state}"] for state in rule.state_names()} for name in shapes}
+        return header["step_count"], dict(header.get("passed_over", {})), by_name
+
+    @staticmethod
+    def _passed_over(step_count: int, updates: Mapping[str, int]) -> dict[str, int]:
+        return {name: step_count - count for name, count in updates.items() if count < step_count}
+
+    def _take_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Fill the optimizer's state in place, where every rank updates."""
+        for name, tensors in self._own_states().items():
+            for key, tensor in tensors.items():
+                take(f"{name}/{key}", tensor, states[name][key])
+
+    def _whole(self, tensor: Sharded | Array) -> np.ndarray:
+        """Return a whole tensor of a state on the host; every rank must call."""
+        if not isinstance(tensor, Sharded):
+            return to_host(tensor)
+        if self.world is None:
+            return to_host(tensor.parts[0].values).reshape(tensor.shape)
+        return joined(tensor, self.world)
 
     @property
     def _needs_store(self) -> bool:
-        """Whether training goes on from something of the store: values that it updates, or what it has not sent."""
+        """True if the trainer's state includes the store's: values that it updates, or compression residuals."""
         return self.update_on_kvstore or self.compression is not None
 
     def _own_states(self) -> dict[str, dict[str, Sharded]]:
-        """Return the optimizer's state by parameter and name, where every rank updates, and so has all of it."""
+        """Return the optimizer's state by parameter and name, where every rank updates and holds all of it."""
         copies, copy = (1, 0) if self.world is None else (self.world.size, self.world.rank)
         return {
             name: {
@@ -554,7 +626,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         }
 
     def _refuse_unfinished(self, operation: str) -> None:
-        """Refuse what would lose gradients; every rank must call."""
+        """Raise `StaleGradientError` where gradients would be lost; every rank must call."""
 
         def check() -> None:
             if self.holds_gradients:
@@ -565,8 +637,8 @@ class StoreTrainer(BaseTrainer, FitsSaved):
     def _mark_written(self, name: str, param: Parameter) -> None:
         if self._holds_sums:
             raise StaleGradientError(
-                "backward", where=name, expected="one backward before each step()", got="another one",
-                remedy="call update(count), or step(0) to drop what allreduce_grads() has summed",
+                "backward", where=name, expected="one backward pass before each step()", got="another one",
+                remedy="call update(count), or step(0) to drop the sums of allreduce_grads()",
             )  # fmt: skip
         self._written.add(name)
         if self._means is not None:
@@ -575,19 +647,19 @@ class StoreTrainer(BaseTrainer, FitsSaved):
     def _refuse_if_store_updates(self, operation: str) -> None:
         if self.update_on_kvstore:
             raise ConfigError(
-                operation, expected="a store that only sums", got="one that updates",
+                operation, expected="a store that only sums", got="a store that updates",
                 remedy="call step(count), or make the Trainer with update_on_kvstore=False",
             )  # fmt: skip
 
     def _refuse_sums(self, operation: str) -> None:
         if self._holds_sums:
             raise StaleGradientError(
-                operation, expected="gradients of this rank", got="those that allreduce_grads() has summed",
+                operation, expected="gradients of this rank", got="the sums of allreduce_grads()",
                 remedy="call update(count), or step(0) to drop them",
             )  # fmt: skip
 
     def _close_step(self, count: int) -> int:
-        """Refuse gradients that are missing; the count of the step, where ranks step together of all of them."""
+        """Refuse missing gradients, and return the step's count: that of all ranks where they step together."""
         count += self._held_count
         missing = [name for name in self.names if name not in self._written]
         refused, lost = self._unwritten.refused(missing) if count else [], moved(self._places)
@@ -614,7 +686,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         numbers: Sequence[float],
         missing: Sequence[str] = (),
     ) -> list[float]:
-        """The sums of ``numbers`` over all ranks, which must have the same settings, and frozen parameters, now."""
+        """Sum ``numbers`` over all ranks, which must have the same settings and frozen parameters."""
         settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
         sums, alike = closing.tally_alike((*settings, self._unwritten.mark(missing)), *numbers)
         if not alike:
@@ -638,47 +710,47 @@ class StoreTrainer(BaseTrainer, FitsSaved):
             scaled = self._scaled[key]
             with on_device_of(scaled):
                 array_namespace(scaled).multiply(param.grad, scale, out=scaled)
-            self.store.pushpull(key, scaled, out=place_of(param), priority=-key)
+            self.store.pushpull(key, scaled, out=pull_target(param), priority=-key)
             self._time(param)
 
     def _pass_over(self, key: int, param: Parameter) -> None:
-        """Push nothing for a parameter: a push of zero would move it by momentum and weight decay."""
+        """Skip the push of an unused parameter, which a zero gradient would move by momentum and weight decay."""
         if isinstance(self.store, AsyncStore):
             self.store.pass_over(key)
-            self._pull_one(key, param)  # others may have pushed
+            self._pull_one(key, param)  # other ranks may have pushed
 
     def _pull(self) -> None:
         for key, param in enumerate(self._params):
             self._pull_one(key, param)
 
     def _pull_one(self, key: int, param: Parameter) -> None:
-        self.store.pull(key, out=place_of(param), priority=-key)
+        self.store.pull(key, out=pull_target(param), priority=-key)
         self._time(param)
 
     def _pull_first(self) -> None:
         self._pull()
         if not self.steps_together:
             self._await_values()
-            self.store.barrier()  # nobody pushes before all have the first values
+            self.store.barrier()  # no rank pushes before all have the first values
 
     def _await_values(self) -> None:
         for param in self._params:
-            _ = param.data  # who reads it waits
+            _ = param.data  # reading waits for the pull
 
     def _time(self, param: Any) -> None:
-        """Count for how long somebody waits for the new value of ``param``."""
+        """Add the time that readers wait for the new value of ``param`` to the statistics."""
         hook = getattr(param, "data_hook", None)
         if isinstance(hook, PendingPull):
             hook.waited = self.stats.waited
 
     def _sum(self) -> None:
-        """Make gradients the sums over all ranks."""
+        """Replace gradients by their sums over all ranks."""
         keys = [key for key, name in enumerate(self.names) if name not in self._left_alone]
         if keys:
             self.store.pushpull(keys, [self._params[key].grad for key in keys])
 
     def _update(self, total: int) -> None:
-        """Update on this rank, from gradients that are summed."""
+        """Update the parameters on this rank from summed gradients."""
         self.step_count += 1
         scale = 1.0 / (total * self.loss_scale)
         for (name, param), state in zip(self._by_name.items(), self.states, strict=True):
@@ -708,7 +780,7 @@ def _kind_of(kvstore: str | KVStore) -> str:
 
 
 def _closing(world: World, more_numbers: int) -> StepSync:
-    """What the ranks' steps end with, of a few numbers and ``more_numbers``; every rank must call."""
+    """Make the exchange of a few numbers and ``more_numbers`` that ends each step; every rank must call."""
     serial = world.kept["number of store trainers"] = world.kept.get("number of store trainers", 0) + 1
     name = f"steps of store trainer {serial}"
     signature = zlib.crc32(name.encode())
@@ -717,5 +789,5 @@ def _closing(world: World, more_numbers: int) -> StepSync:
         return StepSync(world, None, gate, None, signature, name)
     comm = world.keep(("reducers", id(world.comm)), world.comm.duplicate)
     comm.users.add(signature % comm.signatures)
-    world.barrier()  # before any rank sends what another would take for a mistake
+    world.barrier()  # all ranks register the signature before any message with it arrives
     return StepSync(world, comm, gate, CommunicationLane.of(world), signature, name)

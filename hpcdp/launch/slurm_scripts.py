@@ -25,7 +25,7 @@ from typing import Any
 from ..core import files
 from ..core.checks import check_name, matching
 from ..core.files import data_folder, require_private
-from ..errors import ConfigError, LaunchError, listed, whole_number
+from ..errors import ConfigError, HpcdpError, LaunchError, listed, whole_number
 from .batch import SLURM
 
 LAUNCHERS = ("srun", "mpirun")
@@ -140,6 +140,8 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ
         remedy = "copy it to a folder of yours" if is_named else f"use it with --site {path}"
         require_private("site profile", path, "a file that others may not change", remedy, everybody=is_named)
         given = files.read_toml(path)
+    except HpcdpError:
+        raise
     except OSError as error:
         where = f"HPCDP_SITE={variable}" if variable else path
         raise ConfigError("site profile", where=where, expected="a file", got=error.strerror) from error

@@ -1,19 +1,8 @@
-"""Functions of networks: products, convolutions, normalisation, losses.
+"""Functional operators on tensors: products, convolutions, pooling, activations, losses and batch normalisation.
 
-Operations of neural networks on tensors. Operands are tensors or arrays; images are ``(batch, channels, h, w)``.
-
-Arrays in host memory go to the Numba kernels, CuPy's to those in CUDA, others to `kernels.reference`; all write into
-memory that is used again (`kernels.buffers`) or straight into a leaf's gradient.
-
-What operators of networks ask of their operands.
-
-Matrix products of layers: into memory that is given, by whatever is fastest for arrays of their kind and size.
-
-How far predictions are from what they should be, for each sample of a batch.
-
-Batch normalisation, by the batch's statistics or by running ones.
-
-Operations on a batch of which others have the other parts.
+Operands are tensors or arrays; images are ``(batch, channels, height, width)``. Arrays in host memory use the Numba
+kernels, CuPy arrays the CUDA kernels, and other namespaces `kernels.reference`. Results are written to reused memory
+(`kernels.buffers`) or directly into a leaf's gradient.
 """
 
 from __future__ import annotations
@@ -39,40 +28,44 @@ from ..kernels.reference.networks import output_size
 from .microbatch import move
 from .module import in_float32
 
+__all__ = [
+    "avg_pool2d", "batch_norm", "batch_norm_by_running", "conv2d", "dense", "dropout", "l2_loss", "max_pool2d", "relu",
+    "sigmoid", "softmax", "softmax_cross_entropy", "tanh",
+]  # fmt: skip
+
 
 def kernels_for(family: str, x: Array, plain_on_host: bool = False) -> Any:
-    """As `kernels.kernels_for`; of 16 bits there are CUDA's kernels alone, for what `half` leaves in them."""
+    """Return `kernels.kernels_for`; for 16-bit arrays only CUDA has kernels of its own."""
     if is_half(x) and not is_cupy(x):
         return kernels.specification(family)
     return kernels.kernels_for(family, x, plain_on_host)
 
 
 def alike(operation: str, x: Array, *others: Array | None, wide: bool = False) -> Any:
-    """The namespace of all operands, which must have one float dtype in this machine's order of bytes, as the kernels
-    take them.
+    """Return the namespace of all operands; `UnsupportedError` unless they have one native float dtype.
 
-    With ``wide`` the others have float32 where ``x`` has 16 bits.
+    With ``wide`` the others must be float32 if ``x`` has 16 bits.
     """
-    given = [x]
+    operands = [x]
     are_alike = (x.dtype.char in "fd" and x.dtype.isnative) or is_half(x)
-    of_others = np.float32 if wide and is_half(x) else x.dtype
+    dtype_of_others = np.float32 if wide and is_half(x) else x.dtype
     for other in others:
         if other is not None:
-            given.append(other)
-            are_alike = are_alike and other.dtype == of_others
+            operands.append(other)
+            are_alike = are_alike and other.dtype == dtype_of_others
     if not are_alike:
         raise UnsupportedError(
             operation,
             where="dtype",
-            expected="float32 or float64 in this machine's order of bytes, the same for all operands",
-            got=", ".join(str(each.dtype) for each in given),
+            expected="float32 or float64 in native byte order, the same for all operands",
+            got=", ".join(str(operand.dtype) for operand in operands),
             remedy="convert with astype",
         )
-    return array_namespace(*given)
+    return array_namespace(*operands)
 
 
 def contiguous(gy: Array) -> Array:
-    """``gy`` itself, or a copy: the kernels take memory in C order that may be written, which a file's may not be."""
+    """Return ``gy`` or a copy that is C-contiguous and writeable, as kernels require; mapped files are read-only."""
     if gy.flags.carray if type(gy) is np.ndarray else is_cupy(gy) and gy.flags.c_contiguous:
         return gy
     xp = array_namespace(gy)
@@ -80,40 +73,40 @@ def contiguous(gy: Array) -> Array:
 
 
 def refreshed(copy: Array, x: Array) -> list[Call]:
-    """The call that copies ``x`` to ``copy`` again, or none where that is ``x`` itself."""
+    """Return the call that copies ``x`` to ``copy`` again, or none if they are the same array."""
     return [] if copy is x else [(copy.__setitem__, (..., x))]
 
 
 def called(calls: Iterable[Call]) -> None:
-    """Make each of ``calls``."""
+    """Execute ``calls``."""
     for function, args in calls:
         function(*args)
 
 
 _SMALL = 1_000_000
-"""Multiplications up to which the way of a product matters less than what its call costs."""
+"""Multiplications up to which call overhead dominates the time of a product."""
 
 
 def product(a: Array, b: Array, out: Array) -> Call:
-    """The call that writes ``out = a @ b``, shapes ``(m, k)`` and ``(k, n)``; ``out`` is C-contiguous."""
+    """Return the call that writes ``out = a @ b``, shapes ``(m, k)`` and ``(k, n)``; ``out`` is C-contiguous."""
     if a.size * out.shape[1] <= _SMALL:
         return dot_of(a), (b, out)  # half of matmul's overhead
     return multiply, (a, b, out)
 
 
 def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
-    """``-log(softmax(logits)[label])`` of each sample; of one with several labels their mean.
+    """Compute the cross-entropy loss of each sample: ``-log(softmax(logits)[label])``, averaged over its labels.
 
     Args:
-        logits: shape ``(batch, ..., classes)``.
-        labels: integers in ``0 .. classes - 1``, shape ``(batch, ...)``, in the namespace of ``logits`` or NumPy's.
-            On a GPU they are read there by backward, too, and must not change before it.
+        logits: shape ``(batch, ..., classes)``, a float dtype.
+        labels: integers in ``0 .. classes - 1``, shape ``(batch, ...)``, in the namespace of ``logits`` or NumPy's. On
+            a GPU backward reads them again, so they must not change before it.
 
     Returns:
-        Shape ``(batch,)``.
+        Shape ``(batch,)``, in the dtype of ``logits``; float32 for 16-bit logits.
 
     Raises:
-        UnsupportedError: other shapes, logits that are no floats, or labels that are no integers.
+        UnsupportedError: other shapes, logits that are not floats, or labels that are not integers.
         DataError: a label is out of range.
     """
     is_array = isinstance(labels, Tensor) or has_namespace(labels)
@@ -126,7 +119,7 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
 @operator("softmax_cross_entropy", ("logits", "labels"))
 @in_float32(has_kernels=True, first_alone=True, rounds=False)
 def _cross_entropy(logits: Any, labels: Any) -> Tensor:
-    """That of each label, in the shape of ``labels``."""
+    """Compute the loss of each label, in the shape of ``labels``."""
     given, y = as_tensor(logits).data, labels.data if isinstance(labels, Tensor) else labels
     a = contiguous(given)
     xp = alike("softmax_cross_entropy", a)
@@ -175,14 +168,17 @@ def _cross_entropy(logits: Any, labels: Any) -> Tensor:
 
 
 def l2_loss(predictions: Any, targets: Any) -> Tensor:
-    """Half the squared error, averaged over all axes but the first, as Gluon's L2Loss; shape ``(batch,)``.
+    """Compute half the squared error of each sample, averaged over its elements, like Gluon's ``L2Loss``.
 
     Args:
-        predictions: shape ``(batch, ...)``.
-        targets: as many elements of one sample; those of another shape are taken in the order of ``predictions``.
+        predictions: shape ``(batch, ...)``, a float dtype.
+        targets: as many elements a sample; another shape is reshaped to that of ``predictions``.
+
+    Returns:
+        Shape ``(batch,)``.
 
     Raises:
-        UnsupportedError: another number of elements, or of samples.
+        UnsupportedError: the number of samples or of elements differs.
     """
     x, y = as_tensor(predictions), as_tensor(targets)
     if x.shape != y.shape:
@@ -197,31 +193,25 @@ def l2_loss(predictions: Any, targets: Any) -> Tensor:
 
 
 def require_per_sample(operation: str, losses: object, count: int) -> None:
-    """Raises `ConfigError` unless ``losses`` are those of ``count`` samples, a tensor of shape ``(count,)``.
-
-    Their gradients are summed and divided by the number of samples, so that others would train at another rate.
-    """
+    """Raise `ConfigError` unless ``losses`` is a tensor of shape ``(count,)``: others change the learning rate."""
     if not isinstance(losses, Tensor):
-        got, remedy = type_named(losses), "return what operators of nn.functional or autograd give"
+        got, remedy = type_named(losses), "return the result of an nn.functional or autograd operator"
         raise ConfigError(operation, where="loss", expected="a Tensor", got=got, remedy=remedy)
     shape = tuple(losses.shape)
     if shape != (count,):
-        remedy = "take the mean of each sample" if shape else "leave out .mean() or .sum()"
-        expected = f"one a sample, shape ({count},)"
+        remedy = "average over the axes of each sample" if shape else "remove .mean() or .sum()"
+        expected = f"one loss a sample, shape ({count},)"
         raise ConfigError(operation, where="loss", expected=expected, got=f"shape {shape}", remedy=remedy)
 
 
 def misshapen(operation: str, expected: str, *arrays: Array | Tensor | None) -> UnsupportedError:
-    """Return the error of arrays whose shapes do not fit each other."""
-    got = ", ".join(str(tuple(each.shape)) for each in arrays if each is not None)
+    """Return the error for arrays whose shapes do not match."""
+    got = ", ".join(str(tuple(array.shape)) for array in arrays if array is not None)
     return UnsupportedError(operation, expected=f"shapes {expected}", got=got)
 
 
 def require_channels(x: Array, *others: Array | Tensor | None) -> None:
-    """Raises `UnsupportedError` unless each of ``others`` has a number for each channel of ``x``.
-
-    The kernels go by the channels of ``x``, beyond the end of what is shorter.
-    """
+    """Raise `UnsupportedError` unless ``others`` have one element for each channel of ``x``: kernels do not check."""
     shape = x.shape[1:2]
     for other in others:
         if other is not None and (other.shape != shape or not shape):
@@ -234,12 +224,16 @@ def batch_norm(
     x: Any, scale: Any, shift: Any, eps: float,
     running_mean: Tensor | None = None, running_var: Tensor | None = None, momentum: float = 0.0,
 ) -> tuple[Tensor, Array, Array]:  # fmt: skip
-    """``scale * (x - mean) / sqrt(variance + eps) + shift`` with the statistics of the batch, for each channel.
+    """Compute ``scale * (x - mean) / sqrt(variance + eps) + shift`` for each channel, with batch statistics.
 
     Args:
         x: shape ``(batch, channels, ...)``.
-        scale: shape ``(channels,)``; ``shift`` likewise.
-        running_mean: moves, in place, to ``momentum * running_mean + (1 - momentum) * mean``; ``running_var`` likewise.
+        scale: shape ``(channels,)``.
+        shift: shape ``(channels,)``.
+        eps: number added to the variance.
+        running_mean: updated in place to ``momentum * running_mean + (1 - momentum) * mean``, or None.
+        running_var: updated likewise by the biased variance, or None.
+        momentum: weight of the old running statistics.
 
     Returns:
         The result, and mean and biased variance of each channel, zeros for an empty batch.
@@ -247,7 +241,7 @@ def batch_norm(
     Raises:
         UnsupportedError: other shapes, or dtypes that differ.
     """
-    given = [as_tensor(each).data for each in (x, scale, shift)]
+    given = [as_tensor(operand).data for operand in (x, scale, shift)]
     a, gamma, beta = map(contiguous, given)
     xp = alike("batch_norm", a, gamma, beta, wide=True)
     require_channels(a, gamma, beta, running_mean, running_var)
@@ -256,22 +250,21 @@ def batch_norm(
     out = empty(planes.shape, a.dtype, xp)
     compute = kernels_for("normalisation", a).batch_norm
     compute(planes, gamma, beta, out, (mean, variance), eps)
-    if not a.size:  # 0 / 0 would go on into the gradients of scale and shift
+    if not a.size:  # 0 / 0 would propagate into the gradients of scale and shift
         mean[...], variance[...] = 0, 0
     moves: list[Call] = [
         (move, (running, momentum, batch))
         for running, batch in ((running_mean, mean), (running_var, variance))
         if running is not None
     ]
-    for function, args in moves:
-        function(*args)
+    called(moves)
 
     def again(place: Array) -> list[Call]:
         copies = [call for pair in zip((a, gamma, beta), given, strict=True) for call in refreshed(*pair)]
         return [*copies, (compute, (planes, gamma, beta, place.reshape(planes.shape), (mean, variance), eps)), *moves]
 
     def pullback(gy: Array, *gradients: Gradient | None) -> None:
-        places = [xp.empty(gamma.shape, dtype=gamma.dtype) if each is None else each.empty() for each in gradients[1:]]
+        places = [xp.empty(gamma.shape, dtype=gamma.dtype) if g is None else g.empty() for g in gradients[1:]]
         dx = empty(planes.shape, planes.dtype, xp)
         g = contiguous(gy).reshape(planes.shape)
         kernels_for("normalisation", g).batch_norm_gradients(g, planes, gamma, (mean, variance), (dx, *places), eps)
@@ -285,16 +278,27 @@ def batch_norm(
 @operator("batch_norm_by_running", ("x", "scale", "shift", "running_mean", "running_var"))
 @in_float32()
 def batch_norm_by_running(x: Any, scale: Any, shift: Any, running_mean: Any, running_var: Any, eps: float) -> Tensor:
-    """``scale * (x - running_mean) / sqrt(running_var + eps) + shift`` for each channel, as one factor and one offset.
+    """Compute ``scale * (x - running_mean) / sqrt(running_var + eps) + shift`` for each channel.
+
+    It is computed as one factor and one offset for each channel.
 
     Args:
         x: shape ``(batch, channels, ...)``.
-        scale: shape ``(channels,)``, as the others.
+        scale: shape ``(channels,)``.
+        shift: shape ``(channels,)``.
+        running_mean: shape ``(channels,)``.
+        running_var: shape ``(channels,)``.
+        eps: number added to the variance.
+
+    Returns:
+        The shape of ``x``.
 
     Raises:
         UnsupportedError: other shapes, or dtypes that differ.
     """
-    a, gamma, beta, mean, variance = (as_tensor(each).data for each in (x, scale, shift, running_mean, running_var))
+    a, gamma, beta, mean, variance = [
+        as_tensor(operand).data for operand in (x, scale, shift, running_mean, running_var)
+    ]
     xp = alike("batch_norm", a, gamma, beta, mean, variance)
     require_channels(a, gamma, beta, mean, variance)
     shape = (gamma.shape[0],) + (1,) * (a.ndim - 2)
@@ -320,9 +324,9 @@ def batch_norm_by_running(x: Any, scale: Any, shift: Any, running_mean: Any, run
         if dshift is not None:
             dshift.add(gy.sum(axis=others))
         if dscale is not None:
-            # Of what is centred: sum(gy * x) and mean * sum(gy) may both be large where their difference is small.
+            # Centre first: sum(gy * x) and mean * sum(gy) may both be large while their difference is small.
             product = (gy * (a - mean.reshape(shape))).sum(axis=others)
-            dscale.add(product * inverse if a.size else product)  # of no samples 0, though inverse may be NaN
+            dscale.add(product * inverse if a.size else product)  # 0 for an empty batch, though inverse may be NaN
 
     return on_tape(out, (x, scale, shift), pullback, lambda out: [(compute, (out,))])
 
@@ -331,17 +335,15 @@ def batch_norm_by_running(x: Any, scale: Any, shift: Any, running_mean: Any, run
 def joint_batch_norm(
     x: Any, scale: Any, shift: Any, eps: float, add_up: Callable[[Array], object]
 ) -> tuple[Tensor, Array, Array, int]:
-    """`batch_norm` with the statistics of a batch of which others have the other parts, that may be empty.
+    """Compute `batch_norm` with the statistics of a batch that is distributed over several processes.
 
-    Gradients of ``scale`` and ``shift`` are those of this part.
-
-    Args:
-        add_up: adds to a flat float64 array, in place, what the others have in its place; called here and in backward.
+    ``add_up`` sums a flat float64 array over the processes, in place, here and in backward. The local part ``x`` may be
+    empty; gradients of ``scale`` and ``shift`` are those of this part.
 
     Returns:
-        The result, mean and biased variance of each channel, and how many values of a channel all have together.
+        The result, mean and biased variance of each channel, and the number of values a channel, over all processes.
     """
-    a, gamma, beta = (contiguous(as_tensor(each).data) for each in (x, scale, shift))
+    a, gamma, beta = (contiguous(as_tensor(operand).data) for operand in (x, scale, shift))
     xp = alike("batch_norm", a, gamma, beta, wide=True)
     require_channels(a, gamma, beta)
     channels = a.shape[1]
@@ -363,9 +365,9 @@ def joint_batch_norm(
         g = contiguous(gy).reshape(planes.shape)
         sums = xp.empty((2, channels), dtype=xp.float64)
         compute.gradient_sums(g, planes, saved, sums, eps)
-        for gradient, own in zip(gradients, sums[::-1], strict=True):
+        for gradient, total in zip(gradients, sums[::-1], strict=True):
             if gradient is not None:
-                gradient.add(own.astype(gamma.dtype))
+                gradient.add(total.astype(gamma.dtype))
         add_up(sums.reshape(-1))
         if dx is not None:
             place = empty(planes.shape, planes.dtype, xp)
@@ -375,30 +377,14 @@ def joint_batch_norm(
     return on_tape(out.reshape(a.shape), (x, scale, shift), pullback), *saved, count
 
 
-__all__ = [
-    "avg_pool2d",
-    "batch_norm",
-    "batch_norm_by_running",
-    "conv2d",
-    "dense",
-    "dropout",
-    "l2_loss",
-    "max_pool2d",
-    "relu",
-    "sigmoid",
-    "softmax",
-    "softmax_cross_entropy",
-    "tanh",
-]
-
 Pair = tuple[int, int]
 Size = int | tuple[int, int]
 
 
 def pair(size: Size) -> Pair:
-    """(vertical, horizontal) of a size given as one number or two; `UnsupportedError` for what is none."""
+    """Return (vertical, horizontal) of a size given as one integer or two; `UnsupportedError` for anything else."""
     try:
-        first, last = size if isinstance(size, (tuple, Sequence)) else (size, size)  # a tuple is soon known
+        first, last = size if isinstance(size, (tuple, Sequence)) else (size, size)  # tuple first: a fast check
         return index(first), index(last)
     except (TypeError, ValueError) as error:
         raise UnsupportedError("size of a window", expected="an integer, or two of them", got=repr(size)) from error
@@ -412,14 +398,13 @@ def _images(operation: str, x: Any) -> Array:
 
 
 def _windows(operation: str, x: Array, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
-    """The output's height and width."""
+    """Return the output's height and width."""
     geometry = zip(x.shape[2:], kernel, stride, padding, strict=True)
-    size = tuple(output_size(*each) for each in geometry) if min(*kernel, *stride) > 0 else (0, 0)
+    size = tuple(output_size(*axis) for axis in geometry) if min(*kernel, *stride) > 0 else (0, 0)
     if min(size) < 1 or min(padding) < 0:
         raise UnsupportedError(
             operation,
-            expected=f"images that a window of {kernel} fits into with stride {stride} and padding {padding}, "
-            "of which only padding may be 0",
+            expected=f"images that hold a window of {kernel} with stride {stride} >= 1 and padding {padding} >= 0",
             got=f"height and width {tuple(x.shape[2:])}",
         )
     return size[0], size[1]
@@ -428,13 +413,19 @@ def _windows(operation: str, x: Array, kernel: Pair, stride: Pair, padding: Pair
 @operator("dense", ("x", "weight", "bias"))
 @in_float32(is_product=True)
 def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) -> Tensor:
-    """``activation(x @ weight + bias)``.
+    """Compute ``activation(x @ weight + bias)``.
 
     Args:
         x: shape ``(..., in)``.
         weight: shape ``(in, out)``.
-        bias: shape ``(out,)`` or None.
+        bias: shape ``(out,)``, or None.
         activation: "relu", computed in the same pass over memory, or None.
+
+    Returns:
+        Shape ``(..., out)``.
+
+    Raises:
+        UnsupportedError: other shapes, dtypes that differ, or another activation.
     """
     a, w = as_tensor(x).data, as_tensor(weight).data
     b = None if bias is None else as_tensor(bias).data
@@ -442,8 +433,8 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
     xp = alike("dense", a, w, b)
     if a.ndim < 1 or w.ndim != 2 or a.shape[-1] != w.shape[0] or (b is not None and b.shape != w.shape[1:]):
         raise misshapen("dense", "(..., in), (in, out) and (out,)", a, w, b)
-    whole = contiguous(a)
-    rows = whole if whole.ndim == 2 else whole.reshape(math.prod(a.shape[:-1]), w.shape[0])
+    operand = contiguous(a)
+    rows = operand if operand.ndim == 2 else operand.reshape(math.prod(a.shape[:-1]), w.shape[0])
     out = empty((rows.shape[0], w.shape[1]), a.dtype, xp)
     called([product(rows, w, out)])
     added = None
@@ -453,7 +444,7 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
 
     def again(place: Array) -> list[Call]:
         into = place.reshape(out.shape)
-        calls = [*refreshed(whole, a), product(rows, w, into)]
+        calls = [*refreshed(operand, a), product(rows, w, into)]
         if added is not None:
             calls += [] if b is None else refreshed(added, b)
             calls += [(kernels_for("elementwise", a).add_bias, (into, added, relu))]
@@ -471,7 +462,7 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
         g = masked
         if dweight is not None:
             place = dweight.empty()
-            if rows.shape[0] == 1:  # NumPy gives this not to BLAS but to a loop that takes five times as long
+            if rows.shape[0] == 1:  # NumPy's matmul uses a loop here instead of BLAS, five times slower
                 xp.multiply(rows.T, g, out=place)
             else:
                 called([product(rows.T, g, place)])
@@ -487,21 +478,18 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
 
 @operator("affine", ("a", "b", "bias"))
 def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
-    """``activation(a @ b + bias)`` as these three operations round it, bias and activation in one pass over memory.
+    """Compute ``activation(a @ b + bias)``, rounded like the separate operations, in one pass after the product.
 
-    Plans of hybridized networks have it in their place; `dense` is what to call.
-
-    Args:
-        bias: as long as the last axis of the product, and of its dtype, float32 or float64.
-        activation: "relu" or None.
+    Plans of hybridized networks use it; programs call `dense`. The bias has the product's last length and dtype,
+    float32 or float64.
     """
-    x, y, row = (as_tensor(each).data for each in (a, b, bias))
-    whole, relu = contiguous(row), is_relu(activation)
+    x, y, row = (as_tensor(operand).data for operand in (a, b, bias))
+    vector, relu = contiguous(row), is_relu(activation)
     xp = array_namespace(x, y, row)
     out = matmul_of(xp)(x, y)
     add_bias = kernels_for("elementwise", out).add_bias
     flat = math.prod(out.shape[:-1]), row.size
-    add_bias(out.reshape(flat), whole, relu)
+    add_bias(out.reshape(flat), vector, relu)
     of_product = operators.gradients_of_product(x, y)
 
     def pullback(gy: Array, dbias: Gradient | None, da: Gradient | None, db: Gradient | None) -> None:
@@ -515,13 +503,13 @@ def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
 
     def again(place: Array) -> list[Call]:
         product = (partial(matmul_of(xp), out=place), (x, y))
-        return [*refreshed(whole, row), product, (add_bias, (place.reshape(flat), whole, relu))]
+        return [*refreshed(vector, row), product, (add_bias, (place.reshape(flat), vector, relu))]
 
     return on_tape(out, (bias, a, b), pullback, again)
 
 
 def is_relu(activation: str | None) -> bool:
-    """Whether an activation is there; `UnsupportedError` for what is none."""
+    """Return whether there is an activation; `UnsupportedError` unless it is "relu" or None."""
     if activation not in (None, "relu"):
         raise UnsupportedError("activation", expected="'relu' or None", got=repr(activation))
     return activation == "relu"
@@ -530,26 +518,25 @@ def is_relu(activation: str | None) -> bool:
 @operator("conv2d", ("x", "weight", "bias"))
 @in_float32(is_product=True)
 def conv2d(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Size = 1,
-    padding: Size = 0,
-    activation: str | None = None,
+    x: Any, weight: Any, bias: Any = None, stride: Size = 1, padding: Size = 0, activation: str | None = None
 ) -> Tensor:
-    """``activation(weight * x + bias)``, where ``*`` is cross-correlation over height and width.
+    """Compute ``activation(weight * x + bias)``, where ``*`` is cross-correlation over height and width.
 
     Args:
         x: shape ``(batch, in, height, width)``.
         weight: shape ``(out, in, kernel height, kernel width)``.
-        bias: shape ``(out,)`` or None.
-        padding: zeros added on both sides.
+        bias: shape ``(out,)``, or None.
+        stride: step between windows, one number or (vertical, horizontal).
+        padding: zeros added on both sides, likewise.
         activation: "relu", computed in the same pass over memory, or None.
 
     Returns:
         Shape ``(batch, out, (height + 2 padding - kernel) // stride + 1, ...)``.
+
+    Raises:
+        UnsupportedError: other shapes, dtypes that differ, windows that do not fit, or another activation.
     """
-    given = [None if each is None else as_tensor(each).data for each in (x, weight, bias)]
+    given = [None if operand is None else as_tensor(operand).data for operand in (x, weight, bias)]
     a, w = _images("conv2d", x), contiguous(given[1])
     b = None if bias is None else contiguous(given[2])
     relu, steps, zeros = is_relu(activation), pair(stride), pair(padding)
@@ -569,7 +556,7 @@ def conv2d(
 
     def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None) -> None:
         wanted = (dx, dweight, dbias)
-        into = tuple(None if each is None else each.empty() for each in wanted)
+        into = tuple(None if gradient is None else gradient.empty() for gradient in wanted)
         kernels_for("convolution", a).conv2d_gradients(a, w, contiguous(gy), out if relu else None, into, steps, zeros)
         for gradient, place in zip(wanted, into, strict=True):
             if gradient is not None:
@@ -581,46 +568,62 @@ def conv2d(
 @operator("avg_pool2d")
 @in_float32(has_kernels=True)
 def avg_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: Size = 0) -> Tensor:
-    """The mean of each window, padding counted as zeros; ``stride`` is the window's size if it is None."""
-    a, kernel, zeros = _images("avg_pool2d", x), pair(kernel_size), pair(padding)
-    steps = kernel if stride is None else pair(stride)
-    xp = alike("avg_pool2d", a)
-    out = empty((*a.shape[:2], *_windows("avg_pool2d", a, kernel, steps, zeros)), a.dtype, xp)
-    compute = kernels_for("convolution", a).average_pool
-    compute(a, out, kernel, steps, zeros)
+    """Return the mean of each window, padding counted as zeros.
 
-    def pullback(gy: Array, dx: Gradient | None) -> None:
-        if dx is not None:
-            place = dx.empty()
-            kernels_for("convolution", gy).average_pool_gradient(contiguous(gy), place, kernel, steps, zeros)
-            dx.add(place)
+    Args:
+        x: shape ``(batch, channels, height, width)``.
+        kernel_size: one number or (vertical, horizontal); so are ``stride`` and ``padding``.
+        stride: step between windows; None is ``kernel_size``.
+        padding: zeros added on both sides.
 
-    given = as_tensor(x).data
-    return on_tape(out, (x,), pullback, lambda out: [*refreshed(a, given), (compute, (a, out, kernel, steps, zeros))])
+    Returns:
+        Shape ``(batch, channels, (height + 2 padding - kernel) // stride + 1, ...)``.
+    """
+    return _pooled("avg_pool2d", "average_pool", x, kernel_size, stride, padding, has_choice=False)
 
 
 @operator("max_pool2d")
 @in_float32(has_kernels=True)
 def max_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: Size = 0) -> Tensor:
-    """The largest element of each window, never padding; ``stride`` is the window's size if it is None."""
-    a, kernel, zeros = _images("max_pool2d", x), pair(kernel_size), pair(padding)
-    steps = kernel if stride is None else pair(stride)
-    xp = alike("max_pool2d", a)
+    """Return the maximum of each window, never the padding.
+
+    Args:
+        x: shape ``(batch, channels, height, width)``.
+        kernel_size: one number or (vertical, horizontal); so are ``stride`` and ``padding``.
+        stride: step between windows; None is ``kernel_size``.
+        padding: padding on both sides, at most half of the window.
+
+    Returns:
+        Shape ``(batch, channels, (height + 2 padding - kernel) // stride + 1, ...)``.
+    """
+    kernel, zeros = pair(kernel_size), pair(padding)
     if zeros[0] * 2 > kernel[0] or zeros[1] * 2 > kernel[1]:
         raise UnsupportedError("max_pool2d", where="padding", expected=f"at most half of {kernel}", got=zeros)
-    out = empty((*a.shape[:2], *_windows("max_pool2d", a, kernel, steps, zeros)), a.dtype, xp)
-    chosen = empty(out.shape, xp.int32, xp)
-    compute = kernels_for("convolution", a).max_pool
-    compute(a, out, chosen, kernel, steps, zeros)
+    return _pooled("max_pool2d", "max_pool", x, kernel, stride, zeros, has_choice=True)
+
+
+def _pooled(
+    operation: str, name: str, x: Any, kernel_size: Size, stride: Size | None, padding: Size, has_choice: bool
+) -> Tensor:
+    """Pool by the kernel ``name``, which with ``has_choice`` stores which element of each window it has chosen."""
+    given, a = as_tensor(x).data, _images(operation, x)
+    kernel, zeros = pair(kernel_size), pair(padding)
+    steps = kernel if stride is None else pair(stride)
+    xp = alike(operation, a)
+    out = empty((*a.shape[:2], *_windows(operation, a, kernel, steps, zeros)), a.dtype, xp)
+    chosen = (empty(out.shape, xp.int32, xp),) if has_choice else ()
+    compute = getattr(kernels_for("convolution", a), name)
+    compute(a, out, *chosen, kernel, steps, zeros)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             place = dx.empty()
-            kernels_for("convolution", gy).max_pool_gradient(contiguous(gy), chosen, place, kernel, steps, zeros)
+            backward = getattr(kernels_for("convolution", gy), f"{name}_gradient")
+            backward(contiguous(gy), *chosen, place, kernel, steps, zeros)
             dx.add(place)
 
     def again(place: Array) -> list[Call]:
-        return [*refreshed(a, as_tensor(x).data), (compute, (a, place, chosen, kernel, steps, zeros))]
+        return [*refreshed(a, given), (compute, (a, place, *chosen, kernel, steps, zeros))]
 
     return on_tape(out, (x,), pullback, again)
 
@@ -628,9 +631,9 @@ def max_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
 @operator("relu")
 @in_float32(has_kernels=True)
 def relu(x: Any) -> Tensor:
-    """``max(x, 0)``; the derivative at 0 is 0."""
+    """Compute ``max(x, 0)``, of any shape; the derivative at 0 is 0."""
     a = as_tensor(x).data
-    # which refuses it, for the kernel of the gradient; integers, which have none, have a ReLU
+    # `alike` refuses foreign byte orders for the gradient kernel; integers have no gradient, but a ReLU.
     xp = array_namespace(a) if a.dtype.isnative else alike("relu", a)
     out = empty(a.shape, a.dtype, xp)
     kernels_for("elementwise", a, plain_on_host=True).relu(a, out)
@@ -650,10 +653,12 @@ tanh = operators.tanh
 
 @operator("dropout", has_effect=True)
 def dropout(x: Any, p: float, generator: np.random.Generator) -> Tensor:
-    """Each element zero with probability ``p``, else divided by ``1 - p`` (Srivastava et al. 2014).
+    """Set elements to zero with probability ``p``, and divide the others by ``1 - p`` (Srivastava et al. 2014).
 
     Args:
-        p: in [0, 1).
+        x: any shape.
+        p: probability in [0, 1).
+        generator: the source of a float32 random number for each element.
     """
     a = as_tensor(x).data
     xp = alike("dropout", a)
@@ -682,13 +687,13 @@ def dropout(x: Any, p: float, generator: np.random.Generator) -> Tensor:
 @operator("softmax")
 @in_float32()
 def softmax(x: Any) -> Tensor:
-    """``exp(x)`` normalised to sum 1 over the last axis."""
+    """Compute ``exp(x)``, normalised to sum 1 over the last axis; the shape is that of ``x``."""
     a = as_tensor(x).data
     xp = alike("softmax", a)
     out = empty(a.shape, a.dtype, xp)
 
     def compute(out: Array) -> None:
-        if not a.size:  # of no numbers there is no largest one
+        if not a.size:  # no maximum
             return
         xp.exp(a - a.max(axis=-1, keepdims=True), out=out)
         out /= out.sum(axis=-1, keepdims=True)

@@ -1,8 +1,8 @@
-"""Initial values of parameters. An initialiser is called with a shape and a dtype and gives a NumPy array.
+"""Initialisers: callables that return initial values of parameters as NumPy arrays, given a shape and a dtype.
 
-Random ones draw from a ``generator`` of their own, so that one made with a seed gives the same values in every run, and
-successive layers different ones. Where shapes are found at the first call, a Trainer that is made before gives the
-generators of all ranks the same state; so it does with initialisers of a program's own that have one.
+Random initialisers draw from their own ``generator``. With a seed they give the same values in every run, and different
+values to successive layers. If shapes are only known at the first call, a Trainer that exists by then synchronizes the
+generator states of all ranks; it does so for any initialiser with a ``generator`` attribute.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import numpy as np
 
 
 class Initialiser(Protocol):
-    """``(shape, dtype) -> array``; weights are ``(in, out)`` or ``(out, in, kernel height, kernel width)``."""
+    """Callable ``(shape, dtype) -> array``. Weights are ``(in, out)`` or ``(out, in, kernel height, kernel width)``."""
 
-    def __call__(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray: ...
+    def __call__(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+        """Return values of ``shape`` and ``dtype``."""
+        ...
 
 
 def fans(shape: tuple[int, ...]) -> tuple[int, int]:
-    """How many inputs an output sees, and how many outputs an input."""
+    """Return fan-in and fan-out: inputs per output, and outputs per input."""
     if len(shape) < 2:
         return (shape[0] if shape else 1,) * 2
     if len(shape) == 2:
@@ -30,84 +32,90 @@ def fans(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 class Constant:
-    """Every element is ``value``."""
+    """Initialiser that sets every element to ``value``."""
 
     def __init__(self, value: float) -> None:
         self.value = value
 
     def __call__(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+        """Return values of ``shape`` and ``dtype``."""
         return np.full(shape, self.value, dtype)
 
 
 class Zeros(Constant):
-    """Every element is 0."""
+    """Initialiser that sets every element to 0."""
 
     def __init__(self) -> None:
         super().__init__(0.0)
 
 
 class Ones(Constant):
-    """Every element is 1."""
+    """Initialiser that sets every element to 1."""
 
     def __init__(self) -> None:
         super().__init__(1.0)
 
 
-class Normal:
-    """Normally distributed with mean 0 and standard deviation ``sigma``.
-
-    Args:
-        seed: of the generator; None takes fresh entropy.
-    """
-
-    def __init__(self, sigma: float = 0.01, seed: int | None = None) -> None:
-        self.sigma = sigma
-        self.generator = np.random.default_rng(seed)
-
-    def __call__(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
-        return (self.sigma * self.generator.standard_normal(shape)).astype(dtype)
-
-
-class Uniform:
-    """Uniform in ``[-scale, scale)``.
-
-    Args:
-        seed: of the generator; None takes fresh entropy.
-    """
-
-    def __init__(self, scale: float = 0.07, seed: int | None = None) -> None:
-        self.scale = scale
-        self.generator = np.random.default_rng(seed)
-
-    def __call__(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
-        return self.generator.uniform(-self.scale, self.scale, shape).astype(dtype)
-
-
-class Xavier:
-    """Uniform with variance ``2 / (fan_in + fan_out)`` (Glorot and Bengio 2010, equation 16).
-
-    Args:
-        seed: of the generator; None takes fresh entropy.
-    """
-
+class _Seeded:
     def __init__(self, seed: int | None = None) -> None:
         self.generator = np.random.default_rng(seed)
 
+
+class Normal(_Seeded):
+    """Initialiser that draws from a normal distribution with mean 0 and standard deviation ``sigma``.
+
+    Args:
+        sigma: the standard deviation.
+        seed: seed of the generator; None takes fresh entropy.
+    """
+
+    def __init__(self, sigma: float = 0.01, seed: int | None = None) -> None:
+        super().__init__(seed)
+        self.sigma = sigma
+
     def __call__(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+        """Return values of ``shape`` and ``dtype``."""
+        return (self.sigma * self.generator.standard_normal(shape)).astype(dtype)
+
+
+class Uniform(_Seeded):
+    """Initialiser that draws uniformly from ``[-scale, scale)``.
+
+    Args:
+        scale: the bound.
+        seed: seed of the generator; None takes fresh entropy.
+    """
+
+    def __init__(self, scale: float = 0.07, seed: int | None = None) -> None:
+        super().__init__(seed)
+        self.scale = scale
+
+    def __call__(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+        """Return values of ``shape`` and ``dtype``."""
+        return self.generator.uniform(-self.scale, self.scale, shape).astype(dtype)
+
+
+class Xavier(_Seeded):
+    """Initialiser that draws uniformly, with variance ``2 / (fan_in + fan_out)`` (Glorot and Bengio 2010, equation 16).
+
+    Args:
+        seed: seed of the generator; None takes fresh entropy.
+    """
+
+    def __call__(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+        """Return values of ``shape`` and ``dtype``."""
         bound = math.sqrt(6 / max(sum(fans(shape)), 1))
         return self.generator.uniform(-bound, bound, shape).astype(dtype)
 
 
-class Kaiming:
-    """Normal with variance ``2 / fan_in``, for layers before ReLU (He et al. 2015, equation 10).
+class Kaiming(_Seeded):
+    """Initialiser that draws normally with variance ``2 / fan_in`` (He et al. 2015, equation 10), for ReLU layers.
 
     Args:
-        seed: of the generator; None takes fresh entropy.
+        seed: seed of the generator; None takes fresh entropy.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
-        self.generator = np.random.default_rng(seed)
-
     def __call__(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+        """Return values of ``shape`` and ``dtype``."""
         sigma = math.sqrt(2 / max(fans(shape)[0], 1))
         return (sigma * self.generator.standard_normal(shape)).astype(dtype)

@@ -1,15 +1,4 @@
-"""Layers, and dropout with masks that repeat from run to run.
-
-Layers without state of their own beside parameters.
-
-Layers that behave differently in training and in prediction.
-
-Recurrent layers, embeddings, attention and transformers.
-
-Recurrent layers.
-
-Layers for sequences of tokens: embedding, layer normalisation, GELU, attention to what came before.
-"""
+"""Layers, and the sequence operators behind them: LSTM, embedding, layer normalisation, GELU and causal attention."""
 
 from __future__ import annotations
 
@@ -39,33 +28,41 @@ from .parameter import Parameter
 
 
 def refused_input(layer: Module, expected: str, x: Tensor) -> UnsupportedError:
+    """Return the error for an input ``x`` of the wrong shape."""
     return UnsupportedError("forward", where=repr(layer), expected=f"input of shape {expected}", got=tuple(x.shape))
 
 
 def require_channels(layer: Module, **numbers: int | None) -> None:
-    """Raises `ConfigError` unless the numbers of inputs, which may be None, and of outputs are at least 1."""
+    """Raise `ConfigError` unless all numbers are integers >= 1; those named ``in_...`` may be None."""
     checked = {where: number for where, number in numbers.items() if number is not None or not where.startswith("in_")}
     whole_numbers(type(layer).__name__, 1, **checked)
 
 
 def window(layer: Module, where: str, size: Size, least: int) -> Pair:
-    """(vertical, horizontal); `ConfigError` unless they are at least ``least``."""
+    """Return ``size`` as (vertical, horizontal); `ConfigError` unless both are integers >= ``least``."""
     sizes = size if isinstance(size, Sequence) and len(size) == 2 else (size, size)
     expected = f"an integer >= {least}, or two of them"
     first, last = (
-        whole_number(type(layer).__name__, where, each, least, expected=expected, shown=size) for each in sizes
+        whole_number(type(layer).__name__, where, length, least, expected=expected, shown=size) for length in sizes
     )
     return first, last
 
 
 class Dense(Module):
-    """``activation(x @ weight + bias)`` with ``weight`` of shape ``(in_features, out_features)``.
+    """Fully connected layer: ``activation(x @ weight + bias)``.
+
+    Parameters are ``weight`` of shape ``(in_features, out_features)`` and ``bias`` of shape ``(out_features,)``,
+    float32 until `Module.to`.
 
     Args:
-        in_features: the input is ``(batch, ..., in_features)``; None: that of the first one.
-        bias: whether there is one.
+        in_features: length of the input's last axis; None takes it from the first input.
+        out_features: length of the output's last axis.
+        bias: whether to add a bias.
         activation: "relu" or None.
-        weight_init: None is `init.Xavier()`; the bias starts at 0.
+        weight_init: initialiser of the weight, by default `init.Xavier`; the bias starts at 0.
+
+    Raises:
+        ConfigError: a number of features below 1.
     """
 
     def __init__(
@@ -83,11 +80,12 @@ class Dense(Module):
         functional.is_relu(activation)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, ..., in_features)`` to ``(batch, ..., out_features)``."""
         self.check(x)
         return functional.dense(x, self.weight, self.bias, self.activation)
 
     def check(self, x: Tensor) -> None:
-        """Refuse inputs of other shapes; the first one settles what was left open."""
+        """Raise `UnsupportedError` for inputs of the wrong shape; the first input sets deferred dimensions."""
         shape = x.shape
         if len(shape) >= 2:
             module.settle(self.weight, shape[-1])
@@ -95,19 +93,28 @@ class Dense(Module):
             raise refused_input(self, f"(batch, {self.weight.shape[0]})", x)
 
     def describe(self) -> str:
+        """Return the arguments shown in ``repr``."""
         return ", ".join(str(n) for n in module.shape_of(self.weight)) + _options(self)
 
 
 class Conv2D(Module):
-    """``activation(weight * x + bias)``, cross-correlation, with ``weight`` of shape ``(out, in, kernel h, kernel w)``.
+    """2-D convolution (cross-correlation): ``activation(weight * x + bias)``.
+
+    Parameters are ``weight`` of shape ``(out_channels, in_channels, kernel height, kernel width)`` and ``bias`` of
+    shape ``(out_channels,)``, float32 until `Module.to`.
 
     Args:
-        in_channels: the input is ``(batch, in_channels, height, width)``; None: that of the first one.
-        kernel_size: one number or (vertical, horizontal), as ``stride`` and ``padding``.
+        in_channels: channels of the input; None takes them from the first input.
+        out_channels: channels of the output.
+        kernel_size: one number or (vertical, horizontal); so are ``stride`` and ``padding``.
+        stride: step between windows.
         padding: zeros added on both sides.
-        bias: whether there is one.
+        bias: whether to add a bias.
         activation: "relu" or None.
-        weight_init: None is `init.Xavier()`; the bias starts at 0.
+        weight_init: initialiser of the weight, by default `init.Xavier`; the bias starts at 0.
+
+    Raises:
+        ConfigError: a number below 1, or a padding below 0.
     """
 
     def __init__(
@@ -130,11 +137,12 @@ class Conv2D(Module):
         functional.is_relu(activation)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, in_channels, height, width)`` to ``(batch, out_channels, out height, out width)``."""
         self.check(x)
         return functional.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.activation)
 
     def check(self, x: Tensor) -> None:
-        """Refuse inputs of other shapes; the first one settles what was left open."""
+        """Raise `UnsupportedError` for inputs of the wrong shape; the first input sets deferred dimensions."""
         if x.ndim == 4:
             module.settle(self.weight, x.shape[1])
         _, channels, height, width = self.weight.shape
@@ -145,6 +153,7 @@ class Conv2D(Module):
             raise refused_input(self, f"(batch, {channels}, >= {height - 2 * top}, >= {width - 2 * left})", x)
 
     def describe(self) -> str:
+        """Return the arguments shown in ``repr``."""
         out, channels, *kernel = module.shape_of(self.weight)
         return (
             f"{channels}, {out}, kernel_size={tuple(kernel)}, stride={self.stride}, padding={self.padding}"
@@ -164,92 +173,111 @@ class _Pool(Module):
         self.padding = window(self, "padding", padding, 0)
 
     def check(self, x: Tensor) -> None:
+        """Raise `UnsupportedError` unless ``x`` has 4 axes and holds at least one window."""
         least = tuple(k - 2 * p for k, p in zip(self.kernel_size, self.padding, strict=True))
         if x.ndim != 4 or x.shape[2] < least[0] or x.shape[3] < least[1]:
             raise refused_input(self, f"(batch, channels, >= {least[0]}, >= {least[1]})", x)
 
     def describe(self) -> str:
+        """Return the arguments shown in ``repr``."""
         return f"{self.kernel_size}, stride={self.stride}, padding={self.padding}"
 
 
 class MaxPool2D(_Pool):
-    """The largest element of each window of ``(batch, channels, height, width)``.
+    """Max pooling over windows of ``(batch, channels, height, width)``.
 
     Args:
-        stride: None is ``kernel_size``.
-        padding: on both sides, at most half of the window; never chosen.
+        kernel_size: one number or (vertical, horizontal); so are ``stride`` and ``padding``.
+        stride: step between windows; None is ``kernel_size``.
+        padding: padding on both sides, at most half of the window; never the maximum.
+
+    Raises:
+        ConfigError: a window or stride below 1, or a padding below 0.
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, channels, height, width)`` to ``(batch, channels, out height, out width)``."""
         self.check(x)
         return functional.max_pool2d(x, self.kernel_size, self.stride, self.padding)
 
 
 class AvgPool2D(_Pool):
-    """The mean of each window of ``(batch, channels, height, width)``.
+    """Average pooling over windows of ``(batch, channels, height, width)``.
 
     Args:
-        stride: None is ``kernel_size``.
-        padding: zeros on both sides, which count.
+        kernel_size: one number or (vertical, horizontal); so are ``stride`` and ``padding``.
+        stride: step between windows; None is ``kernel_size``.
+        padding: zeros on both sides, which count in the mean.
+
+    Raises:
+        ConfigError: a window or stride below 1, or a padding below 0.
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, channels, height, width)`` to ``(batch, channels, out height, out width)``."""
         self.check(x)
         return functional.avg_pool2d(x, self.kernel_size, self.stride, self.padding)
 
 
 class GlobalAvgPool2D(Module):
-    """The mean over height and width: ``(batch, channels, height, width)`` to ``(batch, channels, 1, 1)``."""
+    """Mean over height and width."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, channels, height, width)`` to ``(batch, channels, 1, 1)``."""
         if x.ndim != 4:
             raise refused_input(self, "(batch, channels, height, width)", x)
         return x.mean(axis=(2, 3), keepdims=True)
 
 
 class Flatten(Module):
-    """``(batch, ...)`` to ``(batch, elements of a sample)``; what has two axes is given back as it is."""
+    """Flattening of all axes but the batch axis."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, ...)`` to ``(batch, elements of a sample)``; 2-D input is returned unchanged."""
         return x if x.ndim == 2 else x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
 
 class ReLU(Module):
-    """``max(x, 0)``."""
+    """Elementwise ``max(x, 0)``, for any shape."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `functional.relu` of ``x``."""
         return functional.relu(x)
 
 
 class Sigmoid(Module):
-    """``1 / (1 + exp(-x))``."""
+    """Elementwise ``1 / (1 + exp(-x))``, for any shape."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `functional.sigmoid` of ``x``."""
         return functional.sigmoid(x)
 
 
 class Tanh(Module):
-    """The hyperbolic tangent."""
+    """Elementwise hyperbolic tangent, for any shape."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `functional.tanh` of ``x``."""
         return functional.tanh(x)
 
 
 class BatchNorm(KeepsStatistics, Module):
     """Batch normalisation of each channel (Ioffe and Szegedy 2015).
 
-    In training by the batch's mean and biased variance, which also move ``running_mean`` and ``running_var`` (buffers):
-    ``running = momentum * running + (1 - momentum) * batch``; in prediction by those. Under a reproducible
-    `Trainer` the batch is a virtual shard, and running statistics move once a step, by the mean over all its samples
-    and calls.
+    Training normalises with the mean and biased variance of the batch and updates the buffers ``running_mean`` and
+    ``running_var``: ``running = momentum * running + (1 - momentum) * batch``. Prediction uses the buffers. Under a
+    reproducible `Trainer` the batch is a virtual shard. The running statistics are then updated once a step, by the
+    mean over all its samples and calls.
+
+    Parameters ``gamma`` and ``beta`` and both buffers have shape ``(channels,)`` and stay float32 in 16-bit networks.
 
     Args:
-        channels: the input is ``(batch, channels, ...)``; None: those of the first one.
-        momentum: how much of the running statistics stays.
-        eps: added to the variance.
+        channels: length of axis 1 of the input ``(batch, channels, ...)``; None takes it from the first input.
+        momentum: weight of the old running statistics.
+        eps: number added to the variance.
 
     Raises:
-        ConfigError: ``channels`` below 1, ``momentum`` outside of [0, 1], ``eps`` not above 0.
+        ConfigError: ``channels`` below 1, ``momentum`` outside [0, 1], or ``eps`` not above 0.
     """
 
     keeps_float32 = True
@@ -262,10 +290,11 @@ class BatchNorm(KeepsStatistics, Module):
         self.running_mean, self.running_var = Tensor(Zeros()((channels or 0,))), Tensor(Ones()((channels or 0,)))
 
     def statistics(self) -> tuple[Tensor, ...]:
-        """The running statistics."""
+        """Return the running mean and variance."""
         return self.running_mean, self.running_var
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``(batch, channels, ...)``; the result has the same shape."""
         if x.ndim >= 2 and not self.running_mean.shape[0]:  # a Trainer may know the other shapes from other ranks
             channels = x.shape[1]
             self.running_mean, self.running_var = Tensor(Zeros()((channels,))), Tensor(Ones()((channels,)))
@@ -279,7 +308,7 @@ class BatchNorm(KeepsStatistics, Module):
         return self.by_running(x)
 
     def by_batch(self, x: Tensor) -> Tensor:
-        """``x`` by its own statistics, which move the running ones; those of an empty batch are none."""
+        """Normalise ``x`` by its own statistics and update the running ones; an empty batch has none."""
         if not x.size:
             return self.by_running(x)
         shard = entered_shard()
@@ -292,37 +321,42 @@ class BatchNorm(KeepsStatistics, Module):
         return y
 
     def by_running(self, x: Tensor) -> Tensor:
-        """``x`` by the running statistics."""
+        """Normalise ``x`` by the running statistics."""
         return functional.batch_norm_by_running(x, self.gamma, self.beta, self.running_mean, self.running_var, self.eps)
 
     def describe(self) -> str:
+        """Return the arguments shown in ``repr``."""
         return f"{module.shape_of(self.gamma)[0]}, momentum={self.momentum}, eps={self.eps}"
 
 
 class Dropout(Module):
-    """In training each element is zero with probability ``p``, else divided by ``1 - p``; in prediction it stays.
+    """Dropout: in training, sets elements to zero with probability ``p`` and divides the others by ``1 - p``.
+
+    In prediction the input is returned unchanged.
+
+    The generator is seeded with ``seed`` and the number of the replica when the layer first draws. Replicas therefore
+    drop different elements, and the same ones in every run with as many replicas. Ranks of one replica (tensor or
+    pipeline parallelism) drop the same elements. Replica 0 draws like a single process. A layer that has drawn before
+    `hpcdp.init` keeps its generator. Under a reproducible `Trainer`, which requires a seed, the mask depends only on
+    the seed, the step and the sample's position in the global batch.
 
     Args:
-        p: in [0, 1).
-        seed: an integer >= 0, of this layer's own generator. It is mixed with the number of the replica when the layer
-            draws first: ranks drop different elements, and the same ones in every run on as many ranks. Ranks that hold
-            one replica together, by tensor or pipeline parallelism, drop the same ones; replica 0 draws as one process
-            does. A layer that has drawn before `hpcdp.init` goes on as it has begun. None takes fresh entropy on each
-            rank. Under a reproducible `Trainer` a seed must be given: what is dropped then depends on it, the step and
-            the place of the sample in the global batch alone.
+        p: probability in [0, 1).
+        seed: an integer >= 0; None takes fresh entropy on each rank.
 
     Raises:
-        ConfigError: ``p`` or ``seed`` is outside of that; later no seed under a reproducible trainer.
+        ConfigError: ``p`` or ``seed`` is out of range; in a call, no seed under a reproducible trainer.
     """
 
     def __init__(self, p: float = 0.5, seed: int | None = None) -> None:
         self.p = number("Dropout", "p", p, least=0, below=1)
         self.seed = None if seed is None else whole_number("Dropout", "seed", seed, 0)
         self.generator = np.random.default_rng(seed)
-        """The layer's own; what it gives next is part of a run's state."""
+        """The layer's generator; its state is saved in checkpoints."""
         self._beginning = _Beginning(seed, self.generator)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` with dropout, in the same shape."""
         if self.p == 0 or not is_training():
             return x
         return functional.dropout(x, self.p, self._drawn_from())
@@ -334,21 +368,22 @@ class Dropout(Module):
             return self.generator
         if self.seed is None:
             raise ConfigError(
-                "Dropout", where="seed", expected="a number, since the trainer is reproducible", got=None,
-                remedy=f"Dropout({self.p:g}, seed=...)",
+                "Dropout", where="seed", expected="an integer seed, since the trainer is reproducible", got=None,
+                remedy=f"pass Dropout({self.p:g}, seed=...)",
             )  # fmt: skip
         return shard.generator(self.seed)
 
     def describe(self) -> str:
+        """Return the argument shown in ``repr``."""
         return str(self.p)
 
 
 class _Beginning:
-    """The state in which a seeded generator begins, which depends on the replica that draws first.
+    """Initial state of a seeded generator, which depends on the replica that draws first.
 
-    Networks are often made before the world is, so the replica is looked up when a layer draws. A generator that has
-    drawn, or was restored from a checkpoint, goes on as it is. An object of its own: a forward that is traced may not
-    assign attributes of a layer.
+    Networks are often built before the world, so the replica is looked up at the first draw. A generator that has
+    drawn, or was restored from a checkpoint, is left as it is. This is a separate object because a traced forward may
+    not assign attributes of a layer.
     """
 
     def __init__(self, seed: int | None, generator: np.random.Generator) -> None:
@@ -356,7 +391,7 @@ class _Beginning:
         self._state = None if seed is None else generator.bit_generator.state
 
     def enter(self, generator: np.random.Generator) -> None:
-        """Seed a generator that has not drawn yet by the seed and the replica; replica 0 by the seed alone."""
+        """Seed a generator that has not drawn yet from the seed and the replica; replica 0 uses the seed alone."""
         replica = replica_number()
         if replica == self._replica or self._state is None:
             return
@@ -367,16 +402,16 @@ class _Beginning:
 
 
 _PADDING = 16
-"""Between rows of weights: at a distance of a power of two they take each other's place in the caches."""
+"""Elements of padding between weight rows: at power-of-two strides rows evict each other from the cache."""
 
 
 @operator("lstm", ("x", "weight", "recurrent_weight", "bias"))
 @in_float32()
 def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
-    """A whole sequence through an LSTM that begins with zeros, as one operation.
+    """Run an LSTM over a whole sequence, from zero state, as one operation.
 
-    A step is one product, of its input and the hidden values before it with both weights, and one pass over the gates;
-    so is a step of backward. The gradients of the weights are one product over all steps.
+    Each time step is one product, of its input and the previous hidden state with both weights, and one pass over the
+    gates; backward likewise. The weight gradients are one product over all steps.
 
     Args:
         x: shape ``(batch, time, in)``.
@@ -385,9 +420,9 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
         bias: shape ``(4 size,)``.
 
     Returns:
-        The hidden values of all steps, ``(batch, time, size)``.
+        The hidden states of all steps, shape ``(batch, time, size)``.
     """
-    given = [as_tensor(each).data for each in (x, weight, recurrent_weight, bias)]
+    given = [as_tensor(operand).data for operand in (x, weight, recurrent_weight, bias)]
     a, w, u, b = map(contiguous, given)
     xp = alike("lstm", a, w, u, b)
     size = u.shape[0]
@@ -399,7 +434,7 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
     inputs, gates = empty((time + 1, batch, both), a.dtype, xp), empty((time, batch, 4 * size), a.dtype, xp)
     cells, out = empty((time + 1, batch, size), a.dtype, xp), empty((batch, time, size), a.dtype, xp)
     weights = empty((both, 4 * size + _PADDING), a.dtype, xp)[:, : 4 * size]
-    product = empty((batch, 4 * size), a.dtype, xp)  # of each step: it stays in the cache, as `gates` would not
+    product = empty((batch, 4 * size), a.dtype, xp)  # reused by every step, so that it stays in the cache
 
     def again(place: Array) -> list[Call]:
         calls = [call for pair in zip((a, w, u, b), given, strict=True) for call in refreshed(*pair)]
@@ -412,10 +447,7 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
         ]
         for t in range(time):
             factors = (inputs[t], weights) if t else (inputs[0, :, :features], w)
-            calls += [
-                (multiply, (*factors, product)),
-                (compute.lstm_step, (b, product, t, gates, cells, inputs)),
-            ]
+            calls += [(multiply, (*factors, product)), (compute.lstm_step, (b, product, t, gates, cells, inputs))]
         return [*calls, (place.__setitem__, (..., inputs[1:, :, features:].swapaxes(0, 1)))]
 
     called(again(out))
@@ -452,14 +484,19 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
 
 
 class LSTM(Module):
-    """Long short-term memory over ``(batch, time, in_features)``, from zeros in each batch: ``(batch, time, size)``.
+    """Long short-term memory (LSTM) layer, from zero state in each batch.
 
-    Gates lie side by side in the weights: input, forget, candidate, output. That of forgetting starts with a bias of 1
-    (Jozefowicz, Zaremba and Sutskever 2015, section 2.2), the others at 0.
+    Parameters are ``weight`` of shape ``(in_features, 4 size)``, ``recurrent_weight`` of shape ``(size, 4 size)`` and
+    ``bias`` of shape ``(4 size,)``, with the gates in the order input, forget, candidate, output. The bias of the
+    forget gate starts at 1 (Jozefowicz, Zaremba and Sutskever 2015, section 2.2), the others at 0.
 
     Args:
-        in_features: None: that of the first input.
-        weight_init: called for the weights of each gate; None is `init.Xavier()`.
+        in_features: length of the input's last axis; None takes it from the first input.
+        size: length of the hidden state.
+        weight_init: initialiser, called for the weights of each gate; by default `init.Xavier`.
+
+    Raises:
+        ConfigError: a number below 1.
     """
 
     def __init__(self, in_features: int | None, size: int, weight_init: Initialiser | None = None) -> None:
@@ -475,6 +512,7 @@ class LSTM(Module):
         self.bias = Parameter(np.repeat(np.array([0, 1, 0, 0], np.float32), size))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, time, in_features)`` to the hidden states ``(batch, time, size)``."""
         if x.ndim == 3:
             module.settle(self.weight, x.shape[2])
         features = self.weight.shape[0]
@@ -483,13 +521,14 @@ class LSTM(Module):
         return lstm(x, self.weight, self.recurrent_weight, self.bias)
 
     def describe(self) -> str:
+        """Return the arguments shown in ``repr``."""
         return f"{module.shape_of(self.weight)[0]}, {self.recurrent_weight.shape[0]}"
 
 
 @operator("embedding", ("tokens", "weight"))
 @in_float32()
 def embedding(tokens: Any, weight: Any) -> Tensor:
-    """The row of ``weight`` for each token.
+    """Return the row of ``weight`` for each token.
 
     Args:
         tokens: integers from 0 to ``number - 1``, any shape; in the namespace of ``weight`` or NumPy's.
@@ -499,7 +538,7 @@ def embedding(tokens: Any, weight: Any) -> Tensor:
         Shape ``(*tokens.shape, features)``.
 
     Raises:
-        UnsupportedError: tokens that are no integers, or a weight of another number of axes.
+        UnsupportedError: tokens that are not integers, or a weight that is not 2-D.
         DataError: a token is out of range.
     """
     w, numbers = as_tensor(weight).data, as_tensor(tokens).data
@@ -545,13 +584,18 @@ def embedding(tokens: Any, weight: Any) -> Tensor:
 @operator("layer_norm", ("x", "scale", "shift"))
 @in_float32()
 def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
-    """``scale * (x - mean) / sqrt(variance + eps) + shift`` with mean and variance over the last axis.
+    """Compute ``scale * (x - mean) / sqrt(variance + eps) + shift`` over the last axis.
 
     Args:
         x: shape ``(..., features)``.
-        scale: shape ``(features,)``; ``shift`` likewise.
+        scale: shape ``(features,)``.
+        shift: shape ``(features,)``.
+        eps: number added to the variance.
+
+    Returns:
+        The shape of ``x``.
     """
-    given = [as_tensor(each).data for each in (x, scale, shift)]
+    given = [as_tensor(x_).data for x_ in (x, scale, shift)]
     a, gamma, beta = map(contiguous, given)
     xp = alike("layer_norm", a, gamma, beta)
     if a.ndim < 2 or gamma.shape != a.shape[-1:] or beta.shape != gamma.shape:
@@ -567,7 +611,7 @@ def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
         return [*copies, (compute.layer_norm, (rows, gamma, beta, place.reshape(rows.shape), saved, eps))]
 
     def pullback(gy: Array, *gradients: Gradient | None) -> None:
-        places = [xp.empty(gamma.shape, dtype=gamma.dtype) if each is None else each.empty() for each in gradients[1:]]
+        places = [xp.empty(gamma.shape, dtype=gamma.dtype) if x_ is None else x_.empty() for x_ in gradients[1:]]
         dx = empty(rows.shape, a.dtype, xp)
         compute.layer_norm_gradients(contiguous(gy).reshape(rows.shape), rows, gamma, saved, (dx, *places))
         for gradient, place in zip(gradients, (dx.reshape(a.shape), *places), strict=True):
@@ -580,7 +624,7 @@ def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
 @operator("gelu")
 @in_float32()
 def gelu(x: Any) -> Tensor:
-    """``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`` (Hendrycks and Gimpel 2016, section 2)."""
+    """Compute ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`` (Hendrycks and Gimpel 2016, section 2)."""
     given = as_tensor(x).data
     a = contiguous(given)
     xp = alike("gelu", a)
@@ -600,21 +644,23 @@ def gelu(x: Any) -> Tensor:
 @operator("causal_attention", ("parts",))
 @in_float32()
 def causal_attention(parts: Any, heads: int) -> Tensor:
-    """What each place takes from itself and those before it (Vaswani et al. 2017, sections 3.2.1 to 3.2.3).
+    """Compute causal multi-head self-attention (Vaswani et al. 2017, sections 3.2.1 to 3.2.3).
 
-    ``softmax(q @ k.T / sqrt(width / heads)) @ v`` for each head, where no row looks at later ones.
+    For each head it is ``softmax(q @ k.T / sqrt(width / heads)) @ v``, where each position attends to itself and
+    earlier ones.
 
     Args:
-        parts: queries, keys and values side by side, ``(batch, time, 3 width)``; ``heads`` divides ``width``.
+        parts: queries, keys and values side by side, shape ``(batch, time, 3 width)``.
+        heads: number of heads, which divides ``width``.
 
     Returns:
-        The heads side by side, ``(batch, time, width)``.
+        The heads side by side, shape ``(batch, time, width)``.
     """
     given = as_tensor(parts).data
     a = contiguous(given)
     xp = alike("causal_attention", a)
     if a.ndim != 3 or heads < 1 or a.shape[2] % (3 * heads) or not a.shape[2]:
-        expected = f"shape (batch, time, 3 width) with a width above 0 that {heads} heads divide"
+        expected = f"shape (batch, time, 3 width) with a width > 0 divisible by {heads} heads"
         raise UnsupportedError("causal_attention", expected=expected, got=tuple(a.shape))
     batch, time, width = a.shape[0], a.shape[1], a.shape[2] // 3
     depth = width // heads
@@ -661,10 +707,15 @@ def causal_attention(parts: Any, heads: int) -> Tensor:
 
 
 class Embedding(Module):
-    """A row of ``weight``, shape ``(num_tokens, features)``, for each token.
+    """Lookup table: a row of ``weight``, shape ``(num_tokens, features)``, for each token.
 
     Args:
-        weight_init: None is ``init.Normal(0.02)``.
+        num_tokens: number of tokens.
+        features: length of a row.
+        weight_init: initialiser of the weight, by default ``init.Normal(0.02)``.
+
+    Raises:
+        ConfigError: a number below 1.
     """
 
     def __init__(self, num_tokens: int, features: int, weight_init: Initialiser | None = None) -> None:
@@ -672,17 +723,25 @@ class Embedding(Module):
         self.weight = module.parameter((num_tokens, features), weight_init or Normal(0.02))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map integer tokens of any shape to ``(*x.shape, features)``."""
         return embedding(x, self.weight)
 
     def describe(self) -> str:
+        """Return the arguments shown in ``repr``."""
         return ", ".join(str(n) for n in self.weight.shape)
 
 
 class LayerNorm(Module):
-    """Layer normalisation over the last axis (Ba, Kiros and Hinton 2016); scale starts at 1, shift at 0.
+    """Layer normalisation over the last axis (Ba, Kiros and Hinton 2016).
+
+    Parameters ``gamma``, from 1, and ``beta``, from 0, have shape ``(features,)`` and stay float32 in 16-bit networks.
 
     Args:
-        features: None: those of the first input.
+        features: length of the last axis; None takes it from the first input.
+        eps: number added to the variance.
+
+    Raises:
+        ConfigError: ``features`` below 1, or ``eps`` below 0.
     """
 
     keeps_float32 = True
@@ -693,41 +752,48 @@ class LayerNorm(Module):
         self.gamma, self.beta = module.parameter((features,), Ones()), module.parameter((features,), Zeros())
 
     def forward(self, x: Tensor) -> Tensor:
-        for each in (self.gamma, self.beta):
-            module.settle(each, x.shape[-1])
+        """Normalise ``(..., features)``; the result has the same shape."""
+        for param in (self.gamma, self.beta):
+            module.settle(param, x.shape[-1])
         return layer_norm(x, self.gamma, self.beta, self.eps)
 
     def describe(self) -> str:
+        """Return the arguments shown in ``repr``."""
         return f"{module.shape_of(self.gamma)[0]}, eps={self.eps}"
 
 
 class GELU(Module):
-    """``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`` (Hendrycks and Gimpel 2016, section 2)."""
+    """Elementwise GELU activation, by its tanh approximation (Hendrycks and Gimpel 2016, section 2)."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))``."""
         return gelu(x)
 
 
 class CausalSelfAttention(Module):
-    """Attention of each place to itself and those before it, by several heads: ``(batch, time, width)`` to the same.
+    """Multi-head self-attention of each position to itself and earlier ones, with dense layers before and after.
 
     Args:
-        weight_init: None is `init.Xavier()`.
+        width: length of the input's and output's last axis.
+        heads: number of heads, which divides ``width``.
+        weight_init: initialiser of both dense layers, by default `init.Xavier`.
 
     Raises:
-        ConfigError: ``heads`` does not divide ``width``.
+        ConfigError: a number below 1, or ``heads`` does not divide ``width``.
     """
 
     def __init__(self, width: int, heads: int, weight_init: Initialiser | None = None) -> None:
         whole_numbers("CausalSelfAttention", 1, width=width, heads=heads)
         if width % heads:
-            raise ConfigError("CausalSelfAttention", expected=f"heads that divide {width}", got=heads)
+            raise ConfigError("CausalSelfAttention", where="heads", expected=f"a divisor of width {width}", got=heads)
         self.project = Dense(width, 3 * width, weight_init=weight_init)
         self.merge = Dense(width, width, weight_init=weight_init)
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, time, width)`` to ``(batch, time, width)``."""
         return self.merge(causal_attention(self.project(x), self.heads))
 
     def describe(self) -> str:
+        """Return the argument shown in ``repr``."""
         return f"heads={self.heads}"

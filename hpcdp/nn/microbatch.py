@@ -1,7 +1,7 @@
-"""What a layer must know, beside its input, to do the same on any number of ranks: which virtual shard this is.
+"""Virtual shards: the context that makes layers compute the same on any number of ranks.
 
-A reproducible trainer enters one after the other. Layers that draw numbers take a generator that depends on the shard
-and not on what was drawn before; layers that keep statistics leave them with it, to be joined over all shards.
+A reproducible trainer enters its virtual shards one after the other. Layers that draw random numbers use a generator
+that depends only on the shard. Layers with running statistics record them in the shard, to be combined over all shards.
 """
 
 from __future__ import annotations
@@ -24,81 +24,82 @@ _listing = threading.Lock()
 
 
 class VirtualShard:
-    """One piece of the global batch of one step, the same on any number of ranks.
+    """Piece of the global batch of one step, the same on any number of ranks.
 
     Args:
-        owner: who has entered it, and lives as long as it counts.
+        owner: the object that enters the shard; the shard is valid while it lives.
         step: number of the step.
-        number: of the shard in the step.
+        number: number of the shard in the step.
     """
 
     def __init__(self, owner: object, step: int, number: int) -> None:
         self._owner = weakref.ref(owner)
         self.step, self.number = step, number
         self.statistics: list[tuple[Tensor, np.ndarray]] = []
-        """What layers have noted, in the order of the calls: the buffer, and the shard's value."""
+        """Statistics recorded by layers, in the order of the calls: the buffer, and the shard's value."""
         self._drawn = 0
 
     def is_of(self, owner: object) -> bool:
-        """Whether ``owner`` has entered it."""
+        """Return whether ``owner`` has entered the shard."""
         return self._owner() is owner
 
     def generator(self, seed: int) -> np.random.Generator:
-        """Random numbers for one call of one layer, by its ``seed``, the step, the shard and the calls before in it.
+        """Return the generator for one call of one layer, derived from ``seed``, step, shard and call index.
 
-        Counter-based (Philox; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): nothing is carried
-        from one shard to the next.
+        It is counter-based (Philox; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), so no state
+        passes from one shard to the next.
         """
         self._drawn += 1
         sequence = np.random.SeedSequence([seed, self.step, self.number, self._drawn])
         return np.random.Generator(np.random.Philox(sequence))
 
     def note(self, buffer: Tensor, value: Array) -> None:
-        """Leave a statistic of this shard; ``buffer`` moves when the step ends."""
+        """Record a statistic of this shard; ``buffer`` is updated when the step ends."""
         self.statistics.append((buffer, np.array(to_host(value), np.float64)))
 
 
 class KeepsStatistics:
-    """A layer with running statistics, which `layers_of` finds by its parameters, also if it is a copy of another."""
+    """Mixin for layers with running statistics, registered so that `layers_of` finds them, copies included."""
 
     momentum: float
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Register the new layer."""
         layer = super().__new__(cls)
         with _listing:
             _layers[next(_numbers)] = layer
         return layer
 
     def statistics(self) -> tuple[Tensor, ...]:
-        """The running statistics."""
+        """Return the running statistics."""
         return ()
 
 
 def layers_of(params: Sequence[Any]) -> list[KeepsStatistics]:
-    """The layers with running statistics that one of ``params`` is an attribute of, in the order of those."""
-    places = {id(param): place for place, param in enumerate(params)}
+    """Return the layers with running statistics that hold one of ``params``, in the order of ``params``."""
+    positions = {id(param): position for position, param in enumerate(params)}
     with _listing:
         living = list(_layers.items())
-    found = []
+    layers = []
     for number, layer in living:
-        own = [places[id(each)] for each in vars(layer).values() if id(each) in places]
-        if own:
-            found.append((min(own), number, layer))
-    return [layer for _, _, layer in sorted(found, key=lambda each: each[:2])]
+        held = [positions[id(value)] for value in vars(layer).values() if id(value) in positions]
+        if held:
+            layers.append((min(held), number, layer))
+    return [layer for _, _, layer in sorted(layers, key=lambda entry: entry[:2])]
 
 
 def move(buffer: Tensor, momentum: float, value: Array) -> None:
-    """Make a running statistic, in place, ``momentum * buffer + (1 - momentum) * value``."""
+    """Update a running statistic in place: ``momentum * buffer + (1 - momentum) * value``."""
     buffer.data *= momentum
     buffer.data += (1 - momentum) * from_host(value, buffer.data)
 
 
 def entered_shard() -> VirtualShard | None:
-    """The virtual shard that this thread computes; None where no reproducible trainer has entered one."""
+    """Return the virtual shard that this thread computes, or None outside a reproducible trainer."""
     shard: VirtualShard | None = getattr(_here, "shard", None)
     return None if shard is None or shard.is_of(None) else shard
 
 
 def enter_shard(shard: VirtualShard | None) -> None:
-    """From now on this thread computes ``shard``."""
+    """Set the virtual shard that this thread computes."""
     _here.shard = shard

@@ -1,16 +1,6 @@
-"""The models that hpcdp knows by name.
+"""Models that hpcdp knows by name: LeNet, MLP, character LSTM, GPT and ResNet-18.
 
-Networks by name.
-
-LeNet as in "Dive into Deep Learning", section 12.5.
-
-Multilayer perceptrons.
-
-A language model of characters with an LSTM.
-
-A small GPT.
-
-ResNet-18 as in "Dive into Deep Learning", section 12.6, and as for CIFAR.
+LeNet and ResNet-18 follow "Dive into Deep Learning", sections 12.5 and 12.6; `resnet18_cifar` is the CIFAR variant.
 """
 
 from __future__ import annotations
@@ -48,16 +38,18 @@ _IMAGE = ("channels", "height", "width")
 
 
 def lenet(input_shape: Sequence[int] = (1, 28, 28), num_classes: int = 10, seed: int | None = 0) -> Sequential:
-    """Two convolutions with average pooling, two dense layers; 129,068 parameters for ``(1, 28, 28)`` and 10 classes.
+    """Build LeNet: two convolutions with average pooling, and two dense layers.
 
-    Smaller images are padded with zeros, as far as 28 x 28 asks, by the first convolution.
+    It has 129,068 parameters for input ``(1, 28, 28)`` and 10 classes. Images smaller than 28 x 28 are padded with
+    zeros by the first convolution.
 
     Args:
         input_shape: (channels, height, width) of a sample, at least 4 x 4.
-        seed: of the initial weights; None takes fresh entropy.
+        num_classes: length of the output, ``(batch, num_classes)``.
+        seed: seed of the initial weights; None takes fresh entropy.
 
     Raises:
-        ConfigError: the images are too small or no images.
+        ConfigError: ``input_shape`` is not that of an image, or too small.
     """
     channels, height, width = lengths("lenet", "input_shape", input_shape, _IMAGE)
     whole_numbers("lenet", 1, num_classes=num_classes)
@@ -77,7 +69,7 @@ def lenet(input_shape: Sequence[int] = (1, 28, 28), num_classes: int = 10, seed:
 
 
 def _pooled(size: int) -> int:
-    """What both convolutions and both poolings leave of a height or width."""
+    """Return the height or width left by both convolutions and both poolings."""
     return ((size - 2) // 2 - 4) // 2
 
 
@@ -87,12 +79,13 @@ def mlp(
     hidden: Sequence[int] = (256, 128),
     seed: int | None = 0,
 ) -> Sequential:
-    """Dense layers with ReLU between them, on flattened samples.
+    """Build a multilayer perceptron: dense layers with ReLU between them, on flattened samples.
 
     Args:
-        input_shape: of a sample, any number of axes, or its number of elements.
+        input_shape: shape of a sample with any number of axes, or its number of elements.
+        num_classes: length of the output, ``(batch, num_classes)``.
         hidden: widths of the hidden layers.
-        seed: of the initial weights; None takes fresh entropy.
+        seed: seed of the initial weights; None takes fresh entropy.
 
     Raises:
         ConfigError: a width is below 1.
@@ -116,19 +109,21 @@ def char_lstm(
     size: int = 256,
     layers: int = 1,
 ) -> Sequential:
-    """Scores of the next token at each place: embedding, LSTMs, a dense layer (Graves 2013, section 2).
+    """Build a language model: embedding, LSTMs and a dense layer (Graves 2013, section 2).
 
-    Tokens ``(batch, time)``, integers, become ``(batch, time, num_classes)``; any ``time``.
+    It maps integer tokens ``(batch, time)`` to scores of the next token, ``(batch, time, num_classes)``, for any
+    ``time``.
 
     Args:
         input_shape: (time,) of a sample.
-        num_classes: how many tokens there are.
-        seed: of the initial weights; None takes fresh entropy.
-        width: of the embedding.
-        size: of each LSTM.
+        num_classes: number of tokens.
+        seed: seed of the initial weights; None takes fresh entropy.
+        width: width of the embedding.
+        size: size of each LSTM.
+        layers: number of LSTMs.
 
     Raises:
-        ConfigError: samples that are no sequences of tokens, or a number below 1.
+        ConfigError: ``input_shape`` is not that of a sequence, or a number is below 1.
     """
     lengths("char_lstm", "input_shape", input_shape, ("time",))
     whole_numbers("char_lstm", 1, num_classes=num_classes, width=width, size=size, layers=layers)
@@ -141,7 +136,7 @@ def char_lstm(
 
 
 class Block(Module):
-    """Attention, then a network for each place, each added to what goes in (Radford et al. 2019, section 2.3)."""
+    """Transformer block: attention, then a feed-forward network, both residual (Radford et al. 2019, section 2.3)."""
 
     def __init__(self, width: int, heads: int, weight_init: Initialiser) -> None:
         self.norm1 = LayerNorm(width)
@@ -152,12 +147,13 @@ class Block(Module):
         )
 
     def forward(self, x: Any) -> Any:
+        """Map ``(batch, time, width)`` to ``(batch, time, width)``."""
         x = x + self.attention(self.norm1(x))
         return x + self.feed(self.norm2(x))
 
 
 class GPT(Module):
-    """Scores of the next token at each place; see `gpt`."""
+    """Decoder-only transformer; see `gpt`."""
 
     def __init__(self, context: int, num_tokens: int, width: int, heads: int, layers: int, seed: int | None) -> None:
         weights = Normal(0.02, seed)
@@ -167,6 +163,7 @@ class GPT(Module):
         self.norm = LayerNorm(width)
 
     def forward(self, x: Any) -> Any:
+        """Map integer tokens ``(batch, time)`` to scores of the next token, ``(batch, time, num_tokens)``."""
         if x.ndim != 2 or x.shape[1] > len(self.places):
             raise UnsupportedError(
                 "forward", where="GPT", expected=f"tokens (batch, at most {len(self.places)})", got=tuple(x.shape)
@@ -183,19 +180,22 @@ def gpt(
     heads: int = 4,
     layers: int = 3,
 ) -> GPT:
-    """A decoder of tokens: ``(batch, time)``, integers, become scores ``(batch, time, num_classes)``.
+    """Build a decoder-only transformer with pre-normalisation, GELU and learnt positions (Radford et al. 2019).
 
-    Normalised before attention and network (Radford et al. 2019), GELU, learnt places, and the embedding's weights
-    again in the last product (Press and Wolf 2017), which so has no parameters of its own.
+    It maps integer tokens ``(batch, time)`` to scores of the next token, ``(batch, time, num_classes)``. The output
+    projection shares the embedding's weight (Press and Wolf 2017).
 
     Args:
-        input_shape: (time,) of a sample, the most that it takes.
-        num_classes: how many tokens there are.
-        seed: of the initial weights, normal with deviation 0.02; None takes fresh entropy.
-        heads: divides ``width``.
+        input_shape: (time,) of a sample, the longest accepted sequence.
+        num_classes: number of tokens.
+        seed: seed of the initial weights, normal with standard deviation 0.02; None takes fresh entropy.
+        width: width of the embedding.
+        heads: attention heads; divides ``width``.
+        layers: number of blocks.
 
     Raises:
-        ConfigError: samples that are no sequences of tokens, a number below 1, heads that do not divide the width.
+        ConfigError: ``input_shape`` is not that of a sequence, a number is below 1, or ``heads`` does not divide
+            ``width``.
     """
     (time,) = lengths("gpt", "input_shape", input_shape, ("time",))
     whole_numbers("gpt", 1, num_classes=num_classes, width=width, heads=heads, layers=layers)
@@ -206,13 +206,16 @@ _WIDTHS = (64, 128, 256, 512)
 
 
 class Residual(Module):
-    """``relu(x + f(x))``, where ``f`` is two normalised convolutions (He et al. 2016, figure 2).
+    """Residual block: ``relu(x + f(x))``, where ``f`` is two normalised convolutions (He et al. 2016, figure 2).
 
     Args:
-        stride: of the first convolution; where it is not 1, or the channels change, ``x`` goes through a convolution of
-            1 x 1 with that stride.
-        bias: whether convolutions have one, which the normalisation after them takes away again.
-        normalises_shortcut: whether that of the shortcut is normalised, too.
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        stride: stride of the first convolution. If it is not 1, or the channels change, the shortcut is a 1 x 1
+            convolution with this stride.
+        bias: whether convolutions have a bias, which the following normalisation cancels.
+        normalises_shortcut: whether the shortcut's convolution is normalised, too.
+        weight_init: initialiser of the convolutions, by default `init.Xavier`.
     """
 
     def __init__(
@@ -231,6 +234,7 @@ class Residual(Module):
                 self.shortcut = Sequential(self.shortcut, BatchNorm(out_channels))
 
     def forward(self, x: Any) -> Any:
+        """Map ``(batch, in_channels, height, width)`` to ``(batch, out_channels, height / stride, width / stride)``."""
         y = self.norm2(self.conv2(relu(self.norm1(self.conv1(x)))))
         return relu(y + (x if self.shortcut is None else self.shortcut(x)))
 
@@ -238,17 +242,18 @@ class Residual(Module):
 def resnet18(
     input_shape: Sequence[int] = (1, 28, 28), num_classes: int = 10, seed: int | None = 0, variant: str = "document"
 ) -> Sequential:
-    """Eight residual blocks after one convolution of 3 x 3, for small images; no pooling before the last one.
+    """Build ResNet-18 for small images: a 3 x 3 convolution and eight residual blocks, pooled only at the end.
 
     Args:
         input_shape: (channels, height, width) of a sample.
-        seed: of the initial weights; None takes fresh entropy.
-        variant: "document", whose convolutions have biases and whose shortcuts are not normalised, 11,175,818 learnt
-            parameters for one channel and ten classes; or "cifar", without biases and with normalised shortcuts, as
-            for CIFAR-10 usually, 11,173,962 for three channels.
+        num_classes: length of the output, ``(batch, num_classes)``.
+        seed: seed of the initial weights; None takes fresh entropy.
+        variant: "document" has biases in convolutions and plain shortcuts, with 11,175,818 parameters for one channel
+            and ten classes. "cifar", usual for CIFAR-10, has no biases and normalised shortcuts, with 11,173,962 for
+            three channels.
 
     Raises:
-        ConfigError: another variant, or no images.
+        ConfigError: an unknown variant, or ``input_shape`` is not that of an image.
     """
     channels, _, _ = lengths("resnet18", "input_shape", input_shape, _IMAGE)
     whole_numbers("resnet18", 1, num_classes=num_classes)
@@ -270,7 +275,7 @@ def resnet18(
 
 
 def resnet18_cifar(input_shape: Sequence[int] = (3, 32, 32), num_classes: int = 10, seed: int | None = 0) -> Sequential:
-    """`resnet18` of the variant "cifar"."""
+    """Build `resnet18` in the variant "cifar"."""
     return resnet18(input_shape, num_classes, seed, "cifar")
 
 
@@ -285,10 +290,14 @@ MODELS: dict[str, Callable[..., Module]] = {
 
 
 def create(name: str, **kwargs: Any) -> Module:
-    """The network called ``name``, e.g. ``create("lenet", input_shape=(1, 28, 28), num_classes=10, seed=0)``.
+    """Build the network called ``name``, e.g. ``create("lenet", input_shape=(1, 28, 28), num_classes=10, seed=0)``.
+
+    Args:
+        name: one of `MODELS`.
+        kwargs: arguments of its function.
 
     Raises:
-        ConfigError: there is no such network, or it does not take an argument or input of that kind.
+        ConfigError: an unknown name, or arguments that the network does not accept.
     """
     one_of("model", None, name, MODELS)
     try:

@@ -1,15 +1,8 @@
-"""Modules: networks, their parameters, shapes that are found at the first call, and 16-bit copies.
+"""Modules (parts of a network), parameters with deferred shapes, and operators on 16-bit floats.
 
-Modules: parts of a network, their parameters and buffers.
-
-Parameters whose shape is found when their layer is first called.
-
-Operators on 16-bit floats: computed in float32 and rounded once, as Micikevicius et al., "Mixed precision
-training", 2018, section 3.3, do with sums and products.
-
-NumPy has no arithmetic for them that is worth the name, so on the host all operators of networks go this way. On
-devices products do not: theirs multiply 16-bit factors and add up in float32 by themselves. Nor does what CUDA has
-kernels of 16 bits for, which compute in float32 and round once.
+NumPy has no fast arithmetic for float16 and bfloat16. On the host, `in_float32` therefore has operators compute in
+float32 and round once (Micikevicius et al., "Mixed precision training", 2018, section 3.3). Devices multiply 16-bit
+factors and accumulate in float32 themselves, as do the CUDA kernels for 16 bits.
 """
 
 from __future__ import annotations
@@ -42,38 +35,39 @@ from ..core.arrays import (
 from ..core.checks import function, instances, same_names
 from ..core.devices import Device
 from ..core.state import refuse_change, require_state
-from ..errors import ConfigError, DeviceError, UnsupportedError, type_named, whole_number
+from ..errors import ConfigError, DeviceError, HpcdpError, UnsupportedError, type_named, whole_number
 from .jit import Graph, Hybrid, tracing
 from .parameter import Parameter
 
 
 class Module:
-    """A part of a network. Subclasses set their parts as attributes and define ``forward``.
+    """Part of a network. Subclasses set their parts as attributes and define ``forward``.
 
-    Attributes that are a `Parameter` are learnt, other tensors are buffers (kept with the network, not learnt), modules
-    are parts; the order of assignment is their order. What is in a list, tuple or dict is none of that. Whether layers
-    train or predict is the calling thread's `autograd.is_training`.
+    A `Parameter` attribute is learnt; any other `Tensor` attribute is a buffer, saved with the network but not learnt.
+    A `Module` attribute is a child. Parameters, buffers and children keep the order of assignment. Objects in lists,
+    tuples and dicts are not registered. Layers train or predict according to `autograd.is_training` of the calling
+    thread.
     """
 
     needs_all_ranks = False
-    """Whether in training all ranks must run its forwards and backwards together, those without samples, too."""
+    """Whether all ranks must run forward and backward together in training, including ranks without samples."""
     gives_pieces = False
-    """Whether it has its parts compute a batch in pieces; those that need all ranks take whole ones."""
+    """Whether its parts compute a batch in pieces. Parts that need all ranks require whole batches."""
     has_own_step = False
-    """Whether it trains by a method of its own, and not by a recorded call."""
+    """Whether it trains by its own ``step`` method instead of a recorded call."""
     keeps_float32 = False
-    """Whether `to` leaves its own parameters and buffers float32 where others become floats of 16 bits."""
+    """Whether `to` keeps its own parameters and buffers in float32 when others become 16-bit floats."""
     is_traceable = True
-    """Whether `hybridize` finds operators alone in its forward; a network with a part of which that is not so is called
-    as usual."""
+    """Whether its forward consists of operators that `hybridize` can trace. A network with an untraceable part is
+    called without plans."""
     _hybrid: Hybrid | None = None
-    """Its plans, where it is hybridized."""
+    """The plans, if the module is hybridized."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(vars(self).get(name), Parameter) and not isinstance(value, Parameter) and hasattr(value, "dtype"):
             raise UnsupportedError(
-                type(self).__name__, where=name, expected="a Parameter, or None", got=type(value).__name__,
-                remedy=f"change its values, {name}[...] = values",
+                type(self).__name__, where=name, expected="a Parameter or None", got=type(value).__name__,
+                remedy=f"change the values in place: {name}[...] = values",
             )  # fmt: skip
         tracing.in_module(self, name)
         object.__setattr__(self, name, value)
@@ -83,25 +77,24 @@ class Module:
         object.__delattr__(self, name)
 
     def require_parts_of_this_rank(self, operation: str) -> None:
-        """Raises `ConfigError` where a part needs all ranks: of a batch in pieces it would see a piece, and no other
-        rank need have one then."""
+        """Raise `ConfigError` if a part needs all ranks: it would normalise pieces that other ranks may not have."""
         joint = next((part for part in self.modules() if part.needs_all_ranks), None)
         if joint is not None:
             name = type(joint).__name__
             raise ConfigError(
-                operation, expected="layers of this rank alone, which take a piece of its batch", got=f"a {name}",
-                remedy="take nn.BatchNorm, or each rank's whole batch on one device",
+                operation, expected="layers that do not communicate, since each sees a piece of the batch",
+                got=f"a {name}", remedy="use nn.BatchNorm, or compute each rank's whole batch on one device",
             )  # fmt: skip
 
     def forward(self, *inputs: Any) -> Any:
-        """What the module computes from tensors; subclasses define it."""
-        raise ConfigError(type(self).__name__, expected="a method forward(self, x)", got="none")
+        """Compute the module's output from tensors. Subclasses define it."""
+        raise ConfigError(type(self).__name__, expected="a method forward(self, x)", got="no such method")
 
     def __call__(self, *inputs: Any) -> Tensor:
-        """``forward`` of the inputs, arrays among them made tensors; by a plan where the module is hybridized.
+        """Call ``forward`` with the inputs converted to tensors, or replay a plan if the module is hybridized.
 
         Returns:
-            What ``forward`` returns: one tensor, as the type says, or several as a tuple.
+            The result of ``forward``: one tensor, as annotated, or a tuple of several.
         """
         if self._hybrid is not None:
             return self._hybrid(inputs)
@@ -112,7 +105,7 @@ class Module:
         return vars(self).copy()
 
     def __copy__(self) -> Self:
-        """The same parts in a module whose plans, where it is hybridized, are its own."""
+        """Return a shallow copy with the same parts. A hybridized copy traces its own plans."""
         made = object.__new__(type(self))
         vars(made).update(self.__getstate__())
         if self._hybrid is not None:
@@ -120,25 +113,26 @@ class Module:
         return made
 
     def hybridize(self, active: bool = True) -> None:
-        """From now on trace a call with inputs of new shapes or dtypes, and replay what it did for those that follow.
+        """Trace the next call for each combination of input shapes and dtypes, and replay the trace afterwards.
 
-        Results, gradients and hooks are those of ``forward`` to the bit, without its Python: what it does beside
-        operations on tensors (prints, counts) happens while it is traced only. See docs/hybrid.md.
+        Results, gradients and hooks equal those of ``forward`` bit for bit. Side effects of ``forward`` other than
+        tensor operations (prints, counters) happen only while it is traced. See docs/hybrid.md.
 
         Args:
-            active: False goes back to calling ``forward`` each time.
+            active: whether to use plans; False restores plain calls of ``forward``.
 
         Raises:
-            HpcdpError: in a call, where ``forward`` needs the values of tensors to go on, assigns attributes, or takes
-                arrays that are no attributes of the module; names the line.
+            HpcdpError: in a call, if ``forward`` reads tensor values, assigns attributes, or uses arrays that are not
+                attributes of the module. The error names the line.
         """
         self._hybrid = Hybrid(self) if active else None
 
     def graph(self) -> Graph:
-        """What a hybridized network's last prediction in this thread has computed, call by call.
+        """Return the graph of the last prediction that this thread made with the hybridized network.
 
         Raises:
-            ConfigError: it is not hybridized, or was not called yet outside of ``record()`` and ``asynchronous()``.
+            ConfigError: the module is not hybridized, or has made no prediction outside ``record()`` and
+                ``asynchronous()``.
         """
         if self._hybrid is None:
             raise ConfigError(
@@ -147,17 +141,18 @@ class Module:
         return self._hybrid.graph()
 
     def export(self, path: str | Path) -> tuple[Path, Path]:
-        """Write the graph of predictions (``path.json``) and what they read (``path.h5``), for `SymbolBlock.load`.
+        """Write the prediction graph (``path.json``) and its tensors (``path.h5``) for `SymbolBlock.load`.
 
-        The forward is traced again with other batches: where it calls other operators then, what is loaded takes
-        batches of this size alone. Files that were there are replaced whole. Of several ranks one should write, as
-        parameters are alike on all; where all do, the files are those of the last.
+        The forward is traced again with other batch sizes. If the operators depend on the batch size, the exported
+        network accepts only the current one. Existing files are replaced atomically. Parameters are equal on all ranks,
+        so one rank should write; if several do, the last one wins.
 
         Returns:
-            The paths of both files.
+            The paths of the ``.json`` and the ``.h5`` file.
 
         Raises:
-            ConfigError: as `graph`, or something in it cannot be written down, or ``path`` is a folder's (``"nets/"``).
+            ConfigError: as `graph`; the graph holds something that cannot be serialised; or ``path`` is a folder
+                (``"nets/"``).
             DataError: the files cannot be written.
         """
         from .symbol_block import export
@@ -168,7 +163,7 @@ class Module:
         return export(self._hybrid.for_export(graph), path)
 
     def children(self) -> Iterator[tuple[str, Module]]:
-        """Name and module of every direct part."""
+        """Yield name and module of every direct child."""
         for name, value in vars(self).items():
             if isinstance(value, Module):
                 yield name, value
@@ -181,7 +176,7 @@ class Module:
                 yield from value._tensors(f"{prefix}{name}.")
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Path and parameter, each parameter once, in the order of assignment, which is that of first use."""
+        """Yield path and parameter, each parameter once, in the order of assignment."""
         seen = set()
         for name, tensor in self._tensors():
             if isinstance(tensor, Parameter) and tensor not in seen:
@@ -189,35 +184,35 @@ class Module:
                 yield name, tensor
 
     def parameters(self) -> list[Parameter]:
-        """All parameters, each once; sets each one's ``name`` to its path from this module.
+        """Return all parameters, each once, and set each one's ``name`` to its path in this module.
 
-        Warns of those in lists, tuples and dicts, which are no parts: they would not be trained, in silence.
+        Warns about parameters in lists, tuples and dicts: they are not registered and would not be trained.
         """
-        found = []
+        parameters = []
         for name, parameter in self.named_parameters():
             parameter.name = name
-            found.append(parameter)
-        self._warn_of_unreached(set(found))
-        return found
+            parameters.append(parameter)
+        self._warn_of_unreached(set(parameters))
+        return parameters
 
     def _warn_of_unreached(self, reached: set[Parameter]) -> None:
         for prefix, module in self._modules(""):
             for name, value in vars(module).items():
                 if isinstance(value, (list, tuple, dict)) and not reached.issuperset(_parameters_in(value)):
                     warnings.warn(
-                        f"{prefix}{name}: parameters in a {type(value).__name__} are not the network's, and neither "
-                        "trained nor saved: keep layers in an nn.Sequential, or set each as an attribute",
+                        f"{prefix}{name}: parameters in a {type(value).__name__} are not registered with the network, "
+                        "so they are neither trained nor saved: use an nn.Sequential, or set each as an attribute",
                         stacklevel=3,
                     )
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Path and tensor of what is kept but not learnt, such as running statistics."""
+        """Yield path and tensor of every buffer, such as running statistics."""
         for name, tensor in self._tensors():
             if not isinstance(tensor, Parameter):
                 yield name, tensor
 
     def named_generators(self) -> Iterator[tuple[str, np.random.Generator]]:
-        """Path and random generator of every part that has one as an attribute, each generator once."""
+        """Yield path and random generator of every part that has one as an attribute, each generator once."""
         catch_up()
         seen = set()
         for prefix, module in self._modules(""):
@@ -227,7 +222,7 @@ class Module:
                     yield prefix + name, value
 
     def modules(self) -> Iterator[Module]:
-        """This module and all its parts, and theirs."""
+        """Return an iterator over this module and all its descendants."""
         return (module for _, module in self._modules(""))
 
     def _modules(self, prefix: str) -> Iterator[tuple[str, Module]]:
@@ -236,24 +231,28 @@ class Module:
             yield from module._modules(f"{prefix}{name}.")
 
     def to(self, dtype: Any = None, like: Array = None) -> Module:
-        """Replace all parameters and buffers by copies of another dtype, or in the namespace of the array ``like``.
+        """Convert all parameters and buffers to another dtype or device, in place.
 
-        Buffers of integers and booleans, such as indices and masks, keep their dtype. Gradients start again from zero.
-        Before a `Trainer` has the parameters, not after. In float16 or bfloat16 layers that normalise keep float32 for
-        themselves, as Gluon's do in ``cast``, and operators compute as `nn.module` says.
+        Integer and boolean buffers, such as indices and masks, keep their dtype. Gradients are reset to zero. Call this
+        before a `Trainer` takes the parameters. With float16 or bfloat16, normalisation layers keep their own tensors
+        in float32, as Gluon's ``cast`` does, and operators compute as described in `hpcdp.nn.module`.
 
         Args:
-            dtype: or a `Device`, where the copies are then.
+            dtype: a float dtype, or a `Device` to copy to; None keeps the dtype.
+            like: an array whose namespace and device the copies take.
+
+        Returns:
+            The module itself.
 
         Raises:
-            ConfigError: ``dtype`` is none of floats, or ``like`` no array. Nothing is changed.
-            DeviceError: the machine does not have the device; a RuntimeError. Nothing is changed.
+            ConfigError: ``dtype`` is not a float dtype, or ``like`` is not an array. Nothing is changed.
+            DeviceError: the machine lacks the device; a RuntimeError. Nothing is changed.
         """
         catch_up()
         if like is not None and not hasattr(like, "dtype"):
             raise ConfigError("to", where="like", expected="an array", got=type(like).__name__)
         tensors = [tensor for _, tensor in self._tensors()]
-        single = {id(each) for part in self.modules() if part.keeps_float32 for each in vars(part).values()}
+        single = {id(value) for part in self.modules() if part.keeps_float32 for value in vars(part).values()}
         if isinstance(dtype, Device):
             copies = [dtype.put(tensor.data) for tensor in tensors]
         else:
@@ -268,7 +267,7 @@ class Module:
         return self
 
     def state_dict(self) -> dict[str, Array]:
-        """Parameters and buffers by path: the arrays themselves, not copies."""
+        """Return parameters and buffers by path: the arrays themselves, not copies."""
         catch_up()
         return self._arrays()
 
@@ -276,28 +275,31 @@ class Module:
         return {name: tensor.changeable() for name, tensor in self._tensors()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Copy the arrays of a `state_dict` into this module's, in place; nothing is changed if any does not fit.
+        """Copy the arrays of a `state_dict` into this module's, in place. If one does not fit, nothing is changed.
+
+        Args:
+            state: an array for every parameter and buffer, by path.
 
         Raises:
-            ConfigError: a key is missing or too many, a value is no array, or one of another shape, or of a dtype that
-                does not fit.
-            HpcdpError: ranks hold a parameter together, and others may still read it: see
+            ConfigError: a key is missing or unknown, or a value is not an array of the same shape and a compatible
+                dtype.
+            HpcdpError: ranks share a parameter's memory, and others may still read it: see
                 `Trainer.changing_parameters`.
         """
         catch_up()
         require_state("a network", state)
-        own = self._arrays()  # not what a state_dict of one's own has besides
+        own = self._arrays()  # a subclass's state_dict may have more entries
         same_names("load_state_dict", "the network", own, state)
         others = {name: array for name, array in own.items() if state[name] is not array}
         given = {name: _fitting(name, state[name], array) for name, array in others.items()}
-        for name, array in others.items():  # what a checkpoint has filled already it has on all ranks together
+        for name, array in others.items():  # a checkpoint that filled them in place did so on all ranks together
             refuse_change(array, name, "load_state_dict")
         for name, array in others.items():
             with on_device_of(array):
                 array[...] = from_host(to_host(given[name]), array)
 
     def describe(self) -> str:
-        """What stands in the parentheses of this module's own line in ``repr``."""
+        """Return the text inside the parentheses of this module's line in ``repr``."""
         return ""
 
     def __repr__(self) -> str:
@@ -307,22 +309,22 @@ class Module:
 
 
 def _parameters_in(value: Any) -> Iterator[Parameter]:
-    """Those of modules, and those themselves, in lists, tuples and dicts, also in each other."""
+    """Yield the parameters in nested lists, tuples, dicts and modules."""
     left, seen = [value], set[int]()
     while left:
-        each = left.pop()
-        if isinstance(each, (list, tuple, dict)):
-            if id(each) not in seen:  # one may be in itself
-                seen.add(id(each))
-                left += each.values() if isinstance(each, dict) else each
-        elif isinstance(each, Module):
-            yield from (parameter for _, parameter in each.named_parameters())
-        elif isinstance(each, Parameter):
-            yield each
+        value_ = left.pop()
+        if isinstance(value_, (list, tuple, dict)):
+            if id(value_) not in seen:  # one may be in itself
+                seen.add(id(value_))
+                left += value_.values() if isinstance(value_, dict) else value_
+        elif isinstance(value_, Module):
+            yield from (parameter for _, parameter in value_.named_parameters())
+        elif isinstance(value_, Parameter):
+            yield value_
 
 
 def _fitting(name: str, given: Any, own: Array) -> Array:
-    """What is given for ``own``, as an array; `ConfigError` where it does not fit."""
+    """Return ``given`` as an array that fits ``own``, or raise `ConfigError`."""
     expected = f"an array of shape {tuple(own.shape)}"
     if not hasattr(given, "shape"):
         raise ConfigError("load_state_dict", where=name, expected=expected, got=type_named(given))
@@ -331,27 +333,29 @@ def _fitting(name: str, given: Any, own: Array) -> Array:
         raise ConfigError("load_state_dict", where=name, expected=f"shape {tuple(own.shape)}", got=got)
     try:
         array = given if has_namespace(given) else np.asarray(given)
-    except (RuntimeError, TypeError) as error:  # as PyTorch says it of a tensor that wants a gradient
+    except HpcdpError:
+        raise
+    except (RuntimeError, TypeError) as error:  # PyTorch raises it for a tensor that requires a gradient
         raise ConfigError("load_state_dict", where=name, expected=expected, got=error) from error
-    are_floats = is_float(array.dtype) and is_float(own.dtype)  # NumPy casts bfloat16 to float16 only if told to
+    are_floats = is_float(array.dtype) and is_float(own.dtype)  # can_cast denies bfloat16 to float16
     if not (are_floats or np.can_cast(array.dtype, own.dtype, "same_kind")):
-        raise ConfigError("load_state_dict", where=name, expected=f"numbers that fit {own.dtype}", got=array.dtype)
+        raise ConfigError("load_state_dict", where=name, expected=f"a dtype castable to {own.dtype}", got=array.dtype)
     return array
 
 
 def _dtype(dtype: Any) -> np.dtype:
     try:
-        found = dtype_of(dtype)
+        dtype_ = dtype_of(dtype)
     except TypeError as error:
         expected = "a dtype, or a device: hpcdp.cpu(0), hpcdp.gpu(0), world.device"
         raise ConfigError("to", where="dtype", expected=expected, got=repr(dtype)) from error
-    if not is_float(found):
-        raise ConfigError("to", where="dtype", expected="one of floats, as gradients have", got=str(found))
-    return found
+    if not is_float(dtype_):
+        raise ConfigError("to", where="dtype", expected="a float dtype", got=str(dtype_))
+    return dtype_
 
 
 def _as_dtype(tensor: Tensor, dtype: np.dtype, is_kept_single: bool) -> Array:
-    """A copy; of what is kept float32 where others get fewer bits, in that, and of what are no floats, as they are."""
+    """Return a copy in ``dtype``; non-floats keep their dtype, ``is_kept_single`` keeps float32."""
     with on_device_of(tensor.data):
         if not is_float(tensor.dtype):
             return tensor.data.copy()
@@ -359,20 +363,21 @@ def _as_dtype(tensor: Tensor, dtype: np.dtype, is_kept_single: bool) -> Array:
 
 
 class Sequential(Module):
-    """Modules one after the other, each called with the result of the one before; they are named "0", "1", ..."""
+    """Chain of modules, each called with the result of the one before; children are named "0", "1", ..."""
 
     def __init__(self, *modules: Module) -> None:
         self.add(*modules)
 
     def add(self, *modules: Module) -> None:
-        """Put modules at the end."""
+        """Append modules."""
         for module in instances("Sequential", None, modules, Module, "modules"):
             number = len(self)
-            while hasattr(self, str(number)):  # where one before it was deleted
+            while hasattr(self, str(number)):  # an earlier module was deleted
                 number += 1
             setattr(self, str(number), module)
 
     def forward(self, x: Any) -> Any:
+        """Return the result of the last module, of the input passed through all of them."""
         for module in self:
             x = module(x)
         return x
@@ -388,15 +393,15 @@ class Sequential(Module):
     @overload
     def __getitem__(self, index: slice) -> Sequential: ...
     def __getitem__(self, index: int | slice) -> Module:
-        """One of the modules; of a slice the same modules in a `Sequential`, as of which they are named anew."""
-        found = list(self)[index]
-        return Sequential(*found) if isinstance(found, list) else found
+        """Return one module, or for a slice a new `Sequential` of the same modules, renumbered."""
+        selected = list(self)[index]
+        return Sequential(*selected) if isinstance(selected, list) else selected
 
 
 class HybridConcurrent(Module):
-    """Modules side by side: each is called with the same input, and their results are joined along ``axis``.
+    """Modules in parallel: each gets the same input, and the results are concatenated along ``axis``.
 
-    Hybridized, as any module can be, all of them are one plan.
+    If hybridized, all of them form one plan.
 
     Source: Gluon's ``contrib.nn.HybridConcurrent``.
     """
@@ -407,6 +412,7 @@ class HybridConcurrent(Module):
             setattr(self, str(number), module)
 
     def forward(self, x: Any) -> Any:
+        """Concatenate the results of all modules for ``x``."""
         return concatenate([module(x) for _, module in self.children()], axis=self.axis)
 
 
@@ -415,10 +421,9 @@ Draw = Callable[[tuple[int, ...]], np.ndarray]
 
 
 def parameter(shape: Shape, draw: Draw, initial: object = None) -> Parameter:
-    """A parameter with the values of ``draw(shape)``: now, or, where a length is None, from its first `settle` on.
+    """Return a parameter with the values ``draw(shape)``, drawn now, or by `settle` if a length is None.
 
-    Args:
-        initial: the initialiser by which ``draw`` draws, if that is another one.
+    ``initial`` is the initialiser behind ``draw``, if it is another object.
     """
     require_draw(draw)
     known = tuple(length for length in shape if length is not None)
@@ -428,15 +433,17 @@ def parameter(shape: Shape, draw: Draw, initial: object = None) -> Parameter:
 
 
 def require_draw(draw: object) -> None:
-    """Raises `ConfigError` unless it is a function."""
+    """Raise `ConfigError` unless ``draw`` is a function."""
     function("parameter", "weight_init", draw, "a function of a shape, such as nn.init.Xavier()")
 
 
 def drawn(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
-    """``draw(shape)`` in float32, as layers begin; `ConfigError` where it gives something else than so many numbers."""
+    """Return ``draw(shape)`` as float32; `ConfigError` unless it is an array of numbers of this shape."""
     given = draw(shape)
     try:
         values = given.astype(np.float32, copy=False) if is_cupy(given) else np.asarray(given, np.float32)
+    except HpcdpError:
+        raise
     except (TypeError, ValueError):
         got = type_named(given)
     else:
@@ -447,29 +454,26 @@ def drawn(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def settle(param: Parameter, length: int) -> None:
-    """Where ``param`` waits for the one length of its shape that is not known, draw its values with this one."""
+    """Draw the values of a deferred ``param`` now that its missing dimension is known to be ``length``."""
     if isinstance(param, Deferred) and param.draw is not None:
-        values = drawn(param.draw, tuple(length if each is None else each for each in param.expected))
+        values = drawn(param.draw, tuple(length if n is None else n for n in param.expected))
         param.draw = param.data_hook = None
         param.data = values
         param.attach_grad(param.grad_req)
 
 
 def shape_of(param: Parameter) -> Shape:
-    """The shape, with None for a length that is not known yet."""
+    """Return the shape, with None for a length that is not known yet."""
     return param.expected if isinstance(param, Deferred) and param.draw is not None else param.shape
 
 
 def lacks_shapes(module: Module) -> bool:
-    """Whether layers are still to find out their shapes."""
+    """Return whether any parameter still waits for its shape."""
     return any(None in shape_of(param) for _, param in module.named_parameters())
 
 
 class Deferred(Parameter):
-    """A parameter that has no values until its layer is called.
-
-    To look at it before that is a DeviceError, which is a RuntimeError.
-    """
+    """Parameter without values until its layer is first called; reading it raises `DeviceError`, a RuntimeError."""
 
     __slots__ = ("draw", "expected", "initial")
 
@@ -487,8 +491,8 @@ class Deferred(Parameter):
 
 def _has_no_values(param: Any) -> None:
     raise DeviceError(
-        "parameter", where=param.name or None, expected="values", got=f"none yet, its shape is {param.expected}",
-        remedy="call the network once, on one sample",
+        "parameter", where=param.name or None, expected="initialised values",
+        got=f"a deferred shape {param.expected}", remedy="call the network once, on one sample",
     )  # fmt: skip
 
 
@@ -500,35 +504,35 @@ _SINGLE = np.dtype(np.float32)
 def in_float32(
     *, is_product: bool = False, has_kernels: bool = False, first_alone: bool = False, rounds: bool = True
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have an operator that meets a 16-bit operand compute in float32; others are called as they are.
+    """Wrap an operator to compute in float32 if any operand has 16-bit floats.
 
-    Operands of 16 bits are widened. The first one, what a layer is called with, is rounded to them if it has more bits,
-    so that a network of 16 bits takes images of float32; the others stay as they are.
+    16-bit operands are widened. The first operand (a layer's input) is rounded to the 16-bit dtype if it has more bits,
+    so a 16-bit network accepts float32 images. Other operands keep their dtype.
 
     Args:
         is_product: whether devices compute it in 16 bits.
-        has_kernels: whether CUDA does.
-        first_alone: whether these kernels take the first operand alone in 16 bits, and others in float32.
-        rounds: whether the result, the first one of several, is rounded to 16 bits; a loss stays float32.
+        has_kernels: whether CUDA has a 16-bit kernel for it.
+        first_alone: whether that kernel takes only the first operand in 16 bits, and the others in float32.
+        rounds: whether the (first) result is rounded to 16 bits; a loss stays float32.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            # By far the most calls are of float32, and looking at all operands takes as long as a small product.
+            # Most calls are float32, and checking all operands takes as long as a small product.
             if (
                 args
                 and getattr(args[0], "dtype", None) is _SINGLE
                 and (getattr(args[1], "dtype", _SINGLE) is _SINGLE if len(args) > 1 else not kwargs)
             ):
                 return function(*args, **kwargs)
-            given = [value_of(x) for x in (*args, *kwargs.values())]
-            x = next((each for each in given if is_half(each)), None)
+            operands = [value_of(x) for x in (*args, *kwargs.values())]
+            x = next((operand for operand in operands if is_half(operand)), None)
             if x is None:
                 return function(*args, **kwargs)
             stays = not is_host(x) and (is_product or (has_kernels and is_cupy(x)))
             to = x.dtype if stays and not first_alone else _SINGLE
-            if stays and (x is given[0] or not first_alone) and _are_all(to, given[first_alone:]):
+            if stays and (x is operands[0] or not first_alone) and _are_all(to, operands[first_alone:]):
                 return function(*args, **kwargs)
             return _Call(x.dtype, to, rounds).of(function, args, kwargs)
 
@@ -542,23 +546,23 @@ def _are_all(dtype: np.dtype, operands: Sequence[Any]) -> bool:
 
 
 class _Call:
-    """One call of an operator on operands of which some have the dtype ``half``, computed in the dtype ``to``."""
+    """One operator call with operands of the dtype ``half``, computed in the dtype ``to``."""
 
     def __init__(self, half: np.dtype, to: np.dtype, rounds: bool) -> None:
         self._half, self._to, self._rounds = half, to, rounds and to != half
         self._given: dict[int, tuple[Any, Tensor]] = {}
-        """By the id of what an operand was converted to the operand itself, and that."""
+        """Maps the id of a converted operand to the original operand and the converted tensor."""
         self._refresh: list[Call] = []
 
     def of(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What ``function`` gives, on the tape."""
-        with captured() as told:
+        """Call ``function`` with converted operands and put its result on the tape."""
+        with captured() as calls:
             operands = [self._converted(x, is_first=not i) for i, x in enumerate((*args, *kwargs.values()))]
-            found = function(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
-        result, *others = found if isinstance(found, tuple) else (found,)
-        inputs, pullback, again = told[0]
-        own = self._on_tape(result.data, inputs, pullback, again)
-        return (own, *others) if isinstance(found, tuple) else own
+            returned = function(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
+        wide, *others = returned if isinstance(returned, tuple) else (returned,)
+        inputs, pullback, again = calls[0]
+        result = self._on_tape(wide.data, inputs, pullback, again)
+        return (result, *others) if isinstance(returned, tuple) else result
 
     def _converted(self, x: Any, is_first: bool) -> Any:
         a = value_of(x)
@@ -566,7 +570,7 @@ class _Call:
             return x
         if a.dtype == self._to and (not is_first or self._to == self._half):
             return x
-        copied = partial(_copied, a, self._half, self._to)  # not of this call: a ring keeps arrays until it is found
+        copied = partial(_copied, a, self._half, self._to)  # no reference to self: a cycle would keep arrays alive
         copy = copied()
         self._refresh.append((lambda: copy.__setitem__(..., copied()), ()))
         tensor = Tensor(copy)
@@ -574,19 +578,19 @@ class _Call:
         return tensor
 
     def _on_tape(self, wide: Array, inputs: Sequence[Any], pullback: Any, again: Again | None) -> Tensor:
-        given = [self._given.get(id(each), (each, None)) for each in inputs]
+        originals = [self._given.get(id(x), (x, None)) for x in inputs]
 
         def back(gy: Array, *gradients: Gradient | None) -> None:
             xp = array_namespace(gy)
             of_call = [
                 gradient if gradient is None or tensor is None else Gradient(tensor, xp)
-                for gradient, (_, tensor) in zip(gradients, given, strict=True)
+                for gradient, (_, tensor) in zip(gradients, originals, strict=True)
             ]
-            with np.errstate(over="ignore"):  # to an infinity, for which the sums of gradients are searched
+            with np.errstate(over="ignore"):  # gradient sums are checked for infinities later
                 pullback(gy.astype(self._to, copy=False), *of_call)
-                for gradient, each in zip(gradients, of_call, strict=True):
-                    if gradient is not None and each is not None and each is not gradient:
-                        gradient.add(each.finish())
+                for gradient, converted in zip(gradients, of_call, strict=True):
+                    if gradient is not None and converted is not None and converted is not gradient:
+                        gradient.add(converted.finish())
 
         def once_more(place: Array) -> list[Call]:
             assert again is not None
@@ -597,11 +601,11 @@ class _Call:
         if self._rounds:
             value = array_namespace(wide).empty(wide.shape, dtype=self._half)
             _round(wide, value)
-        return on_tape(value, tuple(each for each, _ in given), back, None if again is None else once_more)
+        return on_tape(value, tuple(x for x, _ in originals), back, None if again is None else once_more)
 
 
 def _copied(a: Array, half: np.dtype, to: np.dtype) -> Array:
-    with np.errstate(over="ignore"):  # to an infinity, which is no surprise
+    with np.errstate(over="ignore"):  # overflow to infinity is expected
         return a.astype(half, copy=False).astype(to)
 
 

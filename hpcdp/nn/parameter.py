@@ -1,4 +1,4 @@
-"""Parameters: tensors that are learnt, and what a trainer hangs on them."""
+"""Parameters: tensors that are learnt, and the hooks a trainer attaches to them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ..core.state import Cut
 from .jit import tracing
 
 _data: Any = Tensor.__dict__["data"]
-"""The slot behind `Parameter.data`."""
+"""The slot that `Parameter.data` wraps."""
 _grad: Any = Tensor.__dict__["grad"]
 _grad_req: Any = Tensor.__dict__["grad_req"]
 _HOOKS = ("_data_hook", "grad_hook", "update_hook")
-"""What a trainer hangs on a parameter."""
+"""Attributes that a trainer sets on a parameter."""
 
 
 class Parameter(Tensor):
-    """A tensor that is learnt: a leaf with a gradient.
+    """Tensor that is learnt: a leaf with a gradient.
 
-    ``name`` is its path in the network, e.g. "0.weight", set by the network's `Module.parameters`.
+    ``name`` is its path in the network, e.g. "0.weight", set by `Module.parameters`.
 
     Args:
-        data: the initial values, an array kept as it is; numbers become one.
-        name: what to call it until then.
+        data: the initial values; an array is kept without a copy, a number becomes an array.
+        name: the name until `Module.parameters` sets it.
         grad_req: "write", "add" or "null".
     """
 
@@ -39,13 +39,13 @@ class Parameter(Tensor):
     def __init__(self, data: Any, name: str = "", grad_req: str = "write") -> None:
         self._data_hook: Callable[[Parameter], None] | None = None
         self.update_hook: Callable[[Parameter], None] | None = None
-        """Called before ``grad`` is read, where an update that still reads it may be under way."""
+        """Called before ``grad`` is read, because a running update may still read it."""
         super().__init__(data)
         self.name = name
         self.cut: Cut | None = None
-        """Which part of a whole parameter this is, where ranks compute a layer together: see `hpcdp.parallel`."""
+        """The slice of the full parameter that this rank holds, if ranks split the layer: see `hpcdp.parallel`."""
         self.is_joint = False
-        """Whether it is of a layer that all ranks must run together: see `Module.needs_all_ranks`."""
+        """Whether it belongs to a layer that all ranks must run together: see `Module.needs_all_ranks`."""
         self.attach_grad(grad_req)
 
     @property
@@ -63,7 +63,7 @@ class Parameter(Tensor):
 
     @property
     def grad(self) -> Array | None:  # type: ignore[override]
-        """The gradient that backward has left."""
+        """The gradient that the last backward stored."""
         if self.update_hook is not None:
             self.update_hook(self)
         return _grad.__get__(self)
@@ -74,7 +74,7 @@ class Parameter(Tensor):
 
     @property
     def grad_req(self) -> str:  # type: ignore[override]
-        """What backward does with ``grad``; see `Tensor.attach_grad`. Another word is an HpcdpError."""
+        """Treatment of ``grad`` by backward: "write", "add" or "null"; see `Tensor.attach_grad`."""
         return _grad_req.__get__(self)  # type: ignore[no-any-return]
 
     @grad_req.setter
@@ -85,7 +85,7 @@ class Parameter(Tensor):
 
     @property
     def data_hook(self) -> Callable[[Parameter], None] | None:
-        """Called before ``data`` is read, where an update of it may be under way."""
+        """The hook called before ``data`` is read, because an update may still be changing it."""
         return self._data_hook
 
     @data_hook.setter
@@ -94,13 +94,13 @@ class Parameter(Tensor):
         tracing.in_parameters()
 
     def held(self) -> Array:
-        """The array behind ``data``, without waiting for an update of it."""
+        """Return the array behind ``data`` without waiting for a running update."""
         return _data.__get__(self)
 
     def __getstate__(self) -> tuple[Any, dict[str, Any]]:
         return getattr(self, "__dict__", None), self._kept(self.data)
 
     def _kept(self, values: Array) -> dict[str, Any]:
-        """What copies and pickles have: no hooks, which are a trainer's that has this parameter alone."""
-        names = [each for each in copyreg._slotnames(type(self)) if each != "data" and hasattr(self, each)]  # type: ignore[attr-defined]
+        """Return the state for copies and pickles: without the hooks, which belong to one trainer."""
+        names = [slot for slot in copyreg._slotnames(type(self)) if slot != "data" and hasattr(self, slot)]  # type: ignore[attr-defined]
         return {"data": values, **{name: getattr(self, name) for name in names}, **dict.fromkeys(_HOOKS)}

@@ -1,4 +1,4 @@
-"""One network on several devices of one process."""
+"""Replicas: one network on several devices of one process."""
 
 from __future__ import annotations
 
@@ -20,40 +20,39 @@ from .parameter import Parameter
 
 
 def moved(x: Tensor, device: Device) -> Tensor:
-    """A copy of ``x`` on ``device``; its gradient comes back to where ``x`` is."""
+    """Copy ``x`` to ``device``; backward copies the gradient back."""
     home = x.data
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
-            with on_device_of(home):  # where it is added to others
+            with on_device_of(home):  # gradients are summed there
                 dx.add(to_device_of(gy, home))
 
     return on_tape(device.put(home), (x,), pullback)
 
 
 class Replicas(Module):
-    """A network that computes each batch in pieces, one a device, with copies of its parameters there.
+    """Network that computes each batch in pieces, one a device, with copies of its parameters there.
 
-    The parameters are those of ``net``, and so are their gradients, which are summed over devices: to a `Trainer`, to
-    checkpoints and to `fit` and `evaluate` this is ``net``. Every call copies parameters and buffers to the other
-    devices, which have the settings of ``net``, too, and the results to the first one. The host has devices compute one
-    after the other; GPUs, each on the stream that is current there, do so side by side.
+    Parameters and gradients are those of ``net``, with gradients summed over the devices. A `Trainer`, checkpoints,
+    `fit` and `evaluate` can therefore treat it as ``net``. Every call copies parameters, buffers and settings of
+    ``net`` to the other devices, and the results to the first one. GPUs compute concurrently, each on its current
+    stream; host devices compute one after the other.
 
-    Batch normalisation takes the statistics of each device's piece; the running ones are those of the first device, by
-    which all of them predict.
+    Batch normalisation uses the statistics of each device's piece. Running statistics are those of the first device,
+    and all devices predict with them.
 
-    Where ``net`` is hybridized, its calls on the first device take its plans; all others are made as usual, and so are
-    those of hybridized replicas.
+    If ``net`` is hybridized, only its calls on the first device use plans.
 
     Args:
-        net: what it does to a batch it does to each sample. Shapes that its layers do not know yet the first call finds
-            out, by a prediction on the first device.
-        devices: where, each once. The first is where ``net`` is, with its own parameters.
+        net: a network that treats each sample independently. Deferred shapes are found at the first call, by a
+            prediction on the first device.
+        devices: distinct devices; ``net`` is already on the first one.
 
     Raises:
-        ConfigError: no network, no device, or one twice; a layer of all ranks, as `train.SyncBatchNorm`, on several.
-        DeviceError: the machine does not have one of them, or ``net`` is not on the first; a RuntimeError.
-        In a call: ConfigError, ``net`` returns something else than a tensor.
+        ConfigError: no network, no device, a repeated device, or a layer such as `train.SyncBatchNorm` that needs all
+            ranks, on several devices. In a call: ``net`` returns something other than a tensor.
+        DeviceError: the machine lacks a device, or ``net`` is not on the first; a RuntimeError.
     """
 
     is_traceable = False
@@ -63,7 +62,7 @@ class Replicas(Module):
         self.net = instance("Replicas", "net", net, Module, "a network, which it copies")
         self.devices = require_devices("Replicas", devices)
         if len(set(self.devices)) != len(self.devices):
-            raise ConfigError("Replicas", where="devices", expected="each once", got=list(devices))
+            raise ConfigError("Replicas", where="devices", expected="distinct devices", got=list(devices))
         for device in self.devices:
             device.check()
         _require_on(net, self.devices[0])
@@ -73,30 +72,31 @@ class Replicas(Module):
         self._copies = {device: None if lacks_shapes(net) else _Copy(net, device) for device in self.devices[1:]}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_copies": dict.fromkeys(self._copies)}  # a copy makes its own
+        return {**super().__getstate__(), "_copies": dict.fromkeys(self._copies)}  # recreated on demand
 
     def on(self, device: Device) -> Module:
-        """The network on ``device``, for a piece of a batch there; see `data.split_and_load`.
+        """Return the network on ``device``, for a piece of a batch there; see `data.split_and_load`.
 
-        Of several pieces one backward is made, ``autograd.backward([loss, ...])``, which sums their gradients.
+        For several pieces call one backward, ``autograd.backward([loss, ...])``, which sums their gradients.
 
         Raises:
-            DeviceError: it is not on that device; a RuntimeError.
+            DeviceError: ``device`` is not one of ``devices``; a RuntimeError.
         """
         if device == self.devices[0]:
             return self.net
         if device not in self._copies:
             raise DeviceError("Replicas", where=device, expected=f"one of {', '.join(map(repr, self.devices))}",
-                              got="a device on which the network is not")  # fmt: skip
-        there = self._copies[device]
-        if there is not None:
-            return _OnDevice(there)
-        made = _OnDevice(_Copy(self.net, device))
-        made.bring()  # an error where its shapes are not known yet
-        self._copies[device] = made.copy
-        return made
+                              got="a device without the network")  # fmt: skip
+        copied = self._copies[device]
+        if copied is not None:
+            return _OnDevice(copied)
+        network = _OnDevice(_Copy(self.net, device))
+        network.update()  # raises if shapes are still deferred
+        self._copies[device] = network.copy
+        return network
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map the batch ``x``, split along axis 0 over the devices, to the network's result on the first device."""
         if len(self.devices) > 1 and is_training() and self._look.is_due():
             self.net.require_parts_of_this_rank("Replicas")
         home, count, parts = self.devices[0], x.shape[0], len(self.devices)
@@ -107,25 +107,27 @@ class Replicas(Module):
         } or {home: x}
         if None in self._copies.values() and lacks_shapes(self.net):
             with pause():
-                self.net(x[:1])  # finds out the shapes that copies need
+                self.net(x[:1])  # sets deferred shapes, which copies need
         computes = {device: self._ready(device, piece) for device, piece in pieces.items()}
-        found = {device: compute() for device, compute in computes.items()}
-        instances("Replicas", None, found.values(), Tensor, "a network that returns a tensor")
-        results = [result if device == home else moved(result, home) for device, result in found.items()]
+        outputs = {device: compute() for device, compute in computes.items()}
+        instances("Replicas", None, outputs.values(), Tensor, "a network that returns a tensor")
+        results = [output if device == home else moved(output, home) for device, output in outputs.items()]
         return results[0] if len(results) == 1 else concatenate(results)
 
     def _ready(self, device: Device, piece: Tensor) -> Callable[[], Tensor]:
-        """What computes ``piece`` on ``device``, to which all that it needs is brought at once: a copy waits for what
-        the first GPU was given before, and that would be its own piece."""
+        """Return the call that computes ``piece`` on ``device``, after starting all copies to it.
+
+        A copy waits for earlier work of the first GPU, so it must start before that GPU gets its own piece.
+        """
         if device == self.devices[0]:
             return partial(self.net, piece)
-        there = self.on(device)
-        assert isinstance(there, _OnDevice)
-        there.bring()
-        return partial(there.compute, moved(piece, device))
+        network = self.on(device)
+        assert isinstance(network, _OnDevice)
+        network.update()
+        return partial(network.compute, moved(piece, device))
 
     def children(self) -> Iterator[tuple[str, Module]]:
-        """Those of the network."""
+        """Return the children of the network."""
         return self.net.children()
 
     def _tensors(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -135,58 +137,62 @@ class Replicas(Module):
         return self.net._modules(prefix)
 
     def describe(self) -> str:
+        """Return the devices shown in ``repr``."""
         return ", ".join(map(repr, self.devices))
 
 
 class _OnDevice(Module):
-    """The network with what it has brought to a device at each call."""
+    """The network on one device; each call first copies the network's current state there."""
 
-    def __init__(self, there: _Copy) -> None:
-        self.net, self.there, self.device = there.net, there.module, there.device
-        self.copy = there
+    def __init__(self, copy: _Copy) -> None:
+        self.net, self.module, self.device = copy.net, copy.module, copy.device
+        self.copy = copy
 
     def forward(self, *inputs: Any) -> Any:
-        self.bring()
+        """Copy the network's state to the device and compute there."""
+        self.update()
         return self.compute(*inputs)
 
-    def bring(self) -> None:
-        """Let it have what the network has now."""
+    def update(self) -> None:
+        """Copy the network's current state to the device."""
         with self.device.current():
-            self.copy.bring({})
+            self.copy.update({})
 
     def compute(self, *inputs: Any) -> Any:
-        """`forward` with what it has."""
+        """Compute with the state copied last."""
         with self.device.current():
-            return self.there(*inputs)
+            return self.module(*inputs)
 
 
 def _require_on(net: Module, device: Device) -> None:
-    """Raises `DeviceError` unless ``net`` is there; in the host's memory it is on every virtual device."""
+    """Raise `DeviceError` unless ``net`` is on ``device``; all virtual CPU devices share the host's memory."""
     for name, tensor in net._tensors():
-        found = Device.of(array_of(tensor))
-        if found != device and not found.kind == device.kind == "cpu":
+        place = Device.of(array_of(tensor))
+        if place != device and not place.kind == device.kind == "cpu":
             raise DeviceError(
-                "Replicas", where=device, expected="the network on the first device", got=f"{name} on {found}",
-                remedy=f"net.to(hpcdp.{device})",
+                "Replicas", where=device, expected="the network on the first device", got=f"{name} on {place}",
+                remedy=f"call net.to(hpcdp.{device})",
             )  # fmt: skip
 
 
 class _Copy:
-    """A module on a device, with the same random generators, and with the parts, parameters, buffers and settings that
-    the network has; but for what its own forward has assigned, as a state that goes on from call to call."""
+    """Copy of a module on a device, with the same random generators, parts, parameters, buffers and settings.
+
+    Attributes that the copy's own forward has assigned are kept, as state that persists between calls.
+    """
 
     def __init__(self, net: Module, device: Device) -> None:
         self.net, self.device = net, device
         self.module = copy.copy(net)
-        self.module.hybridize(False)  # its plans are those of ``net``, and its parameters are others in each call
+        self.module.hybridize(False)  # its parameters are other objects in each call
         self._parts: dict[str, _Copy] = {}
         self._given = vars(self.module).copy()
-        """What it has of the network."""
+        """Attributes copied from the network."""
 
-    def bring(self, done: dict[Tensor, Tensor]) -> None:
-        """Let it have what the network has now; ``done`` are parameters that are there, as several layers may have one.
+    def update(self, done: dict[Tensor, Tensor]) -> None:
+        """Copy the network's current attributes; ``done`` maps parameters already copied, since layers may share them.
 
-        In training each device keeps running statistics of its own: nobody reads them before they are brought.
+        In training each device keeps its own running statistics: they are not read before the next copy.
         """
         here, given = vars(self.module), self._given
         kept = self.net.statistics() if is_training() and isinstance(self.net, KeepsStatistics) else ()
@@ -198,17 +204,17 @@ class _Copy:
                 if value not in done:
                     done[value] = moved(value, self.device)
                 here[name] = given[name] = done[value]
-            elif is_own or name == "_hybrid" or (here.get(name) is not value and any(value is each for each in kept)):
+            elif is_own or name == "_hybrid" or (here.get(name) is not value and any(value is x for x in kept)):
                 continue
             elif isinstance(value, Tensor):
                 catch_up()
                 here[name] = given[name] = Tensor(self.device.put(value.data))
             else:
                 here[name] = given[name] = value
-        self._take_away()
+        self._remove_missing()
 
-    def _take_away(self) -> None:
-        """Let it not have what the network has no more, and the rest in the network's order."""
+    def _remove_missing(self) -> None:
+        """Delete attributes that the network no longer has, and restore the network's order."""
         here, given, theirs = vars(self.module), self._given, vars(self.net)
         for name in given.keys() - theirs.keys():
             if here.get(name) is given.pop(name):
@@ -221,5 +227,5 @@ class _Copy:
         part = self._parts.get(name)
         if part is None or part.net is not value:
             part = self._parts[name] = _Copy(value, self.device)
-        part.bring(done)
+        part.update(done)
         return part.module

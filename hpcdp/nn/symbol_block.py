@@ -1,4 +1,4 @@
-"""A network that was exported: its graph and its parameters, without the class that it was made by."""
+"""Exported networks: a graph and its tensors, usable without the class that defined them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,9 @@ from .parameter import Parameter
 
 
 def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:
-    """Write ``graph`` to ``path`` with ``.json`` and what its network holds to ``path`` with ``.h5``; their paths.
+    """Write ``graph`` and its network's tensors; see `Module.export`.
 
-    They replace an older pair when both are complete, and the first says what the second must hold.
-
-    Raises:
-        DataError: they cannot be written.
-        ConfigError: the graph has something that cannot be written down, or ``path`` has no name.
+    An older pair is replaced once both files are complete. The JSON file holds checksums of the tensors in the other.
     """
     description, parameters = _files("export", path)
     arrays = arrays_of(graph)
@@ -55,9 +51,9 @@ def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:
 
 
 def _files(operation: str, path: str | Path) -> tuple[Path, Path]:
-    if os.path.basename(path) in ("", ".", ".."):  # files beside the folder would surprise
+    if os.path.basename(path) in ("", ".", ".."):
         expected = "a path that ends in a name, such as folder/net"
-        raise ConfigError(operation, where=path, expected=expected, got="that of a folder")
+        raise ConfigError(operation, where=path, expected=expected, got="a folder")
     base = Path(path)
     if base.suffix == ".json":
         base = base.with_suffix("")
@@ -65,79 +61,81 @@ def _files(operation: str, path: str | Path) -> tuple[Path, Path]:
 
 
 class _Part(Module):
-    """What holds tensors of a `SymbolBlock` whose names have several parts."""
+    """Container for tensors of a `SymbolBlock` with dotted names."""
 
 
 class SymbolBlock(Module):
-    """A network from the files of `Module.export`, made by `load`.
+    """Network loaded from the files of `Module.export`; create it with `load`.
 
-    It computes what the exported network predicted, to the bit; its parameters have the same names, get gradients, and
-    can be trained further (layers go on as in prediction: batch normalisation by running statistics, no dropout). It
-    takes batches of any size, unless its forward made numbers of the batch's, as the divisor of a mean over it is one;
-    all else is as it was when exported.
+    It predicts the same bits as the exported network. Its parameters have the same names, get gradients, and can be
+    trained further. Layers stay in prediction mode: batch normalisation uses running statistics, and dropout is
+    inactive. It accepts any batch size, unless the forward used the batch size as a number, e.g. as the divisor of a
+    mean. All other shapes are fixed.
 
-    Source: the model is that of Gluon's ``SymbolBlock.imports``.
+    Source: the interface is that of Gluon's ``SymbolBlock.imports``.
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.__graph = graph  # by a name that no part of a network has
+        self.__graph = graph  # mangled, so that no child has this name
         for name, value in zip(graph.names, graph.held, strict=True):
             *parts, last = name.split(".")
-            place: Module = self
+            parent: Module = self
             for part in parts:
-                if part not in vars(place):
-                    setattr(place, part, _Part())
-                place = vars(place)[part]
-            setattr(place, last, value)
+                if part not in vars(parent):
+                    setattr(parent, part, _Part())
+                parent = vars(parent)[part]
+            setattr(parent, last, value)
 
     @classmethod
     def load(cls, path: str | Path) -> SymbolBlock:
-        """The network that was exported to ``path``, with or without ``.json``. Its class is not needed.
+        """Return the network exported to ``path``, given with or without ``.json``.
 
         Raises:
-            ConfigError: ``path`` is a folder's.
-            DataError: a file is missing, damaged, or not of the same export; names it.
+            ConfigError: ``path`` is a folder.
+            DataError: a file is missing, damaged, or from another export. The error names it.
         """
         description, parameters = _files("load", path)
         try:
-            read = json.loads(description.read_text())
+            content = json.loads(description.read_text())
         except (OSError, ValueError, RecursionError) as error:
-            raise DataError("load", where=description, expected="a graph that was exported", got=error) from error
-        graph, tensors = Reader(description, read).graph()
+            raise DataError("load", where=description, expected="an exported graph", got=error) from error
+        graph, tensors = Reader(description, content).graph()
         arrays = hdf5.read_arrays(
-            parameters, {each["name"]: (each["meta"].shape, each["meta"].dtype) for each in tensors}
+            parameters, {entry["name"]: (entry["meta"].shape, entry["meta"].dtype) for entry in tensors}
         )
         held: list[Any] = []
-        for each in tensors:
-            array = arrays[each["name"]]
-            if zlib.crc32(bits(np.ascontiguousarray(array)).data) != each["crc32"]:
+        for entry in tensors:
+            array = arrays[entry["name"]]
+            if zlib.crc32(bits(np.ascontiguousarray(array)).data) != entry["crc32"]:
                 raise DataError(
-                    "load", where=f"{parameters}:{each['name']}", expected="what was exported with the graph",
-                    got="other values", remedy="copy both files, or export again",
+                    "load", where=f"{parameters}:{entry['name']}", expected="the values exported with the graph",
+                    got="a different checksum", remedy="copy both files of one export, or export again",
                 )  # fmt: skip
-            held.append({"parameter": Parameter, "buffer": Tensor}.get(each["kind"], np.asarray)(array))
-            _require_name(description, each["name"])
+            held.append({"parameter": Parameter, "buffer": Tensor}.get(entry["kind"], np.asarray)(array))
+            _require_name(description, entry["name"])
         _try(graph := with_held(graph, held), description)
         return cls(graph)
 
     def forward(self, *inputs: Any) -> Any:
+        """Compute the exported network; inputs need the exported shapes and dtypes."""
         graph = self.__graph
         any_batch = graph.any_batch
-        given = [(each.ndim, tuple(each.shape[any_batch:]), str(each.dtype)) for each in inputs]
-        expected = [(len(each.shape), each.shape[any_batch:], each.dtype) for each in graph.inputs]
+        given = [(meta.ndim, tuple(meta.shape[any_batch:]), str(meta.dtype)) for meta in inputs]
+        expected = [(len(meta.shape), meta.shape[any_batch:], meta.dtype) for meta in graph.inputs]
         if given != expected:
             shape_of = _any_batch if any_batch else tuple
-            shapes = ", ".join(f"{each.dtype} of shape {shape_of(each.shape)}" for each in graph.inputs)
-            got = ", ".join(f"{each.dtype} of shape {tuple(each.shape)}" for each in inputs)
+            shapes = ", ".join(f"{meta.dtype} of shape {shape_of(meta.shape)}" for meta in graph.inputs)
+            got = ", ".join(f"{meta.dtype} of shape {tuple(meta.shape)}" for meta in inputs)
             raise ConfigError("SymbolBlock", where="inputs", expected=shapes, got=got or "none")
         return _computed(graph, inputs)
 
     def describe(self) -> str:
+        """Return the number of operations, shown in ``repr``."""
         return f"{len(self.__graph.nodes)} operations"
 
 
 def _computed(graph: Graph, inputs: Any, check: bool = False) -> Any:
-    """The outputs of ``graph``; with ``check`` a `ValueError` for a node that gives something else than it says."""
+    """Return the outputs of ``graph``; with ``check`` raise `ValueError` if a result contradicts its metadata."""
     results: list[list[Any]] = []
 
     def value(source: Source) -> Any:
@@ -151,22 +149,22 @@ def _computed(graph: Graph, inputs: Any, check: bool = False) -> Any:
         return source.operand() if isinstance(source, Literal) else None
 
     for number, node in enumerate(graph.nodes):
-        found = call(node, [value(each) for each in node.inputs], CALLS)
-        results.append(list(found) if isinstance(found, tuple) else [found])
-        declared = [(each.shape, each.dtype) for each in node.outputs]
-        if check and declared != [(tuple(each.shape), str(each.dtype)) for each in results[-1]]:
-            raise ValueError(f"node {number} ({node.operator}), which gives other shapes or dtypes than it says")
+        result = call(node, [value(source) for source in node.inputs], CALLS)
+        results.append(list(result) if isinstance(result, tuple) else [result])
+        declared = [(meta.shape, meta.dtype) for meta in node.outputs]
+        if check and declared != [(tuple(output.shape), str(output.dtype)) for output in results[-1]]:
+            raise ValueError(f"node {number} ({node.operator}), whose shapes or dtypes differ from the file")
     return graph.returned(value)
 
 
 def _try(graph: Graph, where: Path) -> None:
-    """Compute once on zeros: then a graph that was tampered with is refused now, by name."""
+    """Compute once on zeros, so that an inconsistent or manipulated graph is refused now, by name."""
     try:
-        zeros = [Tensor(np.zeros(each.shape, dtype_of(each.dtype))) for each in graph.inputs]
+        zeros = [Tensor(np.zeros(meta.shape, dtype_of(meta.dtype))) for meta in graph.inputs]
         with pause(), np.errstate(all="ignore"):
             _computed(graph, zeros, check=True)
     except (HpcdpError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:
-        raise DataError("load", where=where, expected="a graph that can be computed", got=error) from error
+        raise DataError("load", where=where, expected="a computable graph", got=error) from error
 
 
 def _any_batch(shape: tuple[int, ...]) -> str:
@@ -174,7 +172,7 @@ def _any_batch(shape: tuple[int, ...]) -> str:
 
 
 def _require_name(where: Path, name: str) -> None:
-    """No tensor may take the place of what networks are made of."""
+    """Raise `DataError` if a tensor's name would replace an attribute of `Module`."""
     parts = name.split(".")
     if any(hasattr(Module, part) or part.startswith("_SymbolBlock__") for part in parts):
-        raise DataError("load", where=where, expected="names of a network's tensors", got=repr(name))
+        raise DataError("load", where=where, expected="tensor names that a network can have", got=repr(name))

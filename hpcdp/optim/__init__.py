@@ -1,6 +1,6 @@
 """Optimizers and learning-rate schedules.
 
-Knows nothing of ranks: an optimizer updates flat arrays, be they a whole bucket or the shard that a rank owns.
+An optimizer knows nothing of ranks: it updates flat arrays, each a whole bucket or the shard that a rank owns.
 """
 
 from .optimizer import (

@@ -1,12 +1,6 @@
-"""What every optimizer is.
+"""The optimizer base class, the update rules SGD, Adam, AdamW and LARS, and the linear scaling rule.
 
-The update rules SGD, Adam, AdamW and others, and LARS.
-
-The update rules: SGD, Adam, AdamW.
-
-Their numbers are those of ``torch.optim`` with the same arguments; the arithmetic is `reference.gradients`.
-
-Rates that differ by layer: LARS, and the linear scaling rule.
+With the same arguments the results are those of ``torch.optim``; the arithmetic is in `reference.gradients`.
 """
 
 from __future__ import annotations
@@ -34,8 +28,8 @@ _kinds: dict[str, type[Optimizer]] = {}
 class Optimizer(Configurable, abc.ABC):
     """An update rule for flat parameters.
 
-    It holds settings only; the state belongs to the caller, one dict for each flat array that is updated. Rules are
-    elementwise (but `by_layer`), so an array updated whole or in any pieces (shards, segments) gets the same bits.
+    An object holds settings only. The state belongs to the caller, one dict for each flat array. Rules are elementwise
+    (except `by_layer`), so an array updated whole or in any shards or segments gets the same bits.
 
     Args:
         lr: the learning rate, a number or a `Schedule`; may be assigned between steps.
@@ -44,11 +38,11 @@ class Optimizer(Configurable, abc.ABC):
     lr: float | Schedule
 
     by_layer = False
-    """Whether it is no rule by elements, but needs norms of whole layers: see `LARS`."""
+    """True for a rule that needs the norms of whole layers, such as `LARS`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "name" in vars(cls):  # else a variant, which does not replace what it varies
+        if "name" in vars(cls):  # a subclass without a name does not replace its base
             _kinds[cls.name] = cls
 
     def __post_init__(self) -> None:
@@ -57,24 +51,27 @@ class Optimizer(Configurable, abc.ABC):
         if isinstance(self.lr, Schedule):
             self.learning_rate(1)
         else:
-            self.lr = number("argument", f"{self.name} lr", self.lr, least=0)
+            self._check("lr", least=0)
+
+    def _check(self, field: str, **limits: Any) -> None:
+        setattr(self, field, number("argument", f"{self.name} {field}", getattr(self, field), **limits))
 
     def learning_rate(self, step: int) -> float:
-        """The rate of update number ``step``, counted from 1.
+        """Return the learning rate of update ``step``, counted from 1.
 
         Raises:
             ConfigError: the rate is negative or not finite.
         """
         lr = self.lr.learning_rate(step) if isinstance(self.lr, Schedule) else self.lr
-        if type(lr) is float and 0 <= lr < math.inf:  # without a call, as each update asks
+        if type(lr) is float and 0 <= lr < math.inf:  # avoids a call, because each update asks
             return lr
         return number("argument", f"{self.name} lr", lr, least=0)
 
     def take_config(self, config: dict[str, Any]) -> None:
-        """Take over the settings of a ``config()``, in place: those of the same rule, that keeps the same state.
+        """Replace the settings in place by those of a ``config()`` of the same rule with the same state.
 
         Raises:
-            ConfigError: it is of another rule, or one of another state; nothing is changed.
+            ConfigError: another rule, or settings that need another state; nothing is changed.
         """
         name, args = split_config("optimizer", config)
         fields = {field.name for field in dataclasses.fields(self)}
@@ -82,33 +79,33 @@ class Optimizer(Configurable, abc.ABC):
             got = f"{name} with {', '.join(args)}"
             raise ConfigError("load_state_dict", where="optimizer", expected=self.name, got=got)
         if isinstance(self.lr, Schedule) and self.lr.config() == args["lr"]:
-            args["lr"] = self.lr  # which may be a variant
+            args["lr"] = self.lr  # may be of a subclass without a name of its own
         other = dataclasses.replace(self, **args)
         if other.state_names() != self.state_names():
             raise ConfigError(
-                "load_state_dict", where="optimizer", expected=f"{name} that keeps {self.state_names()}",
-                got=f"one that keeps {other.state_names()}", remedy="make it with the settings that it had then",
+                "load_state_dict", where="optimizer", expected=f"{name} with state {self.state_names()}",
+                got=f"one with state {other.state_names()}", remedy="make the optimizer with the saved settings",
             )  # fmt: skip
         for field in fields:
             setattr(self, field, getattr(other, field))
 
     def init_state(self, param: Array) -> dict[str, Array]:
-        """The state before step 1: zeros like the flat array ``param``, by name ('momentum', 'm', 'v')."""
+        """Return the state before step 1: zeros like the flat array ``param``, by name ('momentum', 'm', 'v')."""
         xp = array_namespace(param)
         state = {name: buffers.empty(param.shape, param.dtype, xp) for name in self.state_names()}
-        for array in state.values():  # one that began within a cache line would cost a tenth of the update
+        for array in state.values():  # `buffers.empty` aligns: an unaligned array would cost a tenth of the update
             array[...] = 0
         return state
 
     @abc.abstractmethod
     def state_names(self) -> tuple[str, ...]:
-        """The names of the arrays in the state."""
+        """Return the names of the state's arrays."""
 
     def arrays_of(self, state: Mapping[str, Array]) -> tuple[Array, ...]:
-        """The arrays of a state in the order in which kernels take them.
+        """Return the arrays of ``state`` in the order of the kernel's arguments.
 
         Raises:
-            ConfigError: the state is of another rule, or of this one with settings that need less of it.
+            ConfigError: the state is of another rule, or of this rule with settings that need less of it.
         """
         names = self.state_names()
         try:
@@ -116,45 +113,50 @@ class Optimizer(Configurable, abc.ABC):
         except KeyError:
             raise ConfigError(
                 f"{self.name}.update", where="state", expected=", ".join(names), got=", ".join(state) or "nothing",
-                remedy="make the state, or the Trainer, with the settings that the optimizer has now",
+                remedy="make the state, or the Trainer, with the optimizer's current settings",
             ) from None  # fmt: skip
 
     @abc.abstractmethod
     def kernel(self, step: int, scale: float) -> tuple[str, tuple[float, ...]]:
-        """The name of the fused kernel and its coefficients at ``step``."""
+        """Return the name of the fused kernel and its coefficients at ``step``."""
 
     def of_layer(self, step: int, scale: float, squares: tuple[float, float] | Array | None) -> tuple[Optimizer, float]:
-        """The rule by elements for a layer at ``step``, and its ``scale``: this one, but for a rule that is `by_layer`.
+        """Return the elementwise rule for one layer at ``step``, and its ``scale``.
+
+        That is this rule itself, except for a rule that is `by_layer`.
 
         Args:
-            squares: of the norms of the layer's weights and of its summed gradient, before ``scale``, as numbers or as
-                an array of shape ``(2,)`` on the device of both; None of what is no layer.
+            step: the number of this update, counted from 1.
+            scale: as in `update`.
+            squares: squared norms of the layer's weights and of its summed gradient, before ``scale``, as numbers or as
+                an array of shape ``(2,)`` on the device of both. None for parameters that form no layer.
         """
         return self, scale
 
     @property
     def update_is_its_kernel(self) -> bool:
-        """Whether `update` does what its `kernel` says and no more, so that fused kernels may stand in for it."""
+        """True if `update` only launches its `kernel`, so that fused kernels can replace it."""
         return "update" not in vars(self) and type(self).update is Optimizer.update
 
     def update(
         self, param: Array, grad: Array, state: dict[str, Array], *, step: int, scale: float | Array = 1.0
     ) -> None:
-        """One step of the rule; changes ``param`` and the arrays of ``state`` in place, leaves ``grad`` as it is.
+        """Apply one step of the rule; changes ``param`` and the arrays of ``state`` in place.
 
         Args:
             param: shape ``(size,)``, float32 or float64, contiguous; may be empty.
-            grad: like ``param``; multiplied by ``scale`` before momentum and weight decay see it. Must not overlap with
-                ``param`` or the state.
-            state: what `init_state` made for this array, changed by all steps before.
+            grad: like ``param``, unchanged; multiplied by ``scale`` before momentum and weight decay. Must not overlap
+                with ``param`` or the state.
+            state: the dict that `init_state` made for this array, as earlier steps left it.
             step: the number of this update, counted from 1.
-            scale: usually one over the global number of samples; of arrays on a GPU it may lie there, too, in float64,
-                shape ``(1,)``, so that nobody waits for it.
+            scale: usually one over the global number of samples. For arrays on a GPU it may be a float64 array of shape
+                ``(1,)`` there, so that the host does not wait for it.
 
         Raises:
             UnsupportedError: shape, dtype or layout differ from the above.
-            ArrayMixError: not all arrays are of one namespace.
-            ConfigError: the learning rate is negative or not finite, the step is below 1, the state is of another rule.
+            ArrayMixError: the arrays are of different namespaces.
+            ConfigError: the learning rate is negative or not finite, the step is below 1, or the state is of another
+                rule.
         """
         operation = f"{self.name}.update"
         arrays = (param, grad, *self.arrays_of(state))
@@ -182,11 +184,19 @@ class Optimizer(Configurable, abc.ABC):
         coefficients: tuple[float, ...] | Array,
         scale: Array | None = None,
     ) -> None:
-        """`update` on a device, by what `kernel` has said; the coefficients may lie there, too, in float64, and the
-        scale that counts in the place of theirs.
+        """Launch `update` on a device with the result of `kernel`.
+
+        Args:
+            param: as in `update`.
+            grad: as in `update`.
+            state: as in `update`.
+            name: the kernel's name.
+            coefficients: the kernel's coefficients; may be a float64 array on the device.
+            scale: replaces the scale in ``coefficients``; float64, shape ``(1,)``, on the device.
 
         Raises:
-            UnsupportedError, ArrayMixError: as `update`.
+            UnsupportedError: as `update`.
+            ArrayMixError: as `update`.
         """
         arrays = (param, grad, *self.arrays_of(state))
         require_alike(f"{self.name}.update", arrays)
@@ -195,7 +205,7 @@ class Optimizer(Configurable, abc.ABC):
 
 
 def require_alike(operation: str, arrays: tuple[Array, ...]) -> None:
-    """Raises `UnsupportedError` unless all are flat, contiguous, and of one shape and dtype, float32 or float64."""
+    """Raise `UnsupportedError` unless all arrays are flat, contiguous, of one shape, and float32 or float64."""
     array_namespace(*arrays)
     param = arrays[0]
     dtype = dtype_name(param.dtype)
@@ -203,46 +213,41 @@ def require_alike(operation: str, arrays: tuple[Array, ...]) -> None:
         raise UnsupportedError(operation, where="dtype", expected="float32 or float64", got=dtype)
     for x in arrays:
         if x.ndim != 1 or x.shape != param.shape or x.dtype != param.dtype:
-            raise UnsupportedError(
-                operation,
-                expected=f"arrays of shape ({param.size},) and dtype {dtype}",
-                got=f"{tuple(x.shape)} {x.dtype}",
-            )
+            expected = f"arrays of shape ({param.size},) and dtype {dtype}"
+            raise UnsupportedError(operation, expected=expected, got=f"{tuple(x.shape)} {x.dtype}")
         if is_host(x) and not (x.flags.c_contiguous and x.flags.aligned and x.flags.writeable):
-            raise UnsupportedError(
-                operation, expected="contiguous, aligned, writeable arrays", got=f"strides {x.strides}"
-            )
+            expected = "contiguous, aligned, writeable arrays"
+            raise UnsupportedError(operation, expected=expected, got=f"strides {x.strides}")
 
 
 def create(name: str, **args: Any) -> Optimizer:
-    """The optimizer called ``name`` ("sgd", "adam", "adamw", "lars"), e.g. ``create("sgd", lr=0.1, momentum=0.9)``.
+    """Return the optimizer ``name`` ("sgd", "adam", "adamw", "lars"), e.g. ``create("sgd", lr=0.1, momentum=0.9)``.
 
     Raises:
-        ConfigError: unknown name or argument (the valid ones are listed), a wrong value.
+        ConfigError: unknown name or argument (the valid ones are listed), or an invalid value.
     """
     return build(_kinds, "optimizer", name, args)
 
 
 def from_config(config: dict[str, Any]) -> Optimizer:
-    """The optimizer of a ``config()``, as it comes from another rank, a checkpoint or a TOML file.
+    """Return the optimizer of a ``config()`` from another rank, a checkpoint or a TOML file.
 
     Raises:
         ConfigError: as `create`.
     """
-    name, args = split_config("optimizer", config)
-    return build(_kinds, "optimizer", name, args)
+    return build(_kinds, "optimizer", *split_config("optimizer", config))
 
 
 def require_optimizer(operation: str, given: object) -> None:
-    """Raises `ConfigError` unless it is an `Optimizer`."""
+    """Raise `ConfigError` unless ``given`` is an `Optimizer`."""
     instance(operation, None, given, Optimizer, "an optimizer, e.g. hpcdp.optim.SGD(lr=0.1)")
 
 
 def require_by_elements(operation: str, optimizer: Optimizer) -> None:
-    """Raises `ConfigError` for a rule that needs norms of whole layers, where there are parts of them."""
+    """Raise `ConfigError` for a rule that needs norms of whole layers, where only segments of them are available."""
     if optimizer.by_layer:
         raise ConfigError(
-            operation, expected="a rule that goes by elements", got=f"{optimizer.name}, which needs whole layers",
+            operation, expected="an elementwise rule", got=f"{optimizer.name}, which needs norms of whole layers",
             remedy="train without a kvstore",
         )  # fmt: skip
 
@@ -254,11 +259,11 @@ class SGD(Optimizer):
     Args:
         lr: learning rate, a number >= 0 or a `Schedule`.
         momentum: in [0, 1); 0 keeps no state.
-        nesterov: Nesterov's momentum, needs ``momentum`` > 0.
+        nesterov: use Nesterov's momentum; needs ``momentum`` > 0.
         weight_decay: added to the gradient as ``weight_decay * param`` (L2 penalty).
 
     Raises:
-        ConfigError: a value outside of that.
+        ConfigError: a value outside its range.
     """
 
     momentum: float = 0.0
@@ -268,17 +273,18 @@ class SGD(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.momentum = number("argument", f"{self.name} momentum", self.momentum, least=0, below=1)
-        self.weight_decay = number("argument", f"{self.name} weight_decay", self.weight_decay, least=0)
+        self._check("momentum", least=0, below=1)
+        self._check("weight_decay", least=0)
         if not isinstance(self.nesterov, bool) or (self.nesterov and self.momentum == 0.0):
-            raise ConfigError(
-                "argument", where="sgd nesterov", expected="true with momentum > 0, or false", got=repr(self.nesterov)
-            )
+            expected = "true with momentum > 0, or false"
+            raise ConfigError("argument", where="sgd nesterov", expected=expected, got=repr(self.nesterov))
 
     def state_names(self) -> tuple[str, ...]:
+        """See `Optimizer.state_names`."""
         return ("momentum",) if self.momentum else ()
 
     def kernel(self, step: int, scale: float) -> tuple[str, tuple[float, ...]]:
+        """See `Optimizer.kernel`."""
         settings = (self.learning_rate(step), self.weight_decay, float(scale))
         if not self.momentum:
             return "sgd", settings
@@ -297,7 +303,7 @@ class Adam(Optimizer):
         weight_decay: added to the gradient as ``weight_decay * param`` (L2 penalty).
 
     Raises:
-        ConfigError: a value outside of that.
+        ConfigError: a value outside its range.
     """
 
     lr: float = 1e-3  # type: ignore[assignment]
@@ -309,15 +315,17 @@ class Adam(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.beta1 = number("argument", f"{self.name} beta1", self.beta1, least=0, below=1)
-        self.beta2 = number("argument", f"{self.name} beta2", self.beta2, least=0, below=1)
-        self.eps = number("argument", f"{self.name} eps", self.eps, least=0)
-        self.weight_decay = number("argument", f"{self.name} weight_decay", self.weight_decay, least=0)
+        self._check("beta1", least=0, below=1)
+        self._check("beta2", least=0, below=1)
+        self._check("eps", least=0)
+        self._check("weight_decay", least=0)
 
     def state_names(self) -> tuple[str, ...]:
+        """See `Optimizer.state_names`."""
         return ("m", "v")
 
     def kernel(self, step: int, scale: float) -> tuple[str, tuple[float, ...]]:
+        """See `Optimizer.kernel`."""
         return "adam", self._coefficients(step, scale, self.weight_decay, shrink=1.0)
 
     def _coefficients(self, step: int, scale: float, weight_decay: float, shrink: float) -> tuple[float, ...]:
@@ -332,33 +340,36 @@ class AdamW(Adam):
     """Adam with decoupled weight decay: ``param *= 1 - lr * weight_decay`` (Loshchilov and Hutter 2019, algorithm 2).
 
     Args:
-        weight_decay: as above; the others as `Adam`.
+        weight_decay: the factor above; the other arguments are those of `Adam`.
     """
 
     weight_decay: float = 1e-2
     name = "adamw"
 
     def kernel(self, step: int, scale: float) -> tuple[str, tuple[float, ...]]:
+        """See `Optimizer.kernel`."""
         shrink = 1.0 - self.learning_rate(step) * self.weight_decay
         return "adam", self._coefficients(step, scale, 0.0, shrink)
 
 
 @dataclasses.dataclass
 class LARS(SGD):
-    """`SGD` for large batches: each layer moves by a part of its own weights' length.
+    """`SGD` for large batches: each layer's step is proportional to the norm of its weights.
 
     Gradient and decay of a layer are multiplied by ``trust * |w| / (|g| + weight_decay * |w|)``, with norms over the
-    whole layer and ``g`` the mean gradient; the factor is 1 where either is zero. Layers are the parameters of two axes
-    or more: biases, scales and shifts are updated as `SGD` does. So it is no rule by elements: a `Trainer` exchanges
-    the norms, key-value stores, which hold parts, refuse it.
+    whole layer and ``g`` the mean gradient. The factor is 1 where either norm is zero. Layers are the parameters of two
+    axes or more; biases, scales and shifts are updated as by `SGD`. The rule is therefore not elementwise: a `Trainer`
+    exchanges the norms, and key-value stores, which hold segments, refuse it.
 
     Args:
-        lr: the global rate, the paper's gamma.
-        trust: the paper's eta, above 0.
-        momentum, nesterov, weight_decay: as `SGD`.
+        lr: the global rate, gamma in the paper.
+        trust: the coefficient eta of the paper, above 0.
+        momentum: as `SGD`.
+        nesterov: as `SGD`.
+        weight_decay: as `SGD`.
 
     Raises:
-        ConfigError: a value outside of that.
+        ConfigError: a value outside its range.
 
     Source: You, Gitman and Ginsburg, "Large batch training of convolutional networks", 2017, algorithm 1, with the rate
     outside of the momentum, as in ``torch.optim.SGD``.
@@ -371,28 +382,29 @@ class LARS(SGD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.trust = number("argument", "lars trust", self.trust, above=0)
+        self._check("trust", above=0)
 
     def of_layer(self, step: int, scale: float, squares: tuple[float, float] | Array | None) -> tuple[SGD, float]:
+        """See `Optimizer.of_layer`."""
         if squares is not None and not isinstance(squares, tuple):
             rule = copy.copy(self)
             rule._squares = squares
             return rule, scale
         factor = 1.0
         if squares is not None:
-            weights, gradient = (math.sqrt(each) for each in squares)
+            weights, gradient = (math.sqrt(square) for square in squares)
             length = gradient * scale + self.weight_decay * weights
             factor = self.trust * weights / length if weights and gradient else 1.0
         sgd = SGD(self.learning_rate(step), self.momentum, self.nesterov)
-        sgd.weight_decay = self.weight_decay * factor  # not as a setting, which may not be NaN: this is where a norm is
+        sgd.weight_decay = self.weight_decay * factor  # not as a setting: settings refuse the NaN of a NaN norm
         return sgd, scale * factor
 
     _squares = None
-    """Of the norms of the layer that it is for, on a device; those of the arrays that it is given otherwise."""
+    """Squared norms of this rule's layer on a device; None: those of the arrays passed to `update`."""
 
     def update(self, param: Array, grad: Array, state: dict[str, Array], *, step: int, scale: float = 1.0) -> None:
-        """As `Optimizer.update`, of ``param`` as one whole layer; for a GPU's norms the host does not wait."""
-        if param.ndim != 1 or grad.shape != param.shape:  # norms are taken before the rule looks at them
+        """Update ``param`` as one whole layer, see `Optimizer.update`; the host does not wait for norms on a GPU."""
+        if param.ndim != 1 or grad.shape != param.shape:  # checked here, because the norms come before the rule
             require_alike("lars update", (param, grad))
         if is_host(param):
             weights, gradient = squares((param, grad))
@@ -411,7 +423,7 @@ class LARS(SGD):
 
 
 def segment_squares(params: Array, grads: Array, bounds: Array) -> Array:
-    """What `reference.segment_squares` finds, on the device of flat ``params``; waits for nothing."""
+    """Return the result of `reference.segment_squares` on the device of flat ``params``, without waiting."""
     out = array_namespace(params).empty((bounds.size - 1, 2), dtype=np.float64)
     norms = kernels.kernels_for("reduce", params)
     norms.segment_squares(words(params), words(grads), bounds, out)
@@ -419,22 +431,21 @@ def segment_squares(params: Array, grads: Array, bounds: Array) -> Array:
 
 
 def squares(xs: Sequence[Array]) -> list[float]:
-    """The squared norms of flat arrays, all on one device, summed in float64; for a GPU the host waits once."""
+    """Return the squared norms of flat arrays on one device, summed in float64; waits once for a GPU."""
     if not xs:
         return []
     return kernels.kernels_for("reduce", xs[0]).sums_of_squares(map(words, xs))  # type: ignore[no-any-return]
 
 
 def linear_scaling(lr: float, batch_size: int, base_batch_size: int = 256) -> float:
-    """``lr``, which suits batches of ``base_batch_size``, for a global batch of ``batch_size``: in proportion.
+    """Scale the rate ``lr``, tuned for batches of ``base_batch_size``, in proportion to the global ``batch_size``.
 
-    With a `WarmupSchedule` for the first epochs (Goyal et al., "Accurate, large minibatch SGD", 2017, 2.1 and 2.2).
+    Combine it with a `WarmupSchedule` for the first epochs (Goyal et al., "Accurate, large minibatch SGD", 2017, 2.1
+    and 2.2).
 
     Raises:
         ConfigError: a negative rate, or a size below 1.
     """
-    sizes = (
-        whole_number("argument", "linear_scaling batch_size", batch_size, 1),
-        whole_number("argument", "linear_scaling base_batch_size", base_batch_size, 1),
-    )
-    return number("argument", "linear_scaling lr", lr, least=0) * sizes[0] / sizes[1]
+    size = whole_number("argument", "linear_scaling batch_size", batch_size, 1)
+    base = whole_number("argument", "linear_scaling base_batch_size", base_batch_size, 1)
+    return number("argument", "linear_scaling lr", lr, least=0) * size / base

@@ -1,11 +1,9 @@
-"""Learning rates as functions of the step.
+"""Learning-rate schedules, and dataclasses that are configured by a name and arguments.
 
-Steps count from 1, as in ``Optimizer.update``; an object has no state, so a resumed run needs nothing but its step.
+Steps count from 1, as in ``Optimizer.update``. A schedule has no state, so a resumed run needs only its step.
 
-Objects that travel as a name and arguments.
-
-Optimizers and schedules are dataclasses registered by name. Their ``config()`` is plain JSON, so nothing is pickled to
-send one to another rank or to keep it in a checkpoint.
+Optimizers and schedules are registered by name. Their ``config()`` is plain JSON, so it can be sent to another rank or
+saved in a checkpoint without pickling.
 """
 
 from __future__ import annotations
@@ -25,28 +23,28 @@ Kind = TypeVar("Kind", bound="Configurable")
 
 @dataclasses.dataclass
 class Configurable:
-    """A dataclass whose fields are its configuration. ``name`` is the word that users write."""
+    """A dataclass whose fields are its configuration; users select it by ``name``."""
 
     name: ClassVar[str]
 
     def config(self) -> dict[str, Any]:
-        """``{"name": ..., argument: value, ...}``, of JSON types only; the inverse of ``from_config``."""
+        """Return ``{"name": ..., argument: value, ...}`` of JSON types only; the inverse of ``from_config``."""
         config: dict[str, Any] = {"name": self.name}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Configurable):
                 value = value.config()
-            elif is_number(value):  # a number of NumPy's may be assigned
+            elif is_number(value):  # NumPy scalars may have been assigned
                 value = int(value) if isinstance(value, numbers.Integral) else float(value)
             config[field.name] = list(value) if isinstance(value, tuple) else value
         return config
 
 
 def build(kinds: dict[str, type[Kind]], family: str, name: object, args: dict[str, Any]) -> Kind:
-    """The object called ``name`` of a family ("optimizer", "schedule"), made with ``args``.
+    """Return the object ``name`` of a family ("optimizer", "schedule"), made with ``args``.
 
     Raises:
-        ConfigError: no such name (the valid ones are listed), an unknown or missing argument, a wrong value.
+        ConfigError: unknown name (the valid ones are listed), an unknown or missing argument, or an invalid value.
     """
     kind = kinds[one_of(family, None, name, sorted(kinds))]
     fields = {field.name: field for field in dataclasses.fields(kind)}
@@ -60,7 +58,7 @@ def build(kinds: dict[str, type[Kind]], family: str, name: object, args: dict[st
 
 
 def split_config(family: str, config: object) -> tuple[object, dict[str, Any]]:
-    """A config's name and its other entries.
+    """Return the name and the other entries of a config.
 
     Raises:
         ConfigError: it is no dict with a "name".
@@ -75,29 +73,29 @@ _kinds: dict[str, type[Schedule]] = {}
 
 @dataclasses.dataclass
 class Schedule(Configurable, abc.ABC):
-    """A learning rate that depends on the step; subclasses say how."""
+    """A learning rate that depends on the step."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "name" in vars(cls):  # else a variant, which does not replace what it varies
+        if "name" in vars(cls):  # a subclass without a name does not replace its base
             _kinds[cls.name] = cls
 
     @abc.abstractmethod
     def learning_rate(self, step: int) -> float:
-        """The rate of update number ``step``, counted from 1."""
+        """Return the rate of update ``step``, counted from 1."""
 
 
 def _updates_before(step: int) -> int:
-    """How many updates there were before update number ``step``.
+    """Return the number of updates before update ``step``.
 
     Raises:
-        ConfigError: ``step`` is below 1, for which a schedule would say a rate that no update has.
+        ConfigError: ``step`` is below 1.
     """
     return whole_number("learning_rate", "step", step, 1) - 1
 
 
 def _times_power(lr: float, factor: float, exponent: float) -> float:
-    """``lr * factor ** exponent``, infinite where no float is as large: an optimizer refuses such a rate by name."""
+    """Return ``lr * factor ** exponent``, or infinity on overflow; the optimizer then raises an error with its name."""
     try:
         return lr * factor**exponent
     except OverflowError:
@@ -105,7 +103,7 @@ def _times_power(lr: float, factor: float, exponent: float) -> float:
 
 
 def schedule_from_config(config: object) -> Schedule:
-    """The schedule of a ``config()``.
+    """Return the schedule of a ``config()``.
 
     Raises:
         ConfigError: unknown name or argument; the valid ones are listed.
@@ -115,7 +113,7 @@ def schedule_from_config(config: object) -> Schedule:
 
 @dataclasses.dataclass
 class ConstantSchedule(Schedule):
-    """``lr`` at every step."""
+    """The rate ``lr`` at every step."""
 
     lr: float
     name = "constant"
@@ -124,12 +122,13 @@ class ConstantSchedule(Schedule):
         self.lr = number("argument", "constant lr", self.lr, least=0)
 
     def learning_rate(self, step: int) -> float:
+        """See `Schedule.learning_rate`."""
         return self.lr
 
 
 @dataclasses.dataclass
 class StepSchedule(Schedule):
-    """``lr * factor ** k`` after ``k * every`` steps."""
+    """The rate ``lr * factor ** k`` after ``k * every`` steps."""
 
     lr: float
     every: int
@@ -142,12 +141,13 @@ class StepSchedule(Schedule):
         self.factor = number("argument", "step factor", self.factor, least=0)
 
     def learning_rate(self, step: int) -> float:
+        """See `Schedule.learning_rate`."""
         return _times_power(self.lr, self.factor, _updates_before(step) // self.every)
 
 
 @dataclasses.dataclass
 class MultiStepSchedule(Schedule):
-    """``lr * factor ** k`` after ``k`` of the ``milestones``, which are increasing numbers of steps."""
+    """The rate ``lr * factor ** k`` after ``k`` of the ``milestones``, which are increasing numbers of steps."""
 
     lr: float
     milestones: tuple[int, ...]
@@ -164,12 +164,13 @@ class MultiStepSchedule(Schedule):
         self.factor = number("argument", "multistep factor", self.factor, least=0)
 
     def learning_rate(self, step: int) -> float:
+        """See `Schedule.learning_rate`."""
         return _times_power(self.lr, self.factor, sum(step > milestone for milestone in self.milestones))
 
 
 @dataclasses.dataclass
 class ExponentialSchedule(Schedule):
-    """``lr * factor ** ((step - 1) / every)``, a smooth decay by ``factor`` in ``every`` steps."""
+    """The rate ``lr * factor ** ((step - 1) / every)``, a smooth decay by ``factor`` in ``every`` steps."""
 
     lr: float
     factor: float
@@ -182,12 +183,13 @@ class ExponentialSchedule(Schedule):
         self.every = whole_number("argument", "exponential every", self.every, 1)
 
     def learning_rate(self, step: int) -> float:
+        """See `Schedule.learning_rate`."""
         return _times_power(self.lr, self.factor, _updates_before(step) / self.every)
 
 
 @dataclasses.dataclass
 class CosineSchedule(Schedule):
-    """From ``lr`` along half a cosine to ``final_lr`` in ``steps`` steps (Loshchilov and Hutter 2017, equation 5)."""
+    """Half a cosine from ``lr`` to ``final_lr`` in ``steps`` steps (Loshchilov and Hutter 2017, equation 5)."""
 
     lr: float
     steps: int
@@ -200,16 +202,17 @@ class CosineSchedule(Schedule):
         self.final_lr = number("argument", "cosine final_lr", self.final_lr, least=0)
 
     def learning_rate(self, step: int) -> float:
+        """See `Schedule.learning_rate`."""
         done = min(_updates_before(step) / self.steps, 1.0)
         return self.final_lr + 0.5 * (self.lr - self.final_lr) * (1.0 + math.cos(math.pi * done))
 
 
 @dataclasses.dataclass
 class WarmupSchedule(Schedule):
-    """Another schedule, multiplied by a factor that grows linearly to 1 at step ``steps`` (Goyal et al. 2017, 2.2).
+    """Another schedule times a factor that grows linearly to 1 at step ``steps`` (Goyal et al. 2017, 2.2).
 
-    Step 1 has the factor ``start + (1 - start) / steps``. The inner schedule keeps its own count of steps, so its
-    milestones stay where they are.
+    Step 1 has the factor ``start + (1 - start) / steps``. The inner schedule counts the same steps, so its milestones
+    do not shift.
     """
 
     schedule: Schedule
@@ -224,5 +227,6 @@ class WarmupSchedule(Schedule):
         self.start = number("argument", "warmup start", self.start, least=0, most=1)
 
     def learning_rate(self, step: int) -> float:
+        """See `Schedule.learning_rate`."""
         grown = self.start + (1.0 - self.start) * min((_updates_before(step) + 1) / self.steps, 1.0)
         return grown * self.schedule.learning_rate(step)

@@ -8,13 +8,4 @@
 from .pipeline import SCHEDULES, Pipeline, Split, split_world
 from .tensor_parallel import ColumnConv2D, ColumnDense, RowConv2D, RowDense
 
-__all__ = [
-    "SCHEDULES",
-    "ColumnConv2D",
-    "ColumnDense",
-    "Pipeline",
-    "RowConv2D",
-    "RowDense",
-    "Split",
-    "split_world",
-]
+__all__ = ["SCHEDULES", "ColumnConv2D", "ColumnDense", "Pipeline", "RowConv2D", "RowDense", "Split", "split_world"]

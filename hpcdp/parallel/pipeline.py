@@ -1,23 +1,12 @@
-"""Pipelines of stages, and their schedules.
+"""Pipeline parallelism: a model cut into stages, which process the micro-batches of a batch one after the other.
 
-A model cut by layers into stages, which compute the micro-batches of a batch one after the other.
+While a stage computes one micro-batch, the next stage computes the previous one. Ranks are stages times replicas, and
+the ranks of one stage sum their gradients as in data parallelism (Huang et al., "GPipe", 2019; for layers of a
+recurrent network, Wu et al., "Google's neural machine translation system", 2016, section 3.3).
 
-While a stage computes one micro-batch the next stage computes the one before. Ranks are stages times replicas: the
-ranks of one stage sum their gradients as in data parallelism. Source: Huang et al., "GPipe", 2019; for the layers of a
-recurrent network on several devices Wu et al., "Google's neural machine translation system", 2016, section 3.3.
-
-In which order one stage of a pipeline computes the forwards and backwards of its micro-batches.
-
-All schedules give the same gradients: a stage's backwards are always in the order of the micro-batches. They differ in
-how many activations a stage must keep at a time. Each leaves a stage without work for ``num_stages - 1`` forwards and
-backwards of one micro-batch, so that the share of time lost is ``(s - 1) / (m + s - 1)`` with ``s`` stages, as slow as
-each other, and ``m`` micro-batches.
-
-Messages between stages, and the worlds of replicas.
-
-Which ranks compute layers together, each with its part of the channels, and which ones have the same part.
-
-What carries activations from a stage to the next one, and their gradients back: messages, or a queue.
+All schedules give the same gradients, since a stage's backwards always run in the order of the micro-batches. They
+differ in the number of activations a stage must keep. Each idles a stage for ``num_stages - 1`` forwards and backwards,
+so the bubble is ``(s - 1) / (m + s - 1)`` of the time, for ``s`` equally fast stages and ``m`` micro-batches.
 """
 
 from __future__ import annotations
@@ -27,7 +16,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -45,29 +34,35 @@ from ..nn import Module
 from ..nn.functional import require_per_sample
 from ..nn.jit.tracing import Look
 
+if TYPE_CHECKING:
+    from ..data_parallel.trainer import BaseTrainer
+
 
 class Split(NamedTuple):
-    """The two worlds of a rank: see `split_world`."""
+    """Both worlds of a rank: see `split_world`."""
 
     parts: World
-    """The ranks that hold one copy of the layers together: what `ColumnDense` and its like take."""
+    """The ranks that hold one copy of the layers together, as `ColumnDense` and its siblings need."""
     replicas: World
-    """The ranks that hold the same part: the `Trainer` 's world, and that of a `Pipeline`."""
+    """The ranks that hold the same part: the world of a `Trainer` or a `Pipeline`."""
 
 
 def split_world(num_parts: int, world: World | None = None) -> Split:
-    """Ranks as parts times replicas; every rank of ``world`` must call.
+    """Split ranks into parts times replicas; every rank of ``world`` must call.
 
-    Rank r has part ``r % num_parts`` of copy ``r // num_parts``: the parts of a copy, which meet in every layer, lie
-    side by side, mostly on one node, where they share memory.
+    Rank r has part ``r % num_parts`` of copy ``r // num_parts``. The parts of a copy, which communicate in every layer,
+    are neighbouring ranks, usually on one node, where they use shared memory.
 
     Args:
-        num_parts: of every layer that is split; 1: every rank has a copy.
+        num_parts: parts of every split layer; with 1 every rank has a full copy.
         world: the ranks; default `hpcdp.init()`.
 
+    Returns:
+        The worlds of this rank.
+
     Raises:
-        ConfigError: no number from 1 on that divides the number of ranks.
-        MismatchError: ranks have said different things.
+        ConfigError: ``num_parts`` is not an integer >= 1 that divides the number of ranks.
+        MismatchError: ranks pass different arguments.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3, and for both kinds together figure 8.
     """
@@ -83,9 +78,9 @@ def split_world(num_parts: int, world: World | None = None) -> Split:
 
 
 def share_replica(world: World) -> None:
-    """Let the ranks of ``world``, which hold one replica together, draw the same random numbers; every rank must call.
+    """Make the ranks of ``world``, which form one replica, draw the same random numbers; every rank must call.
 
-    They take the lowest of their replica numbers, so that a smaller or larger group, joined before or after, agrees.
+    They adopt their lowest replica number, so that overlapping groups joined earlier or later agree.
     """
     world.keep("replica", lambda: enter_replica(min(world.comm.allgather_json(replica_number()))))
 
@@ -94,110 +89,79 @@ _DTYPES = ("float32", "float64", "float16", "int32", "int64", "int8", "uint8", "
 _MOST_AXES = 8
 _SIGNATURE = 1
 FORWARD, BACKWARD = 1, 2
-"""The numbers of the two ways, in tags."""
+"""Directions of messages, as used in tags."""
 
 
-class StageLink(Protocol):
-    """One way between two neighbouring stages; what is sent first is received first."""
-
-    def begin(self, length: int) -> None:
-        """Tell the other end of a batch of so many samples, of which what is sent next are micro-batches."""
-        ...
-
-    def expect(self, length: int) -> None:
-        """Wait for such a batch.
-
-        Raises:
-            MismatchError: the other end has begun one of another length.
-        """
-        ...
-
-    def send(self, arrays: tuple[Array, ...]) -> None:
-        """Begin to send; the arrays must not change any more."""
-        ...
-
-    def receive(self) -> tuple[Array, ...]:
-        """The next ones, in memory that nobody else has; waits for them."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until all that was sent has left."""
-        ...
-
-    def forget(self) -> None:
-        """Drop what was sent and not received, after an error."""
-        ...
-
-
-class Queue:
-    """Between stages of one process."""
+class StageLink:
+    """One direction between two neighbouring stages, first in, first out; here a queue within one process."""
 
     def __init__(self) -> None:
         self._sent: deque[tuple[Array, ...]] = deque()
 
     def begin(self, length: int) -> None:
-        """See `Link`."""
+        """Announce a batch of ``length`` samples, whose micro-batches are sent next."""
 
     def expect(self, length: int) -> None:
-        """See `Link`; there is one batch."""
+        """Wait for the announcement of a batch of ``length`` samples."""
 
     def send(self, arrays: tuple[Array, ...]) -> None:
-        """See `Link`."""
+        """Start to send; the arrays must not change afterwards."""
         self._sent.append(arrays)
 
     def receive(self) -> tuple[Array, ...]:
-        """See `Link`; what comes is there, since stages of one process take turns."""
+        """Wait for the next arrays and return them; stages of one process take turns and never wait."""
         return self._sent.popleft()
 
     def finish(self) -> None:
-        """See `Link`."""
+        """Wait until everything sent has left."""
 
     def forget(self) -> None:
-        """See `Link`."""
+        """Drop arrays that were sent but not received, after an error; between ranks the job ends with it."""
         self._sent.clear()
 
 
-class StageMessages:
-    """Between ranks: a header with shapes and dtypes goes before the elements of each array.
+class StageMessages(StageLink):
+    """Messages between ranks: a header with shape and dtype precedes each array.
 
     Args:
-        comm: whose messages these alone are, with those of the other way.
+        comm: a communicator for these messages and those of the other direction.
         other: the rank at the other end.
         way: `FORWARD` or `BACKWARD`.
-        watchdog: told what this rank waits for.
-        behind: the local ranks of this node that are waited for: `other`, if it is one of them.
+        watchdog: informed of what this rank waits for.
+        behind: the local ranks of this node that are waited for: ``other``, if it is one of them.
         like: an array of the namespace in which arrays arrive.
     """
 
     def __init__(
         self, comm: Communicator, other: int, way: int, watchdog: Watchdog, behind: list[int], like: Array
     ) -> None:
+        super().__init__()
         self._comm, self._other, self._tag = comm, other, make_tag(_SIGNATURE, way)
         self._watchdog, self._behind, self._like = watchdog, behind, like
-        what = "activations" if way == FORWARD else "gradients"
-        self._label = f"wait for {what} from rank {other} of the pipeline"
+        content = "activations" if way == FORWARD else "gradients"
+        self._label = f"wait for {content} from rank {other} of the pipeline"
         self._under_way: deque[tuple[Request, np.ndarray]] = deque()
 
     def begin(self, length: int) -> None:
-        """See `Link`."""
+        """See `StageLink.begin`."""
         self._send(np.array([length], np.int64))
 
     def expect(self, length: int) -> None:
-        """See `Link`."""
+        """See `StageLink.expect`; a batch of another length is a `MismatchError`."""
         with self._waiting():
             (theirs,) = self._receive(np.empty(1, np.int64))
         if theirs != length:
             raise MismatchError(
                 "Pipeline.step", where="batch",
-                expected=f"{theirs} samples, as rank {self._other} of this copy has, the stage before", got=length,
-                remedy="give all stages of a copy the same batch; those in the middle need an array as long",
+                expected=f"{theirs} samples, as on rank {self._other} of this copy, the previous stage", got=length,
+                remedy="pass the same batch to all stages of a copy, or arrays of its length",
             )  # fmt: skip
 
     def send(self, arrays: tuple[Array, ...]) -> None:
-        """See `Link`.
+        """See `StageLink.send`.
 
         Raises:
-            UnsupportedError: more axes, or another dtype, than a header can tell.
+            UnsupportedError: too many axes, or an unsupported dtype.
         """
         while self._under_way and self._under_way[0][0].test():
             self._under_way.popleft()
@@ -220,7 +184,7 @@ class StageMessages:
         self._under_way.append((self._comm.isend(values, self._other, self._tag), values))
 
     def receive(self) -> tuple[Array, ...]:
-        """See `Link`."""
+        """See `StageLink.receive`."""
         with self._waiting():
             (count,) = self._receive(np.empty(1, np.int64))
             return tuple(self._receive_one() for _ in range(count))
@@ -244,23 +208,20 @@ class StageMessages:
         return into
 
     def finish(self) -> None:
-        """See `Link`."""
+        """See `StageLink.finish`."""
         while self._under_way:
             self._under_way.popleft()[0].wait()
 
-    def forget(self) -> None:
-        """See `Link`; between ranks the job ends with the error."""
-
 
 class Action(NamedTuple):
-    """What a stage does next: the forward or the backward of a micro-batch, which are counted from 0."""
+    """Next action of a stage: forward or backward of a micro-batch, counted from 0."""
 
     is_forward: bool
     micro: int
 
 
 def gpipe(stage: int, num_stages: int, num_micro: int) -> list[Action]:
-    """All forwards, then all backwards: a stage keeps the activations of all micro-batches.
+    """Return all forwards, then all backwards: a stage keeps the activations of all micro-batches.
 
     Source: Huang et al., "GPipe", 2019, section 2.2, but backwards in the order of the forwards.
     """
@@ -268,7 +229,7 @@ def gpipe(stage: int, num_stages: int, num_micro: int) -> list[Action]:
 
 
 def one_forward_one_backward(stage: int, num_stages: int, num_micro: int) -> list[Action]:
-    """A backward as soon as there is one: a stage keeps those of at most ``num_stages - stage`` micro-batches.
+    """Return backwards as early as possible: a stage keeps activations of at most ``num_stages - stage`` micro-batches.
 
     Source: Narayanan et al., "PipeDream", 2019, section 3.2, with a flush at the end of each batch as in Narayanan et
     al., "Efficient large-scale language model training", 2021, section 2.2.1.
@@ -281,8 +242,10 @@ def one_forward_one_backward(stage: int, num_stages: int, num_micro: int) -> lis
 
 
 def pieces(count: int, number: int) -> list[tuple[int, int]]:
-    """Where the micro-batches of ``count`` samples begin and end: at most ``number``, none of them empty, the first
-    ones longer by a sample where it does not divide."""
+    """Return the bounds of the micro-batches of ``count`` samples.
+
+    There are at most ``number``, none is empty, and the first ones have one sample more if it does not divide.
+    """
     number = min(count, number)
     ends = [0]
     for piece in range(number):
@@ -291,80 +254,66 @@ def pieces(count: int, number: int) -> list[tuple[int, int]]:
 
 
 SCHEDULES: dict[str, Callable[[int, int, int], list[Action]]] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
-"""By the value of a `Pipeline` 's ``schedule``; each takes stage, number of stages and number of micro-batches."""
+"""Schedules by the value of a `Pipeline` 's ``schedule``. Each takes stage, number of stages and number of micro-
+batches."""
 
 
 Stage = Module | Callable[[], Module]
 Loss = Callable[[Any, Array], Tensor]
 
 
-class Trains(Protocol):
-    """What a pipeline asks of a `Trainer`."""
-
-    virtual_shards: int | None
-    loss_scale: float
-
-    @property
-    def world(self) -> World | None: ...
-
-    def step(self, count: int) -> int: ...
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
-
-    def drop(self) -> None: ...
-
-
 @dataclass
 class _Part:
-    """A stage of this rank's."""
+    """One stage of this rank."""
 
     stage: int
     module: Module
     before: tuple[StageLink, StageLink] | None
-    """Whence its inputs come, and where their gradients go; None at the first stage."""
+    """Links for its inputs and for their gradients; None at the first stage."""
     after: tuple[StageLink, StageLink] | None
-    """Where its outputs go, and whence their gradients come; None at the last stage."""
+    """Links for its outputs and for their gradients; None at the last stage."""
     kept: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = field(default_factory=dict)
-    """Inputs and outputs of the micro-batches whose backward is still to come."""
+    """Inputs and outputs of the micro-batches whose backward is pending."""
 
     @property
     def links(self) -> tuple[StageLink, ...]:
+        """All links of the stage."""
         return (*(self.before or ()), *(self.after or ()))
 
 
 class Pipeline(Module):
-    """Stages of a model on neighbouring ranks, and the ranks of each stage. Every rank of ``world`` must make it alike.
+    """Pipeline of model stages on neighbouring ranks. Every rank of ``world`` must construct it identically.
 
-    Rank r has stage ``r // replicas`` of copy ``r % replicas``: a stage's ranks lie together, mostly on one node, where
-    they share memory. As a `Module` it has this rank's stages as parts, named by their numbers, so that its parameters
-    are ``"0.weight"`` and so on, as those of ``Sequential(*stages)``.
+    Rank r has stage ``r // replicas`` of copy ``r % replicas``. The ranks of a stage are neighbours, usually on one
+    node, where they use shared memory. As a `Module` it has this rank's stages as children, named by their numbers.
+    Parameter names are therefore those of ``Sequential(*stages)``, e.g. ``"0.weight"``.
 
-    Normalisation by batches takes the statistics of a micro-batch, and moves running ones once for each.
+    Batch normalisation uses the statistics of a micro-batch, and updates the running ones once for each.
 
     Args:
-        stages: a module for each, or a function that makes it, called where it is needed: no rank has all of a model
-            that is made so. What one returns, a tensor or several, the next one takes. A parameter is in one stage, but
-            on one rank; what functions make on different ranks nobody can compare.
-        loss: of what the last stage returns and labels, per sample: shape ``(batch,)``; no mean over samples, which the
-            trainer takes over those of all replicas.
-        world: the ranks, as many as there are stages, or a multiple; with one rank all stages are in this process, and
-            take turns. Default: `hpcdp.init()`.
-        micro_batches: into how many pieces each batch is cut, the first ones longer by a sample where it does not
-            divide; an empty piece is left out.
-        schedule: ``"1f1b"`` or ``"gpipe"``, see `schedules`.
+        stages: a module for each stage, or a function that builds it, called only on the ranks that need it. A stage
+            takes the results of the previous one, a tensor or several. On several ranks, a parameter must belong to one
+            stage; this cannot be checked for stages built by functions.
+        loss: function of the last stage's result and labels that returns per-sample losses, shape ``(batch,)``. The
+            trainer averages over the samples of all replicas.
+        world: the ranks, a multiple of the number of stages. With one rank all stages are in this process and take
+            turns. Default: `hpcdp.init()`.
+        micro_batches: number of pieces of each batch. The first ones have one sample more if it does not divide; empty
+            pieces are skipped.
+        schedule: ``"1f1b"`` or ``"gpipe"``, see `one_forward_one_backward` and `gpipe`.
 
     Raises:
-        ConfigError: no stages, an unknown schedule, ranks that the stages do not divide, ``micro_batches`` below 1; on
-            all ranks: a stage that is no module, or has a layer of all ranks, as `train.SyncBatchNorm`, or a parameter
-            in stages on different ranks. In forward: it is recorded.
-        MismatchError: ranks have said different things.
+        ConfigError: no stages, an unknown schedule, ranks that are not a multiple of the stages, or ``micro_batches``
+            below 1. On all ranks: a stage is not a module, has a layer such as `train.SyncBatchNorm` that needs all
+            ranks, or shares a parameter with a stage on another rank. In forward: the call is recorded.
+        MismatchError: ranks pass different arguments.
     """
 
     is_traceable = False
     gives_pieces = True
     has_own_step = True
     replicas: World
-    """The ranks that have the same stages as this one: the `Trainer` 's world."""
+    """The ranks that have the same stages as this one: the world of the `Trainer`."""
 
     def __init__(
         self,
@@ -379,81 +328,89 @@ class Pipeline(Module):
         instance("Pipeline", "stages", stages, Sequence, "a list of modules")
         instance("Pipeline", "world", world, World, "a world, that of hpcdp.init() or split_world(...).replicas")
         _check(len(stages), world.size, micro_batches, schedule)
-        said = [f"{len(stages)} stages", f"micro_batches {micro_batches}", f"schedule {schedule}"]
+        arguments = [f"{len(stages)} stages", f"micro_batches {micro_batches}", f"schedule {schedule}"]
         self._loss, self._micro_batches, self._schedule = loss, micro_batches, SCHEDULES[schedule]
         self._num_stages = len(stages)
         on_ranks = world.size > 1
         num_replicas = world.size // len(stages) if on_ranks else 1
-        own = range(world.rank // num_replicas, world.rank // num_replicas + 1) if on_ranks else range(len(stages))
+        first = world.rank // num_replicas
+        own_stages = range(first, first + 1) if on_ranks else range(len(stages))
 
-        def made() -> dict[int, Module]:
-            modules = {stage: _made(stage, stages[stage]) for stage in own}
+        def built() -> dict[int, Module]:
+            modules = {stage: _made(stage, stages[stage]) for stage in own_stages}
             if on_ranks:
                 _refuse_tied(dict(enumerate(stages)) | modules)
             return modules
 
-        modules = told_to_all(world.comm, Outcome.of(made), "Pipeline", [(said, "make it alike on all ranks")])
+        same = (arguments, "pass the same arguments on all ranks")
+        modules = told_to_all(world.comm, Outcome.of(built), "Pipeline", [same])
         column = world.split(world.rank % num_replicas) if on_ranks else None
         self._comm = None if column is None else column.comm
-        """The ranks of this copy of the model, by stage."""
+        """The ranks of this copy of the model, by stage; None if all stages are in this process."""
         if column is not None:
             share_replica(column)
-        self.replicas = world if column is None else world.split(own[0], model_comm=column.comm)
-        links = self._links(world, column, own, modules)
+        self.replicas = world if column is None else world.split(own_stages[0], model_comm=column.comm)
+        links = self._links(world, column, own_stages, modules)
         self._parts = [_Part(stage, module, links[stage], links[stage + 1]) for stage, module in modules.items()]
         for stage, module in modules.items():
             setattr(self, str(stage), module)
-        self.parameters()  # named here
+        self.parameters()  # sets their names
         self._look = Look()
         self.replicas.closings.add(self._let_go)
 
     def _let_go(self) -> None:
-        """The ranks' world is closed: whatever is computed next fails at its first stage."""
+        """Release the links when the ranks' world is closed; later computations fail at their first stage."""
         if self._comm is not None:  # else all stages are in this process
             vars(self).update(_parts=self.replicas.comm)
 
     __reduce__ = not_copied(
         "Pipeline",
-        "the pipeline, which has its ranks' messages",
-        "make another one and load_state_dict() what state_dict() of this one gives",
+        "a pipeline, which owns communicators",
+        "construct another Pipeline and call load_state_dict(pipeline.state_dict())",
     )
 
     def _links(
-        self, world: World, column: World | None, own: range, modules: dict[int, Module]
+        self, world: World, column: World | None, stages: range, modules: dict[int, Module]
     ) -> dict[int, tuple[StageLink, StageLink] | None]:
-        """By the number of the later stage, for each boundary that this rank has to do with: forward and backward."""
-        found: dict[int, tuple[StageLink, StageLink] | None] = {0: None, self._num_stages: None}
+        """Return the forward and backward links of each boundary of this rank, by the number of the later stage."""
+        links: dict[int, tuple[StageLink, StageLink] | None] = {0: None, self._num_stages: None}
         if column is None:
-            return found | {stage: (Queue(), Queue()) for stage in range(1, self._num_stages)}
+            return links | {stage: (StageLink(), StageLink()) for stage in range(1, self._num_stages)}
         places = column.comm.allgather_json([world.node, world.local_rank])
         comm, watchdog = column.comm.duplicate(), Watchdog.of(world)
-        like = next(iter(modules[own[0]].state_dict().values()), np.empty(0))
-        for boundary, other in ((own[0], own[0] - 1), (own[0] + 1, own[0] + 1)):
+        like = next(iter(modules[stages[0]].state_dict().values()), np.empty(0))
+        for boundary, other in ((stages[0], stages[0] - 1), (stages[0] + 1, stages[0] + 1)):
             if 0 < boundary < self._num_stages:
                 node, local_rank = places[other]
                 behind = [local_rank] if node == world.node else []
-                found[boundary] = (
+                links[boundary] = (
                     StageMessages(comm, other, FORWARD, watchdog, behind, like),
                     StageMessages(comm, other, BACKWARD, watchdog, behind, like),
                 )
-        return found
+        return links
 
     def hybridize(self, active: bool = True) -> None:
-        """Each of this rank's stages, see `Module.hybridize`; what they send each other is in no plan."""
+        """Hybridize each of this rank's stages, see `Module.hybridize`; communication is not part of the plans."""
         for part in self._parts:
             part.module.hybridize(active)
 
     def graph(self) -> NoReturn:
-        """`ConfigError`: there is one of each stage."""
-        raise ConfigError("graph", where="Pipeline", expected="a stage, each of which has one", got="all of them")
+        """Raise `ConfigError`: graphs exist for each stage only."""
+        raise ConfigError("graph", where="Pipeline", expected="a single stage", got="the whole pipeline")
 
     def forward(self, x: Any) -> Any:
-        """What the whole model computes from ``x``, on every rank of this copy; each must call, the first stage with
-        the input, the others with one as long. Nothing is recorded, and within ``record()`` that is refused."""
+        """Predict with the whole model; every rank of this copy must call.
+
+        The first stage needs the input ``x``, the others an array of the same length. Nothing is recorded, and a call
+        within ``record()`` raises `ConfigError`.
+
+        Returns:
+            The result of the last stage, on every rank of this copy.
+        """
         if autograd.is_recording():
             raise ConfigError(
-                "Pipeline", expected="pipeline.step(trainer, x, y), which trains", got="a call within record()",
-                remedy="outside of it pipeline(x) predicts; train.fit and train.TrainStep record, and take no Pipeline",
+                "Pipeline", expected="a call outside record(), which predicts", got="a call within record()",
+                remedy="train by pipeline.step(trainer, x, y), not by train.fit or train.TrainStep",
             )  # fmt: skip
         with self._forgetting_at_errors(), autograd.pause(train_mode=autograd.is_training()):
             outputs: tuple[Tensor, ...] = ()
@@ -465,36 +422,37 @@ class Pipeline(Module):
         self._finish()
         return _alone(_tensors(self._from_last(_arrays(outputs))))
 
-    def step(self, trainer: Trains, x: Array, y: Array) -> float:
-        """Forward, backward and update by one batch of this copy; every rank of ``world`` must call.
+    def step(self, trainer: BaseTrainer, x: Array, y: Array) -> float:
+        """Run forward, backward and update for one batch of this copy; every rank of ``world`` must call.
+
+        If an error occurs, and all stages are in this process, the batch leaves no state behind.
 
         Args:
-            trainer: of this pipeline's parameters and its `replicas`.
-            x: this copy's batch, along its first axis; ranks other than those of the first stage need an array as long.
-            y: its labels; ranks other than those of the last stage need nothing of them.
+            trainer: the trainer of this pipeline's parameters and its `replicas`.
+            x: this copy's batch, along axis 0; only the first stage reads it, other ranks need an array of the same
+                length.
+            y: its labels; only the last stage reads them, other ranks need as many.
 
         Returns:
             The sum of the losses of this copy's samples, before the update, on each of its ranks.
 
-        An error leaves nothing of the batch behind where all stages are in this process.
-
         Raises:
-            ConfigError: the trainer has another world, or is reproducible: it sums virtual shards, not micro-batches;
-                on ranks of the last stage: the loss is not of shape ``(batch,)``.
+            ConfigError: the trainer has another world, or is reproducible (it sums virtual shards, not micro-batches);
+                on ranks of the last stage: the loss does not have shape ``(batch,)``.
             DataError: ``x`` and ``y`` differ in length.
-            MismatchError: on a rank behind one of this copy that has a batch of another length.
+            MismatchError: the previous stage's rank of this copy has a batch of another length.
         """
         if self._look.is_due():
             self.require_parts_of_this_rank("Pipeline.step")
         if getattr(trainer, "world", None) is not self.replicas:
             raise ConfigError(
-                "Pipeline.step", where="trainer", expected="one whose world is the pipeline's replicas", got="another",
-                remedy="Trainer(pipeline.parameters(), optimizer, pipeline.replicas)",
+                "Pipeline.step", where="trainer", expected="a trainer of the pipeline's replicas", got="another world",
+                remedy="create Trainer(pipeline.parameters(), optimizer, pipeline.replicas)",
             )  # fmt: skip
         if trainer.virtual_shards is not None:
-            raise ConfigError("Pipeline.step", where="trainer", expected="one without reproducible=True",
-                              got=f"one of {trainer.virtual_shards} virtual shards")  # fmt: skip
-        if not all(hasattr(each, "__len__") for each in (x, y)):
+            raise ConfigError("Pipeline.step", where="trainer", expected="a trainer without reproducible=True",
+                              got=f"{trainer.virtual_shards} virtual shards")  # fmt: skip
+        if not all(hasattr(array, "__len__") for array in (x, y)):
             got = f"{type_named(x)} and {type_named(y)}"
             raise ConfigError("Pipeline.step", expected="samples and a label for each", got=got)
         if len(x) != len(y):
@@ -503,8 +461,8 @@ class Pipeline(Module):
             total = self._train(trainer, x, y)
         return float(self._from_last((np.array([total]),))[0][0])
 
-    def _train(self, trainer: Trains, x: Array, y: Array) -> float:
-        """The sum of the losses, where the last stage is one of this rank's."""
+    def _train(self, trainer: BaseTrainer, x: Array, y: Array) -> float:
+        """Return the sum of the losses on ranks with the last stage, else 0."""
         spans = pieces(len(x), self._micro_batches)
         for part in self._parts:
             if part.before is not None:
@@ -519,7 +477,7 @@ class Pipeline(Module):
             if action.is_forward:
                 total += self._forward(part, action.micro, x[first:last], y[first:last])
                 continue
-            # This rank's last backward completes the step's gradients; those before add to them.
+            # This rank's last backward completes the step's gradients; earlier ones accumulate.
             ends = action.micro == len(spans) - 1 and part is self._parts[0]
             with contextlib.nullcontext() if ends else trainer.no_sync():
                 self._backward(part, action.micro, trainer.loss_scale)
@@ -529,8 +487,8 @@ class Pipeline(Module):
         return total
 
     @contextlib.contextmanager
-    def _forgetting_at_errors(self, trainer: Trains | None = None) -> Iterator[None]:
-        """Within it an error drops what the next call would take for its own; between ranks the job ends."""
+    def _forgetting_at_errors(self, trainer: BaseTrainer | None = None) -> Iterator[None]:
+        """Drop messages that the next call would mistake for its own, after an error; between ranks the job ends."""
         try:
             yield
         except BaseException:
@@ -544,7 +502,7 @@ class Pipeline(Module):
             raise
 
     def _turns(self, num_micro: int) -> Iterator[tuple[_Part, Action]]:
-        """What this rank does, in order: its stages take turns where it has several, each as soon as it can."""
+        """Yield this rank's actions in order; several stages take turns, each as soon as it can."""
         left = {part.stage: self._schedule(part.stage, self._num_stages, num_micro)[::-1] for part in self._parts}
         if len(self._parts) == 1:
             yield from ((self._parts[0], action) for action in reversed(left[self._parts[0].stage]))
@@ -558,11 +516,11 @@ class Pipeline(Module):
                     yield part, actions.pop()
 
     def _forward(self, part: _Part, micro: int, x: Array, y: Array) -> float:
-        """The sum of the losses, at the last stage."""
+        """Return the sum of the losses at the last stage, else 0."""
         with autograd.record():
             inputs = (as_tensor(x),) if part.before is None else _tensors(part.before[0].receive())
-            for each in _floats(inputs) if part.before is not None else ():
-                each.attach_grad()
+            for tensor in _floats(inputs) if part.before is not None else ():
+                tensor.attach_grad()
             outputs = tuple(map(_recorded, _several(part.module(*inputs))))
             if part.after is None:
                 losses = self._loss(_alone(outputs), y)
@@ -580,7 +538,7 @@ class Pipeline(Module):
         pairs = [pair for pair in zip(_floats(outputs), gradients, strict=True) if pair[0].node is not None]
         autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         if part.before is not None:
-            part.before[1].send(tuple(each.grad for each in _floats(inputs)))
+            part.before[1].send(tuple(x.grad for x in _floats(inputs)))
 
     def _finish(self) -> None:
         for part in self._parts:
@@ -588,28 +546,28 @@ class Pipeline(Module):
                 link.finish()
 
     def _from_last(self, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Those of the last stage, on every rank of this copy."""
+        """Return the last stage's arrays on every rank of this copy."""
         if self._comm is None:
             return arrays
         comm, root = self._comm, self._comm.size - 1
-        host = [native(to_host(each)) for each in arrays]
-        shapes = comm.allgather_json([[list(each.shape), each.dtype.name] for each in host])[root]
+        host = [native(to_host(array)) for array in arrays]
+        shapes = comm.allgather_json([[list(array.shape), array.dtype.name] for array in host])[root]
         if comm.rank != root:
             host = [np.empty(shape, dtype_of(dtype)) for shape, dtype in shapes]
-        for each in host:
-            comm.native_broadcast(each, root)
+        for array in host:
+            comm.native_broadcast(array, root)
         return tuple(host)
 
 
 def _recorded(output: Tensor) -> Tensor:
-    """A leaf that a stage hands on, its input or a parameter, as a result, from which its gradient comes back."""
+    """Return a leaf that a stage passes through, an input or parameter, as a result that gets a gradient."""
     return output * 1 if output.node is None and output.grad_req != "null" else output
 
 
 def _check(num_stages: int, size: int, micro_batches: int, schedule: str) -> None:
     one_of("Pipeline", "schedule", schedule, SCHEDULES)
     if num_stages < 1:
-        raise ConfigError("Pipeline", where="stages", expected="at least one", got="none")
+        raise ConfigError("Pipeline", where="stages", expected="at least one stage", got="none")
     whole_number("Pipeline", "micro_batches", micro_batches, 1)
     if size > 1 and size % num_stages:
         raise ConfigError(
@@ -625,31 +583,31 @@ def _made(number: int, stage: Stage) -> Module:
 
 
 def _refuse_tied(stages: Mapping[int, Stage]) -> None:
-    """Raises `ConfigError` where two have a parameter in common: the ranks of each would train a copy of their own."""
-    found: dict[int, tuple[int, str]] = {}
+    """Raise `ConfigError` if stages share a parameter, since the ranks of each would train their own copy."""
+    first_seen: dict[int, tuple[int, str]] = {}
     for number, stage in stages.items():
         for name, parameter in stage.named_parameters() if isinstance(stage, Module) else ():
-            first, first_name = found.setdefault(id(parameter), (number, name))
+            first, first_name = first_seen.setdefault(id(parameter), (number, name))
             if first != number:
                 raise ConfigError(
                     "Pipeline", where="stages",
                     expected="each parameter in one stage, where stages are on different ranks",
                     got=f"'{first}.{first_name}' of stage {first} in stage {number}, too, as '{number}.{name}'",
-                    remedy="give each stage layers of its own, or put those that share a parameter into one stage",
+                    remedy="put layers that share a parameter into one stage",
                 )  # fmt: skip
 
 
 def _is_ready(stage: int, action: Action, num_stages: int, done: set[tuple[int, Action]]) -> bool:
-    """Whether its input is there, where all stages are in one process."""
+    """Return whether the input of ``action`` is available, if all stages are in one process."""
     source = stage - 1 if action.is_forward else stage + 1
     return not 0 <= source < num_stages or (source, action) in done
 
 
 def _several(x: Any) -> tuple[Tensor, ...]:
     several = tuple(x) if isinstance(x, (tuple, list)) else (x,)
-    if not all(isinstance(each, Tensor) for each in several):
+    if not all(isinstance(value, Tensor) for value in several):
         got = ", ".join(map(type_named, several))
-        raise ConfigError("Pipeline", expected="stages that return a tensor, or several", got=got)
+        raise ConfigError("Pipeline", expected="stages that return one or more tensors", got=got)
     return several
 
 
@@ -658,13 +616,13 @@ def _alone(xs: tuple[Any, ...]) -> Any:
 
 
 def _tensors(arrays: tuple[Array, ...]) -> tuple[Tensor, ...]:
-    return tuple(Tensor(each) for each in arrays)
+    return tuple(Tensor(array) for array in arrays)
 
 
 def _floats(tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """Those that have gradients."""
-    return [each for each in tensors if is_float(each.dtype)]
+    """Return the tensors that have gradients."""
+    return [tensor for tensor in tensors if is_float(tensor.dtype)]
 
 
 def _arrays(tensors: tuple[Tensor, ...]) -> tuple[Array, ...]:
-    return tuple(each.data for each in tensors)
+    return tuple(tensor.data for tensor in tensors)

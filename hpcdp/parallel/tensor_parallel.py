@@ -1,20 +1,14 @@
-"""Tensor parallelism: layers whose parameters are split over ranks.
+"""Tensor parallelism: dense and convolution layers whose parameters are split over ranks.
 
-What passes between the ranks that compute layers together: each exchange of a forward has its own in backward.
+A **column** layer computes part of the output channels from the full input. A **row** layer holds part of the input
+channels, and its output is summed over the ranks. A column layer followed by a row layer communicates once in forward
+and once in backward. Layers between them must act on each channel separately, as activations and pooling do.
 
-A tensor is **whole**, and alike on all these ranks, or each has **its channels** of it. All of them must call, alike
-and in the same order, and so must their backwards. Losses are of whole tensors: every rank computes the same one, and
-the gradient of a whole tensor is whole, and the same bits, on each.
+A tensor is either **full**, with the same bits on all ranks, or each rank has **its channels**. All ranks must call, in
+the same order, and so must their backwards. Losses are computed from full tensors on every rank, and the gradient of a
+full tensor has the same bits on each.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3: `fan_out` is f of figure 3, and `summed` is g.
-
-Dense and convolution layers of which each of several ranks holds and computes a part of the channels.
-
-A **column** layer has a part of the outputs, of a whole input; a **row** layer a part of the inputs, and its output is
-summed over the ranks. A column layer followed by a row layer exchanges once in forward and once in backward; what lies
-between must go channel by channel, as activations and pooling do.
-
-Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
 
 from __future__ import annotations
@@ -33,14 +27,14 @@ from ..core.checks import instance
 from ..core.state import Cut
 from ..errors import ConfigError, UnsupportedError, whole_number
 from ..kernels.buffers import empty
-from ..nn import Conv2D, Dense, Parameter, functional, module
+from ..nn import Conv2D, Dense, Module, Parameter, functional, module
 from ..nn.init import Initialiser, Xavier, Zeros
 from ..nn.layers import require_channels, window
 from .pipeline import share_replica
 
 
 def fan_out(x: Tensor, parts: World) -> Tensor:
-    """``x``, whole, of which each rank computes something else; backward sums what these add to its gradient."""
+    """Return ``x``, full, as the input of different computations; backward sums their gradients over the ranks."""
     if parts.size == 1:
         return x
 
@@ -52,7 +46,7 @@ def fan_out(x: Tensor, parts: World) -> Tensor:
 
 
 def summed(x: Tensor, parts: World) -> Tensor:
-    """The sum over the ranks, whole; the gradient of each ``x`` is that of the sum."""
+    """Return the full sum over the ranks; the gradient of each ``x`` is that of the sum."""
     if parts.size == 1:
         return x
     total = empty(x.shape, x.dtype, array_namespace(x.data))
@@ -65,29 +59,23 @@ def summed(x: Tensor, parts: World) -> Tensor:
 
 
 def gathered(x: Tensor, axis: int, ends: Sequence[int], parts: World) -> Tensor:
-    """Whole, of which each rank has its channels; in backward each takes those of the gradient.
+    """Return the full tensor from each rank's channels along ``axis``; backward returns each rank its gradient.
 
-    Args:
-        axis: of the channels.
-        ends: where the channels of each rank begin, and the last ones end.
+    ``ends`` are the bounds of the ranks' channels, ``parts.size + 1`` integers.
     """
     if parts.size == 1:
         return x
-    own = _own(axis % x.ndim, ends, parts)
+    own_part = _own(axis % x.ndim, ends, parts)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
-            dx.add(array_namespace(gy).ascontiguousarray(gy[own]))
+            dx.add(array_namespace(gy).ascontiguousarray(gy[own_part]))
 
     return on_tape(_join(x.data, axis, ends, parts), (x,), pullback)
 
 
 def own_channels(x: Tensor, axis: int, ends: Sequence[int], parts: World) -> Tensor:
-    """This rank's channels of ``x``, which is whole; backward gathers those of the gradient. The rest is as `gathered`.
-
-    Raises:
-        UnsupportedError: ``x`` has another number of channels.
-    """
+    """Return this rank's channels of the full ``x``; backward gathers the gradient. ``ends`` are as in `gathered`."""
     if x.ndim < 2 or x.shape[axis] != ends[-1]:
         expected = f"{ends[-1]} channels along axis {axis}, to be split over {parts.size} ranks"
         raise UnsupportedError("own_channels", expected=expected, got=tuple(x.shape))
@@ -98,44 +86,64 @@ def own_channels(x: Tensor, axis: int, ends: Sequence[int], parts: World) -> Ten
         if dx is not None:
             dx.add(_join(gy, axis, ends, parts))
 
-    own = x.data[_own(axis % x.ndim, ends, parts)]
-    return on_tape(array_namespace(own).ascontiguousarray(own), (x,), pullback)
+    channels = x.data[_own(axis % x.ndim, ends, parts)]
+    return on_tape(array_namespace(channels).ascontiguousarray(channels), (x,), pullback)
 
 
 def _own(axis: int, ends: Sequence[int], parts: World) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, slice(ends[parts.rank], ends[parts.rank + 1]))
 
 
-def _join(own: Array, axis: int, ends: Sequence[int], parts: World) -> Array:
-    """All ranks' channels, in their order. Ranks may have different numbers of them, an allgather may not."""
-    xp = array_namespace(own)
+def _join(part: Array, axis: int, ends: Sequence[int], parts: World) -> Array:
+    """Return all ranks' channels in rank order, padded for allgather since ranks may have different numbers."""
+    xp = array_namespace(part)
     counts = [ends[rank + 1] - ends[rank] for rank in range(parts.size)]
-    channels = xp.moveaxis(own, axis, 0)
-    room = xp.zeros((parts.size, max(counts), *channels.shape[1:]), dtype=own.dtype)
-    room[parts.rank, : counts[parts.rank]] = channels
-    allgather(room[parts.rank], parts, out=room)
-    whole = xp.concatenate([room[rank, :count] for rank, count in enumerate(counts)])
-    return xp.ascontiguousarray(xp.moveaxis(whole, 0, axis))
+    channels = xp.moveaxis(part, axis, 0)
+    padded = xp.zeros((parts.size, max(counts), *channels.shape[1:]), dtype=part.dtype)
+    padded[parts.rank, : counts[parts.rank]] = channels
+    allgather(padded[parts.rank], parts, out=padded)
+    full = xp.concatenate([padded[rank, :count] for rank, count in enumerate(counts)])
+    return xp.ascontiguousarray(xp.moveaxis(full, 0, axis))
 
 
-class ColumnDense(Dense):
-    """`nn.Dense` of which each rank of ``parts`` computes some of the outputs. All must make it, and call it, alike.
+class _SplitLayer(Module):
+    is_traceable = False
 
-    Initial values are this rank's of the whole weight, drawn as `nn.Dense` draws it: with a seeded ``weight_init``
-    those of the unsplit layer, on any number of ranks. Ranks may have different numbers of channels, but each has one.
+    def _begin(self, parts: World, activation: str | None, arguments: str, **channels: int | None) -> None:
+        """Check the arguments, which must be the same on all ranks of ``parts``, before parameters are drawn."""
+        name = type(self).__name__
+        instance(name, "parts", parts, World, "a world, that of split_world(...).parts")
+        require_same(parts.comm, name, [arguments], "pass the same arguments on all ranks")
+        share_replica(parts)
+        require_channels(self, **channels)
+        functional.is_relu(activation)
+        self.parts, self.activation = parts, activation
+
+    def describe(self) -> str:
+        """Return the arguments and the part shown in ``repr``."""
+        return f"{super().describe()}, part {self.parts.rank} of {self.parts.size}"
+
+
+class ColumnDense(_SplitLayer, Dense):
+    """`nn.Dense` of which each rank of ``parts`` computes part of the outputs.
+
+    All ranks must construct and call it identically. The initial weight is drawn like that of `nn.Dense`, and each rank
+    keeps its part. With a seeded ``weight_init`` it equals the unsplit layer on any number of ranks. Ranks may have
+    different numbers of channels, at least one.
 
     Args:
+        in_features: length of the full input's last axis; None takes it from the first input.
+        out_features: length of the full output's last axis.
         parts: the ranks: see `split_world`.
-        gather: give all outputs to every rank. False: each goes on with its own, ``(batch, ..., own features)``.
-
-    The others are those of `nn.Dense`, of the whole layer.
+        bias: whether to add a bias, split like the outputs.
+        activation: "relu" or None.
+        weight_init: initialiser of the full weight, by default `nn.init.Xavier`.
+        gather: whether every rank gets all outputs; False returns ``(batch, ..., own features)``.
 
     Raises:
         ConfigError: fewer channels than ranks.
-        MismatchError: the ranks have made it differently, or call it with inputs of different sizes.
+        MismatchError: ranks construct it differently, or call it with inputs of different sizes.
     """
-
-    is_traceable = False
 
     def __init__(
         self,
@@ -147,39 +155,41 @@ class ColumnDense(Dense):
         weight_init: Initialiser | None = None,
         gather: bool = False,
     ) -> None:
-        _require_alike(self, parts, f"{in_features}, {out_features}, {bias=}, {activation=}, {gather=}")
-        require_channels(self, in_features=in_features, out_features=out_features)
-        functional.is_relu(activation)
-        self.parts, self.gather = parts, gather
+        arguments = f"{in_features}, {out_features}, {bias=}, {activation=}, {gather=}"
+        self._begin(parts, activation, arguments, in_features=in_features, out_features=out_features)
+        self.gather = gather
         self._ends = _ends(self, "out_features", out_features, out_features, parts)
         self.weight = _own_part((in_features, out_features), 1, self._ends, parts, weight_init or Xavier())
         self.bias = _own_part((out_features,), 0, self._ends, parts, Zeros()) if bias else None
-        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, ..., in_features)`` to ``(batch, ..., own or all out_features)``; all ranks must call."""
         y = super().forward(fan_out(x, self.parts))
         return gathered(y, -1, self._ends, self.parts) if self.gather else y
 
-    def describe(self) -> str:
-        return super().describe() + _part(self.parts)
 
+class RowDense(_SplitLayer, Dense):
+    """`nn.Dense` of which each rank of ``parts`` holds part of the inputs; every rank gets all outputs.
 
-class RowDense(Dense):
-    """`nn.Dense` of which each rank of ``parts`` has some of the inputs; every rank gets all outputs.
-
-    The bias is whole on every rank, and added once. What is said of `ColumnDense` is so here.
+    The full bias is on every rank and added once, after the sum. Construction and initial values are as in
+    `ColumnDense`.
 
     Args:
-        scatter: inputs are whole, and each rank takes its own of them. False: each has its own, as a column layer
-            leaves them.
-        channels: inputs are so many channels of as many features each, as `nn.Flatten` makes of images, and are split
-            between channels. None: as many as there are features.
+        in_features: length of the full input's last axis.
+        out_features: length of the output's last axis.
+        parts: the ranks: see `split_world`.
+        bias: whether to add a bias.
+        activation: "relu" or None.
+        weight_init: initialiser of the full weight, by default `nn.init.Xavier`.
+        scatter: whether inputs are full and each rank takes its part; False expects each rank's part, as from a column
+            layer.
+        channels: number of channels in the features, if `nn.Flatten` made them of images: the split is then between
+            channels. None: as many as there are features.
 
     Raises:
-        ConfigError: as `ColumnDense`, or ``channels`` do not divide the features.
+        ConfigError: as `ColumnDense`, or ``channels`` does not divide ``in_features``.
+        MismatchError: as `ColumnDense`.
     """
-
-    is_traceable = False
 
     def __init__(
         self,
@@ -192,37 +202,40 @@ class RowDense(Dense):
         scatter: bool = False,
         channels: int | None = None,
     ) -> None:
-        said = f"{in_features}, {out_features}, {bias=}, {activation=}, {scatter=}, {channels=}"
-        _require_alike(self, parts, said)
-        require_channels(self, in_features=in_features, out_features=out_features)
-        functional.is_relu(activation)
-        self.parts, self.scatter = parts, scatter
+        arguments = f"{in_features}, {out_features}, {bias=}, {activation=}, {scatter=}, {channels=}"
+        self._begin(parts, activation, arguments, in_features=in_features, out_features=out_features)
+        self.scatter = scatter
         self._ends = _ends(self, "in_features", in_features, in_features if channels is None else channels, parts)
         self.weight = _own_part((in_features, out_features), 0, self._ends, parts, weight_init or Xavier())
         self.bias = Parameter(Zeros()((out_features,))) if bias else None
-        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, ..., own or all in_features)`` to ``(batch, ..., out_features)``; all ranks must call."""
         own = own_channels(x, -1, self._ends, self.parts) if self.scatter else x
         self.check(own)
         y = summed(functional.dense(own, self.weight), self.parts)
         return _finished(y, self.bias, self.activation)
 
-    def describe(self) -> str:
-        return super().describe() + _part(self.parts)
 
-
-class ColumnConv2D(Conv2D):
-    """`nn.Conv2D` of which each rank of ``parts`` computes some of the output channels: see `ColumnDense`.
+class ColumnConv2D(_SplitLayer, Conv2D):
+    """`nn.Conv2D` of which each rank of ``parts`` computes part of the output channels: see `ColumnDense`.
 
     Args:
-        parts, gather: as `ColumnDense`; the others are those of `nn.Conv2D`, of the whole layer.
+        in_channels: channels of the input; None takes them from the first input.
+        out_channels: channels of the full output.
+        kernel_size: as in `nn.Conv2D`.
+        parts: the ranks: see `split_world`.
+        stride: as in `nn.Conv2D`.
+        padding: as in `nn.Conv2D`.
+        bias: whether to add a bias, split like the outputs.
+        activation: "relu" or None.
+        weight_init: initialiser of the full weight, by default `nn.init.Xavier`.
+        gather: whether every rank gets all channels.
 
     Raises:
-        ConfigError, MismatchError: as `ColumnDense`.
+        ConfigError: as `ColumnDense`.
+        MismatchError: as `ColumnDense`.
     """
-
-    is_traceable = False
 
     def __init__(
         self,
@@ -238,36 +251,40 @@ class ColumnConv2D(Conv2D):
         gather: bool = False,
     ) -> None:
         sizes = f"{kernel_size=}, {stride=}, {padding=}"
-        _require_alike(self, parts, f"{in_channels}, {out_channels}, {sizes}, {bias=}, {activation=}, {gather=}")
-        require_channels(self, in_channels=in_channels, out_channels=out_channels)
-        functional.is_relu(activation)
-        self.parts, self.gather = parts, gather
+        arguments = f"{in_channels}, {out_channels}, {sizes}, {bias=}, {activation=}, {gather=}"
+        self._begin(parts, activation, arguments, in_channels=in_channels, out_channels=out_channels)
+        self.gather = gather
         self._ends = _ends(self, "out_channels", out_channels, out_channels, parts)
         shape = (out_channels, in_channels, *window(self, "kernel_size", kernel_size, 1))
         self.weight = _own_part(shape, 0, self._ends, parts, weight_init or Xavier())
         self.bias = _own_part((out_channels,), 0, self._ends, parts, Zeros()) if bias else None
         self.stride, self.padding = window(self, "stride", stride, 1), window(self, "padding", padding, 0)
-        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, in_channels, height, width)`` to this rank's channels, or all; all ranks must call."""
         y = super().forward(fan_out(x, self.parts))
         return gathered(y, 1, self._ends, self.parts) if self.gather else y
 
-    def describe(self) -> str:
-        return super().describe() + _part(self.parts)
 
-
-class RowConv2D(Conv2D):
-    """`nn.Conv2D` of which each rank of ``parts`` has some of the input channels: see `RowDense`.
+class RowConv2D(_SplitLayer, Conv2D):
+    """`nn.Conv2D` of which each rank of ``parts`` holds part of the input channels: see `RowDense`.
 
     Args:
-        parts, scatter: as `RowDense`; the others are those of `nn.Conv2D`, of the whole layer.
+        in_channels: channels of the full input.
+        out_channels: channels of the output.
+        kernel_size: as in `nn.Conv2D`.
+        parts: the ranks: see `split_world`.
+        stride: as in `nn.Conv2D`.
+        padding: as in `nn.Conv2D`.
+        bias: whether to add a bias.
+        activation: "relu" or None.
+        weight_init: initialiser of the full weight, by default `nn.init.Xavier`.
+        scatter: as in `RowDense`.
 
     Raises:
-        ConfigError, MismatchError: as `ColumnDense`.
+        ConfigError: as `ColumnDense`.
+        MismatchError: as `ColumnDense`.
     """
-
-    is_traceable = False
 
     def __init__(
         self,
@@ -283,36 +300,25 @@ class RowConv2D(Conv2D):
         scatter: bool = False,
     ) -> None:
         sizes = f"{kernel_size=}, {stride=}, {padding=}"
-        _require_alike(self, parts, f"{in_channels}, {out_channels}, {sizes}, {bias=}, {activation=}, {scatter=}")
-        require_channels(self, in_channels=in_channels, out_channels=out_channels)
-        functional.is_relu(activation)
-        self.parts, self.scatter = parts, scatter
+        arguments = f"{in_channels}, {out_channels}, {sizes}, {bias=}, {activation=}, {scatter=}"
+        self._begin(parts, activation, arguments, in_channels=in_channels, out_channels=out_channels)
+        self.scatter = scatter
         self._ends = _ends(self, "in_channels", in_channels, in_channels, parts)
         shape = (out_channels, in_channels, *window(self, "kernel_size", kernel_size, 1))
         self.weight = _own_part(shape, 1, self._ends, parts, weight_init or Xavier())
         self.bias = Parameter(Zeros()((out_channels,))) if bias else None
         self.stride, self.padding = window(self, "stride", stride, 1), window(self, "padding", padding, 0)
-        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map this rank's channels, or all, to ``(batch, out_channels, height, width)``; all ranks must call."""
         own = own_channels(x, 1, self._ends, self.parts) if self.scatter else x
         self.check(own)
         y = summed(functional.conv2d(own, self.weight, None, self.stride, self.padding), self.parts)
         return _finished(y, None if self.bias is None else self.bias.reshape(-1, 1, 1), self.activation)
 
-    def describe(self) -> str:
-        return super().describe() + _part(self.parts)
-
-
-def _require_alike(layer: Dense | Conv2D, parts: World, said: str) -> None:
-    name = type(layer).__name__
-    instance(name, "parts", parts, World, "a world, that of split_world(...).parts")
-    require_same(parts.comm, name, [said], "make it alike on all ranks")
-    share_replica(parts)
-
 
 def _ends(layer: Dense | Conv2D, where: str, features: int | None, channels: int | None, parts: World) -> list[int]:
-    """Where the features of each rank begin, and the last ones end: whole channels of nearly equal number."""
+    """Return the bounds of each rank's features, which are complete channels of nearly equal number."""
     name = type(layer).__name__
     expected = f"at least as many channels as the {parts.size} ranks"
     channels = whole_number(name, where, channels, parts.size, expected=expected)
@@ -324,14 +330,14 @@ def _ends(layer: Dense | Conv2D, where: str, features: int | None, channels: int
 def _own_part(
     shape: tuple[int | None, ...], axis: int, ends: Sequence[int], parts: World, initial: Initialiser
 ) -> Parameter:
-    """This rank's part of a parameter of ``shape``, whose values are drawn whole."""
+    """Return this rank's part of a parameter of ``shape``, whose full values are drawn."""
     first, last = ends[parts.rank], ends[parts.rank + 1]
     cut = Cut(axis, first, ends[-1])
     module.require_draw(initial)
 
     def draw(own: tuple[int, ...]) -> np.ndarray:
-        whole = module.drawn(initial, cut.whole(own))
-        return np.array(whole[(*(slice(None),) * axis, slice(first, last))], order="C")
+        full = module.drawn(initial, cut.whole(own))
+        return np.array(full[(*(slice(None),) * axis, slice(first, last))], order="C")
 
     param = module.parameter((*shape[:axis], last - first, *shape[axis + 1 :]), draw, initial)
     param.cut = cut
@@ -339,10 +345,6 @@ def _own_part(
 
 
 def _finished(y: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """What a row layer does with the sum, once."""
+    """Add the bias to the sum and apply the activation of a row layer."""
     y = y if bias is None else y + bias
     return functional.relu(y) if functional.is_relu(activation) else y
-
-
-def _part(parts: World) -> str:
-    return f", part {parts.rank} of {parts.size}"

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 
 from ..core.files import replaced
-from ..errors import ConfigError, shortened, type_named
+from ..errors import ConfigError, HpcdpError, shortened, type_named
 from .metrics import Record
 
 _REFRESH_S = 0.1
@@ -315,6 +315,8 @@ class Animator:
             raise ConfigError("Animator.add", expected=f"a list of {len(self.legend)} values", got=count)
         try:
             points = [(line, float(x), float(y)) for line, y in enumerate(ys) if y is not None]
+        except HpcdpError:
+            raise
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError("Animator.add", expected="numbers, or None", got=error) from error
         for line, at_x, at_y in points:

@@ -123,12 +123,12 @@ def test_what_cannot_be_joined(shapes, axis, got):
 
 
 MISFITS = {
-    "add": (lambda x: x + np.ones(4), r"operands whose shapes fit each other, got \(2, 3\), \(4,\); .*broadcast"),
-    "multiply": (lambda x: np.ones((3, 3)) * x, r"operands whose shapes fit each other, got \(3, 3\), \(2, 3\);"),
+    "add": (lambda x: x + np.ones(4), r"operands of compatible shapes, got \(2, 3\), \(4,\); .*broadcast"),
+    "multiply": (lambda x: np.ones((3, 3)) * x, r"operands of compatible shapes, got \(3, 3\), \(2, 3\);"),
     "maximum": (lambda x: operators.maximum(x, np.ones(2)), r"operands .*, got \(2, 3\), \(2,\);"),
     "matmul": (lambda x: x @ np.ones((2, 4)), r"operands .*, got \(2, 3\), \(2, 4\); .*size 2 is different from 3"),
-    "reshape": (lambda x: x.reshape(4, 2), r"arguments that fit an operand of shape \(2, 3\), got cannot reshape"),
-    "sum": (lambda x: x.sum(axis=2), r"arguments that fit an operand of shape \(2, 3\), got axis 2 is out of bounds"),
+    "reshape": (lambda x: x.reshape(4, 2), r"arguments valid for an operand of shape \(2, 3\), got cannot reshape"),
+    "sum": (lambda x: x.sum(axis=2), r"arguments valid for an operand of shape \(2, 3\), got axis 2 is out of bounds"),
 }
 
 

@@ -97,7 +97,7 @@ def test_sums_over_many_are_exact_whatever_the_axes(dtype, shape, axes):
 
 @pytest.mark.parametrize("axis", ["a", 1.0, (0, None)])
 def test_an_axis_that_is_no_number_is_told(axis):
-    with pytest.raises(UnsupportedError, match=r"sum: expected arguments that fit .*, got axis "):
+    with pytest.raises(UnsupportedError, match=r"sum: expected arguments valid for .*, got axis "):
         Tensor(np.ones((2, 3))).sum(axis=axis)
 
 

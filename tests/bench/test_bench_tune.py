@@ -102,7 +102,8 @@ def test_sizes_that_were_left_out_stay(tables, capsys):
     answers = thread_comm.run(2, lambda world: (registry.choice(world, "reduce", 1 << 16), tune.show(world)))
     assert answers == [(after[-1]["chosen"], None)] * 2
     assert thread_comm.run(2, lambda world: registry.choice(world, "reduce", 1 << 17)) == [None, None]
-    assert "to 64K, the model's choice above" in capsys.readouterr().out
+    shown = capsys.readouterr().out.replace("\n#   ", " ")  # where a line is wrapped depends on the choices
+    assert "to 64K, the model's choice above" in shown
 
 
 @pytest.mark.usefixtures("links_are_known")
@@ -124,7 +125,8 @@ def test_a_table_with_malformed_rows_is_told_once_and_written_anew(tables, capsy
     assert set(json.loads(path.read_text())["measured"]) == {"broadcast"}
 
 
-def test_help_fits_80_columns():
+def test_help_fits_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, tune.parser().format_help().splitlines())) <= 80
 
 
@@ -306,8 +308,9 @@ def test_real_ranks_tune(tables, capsys):
         return
     kept = {key: world.kept.pop(key) for key in ("tuning table", "tuning fingerprint") if key in world.kept}
     try:
-        assert tune.tune(world, replace(SHORT, sizes=(4, 4096))) == 0
-        assert registry.loaded(world)["choices"].keys() == ALGORITHMS.keys()
+        collectives = ["allreduce", "broadcast"]  # threads tune all
+        assert tune.tune(world, replace(SHORT, sizes=(4, 4096)), collectives=collectives) == 0
+        assert [*registry.loaded(world)["choices"]] == collectives
         assert bool(list(tables.iterdir())) == (world.rank == 0)
     finally:
         for key in ("tuning table", "tuning fingerprint"):

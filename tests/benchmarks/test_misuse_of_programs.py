@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,6 +13,16 @@ from bench_harness import programs
 from hpcdp.errors import ConfigError, LaunchError
 
 LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable]
+
+
+def start(name: str, given: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """Run a program in this process, as ``python benchmarks/bench_NAME.py GIVEN`` does, and return its status."""
+    path = str(programs.path_of(name))
+    monkeypatch.setattr(sys, "argv", [path, *given])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)  # the tests that follow have all cores
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(path, run_name="__main__")
+    return left.value.code
 
 
 @pytest.mark.parametrize(
@@ -31,12 +42,13 @@ LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.exec
         ("floor", ["-m", "4"], "expected MIN:MAX"),
     ],
 )
-def test_misuse_is_one_line(name: str, given: list[str], says: str) -> None:
-    command = [sys.executable, programs.path_of(name), *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+def test_misuse_is_one_line(
+    name: str, given: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = start(name, given, monkeypatch)
+    printed, said = capsys.readouterr()
+    assert (status, printed) == (2, "")
+    (line,) = said.splitlines()
     assert line.startswith("hpcdp: ")
     assert says in line
 
@@ -91,8 +103,7 @@ def test_an_interrupt_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["floor", "train_lenet", "train_models"])
-def test_help_fits_a_terminal(name: str) -> None:
-    command = [sys.executable, programs.path_of(name), "-h"]
-    environment = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    assert max(map(len, done.stdout.splitlines())) <= 80
+def test_help_fits_a_terminal(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert start(name, ["-h"], monkeypatch) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -44,7 +44,7 @@ def test_a_clone_on_the_path_has_no_package_of_programs() -> None:
     assert spec is None or spec.origin is None
 
 
-@pytest.mark.thorough  # test_program_benchmark.py starts some of them
+@pytest.mark.thorough  # test_misuse_of_programs.py starts some of them
 @pytest.mark.parametrize("name", ALL)
 def test_each_one_starts_from_any_folder(name: str, tmp_path: Path) -> None:
     command = [sys.executable, programs.PROGRAMS / f"{name}.py", "--help"]

@@ -229,7 +229,7 @@ def test_what_cannot_be_read_back_removes_nothing(n, tmp_path, monkeypatch):
                 monkeypatch.setattr(flatten, "_checked", lambda value, name: value)
             world.comm.barrier()
             text = caught(lambda: manager.save(3, {"a": {None: world.size}}), DataError)
-            assert text == "save [the state]: expected what can be read back, got key None"
+            assert text == "save [the state]: expected a state that can be read back, got key None"
             assert manager.restore().state == {"a": 1}
 
     thread_comm.run(n, one)

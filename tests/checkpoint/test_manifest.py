@@ -174,7 +174,7 @@ def test_states_are_read_as_deep_as_they_are_saved():
     [
         ([(0, 3), (4, 6)], "elements 3 to 3 of 10 missing"),
         ([(0, 5), (4, 6)], "elements 4 to 4 of 10 twice"),
-        ([(0, 9)], "elements 9 to 9 of 10 missing; check first and values"),
+        ([(0, 9)], "elements 9 to 9 of 10 missing; correct `first` and `values`"),
         ([(0, 10), (0, 10)], "elements 0 to 9 of 10 twice"),
         ([], "elements 0 to 9 of 10 missing"),
     ],
@@ -182,7 +182,7 @@ def test_states_are_read_as_deep_as_they_are_saved():
 def test_each_element_is_stored_once(runs, got):
     held = flatten.HeldTensor("a", (10,), "int8", np.dtype("i1"), (), 1, 0)
     parts = [stored("a", first, last - first) for first, last in reversed(runs)]
-    with pytest.raises(DataError, match=rf"save \[a\]: expected each element held by one rank, .* got {got}"):
+    with pytest.raises(DataError, match=rf"save \[a\]: expected each element on one rank, .* got {got}"):
         manifest.join([held], parts)
 
 

@@ -162,5 +162,5 @@ def test_parts_that_leave_some_out_or_overlap(first, tmp_path):
             return caught(lambda: manager.save(2, state), DataError), manager.steps()
 
     (text, steps), other = thread_comm.run(2, one)
-    assert "save [a]: expected each element held by one rank" in text and steps == [] and other == (text, steps)
+    assert "save [a]: expected each element on one rank" in text and steps == [] and other == (text, steps)
     assert [path.name for path in tmp_path.iterdir()] == ["writer.lock"]

@@ -148,8 +148,8 @@ def with_machine(table, **parts):
 
 
 BROKEN = [
-    (changed(version=registry.VERSION + 1), "version 3 where 2 is needed"),
-    (lambda table: [table], "version None where 2 is needed"),
+    (changed(version=registry.VERSION + 1), "its version is 3, not 2"),
+    (lambda table: [table], "its version is None, not 2"),
     (lambda table: without(table, "fingerprint"), "no fingerprint"),
     (lambda table: without(table, "choices"), "no choices"),
     (
@@ -157,10 +157,10 @@ BROKEN = [
         "library is 'MPICH 9', here",
     ),
     (lambda table: table | {"fingerprint": without(table["fingerprint"], "cores_per_node")}, "cores_per_node is None"),
-    (lambda table: without(table, "machine"), "does not have the seconds"),
-    (lambda table: with_machine(table, wait_s=-1.0), "does not have the seconds"),
-    (lambda table: with_machine(table, across={"alpha_s": 1}), "does not have the seconds"),
-    (lambda table: with_machine(table, gamma_s_per_byte="fast"), "does not have the seconds"),
+    (lambda table: without(table, "machine"), "lacks seconds"),
+    (lambda table: with_machine(table, wait_s=-1.0), "lacks seconds"),
+    (lambda table: with_machine(table, across={"alpha_s": 1}), "lacks seconds"),
+    (lambda table: with_machine(table, gamma_s_per_byte="fast"), "lacks seconds"),
     (with_choices({"gossip": []}), "unknown collective 'gossip', valid: allreduce, reduce_scatter"),
     (
         with_choices({"reduce": [[None, "butterfly"]]}),
@@ -174,8 +174,8 @@ BROKEN = [
     (changed(measured=7), "measured is 7, not rows by collective"),
     (lambda table: without(table, "measured"), "measured is None, not rows"),
     (changed(measured={"gossip": []}), "unknown collective 'gossip'"),
-    (changed(measured={"reduce": {}}), "what was measured of reduce is no list"),
-    (changed(measured={"reduce": [ROW, {"nbytes": 4}]}), "row 2 of what was measured of reduce lacks figures"),
+    (changed(measured={"reduce": {}}), "the measurements of reduce are no list"),
+    (changed(measured={"reduce": [ROW, {"nbytes": 4}]}), "row 2 of the measurements of reduce lacks figures"),
     (changed(measured={"reduce": [ROW | {"chosen": ["tree"]}]}), "row 1 of"),
     (changed(measured={"reduce": [ROW | {"nbytes": "4"}]}), "row 1 of"),
     (changed(measured={"reduce": [ROW | {"median_us": {"tree": 1.0}}]}), "row 1 of"),
@@ -234,7 +234,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(tables, monke
     monkeypatch.setenv("HPCDP_TUNING_DIR", str(tables / "file"))
 
     def refused(world):
-        with pytest.raises(ConfigError, match="set HPCDP_TUNING_DIR to one"):
+        with pytest.raises(ConfigError, match="set HPCDP_TUNING_DIR to a writable folder"):
             save(world)
         return True
 

@@ -268,7 +268,7 @@ def test_a_server_alone_is_refused_in_one_line():
     assert done.stderr.startswith("hpcdp: init: expected workers, and servers behind them, got 1 server alone; ")
 
 
-@pytest.mark.parametrize("servers", [0, 1])
+@pytest.mark.parametrize("servers", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_program_may_finalize_mpi_itself(servers):
     """Also on one rank before others, which still need the keys that it keeps."""
     workers = """

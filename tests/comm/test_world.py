@@ -251,7 +251,7 @@ def test_the_status_of_a_rank_that_others_have_waited_for_is_that_of_the_job():
     assert "watchdog" not in result.stderr
 
 
-@pytest.mark.parametrize(("status", "for_s"), [(0, 0.3), (75, 2.4)])
+@pytest.mark.parametrize(("status", "for_s"), [pytest.param(0, 0.3, marks=pytest.mark.thorough), (75, 2.4)])
 def test_a_rank_that_leaves_early_waits_also_where_the_library_does_not(status, for_s):
     result = launched(
         3,

@@ -68,7 +68,7 @@ def test_an_argument_is_returned_as_its_caller_uses_it(tmp_path):
 def test_a_file_is_named_by_its_suffix_in_a_folder_that_exists(tmp_path):
     with pytest.raises(ConfigError, match=r"draw \[path\]: expected a name that ends in .svg, .dot, got 'a.png'"):
         checks.file_name("draw", "path", "a.png", (".svg", ".dot"))
-    with pytest.raises(ConfigError, match=r"expected a folder .*/none that is there, got none"):
+    with pytest.raises(ConfigError, match=r"expected an existing folder .*/none, got none"):
         checks.file_name("draw", "path", tmp_path / "none" / "a.svg", (".svg",))
 
 

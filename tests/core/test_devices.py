@@ -50,12 +50,11 @@ def test_a_driver_that_is_too_old_for_cupy_is_told_with_what_to_install(monkeypa
 
     runtime = SimpleNamespace(getDeviceCount=refused, driverGetVersion=lambda: 12080, runtimeGetVersion=lambda: 13000)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    with pytest.raises(DeviceError) as told:
+    with pytest.raises(DeviceError) as caught:
         gpu(0).use()
-    assert str(told.value) == (
-        "device [gpu(0)]: expected a driver for CUDA 13.0, which this CuPy needs, got one for CUDA up to 12.8; in an "
-        "environment without this CuPy: pip install 'hpcdp[cuda12]', or make with CUDA=cuda12; or a newer driver"
-    )
+    assert caught.value.expected == "a driver for CUDA 13.0, which this CuPy needs"
+    assert caught.value.got == "one for CUDA up to 12.8"
+    assert "pip install 'hpcdp[cuda12]', or make with CUDA=cuda12" in caught.value.remedy
     runtime.driverGetVersion = lambda: 0  # there is none
     with pytest.raises(DeviceError, match="expected an NVIDIA GPU and its driver, got no driver; take"):
         gpu(0).use()
@@ -80,8 +79,9 @@ def test_a_limit_of_memory_is_as_cupy_reads_it(limit, gpus_on_host, monkeypatch)
 def test_kernels_of_cupy_that_others_may_write_are_not_loaded(gpus_on_host, monkeypatch, tmp_path):
     tmp_path.chmod(0o777)
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(DeviceError, match=f"kernel cache {tmp_path}/cache") as caught:
+    with pytest.raises(DeviceError, match="kernel cache /") as caught:
         gpu(0).use()
+    assert f"kernel cache {tmp_path}/cache" in str(caught.value.where)
     assert caught.value.got == f"{tmp_path}, which every user may write"  # the line may be cut
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
     gpu(0).use()

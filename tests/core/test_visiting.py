@@ -26,9 +26,7 @@ ENDLESS = zlib.decompress(
     )
 )
 """A file whose data set v HDF5 does not come to the end of; x holds 10 numbers."""
-GIVES_UP = (
-    r"expected a file with which HDF5 comes to an end, got one that it visits for more than 0\.1 s; it is damaged"
-)
+GIVES_UP = r"expected a file that HDF5 can traverse, got no result within 0\.1 s of processor time; get the damaged"
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +122,7 @@ def test_a_crash_of_hdf5_is_one_line(good: Path, monkeypatch) -> None:
         return process
 
     monkeypatch.setattr(child, "_started", crashed)
-    with pytest.raises(DataError, match=r"got one at which it crashes \(SIGSEGV\)"):
+    with pytest.raises(DataError, match=r"got a crash \(SIGSEGV\)"):
         HDF5Dataset(good)
 
 
@@ -153,8 +151,11 @@ def leading_outside(folder: Path) -> dict[str, str]:
 
 def test_what_lies_in_another_file_is_read_where_that_is_asked_for(tmp_path: Path) -> None:
     for name, says in leading_outside(tmp_path).items():
-        with pytest.raises(DataError, match=rf"in\.h5:{name}\]: expected elements in this file, got {says}; HDF5Data"):
+        with pytest.raises(
+            DataError, match=rf"in\.h5:{name}\]: expected elements in this file, got .*; HDF5Data"
+        ) as caught:
             HDF5Dataset(tmp_path / "in.h5", name, "y")
+        assert caught.value.got == says  # the line may be cut
         with pytest.raises(DataError, match=r"expected elements in this file, got"):
             read_arrays(tmp_path / "in.h5", {name: ((3,), "float64")})
         with contextlib.closing(HDF5Dataset(tmp_path / "in.h5", name, "y", external=True)) as dataset:
@@ -213,5 +214,5 @@ def leading_to(pipe: Path, folder: Path) -> list[str]:
 def test_other_files_are_opened_only_if_they_are_regular(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.h5")  # whoever opens it waits for ever
     for name in leading_to(tmp_path / "pipe.h5", tmp_path):
-        with pytest.raises(DataError, match=r"expected elements in regular files, got some in .*\.h5, which is none"):
+        with pytest.raises(DataError, match=r"expected elements in regular files, got elements in .*\.h5"):
             HDF5Dataset(tmp_path / "in.h5", name, "y", external=True)

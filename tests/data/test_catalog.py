@@ -129,11 +129,11 @@ def test_a_cifar10_batch_that_lacks_records_or_a_file_is_named(tmp_path: Path, m
     folder.mkdir()
     for i, name in enumerate(data_images.TRAIN):
         (folder / name).write_bytes((bytes([i]) + bytes(3072)) * (3 if i == 1 else 10))
-    with pytest.raises(DataError, match=r"data_batch_2\.bin\]: expected 30730 bytes, as data_batch_1.*, got 9219"):
+    with pytest.raises(DataError, match=r"data_batch_2\.bin\]: expected 30730 bytes, like data_batch_1.*, got 9219"):
         data.load("cifar10", "train", root=tmp_path)
     (folder / "data_batch_4.bin").unlink()
     monkeypatch.setattr(catalog, "_ADDRESSES", {"cifar10": ("http://127.0.0.1:9/",)})
-    with pytest.raises(DataError, match=r"as data_batch_4\.bin .*is not there, got") as caught:
+    with pytest.raises(DataError, match=r"since data_batch_4\.bin .*is missing, got") as caught:
         data.load("cifar10", "train", root=tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -143,6 +143,6 @@ def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch) -> None:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)
     with pytest.raises(
-        ConfigError, match="HPCDP_DATA_DIR: expected a folder for data sets, since this user has no home"
+        ConfigError, match="HPCDP_DATA_DIR: expected a folder for data sets, since this user has no home folder"
     ):
         data.load("mnist")

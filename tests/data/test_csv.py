@@ -32,7 +32,7 @@ def test_samples_and_labels(tmp_path: Path) -> None:
         ("", {}, "at least one row, got none"),
         ("1,2\n3\n", {}, "rows of 2 numbers, as the first one, got a row of 1 in line 2$"),
         ("a,b\n1,2\n\n3,4,5\n", {"skip_rows": 1}, "got a row of 3 in line 4$"),
-        ("1,2\n3,0.5\n4,1.5\n", {}, "whole numbers below 2\\*\\*53 as labels, got 0.5 in line 2, column 2; label_"),
+        ("1,2\n3,0.5\n4,1.5\n", {}, "numbers below 2\\*\\*53 as labels, got 0.5 in line 2, column 2; pass label_"),
         ("1,2\n3,nan\n", {}, "got nan in line 2, column 2"),
         ("a,b\n1,2\n\n0.5,4\n", {"skip_rows": 1, "label_column": 0}, "got 0.5 in line 4, column 1;"),
         ("a,b\n1,2\n3,4\n5,0.5\n", {"skip_rows": 1, "num_parts": 2, "part_index": 1}, "got 0.5 in line 4, column 2;"),
@@ -46,9 +46,9 @@ def test_samples_and_labels(tmp_path: Path) -> None:
         ("1,2\n", {"label_column": 2}, "expected label_column from -2 to 1 in a table of 2 columns, got 2$"),
         ("1\n2\n", {}, "a label and at least one other column, got 1 column"),
         ("a,b,c,d\n1,2,3,4\n", {}, "numbers in line 1, the first row, got 'a', 'b', 'c' and 1 more; if they are"),
-        ("about\na,b\n1,2\n", {"skip_rows": 1}, "got 'a', 'b'; if they are names of columns, skip_rows=2"),
-        ("a,b\n1,2\n", {"num_parts": 2}, "if they are names of columns, skip_rows=1 leaves them out"),
-        ("\ufeffa,b\n1,2\n", {}, "got 'a', 'b'; if they are names of columns, skip_rows=1 leaves them out"),
+        ("about\na,b\n1,2\n", {"skip_rows": 1}, "got 'a', 'b'; if they are column names, pass skip_rows=2"),
+        ("a,b\n1,2\n", {"num_parts": 2}, "if they are column names, pass skip_rows=1"),
+        ("\ufeffa,b\n1,2\n", {}, "got 'a', 'b'; if they are column names, pass skip_rows=1"),
         ("1;2\n", {}, "got '1;2', which is not a number, in line 1, column 1$"),
         ("1,2\n1e39,2\n", {}, "numbers of float32, up to 3.4e38, got '1e39' in line 2, column 1$"),
         ("1,inf,2\n1,-1e400,2\n", {}, "got '-1e400' in line 2, column 2$"),
@@ -176,7 +176,7 @@ def test_parts_that_there_are_not(tmp_path: Path) -> None:
     path = tmp_path / "table.csv.gz"
     with gzip.open(path, "wt") as file:
         file.write("1,2\n3,4\n")
-    with pytest.raises(ConfigError, match=r"num_parts=1 for a compressed file, .*, got 2$"):
+    with pytest.raises(ConfigError, match=r"num_parts=1, since compressed files .*, got 2$"):
         read_csv(path, num_parts=2, part_index=1)
     path = tmp_path / "table.csv"
     path.write_text("1,2\n3,x\n")
@@ -193,7 +193,7 @@ def test_parts_of_a_file_whose_lines_end_otherwise_are_refused_on_all(tmp_path: 
     path.write_bytes(b"0,0,0\r1,0,0\r2,1,1\r3,2,0\r4,3,1\r")
     assert len(read_csv(path, skip_rows=skip_rows)) == 5 - skip_rows
     for part in range(3):
-        with pytest.raises(DataError, match=r"read in parts, got lines that end with \\r alone; read it whole"):
+        with pytest.raises(DataError, match=r"read in parts, got lines that end with \\r alone; pass num_parts=1"):
             read_csv(path, skip_rows=skip_rows, num_parts=3, part_index=part)
 
 
@@ -215,8 +215,8 @@ def test_parts_know_the_columns_of_the_table(tmp_path: Path) -> None:
     [
         ({"num_parts": "2"}, r"num_parts\]: expected an integer >= 1, got '2'"),
         ({"part_index": -1}, r"part_index\]: expected 0, got -1"),
-        ({"delimiter": ";;"}, r"delimiter\]: expected one character that ends no line, got ';;'"),
-        ({"delimiter": "\n"}, r"delimiter\]: expected one character that ends no line, got '\\n'"),
+        ({"delimiter": ";;"}, r"delimiter\]: expected one character other than a line end, got ';;'"),
+        ({"delimiter": "\n"}, r"delimiter\]: expected one character other than a line end, got '\\n'"),
         ({"sample_shape": 5}, r"sample_shape\]: expected a tuple of lengths, got 5"),
         ({"sample_shape": (2, 1.0)}, r"sample_shape\]: expected an integer >= 1, got 1.0"),
         ({"sample_shape": ("a",)}, r"sample_shape\]: expected an integer >= 1, got 'a'"),

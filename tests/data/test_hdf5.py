@@ -75,7 +75,7 @@ def test_reads_after_close_say_that_it_is_closed(values, read) -> None:
     dataset = HDF5Dataset(values[0])
     dataset.close()
     dataset.close()
-    with pytest.raises(DataError, match=r"v\.h5\]: expected an open data set, got one that close\(\) has closed"):
+    with pytest.raises(DataError, match=r"v\.h5\]: expected an open data set, got a closed one"):
         read(dataset)
 
 
@@ -98,7 +98,7 @@ def test_out_of_bounds(values, index) -> None:
 
 @pytest.mark.parametrize("index", [np.array([0.0, 1.5]), np.ones(299, bool), np.ones((300, 1), bool)])
 def test_what_is_no_index_of_samples(values, index) -> None:
-    with pytest.raises(IndexError, match=r"for 300 samples|is none of samples"):
+    with pytest.raises(IndexError, match=r"for 300 samples|instead of integers"):
         HDF5Dataset(values[0])[index]
 
 
@@ -107,7 +107,7 @@ def test_what_is_no_index_of_samples(values, index) -> None:
     [
         (("images", "y"), "expected one of group/labels, scalar, words, x, y, got images"),
         (("group", "y"), "one of group/labels"),
-        (("x", "group/labels"), "one length, got 300 and 10"),
+        (("x", "group/labels"), "equal length, got 300 and 10"),
         (("x", "words"), "array of numbers, got object"),
         (("x", "scalar"), r"array of numbers, got float64 of shape \(\)"),
     ],

@@ -245,7 +245,7 @@ def test_what_is_no_pair_is_told(engine: Engine, prefetch: int, given, got: str)
         def __getitem__(self, index):
             return given
 
-    with pytest.raises(ConfigError, match=rf"\[dataset\]: expected one that gives \(x, y\) .*, got {got}$"):
+    with pytest.raises(ConfigError, match=rf"\[dataset\]: expected a data set that returns \(x, y\) .*, got {got}$"):
         list(DataLoader(Gives(8), batches(8, 4), prefetch, engine=engine))
     with pytest.raises(ConfigError, match=rf"\[transform\]: expected a function that returns \(x, y\), got {got}$"):
         list(DataLoader(Recording(8), batches(8, 4), prefetch, lambda x, y: given, engine=engine))

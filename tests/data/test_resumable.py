@@ -301,7 +301,7 @@ def test_weights_and_parts_may_differ():
 def test_between_virtual_shards_there_is_no_state():
     first = loader(virtual(0, 2))
     next(iter(first))
-    with pytest.raises(ConfigError, match="expected a loop that has all shards of a global batch, got 1 of 2"):
+    with pytest.raises(ConfigError, match="expected a loop after the last shard of a global batch, got 1 of 2 shards"):
         first.state_dict()
 
 

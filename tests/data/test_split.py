@@ -21,7 +21,7 @@ def test_the_documents_matrix() -> None:
 
 def test_uneven_is_an_error_unless_asked_for() -> None:
     x = np.arange(256)
-    with pytest.raises(ConfigError, match="3 divides, got 256; pass even_split=False"):
+    with pytest.raises(ConfigError, match="divisible by 3, got 256; pass even_split=False"):
         split_batch(x, 3)
     parts = split_batch(x, 3, even_split=False)
     assert sorted(len(part) for part in parts) == [85, 85, 86]

@@ -48,7 +48,7 @@ def test_what_is_wrong_is_said(monkeypatch, tmp_path):
         data.TextDataset(b"abc", 2)
     with pytest.raises(DataError, match="encode: expected characters among 'ab', got 'c'"):
         data.TextDataset("abc", 2, characters="ab")
-    with pytest.raises(ConfigError, match=r"data set \[shakespeare\]: expected no image_size, it is text, got 28"):
+    with pytest.raises(ConfigError, match=r"data set \[shakespeare\]: expected no image_size for a text, got 28"):
         data.load("shakespeare", image_size=28)
     monkeypatch.setattr(datasets, "PATH", tmp_path / "torn.gz")
     for content in (b"", gzip.compress(b"abc" * 99)[:20], b"\x1f\x8b" + bytes(30), gzip.compress(b"\xff")):

@@ -211,7 +211,7 @@ def test_within_itself_it_does_nothing(how):
 def test_steps_within_are_refused(how, call):
     def rank(world):
         trainer = Trainer(network().parameters(), optim.SGD(lr=0.1), world, **how)
-        message = f"{call}: expected the end of changing_parameters"
+        message = f"{call}: expected a call outside of changing_parameters"
         with pytest.raises(ConfigError, match=message), trainer.changing_parameters():
             getattr(trainer, call)(*[1] * (call != "allreduce_grads"))
 
@@ -279,13 +279,13 @@ def test_what_is_older_than_the_block_is_not_changed_within_it(how, n):
             pytest.raises(HpcdpError, match=r"in-place change: .* (from before the block|hold together)"),
         ):
             row *= 0.5
-        message = "changing_parameters: expected changes of what param.data is within it"
+        message = "changing_parameters: expected changes of param.data within the block"
         for change in (lambda: array.__imul__(0.5), lambda: array.sort(axis=0)):
             with pytest.raises(ConfigError, match=message), trainer.changing_parameters():
                 change()
             np.testing.assert_array_equal(net[0].weight.data, before)
         for older in (array, array[::-1]):
-            message = r"changing_parameters \[0.weight\]: expected an array of its own, got one from before the block"
+            message = r"changing_parameters \[0.weight\]: expected a new array, got an array from before the block"
             with pytest.raises(ConfigError, match=message), trainer.changing_parameters():
                 net[0].weight.data = older
             np.testing.assert_array_equal(net[0].weight.data, before)
@@ -363,7 +363,7 @@ def test_no_trainer_is_made_within(how):
     def rank(world):
         net = network()
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
-        message = "Trainer: expected the end of another one's changing_parameters"
+        message = "Trainer: expected a call outside of changing_parameters"
         with pytest.raises(ConfigError, match=message), trainer.changing_parameters():
             Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
         steps(net, trainer, world.rank, 2, 0, 1)
@@ -376,7 +376,7 @@ def test_a_store_is_asked_nothing_within():
     trainer = Trainer(network().parameters(), optim.SGD(lr=0.1), kvstore="local")
     state = trainer.state_dict()
     for name, args in (("synchronize", ()), ("load_state_dict", (state,))):
-        with pytest.raises(ConfigError, match=f"{name}: expected the end of"), trainer.changing_parameters():
+        with pytest.raises(ConfigError, match=f"{name}: expected a call outside"), trainer.changing_parameters():
             getattr(trainer, name)(*args)
 
 

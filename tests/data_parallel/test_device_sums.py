@@ -22,14 +22,14 @@ from parameters_on_gpus import (
 )
 
 import hpcdp
-from hpcdp import optim
+from hpcdp import compression, optim
 from hpcdp.collectives import compressed
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.cuda_memory import GpuTransport
 from hpcdp.comm.tasks import RunningTask, run_until_complete
 from hpcdp.comm.world import Gpu
-from hpcdp.compression import Compression, codecs
+from hpcdp.compression import Compression
 from hpcdp.core.arrays import dtype_of, is_host, to_host
 from hpcdp.core.devices import Streams, gpu
 from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, sharded_update
@@ -321,8 +321,8 @@ def test_codes_of_gpus_are_those_of_the_host(gpus_on_host, run, monkeypatch):
     go(way, monkeypatch)
     monkeypatch.setattr(compressed, "MESSAGE_NBYTES", 2000)
     if codec in ("1bit", "2bit"):
-        on_host = codecs._kernels
-        monkeypatch.setattr(codecs, "_kernels", lambda x: CudaCodes() if is_host(x) else on_host(x))
+        on_host = compression._kernels
+        monkeypatch.setattr(compression, "_kernels", lambda x: CudaCodes() if is_host(x) else on_host(x))
 
     def rank(world, on_gpu, overlap):
         use_gpu(world, way)
@@ -519,5 +519,5 @@ def test_parameters_on_several_gpus_are_refused(gpus_on_host):
         layout = buckets.plan([(p.name, (3,), np.dtype("f4")) for p in params])
         Reducer(params, layout, world)
 
-    with pytest.raises(UnsupportedError, match=r"all parameters on one GPU, got gpu\(0\) and gpu\(1\); net.to"):
+    with pytest.raises(UnsupportedError, match=r"got parameters on gpu\(0\) and gpu\(1\); call net.to"):
         thread_comm.run(2, rank)

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 from gpu_on_host import streams as gpu_streams
+from pairs import in_turn
 
 from hpcdp import autograd, data, nn, optim
 from hpcdp.comm import thread_comm
@@ -152,15 +153,20 @@ def test_the_host_waits_for_no_stream_in_a_step(gpus_on_host, monkeypatch, n, no
 
 
 @pytest.mark.parametrize(
-    ("way", "n", "nodes", "owner", "momentum"),
-    [
-        (GpuTransport.NCCL, 2, None, "rank", 0.9),
-        (GpuTransport.NCCL, 2, None, "shard", 0.0),
-        (GpuTransport.CUDA_IPC, 2, None, "rank", 0.0),
-        (GpuTransport.NCCL, 4, 2, "shard", 0.9),
-    ],
+    ("gpus_on_host", "run"),
+    in_turn(
+        [0, 1],
+        [
+            (GpuTransport.NCCL, 2, None, "rank", 0.9),
+            (GpuTransport.NCCL, 2, None, "shard", 0.0),
+            (GpuTransport.CUDA_IPC, 2, None, "rank", 0.0),
+            (GpuTransport.NCCL, 4, 2, "shard", 0.9),
+        ],
+    ),
+    indirect=["gpus_on_host"],
 )
-def test_layers_have_their_norms_on_gpus(gpus_on_host, monkeypatch, way, n, nodes, owner, momentum):
+def test_layers_have_their_norms_on_gpus(gpus_on_host, monkeypatch, run):
+    way, n, nodes, owner, momentum = run
     check(monkeypatch, way, n, nodes, optim.LARS(0.5, momentum, trust=0.1, weight_decay=0.01), owner=owner)
 
 

@@ -382,7 +382,7 @@ def test_a_state_of_another_precision_is_refused(half):
             param = Parameter("weight", np.ones(100, dtype_of(dtype)))
             trainer = Trainer([param], optim.SGD(lr=0.1, momentum=0.9), world)
             if states:
-                with pytest.raises(ConfigError, match=r"weight.*expected parameters of 16 bits, got .* another dtype"):
+                with pytest.raises(ConfigError, match=r"weight.*expected the state .* of 16 bits, got .* another"):
                     trainer.load_state_dict(states[0])
             states.append(held(trainer.state_dict()))
 

@@ -63,7 +63,7 @@ def test_dropout_without_a_seed_is_refused_and_with_a_plain_trainer_is_not():
         backward(net, IMAGES[:4], LABELS[:4])
         return trainer.step(4)
 
-    with pytest.raises(ConfigError, match=r"Dropout \[seed\]: expected a number, since the trainer is reproducible"):
+    with pytest.raises(ConfigError, match=r"Dropout \[seed\]: expected an integer seed"):
         thread_comm.run(1, one)
     assert thread_comm.run(1, lambda world: one(world, reproducible=False)) == [4]
 
@@ -127,9 +127,9 @@ def test_a_layer_whose_parameters_the_trainer_does_not_have_is_refused(is_a_copy
 
     said = thread_comm.run(2, caught)
     assert said[0] == said[1] and said[0].startswith(
-        "step: expected layers whose parameters the Trainer has, got a Batch"
+        "step: expected layers with parameters of this Trainer, got a Batch"
     )
-    assert said[0].endswith("copies of nn.Replicas have none of theirs there")
+    assert said[0].endswith("copies of nn.Replicas have none")
 
 
 def test_layers_are_found_by_any_of_their_parameters():

@@ -43,7 +43,7 @@ def test_states_from_another_processor_are_taken_with_a_warning(tmp_path, monkey
 def test_ranks_that_compute_differently_are_told(monkeypatch):
     kinds = iter(("hard", "soft", "soft"))
     monkeypatch.setattr(deterministic, "arithmetic", lambda: next(kinds))
-    with pytest.raises(MismatchError, match=r"arithmetic (hard|soft) as on rank 0.*take nodes of one kind"):
+    with pytest.raises(MismatchError, match=r"arithmetic (hard|soft) as on rank 0.*use nodes of one kind"):
         thread_comm.run(3, lambda world: trainer_of(network(), world))
 
 
@@ -66,7 +66,7 @@ def test_reproducible_on_some_ranks_only_is_told():
         ({"virtual_shards": 0}, r"\[virtual_shards\]: expected an integer >= 1, got 0"),
         ({"virtual_shards": 2.0}, r"\[virtual_shards\]: expected an integer >= 1, got 2.0"),
         ({"virtual_shards": 2}, r"\[virtual_shards\]: expected at least one for each of 3 ranks, got 2"),
-        ({"compression": "2bit"}, r"\[compression\]: expected none, since what a node leaves out depends on"),
+        ({"compression": "2bit"}, r"\[compression\]: expected None, because residuals depend on"),
     ],
 )
 def test_settings_that_would_break_it_are_refused_by_name(options, said):
@@ -84,7 +84,7 @@ def test_gradients_that_are_added_up_are_refused():
 def test_arrays_on_a_device_are_refused():
     net = nn.Sequential(nn.Dense(3, 2)).to(like=standin.asarray(np.zeros(1, np.float32)))
     with pytest.raises(
-        ConfigError, match=r"\[params\]: expected NumPy arrays, since sums on devices have no fixed order"
+        ConfigError, match=r"\[params\]: expected NumPy arrays, because sums on devices have no fixed order"
     ):
         thread_comm.run(1, lambda world: trainer_of(net, world))
 

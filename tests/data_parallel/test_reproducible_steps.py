@@ -22,7 +22,7 @@ def test_another_trainer_in_between_is_told():
         return kept
 
     for other in (True, False):
-        with pytest.raises(HpcdpError, match="step: expected no other Trainer made in this thread since"):
+        with pytest.raises(HpcdpError, match="step: expected one Trainer in this thread at a time"):
             thread_comm.run(1, lambda world, other=other: one(world, other))
 
 

@@ -40,7 +40,7 @@ def test_an_update_without_the_sum_is_refused():
         backward(params, 0, [0])
         trainer.update(1)
 
-    with pytest.raises(StaleGradientError, match=r"expected gradients that allreduce_grads\(\) has summed"):
+    with pytest.raises(StaleGradientError, match=r"expected gradients summed by allreduce_grads\(\)"):
         thread_comm.run(2, rank)
 
 

@@ -246,7 +246,7 @@ def test_another_layout_is_taken_with_one_warning_and_the_same_without(monkeypat
     monkeypatch.setattr(
         "hpcdp.data_parallel.bucket_trainer.plan", lambda params, cap, room_for: plan(params, 0.001, 0.001)
     )
-    with pytest.warns(UserWarning, match="buckets were laid out in another way") as warned:
+    with pytest.warns(UserWarning, match="another layout of buckets") as warned:
         again, _, _ = gone_on(2, None, state, params_then, steps=0)
     assert len(warned) == 1
     same(again["states"], state["states"])
@@ -279,7 +279,7 @@ def test_states_of_another_optimizer_are_refused(optimizer, message):
 
 def test_an_optimizer_takes_no_settings_of_another_state():
     rule = optim.SGD(lr=0.1)
-    with pytest.raises(ConfigError, match=r"expected sgd that keeps \(\), got one that keeps \('momentum',\)"):
+    with pytest.raises(ConfigError, match=r"expected sgd with state \(\), got one with state \('momentum',\)"):
         rule.take_config(optim.SGD(lr=0.1, momentum=0.9).config())
     with pytest.raises(ConfigError, match="expected sgd, got sgd with lr, momentum"):
         rule.take_config({"name": "sgd", "lr": 0.1, "momentum": 0.9})

@@ -1,9 +1,8 @@
 """What the documentation says is there is there, and the commands that it shows run.
 
 Every line that begins with ``$`` in a ``console`` block of README.md and docs/ is run here, in a new folder with
-examples/ in it; of ``make`` commands only the target is looked for, since they install the package. The ``python``
-blocks of docs/collectives.md are one program, which runs on real ranks; one that begins with the name of a file is
-quoted from it.
+examples/ in it; of ``make`` commands only the target is looked for, since they install the package. A ``python`` block
+that begins with the name of a file is quoted from it; `test_guides` runs the others.
 """
 
 import functools
@@ -22,11 +21,13 @@ from started import start_code
 import hpcdp
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*DOCS, *(ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY"))]
+PAGES += sorted((ROOT / "benchmarks" / "notes").glob("*.md"))
 LONG = re.compile(
     "python examples/|--predict|hpcdp tune|--reproducible|--compression|--staleness|lenet .* --epochs|--resume auto"
     "|bench allreduce .* (-f|--csv)|bench bandwidth|launch -n 2 -- hpcdp bench|hpcdp train mlp .* --epochs 5"
-    "|mpirun .* hpcdp train"
+    "|mpirun .* hpcdp train|--trace"
 )
 """Commands of several seconds, whose parts other tests run."""
 
@@ -35,7 +36,8 @@ def commands() -> list:
     found = {}
     for page in PAGES:
         for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.M | re.S):
-            for line in re.findall(r"^\$ (.*)$", block, re.M):
+            for line in re.findall(r"^\$ ((?:.*\\\n)*.*)$", block, re.M):
+                line = re.sub(r" *\\\n *", " ", line)
                 marks = pytest.mark.thorough if LONG.search(line) else ()
                 found.setdefault(line, pytest.param(line, id=f"{page.name}: {line}", marks=marks))
     return list(found.values())
@@ -73,82 +75,6 @@ def python_blocks(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-COLLECTIVES = python_blocks(ROOT / "docs" / "collectives.md")
-
-
-STEP = "            trainer.step(len(labels))\n"
-PROGRAMS = """
-import runpy, sys
-for name in sys.argv[1:]:
-    try:
-        runpy.run_path(name)
-    except SystemExit as ended:
-        assert not ended.code, ended.code
-"""
-"""One after the other in one process, for its imports take most of the time."""
-
-
-@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.thorough), 3])
-def test_examples_of_pages_run_and_those_of_checkpoints_go_on_where_they_ended(n, tmp_path, monkeypatch):
-    """Those of collectives, stores and compression; of checkpoints, and of stopping, first on one thread."""
-    stores, (compression,), (checkpoints,), training = (
-        python_blocks(ROOT / "docs" / f"{name}.md") for name in ("kvstore", "compression", "checkpoints", "training")
-    )
-    assert len(stores) == 3 and STEP in checkpoints
-    (stopping,) = [block for block in training if "Checkpoints(" in block]
-    assert "epochs=3" in stopping
-    ending = f"{STEP}            if trainer.step_count == 13:\n                raise SystemExit(manager.wait())\n"
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        start_code(checkpoints.replace(STEP, ending), "checkpoints", 1)
-    assert not ended.value.code
-    start_code(stopping.replace("epochs=3", "epochs=2"), "stopping", 1)
-    assert [each.name for each in (tmp_path / "checkpoints").glob("step-*")] == ["step-0000000010"]
-    assert (tmp_path / "stopped" / "step-0000000016").exists()
-    programs = {
-        "programs.py": PROGRAMS,
-        "page.py": "\n".join(
-            [*(each for each in COLLECTIVES if not each.startswith("# hpcdp/")), *stores, compression]
-        ),
-        "checkpoints.py": checkpoints,
-        "stopping.py": stopping,
-    }
-    for name, code in programs.items():
-        (tmp_path / name).write_text(code)
-    run(f"hpcdp launch -n {n} -- python programs.py page.py checkpoints.py stopping.py", tmp_path)
-    assert (tmp_path / "checkpoints" / "step-0000000020" / "manifest.json").exists()
-    names = sorted(each.name for each in (tmp_path / "stopped").glob("step-*"))
-    assert names == ["step-0000000016", "step-0000000020", "step-0000000024"]
-
-
-def test_the_first_program_of_the_readme_says_that_it_has_learnt(monkeypatch):
-    program = python_blocks(ROOT / "README.md")[0]
-    assert "range(5)" in program
-    monkeypatch.setattr("hpcdp.data_parallel.bucket_trainer.init", lambda: hpcdp.init())  # the world of the thread
-    said = start_code(program.replace("range(5)", "range(2)"), "train.py", 2)
-    assert float(re.fullmatch(r"test accuracy (0\.\d{4})\n", said)[1]) > 0.8
-
-
-def pages_with_pytorch():
-    last_blocks = [python_blocks(page)[-1] for page in (ROOT / "README.md", ROOT / "docs" / "from-ddp.md")]
-    assert all("hpcdp.torch" in code for code in last_blocks)
-    return "\n".join(last_blocks)
-
-
-def test_examples_with_pytorch_run_on_threads(monkeypatch):
-    """In place of ranks, and of what each would import."""
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    monkeypatch.setattr("hpcdp.torch.distributed.init", lambda: hpcdp.init())  # the world of the thread
-    start_code(pages_with_pytorch(), "pages", 2)
-
-
-@pytest.mark.thorough
-def test_examples_with_pytorch_run(tmp_path):
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    (tmp_path / "page.py").write_text(pages_with_pytorch())
-    run("hpcdp launch -n 2 -- python page.py", tmp_path)
-
-
 def test_the_examples_of_hybrid_programming_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hpcdp.data_parallel.bucket_trainer.init", lambda: hpcdp.init())  # the world of the thread
@@ -157,7 +83,8 @@ def test_the_examples_of_hybrid_programming_run(tmp_path, monkeypatch):
 
 
 def test_quotations_are_what_the_files_say():
-    quoted = [block.partition("\n") for block in COLLECTIVES if block.startswith("# hpcdp/")]
+    blocks = [block for page in DOCS for block in python_blocks(page)]
+    quoted = [block.partition("\n") for block in blocks if block.startswith("# hpcdp/")]
     assert quoted
     for name, _, code in quoted:
         source = (ROOT / name.removeprefix("# ")).read_text()
@@ -171,7 +98,7 @@ def test_what_pages_quote_of_transcripts_is_there():
     assert [block for name, block in quoted if block not in (ROOT / "docs" / name).read_text()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_pictures_are_there(page):
     links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
@@ -184,7 +111,7 @@ def anchors(page):
     return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in re.findall(r"^#+ (.*)$", text, re.M)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_into_pages_hit_a_heading(page):
     links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text())
     there = [(page.parent / path if path else page, anchor) for path, anchor in links if "://" not in path]
@@ -213,7 +140,7 @@ def is_module(name):
         return False
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_names_of_modules_and_what_is_in_them_are_there(page):
     names = set(re.findall(r"(?<![\w./-])hpcdp(?:\.[A-Za-z_]\w*)+", page.read_text())) - {"hpcdp.def", "hpcdp.sif"}
     assert [name for name in sorted(names) if not is_there(name)] == []
@@ -235,7 +162,7 @@ def test_every_variable_that_is_read_is_on_one_page_and_none_else():
 FOLDERS = ("hpcdp", "tests", "benchmarks", "docs", "examples", "kernels", "slurm", "container")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_with_their_folder_are_there(page):
     found = re.findall(rf"(?<![\w./{{-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w(?![\w*/])", page.read_text())
     files = {each for each in found if Path(each).suffix in (".py", ".sh", ".toml", ".md", ".cu", ".def")}
@@ -252,4 +179,4 @@ def test_each_row_of_parity_names_tests_that_exist():
 
 def test_every_page_is_in_the_index():
     index = (ROOT / "docs" / "index.md").read_text()
-    assert [page.name for page in PAGES[1:] if page.name != "index.md" and f"({page.name})" not in index] == []
+    assert [page.name for page in DOCS[1:] if page.name != "index.md" and f"({page.name})" not in index] == []

@@ -24,9 +24,10 @@ from hpcdp.kernels.reference import gradients as reference_update
 
 FOLDER = Path(cuda.__file__).parent
 SOURCES = data_folder("kernels")
-FAMILIES = sorted(path.stem for path in Path(reference.__file__).parent.glob("*.py") if path.stem != "__init__")
+FAMILIES = sorted(kernels._GROUPS)
+GROUPS = sorted(set(kernels._GROUPS.values()))
 ON_GPUS_ALONE = {"reduce": "all_squares", "update": "scale"}
-"""Functions, and arguments of them, by which nothing waits, which others need not have."""
+"""A function, and an argument, that spare the host a wait, and exist in CUDA modules only."""
 
 
 def test_kernels_are_chosen_by_the_array(cupy: ModuleType) -> None:
@@ -45,26 +46,49 @@ def test_numpy_does_not_import_cupy() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_functions_are_those_of_the_specification(name: str) -> None:
-    """All those of it that Numba has, too; some are the specification's own."""
-    module, specification = importlib.import_module(f"hpcdp.kernels.cuda.{name}"), kernels.specification(name)
+    """CUDA has every function of the specification that Numba has, with the same parameters."""
     file = Path(kernels.load(name).__file__ or "")
-    needed = {each.name for each in ast.parse(file.read_text()).body if isinstance(each, ast.FunctionDef)}
-    modules = (module.__name__, specification.__name__)
+    needed = {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
     ours, theirs = (
         {
-            function: [each for each in inspect.signature(found).parameters if each != ON_GPUS_ALONE.get(name)]
-            for function, found in vars(of).items()
-            if inspect.isfunction(found) and found.__module__ in modules and not function.startswith("_")
+            function: [parameter for parameter in parameters if parameter != ON_GPUS_ALONE.get(name)]
+            for function, parameters in parameters_of(module).items()
+            if function in needed
         }
-        for of in (module, specification)
+        for module in (
+            importlib.import_module(f"hpcdp.kernels.cuda.{kernels._GROUPS[name]}"),
+            kernels.specification(name),
+        )
     )
-    ours.pop(ON_GPUS_ALONE.get(name, ""), None)
-    assert ours == {name: parameters for name, parameters in theirs.items() if name in needed | ours.keys()}
+    assert ours and ours == theirs
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_cuda_has_no_functions_beside_those_of_the_specification(group: str) -> None:
+    ours = parameters_of(importlib.import_module(f"hpcdp.kernels.cuda.{group}"))
+    theirs = parameters_of(importlib.import_module(f"hpcdp.kernels.reference.{group}"))
+    assert ours.keys() - theirs.keys() == ({ON_GPUS_ALONE["reduce"]} if group == "gradients" else set())
+    for function in ours.keys() & theirs.keys():
+        extra = {ON_GPUS_ALONE["update"]} - set(theirs[function])
+        assert [name for name in ours[function] if name not in extra] == theirs[function]
+
+
+def parameters_of(module: ModuleType) -> dict[str, list[str]]:
+    """Parameters of a module's public functions; a CUDA module may import some from the specification."""
+    stem = module.__name__.rpartition(".")[2]
+    return {
+        name: list(inspect.signature(function).parameters)
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and function.__module__.endswith(f".{stem}") and not name.startswith("_")
+    }
 
 
 def test_every_family_has_a_module_of_each_kind_and_every_source_is_launched() -> None:
     modules = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
-    assert set(modules) - {"__init__", "capture", "cublas", "cudnn_conv"} == set(FAMILIES)
+    assert len(FAMILIES) == 7 and all(kernels.load(name) for name in FAMILIES)
+    for folder in (FOLDER, Path(reference.__file__).parent):
+        stems = {path.stem for path in folder.glob("*.py")}
+        assert stems - {"__init__", "capture", "cublas", "cudnn_conv"} == set(GROUPS)
     sources = {path.stem for path in SOURCES.glob("*.cu")}
     named = {name for text in modules.values() for name in re.findall(r'"(\w+)"', text)}
     assert sources <= named, sources - named

@@ -60,7 +60,7 @@ def test_a_rank_that_dies_in_the_middle_of_an_update_is_named():
         world.barrier()
         if world.rank == 0:
             with pytest.raises(
-                HpcdpError, match=r"\[key 'w'\]: expected a whole value, got one that rank 1 has changed"
+                HpcdpError, match=r"\[key 'w'\]: expected a complete value, got a partly changed value: rank 1"
             ):
                 store.pull("w").wait()
         world.barrier()

@@ -177,7 +177,7 @@ def test_no_key_and_an_empty_one_are_refused(kind):
         ):  # fmt: skip
             with pytest.raises(ConfigError) as failure:
                 call()
-            assert f"[key]: expected a key or more, none of them empty, got {got}" in str(failure.value)
+            assert f"[key]: expected one or more keys, none of them empty, got {got}" in str(failure.value)
 
     with_store(kind, None, one)
 
@@ -189,7 +189,7 @@ def test_a_function_that_returns_a_new_value_is_told(kind, per_node):
         store.set_updater(returns_the_sum)
         pushed(store, 1, first)
         if first:
-            with pytest.raises(HpcdpError, match="returns None, and `stored` changed in place, got a ndarray"):
+            with pytest.raises(HpcdpError, match="changes `stored` in place and returns None, got a ndarray"):
                 store.wait()
 
     with_store(kind, per_node, one)
@@ -271,7 +271,7 @@ def test_what_only_an_asynchronous_store_has_is_refused_by_name(kind):
         store = kvstore.create(kind, world, **settings)
         store.init("w", np.zeros(1, np.int64))
         for name, call in (("take", lambda: store.take("w")), ("statistics", store.statistics)):
-            said = rf"{name} \[kvstore\]: expected a dist_async store, with .*, got one of kind {kind_of}"
+            said = rf"{name} \[kvstore\]: expected a dist_async store, with .*, got a store of kind {kind_of}"
             with pytest.raises(UnsupportedError, match=said):
                 call()
 
@@ -311,7 +311,7 @@ def test_servers_never_run_another_function_that_has_the_name(updater):
         return str(failure.value)
 
     said = {*thread_comm.run(2, one, 1, 1, serve)}
-    assert len(said) == 1 and "a function that servers can import, got another one than" in said.pop()
+    assert len(said) == 1 and "a function that servers can import, got a function other than" in said.pop()
 
 
 @pytest.mark.parametrize("updater", [adds_twice, Adder(), Adder().add, functools.partial(adds)])

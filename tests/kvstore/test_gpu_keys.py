@@ -325,7 +325,7 @@ def test_compression_is_for_keys_on_the_host(gpus_on_host, monkeypatch):
     def one(world):
         store = kvstore.create("dist_device_sync", world)
         store.init("a", on_gpu(np.zeros(3, "f4")))
-        with pytest.raises(UnsupportedError, match="set the compression before init"):
+        with pytest.raises(UnsupportedError, match=r"before init\(\), so that keys are kept on the host"):
             store.set_gradient_compression("2bit")
         coded = kvstore.create("dist_device_sync", world)
         coded.set_gradient_compression({"type": "2bit", "threshold": 0.5})

@@ -1,4 +1,4 @@
-"""What trainers on stores write with save_states: any number of ranks goes on from it, and either way to update."""
+"""Files of `save_states` of trainers on stores load on any number of ranks, with either place of the update."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from store_networks import backward, in_turn, network, rule, train, values_of
 import hpcdp
 from hpcdp import kvstore, nn
 from hpcdp.comm import thread_comm
+from hpcdp.core import files
 from hpcdp.errors import DataError
 
 
@@ -64,7 +65,7 @@ def test_a_state_of_some_parameters_or_of_none(kind, there, tmp_path):
         with np.load(tmp_path / "again") as states:
             for name in states.files:
                 if name.endswith("/momentum"):
-                    assert states[name].any() == (updated and name.startswith("int:0/"))
+                    assert states[name].any() == (updated and name.startswith(f"{params[0].name}/"))
 
     for updated in (True, False):
         thread_comm.run(1, lambda world, u=updated: rank(world, u))
@@ -85,3 +86,43 @@ def test_states_of_another_model_are_refused_on_every_rank(tmp_path):
     for there in (True, False):
         thread_comm.run(2, lambda world, t=there: rank(world, (4, 6), t, False))
         thread_comm.run(2, lambda world, t=there: rank(world, (4, 5), t, True))
+
+
+@pytest.mark.parametrize("options", [{"kvstore": "dist_sync"}, {"kvstore": "dist_sync", "update_on_kvstore": False}])
+def test_trainers_with_and_without_a_store_load_each_others_files(options, tmp_path):
+    def trained(world, options, path, steps=0):
+        net = network()
+        trainer = hpcdp.Trainer(net.parameters(), rule("adam"), world, **options)
+        for step in range(steps):
+            mine = in_turn(world, step)
+            backward(net, step, mine)
+            trainer.step(len(mine))
+        if not steps:
+            trainer.load_states(path)
+            assert trainer.step_count == 3
+        trainer.save_states(tmp_path / "again" if not steps else path)
+
+    def arrays(path):
+        return files.read("read", path, "hpcdp/trainer", {"step_count": int}, "save_states")
+
+    for saver, loader in ((options, {}), ({}, options), (options, {"kvstore": "dist_async"})):
+        thread_comm.run(2, lambda world, saver=saver: trained(world, saver, tmp_path / "states", 3))
+        thread_comm.run(3, lambda world, loader=loader: trained(world, loader, tmp_path / "states"))
+        (header, before), (header_again, after) = arrays(tmp_path / "states"), arrays(tmp_path / "again")
+        assert header == header_again and before.keys() == after.keys()
+        assert before and all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_a_file_with_residuals_warns_that_a_store_drops_them(tmp_path):
+    net = network()
+    trainer = hpcdp.Trainer(net.parameters(), rule("sgd"), kvstore="local")
+    trainer.save_states(tmp_path / "states")
+    with np.load(tmp_path / "states") as file:
+        saved = dict(file)
+    name = net.parameters()[0].name
+    saved[f"{name}/residual"] = np.ones((2, *net.parameters()[0].shape), "f4")
+    with open(tmp_path / "states", "wb") as opened:
+        np.savez(opened, **saved)
+    with pytest.warns(UserWarning, match="residuals") as warned:
+        trainer.load_states(tmp_path / "states")
+    assert warned[0].filename == __file__

@@ -17,22 +17,22 @@ def halved(key, received, stored):
 
 REFUSED = [
     (lambda store: kvstore.create("dist-sync"), "expected one of local, device, dist_sync, dist, dist_device_sync"),
-    (lambda store: store.init("w", full(1)), r"init \[key 'w'\]: expected a new key, got one that was made before"),
+    (lambda store: store.init("w", full(1)), r"init \[key 'w'\]: expected a new key, got a key of an earlier init"),
     (lambda store: store.init(3, full(1)), r"init \[key 3\]: expected keys that are all int or all str, got both"),
     (lambda store: store.init(True, full(1)), r"init \[key\]: expected an int, a str or a list of them, got True"),
     (lambda store: store.init("x", [full(1), full(2)]), r"init \[key 'x'\]: expected one array"),
     (lambda store: store.init("x", 1.0), r"init \[key 'x'\]: expected one array, got a float"),
     (
         lambda store: store.push("x", full(1)),
-        r"push \[key 'x'\]: expected one of the keys that init\(\) has made: 'w'",
+        r"push \[key 'x'\]: expected one of the keys made by init\(\): 'w'",
     ),
     (
         lambda store: store.push(["w", "w"], [full(1)]),
-        r"push \[value\]: expected a list of 2, one for each key, got 1",
+        r"push \[value\]: expected a list of 2, one for each key, got a list of 1",
     ),
     (
         lambda store: store.push(["w"], full(1)),
-        r"push \[value\]: expected a list of 1, one for each key, got ndarray",
+        r"push \[value\]: expected a list of 1, one for each key, got a ndarray",
     ),
     (lambda store: store.push("w", full(1), priority=0.5), r"push \[priority\]: expected an integer, got 0.5"),
     (lambda store: store.set_updater(3), "set_updater: expected a function of key, received, stored, got 3"),
@@ -109,12 +109,10 @@ def test_what_is_no_array_is_refused_by_name(kind):
             store.pushpull("n", np.float64(3))  # which the sum cannot overwrite
         assert store.pull("n").wait() == 1
         for call in (store.pull, lambda key, out: store.pushpull(key, full(1), out)):
-            with pytest.raises(
-                UnsupportedError, match=r"pull \[key 'w'\]: expected an array to write to, got a read-only"
-            ):
+            with pytest.raises(UnsupportedError, match=r"pull \[key 'w'\]: expected a writable array, got a read-only"):
                 call("w", out=np.broadcast_to(np.float32(1), SHAPE))
         assert np.array_equal(store.pull("w").wait(), full(1))
-        with pytest.raises(ConfigError, match=r"push \[key 'w'\]: expected an array or more, got an empty list"):
+        with pytest.raises(ConfigError, match=r"push \[key 'w'\]: expected one or more arrays, got an empty list"):
             store.push("w", [])
 
     on_one_worker(kind, one)
@@ -162,7 +160,7 @@ def test_ranks_that_differ_are_told():
             MismatchError,
             r"expected key 'w' \(2, 3\) float32 as on rank 0, got key 'w' \(2, 4\) float32 on rank 2",
         ),
-        (twice, ConfigError, "expected a new key, got one that was made before"),
+        (twice, ConfigError, "expected a new key, got a key of an earlier init"),
         (rules, MismatchError, "set_optimizer"),
         (functions, MismatchError, "halved as on rank 0, got .*added on rank"),
         (kinds, MismatchError, r"kvstore.create .*expected dist_async .* as on rank 0, got dist_sync .* on ranks 1, 2"),

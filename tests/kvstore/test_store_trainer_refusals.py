@@ -117,7 +117,7 @@ def test_stores_that_others_use_are_refused():
 
     for make, message in [
         (with_a_key, r"expected a store without keys and updater, got keys \['mine'\]"),
-        (with_an_updater, "expected a store without keys and updater, got one with an updater"),
+        (with_an_updater, "expected a store without keys and updater, got a store with an updater"),
         (of_another_trainer, r"expected a store without keys and updater, got keys \[0, 1, 2\]"),
         (of_one_process, "expected a dist store on 2 ranks, got local"),
     ]:
@@ -146,11 +146,11 @@ def test_sums_are_neither_written_over_nor_summed_again_before_the_update():
         trainer = hpcdp.Trainer(
             net.parameters(), optim.SGD(lr=0.1), world, kvstore="dist_sync", update_on_kvstore=False
         )
-        with pytest.raises(StaleGradientError, match=r"expected gradients that allreduce_grads\(\) has summed"):
+        with pytest.raises(StaleGradientError, match=r"expected gradients summed by allreduce_grads\(\)"):
             trainer.update(1)
         backward(net, 0, [world.rank])
         trainer.allreduce_grads()
-        with pytest.raises(StaleGradientError, match=r"expected one backward before each step.*got another one"):
+        with pytest.raises(StaleGradientError, match=r"expected one backward pass before each step.*got another one"):
             backward(net, 0, [world.rank])
         for again in (trainer.allreduce_grads, lambda: trainer.step(1), trainer.no_sync().__enter__):
             with pytest.raises(StaleGradientError, match=r"call update\(count\), or step\(0\) to drop them"):

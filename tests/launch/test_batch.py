@@ -138,8 +138,9 @@ def test_a_reader_that_has_gone_cancels_the_job(tmp_path: Path, monkeypatch: pyt
 
 def test_a_job_whose_folder_every_user_may_exchange_is_not_submitted(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(LaunchError, match=f"not everybody may change, got {tmp_path}, which every user may write"):
+    with pytest.raises(LaunchError, match="a place that not everybody may change, got /") as caught:
         batch.run(LaunchPlan([]), tmp_path / "job", lambda: pytest.fail("it was submitted"))
+    assert caught.value.got == f"{tmp_path}, which every user may write"  # the line may be cut
     assert not (tmp_path / "job").exists()
 
 

@@ -111,7 +111,10 @@ def test_a_driver_that_is_too_old_for_cupy(driver: None, cupy: Path) -> None:
         "driverGetVersion=lambda: 13000", "driverGetVersion=lambda: 12080"
     )
     (cupy / "cuda" / "__init__.py").write_text(old)
-    assert "got one for CUDA up to 12.8; in an environment without this CuPy: pip install" in doctor.shown()["CuPy"]
+    assert (
+        "got one for CUDA up to 12.8; install a newer driver, or in an environment without this CuPy: pip install"
+        in doctor.shown()["CuPy"]
+    )
 
 
 @pytest.mark.slow

@@ -63,13 +63,18 @@ class Job:
         self.mark = f"HPCDP_TEST_JOB={uuid.uuid4()}"
         name, _, value = self.mark.partition("=")
         command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", *python(before + SLEEPER), str(folder)]
+
+        def handle() -> None:
+            signal.signal(signal.SIGHUP, hangup)
+            signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # which what a script runs in the background ignores
+
         self.launcher = subprocess.Popen(
             command,
             env=os.environ | {name: value},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
+            preexec_fn=handle,
         )
         wait_for(lambda: all((folder / f"ready-{rank}").exists() for rank in (0, 1)))
 

@@ -176,12 +176,12 @@ def test_retained_tapes_survive_other_steps():
         (lambda: functional.conv2d(IMAGES, np.ones((1, 2, 3, 3))), r"got \(2, 3, 7, 6\), \(1, 2, 3, 3\)"),
         (
             lambda: functional.conv2d(IMAGES, np.ones((1, 3, 8, 3))),
-            r"window of \(8, 3\) fits.*got height and width \(7, 6\)",
+            r"window of \(8, 3\).*got height and width \(7, 6\)",
         ),
         (lambda: functional.conv2d(IMAGES, np.ones((1, 3, 3, 3)), stride=0), r"with stride \(0, 0\)"),
         (
             lambda: functional.conv2d(IMAGES, np.ones((1, 3, 0, 3))),
-            r"window of \(0, 3\) .*of which only padding may be 0",
+            r"window of \(0, 3\) with stride .* >= 1 and padding .* >= 0",
         ),
         (lambda: functional.max_pool2d(IMAGES, 2, stride=0), r"with stride \(0, 0\)"),
         (lambda: functional.max_pool2d(IMAGES, 2, stride=(1, -1)), r"with stride \(1, -1\)"),
@@ -238,7 +238,7 @@ def test_retained_tapes_survive_other_steps():
         *(
             (
                 lambda call=call: call(IMAGES.astype(">f8")),
-                r"\[dtype\]: .*this machine's order of bytes.*got >f8; convert",
+                r"\[dtype\]: .*native byte order.*got >f8; convert",
             )
             for call in (
                 functional.relu,

@@ -73,7 +73,7 @@ def test_a_drawing_shows_every_operation(ending, tmp_path):
     root = ElementTree.parse(path).getroot()
     boxes = [each for each in root.iter() if str(each.get("id", "")).startswith("patch_")]
     assert len(boxes) >= len(graph.nodes) + 1
-    with pytest.raises(ConfigError, match=r"draw \[.*net\.svg\]: expected a folder .*absent that is there, got none"):
+    with pytest.raises(ConfigError, match=r"draw \[.*net\.svg\]: expected an existing folder .*absent, got none"):
         graph.draw(tmp_path / "absent" / "net.svg")
 
 
@@ -95,7 +95,7 @@ def test_activations_join_what_they_follow_alone():
     net = nn.Sequential(nn.Conv2D(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Dense(8, 3), nn.ReLU(), nn.ReLU())
     graph = graph_of(net, zeros(1, 1, 4, 4))
     assert operators(graph) == ["conv2d", "relu", "reshape", "dense", "relu", "relu"]
-    assert operators(rewritten(graph, False)) == ["conv2d+relu", "reshape", "dense+relu", "relu"]
+    assert operators(rewritten(graph)) == ["conv2d+relu", "reshape", "dense+relu", "relu"]
 
     class Both(nn.Module):
         def __init__(self):
@@ -105,7 +105,7 @@ def test_activations_join_what_they_follow_alone():
             y = self.layer(x)
             return y + nn.functional.relu(y)
 
-    assert operators(rewritten(graph_of(Both(), zeros(1, 3)), True)) == ["dense", "relu", "add"]
+    assert operators(rewritten(graph_of(Both(), zeros(1, 3)))) == ["dense", "relu", "add"]
 
 
 class Products(nn.Module):
@@ -134,7 +134,7 @@ def test_biases_join_products_to_the_same_bits(shape):
     graph = graph_of(net, zeros(*shape))
     joined = ["affine+relu", "affine", "affine", "tanh", "multiply", "matmul", "multiply", "add", "add", "matmul",
               "add", "sum", "add", "getitem", "affine", "matmul", "add"]  # fmt: skip
-    assert operators(rewritten(graph, True)) == joined
+    assert operators(rewritten(graph)) == joined
     for seed in range(4):
         found = []
         for each in (net, plain):
@@ -162,7 +162,7 @@ def test_a_bias_of_another_dtype_is_added_as_usual():
             return x @ self.weight + self.bias
 
     net = Mixed()
-    assert operators(rewritten(graph_of(net, zeros(2, 4)), False)) == ["matmul", "add"]
+    assert operators(rewritten(graph_of(net, zeros(2, 4)))) == ["matmul", "add"]
     assert net(zeros(2, 4) + 1).dtype == np.float64
 
 

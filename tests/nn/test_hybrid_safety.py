@@ -362,5 +362,5 @@ def test_replicas_are_called_as_usual():
             replicas.hybridize()
         for a, b in zip(steps(net, replicas), expected, strict=True):
             np.testing.assert_array_equal(a, b)
-    with pytest.raises(ConfigError, match=r"parts that can be traced, got Replicas"):
+    with pytest.raises(ConfigError, match=r"traceable parts, got Replicas"):
         replicas.graph()

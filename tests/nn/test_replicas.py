@@ -33,7 +33,7 @@ def test_the_documents_matrix():
     np.testing.assert_array_equal(first, x[:2])
     np.testing.assert_array_equal(second, x[2:])
     assert not np.shares_memory(first, x)
-    with pytest.raises(ConfigError, match="expected a number of samples that 3 divides, got 4"):
+    with pytest.raises(ConfigError, match="expected a number of samples divisible by 3, got 4"):
         data.split_and_load(x, devices(3))
     assert [len(part) for part in data.split_and_load(x, devices(3), even_split=False)] == [1, 1, 2]
 
@@ -100,7 +100,7 @@ def test_statistics_are_those_of_each_device():
         alone(x[:10])
     for name in RUNNING:
         np.testing.assert_allclose(net.state_dict()[f"1.{name}"], alone.state_dict()[f"1.{name}"], rtol=1e-5)
-        there = replicas.on(hpcdp.cpu(1)).there.state_dict()[f"1.{name}"]
+        there = replicas.on(hpcdp.cpu(1)).module.state_dict()[f"1.{name}"]
         assert np.abs(there - net.state_dict()[f"1.{name}"]).max() > 1e-3
 
 
@@ -165,7 +165,7 @@ def test_what_a_forward_assigns_is_its_devices():
     replicas = nn.Replicas(Counts(), devices(2))
     for _ in range(3):
         replicas(X[:5])
-    assert (replicas.net.rows, replicas.on(hpcdp.cpu(1)).there.rows) == (6, 9)
+    assert (replicas.net.rows, replicas.on(hpcdp.cpu(1)).module.rows) == (6, 9)
 
 
 def test_a_network_that_returns_several_tensors_is_refused():
@@ -238,7 +238,7 @@ def test_the_network_must_be_on_the_first_device(monkeypatch):
         (lambda: nn.Replicas(network(), hpcdp.cpu()), r"expected a list of devices, .* got cpu\(0\)"),
         (
             lambda: nn.Replicas(network(), devices(1) * 2),
-            r"Replicas \[devices\]: expected each once, got \[cpu\(0\), cpu",
+            r"Replicas \[devices\]: expected distinct devices, got \[cpu\(0\), cpu",
         ),
         (
             lambda: nn.Replicas(network, devices(2)),

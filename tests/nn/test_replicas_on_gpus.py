@@ -148,13 +148,13 @@ def test_operands_on_several_devices_are_refused_by_name(gpus_on_host, asynchron
     net, dense = nn.Sequential(nn.Dense(6, 4)).to(gpu(2)), nn.Dense(6, 4).to(gpu(2))
     x, there = X, autograd.Tensor(gpu(2).put(X))
     wrong = {
-        "dense: .* some on gpu(1) and gpu(2)": lambda: dense(gpu(1).put(X)),
-        "softmax_cross_entropy: .* some on gpu(1) and gpu(2)": lambda: losses(net, gpu(2).put(X), gpu(1).put(Y)),
-        "dense: .* some on the host and gpu(2)": lambda: dense(X),
-        "add: .* some on the host and gpu(2)": lambda: there + x,
-        "subtract: .* some on the host and gpu(2)": lambda: x - there,
-        "compare: .* some on the host and gpu(2)": lambda: there == x,
-        "where: .* some on the host and gpu(2)": lambda: autograd.where(x > 0, there, there),
+        "dense: .* operands on gpu(1) and gpu(2)": lambda: dense(gpu(1).put(X)),
+        "softmax_cross_entropy: .* operands on gpu(1) and gpu(2)": lambda: losses(net, gpu(2).put(X), gpu(1).put(Y)),
+        "dense: .* operands on the host and gpu(2)": lambda: dense(X),
+        "add: .* operands on the host and gpu(2)": lambda: there + x,
+        "subtract: .* operands on the host and gpu(2)": lambda: x - there,
+        "compare: .* operands on the host and gpu(2)": lambda: there == x,
+        "where: .* operands on the host and gpu(2)": lambda: autograd.where(x > 0, there, there),
     }
     for says, call in wrong.items():
         how = autograd.asynchronous() if asynchronous else contextlib.nullcontext()

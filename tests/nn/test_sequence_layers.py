@@ -163,9 +163,9 @@ def test_errors_are_said():
         sequence.embedding(np.array([1]), np.zeros(4, np.float32))
     with pytest.raises(UnsupportedError, match=r"causal_attention: expected shape \(batch, time, 3 width\)"):
         sequence.causal_attention(np.zeros((1, 2, 8), np.float32), 2)
-    with pytest.raises(UnsupportedError, match=r"with a width above 0 that 2 heads divide, got \(1, 2, 0\)"):
+    with pytest.raises(UnsupportedError, match=r"with a width > 0 divisible by 2 heads, got \(1, 2, 0\)"):
         sequence.causal_attention(np.zeros((1, 2, 0), np.float32), 2)
-    with pytest.raises(ConfigError, match="expected heads that divide 6, got 4"):
+    with pytest.raises(ConfigError, match="expected a divisor of width 6, got 4"):
         nn.CausalSelfAttention(6, 4)
     with pytest.raises(UnsupportedError, match=r"layer_norm: expected shapes \(\.\.\., features\)"):
         nn.LayerNorm(3)(np.zeros((2, 4), np.float32))

@@ -34,7 +34,7 @@ def tied(kind):
 
 
 TIED = {"module": "0.0.weight", "parameter": "0.weight", "devices": "0.weight"}
-REMEDY = "; give each stage layers of its own, or put those that share a parameter into one stage"
+REMEDY = "; put layers that share a parameter into one stage"
 
 
 @pytest.mark.parametrize("kind", TIED)

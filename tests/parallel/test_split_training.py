@@ -269,7 +269,7 @@ def test_ranks_that_disagree_and_trainers_that_cannot_be(tmp_path):
             Trainer(net.parameters(), optim.SGD(lr=0.1), world)
         with pytest.raises(ConfigError, match="train without a kvstore"):
             Trainer(net.parameters(), optim.SGD(lr=0.1), replicas, kvstore="dist_sync")
-        with pytest.raises(ConfigError, match="fp16 or bf16 with layers that are split, got 2bit"):
+        with pytest.raises(ConfigError, match="fp16 or bf16 with split layers, got 2bit"):
             Trainer(net.parameters(), optim.SGD(lr=0.1), replicas, compression="2bit")
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), replicas)
         for call in (trainer.save_states, trainer.load_states):

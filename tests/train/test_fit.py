@@ -304,15 +304,15 @@ PER_SAMPLE = nn.functional.softmax_cross_entropy
 @pytest.mark.parametrize(
     ("loss", "got"),
     [
-        (lambda scores, y: PER_SAMPLE(scores, y).mean(), r"shape \(\); leave out \.mean\(\) or \.sum\(\)"),
-        (lambda scores, y: PER_SAMPLE(scores, y).sum(), r"shape \(\); leave out"),
-        (lambda scores, y: scores * scores, r"shape \({count}, 3\); take the mean of each sample"),
-        (lambda scores, y: (scores * scores).reshape(-1), r"shape \({flat},\); take the mean of each sample"),
+        (lambda scores, y: PER_SAMPLE(scores, y).mean(), r"shape \(\); remove \.mean\(\) or \.sum\(\)"),
+        (lambda scores, y: PER_SAMPLE(scores, y).sum(), r"shape \(\); remove"),
+        (lambda scores, y: scores * scores, r"shape \({count}, 3\); average over the axes of each sample"),
+        (lambda scores, y: (scores * scores).reshape(-1), r"shape \({flat},\); average over the axes of each sample"),
     ],
 )
 def test_a_loss_that_is_not_per_sample_is_refused_before_it_trains(ranks, count, loss, got):
     got = got.replace("{count}", str(count)).replace("{flat}", str(3 * count))
-    expected = rf"^train step \[loss\]: expected one a sample, shape \({count},\), got {got}"
+    expected = rf"^train step \[loss\]: expected one loss a sample, shape \({count},\), got {got}"
     with pytest.raises(ConfigError, match=expected):
         thread_comm.run(ranks, lambda world: fitted(world, loss, [list(range(count))]))
 
@@ -326,7 +326,7 @@ def test_a_loss_that_is_not_per_sample_is_refused_before_it_trains(ranks, count,
     ],
 )
 def test_a_loss_that_is_no_tensor_is_refused(loss, got):
-    with pytest.raises(ConfigError, match=rf"^train step \[loss\]: expected a Tensor, got {got}; return what "):
+    with pytest.raises(ConfigError, match=rf"^train step \[loss\]: expected a Tensor, got {got}; return the result"):
         thread_comm.run(2, lambda world: fitted(world, loss, [[0, 1]]))
 
 

@@ -35,7 +35,7 @@ def test_replicas_refuse_layers_of_all_ranks():
     def job(world):
         net = SyncBatchNorm.convert(network(), world)
         nn.Replicas(net, [hpcdp.cpu(0)])
-        with pytest.raises(ConfigError, match=r"Replicas: expected layers of this rank alone.*got a SyncBatchNorm"):
+        with pytest.raises(ConfigError, match=r"Replicas.*layers that do not communicate.*got a SyncBatchNorm"):
             nn.Replicas(net, [hpcdp.cpu(0), hpcdp.cpu(1)])
         replicas = nn.Replicas(network(), [hpcdp.cpu(0), hpcdp.cpu(1)])
         for each in (replicas, nn.Sequential(replicas)):
@@ -52,7 +52,7 @@ def test_a_pipeline_refuses_layers_of_all_ranks_on_all_ranks(n):
     def job(world):
         parts = stages()
         SyncBatchNorm.convert(parts[0], world)
-        with pytest.raises(ConfigError, match=r"stages\[0\]: expected layers of this rank alone.*got a SyncBatchNorm"):
+        with pytest.raises(ConfigError, match=r"stages\[0\].*layers that do not communicate.*got a SyncBatchNorm"):
             Pipeline(parts, CE, world)
         with pytest.raises(ConfigError, match="got a Pipeline, which cuts it"):
             SyncBatchNorm.convert(Pipeline(stages(), CE, world), world)
@@ -72,7 +72,7 @@ def test_a_pipeline_trains_by_its_own_step(n):
         ):
             with pytest.raises(ConfigError, match=r"\[net\]: expected a network that is called, got a Pipeline"):
                 train()
-        with pytest.raises(ConfigError, match="one whose world is the pipeline's replicas, got another"):
+        with pytest.raises(ConfigError, match="a trainer of the pipeline's replicas, got another"):
             net.step(trainer.optimizer, X[:4], Y[:4])
         with pytest.raises(ConfigError, match="expected samples and a label for each, got a ndarray and a NoneType"):
             net.step(trainer, X[:4], None)
@@ -96,8 +96,8 @@ class Returns(nn.Module):
     [
         (3, r"stages\[1\]\]: expected a module, or a function that makes one, got 3"),
         (lambda: None, r"stages\[1\]\]: expected a module, or a function that makes one, got None"),
-        (Returns(lambda x: None), "expected stages that return a tensor, or several, got a NoneType"),
-        (Returns(lambda x: (x, x.data)), "expected stages that return a tensor, or several, got a Tensor, a ndarray"),
+        (Returns(lambda x: None), "expected stages that return one or more tensors, got a NoneType"),
+        (Returns(lambda x: (x, x.data)), "expected stages that return one or more tensors, got a Tensor, a ndarray"),
     ],
 )
 def test_stages_that_are_none(stage, expected):
@@ -131,7 +131,7 @@ def test_layers_that_become_those_of_all_ranks_are_found(n):
         trainer = hpcdp.Trainer(replicas.parameters(), optim.SGD(lr=0.1), world)
         TrainStep(replicas, trainer)(X[:6], Y[:6])
         SyncBatchNorm.convert(net, world)
-        with pytest.raises(ConfigError, match=r"Replicas: expected layers of this rank alone"):
+        with pytest.raises(ConfigError, match=r"Replicas.*layers that do not communicate"):
             TrainStep(replicas, trainer)(X[:6], Y[:6])
         replicas(X[:6])  # prediction needs no other rank
         parts = stages()
@@ -141,7 +141,7 @@ def test_layers_that_become_those_of_all_ranks_are_found(n):
         world.barrier()
         SyncBatchNorm.convert(parts[0], world)
         if world.rank == 0:
-            with pytest.raises(ConfigError, match=r"Pipeline.step: expected layers of this rank alone"):
+            with pytest.raises(ConfigError, match=r"Pipeline.step.*layers that do not communicate"):
                 pipeline.step(trainer, X[:6], Y[:6])
         net = network()
         trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore="dist_async")
@@ -256,7 +256,7 @@ def test_a_file_that_is_open_with_locks_is_called_that(tmp_path):
         file["x"], file["y"] = X, Y
     with (
         h5py.File(path, "r", locking=True),
-        pytest.raises(hpcdp.HpcdpError, match=r"without locks, or not at all, got one with locks; .*locking=False"),
+        pytest.raises(hpcdp.HpcdpError, match=r"has not opened with locks, got one opened with locks; .*locking=False"),
     ):
         data.HDF5Dataset(path)
     with h5py.File(path, "r", locking=False):

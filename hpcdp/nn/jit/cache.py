@@ -1,13 +1,11 @@
-"""A module's plans: which one a call takes, when one is made, and when a call goes without.
+"""Caches of plans: which plan a call uses, and when one is created; and plans of training steps.
 
-Plans of whole steps of training: forward, backward and update, without a tape in between.
+On the host, a step's plan runs the forward calls and then the pullbacks, in an order found once. The hook of a
+parameter runs when its gradient is complete, so reductions overlap with backward; the update follows. On a GPU the step
+is captured as one CUDA graph, with the update if it needs no other rank. The graph is cut where hooks launch
+reductions: they are called while earlier parts run, and later parts are launched after them.
 
-On the host a plan's calls are followed by its pullbacks, in an order that was found once; where a parameter's gradient
-is complete its hook is called, so that reductions begin while backward goes on; then comes the update. On a GPU all
-that is captured as one CUDA graph, the update with it where it needs nothing of other ranks. Where hooks launch
-reductions it is cut, so that they are called while what is before runs, and what comes behind is launched.
-
-What the module returns are losses, one a sample, and outputs that go with them: see `hpcdp.train.TrainStep`.
+The module returns per-sample losses and outputs: see `hpcdp.train.TrainStep`.
 """
 
 from __future__ import annotations
@@ -40,52 +38,51 @@ if TYPE_CHECKING:
     from ..module import Module
 
 _KEYS_KEPT = 16
-"""Plans for so many combinations of shapes, dtypes and modes are kept a thread; those used longest ago go first."""
+"""Least recently used eviction keeps the plans of this many combinations of shapes, dtypes and modes a thread."""
 _MOST_AT_ONCE = 64
-"""So many calls can wait for their backward at once; more of them go without a plan."""
+"""Calls that can wait for their backward at once; further calls run without a plan."""
 
 Key = tuple[Any, ...]
 
 
 class _Known:
-    """A traced graph, as it is planned, and its plans: several where a call came before the backward of another."""
+    """Traced graph and its plans: several if a call precedes the backward of another."""
 
     def __init__(self, traced: Graph, given: Sequence[Tensor], recording: bool) -> None:
         self.traced = traced
         self._types = _types_of(traced)
-        kinds = {*self._types, *(_kind_of(each.data) for each in given)}
+        kinds = {*self._types, *(_kind_of(x.data) for x in given)}
         self.is_on_host = kinds <= {np.ndarray}
         records_by_itself = not recording and any(node.is_recorded for node in traced.nodes)
         self.is_planned = all(map(_is_planned_kind, kinds)) and not records_by_itself
-        """Whether there can be plans: they know no tape where the caller records none. Not after one has failed."""
-        self.graph = rewritten(traced, recording) if self.is_on_host else traced
+        """Whether plans are possible: they record nothing by themselves. False after a plan has failed."""
+        self.graph = rewritten(traced) if self.is_on_host else traced
         self.plans: list[Plan | CudaPlan] = []
 
     def still_fits(self) -> bool:
-        """Whether the network's tensors have the shapes, dtypes and kinds of arrays with which it was traced, and lists
-        the numbers."""
-        kinds = [(each.shape, each.dtype) for each in self.traced.held]
+        """Return whether shapes, dtypes and array types of the network's tensors, and lists, are as traced."""
+        kinds = [(held.shape, held.dtype) for held in self.traced.held]
         return kinds == self.traced.kinds and _types_of(self.traced) == self._types and self.traced.has_its_lists()
 
 
 class _Here(threading.local):
-    """The plans of one thread; modes, and what is on the tape, are a thread's own."""
+    """Plans of one thread; modes and the tape are thread-local."""
 
     def __init__(self) -> None:
         self.known: OrderedDict[Key, _Known] = OrderedDict()
         self.modules: object = None
-        """The state of all modules at which ``attributes`` were the network's."""
+        """Stamp of all modules at which ``attributes`` were checked."""
         self.attributes: list[Any] = []
         self.parameter: Any = None
-        """The network's first one, where the others are, too."""
+        """The network's first parameter, which determines the device."""
         self.needs_all_ranks = False
-        """Whether one of its parts does."""
+        """Whether one of the network's parts needs all ranks."""
         self.shortcut: Shortcut | None = None
-        """To the plan of the last call, until another is taken."""
+        """Shortcut to the plan of the last call."""
 
 
 class Hybrid:
-    """The plans of ``module``. What calls do with them besides is for `step_plan.HybridStep` to say."""
+    """Cache of the plans of ``module``; `HybridStep` overrides how they are created and called."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
@@ -93,22 +90,22 @@ class Hybrid:
         self._name = type(module).__name__
 
     def _forward(self, given: Sequence[Tensor]) -> Any:
-        """What a call without a plan does."""
+        """Run a call without a plan."""
         return self._module.forward(*given)
 
     def _plan(self, graph: Graph, given: Sequence[Tensor], is_on_host: bool) -> Plan | CudaPlan:
-        """A new plan, for inputs like ``given``."""
+        """Create a plan for inputs like ``given``."""
         return (Plan if is_on_host else CudaPlan)(graph, given, modes.recording)
 
     def _mode(self, given: Sequence[Tensor]) -> Key:
-        """What a plan depends on besides shapes and dtypes of what it is ``given``."""
+        """Return the key of a plan besides shapes and dtypes of the inputs."""
         return modes.recording, modes.training
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hybrid, (self._module,)  # a copy traces for itself
+        return Hybrid, (self._module,)  # a copy creates its own plans
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
-        """What ``forward`` returns."""
+        """Return the result of ``forward`` for ``inputs``."""
         here = self._here
         shortcut = here.shortcut
         if shortcut is not None and len(inputs) == 1:
@@ -120,11 +117,11 @@ class Hybrid:
             return self._forward(given)
         if here.modules is not state.modules:
             self._look_at_attributes(here)
-        with on_device_of(first_on_gpu(*given, array_of(here.parameter))):  # where operators compute that are called
+        with on_device_of(first_on_gpu(*given, array_of(here.parameter))):
             return self._called(given, here)
 
     def _called(self, given: Sequence[Tensor], here: _Here) -> Any:
-        # Layers of all ranks talk to the others, and virtual shards change what layers draw and note.
+        # Layers that need all ranks communicate, and virtual shards change random numbers and statistics.
         if modes.training and (here.needs_all_ranks or entered_shard() is not None):
             return self._forward(given)
         key = (*self._mode(given), *[_described(x) for x in given])
@@ -154,20 +151,20 @@ class Hybrid:
         return new.first(given)
 
     def _planned(self, known: _Known, given: Sequence[Tensor]) -> Plan | CudaPlan | None:
-        """A new plan, for inputs like ``given``; None where there can be none."""
+        """Create a plan for inputs like ``given``, or return None if there can be none."""
         if not known.is_planned:
             return None
         if known.is_on_host:
             return self._plan(known.graph, given, True)
         try:
             return self._plan(known.graph, given, False)
-        except Exception as error:  # also CUDA's, as where a graph finds no memory
+        except Exception as error:  # also CUDA's, e.g. out of memory
             warn_without_graph(self._name, error)
             known.is_planned = False
             return None
 
     def graph(self) -> Graph:
-        """The graph of this thread's last prediction of which there is one.
+        """Return the graph of this thread's last prediction that was traced.
 
         Raises:
             ConfigError: there is none, or a part of the network cannot be traced.
@@ -175,10 +172,10 @@ class Hybrid:
         here = self._here
         if here.modules is not state.modules:
             self._look_at_attributes(here)
-        unknown = sorted({type(each).__name__ for each in _parts(self._module) if not each.is_traceable})
+        unknown = sorted({type(part).__name__ for part in _parts(self._module) if not part.is_traceable})
         if unknown:
             raise ConfigError(
-                "hybridize", where=type(self._module).__name__, expected="parts that can be traced",
+                "hybridize", where=type(self._module).__name__, expected="traceable parts",
                 got=", ".join(unknown),
             )  # fmt: skip
         for key, known in reversed(here.known.items()):
@@ -186,15 +183,14 @@ class Hybrid:
                 return known.traced
         raise ConfigError(
             "hybridize", where=type(self._module).__name__,
-            expected="a call before, outside of record() and of asynchronous(), within which nothing is planned",
-            got="none since the module was made or changed",
+            expected="a prediction outside record() and asynchronous()",
+            got="none since the module was created or changed",
             remedy="leave asynchronous(), " * (modes.tracer is not None)
-            + "call net(x), and again if that call has found out shapes",
+            + "call net(x), and again if the first call sets deferred shapes",
         )  # fmt: skip
 
     def for_export(self, graph: Graph) -> Graph:
-        """``graph``, one of predictions, with what tracing the forward again finds out: whether it takes any batch, and
-        what is computed within ``pause()``."""
+        """Return the prediction ``graph`` with `with_pauses`, and whether it accepts any batch size."""
 
         def trace(given: Sequence[Tensor]) -> Graph:
             return self._traced(given)[0]
@@ -202,22 +198,22 @@ class Hybrid:
         return with_pauses(replace(graph, any_batch=takes_any_batch(graph, trace)), trace)
 
     def _is_traceable(self) -> bool:
-        """Not while layers are still to find out their shapes, for which some assign attributes."""
+        """Return whether all parts can be traced and no layer waits for its shape, for which some assign attributes."""
         from ..module import lacks_shapes
 
-        return all(each.is_traceable for each in _parts(self._module)) and not lacks_shapes(self._module)
+        return all(part.is_traceable for part in _parts(self._module)) and not lacks_shapes(self._module)
 
     def _look_at_attributes(self, here: _Here) -> None:
-        """Forget all plans if an attribute of the module or of its parts is another object."""
+        """Drop all plans if an attribute of the module or of its parts is another object."""
         now = state.modules
-        attributes = [value for each in self._module.modules() for value in (each, *vars(each).values())]
+        attributes = [value for part in self._module.modules() for value in (part, *vars(part).values())]
         same = len(attributes) == len(here.attributes)
         if not same or any(a is not b for a, b in zip(attributes, here.attributes, strict=True)):
             here.known.clear()
             here.shortcut = None
             here.attributes = attributes
             here.parameter = next((held for _, held in attributes_of(self._module) if hasattr(held, "held")), None)
-            here.needs_all_ranks = any(each.needs_all_ranks for each in self._module.modules())
+            here.needs_all_ranks = any(part.needs_all_ranks for part in self._module.modules())
         here.modules = now
 
     def _trace(self, key: Key, given: Sequence[Tensor], here: _Here) -> Any:
@@ -235,14 +231,14 @@ class Hybrid:
 
     @contextlib.contextmanager
     def _warmed_up(self, given: Sequence[Tensor]) -> Iterator[None]:
-        """What runs inside may be captured later, if it is on a GPU."""
+        """Run the context as a warm-up for a later CUDA capture, if the network is on a GPU."""
         array = first_on_gpu(*given, *(array_of(x) for _, x in attributes_of(self._module)))
         with on_device_of(array), contextlib.nullcontext() if array is None else warmed_up():
             yield
 
 
 def _parts(module: Module) -> Iterator[Module]:
-    """The module and all its parts, also those that pass for what they hold, as `Replicas` do."""
+    """Yield the module and all its parts, also those hidden from `Module.modules`, as in `Replicas`."""
     yield module
     for value in vars(module).values():
         if hasattr(value, "is_traceable"):
@@ -258,9 +254,11 @@ def _described(x: Tensor) -> Key:
 
 
 def _is_planned(x: Array) -> bool:
-    """Not an array that is repeated along an axis: sums over it have an order that they have in no memory of a plan.
+    """Return whether an input can be planned.
 
-    One without elements is none, though NumPy may give it strides of 0."""
+    Arrays repeated along an axis cannot: sums over it have another order than in a plan's memory. An empty array is not
+    repeated, though NumPy may give it strides of 0.
+    """
     is_repeated = x.size and any(n > 1 and not step for n, step in zip(x.shape, x.strides, strict=True))
     return _is_planned_kind(_kind_of(x)) and not is_repeated
 
@@ -270,65 +268,63 @@ def _is_planned_kind(kind: type) -> bool:
 
 
 def _kind_of(x: Array) -> type:
-    """The type of ``x``; what NumPy makes of an array without axes passes for one."""
+    """Return the type of ``x``; NumPy scalars count as arrays."""
     return np.ndarray if isinstance(x, np.generic) else type(x)
 
 
 def _types_of(graph: Graph) -> list[type]:
-    return [_kind_of(array_of(each)) for each in graph.held]
+    return [_kind_of(array_of(held)) for held in graph.held]
 
 
 def attributes_of(module: Module) -> list[tuple[str, Any]]:
-    """Path and value of what a forward may take beside its inputs."""
+    """Return path and value of each tensor and array that a forward may use beside its inputs."""
     return [
         (prefix + name, value)
-        for prefix, each in module._modules("")
-        for name, value in vars(each).items()
+        for prefix, part in module._modules("")
+        for name, value in vars(part).items()
         if isinstance(value, (Tensor, np.ndarray)) or is_cupy(value)
     ]
 
 
 class GraphUpdate(Protocol):
-    """An update that a CUDA graph can have at its end."""
+    """Update that can be captured at the end of a CUDA graph."""
 
     def capture(self) -> None:
-        """Launch it, within a capture."""
+        """Launch the update, within a capture."""
         ...
 
     def still_fits(self) -> bool:
-        """Whether a launch of what was captured is still the update that is to be made."""
+        """Return whether the captured update is still the one to be made."""
         ...
 
     def step(self, count: int, launch: Callable[[], None]) -> None:
-        """What the trainer's ``step(count)`` does, of which ``launch`` is the update, and all before it."""
+        """Run the trainer's ``step(count)``; ``launch`` performs the update and everything before it."""
         ...
 
 
 class Stepping(Protocol):
-    """What a step's plan needs of a trainer."""
+    """Interface of the trainer that a step's plan uses."""
 
     loss_scale: float
     step_count: int
     accumulation: tuple[bool, bool]
-    """Whether backward adds to gradients, and whether further ones follow before the update."""
+    """Whether backward adds to gradients, and whether further gradients follow before the update."""
 
     def step(self, count: int) -> int:
         """Reduce the gradients and update; see `hpcdp.Trainer.step`."""
         ...
 
     def graph_update(self, leaves: Sequence[Any]) -> GraphUpdate | None:
-        """The update from the gradients of ``leaves``, if a CUDA graph can have it as the trainer is now."""
+        """Return the update from gradients of ``leaves``, if a CUDA graph can hold it at present."""
         ...
 
     def launching(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Of ``leaves``, whose gradients are complete in this order, those whose hooks launch what runs beside
-        backward."""
+        """Return the ``leaves``, in order of completed gradients, whose hooks launch work beside backward."""
         ...
 
 
 class Phases(NamedTuple):
-    """Contexts that the parts of a step are computed in, each entered anew in every step. What is one launch of a CUDA
-    graph counts as the last of its parts."""
+    """Contexts for the phases of a step. A single CUDA graph launch counts as its last phase."""
 
     forward: AbstractContextManager[None] = nullcontext()
     backward: AbstractContextManager[None] = nullcontext()
@@ -339,31 +335,31 @@ UNOBSERVED = Phases()
 
 
 def finish(trainer: Stepping, phases: Phases, returned: Sequence[Any]) -> list[Any]:
-    """Backward from the first of what was ``returned``, and the update; all of it, off the tape."""
+    """Run backward from the losses, the first of ``returned``, and the update; return the results off the tape."""
     losses = returned[0]
     with phases.backward:
         losses.backward(trainer.loss_scale)
     with phases.step:
         trainer.step(len(losses))
-    return [off_the_tape(each) for each in returned]
+    return [off_the_tape(value) for value in returned]
 
 
 def off_the_tape(x: Any) -> Any:
-    """``x``, what a network returns, with tensors over the same arrays that are on no tape."""
+    """Return a network's result ``x`` with tensors over the same arrays that are on no tape."""
     if isinstance(x, dict):
-        return {name: off_the_tape(each) for name, each in x.items()}
+        return {name: off_the_tape(value) for name, value in x.items()}
     if isinstance(x, (tuple, list)):
         return like(x, map(off_the_tape, x))
     return Tensor(x.data) if isinstance(x, Tensor) else x
 
 
 def like(x: Any, values: Iterable[Any]) -> Any:
-    """``values`` as a tuple or list of the type of ``x``."""
+    """Return ``values`` as a tuple or list of the type of ``x``."""
     return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
 
 
 class HybridStep(Hybrid):
-    """The plans of the step called ``name``: ``module`` returns a tuple, of losses, one a sample, and of outputs."""
+    """Cache of plans of the step called ``name``, whose ``module`` returns per-sample losses and outputs."""
 
     def __init__(self, module: Module, trainer: Stepping, phases: Phases, name: str) -> None:
         super().__init__(module)
@@ -372,7 +368,7 @@ class HybridStep(Hybrid):
 
     def _forward(self, given: Sequence[Tensor]) -> Any:
         with self._phases.forward:
-            returned = self._module.forward(*[each.data for each in given])  # arrays, as a step that is not hybridized
+            returned = self._module.forward(*[x.data for x in given])  # arrays, as in a step without plans
         return self._finished(returned)
 
     def _trace(self, key: Key, given: Sequence[Tensor], here: Any) -> Any:
@@ -384,7 +380,7 @@ class HybridStep(Hybrid):
                 return self._finished(returned)
         finally:
             if trainer.step_count == before and not trainer.accumulation[1]:
-                here.known.pop(key, None)  # a capture would be the first to load the update's kernels
+                here.known.pop(key, None)  # the update's kernels are not loaded yet, as a capture requires
 
     def _finished(self, returned: Sequence[Tensor]) -> list[Tensor]:
         with pause():
@@ -394,27 +390,27 @@ class HybridStep(Hybrid):
         return (StepPlan if is_on_host else CudaStepPlan)(graph, given, self._trainer, self._phases)
 
     def _mode(self, given: Sequence[Tensor]) -> Key:
-        # Graphs on a GPU either add to gradients or write them; tokens may be in host memory.
-        on_gpu = is_cupy(array_of(self._first)) or any(is_cupy(each.data) for each in given)
+        # Graphs on a GPU either add to gradients or write them. Inputs such as tokens may be in host memory.
+        on_gpu = is_cupy(array_of(self._first)) or any(is_cupy(x.data) for x in given)
         return (*super()._mode(given), *(self._trainer.accumulation if on_gpu else ()))
 
 
 class _Seeds:
-    """The gradients of losses: the trainer's loss scale each."""
+    """Gradients of the losses: the trainer's loss scale for each."""
 
     def __init__(self, array: Array) -> None:
         self.array = array
         self._scale: float | None = None
 
     def set(self, scale: float) -> Array:
-        """The array, with these values."""
+        """Fill the array with ``scale`` if necessary, and return it."""
         if scale != self._scale:
             self.array[...] = self._scale = scale
         return self.array
 
 
 class StepPlan(Plan):
-    """A `Plan` whose replay is a whole step."""
+    """`Plan` whose replay is a complete training step."""
 
     def __init__(self, graph: Graph, given: Sequence[Tensor], trainer: Stepping, phases: Phases) -> None:
         super().__init__(graph, given, keeps=True)
@@ -427,15 +423,15 @@ class StepPlan(Plan):
         self._backward, self._seeds = RepeatedBackward(losses), _Seeds(np.empty(losses.shape, losses.dtype))
 
     def is_busy(self) -> bool:
-        """Never between two calls: nobody gets the tape."""
+        """Return False: no caller holds the tape between two calls."""
         return False
 
     def fits(self) -> bool:
-        """Also whether the same parameters get gradients."""
+        """Return whether the plan fits, and the same parameters get gradients."""
         return super().fits() and self._held.without_gradients() == self._frozen
 
     def _returned(self, given: Sequence[Tensor]) -> Any:
-        """What the network has returned, off the tape; after backward and update."""
+        """Run backward and update; return the network's results off the tape."""
         with pause():
             with self._phases.backward:
                 self._backward.run(self._seeds.set(self._trainer.loss_scale))
@@ -443,7 +439,7 @@ class StepPlan(Plan):
                 self._trainer.step(self._count)
         for place in self._places:
             if isinstance(place, Moving):
-                place.array = None  # it may be large, and nobody needs it any more
+                place.array = None  # free a possibly large array
         return self._copies(given, None)
 
     def _compute(self, given: Sequence[Tensor]) -> None:
@@ -452,31 +448,33 @@ class StepPlan(Plan):
 
 
 class CudaStepPlan(CudaPlan):
-    """A `CudaPlan` of whole steps: one graph for forward, backward and, where the trainer allows it, the update. It is
-    cut behind each gradient whose hook launches something."""
+    """`CudaPlan` of training steps: one graph of forward, backward and, if the trainer allows it, the update.
+
+    It is cut after each gradient whose hook launches work.
+    """
 
     def __init__(self, graph: Graph, given: Sequence[Tensor], trainer: Stepping, phases: Phases) -> None:
         self._trainer, self._phases = trainer, phases
         losses = _meta_of(graph, _losses_of(graph))
         self._count = losses.shape[0]
-        xp = array_namespace(*(each.data for each in graph.held if isinstance(each, Tensor)))
+        xp = array_namespace(*(held.data for held in graph.held if isinstance(held, Tensor)))
         self._seeds = _Seeds(xp.empty(losses.shape, dtype=dtype_of(losses.dtype)))
-        for each in graph.held:
-            if isinstance(each, Tensor) and each.grad_req != "null" and each.grad is None:
-                each.grad = xp.zeros(each.shape, dtype=each.dtype)  # not in the memory of the graph
+        for held in graph.held:
+            if isinstance(held, Tensor) and held.grad_req != "null" and held.grad is None:
+                held.grad = xp.zeros(held.shape, dtype=held.dtype)  # allocated outside the graph's memory pool
         self._leaves: list[Tensor] = []
         self._homes: list[tuple[Array, str]] = []
-        """Where their gradients lie, and what is to be done to them."""
+        """The leaves' gradients and ``grad_req``."""
         self._behind: list[Tensor] = []
-        """Leaves whose hooks are called behind the graph."""
+        """Leaves whose hooks are called after the graph."""
         self._update: GraphUpdate | None = None
         super().__init__(graph, given, keeps=True)
 
     def _way_back(self) -> None:
-        """None: the graph has gone it."""
+        """Return None: the graph includes backward."""
 
     def _run(self) -> None:
-        """Call every operator, then what backward and update call."""
+        """Call every operator, then backward and the update."""
         super()._run()
         losses = self._results[_losses_of(self.graph)]
         self._leaves = leaves_below([losses])
@@ -489,7 +487,7 @@ class CudaStepPlan(CudaPlan):
 
         def completed(leaf: Tensor) -> None:
             self._behind.append(leaf)
-            if leaf in launching and leaf is not self._leaves[-1]:  # behind the last one nothing is left to cut off
+            if leaf in launching and leaf is not self._leaves[-1]:  # nothing to cut after the last one
                 between(partial(_call_hooks, self._behind))
                 self._behind = []
 
@@ -498,14 +496,15 @@ class CudaStepPlan(CudaPlan):
             self._update = self._trainer.graph_update(self._leaves)
             if self._update is not None:
                 self._update.capture()
-        for each in self._results.values():
-            each.node = None  # what backward has read may be written over by the next launch
+        for result in self._results.values():
+            result.node = None  # the next launch overwrites what backward reads
 
     def is_busy(self) -> bool:
+        """Return whether another stream than the capture's is current."""
         return not self._capturer.is_current()
 
     def fits(self) -> bool:
-        """Also whether gradients go where they did, and the update is what was captured."""
+        """Return whether the plan fits, gradients have the same arrays, and the update is the captured one."""
         for leaf, (home, grad_req) in zip(self._leaves, self._homes, strict=True):
             if leaf.grad is not home or leaf.grad_req != grad_req:
                 return False
@@ -534,7 +533,7 @@ def _call_hooks(leaves: Sequence[Tensor]) -> None:
 
 def _losses_of(graph: Graph) -> Result:
     source = graph.outputs[0]
-    assert isinstance(source, Result)  # backward has gone through it
+    assert isinstance(source, Result)  # backward started from it
     return source
 
 

@@ -1,11 +1,8 @@
-"""The plan of a traced network: its memory, laid out in advance, and its replay.
+"""Plans: a traced network's calls on preallocated memory, replayed without the network's Python.
 
-Memory of a plan's results, given out again as soon as the last reader of a result is done.
-
-A plan: a graph's calls on memory that is given out once, to be made again and again.
-
-Forward is a list of functions with their arguments; backward is the tape's own, whose nodes are put on it anew by every
-recorded replay, with the pullbacks of the first: hooks come where they do without a plan, and so do gradients.
+Forward is a list of functions with their arguments. Backward is the tape's own: every recorded replay puts the plan's
+nodes on the tape, with the pullbacks of the first run. Gradients and hooks therefore come in the same order as without
+a plan. Without backward, the memory of a result is reused as soon as its last reader is done.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from .tracing import HeldArrays, state, wait_for_update
 
 _ALIGNMENT = 64
 _WASTE = 4
-"""A free block that is more times larger than what is asked for is left to larger results."""
+"""A free block larger than this multiple of a request is kept for larger results."""
 
 
 class _Block:
@@ -45,7 +42,7 @@ class _Block:
 
 
 class Arena:
-    """Blocks of one plan."""
+    """Memory blocks of one plan."""
 
     def __init__(self) -> None:
         self._free: list[_Block] = []
@@ -54,10 +51,11 @@ class Arena:
         """Bytes of all blocks."""
 
     def take(self, number: int, like: np.ndarray) -> np.ndarray:
-        """Uninitialised memory for the result of a node, of the shape, dtype and order of ``like``."""
-        fitting = [each for each in self._free if like.nbytes <= each.nbytes <= _WASTE * max(like.nbytes, _ALIGNMENT)]
+        """Return uninitialised memory for the result of a node, with shape, dtype and memory order of ``like``."""
+        most = _WASTE * max(like.nbytes, _ALIGNMENT)
+        fitting = [block for block in self._free if like.nbytes <= block.nbytes <= most]
         if fitting:
-            block = min(reversed(fitting), key=lambda each: each.nbytes)  # the last to be free may be in the cache
+            block = min(reversed(fitting), key=lambda block: block.nbytes)  # the block freed last may be cached
             self._free.remove(block)
         else:
             block = _Block(like.nbytes)
@@ -66,17 +64,17 @@ class Arena:
         return block.as_array(like)
 
     def release(self, last: Sequence[int], number: int) -> None:
-        """Take back the memory of results whose ``last`` reader, by the number of the node, is up to ``number``."""
+        """Free the memory of results whose ``last`` reader has at most the node number ``number``."""
         for node in [node for node in self._of if last[node] <= number]:
             self._free.append(self._of.pop(node))
 
 
 _MOVES_FROM = 64 * 1024
-"""Bytes of inputs and outputs from which on to say where they are takes less time than to copy them."""
+"""Bytes from which passing the address of an input or output is faster than copying it."""
 
 
 class SplicedNode(Node):
-    """A node of a replay. While its token lives, backward may still want what the plan has computed."""
+    """Tape node of a replay. While its token lives, backward may still need the plan's results."""
 
     __slots__ = ("token",)
 
@@ -85,32 +83,36 @@ class SplicedNode(Node):
         self.token: object = token
 
     def free(self) -> None:
+        """Release the node's references and its token."""
         super().free()
         self.token = None
 
 
 class _Step:
-    """What a plan knows of one node."""
+    """Calls, pullback and memory of one node."""
 
     __slots__ = ("calls", "kept", "params", "pullback", "sources", "value")
 
     def __init__(self) -> None:
         self.value: Array = None
-        """`nowhere` where it is never written to memory; see `chains`."""
+        """The result; a placeholder by `nowhere` if a chain never writes it to memory."""
         self.calls: list[Call] = []
         self.kept: list[Array] = []
-        """Arrays that calls know by their addresses."""
+        """Arrays that calls refer to by address, kept alive here."""
         self.params: list[Any] = []
-        """The parameters that it reads."""
+        """Parameters that the node reads."""
         self.sources: tuple[Source, ...] = ()
         self.pullback: Pullback | None = None
 
 
 class Shortcut:
-    """A replay of one input and one output without a tape: at batch 1, choosing a plan takes as long as a layer.
+    """Replay of one input and one output without a tape: at batch size 1, selecting a plan costs as much as a layer.
 
     Args:
-        seen: the state of all parameters at which it may be taken.
+        place: the array that the input is copied to.
+        calls: the plan's calls.
+        output: the array of the result.
+        seen: stamp of all parameters at which the shortcut is valid.
     """
 
     def __init__(self, place: Array, calls: list[Call], output: Array, seen: object) -> None:
@@ -119,7 +121,7 @@ class Shortcut:
         self._seen, self._modules, self._signature = seen, state.modules, modes.signature
 
     def replay(self, x: Any) -> Tensor | None:
-        """What the network returns for ``x``; None where it, or this thread's modes, are not what the plan is for."""
+        """Return the network's result for ``x``, or None if ``x`` or this thread's modes do not fit the plan."""
         if type(x) is Tensor:
             x = x.data
         if (
@@ -139,41 +141,44 @@ class Shortcut:
 
 
 class _ShortcutWithLists(Shortcut):
-    """Looks at the program's lists, too, which a plan without them need not do at each call."""
+    """`Shortcut` that also checks the program's lists, which plans without lists can omit."""
 
     def __init__(self, graph: Graph, *of_plan: Any) -> None:
         super().__init__(*of_plan)
         self._graph = graph
 
     def replay(self, x: Any) -> Tensor | None:
+        """Return the network's result, or None; see `Shortcut.replay`."""
         return super().replay(x) if self._graph.has_its_lists() else None
 
 
 class Plan:
-    """Computes ``graph`` for inputs of its shapes; making it computes it a first time, for ``given``.
+    """Computation of ``graph`` for inputs of its shapes; its construction computes a first result, for ``given``.
 
     Args:
-        keeps: whether backward may follow: then nothing that it needs is overwritten, else memory is used again as soon
-            as nobody reads it.
+        graph: the rewritten graph.
+        given: the inputs.
+        keeps: whether backward may follow. If so, nothing it needs is overwritten, else memory is reused as soon as
+            possible.
     """
 
     def __init__(self, graph: Graph, given: Sequence[Tensor], keeps: bool) -> None:
         self.graph = graph
         self._keeps = keeps
         self._token = object()
-        self._places: list[Any] = [np.empty_like(each.data) for each in given]
-        """Where inputs are copied to; of large ones that need no copy, where they are."""
+        self._places: list[Any] = [np.empty_like(x.data) for x in given]
+        """Arrays that inputs are copied to; `Moving` for large inputs that are used where they are."""
         self._moving_outputs: dict[Result, Moving] = {}
         self._arena = None if keeps else Arena()
         self._steps: list[_Step] = []
-        for place, each in zip(self._places, given, strict=True):
-            place[...] = each.data
+        for place, x in zip(self._places, given, strict=True):
+            place[...] = x.data
         self._build()
         for step in self._steps:
             step.calls = [direct(call) for call in step.calls]
         self._calls = [call for step in self._steps for call in step.calls]
         self._held = HeldArrays(graph)
-        self._outputs = {each: self._values[each] for each in graph.outputs if isinstance(each, Result)}
+        self._outputs = {output: self._values[output] for output in graph.outputs if isinstance(output, Result)}
         for result, moving in self._moving_outputs.items():
             moving.array = copied(moving.array)
             self._steps[result.node].value = self._outputs[result] = self._values[result] = nowhere(moving.array)
@@ -185,38 +190,39 @@ class Plan:
         self._values: dict[Source, Array] = {}
         tensors: dict[Source, Any] = {Input(i): Tensor(place) for i, place in enumerate(self._places)}
         roots = list(range(len(self.graph.nodes)))
-        """For each node the one whose memory its result lies in."""
-        origin: dict[int, Source] = {id(each): source for source, each in tensors.items()}
-        alive: list[Any] = []  # an id is that of one object only as long as it lives
+        """For each node the node that owns its result's memory."""
+        origin: dict[int, Source] = {id(tensor): source for source, tensor in tensors.items()}
+        alive: list[Any] = []  # keeps ids unique
         for number, node in enumerate(self.graph.nodes):
             step = _Step()
-            operands = [self.graph.operand(each, tensors) for each in node.inputs]
+            operands = [self.graph.operand(source, tensors) for source in node.inputs]
             alive += operands
             for source, operand in zip(node.inputs, operands, strict=True):
                 if isinstance(operand, Tensor):
                     origin[id(operand)] = source
-            found, told = _called(OPERATORS[node.operator], operands, node.attributes)
-            value = np.asarray(found[0].data)
-            if not any(each is found[0] for each in operands) and any(value is value_of(each) for each in operands):
-                value = value.view()  # chains know operands by their arrays: of a detached one nobody is to learn more
-            viewed = [each for each in operands if _shares(value, each)]
-            if told is not None:
-                inputs, pullback, again = told
-                step.sources = tuple(origin.get(id(each)) for each in inputs)
+            results, noted = _called(OPERATORS[node.operator], operands, node.attributes)
+            value = np.asarray(results[0].data)
+            is_operand = any(x is results[0] for x in operands)
+            if not is_operand and any(value is value_of(x) for x in operands):
+                value = value.view()  # chains identify operands by array; a detached one must differ
+            viewed = [operand for operand in operands if _shares(value, operand)]
+            if noted is not None:
+                inputs, pullback, again = noted
+                step.sources = tuple(origin.get(id(x)) for x in inputs)
                 step.pullback = pullback if self._keeps and node.is_recorded else None
                 if not viewed:
-                    if self._arena is not None and _is_elementwise(again):  # it may write over what it reads
+                    if self._arena is not None and _is_elementwise(again):  # it may overwrite its operands
                         self._arena.release(last, number)
                     value = self._place(value)
                     step.calls = list(_calls(again, value, node.operator))
-            found[0].data = step.value = value
+            results[0].data = step.value = value
             links.append(link(step, node.operator, uses[number], operands, self._keeps, self.graph.held))
-            for each in node.results():
-                if viewed and any(tensors[each] is one for one in viewed):
-                    roots[number] = roots[each.node]
+            for result in node.results():
+                if viewed and any(tensors[result] is one for one in viewed):
+                    roots[number] = roots[result.node]
                     last[roots[number]] = max(last[roots[number]], last[number])
             step.params = [x for x in operands if hasattr(x, "held")]
-            for i, tensor in enumerate(found):
+            for i, tensor in enumerate(results):
                 tensors[Result(number, i)], self._values[Result(number, i)] = tensor, tensor.data
             self._steps.append(step)
             if self._arena is not None:
@@ -224,42 +230,44 @@ class Plan:
         self._join(links)
 
     def _join(self, links: list[ChainLink | None]) -> None:
-        """Make chains of those that follow each other."""
-        numbers = {id(each): number for number, each in enumerate(links)}
+        """Join consecutive links to chains."""
+        numbers = {id(op): number for number, op in enumerate(links)}
         chains = chained(self._steps, links)
         moving = self._moving_in(chains)
         for chain in chains:
             first, last = (numbers[id(chain[i])] for i in (0, -1))
             join(chain, self._keeps, moving)
-            self._steps[first].params = [each for step in self._steps[first : last + 1] for each in step.params]
-        for number, each in enumerate(self._steps):
-            if each.value is not self._values.get(Result(number), each.value):
+            self._steps[first].params = [param for step in self._steps[first : last + 1] for param in step.params]
+        for number, step in enumerate(self._steps):
+            if step.value is not self._values.get(Result(number), step.value):
                 del self._values[Result(number)]
 
     def _moving_in(self, chains: list[list[ChainLink]]) -> dict[int, Moving]:
-        """The large inputs that ``chains`` alone read, which need not be copied, and outputs that they alone compute,
-        which can be written where they are returned; by the ids of their arrays."""
-        found: dict[int, Moving] = {}
-        sources = [*(each for node in self.graph.nodes for each in node.inputs), *self.graph.outputs]
-        read = Counter(each for each in sources if isinstance(each, (Input, Result)))
+        """Return the `Moving` addresses by the ids of their arrays.
+
+        They are large inputs that only ``chains`` read, and large outputs that only ``chains`` compute.
+        """
+        addresses: dict[int, Moving] = {}
+        sources = [*(source for node in self.graph.nodes for source in node.inputs), *self.graph.outputs]
+        read = Counter(source for source in sources if isinstance(source, (Input, Result)))
         for number, place in enumerate(self._places):
             reads = sum(reads_of(chain, place) for chain in chains)
             if place.nbytes >= _MOVES_FROM and 0 < reads == read[Input(number)]:
-                found[id(place)] = self._places[number] = Moving(place)
-        for result in {each for each in self.graph.outputs if isinstance(each, Result)}:
+                addresses[id(place)] = self._places[number] = Moving(place)
+        for result in {output for output in self.graph.outputs if isinstance(output, Result)}:
             value = self._values[result]
             computed = [(chain, one) for chain in chains for one in chain if one.value is value]
             if not computed or value.nbytes < _MOVES_FROM or self.graph.outputs.count(result) != 1:
                 continue
-            chain, own = computed[0]
-            if self._keeps and own.relu:
-                continue  # the pullback of a product with a ReLU reads it where it was
+            chain, op = computed[0]
+            if self._keeps and op.relu:
+                continue  # the pullback of a product with a ReLU reads the original array
             if read[result] == reads_of(chain, value) + 1:
-                found[id(value)] = self._moving_outputs[result] = Moving(value)
-        return found
+                addresses[id(value)] = self._moving_outputs[result] = Moving(value)
+        return addresses
 
     def _place(self, value: Array) -> Array:
-        """Where a node's result lies from now on, with the values of ``value``."""
+        """Return the memory of a node's result, filled with ``value``."""
         if self._arena is None:
             return value
         place = self._arena.take(len(self._steps), value)
@@ -268,40 +276,40 @@ class Plan:
 
     @property
     def _moves(self) -> bool:
-        return bool(self._moving_outputs) or any(isinstance(each, Moving) for each in self._places)
+        return bool(self._moving_outputs) or any(isinstance(place, Moving) for place in self._places)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of results, and of inputs' copies, that the plan holds."""
-        places = sum(each.nbytes for each in self._places if not isinstance(each, Moving))
+        """Bytes of results and input copies that the plan holds."""
+        places = sum(place.nbytes for place in self._places if not isinstance(place, Moving))
         if self._arena is not None:
             return places + self._arena.nbytes
-        own = {id(each.base if each.base is not None else each): each for each in self._values.values()}
-        return places + sum(each.nbytes for each in own.values())
+        arrays = {id(value.base if value.base is not None else value): value for value in self._values.values()}
+        return places + sum(array.nbytes for array in arrays.values())
 
     def is_busy(self) -> bool:
-        """Whether a tape still wants what the last replay has computed."""
+        """Return whether a tape still needs the results of the last replay."""
         return sys.getrefcount(self._token) > 2
 
     def fits(self) -> bool:
-        """Whether the network's tensors still have the arrays that the plan reads, and lists the numbers."""
+        """Return whether the network's tensors and lists are still those of the plan."""
         return self._held.still_hold()
 
     def first(self, given: Sequence[Tensor]) -> Any:
-        """What the network returns for ``given``, for which the plan was made."""
+        """Return the network's result for ``given``, for which the plan was created."""
         return self._returned(given)
 
     def replay(self, given: Sequence[Tensor]) -> Any:
-        """What the network returns for ``given``, of the shapes and dtypes of the plan's, which must fit."""
+        """Return the network's result for ``given``, which must have the plan's shapes and dtypes."""
         self._compute(given)
         return self._returned(given)
 
     def _compute(self, given: Sequence[Tensor]) -> None:
-        for place, each in zip(self._places, given, strict=True):
+        for place, x in zip(self._places, given, strict=True):
             if isinstance(place, Moving):
-                place.array = _as_kernels_take_it(each.data)
+                place.array = _as_kernels_take_it(x.data)
             else:
-                place[...] = each.data
+                place[...] = x.data
         for moving in self._moving_outputs.values():
             moving.array = empty(moving.array.shape, moving.array.dtype)
         if self._held.are_settled:
@@ -312,10 +320,10 @@ class Plan:
         if not self._keeps:
             for place in self._places:
                 if isinstance(place, Moving):
-                    place.array = None  # it may be large, and nobody needs it any more
+                    place.array = None  # free a possibly large array
 
     def shortcut(self) -> Shortcut | None:
-        """The shorter way to the same replay, where there is one now."""
+        """Return a `Shortcut` for the next replay, if the plan permits one now."""
         simple = not self._keeps and len(self._outputs) == 1 and self.graph.form == "one"
         if not simple or len(self._places) != 1 or self._moves:
             return None
@@ -328,7 +336,7 @@ class Plan:
         return _ShortcutWithLists(self.graph, *of_plan) if self.graph.lists else Shortcut(*of_plan)
 
     def _run_behind_updates(self) -> None:
-        """Wait before each step for the updates of the parameters that it reads, as operators do."""
+        """Wait before each step for updates of the parameters that it reads, as operators do."""
         for step in self._steps:
             for param in step.params:
                 wait_for_update(param)
@@ -336,26 +344,26 @@ class Plan:
                 function(*args)
 
     def _returned(self, given: Sequence[Tensor]) -> Any:
-        """The outputs of the last run, which nobody overwrites, on the tape if this thread records."""
+        """Return copies of the last run's outputs, on the tape if this thread records."""
         return self._copies(given, self._spliced(given) if self._keeps else None)
 
     def _copies(self, given: Sequence[Tensor], nodes: list[Node | None] | None) -> Any:
-        """The outputs of the last run, on the tape if there are ``nodes`` of it."""
-        found: dict[Source, Any] = {}
-        for each, value in self._outputs.items():
-            moving = self._moving_outputs.get(each)
-            found[each] = result = Tensor(copied(value) if moving is None else moving.array)
-            if nodes is not None and each.output == 0:
-                result.node = nodes[each.node]
-        return self.graph.returned_with(found, given)
+        """Return copies of the last run's outputs, with their tape ``nodes`` if given."""
+        outputs: dict[Source, Any] = {}
+        for source, value in self._outputs.items():
+            moving = self._moving_outputs.get(source)
+            outputs[source] = result = Tensor(copied(value) if moving is None else moving.array)
+            if nodes is not None and source.output == 0:
+                result.node = nodes[source.node]
+        return self.graph.returned_with(outputs, given)
 
     def _spliced(self, given: Sequence[Tensor]) -> list[Node | None]:
-        """The nodes of this replay, on the tape."""
+        """Put this replay on the tape and return its nodes."""
         nodes: list[Node | None] = []
         for step in self._steps:
             node = None
             if step.pullback is not None:
-                sources = tuple(self._on_tape(each, nodes, given) for each in step.sources)
+                sources = tuple(self._on_tape(source, nodes, given) for source in step.sources)
                 if any(source is not None for source in sources):
                     node = SplicedNode(step.value, sources, step.pullback, self._token)
             nodes.append(node)
@@ -374,24 +382,24 @@ class Plan:
 
 
 def source_of(tensor: Tensor) -> Any:
-    """Where a node of the tape has ``tensor`` from: the node that made it, the leaf that it is, or None."""
+    """Return the tape source of ``tensor``: its node, itself if it is a leaf with a gradient, or None."""
     return tensor.node if tensor.node is not None else tensor if tensor.grad_req != "null" else None
 
 
 def _called(called: Operator, operands: list[Any], attributes: dict[str, Any]) -> tuple[list[Tensor], Any]:
-    """What an operator gives, as tensors, and what it told `on_tape`: its inputs, pullback and how to compute again."""
-    with captured() as told:
+    """Call an operator; return its results as tensors, and the inputs, pullback and calls it passed to `on_tape`."""
+    with captured() as noted:
         if called.takes_many:
-            found = called.function(*operands, **attributes)
+            result = called.function(*operands, **attributes)
         else:
-            found = called.function(**dict(zip(called.inputs, operands, strict=True)), **attributes)
-    listed = list(found) if isinstance(found, tuple) else [found]
-    return [each if isinstance(each, Tensor) else Tensor(each) for each in listed], told[0] if told else None
+            result = called.function(**dict(zip(called.inputs, operands, strict=True)), **attributes)
+    listed = list(result) if isinstance(result, tuple) else [result]
+    return [result if isinstance(result, Tensor) else Tensor(result) for result in listed], noted[0] if noted else None
 
 
 def _calls(again: Again | None, value: Array, name: str) -> Sequence[Call]:
     if again is None:
-        raise UnsupportedError("plan", where=name, expected="an operator that says how it is computed again")
+        raise UnsupportedError("plan", where=name, expected="an operator that can be recomputed")
     return calls_of(again, value)
 
 
@@ -400,8 +408,10 @@ def _is_elementwise(again: Again | None) -> bool:
 
 
 def copied(value: Array, xp: Any = np) -> Array:
-    """In memory that may have been used before: to get new memory for a large array takes longer than to copy it; of
-    CuPy's, whose ``copy`` takes twice as long, ``xp`` is the namespace."""
+    """Return a copy in memory from the pool of reused buffers, which is faster than new memory for large arrays.
+
+    CuPy's ``copy`` takes twice as long as copying into a buffer; ``xp`` is its namespace.
+    """
     if not value.flags.c_contiguous:
         return value.copy("K")
     copy = empty(value.shape, value.dtype, xp)
@@ -410,7 +420,7 @@ def copied(value: Array, xp: Any = np) -> Array:
 
 
 def _as_kernels_take_it(x: Array) -> Array:
-    """``x`` itself, or a copy: they know an array by its address alone."""
+    """Return ``x`` or a contiguous, aligned copy, since kernels know an array by its address alone."""
     return x if x.flags.c_contiguous and x.flags.aligned else x.copy("C")
 
 

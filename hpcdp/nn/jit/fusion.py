@@ -1,16 +1,11 @@
-"""Fusion of elementwise operators into one compiled loop.
+"""Fusion: chains of elementwise operators computed in one compiled loop, forward and backward.
 
-What elementwise operators compute, forward and backward, as arithmetic on terms.
+`FORWARD` and `BACKWARD` repeat the arithmetic of `autograd.operators` and of the layers, operation by operation, so a
+chain gives the same bits; tests compare each operator. A `FusedProgram` computes terms by calls of the chain kernel
+and, block by block, of NumPy.
 
-It is the arithmetic of `autograd.operators` and of the layers' own, operation by operation, so that a chain that is
-made of these terms has the same bits; the tests compare every one of them.
-
-Terms made into calls that compute them: of the kernel for chains, and of NumPy, block by block.
-
-Chains: elementwise operators that follow each other in a plan, made in one pass over memory, forward and backward.
-
-A chain's forward is one `Program`, in which what the chain alone reads is never written to memory. With a tape, it is
-cut into parts with one result each; a part is one node of the tape, and its backward one program.
+A chain's forward is one program, which never writes intermediate results to memory if only the chain reads them. With a
+tape, the chain is cut into parts with one result each. A part is one tape node, and its backward is one program.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ _numbers = itertools.count()
 
 
 class Moving:
-    """Where an input, or a result, lies in this call; in the next one it may be elsewhere."""
+    """Array of an input or result that differs from call to call."""
 
     __slots__ = ("array",)
 
@@ -43,11 +38,12 @@ class Moving:
 
 
 class Term:
-    """An operand of a chain, or the result of an operation on terms.
+    """Operand of a chain, or the result of an operation on terms.
 
     Args:
-        operation: one of `kernels.reference.OPERATIONS` or of `BY_NUMPY`; "" where it is an operand.
-        value: an operand's array, `Moving` or number; None where it is told later.
+        operation: one of `kernels.reference.OPERATIONS` or of `BY_NUMPY`; "" for an operand.
+        operands: the operands of the operation.
+        value: an operand's array, `Moving` or number; None if each run passes it.
     """
 
     __slots__ = ("number", "operands", "operation", "value")
@@ -82,17 +78,17 @@ class Term:
 
 
 def quiet_exp(x: Array, out: Array | None = None) -> Array:
-    """`numpy.exp` without a warning that it is too large, where an infinity is as good."""
+    """Compute `numpy.exp` without an overflow warning, since an infinity is acceptable."""
     with np.errstate(over="ignore"):
         return np.exp(x, out=out)
 
 
 BY_NUMPY: dict[str, Callable[..., Any]] = {"tanh": np.tanh, "exp": np.exp, "quiet_exp": quiet_exp, "log": np.log}
-"""Operations whose results are NumPy's own choice of roundings: it computes them, block by block."""
+"""Operations whose rounding is NumPy's own; NumPy computes them block by block."""
 
 
 def _made(operation: str, *operands: Term | Number) -> Term:
-    return Term(operation, tuple(each if isinstance(each, Term) else Term(value=each) for each in operands))
+    return Term(operation, tuple(operand if isinstance(operand, Term) else Term(value=operand) for operand in operands))
 
 
 def _operation(name: str) -> Callable[..., Term]:
@@ -119,7 +115,7 @@ FORWARD: dict[str, Callable[..., Term]] = {
     "sigmoid": lambda x: 1 / (_quiet_exp(-x) + 1),
     "relu": lambda x: _maximum(x, 0),
 }
-"""For each operator its result, of its operands."""
+"""Result of each operator, as a function of its operands."""
 
 BACKWARD: dict[str, tuple[Callable[..., Term], ...]] = {
     "add": (lambda g, y, a, b: g, lambda g, y, a, b: g),
@@ -138,51 +134,51 @@ BACKWARD: dict[str, tuple[Callable[..., Term], ...]] = {
     "sigmoid": (lambda g, y, x: (1 - y) * y * g,),
     "relu": (lambda g, y, x: _where_positive(y, g),),
 }
-"""For each operator the gradients of its operands, of that of its result, its result, and its operands."""
+"""Gradients of each operator's operands, as functions of the result's gradient, the result and the operands."""
 
 
 def in_order(results: Iterable[Term]) -> list[Term]:
-    """The operations that ``results`` need, each once, in the order in which they were written down."""
-    found: dict[int, Term] = {}
+    """Return the operations that ``results`` need, each once, in order of creation."""
+    operations: dict[int, Term] = {}
     waiting = list(results)
     while waiting:
         term = waiting.pop()
-        if term.operation and term.number not in found:
-            found[term.number] = term
+        if term.operation and term.number not in operations:
+            operations[term.number] = term
             waiting += term.operands
-    return [found[number] for number in sorted(found)]
+    return [operations[number] for number in sorted(operations)]
 
 
 _PIECE = 32768
-"""Elements that NumPy is given at a time, where it takes part: they stay in the second-level cache, and a call of NumPy
-takes less time than they do."""
+"""Elements of a NumPy call, if NumPy takes part: they fit the second-level cache, and outweigh the call overhead."""
 _MOST_PIECES = 1024
 _NUMBERS = {name: number for number, name in enumerate(OPERATIONS)}
 
 
 Operation = tuple[str, int, int, int]
-"""Its name, the places of its operands, and that of its result."""
+"""Operation name, the places of its operands, and the place of its result."""
 
 
 class _Operand(NamedTuple):
     array: Array
-    """Flat; None where it is told later."""
+    """Flat array; None if each run passes it."""
     moves: bool = False
-    """Whether its elements are those of the block."""
+    """Whether its elements advance with the block."""
     is_row: bool = False
-    """Whether they begin again after each period."""
+    """Whether its elements repeat with each period."""
     is_whole: bool = False
-    """Whether it has all elements, and not only those of a piece."""
+    """Whether it has all elements, not only those of a piece."""
 
 
 class FusedProgram:
-    """Computes terms for all elements of a chain.
+    """Computation of terms for all elements of a chain.
 
     Args:
-        results: terms, and the C-contiguous array for each, or a `Moving`; None: told in each run. An array may lie
-            where an operand does that no later term reads.
-        size: elements of each result. Operands have as many, or fewer, all of one number, that are repeated, or one.
-        dtype: of all arrays.
+        results: terms, each with its C-contiguous array or a `Moving`, or None if each run passes it. An array may be
+            that of an operand which no later term reads.
+        size: elements of each result. Operands have as many, or one element, or a common number of elements that
+            repeat.
+        dtype: dtype of all arrays.
     """
 
     def __init__(self, results: Sequence[tuple[Term, Array | Moving | None]], size: int, dtype: np.dtype) -> None:
@@ -196,36 +192,36 @@ class FusedProgram:
         self._numbers: dict[Any, int] = {}
         self._moving: list[tuple[int, Moving]] = []
         self._places: dict[int, int] = {}
-        """Of terms, by number, among the operands."""
-        leaves = [each for term in self._terms for each in term.operands if not each.operation]
-        repeated = {each.value.size for each in leaves if isinstance(each.value, np.ndarray)} - {1, size}
+        """Places of terms among the operands, by term number."""
+        leaves = [operand for term in self._terms for operand in term.operands if not operand.operation]
+        repeated = {leaf.value.size for leaf in leaves if isinstance(leaf.value, np.ndarray)} - {1, size}
         (self._row,) = repeated or {0}
         block = self._kernel.CHAIN_BLOCK
         self._is_short = self._row <= block // 2
         self._period = size if not self._row else block // self._row * self._row if self._is_short else self._row
         self._piece = _piece(size, max(1, self._row))
-        self._told = [self._add(_Operand(None, moves=True, is_whole=True)) for _, array in results if array is None]
-        """The operands that are told: results, then others in the order in which they are met."""
+        self._passed = [self._add(_Operand(None, moves=True, is_whole=True)) for _, array in results if array is None]
+        """Operands passed to each run: results, then others in the order of their first use."""
         operations = list(self._operations(results))
         self._codes: list[tuple[Array, Array]] = []
-        """The code of the kernel's calls, one after the other, and how many bytes of the whole come before each."""
+        """Codes of the kernel's calls, and the byte offset of each call's piece."""
         self._now: dict[int, Array] = {}
-        """Flat arrays of what was not known, in this run."""
+        """Flat arrays passed to this run."""
         self._made = list(self._pieces(operations) if self._is_mixed else self._kernel_calls(operations, [0]))
         self.calls: list[Call] = [(self.run, ())] if self._moving else self._made
 
     @property
     def kept(self) -> list[Array]:
-        """The arrays that the calls know by their addresses."""
-        return [*self._repeated, *(each.array for each in self._operands)]
+        """The arrays that calls refer to by address."""
+        return [*self._repeated, *(operand.array for operand in self._operands)]
 
-    def run(self, told: Sequence[Array] = ()) -> None:
-        """Compute into, and from, arrays that are told: results first, then operands; C-contiguous."""
+    def run(self, passed: Sequence[Array] = ()) -> None:
+        """Compute with the arrays passed, C-contiguous: results first, then operands."""
         moved = [(number, moving.array) for number, moving in self._moving]
-        for number, array in (*zip(self._told, told, strict=True), *moved):
+        for number, array in (*zip(self._passed, passed, strict=True), *moved):
             address = _address(array)
             for codes, before in self._codes:
-                if len(before) == 1:  # a number is set in a twentieth of the time that an array is
+                if len(before) == 1:  # setting a number is twenty times faster than an array
                     codes[0, 1 + number, 0] = address
                 else:
                     codes[:, 1 + number, 0] = address + before
@@ -247,13 +243,13 @@ class FusedProgram:
         return len(self._operands) - 1
 
     def _operations(self, results: Sequence[tuple[Term, Array | Moving | None]]) -> Iterable[Operation]:
-        """Each operation with the places of its operands and of its result."""
+        """Yield each operation with the places of its operands and its result."""
         targets: dict[int, list[int]] = {}
-        told = iter(self._told)
+        passed = iter(self._passed)
         for term, array in results:
-            place = next(told) if array is None else self._whole(array)
+            place = next(passed) if array is None else self._whole(array)
             targets.setdefault(term.number, []).append(place)
-        last = {each.number: term.number for term in self._terms for each in term.operands}
+        last = {operand.number: term.number for term in self._terms for operand in term.operands}
         free: list[int] = []
         for term in self._terms:
             a, b = (self._place(term.operands[i]) for i in (0, -1))
@@ -266,12 +262,12 @@ class FusedProgram:
             yield term.operation, a, b, out
             for other in wanted:
                 yield "copy", out, out, other
-            scratch = {self._places[each.number] for each in (*term.operands, term)
-                       if each.operation and last.get(each.number, term.number) == term.number}  # fmt: skip
-            free += [each for each in scratch if not self._operands[each].is_whole]
+            scratch = {self._places[operand.number] for operand in (*term.operands, term)
+                       if operand.operation and last.get(operand.number, term.number) == term.number}  # fmt: skip
+            free += [place for place in scratch if not self._operands[place].is_whole]
 
     def _overlap(self, target: int, *others: int) -> bool:
-        written, *read = [self._operands[each].array for each in (target, *others)]
+        written, *read = [self._operands[place].array for place in (target, *others)]
         return written is not None and any(x is not None and np.may_share_memory(written, x) for x in read)
 
     def _scratch(self) -> _Operand:
@@ -288,7 +284,7 @@ class FusedProgram:
         block = self._kernel.CHAIN_BLOCK
         if value is None:
             number = self._add(_Operand(None, moves=True, is_whole=True))
-            self._told.append(number)
+            self._passed.append(number)
             return number
         if isinstance(value, Moving):
             return self._whole(value)
@@ -307,7 +303,7 @@ class FusedProgram:
         return self._add(_Operand(filled, is_row=flat.size > 1))
 
     def _kernel_calls(self, operations: Sequence[Operation], starts: Sequence[int]) -> list[Call]:
-        """The kernel's calls of ``operations`` for the elements from each of ``starts`` on."""
+        """Return the kernel's calls of ``operations`` for the pieces that begin at ``starts``."""
         size = self._dtype.itemsize
         fillings = [] if self._is_mixed and operations else self._fillings
         codes = []
@@ -325,15 +321,15 @@ class FusedProgram:
         return [(function, (code, zero)) for code in self._codes[-1][0]]
 
     def _pieces(self, operations: Iterable[Operation]) -> Iterable[Call]:
-        """Calls of the kernel and of NumPy in turn, for one piece after the other."""
+        """Yield calls of the kernel and of NumPy in turn, for one piece after the other."""
         starts = range(0, self._size, self._piece)
         parts = []
-        for by_numpy, some in itertools.groupby(operations, lambda each: each[0] in BY_NUMPY):
+        for by_numpy, some in itertools.groupby(operations, lambda operation: operation[0] in BY_NUMPY):
             if not by_numpy:
                 parts.append(self._kernel_calls(list(some), starts))
                 continue
             for name, a, _, out in some:
-                is_known = all(self._operands[each].array is not None for each in (a, out))
+                is_known = all(self._operands[place].array is not None for place in (a, out))
                 make = self._bound if is_known else self._to_bind
                 parts.append([make(BY_NUMPY[name], a, out, start) for start in starts])
         yield from self._kernel_calls([], [0]) if self._fillings else ()
@@ -354,7 +350,7 @@ class FusedProgram:
 
 
 def direct(call: Call) -> Call:
-    """A compiled kernel without the choice among its versions, which takes as long again as a call of a small one."""
+    """Return a compiled kernel's call without Numba's dispatch, which doubles the time of a small one."""
     function: Any = call[0]
     args = call[1]
     if not hasattr(function, "typeof_pyval"):
@@ -363,7 +359,7 @@ def direct(call: Call) -> Call:
 
 
 def _piece(size: int, row: int) -> int:
-    """How many elements NumPy is given at a time: whole rows."""
+    """Return the number of elements of a NumPy call, a multiple of ``row``."""
     least = max(_PIECE, -(-size // _MOST_PIECES))
     return max(1, least // row) * row
 
@@ -372,17 +368,13 @@ def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def evaluated(terms: Sequence[Term], told: dict[int, Array]) -> list[Array]:
-    """The values of ``terms`` one operation after the other, laid out in memory as NumPy does it.
-
-    Args:
-        told: arrays of the terms that were not known, by number.
-    """
-    values: dict[int, Any] = dict(told)
+def evaluated(terms: Sequence[Term], passed: dict[int, Array]) -> list[Array]:
+    """Compute ``terms`` one operation at a time in NumPy's own memory layout; ``passed`` are values by term number."""
+    values: dict[int, Any] = dict(passed)
     functions: dict[str, Callable[..., Any]] = {**OPERATIONS, **BY_NUMPY, "gelu_gradient": _gelu_gradient}
     for term in in_order(terms):
-        given = [values.get(each.number, each.value) for each in term.operands]
-        operands = [each.array if isinstance(each, Moving) else each for each in given]
+        given = [values.get(operand.number, operand.value) for operand in term.operands]
+        operands = [x.array if isinstance(x, Moving) else x for x in given]
         values[term.number] = functions[term.operation](*operands)
     return [values[term.number] for term in terms]
 
@@ -395,15 +387,18 @@ def _gelu_gradient(gy: Array, x: Array) -> Array:
 
 _WITH_EPILOGUE = ("affine", "dense")
 _LONGEST = 64
-"""So many operators are a chain at most: each is compared with all before it, and has a block of the cache."""
+"""Operators of a chain at most: each is compared with all before it, and needs a block of the cache."""
 
 
 class ChainLink:
-    """What a chain knows of one operator's call.
+    """Operator call as a link of a chain.
 
     Args:
-        operands: arrays and numbers; None where the call is an epilogue alone: a bias, and perhaps a ReLU, that are
-            added in place to what a product has written to ``value``.
+        step: the plan's step.
+        operator: its name.
+        uses: number of readers.
+        operands: arrays and numbers; None for the epilogue of a product, which adds a bias, and optionally a ReLU, to
+            ``value`` in place.
     """
 
     def __init__(self, step: Any, operator: str, uses: int, operands: list[Any] | None) -> None:
@@ -414,36 +409,37 @@ class ChainLink:
 
     @property
     def value(self) -> Array:
+        """The result's array."""
         return self.step.value
 
 
 def link(
     step: Any, operator: str, uses: int, operands: Sequence[Any], keeps: bool, held: Sequence[Any]
 ) -> ChainLink | None:
-    """The call as part of a chain, where it can be one; ``keeps`` says whether backward may follow."""
+    """Return the call as a link, or None if it cannot be one; ``keeps`` says whether backward may follow."""
     value = step.value
     is_known = value.dtype.char in "fd" and value.dtype.isnative and value.flags.c_contiguous
     if not step.calls or not is_known or not value.size:
         return None
     if operator in _WITH_EPILOGUE and step.calls[-1][0] is kernels.load("elementwise").add_bias:
         into, bias, relu = step.calls[-1][1]
-        found = ChainLink(step, operator, uses, None)
-        found.bias, found.relu = bias, relu
-        return found if into.size == value.size else None
+        epilogue = ChainLink(step, operator, uses, None)
+        epilogue.bias, epilogue.relu = bias, relu
+        return epilogue if into.size == value.size else None
     if operator not in FORWARD or (keeps and step.pullback is None):
         return None
-    given = [value_of(each) for each in operands]
-    whole = [each for each in given if isinstance(each, np.ndarray) and each.shape == value.shape]
-    rows = [each for each in given if isinstance(each, np.ndarray) and each.shape != value.shape]
-    if any(isinstance(each, list) for each in given):  # kernels know arrays and numbers
+    given = [value_of(operand) for operand in operands]
+    arrays = [x for x in given if isinstance(x, np.ndarray) and x.shape == value.shape]
+    rows = [x for x in given if isinstance(x, np.ndarray) and x.shape != value.shape]
+    if any(isinstance(x, list) for x in given):  # kernels accept arrays and numbers
         return None
-    if not whole or not all(each.dtype == value.dtype and each.flags.c_contiguous for each in (*whole, *rows)):
+    if not arrays or not all(x.dtype == value.dtype and x.flags.c_contiguous for x in (*arrays, *rows)):
         return None
-    if not all(_is_row_of(each, value) for each in rows):
+    if not all(_is_row_of(row, value) for row in rows):
         return None
-    for each, source in zip(given, step.sources, strict=True):
-        if keeps and isinstance(each, np.ndarray) and each.shape != value.shape and _may_want_gradient(source, held):
-            return None  # that would be a sum, whose order is NumPy's
+    for x, source in zip(given, step.sources, strict=True):
+        if keeps and isinstance(x, np.ndarray) and x.shape != value.shape and _may_want_gradient(source, held):
+            return None  # its gradient is a sum, whose order is NumPy's
     return ChainLink(step, operator, uses, given)
 
 
@@ -459,24 +455,24 @@ def _may_want_gradient(source: Source, held: Sequence[Any]) -> bool:
 
 
 def chained(steps: Sequence[Any], links: Sequence[ChainLink | None]) -> list[list[ChainLink]]:
-    """The links that follow each other, where that saves a pass over memory: where the kernel makes two operations.
+    """Return chains of consecutive links that save a pass over memory: those with at least two kernel operations.
 
-    Steps without calls, which are views, break no chain.
+    Steps without calls, which are views, do not interrupt a chain.
     """
     chains: list[list[ChainLink]] = [[]]
-    for step, each in zip(steps, links, strict=True):
-        if each is None:
+    for step, op in zip(steps, links, strict=True):
+        if op is None:
             if step.calls:
                 chains.append([])
             continue
-        if each.operands is None or len(chains[-1]) == _LONGEST or not _fits(chains[-1], each):
+        if op.operands is None or len(chains[-1]) == _LONGEST or not _fits(chains[-1], op):
             chains.append([])
-        chains[-1].append(each)
+        chains[-1].append(op)
     return [chain for chain in chains if len(chain) > 1 and _num_compiled(chain) > 1]
 
 
 def _num_compiled(chain: list[ChainLink]) -> int:
-    terms = in_order(_forward(each, {}, {}) for each in chain)
+    terms = in_order(_forward(op, {}, {}) for op in chain)
     return sum(term.operation not in BY_NUMPY for term in terms)
 
 
@@ -485,65 +481,67 @@ def _fits(chain: list[ChainLink], following: ChainLink) -> bool:
     if chain and (value.size != chain[0].value.size or value.dtype != chain[0].value.dtype):
         return False
     before = [x for one in chain for x in _read(one)]
-    own = _read(following)
-    if len({x.size for x in (*before, *own)} - {1, value.size}) > 1:
+    read = _read(following)
+    if len({x.size for x in (*before, *read)} - {1, value.size}) > 1:
         return False  # rows of several lengths
     written = [one.value for one in chain]
-    if any(_is_hazard(value, x) for x in (*before, *own, *written)):
+    if any(_is_hazard(value, x) for x in (*before, *read, *written)):
         return False
-    return not any(_is_hazard(target, x) for target in written for x in own)
+    return not any(_is_hazard(target, x) for target in written for x in read)
 
 
 def _read(one: ChainLink) -> list[Array]:
-    return [one.bias] if one.operands is None else [each for each in one.operands if isinstance(each, np.ndarray)]
+    return [one.bias] if one.operands is None else [x for x in one.operands if isinstance(x, np.ndarray)]
 
 
 def _is_hazard(target: Array, x: Array) -> bool:
-    """Whether a block of one may lie in another block of the other."""
+    """Return whether a block of one may overlap another block of the other."""
     if target is x or not np.may_share_memory(target, x):
         return False
     return target.size != x.size or target.ctypes.data != x.ctypes.data
 
 
 def reads_of(chain: Sequence[ChainLink], array: Array) -> int:
-    """How often ``chain`` reads all of ``array``, in its order."""
-    return sum(x is array for each in chain for x in each.operands or () if each.value.size == array.size)
+    """Return how often ``chain`` reads all of ``array`` in order."""
+    return sum(x is array for op in chain for x in op.operands or () if op.value.size == array.size)
 
 
 def join(chain: list[ChainLink], keeps: bool, moving: Mapping[int, Moving]) -> None:
-    """Have the steps of ``chain`` computed by the first one's calls; what the others alone would hold is given up.
+    """Compute all steps of ``chain`` by the first one's calls, without memory for results that only the chain reads.
 
     Args:
-        moving: where arrays are in a call that may be elsewhere in the next, by their ids.
+        chain: the links.
+        keeps: whether backward may follow.
+        moving: arrays that differ from call to call, by the ids of their first ones.
     """
     first = chain[0].step
-    parts = _parts([each for each in chain if each.operands is not None], moving) if keeps else []
+    parts = _parts([op for op in chain if op.operands is not None], moving) if keeps else []
     needed = {id(array) for part in parts for array in part.needs()}
     terms: dict[int, Term] = {}
     results: list[tuple[Term, Array | Moving | None]] = []
     given_up = []
-    for each in chain:
-        made = _forward(each, terms, moving)
-        terms[id(each.value)] = made
-        reads = reads_of(chain, each.value)
-        if each.uses > reads or id(each.value) in needed or each.relu:
-            results.append((made, moving.get(id(each.value), each.value)))
-        elif each.operands is not None:  # else a product is there
-            given_up.append(each)
+    for op in chain:
+        made = _forward(op, terms, moving)
+        terms[id(op.value)] = made
+        reads = reads_of(chain, op.value)
+        if op.uses > reads or id(op.value) in needed or op.relu:
+            results.append((made, moving.get(id(op.value), op.value)))
+        elif op.operands is not None:  # otherwise the product needs the memory
+            given_up.append(op)
     program = FusedProgram(results, chain[0].value.size, chain[0].value.dtype)
     first.calls = [*(first.calls[:-1] if chain[0].operands is None else ()), *program.calls]
     first.kept = program.kept
-    for each in chain[1:]:
-        each.step.calls = []
+    for op in chain[1:]:
+        op.step.calls = []
     for part in parts:
         part.take_place(given_up)
     if keeps:
-        for each in given_up:
-            each.step.value = nowhere(each.value)
+        for op in given_up:
+            op.step.value = nowhere(op.value)
 
 
 def nowhere(array: Array) -> Array:
-    """What stands for an array of this shape and dtype that is not there: nodes of the tape ask for no more."""
+    """Return a placeholder of the array's shape and dtype without memory, which is all that tape nodes need."""
     return np.broadcast_to(np.empty((), array.dtype), array.shape)
 
 
@@ -555,16 +553,16 @@ def _forward(one: ChainLink, terms: Mapping[int, Term], moving: Mapping[int, Mov
 
 
 def _parts(links: list[ChainLink], moving: Mapping[int, Moving]) -> list[_Part]:
-    """``links`` cut so that of each part only the last result is read by others."""
+    """Cut ``links`` so that only the last result of each part has other readers."""
     parts, waiting = [], [links] if links else []
     while waiting:
         part = waiting.pop()
-        reads = {id(each.value): 0 for each in part}
+        reads = {id(op.value): 0 for op in part}
         for one in part:
             for array in one.operands or ():
                 if id(array) in reads:
                     reads[id(array)] += 1
-        cut = next((i for i, each in enumerate(part[:-1], 1) if each.uses > reads[id(each.value)]), None)
+        cut = next((i for i, op in enumerate(part[:-1], 1) if op.uses > reads[id(op.value)]), None)
         if cut is None:
             parts.append(_Part(part, moving))
         else:
@@ -573,35 +571,33 @@ def _parts(links: list[ChainLink], moving: Mapping[int, Moving]) -> list[_Part]:
 
 
 class _Part:
-    """Links of which one result is read by others: one node of the tape, and its pullback."""
+    """Links with one result read by others: one tape node, and its pullback."""
 
     def __init__(self, links: list[ChainLink], moving: Mapping[int, Moving]) -> None:
         self._links = links
-        own = {id(each.value): number for number, each in enumerate(links)}
-        self._operators = [each.operator for each in links]
-        self._values = [Term(value=moving.get(id(each.value), each.value)) for each in links]
-        self._operands = [
-            [own.get(id(x), Term(value=moving.get(id(x), x))) for x in each.operands or ()] for each in links
-        ]
-        """Of each link: the numbers of earlier ones, and terms."""
+        own = {id(op.value): number for number, op in enumerate(links)}
+        self._operators = [op.operator for op in links]
+        self._values = [Term(value=moving.get(id(op.value), op.value)) for op in links]
+        self._operands = [[own.get(id(x), Term(value=moving.get(id(x), x))) for x in op.operands or ()] for op in links]
+        """Operands of each link: numbers of earlier links, and terms."""
         self._size, self._dtype, self._shape = links[-1].value.size, links[-1].value.dtype, links[-1].value.shape
         self._programs: dict[tuple[bool, ...], tuple[Term, list[Term], FusedProgram | None]] = {}
 
     def needs(self) -> list[Array]:
-        """The arrays that backward reads."""
+        """Return the arrays that backward reads."""
         count = sum(isinstance(x, Term) for operands in self._operands for x in operands)
         _, results = self._gradients([True] * count)
-        waiting, found = list(results), []
+        waiting, arrays = list(results), []
         while waiting:
             term = waiting.pop()
             waiting += term.operands
             value = term.value.array if isinstance(term.value, Moving) else term.value
-            found += [] if term.operation else [value]
-        return found
+            arrays += [] if term.operation else [value]
+        return arrays
 
     def take_place(self, given_up: list[ChainLink]) -> None:
-        """Be the node of the last link; those of the others are left out."""
-        steps = [each.step for each in self._links]
+        """Become the tape node of the last link and remove those of the others."""
+        steps = [op.step for op in self._links]
         sources = []
         for step, operands in zip(reversed(steps), reversed(self._operands), strict=True):
             sources += [source for source, x in zip(step.sources, operands, strict=True) if isinstance(x, Term)]
@@ -613,9 +609,9 @@ class _Part:
         self._links = []
 
     def _gradients(self, wanted: Sequence[bool]) -> tuple[Term, list[Term]]:
-        """The gradient of the result, and those of the operands from outside that are wanted.
+        """Return the term of the result's gradient, and the gradients of the wanted outside operands.
 
-        They come in the order in which backward would add them up: operators from the last to the first.
+        They are in the order in which backward would sum them: operators from the last to the first.
         """
         head = Term()
         of: dict[int, Term] = {len(self._operators) - 1: head}
@@ -634,33 +630,33 @@ class _Part:
         return head, results
 
     def _pull_back(self, gy: Array, *gradients: Gradient | None) -> None:
-        wanted = tuple(each is not None for each in gradients)
+        wanted = tuple(gradient is not None for gradient in gradients)
         if wanted not in self._programs:
             head, results = self._gradients(wanted)
-            made = [(each, None) for each in results if each is not head]
+            made = [(result, None) for result in results if result is not head]
             self._programs[wanted] = head, results, FusedProgram(made, self._size, self._dtype) if made else None
         head, results, program = self._programs[wanted]
-        into = [each for each in gradients if each is not None]
-        if not _lies_in_order(gy):  # sums that follow would see another order in memory, and round otherwise
-            for gradient, found in zip(into, evaluated(results, {head.number: gy}), strict=True):
-                gradient.add(found)
+        into = [gradient for gradient in gradients if gradient is not None]
+        if not _lies_in_order(gy):  # later sums would see another memory order, and round differently
+            for gradient, value in zip(into, evaluated(results, {head.number: gy}), strict=True):
+                gradient.add(value)
             return
         places = []
-        met = set()
+        seen = set()
         for gradient, term in zip(into, results, strict=True):
             if term is not head:
-                is_first = id(gradient) not in met
+                is_first = id(gradient) not in seen
                 places.append(gradient.empty() if is_first else empty(self._shape, self._dtype))
-            met.add(id(gradient))
+            seen.add(id(gradient))
         if program is not None:
             program.run([*places, np.ascontiguousarray(gy)])
-        found = iter(places)
+        values = iter(places)
         for gradient, term in zip(into, results, strict=True):
-            gradient.add(gy if term is head else next(found))
+            gradient.add(gy if term is head else next(values))
 
 
 def _lies_in_order(x: Array) -> bool:
-    """Whether operations on ``x`` give C-contiguous arrays."""
+    """Return whether operations on ``x`` give C-contiguous arrays."""
     if x.flags.c_contiguous:
         return True
     strides = [stride for stride, n in zip(x.strides, x.shape, strict=True) if n > 1 and stride]

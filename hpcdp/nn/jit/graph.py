@@ -1,12 +1,7 @@
-"""Graphs of operators, passes over them, and their drawing.
+"""Graphs of traced networks: their nodes, rewriting passes, summary and drawing, and JSON serialisation.
 
-The graph of a network: which operators are called with what.
-
-Rewriting: what a graph computes in fewer passes over memory, to the same bits.
-
-A graph for people: a table of its operations, and a drawing.
-
-Graphs as JSON, and back; what comes back is checked before anything is computed by it.
+Rewriting merges operators that need fewer passes over memory, with the same bits. A graph read from JSON is checked
+before anything is computed with it.
 """
 
 from __future__ import annotations
@@ -25,28 +20,28 @@ from ...autograd import Tensor
 from ...autograd.tape import OPERATORS
 from ...core.arrays import bits, dtype_of, is_float, to_host
 from ...core.checks import file_name
-from ...errors import ConfigError, DataError
+from ...errors import ConfigError, DataError, HpcdpError
 
 
 @dataclass(frozen=True)
 class Input:
-    """An input of the network."""
+    """Input of the network, by number."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class CapturedTensor:
-    """A tensor or array that the network has as an attribute."""
+    """Tensor or array that the network has as an attribute, by number."""
 
     number: int
     is_detached: bool = False
-    """Whether the array of the tensor is meant, through which no gradient goes."""
+    """Whether only the tensor's array is meant, through which no gradient flows."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What an earlier node has computed."""
+    """Output of an earlier node."""
 
     node: int
     output: int = 0
@@ -54,18 +49,18 @@ class Result:
 
 @dataclass(frozen=True)
 class Literal:
-    """A number, or numbers in lists, of a NumPy dtype or, where that is None, of Python."""
+    """Number, or nested lists of numbers, of a NumPy dtype, or of Python if that is None."""
 
     value: Any
     dtype: str | None = None
 
     def operand(self) -> Any:
-        """As operators take it."""
+        """Return the value as operators take it."""
         return self.value if self.dtype is None else _of_type(dtype_of(self.dtype).type, self.value)
 
 
 def _of_type(kind: Callable[[Any], Any], value: Any) -> Any:
-    return [_of_type(kind, each) for each in value] if isinstance(value, list) else kind(value)
+    return [_of_type(kind, element) for element in value] if isinstance(value, list) else kind(value)
 
 
 Source = Input | CapturedTensor | Result | Literal | None
@@ -80,6 +75,7 @@ class Meta:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the array."""
         return int(np.prod(self.shape, dtype=np.int64)) * dtype_of(self.dtype).itemsize
 
 
@@ -92,78 +88,135 @@ class GraphNode:
     attributes: dict[str, Any]
     outputs: tuple[Meta, ...]
     is_recorded: bool = True
-    """Whether the call was put on the tape, if the network's was: not inside ``with autograd.pause()``."""
+    """Whether the call was put on the tape if the network's was: not inside ``with autograd.pause()``."""
 
     def results(self) -> Iterator[Result]:
-        """The earlier nodes that it reads."""
-        return (each for each in self.inputs if isinstance(each, Result))
+        """Return an iterator over the results that it reads."""
+        return (meta for meta in self.inputs if isinstance(meta, Result))
 
 
 @dataclass
 class Graph:
-    """Nodes in the order of their calls.
+    """Nodes of a traced network in the order of their calls.
 
-    ``form`` says what ``outputs`` were returned as: "one", "tuple" or "list".
+    ``form`` says how ``outputs`` were returned: "one", "tuple" or "list".
     """
 
     inputs: tuple[Meta, ...]
     held: list[Any] = field(default_factory=list)
     """Tensors and arrays of the network."""
     names: list[str] = field(default_factory=list)
-    """Their paths in it."""
+    """Paths of ``held`` in the network."""
     kinds: list[tuple[tuple[int, ...], Any]] = field(default_factory=list)
-    """Shape and dtype of each."""
+    """Shape and dtype of each of ``held``."""
     lists: list[tuple[Any, Any]] = field(default_factory=list)
-    """The program's lists of numbers that became literals, and what each was."""
+    """Lists of numbers in the program that became literals, each with a copy of its traced content."""
     nodes: list[GraphNode] = field(default_factory=list)
     outputs: tuple[Source, ...] = ()
     form: str = "one"
     any_batch: bool = False
-    """Whether it is known to be the network's for any number of rows, and not only for that of ``inputs``."""
+    """Whether the graph is known to be valid for any batch size, not only that of ``inputs``."""
 
     def summary(self) -> str:
-        """A table: a line for every operation, with what it reads, the shape and bytes of its result, parameters."""
-
-        return summary(self)
+        """Return a table of the operations: operands, shape and bytes of results, parameters at their first reader."""
+        seen: set[int] = set()
+        rows = [("", "operation", "reads", "shape", "parameters", "bytes")]
+        rows += [
+            ("", f"input {i}", "", _shape(meta.shape), "", f"{meta.nbytes:,}") for i, meta in enumerate(self.inputs)
+        ]
+        for number, node in enumerate(self.nodes):
+            count = _count_new(self, node, seen)
+            reads = ", ".join(filter(None, (_name(self, source) for source in node.inputs)))
+            out = node.outputs[0]
+            rows.append(
+                (str(number), title(node), reads, _shape(out.shape), f"{count:,}" if count else "", f"{out.nbytes:,}")
+            )
+        table = [line for row in rows for line in _wrapped(row, _reads_width(rows))]
+        widths = [max(len(row[i]) for row in table) for i in range(len(rows[0]))]
+        lines = []
+        for row in table:
+            sized = enumerate(zip(row, widths, strict=True))
+            cells = [cell.ljust(width) if 1 <= i <= 3 else cell.rjust(width) for i, (cell, width) in sized]
+            lines.append("  ".join(cells).rstrip())
+        total = sum(math.prod(shape) for held, (shape, _) in zip(self.held, self.kinds, strict=True) if _learnt(held))
+        nbytes = sum(node.outputs[0].nbytes for node in self.nodes)
+        outputs = ", ".join(_name(self, output) for output in self.outputs)
+        totals = f"{len(self.nodes)} operations, {total:,} parameters, {nbytes:,} bytes of results; returns {outputs}"
+        return "\n".join([*lines, *textwrap.wrap(totals, _COLUMNS)])
 
     def draw(self, path: str | Path) -> None:
-        """Draw the operations from top to bottom into a PNG, SVG or PDF, which is replaced.
+        """Draw the operations from top to bottom into a PNG, SVG or PDF, replacing the file.
+
+        A box shows an operation, its result's shape and the parameters it reads; arrows show the results it reads.
+
+        Args:
+            path: the file; its suffix selects the format.
 
         Raises:
-            ConfigError: a name with another ending, or of no folder that is there.
-            OSError: it cannot be written.
+            ConfigError: another suffix, or a missing folder.
+            OSError: the file cannot be written.
         """
+        path = file_name("draw", "path", path, _ENDINGS)
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import FancyBboxPatch
 
-        draw(self, path)
+        places = _places(self)
+        columns = [x for x, _ in places.values()]
+        depth = max(y for _, y in places.values()) + 1
+        width, height = (max(columns) - min(columns) + 1) * _STEP[0] + 0.6, depth * _STEP[1] + 0.2
+        figure = Figure((min(width, _MOST_INCHES), min(height, _MOST_INCHES)))
+        FigureCanvasAgg(figure)
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set_xlim((min(columns) - 0.5) * _STEP[0] - 0.3, (max(columns) + 0.5) * _STEP[0] + 0.3)
+        axes.set_ylim(-(depth - 0.5) * _STEP[1] - 0.1, 0.5 * _STEP[1] + 0.1)
+        axes.set_axis_off()
+        middle = {source: (x * _STEP[0], -y * _STEP[1]) for source, (x, y) in places.items()}
+        for number, node in enumerate(self.nodes):
+            target = Result(number)
+            for operand in node.inputs:
+                source = Result(operand.node) if isinstance(operand, Result) else operand
+                if source in middle:
+                    _arrow(axes, middle[source], middle[target], places[target][1] - places[source][1])
+        seen: set[int] = set()
+        for source, (x, y) in middle.items():
+            lines, color = _texts(self, source, seen)
+            corner = x - _BOX[0] / 2, y - _BOX[1] / 2
+            axes.add_patch(FancyBboxPatch(corner, *_BOX, boxstyle="round,pad=0,rounding_size=0.09", facecolor=color,
+                                          edgecolor="#555555", linewidth=0.8, zorder=2))  # fmt: skip
+            offset = (len(lines) - 1) / 2
+            for i, line in enumerate(lines):
+                axes.text(x, y + (offset - i) * 0.17, line, ha="center", va="center", fontsize=8 if i == 0 else 7,
+                          color="#111111" if i == 0 else "#444444", zorder=3)  # fmt: skip
+        figure.savefig(path, dpi=110)
 
     def has_its_lists(self) -> bool:
-        """Whether the program's lists are as they were traced; it may have changed them since, in place."""
+        """Return whether the program's lists still have their traced content; it may have changed them in place."""
         return all(now == before for now, before in self.lists)
 
     def last_uses(self) -> list[int]:
-        """For each node the number of the last one that reads it; the number of nodes where the network returns it."""
+        """Return for each node the number of its last reader, or the number of nodes if the network returns it."""
         last = list(range(len(self.nodes)))
         for number, node in enumerate(self.nodes):
-            for each in node.results():
-                last[each.node] = number
+            for result in node.results():
+                last[result.node] = number
         for output in self.outputs:
             if isinstance(output, Result):
                 last[output.node] = len(self.nodes)
         return last
 
     def num_uses(self) -> list[int]:
-        """How often each node is read or returned."""
+        """Return how often each node is read or returned."""
         uses = [0] * len(self.nodes)
-        for each in [*(each for node in self.nodes for each in node.results()), *self.outputs]:
-            if isinstance(each, Result):
-                uses[each.node] += 1
+        for source in [*(result for node in self.nodes for result in node.results()), *self.outputs]:
+            if isinstance(source, Result):
+                uses[source.node] += 1
         return uses
 
     def changed_to(self, nodes: list[GraphNode | None], moved: dict[int, int]) -> Graph:
-        """The graph of those of ``nodes``, one for each old one, that are not None.
+        """Return the graph with the ``nodes`` that are not None, one entry for each old node.
 
-        Args:
-            moved: for a node that is gone, by number, the one that computes what it did.
+        ``moved`` maps the number of a removed node to the node that now computes its result.
         """
         numbers: dict[int, int] = {}
         kept: list[GraphNode] = []
@@ -181,18 +234,18 @@ class Graph:
         return replace(self, nodes=kept, outputs=tuple(map(renumbered, self.outputs)))
 
     def without_unused(self) -> Graph:
-        """The graph without nodes whose results nobody needs and that do nothing else."""
-        needed: set[int] = {each.node for each in self.outputs if isinstance(each, Result)}
+        """Return the graph without nodes that have neither readers nor side effects."""
+        needed: set[int] = {output.node for output in self.outputs if isinstance(output, Result)}
         for number in reversed(range(len(self.nodes))):
             node = self.nodes[number]
             if OPERATORS[node.operator].has_effect:
                 needed.add(number)
             if number in needed:
-                needed |= {each.node for each in node.results()}
+                needed |= {result.node for result in node.results()}
         return self.changed_to([node if i in needed else None for i, node in enumerate(self.nodes)], {})
 
     def operand(self, source: Source, tensors: Mapping[Source, Any]) -> Any:
-        """What an operator is called with; ``tensors`` are those of inputs and results."""
+        """Return the operand that ``source`` denotes; ``tensors`` has those of inputs and results."""
         if isinstance(source, CapturedTensor):
             held = self.held[source.number]
             return Tensor(held.data) if source.is_detached and isinstance(held, Tensor) else held
@@ -201,12 +254,12 @@ class Graph:
         return None if source is None else tensors[source]
 
     def returned(self, values: Callable[[Source], Any]) -> Any:
-        """The outputs in the form in which the network returned them."""
-        found = [values(each) for each in self.outputs]
-        return found[0] if self.form == "one" else tuple(found) if self.form == "tuple" else found
+        """Return the outputs in the form in which the network returned them."""
+        outputs = [values(output) for output in self.outputs]
+        return outputs[0] if self.form == "one" else tuple(outputs) if self.form == "tuple" else outputs
 
     def returned_with(self, results: Mapping[Source, Any], given: Sequence[Any]) -> Any:
-        """`returned`, of ``results`` of nodes, inputs and the network's own tensors."""
+        """Return the outputs, given the ``results`` of nodes and the inputs."""
 
         def value(source: Source) -> Any:
             if isinstance(source, Input):
@@ -219,13 +272,13 @@ class Graph:
 _TAKES_ACTIVATION = ("affine", "conv2d", "dense")
 
 
-def rewritten(graph: Graph, recording: bool) -> Graph:
-    """The graph as it is planned; ``recording`` says whether backward may follow."""
+def rewritten(graph: Graph) -> Graph:
+    """Return the graph as plans compute it."""
     return with_activations(with_biases(graph))
 
 
 def with_biases(graph: Graph) -> Graph:
-    """Products together with the bias that is added to each by the very next operator, which alone reads it."""
+    """Merge products with the bias that the next operator adds, if it is their only reader."""
     uses = graph.num_uses()
     nodes: list[GraphNode | None] = list(graph.nodes)
     moved = {}
@@ -233,7 +286,7 @@ def with_biases(graph: Graph) -> Graph:
         before = graph.nodes[number - 1] if number else node
         if node.operator != "add" or before.operator != "matmul" or uses[number - 1] != 1:
             continue
-        bias = next((each for each in node.inputs if each != Result(number - 1)), None)
+        bias = next((source for source in node.inputs if source != Result(number - 1)), None)
         if before.is_recorded == node.is_recorded and _is_bias(graph, bias, before.outputs[0]):
             inputs = (*before.inputs, bias)
             nodes[number - 1] = replace(before, operator="affine", inputs=inputs, attributes={"activation": None})
@@ -250,9 +303,9 @@ def _is_bias(graph: Graph, source: Source, product: Meta) -> bool:
 
 
 def with_activations(graph: Graph) -> Graph:
-    """Convolutions, dense layers and products with a bias together with the ReLU that alone reads them.
+    """Merge convolutions, dense layers and products with a bias with the ReLU that is their only reader.
 
-    The node stands where the convolution stood, so backward adds up gradients in the same order.
+    The merged node keeps the place of the first, so backward sums gradients in the same order.
     """
     uses = graph.num_uses()
     nodes: list[GraphNode | None] = list(graph.nodes)
@@ -275,54 +328,21 @@ def with_activations(graph: Graph) -> Graph:
 
 _BOX = (1.9, 0.62)
 _STEP = (2.3, 1.05)
-"""Inches from one box to the next, to the side and downwards."""
+"""Inches from one box to the next, horizontally and vertically."""
 _COLORS = {
-    "dense": "#d7e5f7",
-    "conv2d": "#d7e5f7",
-    "matmul": "#d7e5f7",
-    "batch_norm": "#f6ead2",
-    "batch_norm_by_running": "#f6ead2",
+    **dict.fromkeys(("dense", "conv2d", "matmul"), "#d7e5f7"),
+    **dict.fromkeys(("batch_norm", "batch_norm_by_running"), "#f6ead2"),
     "input": "#e3f1df",
 }
 _MOST_INCHES = 200.0
 _ENDINGS = (".png", ".svg", ".pdf")
 _COLUMNS = 80
 _READS, _LEAST_READS = 2, 16
-"""The column of a table that is wrapped where a line is too long, and how narrow it may become."""
-
-
-def summary(graph: Graph) -> str:
-    """A line for every operation: what it reads, its result's shape and bytes, and the parameters that it is the first
-    to read."""
-    seen: set[int] = set()
-    rows = [("", "operation", "reads", "shape", "parameters", "bytes")]
-    rows += [("", f"input {i}", "", _shape(each.shape), "", f"{each.nbytes:,}") for i, each in enumerate(graph.inputs)]
-    for number, node in enumerate(graph.nodes):
-        count = _count_new(graph, node, seen)
-        reads = ", ".join(filter(None, (_name(graph, each) for each in node.inputs)))
-        out = node.outputs[0]
-        rows.append(
-            (str(number), title(node), reads, _shape(out.shape), f"{count:,}" if count else "", f"{out.nbytes:,}")
-        )
-    table = [line for row in rows for line in _wrapped(row, _reads_width(rows))]
-    widths = [max(len(row[i]) for row in table) for i in range(len(rows[0]))]
-    left = (False, True, True, True, False, False)
-    lines = [
-        "  ".join(
-            cell.ljust(width) if to_left else cell.rjust(width)
-            for cell, width, to_left in zip(row, widths, left, strict=True)
-        ).rstrip()
-        for row in table
-    ]
-    total = sum(math.prod(shape) for held, (shape, _) in zip(graph.held, graph.kinds, strict=True) if _learnt(held))
-    nbytes = sum(each.outputs[0].nbytes for each in graph.nodes)
-    outputs = ", ".join(_name(graph, each) for each in graph.outputs)
-    whole = f"{len(graph.nodes)} operations, {total:,} parameters, {nbytes:,} bytes of results; returns {outputs}"
-    return "\n".join([*lines, *textwrap.wrap(whole, _COLUMNS)])
+"""The column of a table that is wrapped if a line is too long, and its least width."""
 
 
 def _reads_width(rows: Sequence[tuple[str, ...]]) -> int:
-    """What the other columns leave of a line for what operations read."""
+    """Return the width left for the column of operands."""
     others = [max(len(row[i]) for row in rows) + 2 for i in range(len(rows[0])) if i != _READS]
     return max(_COLUMNS - sum(others), _LEAST_READS)
 
@@ -336,14 +356,14 @@ def _wrapped(row: tuple[str, ...], width: int) -> Iterator[tuple[str, ...]]:
 
 
 def _cut(path: str, width: int) -> str:
-    """A path that is too long for a line, with blanks behind some of its dots."""
+    """Insert blanks after dots of a path that is too long for a line."""
     if len(path) <= width:
         return path
     return " ".join(line.replace(". ", ".") for line in textwrap.wrap(path.replace(".", ". "), width))
 
 
 def title(node: GraphNode) -> str:
-    """The operator, with what distinguishes this call of it."""
+    """Return the operator with the attributes that distinguish this call."""
     attributes = node.attributes
     text = str(attributes["name"]) if node.operator == "compare" else node.operator.replace("_", " ")
     if attributes.get("activation") is not None:
@@ -363,10 +383,10 @@ def _learnt(held: Any) -> bool:
 
 def _count_new(graph: Graph, node: GraphNode, seen: set[int]) -> int:
     count = 0
-    for each in node.inputs:
-        if isinstance(each, CapturedTensor) and each.number not in seen and _learnt(graph.held[each.number]):
-            seen.add(each.number)
-            count += math.prod(graph.kinds[each.number][0])
+    for source in node.inputs:
+        if isinstance(source, CapturedTensor) and source.number not in seen and _learnt(graph.held[source.number]):
+            seen.add(source.number)
+            count += math.prod(graph.kinds[source.number][0])
     return count
 
 
@@ -384,52 +404,8 @@ def _shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "number"
 
 
-def draw(graph: Graph, path: str | Path) -> None:
-    """Draw the graph from top to bottom into ``path``, a PNG, SVG or PDF by its ending, which is replaced.
-
-    A box is an operation with its result's shape and the parameters that it reads; arrows are results that it reads.
-
-    Raises:
-        ConfigError: another ending, or no such folder.
-        OSError: the file cannot be written.
-    """
-    path = file_name("draw", "path", path, _ENDINGS)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import FancyBboxPatch
-
-    places = _places(graph)
-    columns = [x for x, _ in places.values()]
-    depth = max(y for _, y in places.values()) + 1
-    width, height = (max(columns) - min(columns) + 1) * _STEP[0] + 0.6, depth * _STEP[1] + 0.2
-    figure = Figure((min(width, _MOST_INCHES), min(height, _MOST_INCHES)))
-    FigureCanvasAgg(figure)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim((min(columns) - 0.5) * _STEP[0] - 0.3, (max(columns) + 0.5) * _STEP[0] + 0.3)
-    axes.set_ylim(-(depth - 0.5) * _STEP[1] - 0.1, 0.5 * _STEP[1] + 0.1)
-    axes.set_axis_off()
-    middle = {source: (x * _STEP[0], -y * _STEP[1]) for source, (x, y) in places.items()}
-    for number, node in enumerate(graph.nodes):
-        target = Result(number)
-        for each in node.inputs:
-            source = Result(each.node) if isinstance(each, Result) else each
-            if source in middle:
-                _arrow(axes, middle[source], middle[target], places[target][1] - places[source][1])
-    seen: set[int] = set()
-    for source, (x, y) in middle.items():
-        lines, color = _texts(graph, source, seen)
-        corner = x - _BOX[0] / 2, y - _BOX[1] / 2
-        axes.add_patch(FancyBboxPatch(corner, *_BOX, boxstyle="round,pad=0,rounding_size=0.09", facecolor=color,
-                                      edgecolor="#555555", linewidth=0.8, zorder=2))  # fmt: skip
-        offset = (len(lines) - 1) / 2
-        for i, line in enumerate(lines):
-            axes.text(x, y + (offset - i) * 0.17, line, ha="center", va="center", fontsize=8 if i == 0 else 7,
-                      color="#111111" if i == 0 else "#444444", zorder=3)  # fmt: skip
-    figure.savefig(path, dpi=110)
-
-
 def _texts(graph: Graph, source: Source, seen: set[int]) -> tuple[list[str], str]:
-    """The lines in a box, and its color."""
+    """Return the lines in a box, and its color."""
     if isinstance(source, Input):
         return [f"input {source.number}", _shape(graph.inputs[source.number].shape)], _COLORS["input"]
     assert isinstance(source, Result)
@@ -438,13 +414,13 @@ def _texts(graph: Graph, source: Source, seen: set[int]) -> tuple[list[str], str
     count = _count_new(graph, node, seen)
     if count:
         lines.append(f"{count:,} parameters")
-    if source.node in [each.node for each in graph.outputs if isinstance(each, Result)]:
+    if source.node in [output.node for output in graph.outputs if isinstance(output, Result)]:
         lines[0] += " (returned)"
     return lines, _COLORS.get(node.operator, "#f4f4f4")
 
 
 def _arrow(axes: Any, source: tuple[float, float], target: tuple[float, float], steps: int) -> None:
-    """From the lower edge of one box to the upper edge of another, around those between them."""
+    """Draw an arrow from the lower edge of one box to the upper edge of another, around boxes between them."""
     begin, end = (source[0], source[1] - _BOX[1] / 2), (target[0], target[1] + _BOX[1] / 2)
     bend = "arc3,rad=0"
     if steps > 1:
@@ -457,19 +433,22 @@ def _arrow(axes: Any, source: tuple[float, float], target: tuple[float, float], 
 
 
 def _places(graph: Graph) -> dict[Source, tuple[float, int]]:
-    """Column and row of every input and node: below what it reads; what reads no input, just above its first reader."""
+    """Return column and row of every input and node.
+
+    A node is below its operands. A node without inputs is just above its first reader.
+    """
     rows: dict[Source, int] = {Input(i): 0 for i in range(len(graph.inputs))}
     readers: dict[int, list[int]] = {}
     for number, node in enumerate(graph.nodes):
-        found = [rows[key] for each in node.inputs
-                 if (key := Result(each.node) if isinstance(each, Result) else each) in rows]  # fmt: skip
-        for each in node.results():
-            readers.setdefault(each.node, []).append(number)
-        if found:
-            rows[Result(number)] = max(found) + 1
+        above = [rows[key] for source in node.inputs
+                 if (key := Result(source.node) if isinstance(source, Result) else source) in rows]  # fmt: skip
+        for result in node.results():
+            readers.setdefault(result.node, []).append(number)
+        if above:
+            rows[Result(number)] = max(above) + 1
     for number in reversed(range(len(graph.nodes))):
         if Result(number) not in rows:
-            rows[Result(number)] = min((rows[Result(each)] for each in readers.get(number, [])), default=1) - 1
+            rows[Result(number)] = min((rows[Result(reader)] for reader in readers.get(number, [])), default=1) - 1
     lowest = min(rows.values(), default=0)
     members: dict[int, list[Source]] = {}
     for source, row in rows.items():
@@ -477,12 +456,12 @@ def _places(graph: Graph) -> dict[Source, tuple[float, int]]:
     return {
         source: (place - (len(sources) - 1) / 2, row)
         for row, sources in members.items()
-        for place, source in enumerate(sorted(sources, key=lambda each: _depends_last(graph, each)))
+        for place, source in enumerate(sorted(sources, key=lambda source: _depends_last(graph, source)))
     }
 
 
 def _depends_last(graph: Graph, source: Source) -> int:
-    """In a row, what reads results of others stands left of what reads only parameters."""
+    """Sort key that puts readers of results left of nodes that read only parameters."""
     if isinstance(source, Result):
         return 0 if any(True for _ in graph.nodes[source.node].results()) else 1
     return 0
@@ -490,28 +469,24 @@ def _depends_last(graph: Graph, source: Source) -> int:
 
 FORMAT, VERSION = "hpcdp graph", 1
 _AS_IT_WAS = 0
-"""The first number of a new shape that is the batch, whatever its size."""
+"""First dimension of a reshape that stands for the batch size."""
 
 
 def arrays_of(graph: Graph) -> dict[str, np.ndarray]:
-    """What the graph's network holds, by name, in host memory."""
-    values = [each.data if isinstance(each, Tensor) else each for each in graph.held]
+    """Return the network's tensors by name, in host memory."""
+    values = [held.data if isinstance(held, Tensor) else held for held in graph.held]
     return {name: np.asarray(to_host(value), order="C") for name, value in zip(graph.names, values, strict=True)}
 
 
 def as_json(graph: Graph, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The graph of a prediction, of which `arrays_of` are saved beside it.
-
-    Raises:
-        ConfigError: an operator has something that cannot be written down.
-    """
+    """Return the graph of a prediction as JSON data; `ConfigError` if an attribute or operand cannot be serialised."""
     calls = calls_as_json(graph)
     nodes = zip(calls["nodes"], graph.nodes, strict=True)
     return {
         "format": FORMAT,
         "version": VERSION,
         "any_batch": graph.any_batch,
-        "inputs": [_meta(each) for each in graph.inputs],
+        "inputs": [_meta(meta) for meta in graph.inputs],
         "tensors": [
             {
                 "name": name,
@@ -522,31 +497,28 @@ def as_json(graph: Graph, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
             for name, held in zip(graph.names, graph.held, strict=True)
         ],
         **calls,
-        "nodes": [{**call, "outputs": [_meta(each) for each in node.outputs]} for call, node in nodes],
+        "nodes": [{**call, "outputs": [_meta(meta) for meta in node.outputs]} for call, node in nodes],
     }
 
 
 def calls_as_json(graph: Graph) -> dict[str, Any]:
-    """What `as_json` has of the graph beside shapes and dtypes: which operators are called with what.
-
-    Raises as that does.
-    """
+    """Return the operator calls as JSON data, without shapes and dtypes."""
     return {
         "nodes": [
             {
                 "operator": node.operator,
-                "inputs": [_source(each, node) for each in node.inputs],
-                "attributes": {name: _value(node, each) for name, each in _attributes(graph, node).items()},
+                "inputs": [_source(source, node) for source in node.inputs],
+                "attributes": {name: _value(node, value) for name, value in _attributes(graph, node).items()},
             }
             for node in graph.nodes
         ],
-        "outputs": [_source(each) for each in graph.outputs],
+        "outputs": [_source(output) for output in graph.outputs],
         "form": graph.form,
     }
 
 
 def _attributes(graph: Graph, node: GraphNode) -> dict[str, Any]:
-    """Those of ``node``; a new shape that begins with the batch does so for any batch."""
+    """Return the attributes of ``node``; a new shape that begins with the batch size becomes valid for any batch."""
     if node.operator != "reshape":
         return node.attributes
     source, shape = node.inputs[0], node.attributes["shape"]
@@ -580,9 +552,9 @@ def _value(node: GraphNode, value: Any) -> Any:
     if value is Ellipsis:
         return {"ellipsis": True}
     if isinstance(value, slice):
-        return {"slice": [_value(node, each) for each in (value.start, value.stop, value.step)]}
+        return {"slice": [_value(node, bound) for bound in (value.start, value.stop, value.step)]}
     if isinstance(value, tuple):
-        return {"tuple": [_value(node, each) for each in value]}
+        return {"tuple": [_value(node, element) for element in value]}
     if isinstance(value, np.generic) and isinstance(value.item(), float):
         return {"number": [value.item(), str(value.dtype)]}
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -595,34 +567,28 @@ def _not_written(where: str, expected: str, got: Any) -> ConfigError:
 
 
 class Reader:
-    """Reads what `as_json` has written.
-
-    Args:
-        where: what errors call the file.
-    """
+    """Reader of the JSON data that `as_json` returns; ``where`` is the file named in errors."""
 
     def __init__(self, where: object, read: Any) -> None:
         self._where, self._read = where, read
 
     def graph(self) -> tuple[Graph, list[dict[str, Any]]]:
-        """The graph, whose ``held`` is empty, and what it says of each tensor that belongs there.
-
-        Raises:
-            DataError: the file is of another kind, or does not fit itself.
-        """
+        """Return the graph without ``held``, and the metadata of its tensors; `DataError` for inconsistent data."""
         read = self._read
         self._require(isinstance(read, dict) and read.get("format") == FORMAT, f"a file of {FORMAT}")
         self._require(read.get("version") == VERSION, f"version {VERSION}", read.get("version"))
         try:
             graph = Graph(tuple(map(self._meta, read["inputs"])), form=read["form"], any_batch=read["any_batch"])
             self._require(type(graph.any_batch) is bool, "any_batch true or false", graph.any_batch)
-            tensors = [self._tensor(each) for each in read["tensors"]]
-            graph.names = [each["name"] for each in tensors]
+            tensors = [self._tensor(entry) for entry in read["tensors"]]
+            graph.names = [entry["name"] for entry in tensors]
             self._require(len(set(graph.names)) == len(tensors), "a name for each tensor", graph.names)
             self._require(graph.form in ("one", "tuple", "list"), "form one, tuple or list", graph.form)
-            for each in read["nodes"]:
-                graph.nodes.append(self._node(each, graph))
-            graph.outputs = tuple(self._input(each, graph) for each in read["outputs"])
+            for entry in read["nodes"]:
+                graph.nodes.append(self._node(entry, graph))
+            graph.outputs = tuple(self._input(entry, graph) for entry in read["outputs"])
+        except HpcdpError:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise self._error("an undamaged graph", f"{type(error).__name__}: {error}") from error
         self._require(len(graph.outputs) == 1 or graph.form != "one", "one output", len(graph.outputs))
@@ -672,12 +638,12 @@ class Reader:
         operator = OPERATORS.get(read["operator"])
         self._require(operator is not None, "operators of this version", read["operator"])
         assert operator is not None
-        attributes = {name: self._value(each) for name, each in read["attributes"].items()}
+        attributes = {name: self._value(value) for name, value in read["attributes"].items()}
         self._require(
             set(attributes) == set(operator.attributes) and "generator" not in attributes,
             f"attributes of {operator.name}", ", ".join(attributes),
         )  # fmt: skip
-        inputs = tuple(self._input(each, graph) for each in read["inputs"])
+        inputs = tuple(self._input(source, graph) for source in read["inputs"])
         fits = len(inputs) == len(operator.inputs) or operator.takes_many
         self._require(fits, f"{len(operator.inputs)} inputs of {operator.name}", len(inputs))
         return GraphNode(operator.name, inputs, attributes, tuple(map(self._meta, read["outputs"])))
@@ -688,7 +654,7 @@ class Reader:
             if kind == "ellipsis":
                 return Ellipsis
             self._require(kind in ("slice", "tuple", "number"), "attributes", read)
-            values = [self._value(each) for each in value]
+            values = [self._value(element) for element in value]
             if kind == "number":
                 number, dtype = values[0], dtype_of(values[1])
                 self._require(type(number) is float and is_float(dtype), "a number of floating point", read)
@@ -703,7 +669,7 @@ def _is_numbers(read: Any) -> bool:
 
 
 def call(node: GraphNode, operands: list[Any], functions: Mapping[str, Callable[..., Any]]) -> Any:
-    """What ``node`` computes from ``operands``, by the functions of `registry.CALLS`."""
+    """Compute ``node`` from ``operands`` with ``functions``, such as `autograd.tape.CALLS`."""
     operator, attributes = OPERATORS[node.operator], node.attributes
     if node.operator == "reshape" and attributes["shape"][:1] == (_AS_IT_WAS,):
         attributes = {"shape": (operands[0].shape[0], *attributes["shape"][1:])}
@@ -713,5 +679,5 @@ def call(node: GraphNode, operands: list[Any], functions: Mapping[str, Callable[
 
 
 def with_held(graph: Graph, held: list[Any]) -> Graph:
-    """The graph that was read, with its network's tensors."""
-    return replace(graph, held=held, kinds=[(each.shape, each.dtype) for each in held])
+    """Return a graph that was read, with its network's tensors."""
+    return replace(graph, held=held, kinds=[(value.shape, value.dtype) for value in held])

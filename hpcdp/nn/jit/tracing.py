@@ -1,18 +1,8 @@
-"""Tracing: a network is run once, and its operators are recorded.
+"""Tracing: runs a network once and records its operators; and the guards that decide whether a plan may be replayed.
 
-Tracing: a forward is run once on tensors that note which operators it calls, and refuse to show their values.
-
-What a forward computes while recording is paused: a graph of predictions, which record nothing, does not tell.
-
-Guards: whether a plan may be replayed, or the program has changed what it depends on.
-
-Whether anything that plans depend on may have changed since they last looked: one comparison instead of many.
-
-A new object stands for a new state, so that threads that change something at once cannot miss each other's changes.
-
-The arrays of a network's tensors that a plan reads, as long as they are those.
-
-Whether a graph that was traced with one batch computes what the network does with any other.
+A traced forward runs on tensors that record operator calls and refuse to show their values. Guards detect changes that
+plans depend on, by comparing one object: a new object stands for a new state, so concurrent changes cannot hide each
+other.
 """
 
 from __future__ import annotations
@@ -43,60 +33,57 @@ class _State:
 
 
 state = _State()
-"""What stands for the attributes of all modules, and for the arrays and hooks of all parameters."""
+"""Stamps of the attributes of all modules, and of the arrays and hooks of all parameters."""
 
 
 class Look:
-    """Tells once after each change whether a module may have changed, and at first."""
+    """Detector that reports once after each change of any module, and at first."""
 
     def __init__(self) -> None:
         self._seen: object = None
 
     def is_due(self) -> bool:
+        """Return whether a module may have changed since the last call."""
         now = state.modules
         before, self._seen = self._seen, now
         return before is not now
 
 
 def in_module(module: object, name: str) -> None:
-    """An attribute of a module is about to change.
-
-    Raises:
-        HpcdpError: this thread traces: a replay would not change it.
-    """
+    """Register that an attribute of a module is about to change; an error while tracing, replays do not assign."""
     if modes.signature & TRACING:
         raise refusal(
-            users_line()[0], "a forward that only computes", f"one that assigns {type(module).__name__}.{name}",
-            "return what is to be kept, or call hybridize(False)",
+            users_line()[0], "a forward that assigns no attributes", f"an assignment of {type(module).__name__}.{name}",
+            "return the value instead, or call hybridize(False)",
         )  # fmt: skip
     state.modules = object()
 
 
 def in_parameters() -> None:
-    """A parameter has another array or hook."""
+    """Register that a parameter has another array or hook."""
     state.parameters = object()
 
 
 def array_of(held: Any) -> Any:
-    """The array behind what a network has as an attribute, without waiting for an update of it."""
+    """Return the array behind a network's attribute, without waiting for a running update."""
     return held.held() if hasattr(held, "held") else held.data if isinstance(held, Tensor) else held
 
 
 class HeldArrays:
-    """The arrays of the tensors and arrays of a network that ``graph`` holds, and the lists that it was traced with."""
+    """Arrays of the network's tensors that ``graph`` reads, and the lists it was traced with."""
 
     def __init__(self, graph: Graph) -> None:
         self._all = graph.held
-        pairs = [(each, array_of(each)) for each in graph.held]
+        pairs = [(tensor_, array_of(tensor_)) for tensor_ in graph.held]
         self.parameters = [pair for pair in pairs if hasattr(pair[0], "held")]
         self._buffers = [pair for pair in pairs if isinstance(pair[0], Tensor) and not hasattr(pair[0], "held")]
         self._has_its_lists = graph.has_its_lists if graph.lists else None
         self.are_parameters_only = not self._buffers
         self.seen: object = None
-        """The state of all parameters at which these had no hooks and these arrays."""
+        """Stamp of all parameters when these had no hooks and these arrays."""
 
     def still_hold(self) -> bool:
-        """Whether the tensors still have these arrays, and the lists these numbers."""
+        """Return whether the tensors still have these arrays, and the lists their content."""
         now = state.parameters
         if self.seen is not now:
             if any(param.held() is not array for param, array in self.parameters):
@@ -108,12 +95,12 @@ class HeldArrays:
         return all(buffer.data is array for buffer, array in self._buffers)
 
     def without_gradients(self) -> list[bool]:
-        """Which of the network's tensors and arrays get no gradient."""
-        return [getattr(each, "grad_req", "null") == "null" for each in self._all]
+        """Return for each of the network's tensors and arrays whether it gets no gradient."""
+        return [getattr(held, "grad_req", "null") == "null" for held in self._all]
 
     @property
     def are_settled(self) -> bool:
-        """Whether no update of a parameter may be under way."""
+        """True if no update of a parameter can be running."""
         return self.seen is state.parameters
 
     def wait_for_updates(self) -> None:
@@ -124,55 +111,52 @@ class HeldArrays:
 
 
 def wait_for_update(param: Any) -> None:
-    """Wait until nothing changes the values of ``param``, whose array must stay the same."""
+    """Wait until no update changes ``param``; its array must stay the same."""
     before = param.held()
     if param.data is not before:
         raise HpcdpError("replay", where=param.name, expected="an update in place", got="another array")
 
 
 def takes_any_batch(graph: Graph, trace: Callable[[list[Tensor]], Graph]) -> bool:
-    """Whether traces with other numbers of rows, the first axis of all inputs, call the same operators alike.
+    """Return whether traces with other batch sizes call the same operators in the same way.
 
-    They do not where the forward has made a number of the batch's, as the divisor of a mean over it, or a loop's end.
-
-    Args:
-        trace: traces the network's forward once more, and returns its graph.
+    They do not if the forward uses the batch size as a number, e.g. as a divisor or in a loop. ``trace`` traces it
+    again.
     """
-    if not all(each.shape for each in graph.inputs):
+    if not all(meta.shape for meta in graph.inputs):
         return False
     own = graph.names, calls_as_json(graph)
     try:
         with pause(), np.errstate(all="ignore"):
             traced = map(trace, _others(graph))
-            return all((each.names, calls_as_json(each)) == own for each in traced)
-    except Exception:  # whatever a forward raises that does not take so many rows
+            return all((other.names, calls_as_json(other)) == own for other in traced)
+    except Exception:  # the forward may reject this batch size with any exception
         return False
 
 
 def _others(graph: Graph) -> Iterator[list[Tensor]]:
-    """Zeros for each input, with about twice its rows, and with one."""
+    """Yield zeros for each input, with about twice its batch size, and with one sample."""
     yield zeros_for(graph, lambda had: 2 * had + 1)
     yield zeros_for(graph, lambda had: 1)
 
 
 def zeros_for(graph: Graph, rows: Callable[[int], int]) -> list[Tensor]:
-    """Zeros for each input, with as many rows as ``rows`` makes of its own, where the network's tensors are."""
+    """Return zeros for each input, with the batch size ``rows(size)``, on the device of the network's tensors."""
     like = array_of(graph.held[0]) if graph.held else np.empty(0)
-    shapes = [(*map(rows, each.shape[:1]), *each.shape[1:]) for each in graph.inputs]
-    zeros = [np.zeros(shape, dtype_of(each.dtype)) for shape, each in zip(shapes, graph.inputs, strict=True)]
-    return [Tensor(from_host(each, like)) for each in zeros]
+    shapes = [(*map(rows, meta.shape[:1]), *meta.shape[1:]) for meta in graph.inputs]
+    zeros = [np.zeros(shape, dtype_of(meta.dtype)) for shape, meta in zip(shapes, graph.inputs, strict=True)]
+    return [Tensor(from_host(array, like)) for array in zeros]
 
 
 def with_pauses(graph: Graph, trace: Callable[[list[Tensor]], Graph]) -> Graph:
-    """``graph``, in which no gradient goes back through what the forward computes within ``pause()``.
+    """Return ``graph`` with gradients stopped at results computed within ``pause()``.
 
-    Args:
-        trace: traces the network's forward once more, here while recording, and returns its graph.
+    A prediction records nothing, so its graph does not show pauses; ``trace`` traces the forward again while recording.
     """
     try:
         with record(train_mode=False):
             recorded = trace(zeros_for(graph, lambda rows: rows))
-    except Exception:  # whatever a forward raises that knows zeros, or recording, from a prediction
+    except Exception:  # the forward may reject zeros, or recording, with any exception
         return graph
     if all(node.is_recorded for node in recorded.nodes) or calls_as_json(recorded) != calls_as_json(graph):
         return graph
@@ -180,7 +164,7 @@ def with_pauses(graph: Graph, trace: Callable[[list[Tensor]], Graph]) -> Graph:
 
 
 def _detached(graph: Graph, paused: list[bool]) -> Graph:
-    """``graph`` with an operator ``detach`` between each result of a ``paused`` node and those that are not."""
+    """Return ``graph`` with a ``detach`` between each result of a ``paused`` node and readers that are not paused."""
     nodes: list[GraphNode] = []
     moved: dict[Result, Result] = {}
     detached: dict[Result, Result] = {}
@@ -197,7 +181,7 @@ def _detached(graph: Graph, paused: list[bool]) -> Graph:
         return detached[source]
 
     for number, node in enumerate(graph.nodes):
-        within = [moved[each] if isinstance(each, Result) else each for each in node.inputs]
+        within = [moved[source] if isinstance(source, Result) else source for source in node.inputs]
         inputs = within if paused[number] else map(outside, node.inputs)
         made = replace(node, inputs=tuple(inputs))
         moved |= {Result(number, i): Result(len(nodes), i) for i in range(len(node.outputs))}
@@ -219,10 +203,10 @@ _WORDS = {
 
 
 def users_line() -> tuple[str, str]:
-    """File and line of the code that called into this library, and the name of what it called.
+    """Return file and line of the code that called into this library, and the name of the function it called.
 
-    Of a forward that is traced it is the last line before one of Python's own library, as of `logging`, which may have
-    called others: nobody can change those.
+    In a traced forward it is the last line before a call into Python's standard library (such as `logging`), which may
+    have called back.
     """
     frame, called = sys._getframe(1), ""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
@@ -233,16 +217,16 @@ def users_line() -> tuple[str, str]:
 
 
 def _before_pythons_library(innermost: FrameType) -> FrameType | None:
-    found, frame = None, innermost
+    line, frame = None, innermost
     while frame.f_code is not TracingRun.run.__code__:
         if frame.f_code.co_filename.startswith(_LIBRARY) and "site-packages" not in frame.f_code.co_filename:
-            found = None
-        elif found is None and not frame.f_code.co_filename.startswith(_OURS):
-            found = frame
+            line = None
+        elif line is None and not frame.f_code.co_filename.startswith(_OURS):
+            line = frame
         if frame.f_back is None:
             return None
         frame = frame.f_back
-    return found
+    return line
 
 
 def _line_of(frame: FrameType) -> str:
@@ -250,7 +234,7 @@ def _line_of(frame: FrameType) -> str:
 
 
 def _defined(forward: Any) -> str:
-    """File and line where ``forward`` begins: it has returned, so that no frame tells the line of its result."""
+    """Return file and line where ``forward`` begins, since a returned forward has no frame."""
     code = getattr(forward, "__code__", None)
     if code is None or code.co_filename.startswith(_OURS):
         return users_line()[0]
@@ -267,7 +251,7 @@ def _refuse(remedy: str = "", got: str = "") -> NoReturn:
 
 
 def refusal(where: str, expected: str, got: str, remedy: str) -> HpcdpError:
-    """An error to raise in a forward that is traced; the trace fails also if the forward catches it."""
+    """Return an error to raise in a traced forward; the trace fails even if the forward catches it."""
     error = HpcdpError("trace", where=where, expected=expected, got=got, remedy=remedy)
     if isinstance(modes.tracer, TracingRun):
         modes.tracer.refused = modes.tracer.refused or error
@@ -275,7 +259,7 @@ def refusal(where: str, expected: str, got: str, remedy: str) -> HpcdpError:
 
 
 class Traced(Tensor):
-    """A tensor of a forward that is traced: it has a shape and a dtype, and takes part in operations."""
+    """Tensor of a traced forward, with a shape and a dtype but no values."""
 
     __slots__ = ("inner", "source", "tracer")
 
@@ -285,42 +269,48 @@ class Traced(Tensor):
 
     @property
     def data(self) -> Array:  # type: ignore[override]
-        """Refused: a replay would not see what is done with it."""
+        """Raise an error: a replay would not repeat what is done with the values."""
         if modes.tracer is not self.tracer:
             raise refusal(
-                users_line()[0], "tensors of calls that are under way", "one that a call has kept which was traced",
-                "return it, or call hybridize(False)",
+                users_line()[0], "tensors of the current call", "a tensor kept from a traced call",
+                "return it from forward, or call hybridize(False)",
             )  # fmt: skip
         _refuse()
 
     @property
     def settled(self) -> Tensor:
-        """Refused: for `autograd.grad` and `backward`, whose gradients would be those of the trace."""
+        """Raise an error: gradients of `autograd.grad` and `backward` would be those of the trace."""
         return Tensor(self.data)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape."""
         return self.inner.shape
 
     @property
     def dtype(self) -> Any:
+        """The dtype."""
         return self.inner.dtype
 
     @property
     def ndim(self) -> int:
+        """The number of axes."""
         return self.inner.ndim
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return self.inner.size
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def attach_grad(self, grad_req: str = "write") -> None:
+        """Raise an error: a replay would not repeat it."""
         _refuse()
 
     def backward(self, head_grad: Any = None, retain_graph: bool = False) -> None:
+        """Raise an error: a replay would not repeat it."""
         _refuse()
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -331,55 +321,50 @@ class Traced(Tensor):
 
 
 class TracingRun:
-    """One traced run of a module's forward.
-
-    Args:
-        held: path and value of every tensor and array among the attributes of the module and its parts.
-    """
+    """Tracing of one run of a module's forward; ``held`` has path and value of all its tensors and arrays."""
 
     def __init__(self, held: Sequence[tuple[str, Any]], given: Sequence[Tensor]) -> None:
-        self.graph = Graph(tuple(_meta(each) for each in given))
+        self.graph = Graph(tuple(_meta(x) for x in given))
         self._known: dict[int, tuple[str, Any, bool]] = {}
         for name, value in held:
             if isinstance(value, Tensor):
                 array = value.held() if hasattr(value, "held") else value.data
                 self._known.setdefault(id(array), (name, value, True))
-        for name, value in reversed(held):  # of one that has several names the first counts, as everywhere
+        for name, value in reversed(held):  # the first of several names wins
             self._known[id(value)] = (name, value, False)
         self._numbers: dict[str, int] = {}
         self.refused: HpcdpError | None = None
-        """What the forward was refused first."""
+        """The first error raised by `refusal` in this run."""
 
     def run(self, forward: Any, given: Sequence[Tensor]) -> Any:
-        """What ``forward`` returns for the given tensors, as without a trace."""
+        """Return the result of ``forward`` for the given tensors, while tracing it."""
         before = modes.tracer, modes.signature
         modes.tracer = self
         modes.signature |= TRACING
         try:
-            found = forward(*[Traced(self, Input(i), each) for i, each in enumerate(given)])
+            returned = forward(*[Traced(self, Input(i), x) for i, x in enumerate(given)])
             if self.refused is not None:
                 raise self.refused
-            self.graph.form = "tuple" if isinstance(found, tuple) else "list" if isinstance(found, list) else "one"
-            outputs = list(found) if isinstance(found, (tuple, list)) else [found]
-            for each in outputs:
-                if not isinstance(each, Tensor):
+            self.graph.form = next((kind.__name__ for kind in (tuple, list) if isinstance(returned, kind)), "one")
+            outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+            for output in outputs:
+                if not isinstance(output, Tensor):
                     within = "" if self.graph.form == "one" else f" in a {self.graph.form}"
                     raise HpcdpError(
                         "trace", where=_defined(forward),
                         expected="a forward that returns a tensor, or a tuple or list of them",
-                        got=("None" if each is None else type(each).__name__) + within,
-                        remedy="nested results, dicts and None are not supported; return one tuple of tensors, or call "
-                        "hybridize(False)",
+                        got=("None" if output is None else type(output).__name__) + within,
+                        remedy="return one tuple of tensors, or call hybridize(False)",
                     )  # fmt: skip
-            self.graph.outputs = tuple(self._source(each) for each in outputs)
+            self.graph.outputs = tuple(self._source(output) for output in outputs)
         finally:
             modes.tracer, modes.signature = before
-        plain = [_inner(each) for each in outputs]
+        plain = [_inner(output) for output in outputs]
         self.graph = self.graph.without_unused()
         return plain[0] if self.graph.form == "one" else tuple(plain) if self.graph.form == "tuple" else plain
 
     def record(self, called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operator and note it."""
+        """Call an operator and record it."""
         bound = called.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         inputs: list[Any] = []
@@ -387,41 +372,43 @@ class TracingRun:
             value = bound.arguments[name]
             is_many = called.signature.parameters[name].kind is called.signature.parameters[name].VAR_POSITIONAL
             inputs += value if is_many else [value]
-        sources = tuple(self._source(each) for each in inputs)
-        if called.name == "getitem" and any(_is_mask(value_of(_inner(each))) for each in inputs[1:]):  # lists are fixed
-            _refuse("take autograd.where: how many elements a mask chooses depends on values", "a tensor as a mask")
+        sources = tuple(self._source(x) for x in inputs)
+        if called.name == "getitem" and any(_is_mask(value_of(_inner(x))) for x in inputs[1:]):  # lists are fixed
+            _refuse("use autograd.where: how many elements a mask selects depends on values", "a tensor as a mask")
         modes.tracer = None
         try:
-            result = called.function(*map(_inner, args), **{name: _inner(each) for name, each in kwargs.items()})
+            result = called.function(*map(_inner, args), **{name: _inner(value) for name, value in kwargs.items()})
+        except HpcdpError:
+            raise
         except ValueError as error:
             raise does_not_fit(called, args, kwargs, error) from error
         finally:
             modes.tracer = self
         attributes = {name: _plain(bound.arguments[name]) for name in called.attributes}
-        found = [each if isinstance(each, Tensor) else Tensor(each) for each in _listed(result)]
+        results = [value if isinstance(value, Tensor) else Tensor(value) for value in _listed(result)]
         node = len(self.graph.nodes)
-        metas = tuple(_meta(each) for each in found)
+        metas = tuple(_meta(result) for result in results)
         self.graph.nodes.append(GraphNode(called.name, sources, attributes, metas, modes.recording))
-        traced = [Traced(self, Result(node, i), each) for i, each in enumerate(found)]
+        traced = [Traced(self, Result(node, i), inner) for i, inner in enumerate(results)]
         return tuple(traced) if isinstance(result, tuple) else traced[0]
 
     def read(self) -> None:
-        """Refused: replays would go on with the values of now."""
+        """Raise an error: replays would use the present values."""
         _refuse()
 
     def catch_up(self) -> None:
-        """See `registry.Tracer`; layers find out their shapes when they are called first."""
+        """Do nothing; see `autograd.tape.Tracer`. Layers set deferred shapes at their first call."""
 
     def settle(self) -> None:
-        """Refused: no replay would change a tensor of the network, or wait."""
-        _refuse("return what is to be kept, and pass it to the next call, or call hybridize(False)")
+        """Raise an error: a replay would neither change a tensor of the network nor wait."""
+        _refuse("return the value and pass it to the next call, or call hybridize(False)")
 
     def _source(self, x: Any) -> Source:
         if isinstance(x, Traced):
             if x.tracer is not self:
-                _refuse("a tensor of an earlier call was kept: return it, and pass it to the next one")
+                _refuse("return a tensor of an earlier call, and pass it to the next one")
             return x.source
-        if isinstance(x, np.generic):  # first, since a float64 is a float of Python's, too
+        if isinstance(x, np.generic):  # first, since np.float64 is a subclass of float
             return Literal(x.item(), str(x.dtype))
         if x is None or isinstance(x, (bool, int, float)):
             return None if x is None else Literal(x)
@@ -430,11 +417,10 @@ class TracingRun:
         name, value, is_detached = self._known.get(id(x), ("", None, False))
         if not name:
             raise refusal(
-                users_line()[0], "tensors that are computed from the inputs, and attributes",
+                users_line()[0], "tensors computed from inputs and attributes",
                 f"an array of shape {tuple(x.shape)} from elsewhere, fixed in replays"
                 if hasattr(x, "shape") else f"a {type(x).__name__}",
-                "keep it as an attribute of the module (a part in a list is none), pass it as an input, or call "
-                "hybridize(False)",
+                "set it as an attribute of the module (not in a list), pass it as an input, or call hybridize(False)",
             )  # fmt: skip
         if name not in self._numbers:
             self._numbers[name] = len(self.graph.held)
@@ -448,8 +434,8 @@ class TracingRun:
             numbers = _numbers(x)
         except TypeError as error:
             raise refusal(
-                users_line()[0], "tensors, or numbers in lists", f"a {type(x).__name__} with something else in it",
-                "take autograd.stack of it, or call hybridize(False)",
+                users_line()[0], "tensors, or numbers in lists", f"a {type(x).__name__} of other objects",
+                "use autograd.stack, or call hybridize(False)",
             ) from error  # fmt: skip
         if not isinstance(x, range):
             self.graph.lists.append((x, copy.deepcopy(x)))
@@ -458,9 +444,9 @@ class TracingRun:
 
 
 def _numbers(x: Any) -> Any:
-    """The numbers in ``x``, in lists of their own."""
+    """Return a copy of the numbers in nested lists."""
     if isinstance(x, (list, tuple, range)):
-        return [_numbers(each) for each in x]
+        return [_numbers(element) for element in x]
     number = x.item() if isinstance(x, np.generic) else x
     if not isinstance(number, (bool, int, float)):
         raise TypeError
@@ -484,16 +470,16 @@ def _meta(x: Tensor) -> Meta:
 
 
 def _plain(value: Any) -> Any:
-    """An attribute as it can be written down, but for a random generator."""
+    """Return an attribute as a serialisable value, except for a random generator."""
     if isinstance(value, (type, np.dtype)):
         return str(np.dtype(value))
     if isinstance(value, np.ndarray) and not value.ndim:
         value = value[()]
     if isinstance(value, np.generic):
         number = value.item()
-        return value if isinstance(number, float) else number  # the dtype of a float may change a result's bits
+        return value if isinstance(number, float) else number  # a float's dtype may change the result's bits
     if isinstance(value, slice):
         return slice(_plain(value.start), _plain(value.stop), _plain(value.step))
     if isinstance(value, (tuple, list)):
-        return tuple(_plain(each) for each in value)
+        return tuple(_plain(element) for element in value)
     return value

@@ -173,13 +173,8 @@ def test_a_rank_that_is_stopped_is_reported_and_the_job_goes_on_when_it_does(tmp
         assert "in train_for_ever" in job.said
 
 
-@pytest.mark.parametrize(
-    ("ranks", "per_node", "overlap"),
-    [
-        (3, 1, True),
-        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((3, None, False), (4, 2, False))),
-    ],
-)
+@pytest.mark.thorough  # who is missing: test_watchdog; that such a job ends: the one below whose trainer some lack
+@pytest.mark.parametrize(("ranks", "per_node", "overlap"), [(3, 1, True), (3, None, False), (4, 2, False)])
 def test_ranks_that_loop_or_stay_stopped_are_named_and_the_job_aborted(ranks, per_node, overlap, tmp_path):
     with Job(tmp_path, "loops_and_stops", ranks, per_node, (0.7, 2), overlap=overlap, owner="rank") as job:
         since = job.fault()
@@ -197,12 +192,10 @@ def test_ranks_that_loop_or_stay_stopped_are_named_and_the_job_aborted(ranks, pe
             assert re.search(rf"rank 1 of {ranks}: rank \d \(host .*\) waits in .*; this rank is here:\n", job.said)
 
 
-@pytest.mark.parametrize("per_node", [pytest.param(None, marks=pytest.mark.thorough), 1])
+@pytest.mark.thorough  # ranks of test_world do so in a barrier, and threads of test_watchdog on several nodes
+@pytest.mark.parametrize("per_node", [None, 1])
 def test_a_rank_that_has_ended_its_program_is_named_and_unharmed(per_node, tmp_path):
-    """It waits in MPI_Finalize; who waits for it in a collective waits in vain, and needs no limit to know.
-
-    Ranks of one node are those of test_world, too, which wait in a barrier.
-    """
+    """It waits in MPI_Finalize; who waits for it in a collective waits in vain, and needs no limit to know."""
     with Job(tmp_path, "ends_early", 2, per_node, limits=(0.7, 30)) as job:
         assert job.ends(5 + 10, since=job.fault()) not in (0, None)
         call, left = "rank 0 of 2: allreduce of 4 float64", r"rank 1 \(host .*\) has left the program"

@@ -6,8 +6,10 @@ import math
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from socket import gethostname
 
 import matplotlib.image
 import pytest
@@ -24,12 +26,17 @@ from hpcdp.train.runs.run import _interruptible, report
 from hpcdp.train.runs.run_dir import RunFolder
 
 
+def widest(lines: list[str]) -> int:
+    """Return the length of the longest line, where the run and this host have short names."""
+    return max(len(line.replace("runs/mlp-digits-001", "a").replace(gethostname(), "node")) for line in lines)
+
+
 def test_a_log_has_a_plain_line_an_epoch_and_the_report(finished):
     folder, shown = finished
     lines = shown.splitlines()
     assert shown.isascii()
     assert all(line.isprintable() for line in lines)
-    assert max(len(line.replace("runs/mlp-digits-001", "a")) for line in lines) <= 80
+    assert widest(lines) <= 80
     assert [line[:9] for line in lines if line.startswith("epoch")] == [f"epoch {n}/4" for n in range(1, 5)]
     assert all(line.startswith("  compute ") for before, line in itertools.pairwise(lines) if before[:5] == "epoch")
     told = dict(re.split(r" {2,}", line, maxsplit=1) for line in lines if not line.startswith("epoch"))
@@ -99,13 +106,19 @@ def test_the_trace_shows_every_step_of_every_rank(finished):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("dist_sync", marks=pytest.mark.thorough), "dist_async"])
-def test_a_run_on_a_store(kind, tmp_path):
+def test_a_run_on_a_store_beside_files_named_as_modules_of_pythons(kind, tmp_path):
     settings = ("--ranks", "2", "--epochs", "2", "--batch-size", "49", "--kv-store", kind)
     settings += ("--servers", "1", "--staleness", "4") if kind == "dist_async" else ("--no-update-on-kvstore",)
-    done = train(tmp_path, "mlp", "--data", "digits", *settings)
+    for name in ("random", "queue", "signal"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working folder')")
+    program = "import sys; from hpcdp import cli; sys.path.insert(0, sys.prefix); sys.exit(cli.main())"  # as bin/hpcdp
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, "train", "mlp", "--data", "digits", *settings],
+        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert max(len(line.replace("runs/mlp-digits-001", "a")) for line in lines) <= 80
+    assert widest(lines) <= 80
     assert [line[:9] for line in lines if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
     told = dict(re.split(r" {2,}", line, maxsplit=1) for line in lines if not line.startswith("epoch"))
     assert told["store"] == f"{kind}, {'the store' if kind == 'dist_async' else 'every rank'} updates"

@@ -1,16 +1,10 @@
-"""Codecs of gradients, error feedback, and when compression is worth its time.
+"""Gradient codecs (fp16, bf16, 2 bits, 1 bit, top-k), error feedback, and the break-even link rate.
 
-Codecs: from an array of gradients to fewer bytes, and back. They keep nothing; see `feedback`.
+A codec is stateless: it encodes a 1-D, contiguous array of float16, bfloat16, float32 or float64 into fewer bytes, and
+decodes them. The arrays are NumPy's or CuPy's and may be empty. Compiled kernels encode and decode CuPy arrays and
+NumPy arrays of float32. The bytes depend only on the input, so all ranks decode the same values.
 
-All take 1-D, contiguous arrays of float16, bfloat16, float32 or float64, of any number of elements, of NumPy or CuPy;
-compiled kernels encode and decode those of CuPy, and NumPy's of float32. What has been encoded depends on nothing but
-its input, so all ranks decode the same.
-
-Error feedback: what a codec has not sent is added to what it sends next, so that nothing is lost, only late.
-
-Which codec compresses the gradients, and where.
-
-When a codec pays: on links so slow that what it saves there is more than what coding takes.
+Error feedback adds what a codec has not sent to the next array that it encodes: nothing is lost, only delayed.
 """
 
 from __future__ import annotations
@@ -24,47 +18,53 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from .. import kernels
-from ..core.arrays import Array, array_namespace, is_host
-from ..core.checks import boolean, instance, number, one_of
-from ..errors import ConfigError
-from ..kernels.reference.gradients import num_blocks
+from . import kernels
+from .core.arrays import Array, array_namespace, is_host
+from .core.checks import boolean, instance, number, one_of
+from .errors import ConfigError
+from .kernels.reference.gradients import num_blocks
+
+__all__ = [
+    "CODECS", "BFloat16", "Codec", "Compression", "ErrorFeedback", "Float16", "OneBit", "Settings", "TopK", "TwoBit",
+    "pays_below",
+]  # fmt: skip
 
 _LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-"""What a float32 can be."""
+"""Largest and smallest normal positive float32."""
 
 
 class Codec(Protocol):
-    """What every codec does."""
+    """The interface of every codec."""
 
     name: ClassVar[str]
     by_element: ClassVar[bool]
-    """Whether what is sent of an element depends on no other, and so not on the segment that it lies in."""
+    """True if the bytes of an element depend on that element alone, and so not on the bounds of its segment."""
 
     @property
     def feedback(self) -> float:
-        """How much of what was not sent should be added to what is sent next, 0 to 1."""
+        """Share of the residual that should be added to the next array, 0 to 1."""
         ...
 
     def of_sum(self, n: int) -> Codec:
-        """What encodes a sum of what ``n`` of this kind have sent."""
+        """Return the codec for the sum of ``n`` decoded arrays."""
         ...
 
     def nbytes(self, count: int, dtype: np.dtype) -> int:
-        """Of what ``count`` elements of ``dtype`` are encoded to."""
+        """Return the encoded size, in bytes, of ``count`` elements of ``dtype``."""
         ...
 
     def encode(self, x: Array, residual: Array, wire: Array) -> None:
-        """Encode ``residual + x``; what is not sent of it remains in ``residual``. Changes ``residual`` and ``wire``.
+        """Encode ``x + residual`` into ``wire``, and leave the part that was not sent in ``residual``.
 
         Args:
-            x, residual: shape ``(count,)``, of one dtype.
-            wire: uint8, shape ``(nbytes(count, dtype),)``.
+            x: shape ``(count,)``.
+            residual: shape and dtype of ``x``; changed in place.
+            wire: uint8, shape ``(nbytes(count, dtype),)``; changed in place.
         """
         ...
 
     def decode(self, wire: Array, out: Array) -> None:
-        """What `encode` has sent; changes ``out``, shape ``(count,)``."""
+        """Decode the bytes that `encode` wrote to ``wire`` into ``out``, shape ``(count,)``."""
         ...
 
 
@@ -79,27 +79,35 @@ def _casts(x: Array) -> ModuleType:
 
 
 def _scaled(wire: Array, count: int) -> tuple[Array, Array]:
-    """The scales of blocks, and the words behind them."""
+    """Split ``wire`` into the scales of the blocks and the words of the elements."""
     words = wire.view(np.uint32)
     blocks = num_blocks(count)
     return words[:blocks].view(np.float32), words[blocks:]
 
 
+class _Codec:
+    by_element: ClassVar[bool] = False
+    feedback: ClassVar[float] = 1.0
+
+    def of_sum(self, n: int) -> Codec:
+        """See `Codec.of_sum`."""
+        return self  # type: ignore[return-value]
+
+
 @dataclass(frozen=True)
-class TwoBit:
-    """A number, its negative, or nothing: 2 bits an element, and 4 bytes for each block of 256 elements.
+class TwoBit(_Codec):
+    """Ternary values: 2 bits per element, and a scale of 4 bytes per block of 256 elements.
 
     Args:
-        threshold: what an element must reach to be sent, and what is sent then. None: it must reach 0.6 of its block's
-            root mean square, and the mean of those that do is sent; that fits gradients of any size.
+        threshold: magnitude from which an element is sent, and the magnitude that is sent. None: 0.6 times the root
+            mean square of the block is the threshold, and the mean magnitude of the elements above it is sent, which
+            suits gradients of any size.
 
-    Source: Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015, and with a threshold
-    the formula of MXNet's kvstore; the mean as in Li et al., "Ternary weight networks", 2016, section 2.2.
+    Source: Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015; with a threshold the
+    formula of MXNet's kvstore; the mean as in Li et al., "Ternary weight networks", 2016, section 2.2.
     """
 
     name: ClassVar[str] = "2bit"
-    by_element: ClassVar[bool] = False
-    feedback: ClassVar[float] = 1.0
     threshold: float | None = None
 
     def __post_init__(self) -> None:
@@ -107,26 +115,30 @@ class TwoBit:
             _float32("2bit", "threshold", self.threshold, _SMALLEST, "a number > 0")
 
     def of_sum(self, n: int) -> TwoBit:
+        """See `Codec.of_sum`."""
         return self if self.threshold is None else TwoBit(n * self.threshold)
 
     def nbytes(self, count: int, dtype: np.dtype) -> int:
+        """See `Codec.nbytes`."""
         return 4 * (num_blocks(count) + -(-count // 16))
 
     def encode(self, x: Array, residual: Array, wire: Array) -> None:
+        """See `Codec.encode`."""
         _kernels(x).encode_two_bit(x, residual, float(self.threshold or 0), *_scaled(wire, x.size))
 
     def decode(self, wire: Array, out: Array) -> None:
+        """See `Codec.decode`."""
         _kernels(out).decode_two_bit(*_scaled(wire, out.size), out)
 
 
 @dataclass(frozen=True)
-class OneBit:
-    """The sign alone: 1 bit an element, and 4 bytes for each block of 256 elements.
+class OneBit(_Codec):
+    """Signs: 1 bit per element, and a scale of 4 bytes per block of 256 elements.
 
     Args:
-        threshold: None: the sign, times the mean magnitude of the block. A number: ``magnitude`` above it, else
-            ``-magnitude``.
-        magnitude: what is sent where there is a threshold.
+        threshold: None: send the sign times the mean magnitude of the block. A number: send ``magnitude`` for elements
+            above it, else ``-magnitude``.
+        magnitude: the magnitude that is sent with a threshold; must be 1 without one.
 
     Source: Seide et al., "1-bit stochastic gradient descent", 2014; the magnitude as in Karimireddy et al., "Error
     feedback fixes SignSGD and other gradient compression schemes", 2019, algorithm 1; with a threshold the formula of
@@ -134,7 +146,6 @@ class OneBit:
     """
 
     name: ClassVar[str] = "1bit"
-    by_element: ClassVar[bool] = False
     threshold: float | None = None
     magnitude: float = 1.0
 
@@ -143,47 +154,52 @@ class OneBit:
             _float32("1bit", "threshold", self.threshold, -_LARGEST, "a finite number")
         _float32("1bit", "magnitude", self.magnitude, _SMALLEST, "a number > 0")
         if self.threshold is None and self.magnitude != 1:
-            raise ConfigError(
-                "compression 1bit", where="magnitude", expected="1 without a threshold", got=self.magnitude
-            )
+            expected = "1 without a threshold"
+            raise ConfigError("compression 1bit", where="magnitude", expected=expected, got=self.magnitude)
 
     @property
-    def feedback(self) -> float:
-        """Momentum and all of what signs leave out would build each other up."""
+    def feedback(self) -> float:  # type: ignore[override]
+        """Default share of the residual: 0.7 without a threshold, as momentum amplifies the full residual."""
         return 0.7 if self.threshold is None else 1.0
 
     def of_sum(self, n: int) -> OneBit:
+        """See `Codec.of_sum`."""
         return self if self.threshold is None else OneBit(self.threshold, n * self.magnitude)
 
     def nbytes(self, count: int, dtype: np.dtype) -> int:
+        """See `Codec.nbytes`."""
         return 4 * (num_blocks(count) + -(-count // 32))
 
     def encode(self, x: Array, residual: Array, wire: Array) -> None:
+        """See `Codec.encode`."""
         magnitude = 0.0 if self.threshold is None else float(self.magnitude)
         _kernels(x).encode_one_bit(x, residual, float(self.threshold or 0), magnitude, *_scaled(wire, x.size))
 
     def decode(self, wire: Array, out: Array) -> None:
+        """See `Codec.decode`."""
         _kernels(out).decode_one_bit(*_scaled(wire, out.size), out)
 
 
-@dataclass(frozen=True)
-class Float16:
-    """IEEE binary16, 2 bytes an element. What is 65520 and larger arrives as an infinity."""
-
-    name: ClassVar[str] = "fp16"
+class _HalfPrecision(_Codec):
     by_element: ClassVar[bool] = True
-    feedback: ClassVar[float] = 1.0
-
-    def of_sum(self, n: int) -> Float16:
-        return self
 
     def nbytes(self, count: int, dtype: np.dtype) -> int:
+        """See `Codec.nbytes`."""
         return 2 * count
 
+
+@dataclass(frozen=True)
+class Float16(_HalfPrecision):
+    """IEEE binary16: 2 bytes per element. Values from 65520 on become infinite."""
+
+    name: ClassVar[str] = "fp16"
+
     def encode(self, x: Array, residual: Array, wire: Array) -> None:
+        """See `Codec.encode`."""
         _kernels(x).encode_float16(x, residual, wire.view(np.uint16))
 
     def decode(self, wire: Array, out: Array) -> None:
+        """See `Codec.decode`."""
         if out.dtype == np.float32:
             _casts(out).from_float16(wire.view(np.uint16), out)
         else:
@@ -191,45 +207,37 @@ class Float16:
 
 
 @dataclass(frozen=True)
-class BFloat16:
-    """The upper half of a float32, 2 bytes an element: its range, and 8 bits of precision."""
+class BFloat16(_HalfPrecision):
+    """bfloat16, the upper half of a float32: 2 bytes per element, with its range and 8 bits of precision."""
 
     name: ClassVar[str] = "bf16"
-    by_element: ClassVar[bool] = True
-    feedback: ClassVar[float] = 1.0
-
-    def of_sum(self, n: int) -> BFloat16:
-        return self
-
-    def nbytes(self, count: int, dtype: np.dtype) -> int:
-        return 2 * count
 
     def encode(self, x: Array, residual: Array, wire: Array) -> None:
+        """See `Codec.encode`."""
         _kernels(x).encode_bfloat16(x, residual, wire.view(np.uint16))
 
     def decode(self, wire: Array, out: Array) -> None:
+        """See `Codec.decode`."""
         is_wide = out.dtype == np.float32
         wide = out if is_wide else array_namespace(out).empty(out.size, dtype=np.float32)
         _casts(out).from_bfloat16(wire.view(np.uint16), wide)
         if not is_wide:
-            with np.errstate(over="ignore"):  # of float16, whose largest is rounded up
+            with np.errstate(over="ignore"):  # rounding up the largest float16 gives an infinity
                 out[...] = wide
 
 
 @dataclass(frozen=True)
-class TopK:
-    """The elements of largest magnitude alone, each with its index: 4 bytes more than the element.
+class TopK(_Codec):
+    """The elements of largest magnitude, each with a 4-byte index.
 
     Args:
-        ratio: how many of all elements, above 0, at most 1; at least one of a piece that is sent at once.
+        ratio: share of the elements that is sent, in (0, 1]; at least one element of each array that is encoded.
 
     Source: Aji and Heafield, "Sparse communication for distributed gradient descent", 2017; Stich et al., "Sparsified
     SGD with memory", 2018.
     """
 
     name: ClassVar[str] = "topk"
-    by_element: ClassVar[bool] = False
-    feedback: ClassVar[float] = 1.0
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
@@ -238,23 +246,23 @@ class TopK:
     def _sent(self, count: int) -> int:
         return min(count, max(1, round(self.ratio * count)))
 
-    def of_sum(self, n: int) -> TopK:
-        return self
-
     def nbytes(self, count: int, dtype: np.dtype) -> int:
+        """See `Codec.nbytes`."""
         return self._sent(count) * (4 + dtype.itemsize)
 
     def _parts(self, wire: Array, x: Array) -> tuple[Array, Array]:
-        """Indices and values, first those of more bytes, so that neither lies where its dtype may not."""
+        """Return indices and values as views of ``wire``, the larger of the two first, so that both are aligned."""
         indices, values = (self._sent(x.size) * nbytes for nbytes in (4, x.dtype.itemsize))
         if values < indices:
             return wire[:indices].view(np.uint32), wire[indices:].view(x.dtype)
         return wire[values:].view(np.uint32), wire[:values].view(x.dtype)
 
     def encode(self, x: Array, residual: Array, wire: Array) -> None:
+        """See `Codec.encode`."""
         _kernels(x).encode_top_k(x, residual, *self._parts(wire, x))
 
     def decode(self, wire: Array, out: Array) -> None:
+        """See `Codec.decode`."""
         _kernels(out).decode_top_k(*self._parts(wire, out), out)
 
 
@@ -263,17 +271,18 @@ def _float32(codec: str, name: str, value: object, least: float, expected: str) 
 
 
 Zeros = Callable[[int, np.dtype], Array]
-"""``zeros(count, dtype)``: a new array, where arrays to be encoded are."""
+"""``zeros(count, dtype)``: returns a new array on the device of the arrays to be encoded."""
 
 
 class ErrorFeedback:
-    """A codec that remembers, for one flat array whose parts are encoded again and again.
+    """A codec with the residual of one flat array, whose segments are encoded repeatedly.
 
     Args:
-        codec: any; see `codecs`.
-        count, dtype: elements of the array.
-        share: how much of what was not sent is added to what is sent next, 0 to 1; default what the codec needs.
-        zeros: makes the `residual`.
+        codec: the codec, e.g. ``TwoBit()``.
+        count: number of elements of the array.
+        dtype: dtype of the array.
+        share: share of the residual that is added to the next array, 0 to 1; default ``codec.feedback``.
+        zeros: allocates `residual`.
 
     Source: Seide et al., "1-bit stochastic gradient descent", 2014, section 3; Stich et al., "Sparsified SGD with
     memory", 2018; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", 2019; the
@@ -288,12 +297,15 @@ class ErrorFeedback:
         self.residual = zeros(count, dtype)
         """What was not sent yet, shape ``(count,)``, in the gradients' dtype."""
 
-    @np.errstate(over="ignore", invalid="ignore")  # what cannot be kept, or sent, is found when it has come
+    @np.errstate(over="ignore", invalid="ignore")  # the receiver detects non-finite values
     def encode(self, x: Array, part: slice, wire: Array, codec: Codec | None = None) -> None:
-        """Encode ``x``, elements ``part`` of the array, and what was not sent of them before; changes ``wire``.
+        """Encode ``x`` plus the residual of its elements into ``wire``, and update the residual.
 
         Args:
-            codec: default that of construction.
+            x: elements ``part`` of the array.
+            part: position of ``x`` in the array.
+            wire: uint8, shape ``(nbytes(x.size),)``; changed in place.
+            codec: replaces the codec given at construction.
         """
         residual = self.residual[part]
         if self.share != 1:
@@ -301,32 +313,32 @@ class ErrorFeedback:
         (self.codec if codec is None else codec).encode(x, residual, wire)
 
     def rescale(self, factor: float) -> None:
-        """From now on what is encoded is so many times what it was, and so is what was not sent yet."""
-        with np.errstate(over="ignore"):  # what cannot be kept is found when it is sent
+        """Multiply the residual by ``factor``; call it when later arrays are scaled by that factor."""
+        with np.errstate(over="ignore"):  # the receiver detects non-finite values
             self.residual *= self.residual.dtype.type(factor)
 
     def nbytes(self, count: int) -> int:
-        """Of what ``count`` elements are encoded to."""
+        """Return the encoded size, in bytes, of ``count`` elements."""
         return self.codec.nbytes(count, self.residual.dtype)
 
 
 _MXNET_THRESHOLD = {"2bit": 0.5, "1bit": 0.5}
-"""Where a dict gives none."""
+"""Default thresholds of MXNet, used for a dict without one."""
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Float16, BFloat16, TwoBit, OneBit, TopK)}
-"""By name."""
+"""Codec classes by name."""
 
 
 @dataclass(frozen=True)
 class Compression:
-    """How gradients are compressed on their way between nodes.
+    """Settings of gradient compression between nodes.
 
     Args:
-        codec: see `codecs`.
-        feedback: how much of what was not sent is added to what is sent next, 0 to 1. None: what the codec needs, which
-            is all of it but for 1 bit (0.7).
-        inside_nodes: let the ranks of a node exchange compressed messages, too, instead of reading each other's memory.
-            That costs time; it is for trying out a codec on one machine.
+        codec: the codec, e.g. ``TwoBit()``.
+        feedback: share of the residual that is added to the next gradients, 0 to 1. None: the codec's default, which is
+            1, but 0.7 for 1 bit.
+        inside_nodes: also exchange compressed messages between the ranks of a node, instead of reading each other's
+            memory. This is slower; use it to try a codec on one machine.
     """
 
     codec: Codec
@@ -337,7 +349,7 @@ class Compression:
         if isinstance(self.codec, type) or not hasattr(self.codec, "of_sum"):
             raise ConfigError(
                 "compression", where="codec", expected="a codec, e.g. TwoBit()", got=repr(self.codec),
-                remedy="Compression.of takes a name, e.g. '2bit'",
+                remedy="call Compression.of('2bit') to use a name",
             )  # fmt: skip
         boolean("compression", "inside_nodes", self.inside_nodes)
         if self.feedback is not None:
@@ -345,13 +357,15 @@ class Compression:
 
     @classmethod
     def of(cls, given: Settings) -> Compression | None:
-        """From what a program gives: a name such as ``"2bit"`` or ``"topk:ratio=0.05"``, a codec, all settings, or a
-        dict as MXNet takes, ``{"type": "2bit", "threshold": 0.5}``.
+        """Return the settings for a name, a codec, a dict or settings; None for None.
 
-        Behind the colon stand the codec's settings, ``feedback=0.5`` and ``inside_nodes=on``, between commas.
+        Args:
+            given: a name with optional settings, such as ``"2bit"`` or
+                ``"topk:ratio=0.05,feedback=0.5,inside_nodes=on"``, a codec, a `Compression`, or a dict in MXNet's form,
+                ``{"type": "2bit", "threshold": 0.5}``.
 
         Raises:
-            ConfigError: there is no such codec or setting; says which there are.
+            ConfigError: unknown codec or setting; lists the valid ones.
         """
         if given is None or isinstance(given, Compression):
             return given
@@ -378,14 +392,14 @@ class Compression:
         numbers = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
         settings: dict[str, float] = {}
         feedback, inside_nodes = None, False
-        said: set[str] = set()
-        for each in filter(None, rest.split(",")):
-            key, _, value = each.partition("=")
+        keys: set[str] = set()
+        for setting in filter(None, rest.split(",")):
+            key, _, value = setting.partition("=")
             try:
-                if key in said:
+                if key in keys:
                     raise ValueError("twice")
-                said.add(key)
-                if each in ("inside_nodes=on", "inside_nodes=off"):
+                keys.add(key)
+                if setting in ("inside_nodes=on", "inside_nodes=off"):
                     inside_nodes = value == "on"
                 elif key == "feedback":
                     feedback = float(value)
@@ -393,25 +407,24 @@ class Compression:
                     settings[numbers[numbers.index(key)]] = float(value)
             except ValueError as error:
                 valid = [f"{number}=NUMBER" for number in (*numbers, "feedback")] + ["inside_nodes=on|off"]
-                raise ConfigError(
-                    f"compression {name}", expected=f"{' or '.join(valid)}, each once", got=repr(each)
-                ) from error
+                expected = f"{' or '.join(valid)}, each once"
+                raise ConfigError(f"compression {name}", expected=expected, got=repr(setting)) from error
         return cls(kind(**settings), feedback, inside_nodes)
 
     def __str__(self) -> str:
-        """What `of` makes the same of again."""
+        """Return the text that `of` parses to the same settings."""
         numbers = {**dataclasses.asdict(self.codec), "feedback": self.feedback}  # type: ignore[call-overload]
-        settings = [f"{key}={float(value)!r}" for key, value in numbers.items() if value is not None]  # NumPy's, too
+        settings = [f"{key}={float(value)!r}" for key, value in numbers.items() if value is not None]
         settings += ["inside_nodes=on"] if self.inside_nodes else []
         return self.codec.name + (f":{','.join(settings)}" if settings else "")
 
     def for_array(self, count: int, dtype: np.dtype, zeros: Zeros = np.zeros) -> ErrorFeedback:
-        """What encodes an array of ``count`` elements; ``zeros`` is where that is, see `ErrorFeedback`."""
+        """Return a new `ErrorFeedback` for an array of ``count`` elements; ``zeros`` allocates its residual."""
         return ErrorFeedback(self.codec, count, dtype, self.feedback, zeros)
 
 
 Settings = Mapping[str, Any] | Compression | Codec | str | None
-"""What `Compression.of` takes; None: nothing is compressed."""
+"""Type of what `Compression.of` accepts; None means no compression."""
 
 
 _COUNT = 1 << 18
@@ -419,7 +432,7 @@ _REPEATS = 5
 
 
 def coding_s(codec: Codec, count: int = _COUNT) -> tuple[float, float]:
-    """Seconds to encode and to decode ``count`` elements of float32 on this core, the least of some times."""
+    """Return the least seconds of several runs to encode and to decode ``count`` float32 elements on this core."""
     x = np.random.default_rng(0).standard_normal(count, np.float32)
     residual, out = np.zeros_like(x), np.empty_like(x)
     wire = np.empty(codec.nbytes(count, x.dtype), np.uint8)
@@ -435,15 +448,15 @@ def coding_s(codec: Codec, count: int = _COUNT) -> tuple[float, float]:
 
 
 def pays_below(codec: Codec | Compression | str, n: int = 2) -> float:
-    """The rate of links between ``n`` nodes, in bytes a second, below which a sum takes less time with the codec.
+    """Return the link rate, in bytes per second, below which the codec makes an allreduce of ``n`` nodes faster.
 
-    Without it 2 (n - 1) / n S bytes leave every node; with it that part w of them which the codec leaves, but S bytes
-    are encoded and (2 n - 1) / n S decoded. Nothing is taken to be coded while messages are under way: with cores to
-    spare it pays on faster links, too. Measures the codec on this core, which takes some milliseconds.
+    Without a codec each node sends 2 (n - 1) / n S bytes. With one it sends the encoded share of these, but encodes S
+    bytes and decodes (2 n - 1) / n S. The model has no overlap of coding and messages: with idle cores a codec pays on
+    faster links, too. The coding times are measured on this core, which takes a few milliseconds.
     """
     settings = Compression.of(codec)
     if settings is None or n < 2:
-        raise ConfigError("pays_below", expected="a codec, and 2 nodes or more", got=f"{codec!r} and {n!r}")
+        raise ConfigError("pays_below", expected="a codec and at least 2 nodes", got=f"{codec!r} and {n!r}")
     codec, nbytes = settings.codec, 4 * _COUNT
     encoding_s, decoding_s = coding_s(codec)
     saved = 2 * (n - 1) / n * (nbytes - codec.nbytes(_COUNT, np.dtype(np.float32)))
