@@ -43,7 +43,7 @@ def test_every_public_class_is_copied_or_says_by_name_why_not():
 @pytest.mark.parametrize("owner", ["rank", "shard"])
 def test_a_copy_of_a_wrapped_module_is_of_the_same_ranks_and_trained_by_none(owner):
     def rank(world):
-        net = nn.Sequential(nn.Conv2d(2, 3, 1, bias=False), hpcdp.torch.SyncBatchNorm(3, world=world)).to(
+        net = nn.Sequential(hpcdp.torch.SyncBatchNorm(2, world=world), nn.Conv2d(2, 3, 1)).to(
             memory_format=torch.channels_last
         )
         model = hpcdp.torch.DistributedDataParallel(net, world, owner=owner)
@@ -54,7 +54,7 @@ def test_a_copy_of_a_wrapped_module_is_of_the_same_ranks_and_trained_by_none(own
         best = copy.deepcopy(net)
         before = [each.detach().clone() for each in best.parameters()]
         world.barrier()
-        model(x).exp().sum().backward()  # that of squares is all rounding behind a normalisation
+        model(x).exp().sum().backward()  # of which no parameter's gradient is zero but for rounding
         optimizer.step()
         world.barrier()
         for param, own, same in zip(best.parameters(), net.parameters(), before, strict=True):
