@@ -561,7 +561,7 @@ def check(settings: Settings, world: World) -> None:
     from ..collectives import ALGORITHMS
     from ..comm.communicator import OPS
     from ..comm.consistency import on_rank_0
-    from .measure import check_writable
+    from .measure import check_memory, check_writable
 
     if settings.benchmark in COLLECTIVES:
         collective = settings.benchmark.removeprefix("i")
@@ -576,24 +576,10 @@ def check(settings: Settings, world: World) -> None:
     if settings.plot:
         on_rank_0(world.comm, check_drawable)
     check_writable("bench", settings.files, world)
-    _check_memory(settings, world)
-
-
-def _check_memory(settings: Settings, world: World) -> None:
-    from ..launch.hosts import memory_mib
-    from .measure import format_size
-
     arrays = 2 if settings.benchmark in PAIRS or settings.style == "nccl" else 1
     if settings.benchmark == "allgather":
         arrays += world.size - 1
-    needed = arrays * settings.sizes[-1] * world.local_size >> 20
-    available = min(world.comm.allgather_json(memory_mib()[1]))
-    if needed > available:
-        raise ConfigError(
-            f"bench {settings.benchmark} -m",
-            expected=f"messages that fit into the {available} MiB of free memory",
-            got=f"{format_size(settings.sizes[-1])}, for which the ranks of a node need {needed} MiB",
-        )
+    check_memory(f"bench {settings.benchmark} -m", world, settings.sizes[-1], arrays)
 
 
 def _rows(settings: Settings, world: World) -> Iterator[Row]:

@@ -23,6 +23,7 @@ from ..comm.consistency import on_rank_0
 from ..core.arrays import BFLOAT16, is_float, is_half
 from ..core.files import part_of, replaced
 from ..errors import ConfigError, whole_number
+from ..launch.hosts import memory_mib
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # A prime, so that a segment with a wrong boundary never looks right.
@@ -339,6 +340,21 @@ def check_writable(operation: str, paths: Iterable[str | None], world: World | N
         check()
     else:
         on_rank_0(world.comm, check)
+
+
+def check_memory(operation: str, world: World, nbytes: int, arrays: int) -> None:
+    """Check that every node has free memory for ``arrays`` arrays of ``nbytes`` on each of its ranks; all must call.
+
+    Raises:
+        ConfigError: a node has too little memory; on every rank.
+    """
+    needed = arrays * nbytes * world.local_size >> 20
+    free, needed = min(world.comm.allgather_json([memory_mib()[1], needed]), key=lambda pair: pair[0] - pair[1])
+    if needed > free:
+        raise ConfigError(
+            operation, expected=f"messages that fit into the {free} MiB of free memory",
+            got=f"{format_size(nbytes)}, for which the ranks of a node need {needed} MiB",
+        )  # fmt: skip
 
 
 def _obstacle(path: str) -> str:

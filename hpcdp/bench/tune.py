@@ -17,26 +17,37 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..collectives import allreduce, cost_model, registry
-from ..collectives.cost_model import ETHERNET, Link, MachineModel, Rates
+from .. import __version__, comm
+from ..collectives import ALGORITHMS, allreduce, registry
+from ..collectives.cost_model import ETHERNET, Link, MachineModel, Rates, predicted_s
+from ..collectives.registry import Table
 from ..comm import World
 from ..comm.communicator import Steps, resolve
+from ..comm.consistency import on_rank_0
 from ..comm.shared_memory import NodeBarrier
 from ..comm.tasks import LANES, TaskGroup
 from ..core.checks import one_of
-from ..errors import ConfigError, HpcdpError, listed
+from ..errors import ConfigError, HpcdpError, UnsupportedError, listed
 from ..launch.checks import Parser
 from .command import PAIRS, REDUCING, Settings
-from .measure import FreshData
-
-if TYPE_CHECKING:
-    from ..collectives.cost_model import MachineModel
-    from ..collectives.registry import Table
-    from ..comm import World
+from .communication import CALLS, Buffers, CollectiveSweep, exchange
+from .measure import (
+    FreshData,
+    MeasuringSchedule,
+    alternate,
+    check_memory,
+    format_size,
+    gather,
+    median_ratio,
+    pin_to_own_core,
+    size_range,
+    turn_medians,
+    wrong,
+)
 
 _TRIES = 5
 _SHORT_NBYTES, _LONG_NBYTES, _STAGED_NBYTES = 4, 1 << 20, 256 << 10
@@ -416,7 +427,7 @@ def _of_collective(settings: Settings, world: World, machine: MachineModel) -> P
         algorithm = settings.algorithm
         if algorithm == "auto":
             algorithm = registry.choose(collective, nbytes, dtype, op, world)
-        return {"predicted_us": 1e6 * cost_model.predicted_s(collective, algorithm, nbytes, topology, machine)}
+        return {"predicted_us": 1e6 * predicted_s(collective, algorithm, nbytes, topology, machine)}
 
     return predicted_us
 
@@ -470,8 +481,6 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: an option is invalid, or the measurement is impossible; on every rank.
     """
     given = parser().parse_args(argv)
-    from ..collectives import ALGORITHMS
-    from .measure import size_range
 
     for name in given.collectives:
         one_of("tune", "collective", name, ALGORITHMS)
@@ -479,16 +488,11 @@ def main(argv: Sequence[str]) -> int:
     if sizes[0] < 4:
         raise ConfigError("tune -m", expected="4 bytes or more, a float32", got=given.sizes)
 
-    from .. import comm
-    from .measure import pin_to_own_core
-
     world = comm.init()
     if given.show:
         show(world)
         return 0
     if world.size > 1:
-        from ..collectives import registry
-
         registry.fingerprint(world)
         pin_to_own_core(world)
     effort = Effort.quick(sizes) if given.quick else Effort(sizes)
@@ -523,12 +527,9 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
     Raises:
         ConfigError: a single rank, too little memory, or a folder that cannot be written; on every rank.
     """
-    from .. import __version__
-    from ..collectives import ALGORITHMS, registry
-
     if world.size < 2:
         raise ConfigError("tune", expected="2 ranks or more", got="1", remedy="run hpcdp launch -n 2 -- hpcdp tune")
-    _check_memory(world, effort.sizes[-1])
+    check_memory("tune -m", world, effort.sizes[-1], 4)
     if not dry_run:
         registry.check_folder(world)
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
@@ -578,27 +579,8 @@ def _say(world: World, lines: Iterable[str]) -> None:
         print("\n".join(lines), flush=True)
 
 
-def _check_memory(world: World, nbytes: int) -> None:
-    from ..launch.hosts import memory_mib
-
-    needed = 4 * nbytes * world.local_size >> 20
-    available, needed = min(world.comm.allgather_json([memory_mib()[1], needed]), key=lambda pair: pair[0] - pair[1])
-    if needed > available:
-        raise ConfigError(
-            "tune -m",
-            expected=f"arrays that fit into the {available} MiB of free memory",
-            got=f"{nbytes} bytes, for which the ranks of a node need {needed} MiB",
-        )
-
-
 def usable(world: World, collective: str) -> list[str]:
     """Return the algorithms of ``collective`` that can run in ``world``; every rank must call."""
-    import numpy as np
-
-    from ..collectives import ALGORITHMS
-    from ..errors import UnsupportedError
-    from .communication import CALLS, CollectiveSweep
-
     names = []
     for name in ALGORITHMS[collective]:
         x = np.ones(world.size, np.float32)
@@ -627,11 +609,6 @@ def measure(world: World, collective: str, names: Sequence[str], nbytes: int, ef
         the speedup over the MPI library's own. ``gain`` has only algorithms that may be chosen: correct, at most 1.5
         times as slow as the fastest in the first timing, and not slower than the library's own in 75% of the turns.
     """
-    import numpy as np
-
-    from .communication import Buffers, CollectiveSweep, exchange
-    from .measure import MeasuringSchedule, alternate, gather, median_ratio, turn_medians, wrong
-
     how = CollectiveSweep(collective, np.dtype(np.float32))
     count = nbytes // 4 // (world.size if collective == "allgather" else 1)
     buffers = Buffers(how, count, world)
@@ -668,8 +645,6 @@ def _named(made: Any, name: str) -> Any:
 
 
 def _finals(nbytes: int, once_us: float, effort: Effort) -> Any:
-    from .measure import MeasuringSchedule
-
     schedule = MeasuringSchedule.for_size(nbytes, effort.iterations, 1)
     affordable = int(effort.seconds * 1e6 / max(once_us * schedule.repeats, 1.0))
     return replace(schedule, turns=max(3, min(schedule.turns, affordable)))
@@ -724,10 +699,7 @@ def predictions(
     world: World, machine: MachineModel, collective: str, nbytes: int, algorithms: Iterable[str]
 ) -> dict[str, float]:
     """Return the microseconds that the model predicts by algorithm; every rank must call."""
-    from ..collectives.cost_model import predicted_s
-    from ..collectives.registry import topology
-
-    nodes = topology(world)
+    nodes = registry.topology(world)
     return {name: 1e6 * predicted_s(collective, name, nbytes, nodes, machine) for name in algorithms}
 
 
@@ -737,8 +709,6 @@ HEADING = f"{'# size':<8}{'chosen':<18}{'us':>10}{'predicted':>11}{'native us':>
 
 def line(row: dict[str, Any]) -> str:
     """Return the line of one size, at most 80 columns wide unless a result was wrong."""
-    from .measure import format_size
-
     name, us, predicted = row["chosen"], row["median_us"], row["predicted_us"]
     expected = {key: f"{predicted[key]:.1f}" if key in predicted else "-" for key in (name, LIBRARY)}
     figures = f"{us[name]:>10.1f}{expected[name]:>11}{us[LIBRARY]:>11.1f}{expected[LIBRARY]:>11}"
@@ -752,9 +722,6 @@ def show(world: World) -> None:
     Raises:
         ConfigError: there is no table; on every rank.
     """
-    from ..collectives import registry
-    from ..comm.consistency import on_rank_0
-
     table = registry.loaded(world)
     where = on_rank_0(world.comm, lambda: str(registry.path(registry.fingerprint(world))))
     if table is None:
@@ -776,8 +743,6 @@ def _short(value: Any) -> str:
 
 
 def _as_text(ranges: Sequence[Sequence[Any]]) -> str:
-    from .measure import format_size
-
     parts = [f"{name} to {format_size(most)}" for most, name in ranges if most is not None]
     above = ranges[-1][1] if ranges and ranges[-1][0] is None else "the model's choice"
     return ", ".join([*parts, f"{above} above"]) if parts else above

@@ -246,9 +246,7 @@ class TrainConfig:
     flip: bool = setting(False, "mirror about half of the training images left to right, anew each epoch")
     ranks: int | None = setting(None, "MPI ranks (default: those of the launcher, or 1)", least=1)
     kv_store: str | None = setting(
-        None,
-        "train on a key-value store (default: in buckets, without)",
-        choices=("local", "device", *_OF_SEVERAL),
+        None, "train on a key-value store (default: in buckets, without)", choices=("local", "device", *_OF_SEVERAL)
     )
     work_load: str | None = setting(
         None, "shares of the ranks in a batch, e.g. 3,1; or: measured, anew after each epoch (default: all alike)"

@@ -215,11 +215,7 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
         return {"stopped": False, "run_dir": config.run_dir, "records": []}
     if stop is None:
         stop = StopRequests(config.time_limit_s)
-    with (
-        _interruptible(stop),
-        threadpool_limits(config.threads, user_api="blas"),
-        contextlib.ExitStack() as start,
-    ):
+    with _interruptible(stop), threadpool_limits(config.threads, user_api="blas"), contextlib.ExitStack() as start:
         start.enter_context(uncollected())
         with explained("loading the data and the network", world.rank == 0):
             train_set, test_set = on_every_rank(world.comm, lambda: datasets(config))
