@@ -108,7 +108,7 @@ def print_row(row: dict[str, Any], *, heading: bool) -> None:
 
 
 def alternate_jobs(args: argparse.Namespace) -> int:
-    """Rounds of this comparison and of MPICH's allreduce as jobs in turn; the table of all, and the exit status."""
+    """Run this comparison and MPICH's allreduce as alternating jobs, print their table, and return the exit status."""
     suite = Suite(args.ranks, args.sizes, args.rounds, False, args.mpich)
     for _ in range(args.rounds):
         suite.allreduces(["-m", args.sizes, "--factor", str(args.factor)], ["-i", str(args.iterations)])

@@ -52,13 +52,13 @@ def make_state(nbytes: int) -> dict[str, dict[str, np.ndarray]]:
 
 
 class Disk:
-    """What every candidate does, once, in a folder of its own. Every rank must make it.
+    """The operations of all candidates in one empty folder. Every rank must create it.
 
     Args:
         world: the ranks.
-        folder: exists, empty.
-        state: what is saved.
-        gloo: for PyTorch's; None leaves them out.
+        folder: an existing, empty folder.
+        state: the state to save.
+        gloo: the process group of PyTorch's candidates; None omits them.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Disk:
 
     @property
     def nbytes(self) -> int:
-        """Of the state."""
+        """The bytes of the state."""
         return sum(array.nbytes for array in self._arrays)
 
     def write_raw(self) -> None:
-        """This rank's share of the bytes, to a new file."""
+        """Write this rank's share of the bytes to a new file."""
         file = os.open(self._raw(self._world.rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         for first in range(0, self._own.size, _UNIT_NBYTES):
             os.write(file, self._own[first : first + _UNIT_NBYTES].data)
@@ -114,7 +114,7 @@ class Disk:
             np.copyto(copy, piece)
 
     def torch_save(self) -> None:
-        """The whole state by rank 0."""
+        """Save the whole state on rank 0."""
         assert self._gloo is not None
         if self._world.rank == 0:
             with open(self._folder / "whole.pt", "wb") as file:
@@ -159,7 +159,7 @@ class Disk:
         self.manager.restore(into=self._into)
 
     def wrong(self) -> int:
-        """How many tensors that were read are not those that were saved; makes them zero."""
+        """Return the number of tensors that differ from the saved ones, and set them to zero."""
         count = 0
         for layer, each in self._state.items():
             for name, x in each.items():
@@ -242,8 +242,10 @@ def measure(world: comm.World, disk: Disk, turns: int, with_torch: bool) -> dict
 
 
 def _touch_memory(nbytes: int) -> None:
-    """Have the page cache take memory that this machine has: pages that a virtual machine has given back to its host
-    cost ten times as much as a write into them."""
+    """Fill the page cache with memory of this machine.
+
+    A page that a virtual machine has returned to its host costs ten times as much as a write into it.
+    """
     memory = np.empty(nbytes, np.uint8)
     memory[:: resource.getpagesize()] = 1
 

@@ -76,7 +76,7 @@ def measure(world: comm.World, model: Model, codecs: list[str], turns: int, step
 
 
 def job(args: argparse.Namespace) -> int:
-    """What the ranks of one job do."""
+    """Run the benchmark on the ranks of one job."""
 
     def row(world: comm.World, name: str) -> dict[str, Any]:
         return measure(world, MODELS[name], args.codecs, args.turns, args.steps)

@@ -62,7 +62,7 @@ class Layer:
 
     @property
     def gflop(self) -> float:
-        """Of each pass."""
+        """The GFLOP of each pass."""
         depth = self.channels[0] * self.kernel**2
         return 2e-9 * self.batch * self.channels[1] * depth * self.out_size**2
 
@@ -99,7 +99,7 @@ class Arrays:
         return buffers.empty(x.shape, x.dtype)
 
     def ours(self, module: Any, into: dict[str, np.ndarray]) -> dict[str, Callable[[], Any]]:
-        """The passes by a ``module`` with the kernels of convolutions."""
+        """Return the passes by a ``module`` of convolution kernels."""
         stride, padding = self.steps
         gradients = partial(module.conv2d_gradients, self.x, self.weight, self.gy, None)
         return {
@@ -111,7 +111,7 @@ class Arrays:
         }  # fmt: skip
 
     def products(self) -> dict[str, Callable[[], Any]]:
-        """The bare product of each pass."""
+        """Return the bare matrix product of each pass."""
         outputs = self.layer.channels[1]
         weight, gy = self.weight.reshape(outputs, -1), self.gy.reshape(outputs, -1)
         patches = np.random.default_rng(1).standard_normal((weight.shape[1], gy.shape[1]), np.float32)
@@ -122,7 +122,7 @@ class Arrays:
         }
 
     def torch(self, torch: Any) -> dict[str, Callable[[], Any]]:
-        """The passes by PyTorch."""
+        """Return the passes by PyTorch."""
         (stride, padding), x = self.steps, torch.from_numpy(self.x)
         weight, gy = torch.from_numpy(self.weight), torch.from_numpy(self.gy)
         backward = partial(torch.ops.aten.convolution_backward, gy, x, weight, None, stride, padding, (1, 1), False,
@@ -134,7 +134,7 @@ class Arrays:
         }
 
     def wrong(self) -> dict[str, int]:
-        """How many elements of each pass are not the reference's."""
+        """Return the number of elements of each pass that differ from the reference."""
         expected = {name: np.empty_like(x) for name, x in self.results.items()}
         for module, into in ((kernels.load("convolution"), self.results), (networks, expected)):
             for call in self.ours(module, into).values():
@@ -146,8 +146,11 @@ class Arrays:
 
 
 def measure(layer: Layer, turns: int, torch: Any) -> Iterator[dict[str, Any]]:
-    """Each pass of one layer: ``median_us`` by name, ``share`` of the bare product's rate, ``peer_ratio`` (PyTorch's
-    time over ours, or None), ``gflop_s`` of hpcdp, ``wrong``."""
+    """Measure each pass of one layer.
+
+    Returns ``median_us`` by name, ``share`` of the bare product's rate, ``peer_ratio`` (PyTorch's time over hpcdp's,
+    or None), ``gflop_s`` of hpcdp, ``wrong``.
+    """
     arrays = Arrays(layer)
     wrong = arrays.wrong()
     calls = {"hpcdp": arrays.ours(kernels.load("convolution"), arrays.results), "product": arrays.products()}

@@ -1,4 +1,4 @@
-"""What a push of the dependency engine costs, beside a submit to a pool of one thread.
+"""The cost of a push to the dependency engine, compared with a submit to a pool of one thread.
 
 ``python benchmarks/bench_engine.py`` hands over small functions with one read and one write, turn by turn to the engine
 and to ``concurrent.futures.ThreadPoolExecutor``, which knows no dependencies and no bound. A call alone is timed one by
@@ -131,7 +131,7 @@ def turn(executor: Executor, count: int, found: Found) -> None:
 
 
 def measure(turns: int, count: int) -> list[dict[str, Any]]:
-    """A row for each candidate: medians over the turns, and the pool's as multiples of them."""
+    """Return a row for each candidate: medians over turns, and the pool's times as multiples of them."""
     candidates: dict[str, Executor] = {
         "engine, each after the one before": ByEngine(1),
         "engine, 64 pairs of variables": ByEngine(64),
@@ -162,7 +162,7 @@ def measure(turns: int, count: int) -> list[dict[str, Any]]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    """Of the table, at most 80 columns wide however slow the machine was."""
+    """Return a line of the table, at most 80 columns wide on machines of any speed."""
 
     def short(x: float, digits: int) -> str:
         return f"{x:.{digits if x < 100 else 0}f}"

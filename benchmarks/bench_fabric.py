@@ -67,7 +67,7 @@ _RATE = r"[0-9]+(\.[0-9]+)?[kmg]?(bit|bps)"  # of those that tc(8) knows, what c
 
 
 def usable(world: comm.World, names: Sequence[str]) -> list[str]:
-    """Those of ``names``, which are algorithms, that can reduce over the nodes of this world; every rank must call."""
+    """Return the algorithms in ``names`` that can reduce over the nodes of this world; every rank must call."""
     found = []
     for name in names:
         try:
@@ -114,7 +114,7 @@ def measure(
 
 
 def job(args: argparse.Namespace) -> int:
-    """What runs on the hosts: measures the link and every size, and writes its report."""
+    """Measure the link and every size on the hosts, and write the report."""
     tempfile.tempdir = str(Path(args.json).parent)  # where all ranks meet: their /tmp are their hosts' own
     world = comm.init()
     names = [] if args.peer_only else usable(world, args.algorithms.split(","))
@@ -137,7 +137,7 @@ def job(args: argparse.Namespace) -> int:
 
 
 def merged(rounds: Sequence[dict[str, Any]], mpich: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The medians over rounds, by size and candidate, MPICH's among them, and the bound by the best link rate seen."""
+    """Return the medians over rounds by size and candidate, including MPICH, and the bound by the best link rate."""
     link = {name: max(each["link_mb_s"][name] for each in rounds) for name in rounds[0]["link_mb_s"]}
     nodes = rounds[0]["machine"]["nodes"]
     rows = []
@@ -162,7 +162,7 @@ def merged(rounds: Sequence[dict[str, Any]], mpich: Sequence[dict[str, Any]]) ->
 
 
 def table(found: dict[str, Any], title: str) -> str:
-    """The merged figures as text, at most 80 columns wide."""
+    """Format the merged figures as text of at most 80 columns."""
     link = found["link_mb_s"]
     lines = [
         f"# {title}, {found['library']}",
@@ -181,7 +181,7 @@ def table(found: dict[str, Any], title: str) -> str:
 
 
 def _as_chosen(rows: Sequence[dict[str, Any]]) -> str:
-    """Which algorithm "auto" has chosen at which sizes."""
+    """Describe the choices of "auto" by size."""
     groups = groupby(rows, key=lambda row: row["auto"])
     return "; ".join(f"{name} at {', '.join(format_size(row['nbytes']) for row in group)}" for name, group in groups)
 

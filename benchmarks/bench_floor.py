@@ -71,11 +71,11 @@ class Floor:
         self._epoch = 0
 
     def rows(self, count: int) -> np.ndarray:
-        """The inputs, shape ``(ranks, count)``, float32, in memory shared by the ranks."""
+        """Return the inputs, shape ``(ranks, count)``, float32, in memory shared by the ranks."""
         return self._rows[: self.world.size * count].reshape(self.world.size, count)
 
     def barrier(self) -> None:
-        """Returns within some hundred nanoseconds on all ranks; spins, so it is for ranks with cores of their own."""
+        """Synchronize all ranks within some hundred nanoseconds by spinning; every rank needs its own core."""
         self._epoch = self.kernel.barrier(self._flags, self.world.rank, self._epoch)
 
     def exchange(self, pattern: int, count: int) -> int:
@@ -93,15 +93,15 @@ class Floor:
         return int(self._clock[2])
 
     def result(self, pattern: int, count: int) -> np.ndarray:
-        """Where the sum is after `exchange`."""
+        """Return the array that has the sum after `exchange`."""
         return self.rows(count)[self.world.rank] if pattern in (2, 3) else self._out[:count]
 
     def input(self, pattern: int, count: int) -> np.ndarray:
-        """Where this rank's input is to be before `exchange`."""
+        """Return the array for this rank's input of `exchange`."""
         return self._out[:count] if pattern == STAGED else self.rows(count)[self.world.rank]
 
     def patterns(self, count: int) -> list[BareExchange]:
-        """The patterns at this size, as candidates of `measure.alternate`; the last one is the staged one."""
+        """Return the patterns at this size as candidates of `measure.alternate`, the staged one last."""
         data = FreshData(self.world.rank, self.world.size)
         return [BareExchange(name, self, data, i, count) for i, name in enumerate(self.kernel.PATTERNS)]
 
@@ -113,9 +113,9 @@ class Floor:
         return elapsed
 
     def beside(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The row that ``measure`` gives, with the ``line_round_trip_ns`` right before it and behind it, a list of two.
+        """Return the row of ``measure``, with the ``line_round_trip_ns`` before and after it as a list.
 
-        A host may give a virtual machine other cores meanwhile, which share a cache or not.
+        The two differ if the host has moved the virtual machine to cores that share a cache, or do not.
         """
         before = self.line_round_trip_ns(_SHORT_ROUNDS)
         row = measure()
@@ -123,7 +123,7 @@ class Floor:
 
 
 def print_line_of(row: dict[str, Any]) -> None:
-    """How far the cores were from each other, where `Floor.beside` has measured it."""
+    """Print the distance of the cores, if `Floor.beside` has measured it."""
     if "line_round_trip_ns" in row:
         before, after = row["line_round_trip_ns"]
         print(f"# a cache line there and back: {before:.0f} ns before, {after:.0f} ns behind", flush=True)
@@ -150,7 +150,7 @@ class BareExchange:
 
 
 def limits_of(floor: Floor) -> dict[str, float]:
-    """What bounds every exchange: `Floor.line_round_trip_ns` where there are two ranks, and `copy_rates`."""
+    """Measure the bounds of every exchange: `Floor.line_round_trip_ns` for two ranks, and `copy_rates`."""
     line = {"line_round_trip_ns": floor.line_round_trip_ns()} if floor.world.size > 1 else {}
     return line | copy_rates(floor.world)
 

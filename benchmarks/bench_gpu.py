@@ -1,15 +1,14 @@
-"""A GPU: sums of gradients by ranks that share it, CUDA kernels against the rate of its own copy, and LeNet and
-ResNet-18 in samples per second.
+"""Benchmarks of a GPU: gradient sums of ranks that share it, CUDA kernels, and training of LeNet and ResNet-18.
 
-Those two are trained without CUDA graphs and by one a step (`TrainStep.hybridize`).
+Kernels are compared with the rate of the device's own copy. LeNet and ResNet-18 are measured in samples per second,
+without CUDA graphs and with one per step (`TrainStep.hybridize`).
 
-``python benchmarks/bench_gpu.py`` needs CuPy and an NVIDIA GPU, says so and ends where they are not, and is over within
-ten minutes. A kernel's rate is that of the bytes which it must move at least, those of every array read and of every
-array written; its share is that over the rate at which the device copies as many. Each is compared with its plain
-reference first, on fewer elements. Sums are jobs of 1, 2 and 4 ranks, on one node or two virtual ones
-(`bench_gpu_sums`), and come first; models and kernels are one more (`bench_gpu_alone`). One that fails, or does not
-end, is told and ends no other. The tables come last, and at the very end how it stands with the targets; the figures go
-to a file, too.
+``python benchmarks/bench_gpu.py`` needs CuPy and an NVIDIA GPU, and takes at most ten minutes. A kernel's rate counts
+the bytes that it must move: those of every array read and of every array written. Its share is the ratio to
+the rate at which the device copies as many bytes. Each kernel is first compared with its plain reference, on fewer
+elements. Sums are jobs of 1, 2 and 4 ranks, on one node or two virtual ones (`bench_gpu_sums`), and come first. Models
+and kernels are one further job (`bench_gpu_alone`). A job that fails or hangs is reported and does not end the others.
+The tables and the verdicts on the targets come last; the figures are also written to a file.
 """
 
 from __future__ import annotations
@@ -63,12 +62,12 @@ class Job:
         return f"{self.case}, {self.ranks} rank{'s' * (self.ranks > 1)}" + (f" on {nodes} nodes" if nodes > 1 else "")
 
     def command(self, size: str, report: Path) -> list[str]:
-        """What starts it; ``size`` is that of its arrays, and ``report`` gets its figures."""
+        """Return the command that starts the job; ``size`` is that of its arrays, ``report`` is the output file."""
         launch = [*_LAUNCH, "-n", str(self.ranks), "--", sys.executable]
         return [*launch, str(programs.path_of("gpu_sums")), self.case, "-m", size, "--json", str(report)]
 
     def environment(self) -> Mapping[str, str]:
-        """What is added to that of this process."""
+        """Return the variables to add to the environment."""
         found = {} if self.ranks_per_node is None else {"HPCDP_RANKS_PER_NODE": str(self.ranks_per_node)}
         return found | ({_VISIBLE: os.environ.get(_VISIBLE, "0").partition(",")[0]} if self.case in _SHARING else {})
 
@@ -80,9 +79,9 @@ JOBS = (
 
 
 def run_all(jobs: Sequence[Job], size: str, ends: float) -> Iterator[dict[str, Any]]:
-    """The figures of each job, with its ``name``, ``case`` and ``ranks``.
+    """Return the figures of each job, with its ``name``, ``case`` and ``ranks``.
 
-    Of one that fails, or for which no time is left until ``ends`` (in `time.monotonic`), ``failed`` says why.
+    If a job fails, or has no time left until ``ends`` (in `time.monotonic`), ``failed`` has the reason.
     """
     for job in jobs:
         about = {"name": job.name, "case": job.case, "ranks": job.ranks}
@@ -96,11 +95,10 @@ def run_all(jobs: Sequence[Job], size: str, ends: float) -> Iterator[dict[str, A
 
 
 def run_alone(size: str, batch: int, ends: float) -> dict[str, Any]:
-    """The figures of `bench_gpu_alone`, which begins no kernel once ``ends`` (in `time.monotonic`) is over.
+    """Return the figures of `bench_gpu_alone`, which starts no kernel after ``ends`` (in `time.monotonic`).
 
-    cuDNN's engines are measured there, as PyTorch's are.
-
-    Where it fails, or does not end, ``failed`` says why, beside those that it has until then.
+    It measures cuDNN's engines like PyTorch's. If it fails or hangs, ``failed`` has the reason, beside the figures
+    until then.
     """
     left = max(1.0, ends - time.monotonic())
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
@@ -136,8 +134,7 @@ def _read(report: Path) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """The launcher ends its ranks; what has not ended then is killed with all that is below this process: ranks may be
-    in process groups of their own."""
+    """End a job by its launcher, then kill its remaining processes, which may be in other process groups."""
     adopt()
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -149,7 +146,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Of the table."""
+    """Return a line of the table."""
     if "failed" in row:
         return f"{row['name']:<30}FAILED: {row['failed']}"
     share = "" if row["share"] is None else f"{row['share']:.2f}"

@@ -1,8 +1,8 @@
-"""What one process measures on a GPU alone: LeNet and ResNet-18 in samples per second, and each kernel against the rate
-of the device's own copy. `bench_gpu` starts it as a job, since what hangs on a GPU can only be ended with its process.
+"""Benchmarks of one process on a GPU: LeNet and ResNet-18 in samples per second, and kernels.
 
-The file with the figures is written anew after each of them, so that those of one that is ended are there. What
-fails is named there, and ends no other.
+Kernels are compared with the rate of the device's own copy. `bench_gpu` starts this program as a job, because a hanging
+GPU call can only be ended with its process. The file of figures is rewritten after each measurement, so it is complete
+up to that point if the job is killed. It names failures, which do not end the others.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Case:
     error: float = 0.0
 
     def on(self, asarray: Callable[[np.ndarray], Array]) -> tuple[Callable[[], Any], tuple[Array, ...]]:
-        """The call on copies of its arrays that ``asarray`` makes, and those."""
+        """Return the call on copies of its arrays by ``asarray``, and the copies."""
         found = tuple(map(asarray, self.arrays))
         return partial(self.call, kernels.kernels_for(self.room, found[0]), *found), found
 
     def wrong(self, asarray: Callable[[np.ndarray], Array]) -> int:
-        """How many elements of one call's arrays are not the specification's."""
+        """Return the number of elements of one call's arrays that differ from the reference."""
         call, ours = self.on(asarray)
         theirs = tuple(x.copy() for x in self.arrays)
         answer, expected = call(), self.call(kernels.specification(self.room), *theirs)
@@ -81,12 +81,12 @@ class Case:
 
 
 def _random(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Of a normal distribution, float32."""
+    """Return float32 numbers of a normal distribution."""
     return np.resize(rng.standard_normal(min(_DRAWN, math.prod(shape)), np.float32), shape)
 
 
 def _named(name: str, *numbers: Any, behind: int | None = None) -> Callable[..., Any]:
-    """The call of the function ``name`` of a module with arrays, and ``numbers`` behind so many of them, or all."""
+    """Return a call of a module's function ``name`` with arrays, then ``numbers`` after some or all of them."""
 
     def call(module: ModuleType, *arrays: Array) -> Any:
         first = len(arrays) if behind is None else behind
@@ -138,7 +138,7 @@ def _sum_rows(count: int, module: ModuleType, rows: Array, out: Array) -> None:
 
 
 def _of_layers(count: int) -> Iterator[Case]:
-    """What LARS does with its layers."""
+    """Return the operations of LARS on its layers."""
     params, grads, velocity = _random(np.random.default_rng(4), 3, count)
     bounds, squares = np.arange(_LAYERS + 1) * count // _LAYERS, np.zeros((_LAYERS, 2))
     of_norms = (params, grads, bounds, squares)
@@ -183,7 +183,7 @@ def _bits(count: int) -> Iterator[Case]:
 
 
 def _rows(count: int) -> Iterator[Case]:
-    """The gradient of an embedding."""
+    """Return the gradient of an embedding."""
     rng = np.random.default_rng(6)
     values, table = _random(rng, count, _FEATURES), np.zeros((-(-count // _PER_ROW), _FEATURES), np.float32)
     rows = rng.integers(0, len(table), count)
@@ -241,7 +241,7 @@ _WARM_UP = 11
 
 
 def sees_a_gpu() -> bool:
-    """Whether PyTorch is installed and sees a GPU."""
+    """Return whether PyTorch is installed and detects a GPU."""
     if importlib.util.find_spec("torch") is None:
         return False
     torch: Any = importlib.import_module("torch")
@@ -249,8 +249,11 @@ def sees_a_gpu() -> bool:
 
 
 def torch_steps(name: str, dtype: str, x: Any, labels: Any) -> dict[str, Callable[[], Any]]:
-    """What trains on one batch, ``x`` of shape ``(batch, *image)`` and ``labels`` as NumPy arrays, on PyTorch's current
-    GPU, its default stream; by key: ``torch``, and ``torch_graphs``, which replays a graph of that."""
+    """Return training steps on PyTorch's current GPU and default stream, by key.
+
+    ``torch`` trains on one batch, ``x`` of shape ``(batch, *image)`` and ``labels`` as NumPy arrays; ``torch_graphs``
+    replays a CUDA graph of that.
+    """
     torch: Any = importlib.import_module("torch")
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -281,7 +284,7 @@ _DTYPES = ("float32", "bfloat16")
 
 
 def facts(cupy: Any) -> dict[str, Any]:
-    """The device, its driver, CUDA as CuPy has it, CuPy, and cuDNN, None where convolutions go without it."""
+    """Return the device and the versions of its driver, CUDA in CuPy, CuPy and cuDNN (None if it is not used)."""
     runtime = cupy.cuda.runtime
     properties = runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     return {
@@ -292,7 +295,7 @@ def facts(cupy: Any) -> dict[str, Any]:
 
 
 def seconds(call: Callable[[], Any], marker: Array) -> float:
-    """Of one ``call``, the median over turns of as many in a row as take `_TURN_S`, without waits between them.
+    """Return the seconds of one ``call``: the median over turns of calls in a row for `_TURN_S`, without waits.
 
     Args:
         marker: an array of one element; its copy to the host waits for all that was launched before.
@@ -326,7 +329,7 @@ def measure_kernel(case: Case, asarray: Callable[[np.ndarray], Array], wrong: in
 
 
 def _graphs_step_of(net: nn.Module, trainer: Trainer, x: Array, labels: Array) -> Callable[[int], Array]:
-    """A step by one CUDA graph, which returns each image's loss."""
+    """Return a step by one CUDA graph that returns each image's loss."""
     whole = TrainStep(net, trainer)
     whole.hybridize()
     return lambda _: whole(x, labels)[0].data
@@ -335,9 +338,11 @@ def _graphs_step_of(net: nn.Module, trainer: Trainer, x: Array, labels: Array) -
 def measure_model(
     name: str, dtype: str, batch: int, asarray: Callable[[np.ndarray], Array], world: comm.World
 ) -> dict[str, Any]:
-    """Forward, backward and update on one batch: ``name``, ``dtype``, ``batch``, ``samples_s``, ``loss`` of the last
-    step, and ``graphs_samples_s``, where each step is one CUDA graph. Where PyTorch is, ``torch_samples_s`` and
-    ``torch_graphs_samples_s``, the same of its steps."""
+    """Measure forward, backward and update on one batch.
+
+    Returns ``name``, ``dtype``, ``batch``, ``samples_s``, ``loss`` of the last step, and ``graphs_samples_s`` with one
+    CUDA graph per step. With PyTorch also ``torch_samples_s`` and ``torch_graphs_samples_s``.
+    """
     rng = np.random.default_rng(0)
     shape = _MODELS[name]
     given = rng.standard_normal((batch, *shape), np.float32), rng.integers(0, 10, batch)

@@ -47,7 +47,7 @@ Found = dict[str, Any]
 
 
 def _slowest(world: World, turn: Callable[[], float]) -> float:
-    """The median over turns of the slowest rank's seconds; the first is not counted. Every rank must call."""
+    """Return the median over turns, but the first, of the slowest rank's seconds; every rank must call."""
     taken = []
     for _ in range(_TURNS + 1):
         world.comm.barrier()
@@ -139,8 +139,10 @@ def staging(world: World, count: int) -> Found:
 
 
 def training(world: World, count: int, hybridize: bool = False) -> Found:
-    """Steps of a network of about ``count`` parameters, in layers of one size, reduced behind and beside backward; the
-    same bits."""
+    """Measure steps of a network of about ``count`` parameters, with reductions after and during backward.
+
+    Layers have one size. Both ways have the same bits.
+    """
     (behind, beside), wrong, way = _both_ways(world, count, None, hybridize)
     told = f"{way}: step {1e3 * behind:.1f} ms, with overlap {1e3 * beside:.1f}"
     return {"told": told, "share": None, "wrong": wrong, "seconds": {"behind": behind, "beside": beside}}
@@ -162,8 +164,11 @@ def codes(world: World, count: int) -> Found:
 
 
 def _both_ways(world: World, count: int, codec: str | None, hybridize: bool) -> tuple[tuple[float, float], int, str]:
-    """Seconds of a step without and with overlap, medians of turns that alternate, each as often the first; how many
-    parameters of all ranks differ between them, or from those of rank 0; and how sums go."""
+    """Return the seconds of a step without and with overlap, the number of differing parameters, and the transport.
+
+    Seconds are medians of alternating turns, each way first equally often. Parameters are compared between the two
+    ways, and with those of rank 0.
+    """
     both = behind, beside = [_Training(world, count, overlap, codec, hybridize) for overlap in (False, True)]
     turns = np.empty((_ROUNDS, 2))
     for number in range(_ROUNDS):
@@ -200,7 +205,7 @@ class _Training:
         to_host(losses.data)  # which waits for all of them
 
     def step_s(self) -> float:
-        """Of the slowest rank, of some in a row without waits between them; every rank must call."""
+        """Return the seconds per step on the slowest rank, over several without waits; every rank must call."""
         self._world.comm.barrier()
         begin = time.perf_counter()
         self._take(_STEPS)

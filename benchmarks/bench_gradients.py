@@ -165,7 +165,7 @@ class PeerStep:
 
 
 def mpi_step(world: comm.World, data: FreshData, count: int) -> PeerStep:
-    """The MPI library's allreduce in place, then hpcdp's fused SGD over everything on every rank."""
+    """Return a step with the MPI library's allreduce in place, then hpcdp's fused SGD on every rank."""
     grad, param = np.empty(count, np.float32), np.zeros(count, np.float32)
     optimizer = optim.SGD(lr=_LR, momentum=_MOMENTUM)
     state = optimizer.init_state(param)

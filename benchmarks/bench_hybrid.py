@@ -90,12 +90,12 @@ STEP_CASES: list[StepCase] = [
 
 
 def network(name: str, shape: tuple[int, ...]) -> nn.Module:
-    """The same values in each call."""
+    """Return the network, with the same values in each call."""
     return nn.models.lenet(seed=0) if name == "LeNet" else nn.models.mlp(shape[0], shape[-1], shape[1:-1], seed=0)
 
 
 def bare_step(widths: tuple[int, ...], x: np.ndarray, labels: np.ndarray) -> Callable[[], Any]:
-    """A step of dense layers with ReLU between them, by NumPy on arrays at hand, and one call for the update."""
+    """Return a step of dense layers with ReLU in between, by NumPy on existing arrays and one call for the update."""
     rng = np.random.default_rng(0)
     sizes = list(itertools.pairwise(widths))
     count = sum(n * m + m for n, m in sizes)
@@ -210,7 +210,7 @@ Case = tuple[str, Callable[[], nn.Module], tuple[int, ...], bool]
 
 
 def recorded(net: nn.Module, x: np.ndarray) -> Any:
-    """A recorded call and its backward."""
+    """Return a recorded call with its backward."""
     with autograd.record():
         y = net(x)
     y.backward()
@@ -218,7 +218,7 @@ def recorded(net: nn.Module, x: np.ndarray) -> Any:
 
 
 def wrong(plain: nn.Module, planned: nn.Module, x: np.ndarray, records: bool) -> int:
-    """How many elements of results, and of gradients, are not the same bits in a replay."""
+    """Return the number of elements of results and gradients whose bits differ in a replay."""
     differ = 0
     for _ in range(3):
         pairs = [(recorded(plain, x), recorded(planned, x))] if records else [(plain(x), planned(x))]
@@ -231,7 +231,7 @@ def wrong(plain: nn.Module, planned: nn.Module, x: np.ndarray, records: bool) ->
 
 
 def bare(net: nn.Module, x: np.ndarray) -> dict[str, Callable[[], Any]]:
-    """The document's network without anything around it, all arrays at hand."""
+    """Return the document's network in plain NumPy, on existing arrays."""
     weights, biases = ([param.data for param in net.parameters()][first::2] for first in (0, 1))
     outs = [np.empty((len(x), width), np.float32) for width in _WIDTHS[1:]]
     inputs = [x, *outs[:-1]]
@@ -275,7 +275,7 @@ def _torch_mlp(torch: Any, net: nn.Module, x: np.ndarray, records: bool) -> Call
 
 
 def cases(brief: bool) -> list[Case]:
-    """What is measured."""
+    """Return the cases to measure."""
     document = partial(nn.models.mlp, _WIDTHS[0], _WIDTHS[-1], _WIDTHS[1:-1])
     found: list[Case] = [
         ("document's MLP", document, (1, _WIDTHS[0]), False),

@@ -34,7 +34,7 @@ _OURS, _LIMIT, _GRID = "#3566a8", "#6b6b6b", "#d9d9d9"
 
 
 def table(report: dict[str, Any]) -> str:
-    """The figures as text, at most 80 columns wide."""
+    """Format the figures as text of at most 80 columns."""
     link, shares = report["link"]["link_mb_s"], report["link"]["share"]
     lines = [
         f"# dist_async, links of {report['rate']}, {report['library']}",
@@ -55,7 +55,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any], path: str) -> None:
-    """A picture of what came in at each server, and of the time of a round."""
+    """Draw the traffic into each server and the time of a round."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -91,7 +91,7 @@ def draw(report: dict[str, Any], path: str) -> None:
 
 
 def job(args: argparse.Namespace) -> int:
-    """What runs on the hosts: a worker, or behind the workers a server."""
+    """Run a rank on its host: a worker, or after the workers a server."""
     rank = launched_rank()
     if rank is not None and rank >= args.workers:
         serve.main()
@@ -106,7 +106,7 @@ def job(args: argparse.Namespace) -> int:
 
 
 def _run(hosts: int, what: str, workers: int, arguments: dict[str, object], rate: str) -> dict[str, Any]:
-    """A job on hosts of its own, one rank each, the workers on the first of them."""
+    """Run a job on separate hosts with one rank each, the workers on the first ones."""
     with Cluster(hosts, rate) as cluster:
         report = cluster.folder / "report.json"
         argv = [sys.executable, str(programs.path_of("ingress")), "--job", what, "--json", str(report)]

@@ -75,7 +75,7 @@ class Kernel:
     rtol: float = 0.0
 
     def wrong(self) -> int:
-        """How many elements differ from the reference's after one call, which starts from what the arrays hold now."""
+        """Return the number of elements that differ from the reference after one call on the current arrays."""
         expected = tuple(x.copy() for x in self.arrays)
         answer, plain = self.call(*self.arrays), self.reference(*expected)
         differ = sum(
@@ -218,7 +218,7 @@ def packing(arrays: Arrays) -> Iterator[Kernel]:
 
 
 def sums(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
-    """The sum of the rows of a node's ranks, out of place and written back."""
+    """Return the sum of the rows of a node's ranks, out of place and written back."""
     reduce = kernels.load("reduce")
 
     def combine(rows: np.ndarray, out: np.ndarray) -> None:
@@ -246,7 +246,7 @@ def sums(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
 
 
 def norms(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
-    """The sum of squares, and the search for what is not finite, which finds nothing here; both only read."""
+    """Return the sum of squares and the search for non-finite values, of which there are none; both only read."""
     module = kernels.load("reduce")
     for name, rule in (("sum of squares", "sum_of_squares"), ("all finite", "all_finite")):
         x = arrays.normal()
@@ -259,7 +259,7 @@ def norms(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
 
 
 def layer_norms(arrays: Arrays) -> Iterator[Kernel]:
-    """The squared norms of `_LAYERS` layers' weights and gradients that LARS needs; they are only read."""
+    """Return the squared norms of `_LAYERS` layers' weights and gradients, as LARS needs them; they only read."""
 
     def squares(module: Any, params: np.ndarray, grads: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> None:
         module.segment_squares(params, grads, bounds, out)

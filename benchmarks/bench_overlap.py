@@ -71,7 +71,7 @@ MODELS = {
 
 @dataclass
 class Found:
-    """What a candidate's turns took, on this rank: seconds a step."""
+    """The times of a candidate's turns on this rank, in seconds per step."""
 
     step_s: list[float] = field(default_factory=list)
     exposed_s: list[float] = field(default_factory=list)
@@ -134,12 +134,12 @@ class Training:
         self.trainer.reducer.settle()
 
     def _clocks(self) -> tuple[float, ...]:
-        """What `Found` is made of, in its order."""
+        """Return the clocks in the order of `Found`."""
         stats = self.trainer.stats
         return time.perf_counter(), stats.exposed_s, stats.total_s, time.process_time() - time.thread_time()
 
     def checksum(self) -> int:
-        """Of the bits of all parameters."""
+        """Return a checksum of the bits of all parameters."""
         total = 0
         for param in self.net.parameters():
             total = zlib.crc32(np.ascontiguousarray(param.data).tobytes(), total)
@@ -222,7 +222,7 @@ def measure(world: comm.World, model: Model, cap_mb: float | None, turns: int, s
 
 
 def _reductions(reducer: Reducer, world: comm.World, repeats: int) -> list[float]:
-    """The seconds of each bucket's reduction by itself, by the slowest rank."""
+    """Return the seconds of each bucket's separate reduction on the slowest rank."""
     found = []
     for bucket in reducer.buckets:
         single = _only(reducer, bucket.number, world)
@@ -247,8 +247,11 @@ def _only(reducer: Reducer, number: int, world: comm.World) -> Reducer:
 def _path(
     steps: np.ndarray, reductions_s: Sequence[float], spare: bool
 ) -> tuple[CriticalPath, tuple[float, float, float, list[BucketCost]]]:
-    """The critical path of the median of ``steps``, shape ``(steps, figures of Alone.taken)``, and what it is made of:
-    forward, backward, what is between steps, the buckets."""
+    """Return the critical path of the median of ``steps``, and its parts.
+
+    ``steps`` has the shape ``(steps, figures of Alone.taken)``. The parts are forward, backward, the time between steps
+    and the buckets.
+    """
     forward_s, backward_s, *rest = np.median(steps, axis=0).tolist()
     buckets = [
         BucketCost(number, ready_s, reduction_s, needed_s, update_s)
@@ -266,12 +269,12 @@ def row(
     reductions_s: Sequence[float],
     spare: bool,
 ) -> dict[str, Any]:
-    """The figures of one model.
+    """Return the figures of one model.
 
     Args:
-        found: of each rank, the turns of the candidates by name, as `Found` has them.
-        taken: of each rank, its steps by itself, as `Alone.taken`.
-        reductions_s: of each bucket by itself.
+        found: the turns of the candidates by name for each rank, as in `Found`.
+        taken: the steps of each rank alone, as in `Alone.taken`.
+        reductions_s: the seconds of each bucket's separate reduction.
         spare: whether ranks have cores for more than computation.
 
     Returns:
@@ -332,7 +335,7 @@ def table(place: dict[str, Any]) -> str:
 
 
 def job(args: argparse.Namespace) -> int:
-    """What the ranks of one job do."""
+    """Run the benchmark on the ranks of one job."""
 
     def row(world: World, name: str) -> dict[str, Any]:
         return measure(world, MODELS[name], args.bucket_cap_mb, args.turns, args.steps)

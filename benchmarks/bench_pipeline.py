@@ -31,7 +31,7 @@ _LOSS_TOLERANCE = 1e-5
 
 
 def make_stage(width: int, seed: int, is_last: bool) -> nn.Module:
-    """Some dense layers, from ``width`` to ``width``, or to the classes."""
+    """Return some dense layers from ``width`` to ``width``, or to the classes."""
     weights = nn.init.Xavier(seed)
     layers = [nn.Dense(width, width, activation="relu", weight_init=weights) for _ in range(_LAYERS_A_STAGE)]
     return nn.Sequential(*layers, *([nn.Dense(width, _CLASSES, weight_init=weights)] if is_last else []))
@@ -40,7 +40,7 @@ def make_stage(width: int, seed: int, is_last: bool) -> nn.Module:
 def trainer_of(
     world: comm.World, num_stages: int, width: int, micro_batches: int, schedule: str
 ) -> Callable[..., float]:
-    """What trains on a batch and returns its loss."""
+    """Return a function that trains on a batch and returns its loss."""
     stages = [partial(make_stage, width, stage, stage == num_stages - 1) for stage in range(num_stages)]
     loss = nn.functional.softmax_cross_entropy
     net = Pipeline(stages, loss, world, micro_batches=micro_batches, schedule=schedule)
@@ -50,10 +50,11 @@ def trainer_of(
 def measure(
     world: comm.World, batch: int, width: int, micro_batches: list[int], schedule: str, turns: int
 ) -> dict[int, dict[str, float]]:
-    """Samples per second of the pipeline and of one rank, by the number of micro-batches; every rank must call.
+    """Measure the pipeline and one rank alone by the number of micro-batches; every rank must call.
 
-    Returns for each ``pipeline_s`` and ``alone_s``, median seconds of a step, ``speedup``, the median ratio within
-    turns, ``limit``, what it can be, and ``loss_difference``, the largest relative one of the first steps.
+    Returns for each number ``pipeline_s`` and ``alone_s`` (median seconds of a step), ``speedup`` (the median ratio
+    within turns), ``limit`` (the largest possible speedup) and ``loss_difference`` (the largest relative one of the
+    first steps).
     """
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((batch, width), np.float32), rng.integers(0, _CLASSES, batch)

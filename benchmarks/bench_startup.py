@@ -1,4 +1,4 @@
-"""How long ``import hpcdp`` takes, and a launch of ranks on one machine until every rank knows its world.
+"""The time of ``import hpcdp``, and of a launch on one machine until every rank has its world.
 
 ``python benchmarks/bench_startup.py --ranks 2`` starts fresh interpreters for each timing and takes medians.
 """
@@ -41,7 +41,7 @@ def import_seconds(repeats: int) -> float:
 
 
 def slowest_imports(top: int) -> list[tuple[str, float]]:
-    """The modules below ``import hpcdp`` that take longest themselves, with their seconds (``-X importtime``)."""
+    """Return the modules of ``import hpcdp`` that take longest themselves, in seconds (``-X importtime``)."""
     text = _output([sys.executable, "-X", "importtime", "-c", "import hpcdp"])[1]
     found = re.findall(r"import time:\s+(\d+) \|\s+\d+ \| +(\S+)", text)
     longest = sorted(((name, int(us) / 1e6) for us, name in found), key=lambda each: -each[1])
@@ -61,7 +61,7 @@ def launch_seconds(ranks: int, repeats: int) -> float:
 
 
 def measure(ranks: int, repeats: int) -> dict[str, Any]:
-    """``import_s``, ``launch_s`` and ``slowest_imports``."""
+    """Return ``import_s``, ``launch_s`` and ``slowest_imports``."""
     import_seconds(1)  # the first one reads the files from disk
     return {
         "ranks": ranks,

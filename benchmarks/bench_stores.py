@@ -55,7 +55,7 @@ _JOB_TIMEOUT_S = 900
 
 
 def slowed(seconds: float) -> Callable[[Tensor, Any], Tensor]:
-    """The loss of a rank whose steps take so much longer."""
+    """Return the loss of a rank whose steps take ``seconds`` longer."""
 
     def loss(output: Tensor, labels: Any) -> Tensor:
         time.sleep(seconds)
@@ -98,7 +98,7 @@ def seconds_to(run: dict[str, Any], accuracy: float) -> float | None:
 
 
 def table(runs: dict[str, list[dict[str, Any]]], accuracy: float) -> str:
-    """A line for each store, of medians over the seeds."""
+    """Format a line of medians over seeds for each store."""
     head = f"s to {accuracy:g}"
     lines = [f"{'# store':<24}{head:>10}{'at end %':>10}{'slow %':>8}{'staleness':>11}{'at most':>9}{'MB':>8}"]
     for name, of_seeds in runs.items():
@@ -114,7 +114,7 @@ def table(runs: dict[str, list[dict[str, Any]]], accuracy: float) -> str:
 
 
 def job(args: argparse.Namespace) -> int:
-    """What the ranks of one job do: the first store, the first seed."""
+    """Run the first store with the first seed on the ranks of one job."""
     world = comm.init()
     with threadpool_limits(1):
         config = TrainConfig(ranks=world.size, epochs=args.epochs, seed=args.seeds[0], **STORES[args.stores[0]])

@@ -127,9 +127,9 @@ class Suite:
         self.job("ingress", "ingress", few, ranks=2)
 
     def overlap(self) -> None:
-        """Steps with communication beside them, on this machine and where possible over two hosts with slow links.
+        """Run steps with overlapped communication, on this machine and if possible on two hosts with slow links.
 
-        There with one rank a host, too: on two cores, only then do ranks not compute on each other's.
+        The hosts also run with one rank each, because only then do two cores suffice for separate ranks.
         """
         turns = ["--turns", "1", "--steps", "1"] if self.brief else ["--turns", "3", "--steps", "3"]
         slow_links = obstacle() is None
@@ -190,7 +190,7 @@ class Suite:
 
 
 def _import_path() -> str:
-    """The folder that holds this ``hpcdp``, for an environment with MPICH in which it is not installed."""
+    """Return the folder of this ``hpcdp``, for an environment with MPICH in which it is not installed."""
     spec = importlib.util.find_spec("hpcdp")
     assert spec is not None and spec.origin is not None
     return str(Path(spec.origin).resolve().parent.parent)
@@ -202,7 +202,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _earlier(file: str) -> dict[str, Any]:
-    """What an earlier run has left in results.json, nothing where there is none."""
+    """Return the results.json of an earlier run, or nothing."""
     try:
         found = json.loads(Path(file).read_text()) if Path(file).exists() else {}
         if isinstance(found, dict):

@@ -30,7 +30,7 @@ _LOSS_TOLERANCE = 1e-4
 
 
 def trainer_of(world: comm.World, width: int) -> Callable[[np.ndarray, np.ndarray], float]:
-    """What trains on a batch, with a part of each layer on each rank, and returns the sum of its losses."""
+    """Return a function that trains on a batch, with a slice of each layer per rank, and sums its losses."""
     parts, replicas = split_world(world.size, world)
     seeds = [nn.init.Xavier(seed) for seed in range(3)]
     net = nn.Sequential(

@@ -43,7 +43,7 @@ _JOB_TIMEOUT_S = 600
 
 
 def batches_of(model: Model, batch: int, rank: int) -> list[tuple[Any, Any]]:
-    """Some batches of random samples and their labels, as tensors; different on every rank."""
+    """Return batches of random samples and labels as tensors, different on every rank."""
     torch: Any = importlib.import_module("torch")
     rng = np.random.default_rng(rank)
     found = []
@@ -58,7 +58,7 @@ def batches_of(model: Model, batch: int, rank: int) -> list[tuple[Any, Any]]:
 
 
 def step_of(name: str, model: Model, batches: list[tuple[Any, Any]], world: comm.World) -> Callable[[int], Any]:
-    """What trains candidate ``name`` on batch ``i`` and returns this rank's loss; every rank must make it."""
+    """Return a function that trains candidate ``name`` on batch ``i`` and returns the loss; every rank must call."""
     torch: Any = importlib.import_module("torch")
     torch.manual_seed(0)
     net = model.net(torch.nn)
@@ -78,7 +78,7 @@ def step_of(name: str, model: Model, batches: list[tuple[Any, Any]], world: comm
 
 
 def measure(world: comm.World, key: str, batch: int, turns: int, seconds: float) -> dict[str, Any]:
-    """The model ``key`` at one batch size, the candidates in turn; every rank must call.
+    """Measure the model ``key`` at one batch size, the candidates in turn; every rank must call.
 
     Returns ``step_ms`` (medians of the slowest rank by candidate), ``ratio`` of DDP's time to each candidate's and
     ``share`` of the rate without communication (medians over turns), ``loss_difference``, the largest relative one,
@@ -145,7 +145,7 @@ def table(place: dict[str, Any]) -> str:
 
 
 def job(args: argparse.Namespace) -> int:
-    """What the ranks of one job do."""
+    """Run the benchmark on the ranks of one job."""
     world = comm.init()
     check_writable("torch_ddp", [args.json], world)
     if world.num_nodes == 1:  # the ranks of hosts on one machine would all take its first cores

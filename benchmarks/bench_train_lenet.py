@@ -34,13 +34,13 @@ _LOSS_TOLERANCE = 1e-3
 
 
 def random_batches(batch: int, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Some batches of images, shape ``(batch, 1, 28, 28)``, float32, and labels, int64; different on every rank."""
+    """Return batches of images, shape ``(batch, 1, 28, 28)``, float32, and labels, int64; different on every rank."""
     rng = np.random.default_rng(rank)
     return [(rng.standard_normal((batch, 1, 28, 28), np.float32), rng.integers(0, 10, batch)) for _ in range(_BATCHES)]
 
 
 def hpcdp_step(world: comm.World, batches: list[Any]) -> tuple[Callable[[int], Any], list[np.ndarray], Trainer]:
-    """What trains on batch ``i`` and returns this rank's mean loss, copies of the initial parameters, the trainer."""
+    """Return a step that trains on batch ``i`` and returns its loss, the initial parameters, and the trainer."""
     net = nn.models.lenet(input_shape=(1, 28, 28), num_classes=10, seed=0)
     trainer = Trainer(net.parameters(), optim.SGD(lr=_LR, momentum=_MOMENTUM), world=world)
     initial = [np.array(param.data) for param in net.parameters()]
@@ -48,7 +48,7 @@ def hpcdp_step(world: comm.World, batches: list[Any]) -> tuple[Callable[[int], A
 
 
 def step_of(net: nn.Module, trainer: Trainer, batches: list[Any]) -> Callable[[int], Any]:
-    """What trains ``net`` on batch ``i`` and returns its mean loss, which on a GPU is there, and not waited for."""
+    """Return a function that trains ``net`` on batch ``i`` and returns its mean loss, without waiting for a GPU."""
 
     def step(i: int) -> Any:
         x, y = batches[i % len(batches)]
@@ -62,7 +62,7 @@ def step_of(net: nn.Module, trainer: Trainer, batches: list[Any]) -> Callable[[i
 
 
 def torch_step(batches: list[Any], initial: list[np.ndarray], distributed: bool) -> Callable[[int], Any]:
-    """The same in PyTorch, from the parameters ``initial``; wrapped in DistributedDataParallel where asked for."""
+    """Return the step in PyTorch from the parameters ``initial``, in DistributedDataParallel if ``distributed``."""
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(1)
     net = MODELS["lenet"].net(torch.nn)
@@ -77,7 +77,7 @@ def torch_step(batches: list[Any], initial: list[np.ndarray], distributed: bool)
 
 
 def turns_of(steps: dict[str, Callable[[int], Any]], batch: int, turns: int, seconds: float) -> dict[str, list[float]]:
-    """Samples per second of every candidate in every turn, the candidates in turn; a turn lasts about ``seconds``."""
+    """Return samples per second of every candidate in every turn, each of about ``seconds``."""
     per_turn = {}
     for name, step in steps.items():
         begin = time.perf_counter()

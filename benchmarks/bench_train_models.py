@@ -85,7 +85,7 @@ PAIRS = {
 
 
 def torch_step(pair: Pair, initial: list[np.ndarray], batches: list[Any]) -> Callable[[int], Any]:
-    """The same in PyTorch, from the parameters ``initial``."""
+    """Return the step in PyTorch from the parameters ``initial``."""
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(1)
     net = pair.theirs(torch.nn)

@@ -51,7 +51,7 @@ def _wait_for(flags: np.ndarray, counter: int, value: int) -> None:
 
 @kernel("int64(int32[::1], int64, int64)")
 def barrier(flags: np.ndarray, rank: int, epoch: int) -> int:
-    """Returns ``epoch + 1`` when every rank has called it with this ``epoch``."""
+    """Wait until every rank has called it with this ``epoch``, and return ``epoch + 1``."""
     shm_allreduce.store(flags, rank * shm_allreduce.STRIDE, np.int32(epoch + 1))
     for other in range(flags.size // (2 * shm_allreduce.STRIDE)):
         _wait_for(flags, other, epoch + 1)
@@ -93,7 +93,7 @@ def _sum_rows(out: np.ndarray, rows: np.ndarray, first: int, last: int) -> None:
 
 @kernel("int64(int64, int64, int64)")
 def _shard_start(rank: int, ranks: int, count: int) -> int:
-    """Where a rank's shard begins: shards are whole cache lines, so that no line has two owners."""
+    """Return the start of a rank's shard; shards are whole cache lines, so no line has two owners."""
     lines = (count + _LINE - 1) // _LINE
     return min(count, (lines * rank // ranks) * _LINE)
 

@@ -266,12 +266,12 @@ def measure_models(
     measure: Callable[[World, str], dict[str, Any]],
     show: Callable[[dict[str, Any]], str],
 ) -> dict[str, Any]:
-    """What the ranks of one job do: ``measure(world, model)`` for each of ``args.models``, on one BLAS thread.
+    """Run ``measure(world, model)`` for each of ``args.models`` on one BLAS thread; every rank must call.
 
-    Rank 0 prints the report as ``show`` puts it, and writes it where ``args.json`` says; every rank must call.
+    Rank 0 prints the report with ``show``, and writes it to ``args.json``.
 
     Returns:
-        The report: what was measured as ``rows``, and over several nodes the rates of a link.
+        The report: the results as ``rows``, and on several nodes the rates of a link.
     """
     world = init()
     check_writable(name, [args.json], world)
@@ -287,7 +287,7 @@ def measure_models(
 
 
 def where(place: dict[str, Any]) -> str:
-    """A place in words."""
+    """Describe a place."""
     if place.get("hosts", 1) > 1:
         return f"{place['hosts']} hosts x {place['ranks_per_node']} ranks, links of {place['rate']}"
     machine = place["machine"]

@@ -40,7 +40,7 @@ class Gloo:
         )
 
     def exchange(self, data: FreshData, x: np.ndarray) -> MeasuredCollective:
-        """The sum of ``x`` over all ranks, in place."""
+        """Sum ``x`` over all ranks in place."""
         tensor = self.torch.from_numpy(x)
         return MeasuredCollective("gloo", data, x, x, lambda: self._group.all_reduce(tensor))
 
@@ -53,9 +53,9 @@ class Gloo:
 
 
 def mpi_exchanges(world: comm.World, data: FreshData, x: np.ndarray, out: np.ndarray) -> list[MeasuredCollective]:
-    """The MPI library's sum of ``x``: in place, and from ``x`` into ``out``; which is faster depends on the size.
+    """Return the MPI library's sums of ``x``, in place and into ``out``; which is faster depends on the size.
 
-    Thread ranks have no MPI library: then there are none.
+    Thread ranks have no MPI library, and so an empty list.
     """
     library = getattr(world.comm, "mpi", None)
     if library is None:
@@ -179,8 +179,7 @@ def _gpt(nn: Any) -> Any:
 
 
 def training_step(model: Any, optimizer: Any, batches: list[tuple[Any, Any]]) -> Callable[[int], Any]:
-    """What trains on batch ``i``, of samples and labels, and returns this rank's loss, which on a GPU is there, and not
-    waited for."""
+    """Return a function that trains on batch ``i`` and returns this rank's loss, without waiting for a GPU."""
     torch: Any = importlib.import_module("torch")
 
     def step(i: int) -> Any:

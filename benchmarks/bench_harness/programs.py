@@ -1,4 +1,4 @@
-"""How the programs here begin and end, and the jobs that they start, one after another."""
+"""The start and the end of the programs here, and the jobs that they start one after another."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(main: Callable[[], int]) -> NoReturn:
 def sweep_parser(
     name: str, description: str | None, sizes: str, size_help: str, warmup: int, factor: int = 4
 ) -> argparse.ArgumentParser:
-    """The flags of a comparison over sizes: OSU's -m, -i and -x, the factor between sizes, a file for the figures."""
+    """Return the parser of a comparison over sizes: OSU's -m, -i and -x, the factor, and a file for the figures."""
     parser = Parser(prog=f"python benchmarks/bench_{name}.py", description=description)
     parser.add_argument("-m", dest="sizes", default=sizes, metavar="MIN:MAX", help=f"{size_help} ({sizes})")
     parser.add_argument(
@@ -88,10 +88,10 @@ def run_job(command: Sequence[str], timeout_s: float, **variables: str) -> subpr
 
 
 def finished(what: str, where: str, command: Sequence[str], timeout_s: float, **variables: str) -> str:
-    """What ``command`` has written, see `run_job`.
+    """Return the output of ``command``, see `run_job`.
 
     Raises:
-        LaunchError: its status is not 0.
+        LaunchError: the exit status is not 0.
     """
     done = run_job(command, timeout_s, **variables)
     if done.returncode:

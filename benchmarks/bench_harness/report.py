@@ -93,7 +93,7 @@ def _rated(what: str, least: float, rows: Iterable[dict[str, Any]]) -> Verdict:
 
 
 def gpu_section(report: Report) -> str:
-    """The part of RESULTS.md in Markdown."""
+    """Return the section of RESULTS.md about the GPU."""
     device, machine = report["device"], report["machine"]
     processor = machine["processor"]
     versions = [f"CUDA {cuda_release(device['cuda'])}", f"CuPy {device['cupy']}"]
@@ -128,13 +128,13 @@ def _share(row: dict[str, Any]) -> str:
 
 
 def line_of_model(model: dict[str, Any]) -> str:
-    """A network's samples per second, and PyTorch's where those are known, as printed."""
+    """Format a network's samples per second, and PyTorch's if they are known."""
     ours, theirs = ([f"{model[key]:>9.0f}" for key in keys if key in model] for keys in (_RATES[:2], _RATES[2:]))
     return f"{_title(model):<36}{''.join(ours)}" + f"{'':>11}{''.join(theirs)}" * bool(theirs)
 
 
 def failed(row: Mapping[str, Any]) -> bool:
-    """Whether a job has no figures, or wrong ones."""
+    """Return whether a job has no figures, or wrong ones."""
     return "failed" in row or bool(row["wrong"])
 
 
@@ -158,7 +158,7 @@ def _fabric_table(fabric: dict[str, Any]) -> str:
 
 
 def _ingress_table(report: dict[str, Any]) -> str:
-    """What asynchronous stores make of links, and what comes in at each of n servers."""
+    """Return the table of the links' use by asynchronous stores, and of the traffic into each of n servers."""
     link = report["link"]
     text = f"## Asynchronous store over hosts, links of {report['rate']}\n\n"
     text += f"Two hosts, {link['keys']} keys of 1 MB under way at once; payload in each direction. The link carried "
@@ -180,7 +180,7 @@ def _ingress_table(report: dict[str, Any]) -> str:
 
 
 def _checkpoint_table(report: dict[str, Any]) -> str:
-    """Saving and loading by each candidate, then what an asynchronous save takes."""
+    """Return the table of saving and loading by each candidate, and of asynchronous saves."""
     text = f"## Checkpoint of {format_size(report['nbytes'])} by {report['ranks']} ranks\n\n"
     text += "Milliseconds, GB/s of the state, and the time of raw files over that of the candidate.\n\n"
     rows = [
@@ -322,7 +322,7 @@ def _on_another(machine: dict[str, Any], usual: dict[str, Any]) -> str:
 
 
 def _about(results: dict[str, Any]) -> str:
-    """What the figures were measured on."""
+    """Describe the machine of the figures."""
     machine = results["machine"]
     processor = machine["processor"]
     found = software(machine) + sorted({each["library"] for each in results.get("allreduce", [])})
@@ -345,7 +345,7 @@ def _about(results: dict[str, Any]) -> str:
 
 
 def render(results: dict[str, Any]) -> str:
-    """The text of RESULTS.md."""
+    """Return the text of RESULTS.md."""
     parts = [
         "# Results\n",
         "Written by `make bench` (`python benchmarks/bench_suite.py`). What is measured, and why that is the limit, is "

@@ -1,6 +1,6 @@
-"""What the ranks of `bench_ingress` do: timed pushes and pulls of an asynchronous store with servers on other hosts.
+"""The ranks of `bench_ingress`: timed pushes and pulls of an asynchronous store with servers on other hosts.
 
-Servers look up the updater `add` here, so this is a module of its own.
+This is a separate module, because servers import the updater `add` from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FLOAT = np.dtype(np.float32)
 
 
 def add(key: Key, received: np.ndarray, stored: np.ndarray) -> None:
-    """The updater: a sum; an integer under a key becomes the bytes that have come to the host of its server so far."""
+    """Update a key by a sum; an integer key gets the bytes that its server's host has received so far."""
     if stored.dtype == _FLOAT:
         stored += received
     else:

@@ -31,7 +31,7 @@ Pick = Callable[[Row], float | None]
 
 
 def median_by_size(reports: Iterable[dict[str, Any]], pick: Pick) -> dict[int, float]:
-    """The median over rounds of ``pick(row)`` for every message size; rows where it is None are left out."""
+    """Return the median over rounds of ``pick(row)`` for every message size, ignoring None."""
     found: dict[int, list[float]] = {}
     for report in reports:
         for row in report["rows"]:
@@ -42,7 +42,7 @@ def median_by_size(reports: Iterable[dict[str, Any]], pick: Pick) -> dict[int, f
 
 
 def with_peer(results: dict[str, Any], kind: str, add: Callable[[dict[str, Any]], dict[str, float]]) -> list[Any]:
-    """The rounds of ``kind``, each row's ``median_us`` joined by what ``add`` takes from the same round's MPICH row."""
+    """Return the rounds of ``kind``, with ``median_us`` extended by ``add`` of the same round's MPICH row."""
     rounds = []
     for number, report in enumerate(results.get(kind, [])):
         others = results.get(f"{kind} MPICH", [])
@@ -84,7 +84,7 @@ def _ratio(peer: str, ours: str) -> Pick:
 
 
 def _worst(target: str, what: str, wanted: float, by_size: dict[int, float], unit: str = "x") -> Verdict:
-    """A target that must hold at every size: the smallest value decides."""
+    """Return the verdict on a target that must hold at every size, by the smallest value."""
     percent = unit == "%"
     shown = f"at least {100 * wanted:.0f}%" if percent else f"at least {wanted:g}{unit}"
     if not by_size:
@@ -124,7 +124,7 @@ def verdicts(results: dict[str, Any]) -> list[Verdict]:
 
 
 def allreduce_rounds(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rounds of the allreduce comparison with MPICH joined, and the peers' names."""
+    """Return the rounds of the allreduce comparison including MPICH, and the peers' names."""
     rounds = with_peer(results, "allreduce", lambda row: {"MPICH": row["median"]})
     peers = [name for name in peer_names(rounds, _OURS) if name in ("MPI", "MPI in place", "gloo", "MPICH")]
     return rounds, peers
@@ -164,7 +164,7 @@ def _updates(results: dict[str, Any]) -> list[Verdict]:
 
 
 def update_rounds(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rounds of reduce and update, with MPICH joined."""
+    """Return the rounds of reduce and update including MPICH."""
     return with_peer(results, "updates", lambda row: {"MPICH, fused SGD": row["median_us"]["MPI, fused SGD"]})
 
 
@@ -283,7 +283,7 @@ def _scaling(results: dict[str, Any]) -> list[Verdict]:
 
 
 def kernel_names(results: dict[str, Any]) -> list[str]:
-    """The kernels that were measured, in the benchmark's order."""
+    """Return the measured kernels in the benchmark's order."""
     return list(dict.fromkeys(row["kernel"] for report in results.get("kernels", []) for row in report["rows"]))
 
 
@@ -319,7 +319,7 @@ def _convolutions(results: dict[str, Any]) -> list[Verdict]:
 
 
 def convolution_rows(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The passes of each layer, by its name."""
+    """Return the passes of each layer by its name."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in (row for report in results.get("convolutions", []) for row in report["rows"]):
         found.setdefault(row["layer"], []).append(row)

@@ -1,8 +1,8 @@
 """`hpcdp bench` and `hpcdp tune`.
 
-- `command` is ``hpcdp bench``: its options, its tables in the columns of OSU's benchmarks or nccl-tests, and its plot.
-- `communication` times every collective, and messages between pairs of ranks, over message sizes.
-- `tune` is ``hpcdp tune``: it measures the links and cores that the cost model needs, and predicts from them.
-- `measure` has the timings that alternate, the data, the sizes, and the files of figures with the facts about the
-  machine. The programs in ``benchmarks/`` use it.
+- `command`: ``hpcdp bench``, with its options, its tables in the columns of OSU's benchmarks or nccl-tests, and its
+  plot.
+- `communication`: timings of collectives, and of messages between pairs of ranks, over message sizes.
+- `tune`: ``hpcdp tune``, which measures links and algorithms, and predictions of the cost model.
+- `measure`: alternating timings, data, sizes, result files and machine facts, also for the programs in ``benchmarks/``.
 """

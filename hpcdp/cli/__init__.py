@@ -208,7 +208,8 @@ def _add_train(commands: Any) -> Parser:
             about += f": {', '.join(field.metadata['choices'])}"
         if field.default is not None and kind is not bool:
             about += f" (default: {field.default})"
-        flags = [*(["-s"] if field.name == "servers" else []), "--" + field.name.replace("_", "-")]
+        short = {"servers": ["-s"], "verbose": ["-v"]}.get(field.name, [])
+        flags = [*short, "--" + field.name.replace("_", "-")]
         if field.name == "model":
             parser.add_argument("model", nargs="?", metavar="MODEL", help=about)
         elif kind is bool:
@@ -293,9 +294,10 @@ def _train_here(config: TrainConfig, settings: dict[str, Any]) -> int:
 
 
 def _train_as_a_rank(config: TrainConfig, settings: dict[str, Any]) -> int:
-    from ..train.runs.config import uncollected
+    from ..core.environment import speaks
+    from ..train.runs.config import explained, uncollected
 
-    with uncollected():
+    with uncollected(), explained("importing hpcdp", speaks(os.environ)):
         from ..comm import init
         from ..comm.consistency import on_rank_0, require_same
         from ..train.preemption import STOPPED, StopRequests

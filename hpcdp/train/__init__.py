@@ -6,16 +6,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import callbacks, checkpoints, evaluate, fit, load_balance, metrics, preemption, progress
     from .chrome_trace import traced
     from .sync_batch_norm import SyncBatchNorm
     from .trainer import TrainStep
 
-__all__ = ["SyncBatchNorm", "TrainStep", "traced"]
-
 _HOMES = {"SyncBatchNorm": "sync_batch_norm", "TrainStep": "trainer", "traced": "chrome_trace"}
+"""The modules of the names that are not modules."""
+
+__all__ = [
+    "SyncBatchNorm",
+    "TrainStep",
+    "callbacks",
+    "checkpoints",
+    "evaluate",
+    "fit",
+    "load_balance",
+    "metrics",
+    "preemption",
+    "progress",
+    "traced",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:  # not imported before it is used: the command line asks this package for settings alone
-        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    # Imported on first use, because the command line imports this package for the settings only.
+    module = importlib.import_module(f".{_HOMES.get(name, name)}", __name__)
+    return getattr(module, name) if name in _HOMES else module
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,4 +1,4 @@
-"""What `fit` tells while it runs: the interface, and callbacks that show and keep a run's numbers, or end it early."""
+"""The callback interface of `fit`, and callbacks that show progress, write metrics or stop training early."""
 
 from __future__ import annotations
 
@@ -15,43 +15,65 @@ from .runs.run_dir import RunFolder
 
 
 class Callback:
-    """Told by `fit` what happens, on every rank that it is given to; the methods here do nothing.
+    """Base class of callbacks: `fit` calls these methods on every rank that has the callback. They do nothing here.
 
-    A callback that raises on some ranks only ends the job. It must not start a collective unless all ranks have it.
+    A callback that raises on only some ranks ends the job. A callback may start a collective only if all ranks have it.
     """
 
     stop_training = False
-    """Set to True, on any rank, it ends `fit` on all ranks after the epoch under way."""
+    """Set it to True on any rank to end `fit` on all ranks after the current epoch."""
 
     def alike(self) -> str | None:
-        """What of it must be the same on every rank, which `fit` compares; its state, if it has one
-        (`hpcdp.core.state`), is saved with the run. None: some ranks may have others, or none."""
+        """Describe the settings that must be the same on every rank; `fit` compares the descriptions.
+
+        The state of such a callback (`hpcdp.core.state`), if any, is saved with the run. None: ranks may have different
+        callbacks, or none.
+        """
         return None
 
     def on_resume(self, epochs: int, steps: int) -> None:
-        """Before `on_start`, where a run goes on from a checkpoint: ``epochs`` whole epochs are done, and ``steps``
-        steps since its start."""
+        """Handle the resumption of a run from a checkpoint, before `on_start`.
+
+        Args:
+            epochs: complete epochs before the checkpoint.
+            steps: steps before the checkpoint, since the start of the run.
+        """
 
     def on_start(self, epochs: int, steps: int) -> None:
-        """Before the first epoch; ``steps`` is the number of steps of it, alike on every rank; where short batches roll
-        over, others may have one more."""
+        """Handle the start of training, before the first epoch.
+
+        Args:
+            epochs: the number of epochs, including those before a checkpoint.
+            steps: steps of the first epoch, the same on every rank. With ``last="rollover"`` later epochs may have one
+                more.
+        """
 
     def on_step(self, epoch: int, step: int) -> None:
-        """After each step; both count from 1, ``step`` within the epoch."""
+        """Handle the end of a step; both numbers count from 1, ``step`` within the epoch."""
 
     def on_record(self, record: Record) -> None:
-        """After numbers were exchanged over ranks: every few steps (kind "step") and after each epoch (kind "epoch").
-        ``record`` is alike on every rank."""
+        """Handle new metrics of all ranks: every few steps (kind "step") and after each epoch (kind "epoch").
+
+        Args:
+            record: the metrics, the same on every rank.
+        """
 
     def on_end(self) -> None:
-        """After the last epoch, and when training is interrupted or fails, also by another callback; of those whose
-        `on_start` has returned."""
+        """Handle the end of training, also when it is interrupted or fails.
+
+        `fit` calls it for each callback whose `on_start` has returned, even if another callback has raised.
+        """
 
 
 class ShowProgress(Callback):
-    """A live line on a terminal, plain lines in a log. Give it to one rank."""
+    """Progress output: a live line on a terminal, plain lines in a log. Give it to one rank.
 
-    def __init__(self) -> None:
+    Args:
+        verbose: print where the time of each epoch went, too.
+    """
+
+    def __init__(self, verbose: bool = False) -> None:
+        self._verbose = verbose
         self._latest: Record | None = None
         self._display: progress.Progress | None = None
         self._done = 0
@@ -62,7 +84,7 @@ class ShowProgress(Callback):
 
     def on_start(self, epochs: int, steps: int) -> None:
         """See `Callback.on_start`."""
-        self._display = progress.create(epochs, steps, self._done)
+        self._display = progress.create(epochs, steps, self._done, verbose=self._verbose)
 
     def on_step(self, epoch: int, step: int) -> None:
         """See `Callback.on_step`."""
@@ -83,7 +105,7 @@ class ShowProgress(Callback):
 
 
 class KeepMetrics(Callback):
-    """Writes every record into a run folder. Give it to the rank that owns the folder."""
+    """A callback that writes every record into a run folder. Give it to the rank that owns the folder."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -98,24 +120,24 @@ class KeepMetrics(Callback):
 
 
 _METRICS = {"loss": "min", "accuracy": "max", "test_loss": "min", "test_accuracy": "max"}
-"""Which way each is better."""
+"""Metrics of an epoch, and whether lower or higher values are better."""
 
 
 class EarlyStopping(Callback):
-    """Ends `fit` when a number of its epochs gets no better. Give a new one to every rank, for each `fit`.
+    """A callback that ends `fit` when a metric stops improving. Give a new instance to every rank, for each `fit`.
 
-    The parameters are then those of the last epoch; a `checkpoint.Manager` with ``best`` keeps those of the best one.
-    The run is at its end: its checkpoint says so, and keeps `best` and `waited`.
+    The parameters stay those of the last epoch; a `checkpoint.Manager` with ``best`` keeps those of the best one. The
+    run counts as finished: its checkpoint records that, together with `best` and `waited`.
 
     Args:
-        metric: "loss", "accuracy", "test_loss" or "test_accuracy", as an epoch's record has them.
-        patience: so many epochs in a row that are no better than the best before end the training.
-        min_delta: what is better by no more than that is no better.
-        mode: "min" or "max" is better. None: what is usual of the metric.
+        metric: "loss", "accuracy", "test_loss" or "test_accuracy", as in an epoch's record.
+        patience: epochs in a row without an improvement after which training ends.
+        min_delta: an improvement must be larger than this.
+        mode: "min" if lower values are better, "max" if higher ones are. None: by the metric.
 
     Raises:
-        ConfigError: a value outside of that; in `fit`: there is no such number, for want of an ``evaluate`` or of
-            labels that are integers.
+        ConfigError: an argument is invalid. In `fit`: the metric is missing, because there is no ``evaluate`` or
+            because labels are not integers.
 
     Source: Goodfellow, Bengio and Courville, "Deep Learning", 2016, algorithm 7.1.
     """
@@ -126,9 +148,9 @@ class EarlyStopping(Callback):
         self.patience = whole_number("EarlyStopping", "patience", patience, 1)
         self.mode = one_of("EarlyStopping", "mode", _METRICS[metric] if mode is None else mode, ("min", "max"))
         self.best: float | None = None
-        """The best number so far."""
+        """The best value so far."""
         self.waited = 0
-        """Epochs since then."""
+        """Epochs since the best value."""
 
     def alike(self) -> str:
         """See `Callback.alike`."""
@@ -148,12 +170,12 @@ class EarlyStopping(Callback):
         self.stop_training = self.waited >= self.patience
 
     def require_in(self, names: Collection[str]) -> None:
-        """Raises `ConfigError` unless the metric is among the ``names`` of what there is."""
+        """Raise `ConfigError` unless the metric is among ``names``."""
         if self.metric not in names:
-            there_is = ", ".join(name for name in _METRICS if name in names)
+            available = ", ".join(name for name in _METRICS if name in names)
             raise ConfigError(
-                "EarlyStopping", where="metric", expected=f"one of {there_is}", got=repr(self.metric),
-                remedy="give fit an evaluate for numbers of the test set; accuracy is of integer labels alone",
+                "EarlyStopping", where="metric", expected=f"one of {available}", got=repr(self.metric),
+                remedy="pass fit(evaluate=...) for metrics of the test set; accuracy needs integer labels",
             )  # fmt: skip
 
     def _is_better(self, value: float) -> bool:
@@ -172,18 +194,18 @@ class EarlyStopping(Callback):
 
 
 class StatesOfCallbacks:
-    """What a run saves of callbacks that decide: by `Callback.alike`, so that one that was not there begins anew."""
+    """The states of all callbacks with an `alike`, keyed by it. A callback without a saved state starts afresh."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._own = [(each.alike(), each) for each in callbacks if each.alike() is not None]
+        self._callbacks = [(callback.alike(), callback) for callback in callbacks if isinstance(callback, Stateful)]
 
     def state_dict(self) -> list[tuple[str | None, Any]]:
         """See `hpcdp.core.state`."""
-        return [(alike, each.state_dict()) for alike, each in self._own if isinstance(each, Stateful)]
+        return [(alike, callback.state_dict()) for alike, callback in self._callbacks if alike is not None]
 
     def load_state_dict(self, state: Sequence[tuple[str | None, Any]]) -> None:
-        """See `hpcdp.core.state`; of callbacks that are not there any more it is left out."""
+        """See `hpcdp.core.state`. Ignores the states of callbacks that the run no longer has."""
         saved = dict(state)
-        for alike, each in self._own:
-            if alike in saved and isinstance(each, Stateful):
-                each.load_state_dict(saved[alike])
+        for alike, callback in self._callbacks:
+            if alike is not None and alike in saved:
+                callback.load_state_dict(saved[alike])

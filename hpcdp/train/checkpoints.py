@@ -1,4 +1,4 @@
-"""When a run is saved, what of it, and where it goes on."""
+"""The checkpoints of `fit`: when it saves, what it saves, and where a resumed run continues."""
 
 from __future__ import annotations
 
@@ -21,54 +21,54 @@ _METRICS = ("loss", "accuracy", "test_loss", "test_accuracy")
 EPOCH = "epoch"
 """``every`` for a checkpoint at the end of each epoch."""
 AUTO = "auto"
-"""``every`` for as many checkpoints as cost next to nothing."""
+"""``every`` for checkpoints at intervals that keep their cost negligible."""
 
 _SHORT_S, _LONG_S, _TIMES = 5.0, 300.0, 20
-"""With `AUTO`: the least age of the last checkpoint at the end of an epoch, and within one; and how many times as long
-as the last save took."""
+"""Limits of `AUTO`: the minimum age of the last checkpoint at the end of an epoch and within one, in seconds, and as a
+multiple of the duration of the last save."""
 
 
 class Position(NamedTuple):
-    """Where a run is."""
+    """The position of a run in its training."""
 
     epoch: int
-    """The epoch under way, from 1."""
+    """The current epoch, counted from 1."""
     step: int
-    """Steps of it that are done; where ranks do not step together, batches that they have taken."""
+    """Completed steps of the epoch; where ranks do not step together, the batches taken by all ranks."""
     total: int
     """Steps since the start of the run."""
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """Where a run stopped early, and why; alike on all ranks."""
+    """The position at which a run stopped early, and the reason; the same on all ranks."""
 
     position: Position
     reason: Reason
 
 
 class Checkpoints:
-    """What `fit` saves, and when: every rank makes it, alike.
+    """The checkpoint policy of `fit`. Every rank must create it, with the same arguments.
 
-    The last checkpoint is that of the end of the training, or of the step after which ranks have agreed to stop; others
-    are written beside the steps that follow. After a restart on as many ranks the run goes on to the bit.
+    `fit` writes the last checkpoint at the end of training, or after the step at which ranks agreed to stop. It writes
+    the other ones in the background, during the steps that follow. A run that resumes on the same number of ranks
+    continues bit for bit.
 
     Args:
-        manager: of the folder.
-        every: steps between two checkpoints; ``"epoch"``: one after each epoch, with its numbers as ``metrics``;
-            ``"auto"``: after each epoch, unless the last one is less than five seconds old, and within an epoch where
-            it is five minutes old, but never sooner than after 20 times the time that the last save took; None: none
-            until the end. Where ranks do not step together they have a common state at the end of an epoch alone, and
-            so a checkpoint there.
-        stop: asks for an early end; see `stopped`.
-        resume: go on from the newest good checkpoint of the folder, which must have one. False: the folder must have
-            none.
-        extra: further entries of the state, e.g. the moving average of a network, restored in place where they can be;
-            their numbers are in `restored`.
-        config: the settings, for the checkpoint's own record.
+        manager: the manager of the checkpoint folder.
+        every: steps between two checkpoints. ``"epoch"``: after each epoch, with its record as ``metrics``.
+            ``"auto"``: after each epoch if the last checkpoint is at least 5 s old, and within an epoch if it is at
+            least 5 min old, but never before 20 times the duration of the last save has passed. None: only at the end.
+            Ranks that do not step together share a state, and so save, only at the end of an epoch.
+        stop: the requests for an early stop; see `stopped`.
+        resume: continue from the newest undamaged checkpoint, which must exist. False: the folder must not contain a
+            checkpoint.
+        extra: further entries of the state, such as a moving average of the parameters. They are restored in place
+            where that is possible; their values are in `restored`.
+        config: the settings to record in each checkpoint.
 
     Raises:
-        ConfigError: an argument is none of that.
+        ConfigError: an argument is invalid.
     """
 
     def __init__(
@@ -85,62 +85,63 @@ class Checkpoints:
         if not (whole or every is None or (isinstance(every, str) and every in (EPOCH, AUTO))):
             expected = f"a number of steps, {EPOCH!r}, {AUTO!r} or None"
             raise ConfigError("Checkpoints", where="every", expected=expected, got=repr(every))
-        from ..checkpoint import Manager  # not before: who does not save needs none of it
+        from ..checkpoint import Manager  # imported late: runs without checkpoints do not need it
 
         if not isinstance(manager, Manager):
             raise ConfigError("Checkpoints", where="manager", expected="a checkpoint.Manager", got=repr(manager))
-        for name, given, kind, expected in (
+        for name, value, kind, expected in (
             ("stop", stop, StopRequests, "StopRequests()"), ("extra", extra, Mapping, "a dict"),
             ("config", config, Mapping, "a dict"),
         ):  # fmt: skip
-            if not (given is None or isinstance(given, kind)):
-                raise ConfigError("Checkpoints", where=name, expected=f"{expected}, or None", got=repr(given))
+            if not (value is None or isinstance(value, kind)):
+                raise ConfigError("Checkpoints", where=name, expected=f"{expected}, or None", got=repr(value))
         self.manager, self.stop, self.resume = manager, stop, resume
         self.stopped: Stopped | None = None
-        """Set where `fit` returned before all epochs were done."""
+        """The reason and the position if `fit` returned before the last epoch was complete."""
         self.ended = 0
-        """Of a run that goes on, which a callback has ended: of so many epochs; 0 of others."""
+        """The number of epochs of a resumed run that a callback has ended; 0 for other runs."""
         self.restored: dict[str, Any] = {}
-        """What ``extra`` was, as far as the run was restored."""
+        """The restored values of ``extra``."""
         self._every = int(every) if isinstance(every, numbers.Integral) else every
         self._config = None if config is None else dict(config)
         self._extra = dict(extra or {})
         self._parts: dict[str, Any] = {}
         self._saved: Position | None = None
-        """That of the last checkpoint."""
+        """The position of the last checkpoint."""
         self._just_saved = False
-        """Whether a save has begun since ranks have last said whether the one before is over."""
+        """Whether a save began after the last exchange of save states between ranks."""
         self._began_s = time.monotonic()
-        """When the last save began, or the run."""
+        """The start of the last save, or of the run, on the monotonic clock."""
         self._took_s = 0.0
-        """How long the last save has taken, until this rank found it to be over."""
+        """The duration of the last save, until this rank noticed its end."""
 
     def alike(self) -> list[str]:
-        """What of it must be the same on every rank, in words, which `fit` compares before it trains."""
-        from ..checkpoint import manager as checkpoint_manager  # not before, as above
+        """Describe the arguments that must be the same on every rank; `fit` compares them before it trains."""
+        from ..checkpoint import manager as checkpoint_manager  # imported late, as above
 
         named = f"checkpoints every={self._every!r}, resume={self.resume}, extra={sorted(map(str, self._extra))}"
         return [named, *checkpoint_manager.told_alike({}, checkpoint_manager.settings(self._config or {}))]
 
     def begin(self, world: World, parts: Mapping[str, Any]) -> Position:
-        """Take in what the state consists of, and restore it where the run goes on; every rank must call.
+        """Register the objects of the state, and restore them if the run resumes; every rank must call.
 
-        From here on no other job saves in the folder.
+        Locks the folder against other jobs.
 
         Raises:
-            ConfigError: there are checkpoints, and the run does not go on from them.
-            DataError: there is no good checkpoint; or another job saves there.
+            ConfigError: the folder contains checkpoints, and the run does not resume.
+            DataError: there is no undamaged checkpoint, or another job saves in the folder.
         """
-        if not self.resume or self.manager.steps():  # else there is nothing to keep others from
+        if not self.resume or self.manager.steps():  # a folder without checkpoints needs no lock: restore fails
             self.manager.claim()
         if not self.resume and (steps := self.manager.steps()):
             raise ConfigError(
-                "Checkpoints", where=self.manager.path, expected="no checkpoint of another run",
-                got=f"that of step {steps[-1]}", remedy="pass resume=True to go on, or take another folder",
+                "Checkpoints", where=self.manager.path, expected="a folder without checkpoints",
+                got=f"a checkpoint of step {steps[-1]}",
+                remedy="pass resume=True to continue that run, or choose another folder",
             )  # fmt: skip
         self._world, self._began_s = world, time.monotonic()
         self._agreement = world.keep(Agreement, lambda: Agreement(world, 3))
-        self._agreement.finish()  # of a `fit` that has failed
+        self._agreement.finish()  # a `fit` that failed may have left an exchange pending
         self._parts = dict(parts) | {"extra": self._extra}
         if not self.resume:
             return Position(1, 0, 0)
@@ -156,20 +157,24 @@ class Checkpoints:
         return self._parts | {"position": position._asdict() | ({"ended": ended} if ended else {})}
 
     def after_step(self, position: Position, steps: int) -> bool:
-        """After a step of all ranks: save where it is time; whether the run stops here. Every rank must call.
+        """Save after a step of all ranks if a checkpoint is due; every rank must call.
 
         Args:
-            steps: of an epoch.
+            position: the position after the step.
+            steps: steps of an epoch.
+
+        Returns:
+            Whether the run stops here.
         """
         pending = self.manager.pending
         asked, is_under_way, is_old = self._agreement.exchange(
             self._asked, pending and not self.manager.over, self._is_old(_LONG_S)
         )
         if pending and not is_under_way and not self._just_saved:
-            self._wait()  # nobody waits: it is over on all ranks
-        is_old, self._just_saved = is_old and not self._just_saved, False  # what was said before it has saved
+            self._wait()  # returns at once: the save is complete on all ranks
+        is_old, self._just_saved = is_old and not self._just_saved, False  # the ages exchanged predate that save
         if asked:
-            self._stop_here(position, Reason(self._agreement.finish()[0]))  # who is asked stays so
+            self._stop_here(position, Reason(self._agreement.finish()[0]))  # a request is never withdrawn
             return True
         due = position.total % self._every == 0 if isinstance(self._every, int) else is_old
         if due and position.step < steps:
@@ -177,7 +182,7 @@ class Checkpoints:
         return False
 
     def where_all_meet(self, position: Position) -> bool:
-        """At the end of an epoch in which ranks made steps of their own: whether the run stops here; all must call."""
+        """Return whether the run stops after an epoch in which ranks did not step together; every rank must call."""
         self._agreement.exchange(self._asked, 0, 0)
         reason = self._agreement.finish()[0]
         if reason:
@@ -185,11 +190,12 @@ class Checkpoints:
         return bool(reason)
 
     def after_epoch(self, position: Position, record: Record, together: bool) -> None:
-        """After an epoch, with its record; every rank must call.
+        """Save after an epoch if a checkpoint is due; every rank must call.
 
         Args:
             position: the beginning of the next epoch.
-            together: whether ranks make their steps together.
+            record: the record of the epoch.
+            together: whether ranks step together.
         """
         due = self._every == EPOCH
         if isinstance(self._every, int):
@@ -200,12 +206,14 @@ class Checkpoints:
             self._save(position, wait=not together, record=record)
 
     def at_end(self, position: Position, record: Record | None, ended: int) -> None:
-        """After the last epoch: save its state, and wait until that is done; every rank must call.
+        """Save the final state and wait for it; every rank must call.
 
-        Also over a checkpoint after the last step, where the run was stopped before the epoch had ended.
+        Replaces a checkpoint of the last step, which a run has if it was stopped before its last epoch ended.
 
         Args:
-            ended: of how many epochs, where a callback has ended the run; else 0.
+            position: the end of the run.
+            record: the record of the last epoch, if any.
+            ended: the number of epochs if a callback has ended the run; else 0.
         """
         self._agreement.finish()
         if self._saved != position:
@@ -213,11 +221,11 @@ class Checkpoints:
         self._wait()
 
     def _is_old(self, least_s: float) -> bool:
-        """Whether rank 0, by whose clock all go, finds the last checkpoint so old that the next one is due."""
+        """Return whether the next checkpoint is due by the clock of rank 0; False on the other ranks."""
         if self._every != AUTO or self._world.rank != 0:
             return False
         age_s = time.monotonic() - self._began_s
-        took_s = age_s if self.manager.pending else self._took_s  # so far, at least
+        took_s = age_s if self.manager.pending else self._took_s  # of a pending save: a lower bound
         return age_s >= max(least_s, _TIMES * took_s)
 
     @property
@@ -250,22 +258,22 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """What cannot be written ends the training, and says where it can go on; on all ranks, as the error is."""
+        """Turn a failed write into a `SaveError` that names the checkpoint to resume from."""
         try:
             yield
         except DataError as error:
             failed = SaveError(
                 error.operation, where=error.where, expected=error.expected, got=error.got, rank=error.rank,
-                remedy=f"make room there, or make it writable, and {self._where_to_go_on()}",
+                remedy=f"free disk space or make the folder writable, then {self._where_to_resume()}",
             )  # fmt: skip
             failed.is_on_every_rank = error.is_on_every_rank
             raise failed from error
 
-    def _where_to_go_on(self) -> str:
+    def _where_to_resume(self) -> str:
         try:
             steps = self.manager.steps()
         except DataError:  # the disk is gone
-            return "go on with --resume when it can be read"
+            return "continue with --resume when it can be read"
         if steps:
-            return f"go on with --resume: the newest complete checkpoint is of step {steps[-1]}"
+            return f"continue with --resume: the newest complete checkpoint is of step {steps[-1]}"
         return "start again: no checkpoint is complete"

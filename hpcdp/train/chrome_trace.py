@@ -1,9 +1,7 @@
-"""Traces of a program in the format of Chrome's trace viewer.
+"""One trace file of all ranks, in the Trace Event Format of chrome://tracing and ui.perfetto.dev.
 
-One trace file of all ranks, in the Trace Event Format that chrome://tracing and ui.perfetto.dev draw.
-
-A process is a rank, a thread of it a lane of its `Trace`. Each rank turns its own slices into lines of JSON and sends
-them to rank 0 in pieces, which writes them as they come; so a trace may be larger than the memory of rank 0.
+A rank is drawn as a process, a lane of its `Trace` as a thread. Each rank converts its slices to JSON lines and sends
+them to rank 0 in pieces. Rank 0 writes them as they arrive, so a trace may be larger than its memory.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ from ..engine.engine import MAIN, Slice, Trace
 from ..errors import ConfigError, reason, to_stderr
 
 LANES = (MAIN, "communication", "update", "io")
-"""The order in which lanes are drawn; others follow by name."""
+"""The order in which lanes are drawn; other lanes follow by name."""
 
 ROUNDS = 32
-"""Messages to and fro by which a clock is compared; the fastest counts."""
+"""Round trips for the comparison of two clocks; the fastest one is used."""
 
 PIECE_NBYTES = 1 << 20
 
@@ -44,31 +42,31 @@ _HEADER = b'{"displayTimeUnit":"ms","traceEvents":[\n'
 
 
 class Offset(NamedTuple):
-    """How far the clock of a rank was ahead of that of rank 0 at some moment."""
+    """The offset of a rank's clock from the clock of rank 0 at one moment."""
 
     time_ns: int
     """The moment, on the rank's own clock."""
     ahead_ns: int
     uncertainty_ns: int
-    """The true offset is at most so far from ``ahead_ns``."""
+    """The largest possible distance of the true offset from ``ahead_ns``."""
 
 
 def traced(path: str | Path, world: World | None = None, trace: Trace | None = None) -> Recording:
-    """Trace what is done within it, and write that to ``path`` when it ends; a context, every rank must enter.
+    """Return a context that traces its block and writes the trace to ``path`` at the end; every rank must enter it.
 
-    A trainer, or anything else, that is made within it records its slices. An exception leaves no file behind, nor does
-    a job that is killed: the file gets its name when it is complete. What goes wrong while it is written is said once
-    on standard error and kept in ``failure``: training is worth more than its trace.
+    Trainers and other objects record their slices if they are created within the block. The file gets its name when it
+    is complete, so neither an exception nor a killed job leaves a partial file. A write error does not end the program:
+    it is reported once on standard error and kept in ``failure``.
 
     Args:
-        path: on the file system of rank 0; replaced if it is a trace. A relative one is taken from where the program is
-            when it begins.
+        path: a file on the file system of rank 0; an existing trace is replaced. A relative path is resolved when the
+            block begins.
         world: default `hpcdp.init()`.
-        trace: what to record into, default ``Trace()``.
+        trace: the trace to record into, default ``Trace()``.
 
     Raises:
-        ConfigError: ``path`` cannot be written, or is a file but no trace, on every rank and before anything is
-            traced; the world is traced already; or an argument is none of that.
+        ConfigError: ``path`` cannot be written, or is a file but not a trace (on every rank, before the block runs);
+            the world is already traced; or an argument is invalid.
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError("traced", where="path", expected="a file, as a str or a Path", got=repr(path))
@@ -79,7 +77,10 @@ def traced(path: str | Path, world: World | None = None, trace: Trace | None = N
 
 
 def check_path(path: str | Path) -> None:
-    """Raise `ConfigError` unless a trace can be written to ``path``; makes its folder, by one process of a job."""
+    """Raise `ConfigError` unless a trace can be written to ``path``; one process of a job calls it.
+
+    Creates the folder.
+    """
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,12 +88,9 @@ def check_path(path: str | Path) -> None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if path.exists() and not (path.is_file() and _is_trace(path)):
             raise ConfigError(
-                "write the trace",
-                where=path,
-                expected="a new file, or a trace to replace",
-                got="a file of something else",
+                "write the trace", where=path, expected="a new file, or a trace to replace", got="another file",
                 remedy="choose another name",
-            )
+            )  # fmt: skip
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         got = reason(error) + (f": {path.parent}" if isinstance(error, FileExistsError) else "")
@@ -105,26 +103,26 @@ def _is_trace(path: Path) -> bool:
 
 
 class Recording:
-    """A trace that is being recorded on all ranks. See `traced`."""
+    """A trace in progress on all ranks, see `traced`."""
 
     def __init__(self, path: Path, world: World, trace: Trace | None) -> None:
         self.path = path
         self.trace = Trace() if trace is None else trace
         self.num_slices = 0
-        """Of all ranks, when it has ended."""
+        """The number of slices of all ranks; set at the end."""
         self.num_dropped = 0
-        """Slices and counts of all ranks beyond what a trace keeps, when it has ended."""
+        """The number of slices and counts of all ranks beyond the capacity of their traces; set at the end."""
         self.failure: OSError | None = None
-        """Why rank 0 could not write the file, or None."""
+        """The error that kept rank 0 from writing the file, or None."""
         self._world = world
 
     def __enter__(self) -> Self:
         world, trace = self._world, self.trace
         if Trace in world.kept:
-            raise ConfigError("traced", expected="a world that is not traced", got="one within another traced()")
+            raise ConfigError("traced", expected="a world that is not being traced", got="a nested traced()")
         on_rank_0(world.comm, lambda: check_path(self.path))
         if world.rank == 0:
-            self._place = Path(os.path.realpath(self.path))  # of a link, what it leads to is replaced
+            self._place = Path(os.path.realpath(self.path))  # replaces the target of a link, not the link
         self._comm = world.keep("messages of traces", world.comm.duplicate)
         self._origin_ns = trace.clock()
         self._offsets = [measure_offsets(self._comm, trace.clock)]
@@ -147,14 +145,14 @@ class Recording:
             self._write()
 
     def _engines(self) -> list[Engine]:
-        return [default_engine(), *(each for each in self._world.kept.values() if isinstance(each, Engine))]
+        return [default_engine(), *(value for value in self._world.kept.values() if isinstance(value, Engine))]
 
     def _write(self) -> None:
         comm, trace = self._comm, self.trace
         host = socket.gethostname()
-        found = comm.allgather_json([host, len(trace.slices), trace.dropped])
-        self.num_slices = sum(count for _, count, _ in found)
-        self.num_dropped = sum(dropped for _, _, dropped in found)
+        summaries = comm.allgather_json([host, len(trace.slices), trace.dropped])
+        self.num_slices = sum(count for _, count, _ in summaries)
+        self.num_dropped = sum(dropped for _, _, dropped in summaries)
         if comm.rank:
             line = np.zeros(5, np.int64)
             comm.irecv(line, 0).wait()
@@ -167,8 +165,8 @@ class Recording:
                 line = np.array([self._origin_ns, *before[:2], *after[:2]], np.int64)
                 comm.isend(line, rank).wait()
                 output.write(_receive(comm, rank))
-            clocks = [[each._asdict() for each in both] for both in zip(*self._offsets, strict=True)]
-            output.finish({"ranks": comm.size, "dropped": [dropped for _, _, dropped in found], "clocks": clocks})
+            clocks = [[offset._asdict() for offset in pair] for pair in zip(*self._offsets, strict=True)]
+            output.finish({"ranks": comm.size, "dropped": [dropped for _, _, dropped in summaries], "clocks": clocks})
         except BaseException:  # Ctrl-C
             output.drop()
             raise
@@ -178,10 +176,10 @@ class Recording:
 
 
 def measure_offsets(comm: Communicator, clock: Callable[[], int]) -> list[Offset]:
-    """How far the clock of each rank but 0 is ahead, on rank 0, in order; an empty list elsewhere. All must call.
+    """Return the clock offsets of ranks 1, 2, ... on rank 0, an empty list elsewhere; every rank must call.
 
-    The reply that came back fastest says most (Cristian, "Probabilistic clock synchronization", 1989): the other clock
-    was read at some time in between, so it is wrong by half of that at most.
+    The fastest round trip gives the best estimate: the other clock was read within it, so the error is at most half of
+    its duration (Cristian, "Probabilistic clock synchronization", 1989).
     """
     ping, pong = np.zeros(1, np.int64), np.zeros(1, np.int64)
     if comm.rank:
@@ -205,57 +203,57 @@ def measure_offsets(comm: Communicator, clock: Callable[[], int]) -> list[Offset
 
 
 def _aligned(origin_ns: int, first_ns: int, ahead_ns: int, last_ns: int, ahead_at_last_ns: int) -> Callable[[int], int]:
-    """From a rank's clock to ns since ``origin_ns`` of rank 0's; between two comparisons clocks drift steadily."""
+    """Return a function from a rank's clock to ns since ``origin_ns`` of rank 0, with linear drift in between."""
     span_ns, drift_ns = max(1, last_ns - first_ns), ahead_at_last_ns - ahead_ns
     return lambda time_ns: max(0, time_ns - ahead_ns - (time_ns - first_ns) * drift_ns // span_ns - origin_ns)
 
 
 def tracks(slices: Iterable[Slice]) -> list[tuple[str, list[Slice]]]:
-    """Slices by lane, and where those of one would overlap, in further tracks of it, each sorted by time.
+    """Return the named tracks of a trace, each sorted by time: one per lane, more where slices of a lane overlap.
 
     A viewer can draw slices of one track only beside or within each other.
     """
     lanes: dict[str, list[Slice]] = defaultdict(list)
-    for each in slices:
-        lanes[each.lane].append(each)
-    found = []
+    for item in slices:
+        lanes[item.lane].append(item)
+    named = []
     for lane in sorted(lanes, key=lambda name: (LANES.index(name) if name in LANES else len(LANES), name)):
-        rows: list[tuple[list[Slice], list[Slice]]] = []  # what is in a track, and what is still open there
-        for each in sorted(lanes[lane], key=lambda other: (other.start_ns, -other.end_ns)):
-            place = next((row for row in rows if _fits(each, row[1])), None)
-            if place is None:
-                place = ([], [])
-                rows.append(place)
-            place[0].append(each)
-            if each.end_ns > each.start_ns:
-                place[1].append(each)
-        found += [(lane if not number else f"{lane} ({number + 1})", row) for number, (row, _) in enumerate(rows)]
-    return found
+        rows: list[tuple[list[Slice], list[Slice]]] = []  # the slices of a track, and those still open there
+        for item in sorted(lanes[lane], key=lambda other: (other.start_ns, -other.end_ns)):
+            track = next((row for row in rows if _fits(item, row[1])), None)
+            if track is None:
+                track = ([], [])
+                rows.append(track)
+            track[0].append(item)
+            if item.end_ns > item.start_ns:
+                track[1].append(item)
+        named += [(lane if not number else f"{lane} ({number + 1})", row) for number, (row, _) in enumerate(rows)]
+    return named
 
 
-def _fits(each: Slice, still_open: list[Slice]) -> bool:
-    if each.end_ns == each.start_ns:
+def _fits(item: Slice, still_open: list[Slice]) -> bool:
+    if item.end_ns == item.start_ns:
         return True
-    while still_open and still_open[-1].end_ns <= each.start_ns:
+    while still_open and still_open[-1].end_ns <= item.start_ns:
         still_open.pop()
-    return not still_open or (still_open[-1].nests and each.nests and each.end_ns <= still_open[-1].end_ns)
+    return not still_open or (still_open[-1].nests and item.nests and item.end_ns <= still_open[-1].end_ns)
 
 
 def events(trace: Trace, rank: int, host: str, aligned: Callable[[int], int]) -> Iterator[str]:
-    """The events of one rank, one JSON object each; every track is sorted by time, in microseconds since the start."""
+    """Yield the events of one rank as JSON objects, track by track, sorted by time in microseconds since the start."""
 
-    def named(what: str, tid: int, label: str, place: int) -> Iterator[str]:
-        for name, args in ((f"{what}_name", {"name": label}), (f"{what}_sort_index", {"sort_index": place})):
+    def named(kind: str, tid: int, label: str, place: int) -> Iterator[str]:
+        for name, args in ((f"{kind}_name", {"name": label}), (f"{kind}_sort_index", {"sort_index": place})):
             yield json.dumps({"ph": "M", "name": name, "pid": rank, "tid": tid, "args": args})
 
     yield from named("process", 0, f"rank {rank} on {host}", rank)
     for tid, (label, row) in enumerate(tracks(list(trace.slices))):
         yield from named("thread", tid, label, tid)
-        for each in row:
-            start, end = aligned(each.start_ns), aligned(each.end_ns)
-            shape = f'"X","dur":{_us(end - start)}' if each.end_ns > each.start_ns else '"i","s":"t"'
-            args = f',"args":{_json(each.args)}' if each.args else ""
-            yield f'{{"ph":{shape},"pid":{rank},"tid":{tid},"ts":{_us(start)},"name":{_quoted(each.name)}{args}}}'
+        for item in row:
+            start, end = aligned(item.start_ns), aligned(item.end_ns)
+            shape = f'"X","dur":{_us(end - start)}' if item.end_ns > item.start_ns else '"i","s":"t"'
+            args = f',"args":{_json(item.args)}' if item.args else ""
+            yield f'{{"ph":{shape},"pid":{rank},"tid":{tid},"ts":{_us(start)},"name":{_quoted(item.name)}{args}}}'
     for count in list(trace.counts):
         if math.isfinite(count.value):  # JSON has no NaN: the curve has a gap
             value = f'{{"value":{float(count.value)!r}}}'
@@ -280,7 +278,7 @@ def _json(args: dict[str, Any]) -> str:
 
 
 def _pieces(lines: Iterable[str]) -> Iterator[bytes]:
-    """The lines with commas between them, in pieces that are no longer than need be."""
+    """Join the lines by commas into pieces of about `PIECE_NBYTES`."""
     piece: list[str] = []
     nbytes = 0
     for line in lines:
@@ -312,7 +310,7 @@ def _receive(comm: Communicator, rank: int) -> Iterator[bytes]:
 
 
 class _Output:
-    """The file, which gets its name when it is complete; after a failure it takes what comes, and writes nothing."""
+    """The output file, renamed to ``path`` when it is complete. After a failure it discards further data."""
 
     def __init__(self, path: Path) -> None:
         self.failure: OSError | None = None
@@ -332,14 +330,14 @@ class _Output:
         if self._file is not None and self.failure is None:
             try:
                 self._file.close()
-                if self._path.exists() and not _is_trace(self._path):  # made since, by the run itself
+                if self._path.exists() and not _is_trace(self._path):  # created meanwhile, by the run itself
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
                 os.replace(own_part_of(self._path), self._path)
             except OSError as error:
                 self._fail(error)
 
     def drop(self) -> None:
-        """Remove what there is of the file."""
+        """Remove the partial file."""
         with contextlib.suppress(OSError):
             if self._file is not None:
                 self._file.close()

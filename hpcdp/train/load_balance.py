@@ -1,11 +1,6 @@
-"""Work shared out by weights, measured and adapted after each epoch.
+"""Load balancing: the shares of ranks in a batch, given or measured after each epoch, and a shared work counter.
 
-Who computes how much of a batch: shares that are given, or found by what ranks have been seen to do.
-
-The samples of a step are the same whatever the shares, so they decide how fast a run is and, but for rounding, not what
-it computes.
-
-Work handed out over ranks as they come to it.
+The samples of a step do not depend on the shares. Shares change the speed of a run, and its results only by rounding.
 """
 
 from __future__ import annotations
@@ -16,8 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..comm import World, init
+from ..core.checks import instance
 from ..data import ShardedSampler
-from ..errors import ConfigError, type_named
+from ..errors import ConfigError
 from ..kvstore.asynchronous import AsyncStore
 from .callbacks import Callback
 from .metrics import Record
@@ -27,36 +23,36 @@ if TYPE_CHECKING:
 
 
 MEASURED = "measured"
-"""Shares that follow the speed of ranks."""
+"""The setting for shares that follow the speed of ranks."""
 
 _PARTS = 1000
-"""Shares that were measured are so many whole parts of a batch, which files keep exactly."""
+"""The sum of measured shares, which are integers so that files keep them exactly."""
 
 
 def parse_work_load(text: str | None, ranks: int | None) -> list[float] | None:
-    """The shares that a setting gives, one a rank; None where it gives none, or they are to be measured.
+    """Return the shares of a setting, one per rank; None if they are equal or measured.
 
     Args:
-        text: numbers between commas, `MEASURED` or None.
-        ranks: how many shares there must be; None: any number.
+        text: comma-separated numbers, `MEASURED` or None.
+        ranks: the number of shares; None: any number.
 
     Raises:
-        ConfigError: neither of these, or another number of shares.
+        ConfigError: the text is invalid, or has another number of shares.
     """
     if text in (None, MEASURED):
         return None
     try:
-        shares = [float(each) for each in str(text).split(",")]
+        shares = [float(share) for share in str(text).split(",")]
     except ValueError:
         shares = []
-    if not shares or not all(0 < each < float("inf") for each in shares) or len(shares) != (ranks or len(shares)):
-        count = "a positive number a rank" if ranks is None else f"{ranks} positive numbers"
-        raise ConfigError("setting work_load", expected=f"{count} between commas, or: {MEASURED}", got=repr(text))
+    if not shares or not all(0 < share < float("inf") for share in shares) or len(shares) != (ranks or len(shares)):
+        count = "a positive number per rank" if ranks is None else f"{ranks} positive numbers"
+        raise ConfigError("setting work_load", expected=f"{count}, comma-separated, or {MEASURED!r}", got=repr(text))
     return shares
 
 
 def check_work_load(config: TrainConfig) -> None:
-    """Raises `ConfigError` for a ``work_load`` of other settings, or one that `parse_work_load` does not take."""
+    """Raise `ConfigError` if ``work_load`` is invalid or conflicts with another setting."""
     parse_work_load(config.work_load, config.ranks)
     if config.reproducible or config.kv_store == "dist_async":
         got = "reproducible" if config.reproducible else f"kv_store={config.kv_store}"
@@ -64,10 +60,10 @@ def check_work_load(config: TrainConfig) -> None:
 
 
 class KeepWorkLoad(Callback):
-    """Where a run goes on it has the shares of this start, not those that are in the state of its loader.
+    """A callback that keeps the shares of this start when a run resumes, instead of those in the loader's state.
 
     Args:
-        sampler: that of this rank's loader, with the shares of this start.
+        sampler: the sampler of this rank's loader, with the shares of this start.
     """
 
     def __init__(self, sampler: ShardedSampler) -> None:
@@ -79,26 +75,24 @@ class KeepWorkLoad(Callback):
 
 
 class AdaptWorkLoad(Callback):
-    """After each epoch gives ranks shares of a batch in proportion to their speed in it. Give it to every rank.
+    """A callback that adapts the shares of ranks to their speed after each epoch. Give it to every rank.
 
-    A rank's speed is its share over the time of its own work, without what it waited for others, as the epoch's record
-    has it for all ranks; the new share is the mean of the old one and that of the speed. Nothing is exchanged for it.
-    The record gets ``work_load``, what was used in its epoch; put it before callbacks that keep records.
+    A rank's speed is its share divided by the time of its own work, without waiting for others. The epoch's record has
+    these times for all ranks, so the callback needs no communication. The new share is the mean of the old share and
+    the relative speed. The callback adds the shares used in an epoch to its record as ``work_load``; put it before
+    callbacks that keep records.
 
     Args:
-        sampler: that of this rank's loader; its weights are changed, and are part of its state.
+        sampler: the sampler of this rank's loader. Its weights change, and are part of its state.
 
     Raises:
-        ConfigError: another sampler than a `ShardedSampler`; in `fit`, than that of its loader.
+        ConfigError: the sampler is not a `ShardedSampler`; in `fit`: it is not the sampler of the loader.
     """
 
     def __init__(self, sampler: ShardedSampler) -> None:
-        if not isinstance(sampler, ShardedSampler):
-            got = type_named(sampler)
-            raise ConfigError("AdaptWorkLoad", where="sampler", expected="a ShardedSampler, which has shares", got=got)
-        self.sampler = sampler
+        self.sampler = instance("AdaptWorkLoad", "sampler", sampler, ShardedSampler, "a ShardedSampler")
         self.history: list[tuple[int, list[float]]] = []
-        """Epoch and shares, as they were used."""
+        """The epochs and the shares used in them."""
 
     def alike(self) -> str:
         """See `Callback.alike`."""
@@ -118,11 +112,12 @@ class AdaptWorkLoad(Callback):
 
 
 def adapted(used: Sequence[float], seconds: Sequence[float], batch_size: int) -> list[float]:
-    """The next shares, whole numbers that are about 1000 together, each enough for a sample of a batch.
+    """Return the next shares: integers with a sum of about 1000, each large enough for one sample of a batch.
 
     Args:
         used: the shares of an epoch.
-        seconds: what each rank has worked for in it; shares stay as they are where one has not been seen to work.
+        seconds: the working time of each rank in the epoch. Shares stay the same if one of them is 0.
+        batch_size: samples of the global batch.
     """
     total = sum(used)
     if min(seconds) <= 0:
@@ -130,18 +125,18 @@ def adapted(used: Sequence[float], seconds: Sequence[float], batch_size: int) ->
     speeds = [share / spent for share, spent in zip(used, seconds, strict=True)]
     least = max(1.0, _PARTS / batch_size)
     mean = [(share / total + speed / sum(speeds)) / 2 for share, speed in zip(used, speeds, strict=True)]
-    return [float(round(max(least, _PARTS * each))) for each in mean]
+    return [float(round(max(least, _PARTS * share))) for share in mean]
 
 
 _KEY = "given out"
 _FAR = 1 << 40
-"""More than are given out in one iteration."""
+"""More numbers than an iteration yields."""
 
 
 class SharedCount:
-    """0, 1, 2, ..., each given to one rank alone; for a `data.SharedSampler`.
+    """An iterable counter 0, 1, 2, ... that yields each number on only one rank; for a `data.SharedSampler`.
 
-    Every rank must make it. An iteration begins at 0, when the last rank has begun it.
+    Every rank must create it. An iteration starts at 0 after all ranks have begun it.
 
     Args:
         world: the ranks; default `hpcdp.init()`.
@@ -154,18 +149,18 @@ class SharedCount:
         self._given = 0
 
     def __iter__(self) -> Iterator[int]:
-        self._store.barrier()  # nobody takes from the last iteration any more
+        self._store.barrier()  # all ranks have finished the previous iteration
         first = int(self._store.pull(_KEY).wait())
         self._store.barrier()
         self._given = 0
         return self._numbers(first)
 
     def given(self) -> int:
-        """How many were given out in this iteration, to all ranks together; every rank must call."""
+        """Return the count of numbers yielded on all ranks in this iteration; every rank must call."""
         return max(self._world.comm.allgather_json(self._given))
 
     def close(self) -> None:
-        """Give out no more in this iteration, to any rank; one rank calls, or several."""
+        """End this iteration on all ranks; one rank or several may call."""
         self._store.take(_KEY, _FAR)
 
     def _numbers(self, first: int) -> Iterator[int]:

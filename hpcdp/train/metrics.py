@@ -1,9 +1,4 @@
-"""Metrics: meters, timers, event files and their lines.
-
-Measuring a run: timers, sums, peak memory, and the log that a run leaves behind.
-
-What ranks have computed and how long it took, summed over them now and then.
-"""
+"""Metrics of a run: timers, sums over batches and ranks, peak memory, and the log in the run folder."""
 
 from __future__ import annotations
 
@@ -32,7 +27,7 @@ from ..data_parallel.trainer import BaseTrainer
 from ..errors import ConfigError, to_stderr
 
 Record = dict[str, Any]
-"""One line of ``metrics.jsonl``: ``kind`` is "step" or "epoch", the rest are numbers, names and lists of names.
+"""One line of ``metrics.jsonl``: ``kind`` is "step" or "epoch", the other fields are numbers, names and lists of names.
 docs/training.md and docs/tracing.md list them."""
 
 _TAGS = {
@@ -42,11 +37,10 @@ _TAGS = {
 
 
 class Timer:
-    """Seconds of wall time over several intervals, as the document's ``Timer``; also a context manager.
+    """Wall time of several intervals in seconds, as the document's ``Timer``; also a context manager.
 
-    ``times`` holds one number of seconds an interval. They are the host's, which gives a GPU its work and goes on: let
-    it wait for what the GPU has made (``float(loss)``) before `stop`, or look at what `fit` records of steps, which are
-    measured by the GPU's own events.
+    ``times`` has one number for each interval, by the host's clock. GPU work is asynchronous: wait for a result of the
+    GPU (``float(loss)``) before `stop`. The records of `fit` use events of the GPU instead.
     """
 
     def __init__(self) -> None:
@@ -54,11 +48,11 @@ class Timer:
         self._started = time.perf_counter()
 
     def start(self) -> None:
-        """Begin an interval."""
+        """Start an interval."""
         self._started = time.perf_counter()
 
     def stop(self) -> float:
-        """End the interval; returns its seconds."""
+        """End the interval and return its seconds."""
         self.times.append(time.perf_counter() - self._started)
         return self.times[-1]
 
@@ -69,7 +63,7 @@ class Timer:
 
     @property
     def mean(self) -> float:
-        """Mean seconds an interval; 0 where there was none."""
+        """Mean seconds per interval; 0 without intervals."""
         return self.total / len(self.times) if self.times else 0.0
 
     def __enter__(self) -> Timer:
@@ -83,17 +77,24 @@ class Timer:
 
 
 class Accumulator:
-    """``n`` running sums, as the document's ``Accumulator``: ``add(1.5, 3)`` adds to each, ``sums[i]`` reads one.
+    """``n`` running sums, as the document's ``Accumulator``: ``sums.add(1.5, 3)`` adds to each, ``sums[i]`` reads one.
+
+    Args:
+        n: the number of sums, at least 1.
 
     Raises:
-        ConfigError: ``n`` is not at least 1.
+        ConfigError: ``n`` is invalid.
     """
 
     def __init__(self, n: int) -> None:
         self._sums = [0.0] * whole_number("Accumulator", "n", n, 1)
 
     def add(self, *values: float) -> None:
-        """Add one value to each sum; `ConfigError` where there are not as many values as sums."""
+        """Add one value to each sum.
+
+        Raises:
+            ConfigError: the number of values is not that of the sums.
+        """
         if len(values) != len(self):
             raise ConfigError("Accumulator.add", expected=f"{len(self)} values, one for each sum", got=len(values))
         self._sums = [total + float(value) for total, value in zip(self._sums, values, strict=True)]
@@ -111,7 +112,7 @@ class Accumulator:
 
 @contextlib.contextmanager
 def benchmark(what: str, stream: TextIO | None = None) -> Iterator[Timer]:
-    """Print on ``stream`` (standard output) how many seconds the block took, also when it raises."""
+    """Print the seconds that the block took on ``stream`` (default: standard output), also when it raises."""
     timer = Timer()
     timer.start()
     try:
@@ -121,16 +122,19 @@ def benchmark(what: str, stream: TextIO | None = None) -> Iterator[Timer]:
 
 
 def peak_memory_mb() -> float:
-    """The largest resident memory of this process so far, in decimal MB (getrusage); pages shared by ranks included."""
+    """Return the peak resident memory of this process in decimal MB (getrusage), including pages shared by ranks."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 
 
 def number_correct(logits: Array, labels: Array) -> Array | float:
-    """How many of ``logits``, shape ``(batch, ..., classes)``, are largest at ``labels``, integers ``(batch, ...)``.
+    """Return the number of correct predictions of a batch, on the device of the arrays, without waiting for a GPU.
 
-    A number where they are, so that nobody waits for a GPU. A sample with several labels counts with the share of them
-    that are right. NaN where labels are other than that, e.g. what a regression is to reach.
+    A sample with several labels counts as the fraction of its correct labels.
+
+    Args:
+        logits: shape ``(batch, ..., classes)``; the largest one is the prediction.
+        labels: integers, shape ``(batch, ...)``. For other labels, as of a regression, the result is NaN.
     """
     if labels.dtype.kind not in "iub" or labels.shape != logits.shape[:-1]:
         return math.nan
@@ -140,51 +144,61 @@ def number_correct(logits: Array, labels: Array) -> Array | float:
 
 
 class BatchSums:
-    """Losses, right answers and samples of batches, added up where the network computes.
+    """Sums of losses, correct predictions and samples over batches, on the device of the network.
 
-    On a GPU nobody waits for it until `rows` is asked for, so not in every step.
+    On a GPU only reading `rows` waits for the device.
 
     Args:
-        num: of the rows, which are summed each for itself.
+        num: the number of rows, each of which has its own sums.
     """
 
     def __init__(self, num: int) -> None:
         self._rows: Array = np.zeros((num, 3))
 
     def add(self, row: int, losses: Array, logits: Array, labels: Array) -> None:
-        """Add a batch: ``losses`` of shape ``(batch,)``, and what `number_correct` takes; all on one device."""
-        array_namespace(losses, logits, labels)  # before anything is added
+        """Add a batch to a row.
+
+        Args:
+            row: the number of the row.
+            losses: shape ``(batch,)``.
+            logits: as in `number_correct`.
+            labels: as in `number_correct`; all three arrays are on one device.
+        """
+        array_namespace(losses, logits, labels)  # raises before a sum has changed
         self._rows = to_device_of(self._rows, losses)
         with on_device_of(losses):
-            place = self._rows[row]
-            place[0] += losses.sum()
-            place[1] += number_correct(logits, labels)
-            place[2] += len(labels)
+            sums = self._rows[row]
+            sums[0] += losses.sum()
+            sums[1] += number_correct(logits, labels)
+            sums[2] += len(labels)
 
     @property
     def rows(self) -> np.ndarray:
-        """Loss, right answers and samples of each row, shape ``(num, 3)``, float64; on a GPU it is waited for."""
+        """Loss, correct predictions and samples of each row, shape ``(num, 3)``, float64; waits for a GPU."""
         return to_host(self._rows)
 
     def set(self, rows: np.ndarray) -> None:
-        """Go on from these sums, shape ``(num, 3)``."""
+        """Replace the sums by ``rows``, shape ``(num, 3)``."""
         self._rows = np.array(rows, np.float64)
 
 
 class MetricsLog:
-    """Writes records to ``metrics.jsonl`` and to a TensorBoard event file; for one rank.
+    """A writer of records to ``metrics.jsonl`` and to a TensorBoard event file; for one rank.
 
-    A record is one JSON object on a line of its own, handed to the operating system at once, so that a killed run
-    leaves every record but at most the last. When the disk is full or gone, the log says so once on standard error,
-    keeps the reason in ``failure`` and stops writing: training is worth more than its log.
+    Each record is one line of JSON. It is passed to the operating system at once, so a killed run loses at most the
+    last record. A write error does not end the run: it is reported once on standard error and kept in ``failure``, and
+    the log stops.
 
     Args:
-        folder: an existing folder. Raises OSError where it cannot be written.
-        append: keep the records that are there; see `go_on`.
+        folder: an existing folder.
+        append: keep the existing records; see `go_on`.
+
+    Raises:
+        OSError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path, append: bool = False) -> None:
-        # The writer of events alone: SummaryWriter adds a thread and a queue in /dev/shm, and hides errors in both.
+        # EventsWriter alone: SummaryWriter adds a thread and a queue in /dev/shm, and hides errors in both.
         with _without_torch():
             from tensorboardX.event_file_writer import EventsWriter
 
@@ -198,22 +212,25 @@ class MetricsLog:
         return open(self._path, mode, encoding="utf-8", buffering=1)
 
     def go_on(self, epochs: int, steps: int) -> None:
-        """Drop the records of what comes after ``epochs`` whole epochs and ``steps`` steps: it is done again.
+        """Drop the records after a checkpoint, because a resumed run repeats those steps.
+
+        Args:
+            epochs: complete epochs before the checkpoint.
+            steps: steps before the checkpoint.
 
         Raises:
-            OSError: the file cannot be written anew; it is as it was.
-            ValueError: it is damaged.
+            OSError: the file cannot be rewritten; it is unchanged.
+            ValueError: the file is damaged.
         """
-        done = {"step": ("step", steps), "epoch": ("epoch", epochs)}
-        kept = [each for each in read_metrics(self._path) if each[done[each["kind"]][0]] <= done[each["kind"]][1]]
-        text = "".join(json.dumps(each) + "\n" for each in kept)
-        replace_file(self._path, text)
+        last = {"step": steps, "epoch": epochs}
+        kept = [record for record in read_metrics(self._path) if record[record["kind"]] <= last[record["kind"]]]
+        replace_file(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._lines.close()
         self._lines = self._open("a")
         self._purge_events(steps + 1)
 
     def _purge_events(self, step: int) -> None:
-        """Tell TensorBoard that what earlier files have from ``step`` on does not count."""
+        """Make TensorBoard ignore the events of earlier files from ``step`` on."""
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         start = SessionLog(status=SessionLog.START)
@@ -221,7 +238,11 @@ class MetricsLog:
         self._events.flush()
 
     def write(self, record: Record) -> None:
-        """Append ``record``; a value that JSON does not know is an error of the caller (TypeError)."""
+        """Append ``record``.
+
+        Raises:
+            TypeError: a value is not JSON serializable.
+        """
         line = json.dumps(_finite(record)) + "\n"
         if self.failure is not None:
             return
@@ -230,12 +251,10 @@ class MetricsLog:
             self._write_events(record)
         except OSError as error:
             self.failure = error
-            to_stderr(
-                f"hpcdp: cannot write {self._lines.name}: {error.strerror}; training goes on without its log",
-            )
+            to_stderr(f"hpcdp: cannot write {self._lines.name}: {error.strerror}; training continues without its log")
 
     def close(self) -> None:
-        """Close both files; what could not be written before is not tried again."""
+        """Close both files, ignoring errors."""
         for file in (self._lines, self._events):
             with contextlib.suppress(OSError):
                 file.close()
@@ -254,7 +273,7 @@ class MetricsLog:
 
 @contextlib.contextmanager
 def _without_torch() -> Iterator[None]:
-    """tensorboardX imports PyTorch where that is installed, for 2 s and 250 MB, and needs it to write tensors only."""
+    """Keep tensorboardX from importing PyTorch, which takes 2 s and 250 MB and is needed only to write tensors."""
     if "torch" in sys.modules:
         yield
         return
@@ -266,7 +285,7 @@ def _without_torch() -> Iterator[None]:
 
 
 def _finite(record: Mapping[str, Any]) -> Record:
-    """``record`` with None for NaN and infinities, which JSON does not have."""
+    """Replace NaN and infinities, which JSON lacks, by None."""
     return {
         key: None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
         for key, value in record.items()
@@ -274,21 +293,25 @@ def _finite(record: Mapping[str, Any]) -> Record:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file anew, whole or not at all; text in UTF-8. Raises OSError."""
+    """Replace a file atomically; text is written in UTF-8. Raises OSError."""
     with replaced(path) as part:
         part.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 def read_metrics(path: str | Path) -> list[Record]:
-    """The records of a ``metrics.jsonl``; a last line torn by a kill is left out. Raises OSError, or ValueError for a
-    damaged line before the last."""
+    """Return the records of a ``metrics.jsonl``, without a last line that is incomplete because the run was killed.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line before the last is damaged.
+    """
     lines = Path(path).read_text(encoding="utf-8").split("\n")
     records = []
     for number, line in enumerate(lines[:-1], 1):
         try:
             records += [json.loads(line)] if line else []
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"line {number} of the file is none of JSON: {error}") from error
+            raise ValueError(f"line {number} of the file is not JSON: {error}") from error
     if lines[-1]:
         with contextlib.suppress(ValueError, RecursionError):
             records.append(json.loads(lines[-1]))
@@ -296,46 +319,46 @@ def read_metrics(path: str | Path) -> list[Record]:
 
 
 class Meter:
-    """Sums of this rank since the last exchange, and of all ranks over the epoch.
+    """The metrics of a run: this rank's sums since the last exchange, and the sums of all ranks over the epoch.
 
-    They are part of a run's state, so that the numbers of a resumed run are those of one that was not interrupted.
+    They are part of the run's state, so a resumed run has the same metrics as an uninterrupted one.
     """
 
     def __init__(self, trainer: BaseTrainer, world: World) -> None:
         self._trainer, self._world = trainer, world
         self._step = self._own_steps = 0
-        # A row for each virtual shard: sums over ranks are exact then, and those over rows have one order.
+        # One row for each virtual shard: the sum over ranks is then exact, and the sum over rows has a fixed order.
         self._own = BatchSums(trainer.virtual_shards or 1)
         self._before = np.zeros(3)
-        """Seconds since the last exchange, and those of communication, that an interrupted run has spent."""
+        """Seconds, total and in communication, from the last exchange to the interruption of a resumed run."""
         self.start_epoch()
 
     def start_epoch(self) -> None:
-        """Begin an epoch; the time since the last one is not counted."""
+        """Start an epoch; the time since the last one is not counted."""
         self._epoch = np.zeros(6)
         self.go_on()
 
     def go_on(self) -> None:
-        """Go on with an epoch that was restored; the time until now is not counted."""
+        """Continue a restored epoch; the time until now is not counted."""
         self._comm = self._comm_seconds()
         self._started = time.perf_counter()
 
     @property
     def steps(self) -> int:
-        """Steps since the start of the run, where ranks make them together; else until they have last met."""
+        """Steps since the start of the run; up to the last exchange if ranks do not step together."""
         return self._step + (self._own_steps if self._trainer.steps_together else 0)
 
     def add(self, shard: int, losses: Array, outputs: Array, labels: Array) -> None:
-        """Add what this rank has computed of a step; a GPU is waited for when sums are exchanged."""
+        """Add a batch of this rank, see `BatchSums.add`; ``shard`` is its virtual shard."""
         self._own.add(shard, losses, outputs, labels)
 
     def end_step(self) -> None:
-        """Count a step, of all ranks or of this one alone."""
+        """Count a step of all ranks, or of this rank if ranks do not step together."""
         self._own_steps += 1
 
     def exchange(self, epoch: float) -> Record:
-        """Sum over ranks what was added since the last exchange; every rank must call."""
-        own = self._own.rows  # before the time is taken: it is there when a GPU has computed it
+        """Sum the metrics since the last exchange over ranks, and return them as a record; every rank must call."""
+        own = self._own.rows  # waits for a GPU, so it comes before the time is taken
         sums = np.concatenate([own.reshape(-1), self._spent(), [self._own_steps]])
         self.go_on()
         allreduce(sums, world=self._world)
@@ -348,11 +371,11 @@ class Meter:
         return self._record("step", epoch, sums)
 
     def end_epoch(self, epoch: int) -> Record:
-        """The record of the epoch's exchanged sums."""
+        """Return the record of the epoch's exchanged sums."""
         return self._record("epoch", epoch, self._epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers that all ranks have, and the rows of this one; see `hpcdp.core.state`."""
+        """Return the sums of all ranks, and the rows of this rank; see `hpcdp.core.state`."""
         world, shards, run = self._world, self._trainer.virtual_shards, self._trainer.own_virtual_shards
         own = self._own.rows[run.start : run.stop]
         if shards is None:
@@ -363,7 +386,7 @@ class Meter:
         return {"step": self._step, "own_steps": self._own_steps, "epoch": self._epoch, "sums": sums, "spent": spent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with these sums."""
+        """Restore the sums."""
         self._step, self._own_steps, self._epoch = state["step"], state["own_steps"], np.array(state["epoch"])
         first = self._trainer.own_virtual_shards.start
         own = np.zeros((self._trainer.virtual_shards or 1, 3))
@@ -376,7 +399,7 @@ class Meter:
         self.go_on()
 
     def _spent(self) -> np.ndarray:
-        """Seconds since the last exchange, in all and in communication, all and exposed."""
+        """Return the seconds since the last exchange: total, in communication, and in exposed communication."""
         now = [time.perf_counter() - self._started]
         return self._before + np.concatenate([now, self._comm_seconds() - self._comm])
 
@@ -392,7 +415,7 @@ class Meter:
             "epoch": epoch,
             "loss": loss / max(count, 1),
             "accuracy": None if math.isnan(correct) else correct / max(count, 1),
-            "samples": round(count),  # of a run that went on with other ranks, the sum of shares of what each had
+            "samples": round(count),  # a run resumed on other ranks has fractional counts
             "seconds": seconds,
             "samples_per_s": count / seconds if seconds else 0.0,
             "comm_s": comm,
@@ -402,6 +425,6 @@ class Meter:
 
 
 def _rows(own: np.ndarray, num: int, first: int, shares: bool) -> Sharded:
-    """This rank's ``own`` rows, from number ``first`` on, of ``num`` over all ranks."""
+    """Return the rows from ``first`` on that this rank contributes to the ``num`` rows of all ranks."""
     part = Part(first * own.shape[1], np.array(own).reshape(-1))
     return Sharded((num, own.shape[1]), own.dtype, [part], shares=shares)

@@ -1,9 +1,4 @@
-"""The progress bar and the plots of a run.
-
-What a person sees while a run goes on: one live line on a terminal, plain lines in a log. For rank 0.
-
-The picture that a run leaves behind, loss and accuracy over epochs; and lines that grow while a program runs.
-"""
+"""Progress output of a run for rank 0, and plots: the curves of a run, and lines that grow while a program runs."""
 
 from __future__ import annotations
 
@@ -18,6 +13,7 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
+from ..core.checks import file_name
 from ..core.files import replaced
 from ..errors import ConfigError, HpcdpError, shortened, type_named
 from .metrics import Record
@@ -28,47 +24,57 @@ _COLUMNS = 79
 
 
 class Progress(Protocol):
-    """Shows one run. Epochs and steps count from 1; ``latest`` is the last record of kind "step", None before it."""
+    """The output of one run."""
 
     def step(self, epoch: int, step: int, latest: Record | None) -> None:
-        """After a step, ``step`` of this epoch; cheap enough to call after each."""
+        """Show a step; cheap enough to call after each one.
+
+        Args:
+            epoch: the current epoch, counted from 1.
+            step: the step within the epoch, counted from 1.
+            latest: the last record of kind "step", None before the first.
+        """
         ...
 
     def epoch(self, record: Record) -> None:
-        """After an epoch, with its record."""
+        """Show a completed epoch by its record."""
         ...
 
     def close(self) -> None:
-        """At the end of the run, also of one that was interrupted."""
+        """End the output, also of an interrupted run."""
         ...
 
 
-def create(epochs: int, steps: int, done: int = 0, stream: TextIO | None = None) -> Progress:
-    """The progress line that suits ``stream`` (standard output), for a run of ``epochs`` of ``steps`` steps each.
+def create(epochs: int, steps: int, done: int = 0, stream: TextIO | None = None, *, verbose: bool = False) -> Progress:
+    """Return the progress output for a terminal or a log.
 
-    ``done`` of them are done.
+    Args:
+        epochs: the epochs of the run.
+        steps: the steps of an epoch.
+        done: steps before the checkpoint from which the run resumes.
+        stream: where to print, default standard output.
+        verbose: print where the time of each epoch went, too.
     """
     stream = stream or sys.stdout
     columns = terminal_columns(stream)
     if columns:
-        return TerminalProgress(epochs, steps, stream, columns, done)
-    return LogProgress(epochs, steps, stream, done)
+        return TerminalProgress(epochs, steps, stream, columns, done, verbose)
+    return LogProgress(epochs, steps, stream, done, verbose)
 
 
 def terminal_columns(stream: TextIO) -> int:
-    """The width of the terminal that shows ``stream``; 0 where it goes to a file, where no width is known, and of one
-    that cannot write a line anew.
+    """Return the width of the terminal that shows ``stream``; 0 if there is none that can rewrite a line.
 
-    Under mpirun a rank cannot see the terminal. `hpcdp launch` tells it, in the variables that rich has for this. Else
-    Open MPI gives every rank a pseudo-terminal of no width, whether its own output is a terminal or a file. There the
-    output of the parent process, which is mpirun, decides.
+    Under mpirun a rank cannot see the terminal. `hpcdp launch` passes its width in the variables that rich reads. Else
+    Open MPI gives every rank a pseudo-terminal without a width, even if the output goes to a file. The output of the
+    parent process, which is mpirun, then decides.
     """
-    if os.environ.get("TERM", "").lower() in ("dumb", "unknown"):  # as rich has them, which shows nothing live there
+    if os.environ.get("TERM", "").lower() in ("dumb", "unknown"):  # rich shows nothing live on these
         return 0
-    told = os.environ.get("TTY_INTERACTIVE")
-    if told is not None:
+    interactive = os.environ.get("TTY_INTERACTIVE")
+    if interactive is not None:
         width = os.environ.get("COLUMNS", "80")
-        return int(width) if told == "1" and width.isdecimal() else 0
+        return int(width) if interactive == "1" and width.isdecimal() else 0
     try:
         if not stream.isatty():
             return 0
@@ -82,15 +88,15 @@ def terminal_columns(stream: TextIO) -> int:
 
 
 def _open_terminal(path: str, flags: int) -> int:
-    """Open ``path`` without making it this process's controlling terminal and, if it is a file, without touching it."""
+    """Open ``path`` without making it the controlling terminal, and without changing it if it is a file."""
     return os.open(path, (flags | os.O_NOCTTY | os.O_NONBLOCK) & ~(os.O_TRUNC | os.O_CREAT))
 
 
 class LogProgress:
-    """One line an epoch, and one every ten seconds inside a long epoch; no control characters."""
+    """Progress in a log: a line per epoch, and one every ten seconds within a long epoch; no control characters."""
 
-    def __init__(self, epochs: int, steps: int, stream: TextIO, done: int = 0) -> None:
-        self._epochs, self._steps, self._stream = epochs, steps, stream
+    def __init__(self, epochs: int, steps: int, stream: TextIO, done: int = 0, verbose: bool = False) -> None:
+        self._epochs, self._steps, self._stream, self._verbose = epochs, steps, stream, verbose
         self._eta = _TimeLeft(epochs * steps, done)
         self._shown = time.monotonic()
 
@@ -102,7 +108,7 @@ class LogProgress:
 
     def epoch(self, record: Record) -> None:
         """See `Progress.epoch`."""
-        self._print("\n".join([epoch_line(record, self._epochs), *time_lines(record)]))
+        self._print("\n".join(epoch_lines(record, self._epochs, self._verbose)))
 
     def close(self) -> None:
         """See `Progress.close`."""
@@ -113,19 +119,21 @@ class LogProgress:
 
 
 class TerminalProgress:
-    """A live line at the bottom of a terminal, with the finished epochs above it."""
+    """Progress on a terminal: a live line at the bottom, and the completed epochs above it."""
 
-    def __init__(self, epochs: int, steps: int, stream: TextIO, columns: int, done: int = 0) -> None:
+    def __init__(
+        self, epochs: int, steps: int, stream: TextIO, columns: int, done: int = 0, verbose: bool = False
+    ) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bars
         from rich.table import Column
 
-        self._epochs, self._steps = epochs, steps
+        self._epochs, self._steps, self._verbose = epochs, steps, verbose
         self._eta = _TimeLeft(epochs * steps, done)
         self._shown = 0.0
         console = Console(file=stream, width=columns - 1, force_terminal=True, highlight=False)
-        # Cut off, since not every terminal has rich's ellipsis. Refreshed by hand: rich's own refresh is a thread.
+        # Cropped, because not every terminal has rich's ellipsis. No automatic refresh: that takes a thread.
         self._bars = Bars(
             TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="crop")),
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
@@ -155,7 +163,7 @@ class TerminalProgress:
 
     def epoch(self, record: Record) -> None:
         """See `Progress.epoch`."""
-        for line in (epoch_line(record, self._epochs), *time_lines(record)):
+        for line in epoch_lines(record, self._epochs, self._verbose):
             self._bars.console.print(line, markup=False)
 
     def close(self) -> None:
@@ -163,24 +171,25 @@ class TerminalProgress:
         self._bars.stop()
 
 
-def epoch_line(record: Record, epochs: int) -> str:
-    """One line of at most 79 characters about a finished epoch."""
+def epoch_lines(record: Record, epochs: int, verbose: bool = False) -> list[str]:
+    """Return one line about a completed epoch, and with ``verbose`` where its time went, each of at most 79 columns."""
     width = len(str(epochs))
     accuracy = "" if record["accuracy"] is None else f"  accuracy {record['accuracy']:6.2%}"
     test = f"  test {record['test_accuracy']:6.2%}" if record.get("test_accuracy") is not None else ""
-    return (
+    line = (
         f"epoch {record['epoch']:{width}}/{epochs}  loss {loss_text(record['loss'])}"
         f"{accuracy}{test}  {record['samples_per_s']:,.0f} samples/s"
     )
+    return [shortened(text, _COLUMNS) for text in (line, *(_time_lines(record) if verbose else ()))]
 
 
 def loss_text(loss: float) -> str:
-    """With four decimals, unless training has diverged."""
+    """Format a loss with four decimals, unless training has diverged."""
     return f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.4g}"
 
 
-def time_lines(record: Record) -> list[str]:
-    """Where the time of a finished epoch of several ranks went, in lines of at most 79 characters."""
+def _time_lines(record: Record) -> list[str]:
+    """Describe where the time of an epoch went; nothing for a single rank."""
     if "slowest_rank" not in record:
         return []
     lines = [
@@ -188,20 +197,20 @@ def time_lines(record: Record) -> list[str]:
         f"  critical path {record['critical_path_s']:.2f} s"
     ]
     if record["stragglers"]:
-        named = ", ".join(record["stragglers"])
-        lines.append(shortened(f"  slowest, {record['slowest_ratio']:.2f} x the median: {named}", _COLUMNS))
+        lines.append(f"  slowest, {record['slowest_ratio']:.2f} x the median: {', '.join(record['stragglers'])}")
     return lines
 
 
 def slowest_rank(epochs: Sequence[Record]) -> str | None:
-    """The rank that was the slowest one of most epochs, by their records; None of a run of one rank."""
+    """Describe the rank that was the slowest one in most epochs; None for a run of one rank."""
     compared = [record for record in epochs if "slowest_rank" in record]
     if not compared:
         return None
     rank, times = Counter(record["slowest_rank"] for record in compared).most_common(1)[0]
-    then = [record for record in compared if record["slowest_rank"] == rank]
-    ratio = statistics.median(record["slowest_ratio"] for record in then)
-    return f"rank {rank} on {then[-1]['slowest_host']} in {times} of {len(compared)} epochs, {ratio:.2f} x the median"
+    of_rank = [record for record in compared if record["slowest_rank"] == rank]
+    ratio = statistics.median(record["slowest_ratio"] for record in of_rank)
+    host = of_rank[-1]["slowest_host"]
+    return f"rank {rank} on {host} in {times} of {len(compared)} epochs, {ratio:.2f} x the median"
 
 
 def _numbers(latest: Record | None) -> str:
@@ -212,7 +221,7 @@ def _numbers(latest: Record | None) -> str:
 
 
 class _TimeLeft:
-    """How long the rest of ``steps`` takes at the mean rate since ``done`` of them were done."""
+    """An estimate of the remaining time at the mean rate since the start, at which ``done`` steps were complete."""
 
     def __init__(self, steps: int, done: int) -> None:
         self._steps, self._done = steps, done
@@ -228,22 +237,24 @@ class _TimeLeft:
 
 _TRAIN, _TEST = "#3566a8", "#c8552b"
 LARGEST = 1e100
-"""Where losses of a run that diverges are drawn that are larger: matplotlib's axes have no place for them."""
+"""The largest loss in a plot; matplotlib's axes fail on larger ones, as a diverged run has them."""
 
 
 def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") -> None:
-    """Draw loss and accuracy over epochs into the PNG ``path``, which is replaced in one go.
+    """Draw loss and accuracy over epochs into a PNG file, which is replaced atomically.
 
     Args:
-        records: what `metrics.read_metrics` gives: training numbers from records of kind "step", test numbers from
-            those of kind "epoch". With no record that has a number, axes without a line are drawn.
-        path: file name ending in ``.png``. Raises OSError where it cannot be written.
+        records: the result of `metrics.read_metrics`. Training values come from records of kind "step", test values
+            from records of kind "epoch". Without values the axes stay empty.
+        path: a file name that ends in ``.png``.
         title: one line above the picture.
 
     Raises:
-        ConfigError: another ending.
+        ConfigError: the name has another ending.
+        OSError: the file cannot be written.
     """
-    _require_png("draw_curves", path)
+    if Path(path).suffix != ".png":
+        raise ConfigError("draw_curves", where="path", expected="a name that ends in .png", got=repr(str(path)))
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     figure, (loss_axes, accuracy_axes) = styled(2, (9.0, 3.6), columns=2)
@@ -261,15 +272,11 @@ def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") ->
     if any(value and value > 0 for value in _points(records, "step", "loss")[1]):
         by_powers(loss_axes)
     accuracy_axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _zoom_to_the_end(accuracy_axes, [value for _, value in _pairs(records)])
+    accuracies = [*_points(records, "epoch", "test_accuracy")[1], *_points(records, "step", "accuracy")[1]]
+    _zoom_to_the_end(accuracy_axes, accuracies)
     if title:
         figure.suptitle(title, fontsize=10.5)
     _write(figure, Path(path))
-
-
-def _require_png(operation: str, path: str | Path) -> None:
-    if Path(path).suffix != ".png":
-        raise ConfigError(operation, where="path", expected="a name in .png", got=repr(str(path)))
 
 
 def _write(figure: Any, path: Path) -> None:
@@ -278,37 +285,37 @@ def _write(figure: Any, path: Path) -> None:
 
 
 class Animator:
-    """Lines that grow while a program runs, as the document's ``Animator``: a PNG that is drawn anew with every point.
+    """A PNG plot of lines that grow while a program runs, as the document's ``Animator``; every point redraws it.
 
     Args:
-        path: file name ending in ``.png``; replaced in one go, so that who looks at it sees a whole picture.
-        xlabel: what `add` is given first, e.g. "epoch".
+        path: a file name that ends in ``.png``. The file is replaced atomically.
+        xlabel: the quantity on the x-axis, e.g. "epoch".
         legend: a name for each line.
-        ylabel: what the lines are.
+        ylabel: the quantity on the y-axis.
 
     Raises:
-        ConfigError: another ending, a folder that is not there, or a ``legend`` that is one name.
+        ConfigError: the name has another ending, the folder is missing, or ``legend`` is a single name.
     """
 
     def __init__(self, path: str | Path, xlabel: str, legend: Sequence[str], ylabel: str = "") -> None:
-        _require_png("Animator", path)
-        if not Path(path).absolute().parent.is_dir():
-            raise ConfigError(
-                "Animator", where="path", expected="a name in a folder that is there", got=repr(str(path))
-            )
         if isinstance(legend, str):
-            raise ConfigError("Animator", where="legend", expected="a name for each line, in a list", got=repr(legend))
-        self.path, self.xlabel, self.ylabel, self.legend = Path(path), xlabel, ylabel, tuple(legend)
+            raise ConfigError("Animator", where="legend", expected="a list with a name per line", got=repr(legend))
+        self.path = file_name("Animator", "path", path, [".png"])
+        self.xlabel, self.ylabel, self.legend = xlabel, ylabel, tuple(legend)
         self.X: list[list[float]] = [[] for _ in self.legend]
         self.Y: list[list[float]] = [[] for _ in self.legend]
-        """The points of each line; ``Y[0][-1]`` is the last one of the first."""
+        """The values of each line; ``Y[0][-1]`` is the last value of the first line."""
 
     def add(self, x: float, ys: Sequence[float | None]) -> None:
-        """A point more for each line, None for a line without one, and the picture anew.
+        """Add a point to each line and redraw the plot.
+
+        Args:
+            x: the position of the points.
+            ys: a value for each line, None for a line without a new point.
 
         Raises:
-            ConfigError: another number of values than of lines, or what is no number; no line has changed.
-            OSError: the picture cannot be written.
+            ConfigError: the number of values is not that of the lines, or a value is not a number. No line has changed.
+            OSError: the plot cannot be written.
         """
         count = len(ys) if isinstance(ys, Sequence | np.ndarray) else type_named(ys)
         if count != len(self.legend):
@@ -333,8 +340,8 @@ class Animator:
 
 
 def styled(count: int, size: tuple[float, float], columns: int = 1) -> tuple[Any, list[Any]]:
-    """A figure of ``size`` inches, and its ``count`` axes, in as many ``columns``."""
-    # Figure and the Agg canvas alone: pyplot would look for a display and keep the figure in a global list.
+    """Return a figure of ``size`` inches and its ``count`` axes, arranged in ``columns``."""
+    # Figure and the Agg canvas alone: pyplot would open a display and keep the figure in a global list.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -349,25 +356,19 @@ def styled(count: int, size: tuple[float, float], columns: int = 1) -> tuple[Any
 
 
 def by_powers(axes: Any) -> None:
-    """Let the values of ``axes`` grow in powers, with numbers as people write them."""
+    """Give ``axes`` a logarithmic y-axis with plain numbers."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_yscale("log")
-    between = (1, 2, 5) if axes.dataLim.ymax < 1e4 * axes.dataLim.minposy else (1,)  # with others there were no ticks
-    axes.yaxis.set_major_locator(LogLocator(subs=between))
+    subs = (1, 2, 5) if axes.dataLim.ymax < 1e4 * axes.dataLim.minposy else (1,)  # else LogLocator drops all ticks
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _points(records: Sequence[Record], kind: str, name: str) -> tuple[list[float], list[float]]:
-    found = [r for r in records if r["kind"] == kind and r.get(name) is not None]
-    return [r["epoch"] for r in found], [min(r[name], LARGEST) for r in found]
-
-
-def _pairs(records: Sequence[Record]) -> list[tuple[float, float]]:
-    epochs, values = _points(records, "epoch", "test_accuracy")
-    train_epochs, train_values = _points(records, "step", "accuracy")
-    return [*zip(epochs, values, strict=True), *zip(train_epochs, train_values, strict=True)]
+    points = [r for r in records if r["kind"] == kind and r.get(name) is not None]
+    return [r["epoch"] for r in points], [min(r[name], LARGEST) for r in points]
 
 
 def _label(values: Sequence[float], unit: str) -> str:
@@ -377,7 +378,7 @@ def _label(values: Sequence[float], unit: str) -> str:
 
 
 def _zoom_to_the_end(axes: object, values: Sequence[float]) -> None:
-    """Leave out the first moments of a run that ends well, or its last points would lie in one flat line."""
+    """Cut off the start of a run, whose low accuracy would flatten the end of the curve."""
     if not values:
         return
     best, worst = max(values), min(values)

@@ -1,12 +1,7 @@
-"""The report of a run, and of single steps.
+"""The HTML report of one or several runs, with plots, and the measurement of steps on which it is based.
 
-One page of HTML about one run or several: what they reached, how fast, what waited for what, and their settings.
-
-The page needs no other file and no network, so that it can be sent or opened from a file system: pictures are in it.
-
-The pictures of a report: curves of all runs over epochs, and the ranks of each run beside each other.
-
-Where the time of an epoch went, on which rank, and how short its steps could have been.
+The page includes its plots, so it needs no other file and no network. `StepReport` measures where the time of an epoch
+goes on each rank, and estimates the critical path of its steps.
 """
 
 from __future__ import annotations
@@ -41,40 +36,40 @@ _COLORS = ("#3566a8", "#c8552b", "#3f8f5b", "#8a5aa8", "#b08a1e", "#4a9aa8", "#a
 PARTS = {"compute_s": ("computation", "#3566a8"), "data_s": ("data", "#b08a1e"), "exposed_s": ("waiting", "#c8552b")}
 _MOST_BARS = 64
 _LONGEST_NAME = 40
-"""Of longer names the ends stand below the curves."""
+"""The maximum length of a run's name in a legend, which shows the end of longer names."""
 
 
 def draw_all(runs: Sequence[Run]) -> dict[str, bytes]:
-    """PNG pictures by their headings, of what ``runs`` have measured; those without a point are left out."""
+    """Return PNG plots of the metrics of ``runs`` by their headings, without those that would be empty."""
     curves: dict[str, Callable[[Run], list[tuple[str, list[float], list[float]]]]] = {
         "Loss": lambda run: [_points(run, "step", "loss"), _points(run, "epoch", "test_loss")],
         "Accuracy": lambda run: [_points(run, "step", "accuracy"), _points(run, "epoch", "test_accuracy")],
         "Samples a second": lambda run: [_points(run, "step", "samples_per_s")],
         "Exposed communication, ms a step": lambda run: [_exposed(run)],
     }
-    found: dict[str, bytes] = {}
+    figures: dict[str, bytes] = {}
     for heading, of_run in curves.items():
         lines = [(run.name, of_run(run)) for run in runs]
-        if any(x for _, each in lines for _, x, _ in each):
-            found[heading] = _curves(heading, lines)
-    compared = {run.name: each for run in runs if (each := _by_rank(run))}
+        if any(x for _, run_curves in lines for _, x, _ in run_curves):
+            figures[heading] = _curves(heading, lines)
+    compared = {run.name: parts for run in runs if (parts := _by_rank(run))}
     if compared:
-        found["Ranks, ms a step"] = _ranks(compared)
-    return found
+        figures["Ranks, ms a step"] = _ranks(compared)
+    return figures
 
 
 def _points(run: Run, kind: str, name: str) -> tuple[str, list[float], list[float]]:
-    records = [each for each in run.of_kind(kind) if each.get(name) is not None]
-    return kind, [each["epoch"] for each in records], [min(each[name], LARGEST) for each in records]
+    records = [record for record in run.of_kind(kind) if record.get(name) is not None]
+    return kind, [record["epoch"] for record in records], [min(record[name], LARGEST) for record in records]
 
 
 def _exposed(run: Run) -> tuple[str, list[float], list[float]]:
     epochs, values, before = [], [], 0
-    for each in run.of_kind("step") if run.has_several_ranks else ():
-        steps, before = each["step"] - before, each["step"]
-        if steps > 0 and each.get("comm_exposed_s") is not None:
-            epochs.append(each["epoch"])
-            values.append(1e3 * each["comm_exposed_s"] / steps)
+    for record in run.of_kind("step") if run.has_several_ranks else ():
+        steps, before = record["step"] - before, record["step"]
+        if steps > 0 and record.get("comm_exposed_s") is not None:
+            epochs.append(record["epoch"])
+            values.append(1e3 * record["comm_exposed_s"] / steps)
     return "step", epochs, values
 
 
@@ -88,7 +83,7 @@ def _curves(heading: str, lines: Sequence[tuple[str, Sequence[tuple[str, list[fl
                 name = name if len(name) <= _LONGEST_NAME else f"...{name[-_LONGEST_NAME:]}"
                 both = f"{name}, {'test' if kind == 'epoch' else 'training'}" if len(curves) > 1 else name
                 style: dict[str, Any] = {"marker": "o", "markersize": 3.5, "linestyle": "--"} if kind == "epoch" else {}
-                style |= {"marker": "o", "markersize": 3.5} if len(x) == 1 else {}  # which is no line
+                style |= {"marker": "o", "markersize": 3.5} if len(x) == 1 else {}  # a single point has no line
                 axes.plot(x, y, color=color, linewidth=1.4, **style)
                 names.append(both)
     axes.set_xlabel("epoch")
@@ -99,29 +94,30 @@ def _curves(heading: str, lines: Sequence[tuple[str, Sequence[tuple[str, list[fl
     elif heading != "Accuracy":
         axes.set_ylim(bottom=0)
     legend = figure.legend(axes.lines, ["?"] * count, frameon=False, loc="outside lower center", ncols=2, fontsize=9)
-    for text, name in zip(legend.get_texts(), names, strict=True):  # else one that begins with _ has none
+    for text, name in zip(legend.get_texts(), names, strict=True):  # labels that begin with _ would be omitted
         text.set(text=name, parse_math=False)
     return _png(figure)
 
 
 def _by_rank(run: Run) -> dict[str, list[float]]:
-    """Milliseconds a step of each rank, by part, over all epochs but the first, in which things are compiled."""
-    epochs = [each for each in run.of_kind("epoch") if "by_rank" in each]
+    """Return the milliseconds per step of each rank by part, without the first epoch, which may compile kernels."""
+    epochs = [record for record in run.of_kind("epoch") if "by_rank" in record]
     if not epochs:
         return {}
     first, measured = (epochs[0]["step"], epochs[1:]) if len(epochs) > 1 else (0, epochs)
     steps = max(1, measured[-1]["step"] - first)
-    size = len(measured[-1]["by_rank"]["compute_s"])  # a run may go on with other ranks
-    alike = [each["by_rank"] for each in measured if len(each["by_rank"]["compute_s"]) == size]
+    size = len(measured[-1]["by_rank"]["compute_s"])  # a run may resume with another number of ranks
+    times = [record["by_rank"] for record in measured if len(record["by_rank"]["compute_s"]) == size]
     return {
-        part: [1e3 * sum(rank) / steps for rank in zip(*[each[part] for each in alike], strict=True)] for part in PARTS
+        part: [1e3 * sum(rank) / steps for rank in zip(*[by_rank[part] for by_rank in times], strict=True)]
+        for part in PARTS
     }
 
 
 def _ranks(compared: Mapping[str, Mapping[str, Sequence[float]]]) -> bytes:
     figure, all_axes = styled(len(compared), (9.0, 2.6 * len(compared)))
     for axes in all_axes[1:]:
-        axes.sharey(all_axes[0])  # so that bars of different runs can be compared
+        axes.sharey(all_axes[0])  # makes the bars of different runs comparable
     for axes, (name, parts) in zip(all_axes, compared.items(), strict=True):
         ranks = range(len(parts["compute_s"]))
         below = [0.0] * len(ranks)
@@ -155,27 +151,29 @@ def _png(figure: Any) -> bytes:
 
 
 STRAGGLES_AT = 1.2
-"""A rank is a straggler when its own work took more than so many times the median over ranks."""
+"""The multiple of the median over ranks above which a rank's own work makes it a straggler."""
 
 _LOOK_EVERY, _LOOKS_KEPT = 8, 256
-"""The buckets of an epoch's first steps are looked at, then those of one in so many (it takes 2 us a bucket), and so
-many of the last looks count."""
+"""The sampling of bucket times, which costs 2 us per bucket: the first steps of an epoch, then one step in 8. The last
+256 samples are kept."""
 
 DATA, FORWARD, BACKWARD, STEP = "data", "forward", "backward", "step"
 """The phases of a step, in this order."""
 
 
 class Phase:
-    """One part of a step, entered again in every step: adds up its time, and is a span of the trace if there is one.
+    """A phase of a step: a context that adds up its time over steps, and records a span if there is a trace.
 
     Args:
-        times: where that part of the step is computed on a GPU, what measures it there, too.
+        name: the name of the phase.
+        trace: the trace, if any.
+        times: the GPU's timer, if the phase computes on a GPU.
     """
 
     def __init__(self, name: str, trace: Trace | None, times: GpuTimes | None = None) -> None:
         self.name = name
         self.total_ns = 0
-        """Of the host, since the last `StepReport.start_epoch`."""
+        """The host's time since the last `StepReport.start_epoch`."""
         self.start_ns = self.end_ns = 0
         self._trace, self._times = trace, times
         self._span: Span | None = None
@@ -201,10 +199,10 @@ class Phase:
 
 
 class StepReport:
-    """Measures the steps of this rank, and compares them with those of others once an epoch.
+    """A measurement of this rank's steps, compared with the other ranks once per epoch.
 
-    Use ``with report.phase["data"]:`` and so on around each phase of a step, then `end_step`. What is computed on a GPU
-    is measured there, by events, which are read without waiting for it, but for the last ones of an epoch.
+    Wrap each phase of a step in ``with report.phase["data"]:`` and so on, then call `end_step`. Work on a GPU is
+    measured by its events. Only at the end of an epoch the host waits for them.
     """
 
     def __init__(self, trainer: BaseTrainer, world: World) -> None:
@@ -213,12 +211,12 @@ class StepReport:
         self.phase = {name: Phase(name, trace, self._times) for name in (FORWARD, BACKWARD, STEP)}
         self.phase[DATA] = Phase(DATA, trace)
         self._trainer, self._world = trainer, world
-        self._backwards: deque[tuple[int, int]] = deque(maxlen=3)  # updates may end a step late
+        self._backwards: deque[tuple[int, int]] = deque(maxlen=3)  # updates may complete a step later
         self._seen: Sequence[BucketTimes] = trainer.bucket_times
         self.start_epoch()
 
     def start_epoch(self) -> None:
-        """Forget what was measured."""
+        """Reset the measurements."""
         for phase in self.phase.values():
             phase.total_ns = 0
         if self._times is not None:
@@ -228,11 +226,11 @@ class StepReport:
         self._buckets: dict[int, deque[tuple[float, float]]] = {}
 
     def end_step(self) -> None:
-        """Take in what the trainer knows of its last step."""
+        """Record the trainer's bucket times of the last step."""
         self._steps += 1
         if self._times is not None:
             self._times.end_step()
-            return  # when buckets were ready on the GPU is not known: those are times of the host
+            return  # bucket times are the host's, which do not show when a bucket is ready on the GPU
         backward = self.phase[BACKWARD]
         if not self._backwards or self._backwards[-1][0] != backward.start_ns:
             self._backwards.append((backward.start_ns, backward.end_ns))
@@ -242,61 +240,61 @@ class StepReport:
         if times is self._seen or not times:
             return
         self._seen = times
-        first_ns = min(each.ready_ns for each in times)
+        first_ns = min(bucket.ready_ns for bucket in times)
         started = [start_ns for start_ns, end_ns in self._backwards if start_ns <= first_ns <= end_ns]
-        if not started:  # of a step in which this rank had no samples
+        if not started:  # this rank had no samples in the step
             return
-        for each, reduction_s in zip(times, reduction_seconds(times), strict=True):
-            measured = self._buckets.setdefault(each.number, deque(maxlen=_LOOKS_KEPT))
-            measured.append(((each.ready_ns - started[-1]) / 1e9, reduction_s))
+        for bucket, reduction_s in zip(times, reduction_seconds(times), strict=True):
+            measured = self._buckets.setdefault(bucket.number, deque(maxlen=_LOOKS_KEPT))
+            measured.append(((bucket.ready_ns - started[-1]) / 1e9, reduction_s))
 
     def end_epoch(self) -> Record:
-        """What an epoch's record says of its steps, alike on every rank; all must call, one small message a rank."""
+        """Return the step times of an epoch, the same on every rank; every rank must call."""
         return compare(self._world.comm.allgather_json(self._summary()))
 
     def _summary(self) -> dict[str, Any]:
         alone = self._world.size == 1
-        found: dict[str, Any] = {name: phase.total_ns / 1e9 for name, phase in self.phase.items()}
+        seconds: dict[str, Any] = {name: phase.total_ns / 1e9 for name, phase in self.phase.items()}
         if self._times is not None:
             self._times.finish()
-            found |= {name: self._times.seconds[name] for name in (FORWARD, BACKWARD, STEP)}
-        return found | {
+            seconds |= {name: self._times.seconds[name] for name in (FORWARD, BACKWARD, STEP)}
+        return seconds | {
             "host": socket.gethostname(),
             "steps": self._steps,
             "exposed": 0.0 if alone else self._trainer.stats.exposed_s - self._exposed_s,
-            "buckets": [] if alone else [[n, *_medians(each)] for n, each in sorted(self._buckets.items())],
+            "buckets": [] if alone else [[number, *_medians(times)] for number, times in sorted(self._buckets.items())],
         }
 
 
 def _medians(measured: Iterable[tuple[float, float]]) -> list[float]:
-    """Of each column: a step in which something was compiled, or another rank was late, says little of the others."""
+    """Return the median of each column, which ignores steps that compiled kernels or waited for a late rank."""
     return [statistics.median(column) for column in zip(*measured, strict=True)]
 
 
 def compare(summaries: Sequence[Mapping[str, Any]]) -> Record:
-    """One epoch's numbers from those of each rank; docs/tracing.md lists them.
+    """Return the step times of an epoch from the summaries of all ranks; docs/tracing.md lists them.
 
-    A rank's own work is its data and its computation in a step: all that it did but wait for others. The critical path
-    is that of the rank with the longest computation. A bucket is ready when it is on the last rank, and its reduction
-    takes as long as where it is shortest, since elsewhere it has waited for others. Where buckets were not measured,
-    because they are reduced when backward is over, all of the exposed communication is one.
+    A rank's own work is its data loading and computation, without waiting for others. The critical path is that of the
+    rank with the longest work. A bucket counts as ready when it is ready on the last rank. Its reduction time is the
+    shortest of all ranks, because the others include waiting. Buckets that are reduced after backward are not measured;
+    the whole exposed communication then counts as one.
     """
-    work = [(each[DATA] + _compute(each)) / max(1, each["steps"]) for each in summaries]
+    work = [(summary[DATA] + _compute(summary)) / max(1, summary["steps"]) for summary in summaries]
     median = statistics.median_low(work)
-    found: Record = {
-        "data_s": statistics.fmean(each[DATA] for each in summaries),
-        "compute_s": statistics.fmean(_compute(each) for each in summaries),
+    record: Record = {
+        "data_s": statistics.fmean(summary[DATA] for summary in summaries),
+        "compute_s": statistics.fmean(_compute(summary) for summary in summaries),
     }
     slowest = max(range(len(work)), key=work.__getitem__)
     path_s, path = _critical_path(summaries, slowest)
-    found |= {"critical_path_s": path_s * summaries[slowest]["steps"], "critical_path": path}
+    record |= {"critical_path_s": path_s * summaries[slowest]["steps"], "critical_path": path}
     if len(work) > 1:
         ratios = [seconds / median if median > 0 else 1.0 for seconds in work]
-        found |= {
+        record |= {
             "by_rank": {
-                "compute_s": [_compute(each) for each in summaries],
-                "data_s": [each[DATA] for each in summaries],
-                "exposed_s": [each["exposed"] for each in summaries],
+                "compute_s": [_compute(summary) for summary in summaries],
+                "data_s": [summary[DATA] for summary in summaries],
+                "exposed_s": [summary["exposed"] for summary in summaries],
             },
             "slowest_rank": slowest,
             "slowest_host": summaries[slowest]["host"],
@@ -307,11 +305,11 @@ def compare(summaries: Sequence[Mapping[str, Any]]) -> Record:
                 if ratios[rank] > STRAGGLES_AT
             ],
         }
-    return found
+    return record
 
 
 def _waited(summary: Mapping[str, Any]) -> float:
-    """Seconds for which forward has waited for parameters: communication that was exposed, but not in a step's end."""
+    """Return the seconds that forward waited for parameters: exposed communication outside the end of steps."""
     return min(summary[FORWARD], max(0.0, summary["exposed"] - summary[STEP]))
 
 
@@ -321,7 +319,7 @@ def _compute(summary: Mapping[str, Any]) -> float:
 
 
 def _critical_path(summaries: Sequence[Mapping[str, Any]], slowest: int) -> tuple[float, str]:
-    """Seconds a step, and what it runs through."""
+    """Return the length of the critical path of a step in seconds, and a description of it."""
     own = summaries[slowest]
     steps = max(1, own["steps"])
     forward_s, backward_s = (own[FORWARD] - _waited(own)) / steps, own[BACKWARD] / steps
@@ -333,9 +331,9 @@ def _critical_path(summaries: Sequence[Mapping[str, Any]], slowest: int) -> tupl
             ready[number] = max(ready_s, ready.get(number, ready_s))
             busy[number] = min(busy_s, busy.get(number, busy_s))
     if not ready:
-        exposed_s = min(each["exposed"] / max(1, each["steps"]) for each in summaries)
-        in_turn = "computation" + (", then communication" if exposed_s > 0 else "")
-        return forward_s + backward_s + between_s + exposed_s, in_turn
+        exposed_s = min(summary["exposed"] / max(1, summary["steps"]) for summary in summaries)
+        description = "computation" + (", then communication" if exposed_s > 0 else "")
+        return forward_s + backward_s + between_s + exposed_s, description
     buckets = [
         BucketCost(number, ready[number], busy[number], mirrored_need(ready[number], forward_s, backward_s))
         for number in ready
@@ -345,7 +343,7 @@ def _critical_path(summaries: Sequence[Mapping[str, Any]], slowest: int) -> tupl
 
 
 _NUMBERS = ("loss", "accuracy", "test_loss", "test_accuracy", "samples_per_s", "seconds", "comm_exposed_s")
-"""Fields of a record that may be missing, or null."""
+"""Fields of a record that may be missing or null."""
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1c1c1c; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
@@ -358,33 +356,33 @@ th { font-weight: 600 } .differs td { background: #fff6dd } img { max-width: 100
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has left in its folder."""
+    """The settings and the records of a run folder."""
 
     name: str
     settings: dict[str, Any]
     records: list[Record]
 
     def of_kind(self, kind: str) -> list[Record]:
-        """Its records of one ``kind``."""
-        return [each for each in self.records if each["kind"] == kind]
+        """Return the records of one ``kind``."""
+        return [record for record in self.records if record["kind"] == kind]
 
     @property
     def has_several_ranks(self) -> bool:
-        """Whether it had others to communicate with: one rank may measure some microseconds of that, too."""
-        return self.settings.get("ranks", 1) != 1 or any("by_rank" in each for each in self.records)
+        """True for several ranks. The times alone cannot tell: one rank measures some microseconds of communication."""
+        return self.settings.get("ranks", 1) != 1 or any("by_rank" in record for record in self.records)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs of ``folders``, by the shortest names that tell them apart.
+    """Return the runs of ``folders``, with the shortest names that are unique.
 
     Raises:
-        ConfigError: one is no run folder, or is named twice.
-        DataError: its files are damaged.
+        ConfigError: a folder is not a run folder, or occurs twice.
+        DataError: a file is damaged.
     """
     paths = [Path(folder).resolve() for folder in folders]
     for path in paths:
         if paths.count(path) > 1:
-            raise ConfigError("report", where=path, expected="each run once", got="it twice")
+            raise ConfigError("report", where=path, expected="each run once", got="a duplicate")
     num_parts = 1
     while len({path.parts[-num_parts:] for path in paths}) < len(paths):
         num_parts += 1
@@ -392,14 +390,14 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def _shown(name: str) -> str:
-    """A file's name as a text, whatever the locale has for characters: bytes that are none of UTF-8 are written out."""
+    """Decode a file name independently of the locale, escaping bytes that are not UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _read(folder: Path, name: str) -> Run:
     path = folder / "metrics.jsonl"
     if not os.path.isfile(path):
-        raise ConfigError("report", where=folder, expected="the folder of a run, with metrics.jsonl", got="none")
+        raise ConfigError("report", where=folder, expected="a run folder with metrics.jsonl", got="no metrics.jsonl")
     try:
         records = read_metrics(path)
         for number, record in enumerate(records, 1):
@@ -407,14 +405,14 @@ def _read(folder: Path, name: str) -> Run:
         path = folder / "config.toml"
         settings = files.read_toml(path) if os.path.isfile(path) else {}
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError("report", where=path, expected="what a run has written", got=str(error)) from error
+        raise DataError("report", where=path, expected="a file written by a run", got=str(error)) from error
     return Run(name, settings, records)
 
 
 def _check_record(number: int, record: object) -> None:
-    """Raises `ValueError` where a report could not be made of it: fields that are read are of another type."""
+    """Raise `ValueError` if a field that the report reads has another type."""
     if not isinstance(record, dict) or not {"kind", "epoch", "step"} <= record.keys():
-        raise ValueError("a line that is no record")
+        raise ValueError("a line that is not a record")
     numbers = ["epoch", "step", *(name for name in _NUMBERS if record.get(name) is not None)]
     texts = ["kind"]
     if "slowest_rank" in record:
@@ -423,27 +421,27 @@ def _check_record(number: int, record: object) -> None:
     wrong = [(name, "a number") for name in numbers if not _is_number(record.get(name))]
     wrong += [(name, "a text") for name in texts if not isinstance(record.get(name), str)]
     if "by_rank" in record and not _are_times(record["by_rank"]):
-        wrong.append(("by_rank", "as many numbers of each part"))
+        wrong.append(("by_rank", "equally many numbers for each part"))
     if wrong:
         name, expected = wrong[0]
         shown = shortened(repr(record.get(name)), 40)
-        raise ValueError(f"record {number}, whose {name!r} is {shown}, not {expected}")
+        raise ValueError(f"record {number} with {name!r} = {shown}, not {expected}")
 
 
 def _is_number(value: object) -> bool:
-    """Whether JSON has it, and pictures have a place for it."""
+    """Return whether ``value`` is a finite number."""
     return is_number(value) and abs(value) <= sys.float_info.max
 
 
 def _are_times(by_rank: object) -> bool:
-    """Whether it has for each part of a step as many seconds, of each rank."""
+    """Return whether ``by_rank`` has the same number of values for each part of a step."""
     parts = [by_rank.get(part) for part in PARTS] if isinstance(by_rank, dict) else []
     lengths = {len(part) if isinstance(part, list) and all(map(_is_number, part)) else None for part in parts}
     return len(lengths) == 1 and None not in lengths
 
 
 def page(runs: Sequence[Run], figures: Mapping[str, bytes]) -> str:
-    """The page about ``runs``; ``figures`` are PNG pictures by their headings, see `report_figures.draw_all`."""
+    """Return the HTML page about ``runs``; ``figures`` are PNG plots by their headings, see `draw_all`."""
     title = ", ".join(run.name for run in runs)
     parts = [f"<h1>{_text(title)}</h1>", "<h2>Results</h2>", _table(*_results(runs))]
     for heading, png in figures.items():
@@ -458,9 +456,9 @@ Rows = Sequence[tuple[str, Sequence[str]]]
 
 
 def _results(runs: Sequence[Run]) -> tuple[Sequence[str], Rows]:
-    found = [_result(run) for run in runs]
-    names = [name for name in _ROWS if any(name in each for each in found)]
-    return [run.name for run in runs], [(name, [each.get(name, "") for each in found]) for name in names]
+    results = [_result(run) for run in runs]
+    names = [name for name in _ROWS if any(name in result for result in results)]
+    return [run.name for run in runs], [(name, [result.get(name, "") for result in results]) for name in names]
 
 
 _ROWS = (
@@ -470,33 +468,33 @@ _ROWS = (
 
 
 def _result(run: Run) -> dict[str, str]:
-    """What the table says of one run; what it has not measured is missing."""
+    """Return the entries of the table for one run, without those that it has not measured."""
     steps, epochs = run.of_kind("step"), run.of_kind("epoch")
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     if run.settings:
-        found["network"] = f"{run.settings.get('model', '?')} on {run.settings.get('data', '?')}"
-        found["ranks"] = str(run.settings.get("ranks", 1))
+        result["network"] = f"{run.settings.get('model', '?')} on {run.settings.get('data', '?')}"
+        result["ranks"] = str(run.settings.get("ranks", 1))
     if run.records:
-        found["epochs"], found["steps"] = f"{run.records[-1]['epoch']:g}", str(run.records[-1]["step"])
-    accuracies = [each["test_accuracy"] for each in epochs if each.get("test_accuracy") is not None]
+        result["epochs"], result["steps"] = f"{run.records[-1]['epoch']:g}", str(run.records[-1]["step"])
+    accuracies = [epoch["test_accuracy"] for epoch in epochs if epoch.get("test_accuracy") is not None]
     if accuracies:
-        found["test accuracy"], found["best test accuracy"] = f"{accuracies[-1]:.4f}", f"{max(accuracies):.4f}"
+        result["test accuracy"], result["best test accuracy"] = f"{accuracies[-1]:.4f}", f"{max(accuracies):.4f}"
     if epochs and epochs[-1].get("test_loss") is not None:
-        found["test loss"] = loss_text(epochs[-1]["test_loss"])
-    seconds = sum(each.get("seconds") or 0 for each in steps)
+        result["test loss"] = loss_text(epochs[-1]["test_loss"])
+    seconds = sum(step.get("seconds") or 0 for step in steps)
     if seconds:
-        found["training time"] = f"{seconds:.1f} s"
-        rates = [each["samples_per_s"] for each in steps if each.get("samples_per_s") is not None]
+        result["training time"] = f"{seconds:.1f} s"
+        rates = [step["samples_per_s"] for step in steps if step.get("samples_per_s") is not None]
         if rates:
-            found["samples/s"] = f"{statistics.median(rates):,.0f}, median"
+            result["samples/s"] = f"{statistics.median(rates):,.0f}, median"
         if run.has_several_ranks:
-            exposed = sum(each.get("comm_exposed_s") or 0 for each in steps)
-            found["communication exposed"] = f"{exposed:.2f} s, {exposed / seconds:.1%}"
+            exposed = sum(step.get("comm_exposed_s") or 0 for step in steps)
+            result["communication exposed"] = f"{exposed:.2f} s, {exposed / seconds:.1%}"
     if epochs and epochs[-1].get("critical_path"):
-        found["critical path"] = str(epochs[-1]["critical_path"])
+        result["critical path"] = str(epochs[-1]["critical_path"])
     if slowest := slowest_rank(epochs):
-        found["slowest rank"] = slowest
-    return found
+        result["slowest rank"] = slowest
+    return result
 
 
 def _settings(runs: Sequence[Run]) -> tuple[Sequence[str], Rows]:
@@ -506,13 +504,12 @@ def _settings(runs: Sequence[Run]) -> tuple[Sequence[str], Rows]:
 
 
 def _table(columns: Sequence[str], rows: Rows) -> str:
-    """A row for each name; one whose values differ between runs is marked."""
-    lines = ["<tr><th></th>" + "".join(f"<th>{_text(each)}</th>" for each in columns) + "</tr>"]
+    """Return an HTML table with a row for each name, marking rows whose values differ between runs."""
+    lines = ["<tr><th></th>" + "".join(f"<th>{_text(column)}</th>" for column in columns) + "</tr>"]
     for name, values in rows:
         mark = ' class="differs"' if len(set(values)) > 1 else ""
-        lines.append(
-            f"<tr{mark}><th>{_text(name)}</th>" + "".join(f"<td>{_text(each)}</td>" for each in values) + "</tr>"
-        )
+        cells = "".join(f"<td>{_text(value)}</td>" for value in values)
+        lines.append(f"<tr{mark}><th>{_text(name)}</th>{cells}</tr>")
     return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
 
 

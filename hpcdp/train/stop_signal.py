@@ -1,4 +1,4 @@
-"""SIGUSR1 to a command that has just been started: noted, since it must neither end the process nor be lost.
+"""A handler for SIGUSR1 during the start of a command: the signal must neither end the process nor be lost.
 
 The command line imports this module before NumPy and MPI.
 """
@@ -15,9 +15,10 @@ _has_come = False
 
 
 def note() -> None:
-    """Note SIGUSR1 from now on, until `StopRequests` takes it; in the main thread, else nothing.
+    """Record SIGUSR1 from now on, until `StopRequests` handles it; only in the main thread.
 
-    Those of the launcher that were ignored get their default effect: it sends them when ranks take or ignore them.
+    Signals of the launcher that were ignored get their default effect again: it sends them only when ranks handle or
+    ignore them.
     """
     take()
     if threading.current_thread() is threading.main_thread():
@@ -27,23 +28,23 @@ def note() -> None:
 
 
 def takes(handler: object) -> bool:
-    """Whether a signal's handler is that of `note`: of a command, which ends when its run has."""
+    """Return whether ``handler`` is the handler of `note`, which is that of a command."""
     return handler is _note
 
 
 def ignore() -> None:
-    """Ignore SIGUSR1 from now on where it was noted: the command is at its end, and Python gives handlers up first."""
+    """Ignore SIGUSR1 from now on if `note` handled it: Python resets handlers before the command has ended."""
     if takes(signal.getsignal(signal.SIGUSR1)):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def has_come() -> bool:
-    """Whether it has come since `note`."""
+    """Return whether the signal has arrived since `note`."""
     return _has_come
 
 
 def take() -> bool:
-    """Whether it has come; from now on it has not."""
+    """Return whether the signal has arrived, and reset that."""
     global _has_come
     came, _has_come = _has_come, False
     return came

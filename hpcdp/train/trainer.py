@@ -1,7 +1,4 @@
-"""The factory of trainers: `Trainer(...)` makes a `BucketTrainer`, or with ``kvstore`` a `StoreTrainer`.
-
-One step of training: forward, backward and update, as Python or as one plan.
-"""
+"""`Trainer`, the factory of trainers, and `TrainStep`, one step of training in Python or as one plan."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from ..autograd import Tensor, as_tensor, record
 from ..comm import World
 from ..comm.world import require_world
 from ..compression import Settings
+from ..core.checks import function, instance
 from ..data_parallel.bucket_trainer import BucketTrainer
 from ..data_parallel.buckets import Parameter
 from ..data_parallel.policy import Policy
@@ -27,63 +25,63 @@ from ..optim import Optimizer, require_optimizer
 
 
 class Trainer(BaseTrainer, metaclass=abc.ABCMeta):
-    """Updates a model's parameters by the gradients of all ranks. Every rank must make it, with the same model.
+    """The update of a model's parameters by the gradients of all ranks. Every rank must create it, with the same model.
 
-    A loss is per sample and gradients are sums (as in Gluon), so each rank says how many samples its gradients stand
-    for and the trainer divides by the global number once: uneven and empty shards give exactly the global batch's
-    gradient.
+    Losses are per sample and gradients are sums over samples (as in Gluon). Each rank passes the number of its samples
+    to `step`, and the trainer divides by the global number once. Uneven and empty batches therefore give exactly the
+    gradient of the global batch.
 
-    What ``Trainer(...)`` makes is a `BucketTrainer`, with ``kvstore`` a `StoreTrainer`; both are Trainers. All ranks
-    start with rank 0's values. From construction on, ``param.data`` and ``param.grad`` are arrays of the trainer's:
-    views of flat buckets, with ``owner="shard"`` in memory shared by the node, once; or a rank's own. Parameters of
-    16 bits have a float32 copy each, in the optimizer's state: that is updated, and then rounded to them.
+    ``Trainer(...)`` creates a `BucketTrainer`, or with ``kvstore`` a `StoreTrainer`; both are instances of Trainer. All
+    ranks start with the values of rank 0. The trainer replaces ``param.data`` and ``param.grad`` by views of flat
+    buckets. The buckets are the rank's own, or with ``owner="shard"`` shared by the ranks of a node. A 16-bit parameter
+    has a float32 copy in the optimizer's state, which is updated and then rounded.
 
-    Where layers have still to find out their shapes, the rest of the Trainer is made by the first call of `step`, as in
-    Gluon; a rank without samples gets shapes and values from others. What needs arrays, as `no_sync` or `state_dict`,
-    is a DeviceError before that.
+    If the shapes of some layers are not known yet, the first call of `step` completes the Trainer, as in Gluon. A rank
+    without samples gets shapes and values from the others. Until then methods that need arrays, such as `no_sync` and
+    `state_dict`, raise DeviceError.
 
     Args:
-        params: the model's parameters, ``net.parameters()``; those with ``grad_req="null"`` are left alone.
+        params: the model's parameters, ``net.parameters()``; those with ``grad_req="null"`` stay unchanged.
         optimizer: the update rule, with the same settings on every rank.
-        world: the ranks; default `hpcdp.init()`. Of a model that is cut those with the same part or stage: the
-            ``replicas`` of `hpcdp.parallel.split_world`, or of a `Pipeline`.
+        world: the ranks; default `hpcdp.init()`. For a model that is split over ranks, the ranks with the same slice or
+            stage: the ``replicas`` of `hpcdp.parallel.split_world`, or of a `Pipeline`.
         kvstore: train on a store: one of `kvstore.KINDS`, or a store without keys. Parameters become its keys 0, 1, 2,
-            ... None: in buckets.
-        update_on_kvstore: whether the store updates, or only sums, and every rank updates. None: it updates.
-        compression: how gradients are compressed between nodes, or by a store's `KVStore.set_gradient_compression`:
-            ``"fp16"``, ``"bf16"``, ``"2bit"``, ``"1bit"`` or ``"topk"``, with settings behind a colon
-            (``"topk:ratio=0.05"``), or a `Compression`. None: not at all.
-        policy: what to do about unused parameters and gradients that are not finite.
-        owner: who updates. ``"rank"``: every rank all parameters. ``"shard"``: every rank its shard, with 1/n of the
-            optimizer's state for n ranks on the smallest node (`nbytes` tells). ``"auto"``: ``"shard"`` where the
-            node's ranks share memory, but ``"rank"`` on one node if all copies fit in its caches: up to 6 MiB of them,
-            up to 32 where its cores are far from each other, which is measured; not with ``overlap``, or more ranks
-            than cores. On GPUs ``"rank"``. The numbers are the same to the bit (LARS on float64: but the last). This
-            and all that follows is not for stores.
-        bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1. None: an eighth of the model, but from
-            1 to 25.
-        clip_norm: scale the global batch's mean gradient down to this norm where it is longer. One that is not finite
-            stays as it is.
-        overlap: reduce a bucket as soon as backward has written it, and update its parameters while the next forward
-            runs, as far as that does not need it; then gradients must not be changed by hand before `step`, and there
-            is one backward for each, with ``grad_req="write"``. None: where there are several nodes. The numbers are
-            the same to the bit.
-        reproducible: the same bits on any number of ranks and nodes. Each rank calls `step` after every virtual shard
-            of `own_virtual_shards`, and the last of these calls updates; `data.VirtualShardSampler` yields them. Sets
-            BLAS to one thread. See docs/reproducibility.md for what it refuses, and what it costs.
-        virtual_shards: into how many pieces every global batch is then cut, at least one a rank; it decides the bits.
-            None: 8.
-        loss_scale: how many times too large gradients are, since backward begins with ``loss.backward(
-            trainer.loss_scale)``, against underflow in 16 bits. ``"dynamic"``: 2^16 at first, halved by each step whose
-            summed gradient overflows, but not below 1, and doubled after 2000 steps that do not; such a step updates
-            nothing on all ranks, as with ``Policy(nonfinite="skip")``. Stores take a number.
+            ... None: reduce gradients in buckets.
+        update_on_kvstore: whether the store updates the parameters. False: the store sums gradients, and every rank
+            updates. None: True.
+        compression: the compression of gradients between nodes, or by `KVStore.set_gradient_compression`: ``"fp16"``,
+            ``"bf16"``, ``"2bit"``, ``"1bit"`` or ``"topk"``, with settings after a colon (``"topk:ratio=0.05"``), or a
+            `Compression`. None: no compression.
+        policy: the treatment of unused parameters and of gradients that are not finite.
+        owner: the rank that updates a parameter; not for stores. ``"rank"``: every rank updates all parameters.
+            ``"shard"``: every rank updates its shard, with 1/n of the optimizer's state for n ranks on the smallest
+            node (see `nbytes`). ``"auto"``: ``"shard"`` if the ranks of each node share memory, else ``"rank"``; also
+            ``"rank"`` on GPUs, and on one node if all copies fit into its caches: up to 6 MiB, or up to 32 MiB if a
+            measurement shows that its cores are far apart, but not with ``overlap`` or more ranks than cores. The
+            results have the same bits (LARS on float64: except the last bit).
+        bucket_cap_mb: the size of a gradient bucket in MiB; the first bucket has 1 MiB. None: an eighth of the model,
+            between 1 and 25 MiB. Not for stores.
+        clip_norm: the largest norm of the global batch's mean gradient; a longer one is scaled down. A gradient that
+            is not finite stays unchanged. Not for stores.
+        overlap: reduce a bucket as soon as backward has written it, and update its parameters during the next forward,
+            until a layer needs them. Gradients must then not be modified before `step`, and each step has exactly one
+            backward, with ``grad_req="write"``. None: on several nodes. The results have the same bits. Not for stores.
+        reproducible: compute the same bits on any number of ranks and nodes. Each rank calls `step` after every virtual
+            shard of `own_virtual_shards`, which `data.VirtualShardSampler` yields; the last of these calls updates.
+            Sets BLAS to one thread. docs/reproducibility.md describes restrictions and costs. Not for stores.
+        virtual_shards: the number of parts of a global batch with ``reproducible``, at least one per rank. The bits of
+            the result depend on it. None: 8.
+        loss_scale: the factor by which losses, and so gradients, are scaled against underflow in 16 bits: backward is
+            ``loss.backward(trainer.loss_scale)``. ``"dynamic"``: initially 2^16; halved, down to 1, by each step whose
+            summed gradient overflows, and doubled after 2000 steps without overflow. A step with overflow updates
+            nothing on any rank, as with ``Policy(nonfinite="skip")``. Stores take a number.
 
     Raises:
-        MismatchError: the ranks' parameters or settings differ, later in `step` and `update` their learning rates or
-            loss scales; on every rank, naming ranks and the first difference.
-        ConfigError: no parameters, two of one name or one that is no float of 16 to 64 bits, an unknown owner, codec or
-            store, a clip_norm that is not positive; what a store cannot do; what would keep a run from being
-            reproducible.
+        MismatchError: the ranks' parameters or settings differ, or later, in `step` and `update`, their learning rates
+            or loss scales. The error is raised on every rank, with the ranks and the first difference.
+        ConfigError: there are no parameters, two have the same name, or one is not a float of 16 to 64 bits; an unknown
+            owner, codec or store; a clip_norm that is not positive; an option that a store or ``reproducible`` does not
+            support.
     """
 
     def __new__(
@@ -104,6 +102,7 @@ class Trainer(BaseTrainer, metaclass=abc.ABCMeta):
         virtual_shards: int | None = None,
         loss_scale: float | str = 1.0,
     ) -> Trainer:
+        """Create a `BucketTrainer`, or with ``kvstore`` a `StoreTrainer`."""
         if not isinstance(params, Iterable):
             raise no_parameters(params)
         require_optimizer("Trainer", optimizer)
@@ -121,31 +120,31 @@ class Trainer(BaseTrainer, metaclass=abc.ABCMeta):
         return cast(Trainer, trainer)
 
 
-Trainer.register(BucketTrainer)  # both are Trainers to isinstance()
+Trainer.register(BucketTrainer)  # for isinstance()
 Trainer.register(StoreTrainer)
 
 
 class _LossAndOutput(Module):
-    """A network with its loss: what a hybridized `TrainStep` has traced."""
+    """A network with its loss, which a hybridized `TrainStep` traces."""
 
     def __init__(self, net: Module, loss: Callable[[Tensor, Any], Tensor]) -> None:
         self.net, self.loss = net, loss
         self.form: list[Any] = []
-        """What ``net`` has returned, if that was several tensors, as a pattern for others."""
+        """The structure of the output if ``net`` returned several tensors."""
 
     def forward(self, x: Any, y: Any) -> tuple[Any, ...]:
-        """The losses, and what the network gives, one tensor or several."""
+        """Return the losses and the outputs of the network."""
         output, losses = _computed(self.net, self.loss, x, y)
         several = isinstance(output, (tuple, list))
-        found = tuple(output) if several else (output,)
-        if not found or not all(isinstance(each, Tensor) for each in found):
+        outputs = tuple(output) if several else (output,)
+        if not outputs or not all(isinstance(value, Tensor) for value in outputs):
+            kinds = ["a tensor" if isinstance(value, Tensor) else type_named(value) for value in outputs]
             raise ConfigError(
                 "train step", where="net", expected="a network that returns a tensor, or a tuple or list of them",
-                got=", ".join("a tensor" if isinstance(each, Tensor) else type_named(each) for each in found) or "none",
-                remedy="call hybridize(False)",
+                got=", ".join(kinds) or "none", remedy="call hybridize(False)",
             )  # fmt: skip
-        self.form[:] = [like(output, [None] * len(found))] if several else []
-        return losses, *found
+        self.form[:] = [like(output, [None] * len(outputs))] if several else []
+        return losses, *outputs
 
 
 def _computed(net: Module, loss: Callable[[Tensor, Any], Tensor], x: Any, y: Any) -> tuple[Any, Tensor]:
@@ -160,9 +159,9 @@ def _wants_gradient(x: Any) -> bool:
 
 
 class TrainStep:
-    """``step(x, y)`` trains a network by one batch; every rank of the trainer must call.
+    """A training step: ``step(x, y)`` trains a network by one batch; every rank of the trainer must call.
 
-    The same as ::
+    It is equivalent to ::
 
         with autograd.record():
             output = net(x)
@@ -170,16 +169,16 @@ class TrainStep:
         losses.backward(trainer.loss_scale)
         trainer.step(len(y))
 
-    and by `hybridize` one plan, which has no Python of layers, tape and trainer between the kernels.
+    and after `hybridize` one plan, without the Python code of layers, tape and trainer between the kernels.
 
     Args:
-        net: called with one input.
-        trainer: has the parameters.
-        loss: per sample, shape ``(batch,)``.
-        phases: contexts that forward, backward and `Trainer.step` are computed in, as what measures them.
+        net: the network, called with one input.
+        trainer: the trainer of its parameters.
+        loss: a function of output and labels, per sample, shape ``(batch,)``.
+        phases: contexts for forward, backward and `Trainer.step`, such as timers.
 
     Raises:
-        ConfigError: an argument is none of that; in a call, the loss is not of shape ``(batch,)``.
+        ConfigError: an argument is invalid; in a call: the loss is not of shape ``(batch,)``.
     """
 
     def __init__(
@@ -189,13 +188,9 @@ class TrainStep:
         loss: Callable[[Tensor, Any], Tensor] = softmax_cross_entropy,
         phases: Phases = UNOBSERVED,
     ) -> None:
-        for where, valid, expected, got in (
-            ("net", isinstance(net, Module), "a network", net),
-            ("trainer", isinstance(trainer, BaseTrainer), "a Trainer", trainer),
-            ("loss", callable(loss), "a function of output and labels", loss),
-        ):
-            if not valid:
-                raise ConfigError("TrainStep", where=where, expected=expected, got=type(got).__name__)
+        instance("TrainStep", "net", net, Module, "a network")
+        instance("TrainStep", "trainer", trainer, BaseTrainer, "a Trainer")
+        function("TrainStep", "loss", loss, "a function of output and labels")
         if net.has_own_step:
             own = f"a {type(net).__name__}, which has step()"
             raise ConfigError("TrainStep", where="net", expected="a network that is called", got=own)
@@ -204,46 +199,46 @@ class TrainStep:
         self._hybrid: HybridStep | None = None
 
     def hybridize(self, active: bool = True) -> None:
-        """From now on replay each step as one plan, to the same bits: see docs/hybrid.md.
+        """Replay each later step as one plan, with the same bits; see docs/hybrid.md.
 
-        The first call with inputs of new shapes runs ``forward`` and the loss as Python and notes their operators, the
-        second lays them out in memory, or captures a CUDA graph, and later calls replay it. Hybridized or not, what is
-        asked of ``forward`` is what `Module.hybridize` asks, also of the loss; the network itself need not be
-        hybridized, and is called as before elsewhere.
+        For each new input shape, the first call runs ``forward`` and the loss in Python and records their operators.
+        The second call plans their memory or captures a CUDA graph, and later calls replay it. ``forward`` and the loss
+        must meet the conditions of `Module.hybridize`. The network itself need not be hybridized.
 
         Args:
-            active: False: as Python again, and forget all plans.
+            active: False: run steps in Python again, and drop all plans.
         """
         name = f"a step of {type(self._module.net).__name__}"
         self._hybrid = HybridStep(self._module, self._trainer, self._phases, name) if active else None
 
     def __call__(self, x: Any, y: Any) -> tuple[Tensor, Any]:
-        """Train by a batch. Changes parameters in place.
+        """Train by a batch, changing the parameters in place.
 
         Args:
-            x: shape ``(batch, ...)``, what ``net`` takes.
-            y: labels, an array or list of length ``batch``; a rank without samples passes empty arrays. Without a plan
-                go lists, and what is recorded or has a gradient attached, which is computed, too.
+            x: the input of ``net``, shape ``(batch, ...)``.
+            y: labels, an array or list of length ``batch``; a rank without samples passes empty arrays. The step runs
+                without a plan if ``y`` is a list, or if ``x`` or ``y`` is on a tape or has a gradient attached, which
+                is then computed, too.
 
         Returns:
-            The losses before the update, shape ``(batch,)``, and what ``net`` gave, on no tape. Nobody changes their
-            arrays later, unless ``net`` returns its input or a parameter.
+            The losses before the update, shape ``(batch,)``, and the output of ``net``, both without a tape. Later
+            steps do not change their arrays, unless ``net`` returns its input or a parameter.
 
         Raises:
-            HpcdpError: what forward, backward and `Trainer.step` raise; hybridized, ``net`` returns anything but a
-                tensor, or a tuple or list of them.
+            HpcdpError: forward, backward or `Trainer.step` raises; with a plan: ``net`` returns anything but a tensor,
+                or a tuple or list of tensors.
         """
         if not hasattr(y, "__len__") or getattr(y, "shape", (1,)) == ():
             got = type_named(y) if getattr(y, "shape", None) is None else "an array without axes"
             raise ConfigError("train step", where="y", expected="a label for each sample", got=got)
-        is_list = not hasattr(y, "shape")  # which each loss takes in its way
+        is_list = not hasattr(y, "shape")  # each loss converts lists in its own way
         if self._hybrid is None or not len(y) or is_list or _wants_gradient(x) or _wants_gradient(y):
             with self._phases.forward, record():
                 output, losses = _computed(self._module.net, self._module.loss, x, y)
             losses, output = finish(self._trainer, self._phases, (losses, output))
             return losses, output
         with record():
-            found = self._hybrid([as_tensor(each) for each in (x, y)])
-        losses, *outputs = [Tensor(each.data) for each in found]
+            results = self._hybrid([as_tensor(x), as_tensor(y)])
+        losses, *outputs = [Tensor(result.data) for result in results]
         form = self._module.form
         return losses, like(form[0], outputs) if form else outputs[0]

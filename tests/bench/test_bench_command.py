@@ -49,7 +49,7 @@ OSU_COLUMNS = {
     "bibandwidth": "# Size      Bandwidth (MB/s)",
     "multi_pair": "# Size                  MB/s        Messages/s",
     **dict.fromkeys(BLOCKING, "# Size       Avg Latency(us)"),
-    "iallreduce": "# Size           Overall(us)       Compute(us)    Pure Comm.(us)        Overlap(%)",
+    "iallreduce": "# Size          Overall(us)      Compute(us)   Pure Comm.(us)       Overlap(%)",
 }
 OSU_TITLES = {
     "latency": "Latency",
@@ -76,11 +76,13 @@ def test_osu_columns(name: str, given: list[str], capsys: pytest.CaptureFixture[
     assert ("# [ pairs: 2 ] [ window size: 64 ]" in lines) == (name == "multi_pair")
     assert f"# Datatype: {'MPI_CHAR' if name in command.PAIRS else 'MPI_FLOAT'}." in lines
     assert all(line.startswith("#") or not line for line in lines[1:-2])
-    heading = OSU_COLUMNS[name] + ("        Validation" if given else "")
-    assert lines[-3] == heading
+    columns = len(re.split(r"\s{2,}", OSU_COLUMNS[name])) - 1
+    width = 18 if name != "iallreduce" else 16 if given else 17
+    assert lines[-3] == OSU_COLUMNS[name] if not given else lines[-3].endswith(f"{'Validation':>{width}}")
+    assert len(lines[-3]) <= 80 or given
     for line, nbytes in zip(lines[-2:], (8, 80), strict=True):
-        columns = len(OSU_COLUMNS[name][10:]) // 18
-        assert re.fullmatch(rf"{nbytes:<10}" + r"[ \d]{15}\.\d\d" * columns + (" " * 14 + "Pass") * len(given), line)
+        values = rf"[ \d]{{{width - 3}}}\.\d\d" * columns + f"{'Pass':>{width}}" * len(given)
+        assert re.fullmatch(rf"{nbytes:<10}{values}", line)
 
 
 def test_osu_full_columns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +111,7 @@ def test_predictions_stand_behind_osu_s_columns(
     monkeypatch.setattr(tune, "probe", lambda world: ETHERNET)
     bench(2, "allreduce", "-m", "64:64", "-f", "-c", "--predict")
     *_, heading, line = capsys.readouterr().out.splitlines()
-    assert heading.endswith("  Iterations        Validation     Predicted(us)") and len(line) == len(heading)
+    assert heading.endswith("  Iterations      Validation   Predicted(us)") and len(line) == len(heading)
 
 
 def test_options_have_osu_s_names() -> None:
@@ -333,7 +335,7 @@ def test_predictions_stand_beside(
     lines = capsys.readouterr().out.splitlines()
     rate = name in ("bandwidth", "bibandwidth", "multi_pair")
     key = "predicted_mb_s" if rate else "predicted_us"
-    assert "# Predicted for links and cores measured just now; hpcdp tune keeps them." in lines
+    assert "# Predicted for links and cores as measured now; hpcdp tune saves them." in lines
     small, large = json.loads(report.read_text())["rows"]
     for line, row in zip(lines[-2:], (small, large), strict=True):
         assert float(line.split()[-1]) == pytest.approx(row[key], rel=1e-2)
@@ -343,7 +345,7 @@ def test_predictions_stand_beside(
 def test_a_rank_alone_gets_no_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(1, "allreduce", "-m", "64:64", "--predict") == [0]
     printed = capsys.readouterr().out
-    assert "# No predictions: a rank alone exchanges nothing.\n" in printed and "Predicted(us)" not in printed
+    assert "# No predictions for a single rank.\n" in printed and "Predicted(us)" not in printed
 
 
 def test_ranks_that_share_cores_get_no_prediction(
@@ -353,7 +355,7 @@ def test_ranks_that_share_cores_get_no_prediction(
     report = tmp_path / "report.json"
     assert bench(2, "allreduce", "-m", "64:64", "--predict", "--json", str(report)) == [0, 0]
     printed = capsys.readouterr().out
-    assert "# No predictions: 2 ranks share 1 core, and the model takes a core for each.\n" in printed
+    assert "# No predictions: 2 ranks share 1 core, but the model assumes a core per rank.\n" in printed
     assert "Predicted(us)" not in printed
     (row,) = json.loads(report.read_text())["rows"]
     assert "predicted_us" not in row
@@ -430,7 +432,7 @@ def test_dtypes_as_osu_names_them() -> None:
         (2, ["broadcast", "-k", "2"], "bench --root-rank: expected a rank, 0 to 1, got 2"),
         (2, ["allreduce", "-k", "1"], "bench allreduce --root-rank: expected one of broadcast, reduce, got 1"),
         (2, ["allreduce", "-M", "2"], "bench --mem-limit: expected 4 bytes or more, got 2"),
-        (2, ["allreduce", "-m", "1G:512G"], "expected messages that fit in the "),
+        (2, ["allreduce", "-m", "1G:512G"], "expected messages that fit into the "),
         (2, ["allreduce", "--csv", "/nowhere/x.csv"], "bench: there is no folder /nowhere"),
         (2, ["allreduce", "--json", "."], "bench: . is a folder"),
         (2, ["allreduce", "--json", "/proc/x.json"], "bench: /proc/x.json cannot be written: "),
@@ -481,7 +483,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
 
 def test_each_file_is_one_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    with pytest.raises(ConfigError, match="a file of its own for each of --csv, --json and --plot, got the same one"):
+    with pytest.raises(ConfigError, match="different files for --csv, --json and --plot, got the same file twice"):
         command.parse(["allreduce", "--csv", str(tmp_path / "file"), "--json", str(tmp_path / "link")])
     assert command.parse(["allreduce", "--csv", "/dev/null", "--json", "/dev/null"]).files == ["/dev/null"] * 2
 

@@ -114,7 +114,7 @@ def test_a_table_with_malformed_rows_is_told_once_and_written_anew(tables, capsy
     path.write_text(json.dumps(json.loads(path.read_text()) | {"measured": measured}))
 
     def refused(world):
-        with pytest.raises(ConfigError, match="hpcdp tune makes it"):
+        with pytest.raises(ConfigError, match="run hpcdp tune"):
             tune.show(world)
         return True
 
@@ -134,7 +134,7 @@ def test_where_ranks_share_cores_nothing_is_predicted(tables, monkeypatch, capsy
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     assert thread_comm.run(2, lambda world: tune.tune(world, SHORT, collectives=["reduce"])) == [0, 0]
     lines = capsys.readouterr().out.splitlines()
-    assert "# no predictions: 2 ranks share 1 core, and the model takes a core for each" in lines
+    assert "# no predictions: 2 ranks share 1 core, but the model assumes a core per rank" in lines
     rows = [line.split() for line in lines if line and not line.startswith("#")]
     assert len(rows) == 4 and all(row[3] == row[5] == "-" for row in rows)
     assert thread_comm.run(2, lambda world: registry.choice(world, "reduce", 4)) == [rows[0][1]] * 2
@@ -213,7 +213,7 @@ def shows_what_was_printed(capsys):
     assert shown.count("# auto: ") == len(ALGORITHMS)
 
     def refused(world):
-        with pytest.raises(ConfigError, match="hpcdp tune makes it"):
+        with pytest.raises(ConfigError, match="run hpcdp tune"):
             tune.show(world)
         return True
 
@@ -280,9 +280,9 @@ def test_wrong_usage_is_one_line(argv, says):
 
 
 def test_a_world_of_one_and_too_little_memory_are_refused():
-    with pytest.raises(ConfigError, match="2 ranks or more, got 1; hpcdp launch -n 2 -- hpcdp tune"):
+    with pytest.raises(ConfigError, match="2 ranks or more, got 1; run hpcdp launch -n 2 -- hpcdp tune"):
         thread_comm.run(1, lambda world: tune.tune(world, SHORT))
-    with pytest.raises(ConfigError, match="MiB of memory that are free"):
+    with pytest.raises(ConfigError, match="MiB of free memory"):
         thread_comm.run(2, lambda world: tune.tune(world, Effort((1 << 50,))))
 
 

@@ -145,7 +145,7 @@ def test_what_it_cannot_do_is_named(settings, says):
 
 
 def test_numbers_that_nobody_evaluates_are_missed_before_the_first_step():
-    with pytest.raises(ConfigError, match=r"expected one of loss, accuracy, got 'test_loss'; give fit an evaluate"):
+    with pytest.raises(ConfigError, match=r"expected one of loss, accuracy, got 'test_loss'; pass fit"):
         thread_comm.run(2, lambda world: train(world, [], [EarlyStopping("test_loss", patience=1)]))
     assert thread_comm.run(2, lambda world: train(world, [], [EarlyStopping("loss", patience=1)], epochs=2))
 

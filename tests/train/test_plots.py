@@ -73,26 +73,21 @@ def test_lines_grow_with_every_point(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("draw", "got"),
     [
-        (
-            lambda: progress.Animator("a.xyz", "epoch", ["loss"]),
-            r"Animator \[path\]: expected a name in .png, got 'a.xyz'",
-        ),
-        (
-            lambda: progress.Animator("a.png", "epoch", "loss"),
-            r"Animator \[legend\]: expected a name for each line, in a list",
-        ),
-        (lambda: draw_curves([], "a"), r"draw_curves \[path\]: expected a name in .png, got 'a'"),
+        (lambda: progress.Animator("a.xyz", "epoch", ["loss"]), "'a.xyz'"),
+        (lambda: progress.Animator("a.png", "epoch", "loss"), "'loss'"),
+        (lambda: draw_curves([], "a"), "'a'"),
     ],
 )
-def test_other_files_and_names_that_are_no_list_are_refused(make, message):
-    with pytest.raises(ConfigError, match=message):
-        make()
+def test_other_files_and_names_that_are_no_list_are_refused(draw, got):
+    with pytest.raises(ConfigError) as caught:
+        draw()
+    assert caught.value.got == got
 
 
 def test_what_an_animator_cannot_draw_is_refused_when_it_is_said(tmp_path):
-    with pytest.raises(ConfigError, match=r"Animator \[path\]: expected a name in a folder that is there"):
+    with pytest.raises(ConfigError, match=r"expected a folder .*none"):
         progress.Animator(tmp_path / "none" / "a.png", "epoch", ["loss"])
     with pytest.raises(ConfigError, match=r"add: expected a list of 1 values, got a float"):
         progress.Animator(tmp_path / "a.png", "epoch", ["loss"]).add(1, 0.5)

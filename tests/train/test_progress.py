@@ -10,7 +10,7 @@ import termios
 import pytest
 
 from hpcdp.train import progress
-from hpcdp.train.progress import LogProgress, epoch_line, terminal_columns, time_lines
+from hpcdp.train.progress import LogProgress, epoch_lines, terminal_columns
 
 TIMES = {"compute_s": 1234.5, "comm_s": 321.0, "comm_exposed_s": 123.456, "critical_path_s": 1300.25}
 SLOWEST = {"slowest_rank": 3, "slowest_host": "node17", "slowest_ratio": 1.8449, "stragglers": ["rank 3 on node17"]}
@@ -20,7 +20,7 @@ SHOW = f"""
 import sys
 from hpcdp.train import progress
 progress._REFRESH_S = 0.0
-display = progress.create(epochs=100, steps=1000)
+display = progress.create(epochs=100, steps=1000, verbose=True)
 for step in range(951, 1001):
     display.step(100, step, {LATEST})
 display.epoch({LATEST | TIMES | SLOWEST} | {{"epoch": 100, "test_accuracy": 0.9876}})
@@ -78,15 +78,16 @@ def test_a_terminal_that_cannot_write_a_line_anew_has_plain_lines(told, environm
 
 
 def test_a_terminal_of_a_launcher_is_believed(environment):
-    told = environment | {"TTY_INTERACTIVE": "1", "COLUMNS": "100"}
-    shown = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, check=True, env=told).stdout
+    environment |= {"TTY_INTERACTIVE": "1", "COLUMNS": "100"}
+    command = [sys.executable, "-c", SHOW]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     assert "end TerminalProgress" in shown
 
 
-@pytest.mark.parametrize("told", [{}, {"TTY_INTERACTIVE": "0", "COLUMNS": "80"}])
-def test_a_log_has_plain_lines(environment, told):
+@pytest.mark.parametrize("variables", [{}, {"TTY_INTERACTIVE": "0", "COLUMNS": "80"}])
+def test_a_log_has_plain_lines(environment, variables):
     shown = subprocess.run(
-        [sys.executable, "-c", SHOW], capture_output=True, text=True, check=True, env=environment | told
+        [sys.executable, "-c", SHOW], capture_output=True, text=True, check=True, env=environment | variables
     ).stdout
     *lines, end, _ = shown.split("\n")
     assert end == "end LogProgress"
@@ -128,13 +129,13 @@ def test_a_string_buffer_is_no_terminal(environment):
 
 def test_an_epoch_line_fits_a_terminal_with_large_numbers():
     large = {"epoch": 999, "loss": 12.345678, "accuracy": 1.0, "test_accuracy": 1.0, "samples_per_s": 1234567.0}
-    assert len(epoch_line(large, 999)) <= 80
-    assert "test" not in epoch_line({k: v for k, v in large.items() if k != "test_accuracy"}, 999)
+    assert max(map(len, epoch_lines(large, 999))) <= 79
+    assert "test" not in epoch_lines({k: v for k, v in large.items() if k != "test_accuracy"}, 999)[0]
 
 
 def test_without_an_accuracy_lines_have_none():
     without = LATEST | {"accuracy": None}
-    assert epoch_line(without | {"epoch": 2}, 3) == "epoch 2/3  loss 0.4321  12,346 samples/s"
+    assert epoch_lines(without | {"epoch": 2}, 3) == ["epoch 2/3  loss 0.4321  12,346 samples/s"]
     stream = io.StringIO()
     display = LogProgress(2, 50, stream)
     display._shown -= 60
@@ -145,10 +146,15 @@ def test_without_an_accuracy_lines_have_none():
 def test_the_times_of_an_epoch_fit_a_terminal_and_one_rank_has_none():
     host = "node17.cluster.example.org"
     stragglers = [f"rank {rank} on {host}" for rank in (1234, 1235, 1236)]
-    lines = time_lines(TIMES | SLOWEST | {"compute_s": 99999.0, "stragglers": stragglers})
-    assert len(lines) == 2
+    record = LATEST | {"epoch": 2}
+    lines = epoch_lines(record | TIMES | SLOWEST | {"compute_s": 99999.0, "stragglers": stragglers}, 3, verbose=True)
+    assert len(lines) == 3
     assert max(map(len, lines)) <= 79
-    assert lines[1].startswith(f"  slowest, 1.84 x the median: rank 1234 on {host}")
-    assert lines[1].endswith("...")
-    assert len(time_lines(TIMES | SLOWEST | {"stragglers": []})) == 1
-    assert time_lines(TIMES) == []
+    assert lines[2].startswith(f"  slowest, 1.84 x the median: rank 1234 on {host}")
+    assert lines[2].endswith("...")
+    assert len(epoch_lines(record | TIMES | SLOWEST | {"stragglers": []}, 3, verbose=True)) == 2
+    assert len(epoch_lines(record | TIMES, 3, verbose=True)) == 1
+
+
+def test_an_epoch_has_one_line_unless_verbose():
+    assert len(epoch_lines(LATEST | TIMES | SLOWEST | {"epoch": 2}, 3)) == 1

@@ -1,14 +1,7 @@
-"""The settings of a run, by flags and by file.
+"""The settings of a training run: defaults, valid values, and their sources (flags and TOML files).
 
-The settings of one training run: their defaults, what is valid, and where they come from (flags, TOML).
-
-Python's garbage collector, at rest while a program starts.
-
-What one setting is: a dataclass field with its help text and what is valid for it, which is checked here.
-
-What a run does where nobody has said otherwise, which depends on its network and on who updates.
-
-Rates were found on the sets that ship with the package, docs/models.md says how; those of another set may be others.
+Some defaults depend on the network and the optimizer. The learning rates were tuned on the data sets of the package,
+as docs/models.md describes; other data sets may need other rates. The command line imports this module before NumPy.
 """
 
 from __future__ import annotations
@@ -18,6 +11,8 @@ import dataclasses
 import functools
 import gc
 import math
+import threading
+import time
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -31,10 +26,10 @@ from ...errors import ConfigError
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Nothing is looked through for garbage meanwhile, where this process has not switched that off itself.
+    """Disable garbage collection within the block.
 
-    Modules and compiled kernels make hundreds of thousands of objects that stay: to look through them over and over was
-    a tenth of the time of a short job.
+    Modules and compiled kernels create hundreds of thousands of permanent objects. Scanning them repeatedly took a
+    tenth of the time of a short job.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -43,6 +38,31 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+_PATIENCE_S = 2.0
+
+
+@contextlib.contextmanager
+def explained(activity: str, speaks: bool) -> Iterator[None]:
+    """Explain a silence while a run starts: print ``activity`` after 2 s, and its duration at the end.
+
+    Args:
+        activity: what the block does.
+        speaks: whether this process prints, as rank 0 does.
+    """
+    began_s = time.monotonic()
+    lines = [f"{activity} ..."]
+    timer = threading.Timer(_PATIENCE_S, lambda: print(lines.pop(), flush=True))
+    timer.daemon = True
+    if speaks:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if not lines:
+            print(f"{activity}: {time.monotonic() - began_s:.1f} s", flush=True)
 
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
@@ -58,17 +78,23 @@ def setting(
     most: float | None = None,
     word: str | None = None,
 ):
-    """A dataclass field with its help text, its valid names, or its smallest value (itself excluded if ``above``) and
-    its largest.
+    """Return a dataclass field of a setting.
 
-    A number may be the ``word`` instead.
+    Args:
+        default: the default value.
+        about: the help text.
+        choices: the valid names.
+        least: the smallest valid number.
+        above: exclude ``least`` itself.
+        most: the largest valid number.
+        word: a string that is valid instead of a number.
     """
     metadata = {"help": about, "choices": choices, "least": least, "above": above, "most": most, "word": word}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def parsed(field: dataclasses.Field[Any], kind: type, text: str | bool) -> Any:
-    """The value that ``text`` of a command line is for a setting of the type ``kind``; `ConfigError` for another's."""
+    """Convert ``text`` of a command line to the setting's type ``kind``; `ConfigError` if that is impossible."""
     if text == field.metadata["word"]:
         return text
     try:
@@ -78,17 +104,17 @@ def parsed(field: dataclasses.Field[Any], kind: type, text: str | bool) -> Any:
 
 
 def typed(field: dataclasses.Field[Any], kind: type, value: Any) -> Any:
-    """``value`` as the setting's type: an int serves as float, nothing else is converted.
+    """Return ``value`` as the setting's type: an int is converted to a float, nothing else is.
 
     Raises:
-        ConfigError: it is of another type, or not finite.
+        ConfigError: the value has another type, or is not finite.
     """
     if kind is float and type(value) is int:
         return float(value)
-    given: type = type(value)
-    if given is str and value == field.metadata["word"]:
+    actual: type = type(value)
+    if actual is str and value == field.metadata["word"]:
         return value
-    if given is not kind:
+    if actual is not kind:
         raise ConfigError(f"setting {field.name}", expected=_expected(field, kind), got=repr(value))
     if kind is float and not math.isfinite(value):
         raise ConfigError(f"setting {field.name}", expected="a finite number", got=value)
@@ -105,11 +131,9 @@ def _expected(field: dataclasses.Field[Any], kind: type) -> str:
 
 
 def check_range(field: dataclasses.Field[Any], value: Any) -> None:
-    """Raises `ConfigError` unless ``value`` is one of the setting's names, or in its range."""
-    if value == "":
-        raise ConfigError(f"setting {field.name}", expected="a name", got="''")
-    if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"setting {field.name}", expected="a name, which has no NUL", got=repr(value))
+    """Raise `ConfigError` unless ``value`` is one of the setting's names, or in its range."""
+    if value == "" or (isinstance(value, str) and "\0" in value):
+        raise ConfigError(f"setting {field.name}", expected="a non-empty string without NUL", got=repr(value))
     if field.metadata["choices"]:
         check_name(field.name, value, field.metadata["choices"])
     least, most, above = (field.metadata[name] for name in ("least", "most", "above"))
@@ -123,7 +147,7 @@ def check_range(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def toml_value(value: Any) -> str:
-    """As TOML writes it."""
+    """Format a value in TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -133,12 +157,13 @@ def toml_value(value: Any) -> str:
 
 
 LEARNING_RATE, LATE_LEARNING_RATE, LARS_LEARNING_RATE = 0.05, 0.03, 1.0
-"""For images. Late gradients push on when they should turn back, and so bear less; that of LARS is a part of another
-length."""
+"""Learning rates for images. Stale gradients need a smaller rate. The rate of LARS is relative to the norm of the
+parameters."""
 SEQUENCE_LEARNING_RATES = {"char_lstm": 0.01, "gpt": 0.003}
-"""Of AdamW and Adam, by network."""
+"""Learning rates of AdamW and Adam, by network."""
 SEQUENCE_CLIP_NORM = 1.0
-"""Gradients through many steps are small but for a few that are large (Pascanu, Mikolov and Bengio 2013)."""
+"""The clipping norm for sequences, where a few gradients through many steps are very large (Pascanu, Mikolov and
+Bengio 2013)."""
 
 RATES = (
     f"{LEARNING_RATE}, with kv_store=dist_async {LATE_LEARNING_RATE}, with optimizer=lars {LARS_LEARNING_RATE:g}, "
@@ -148,11 +173,11 @@ RATES = (
 
 SEQUENCE_MODELS = tuple(SEQUENCE_LEARNING_RATES)
 TEXTS = ("shakespeare",)
-"""Data sets that are for them alone."""
+"""Data sets for sequence models only."""
 
 
 def usual(model: str, optimizer: str | None, kv_store: str | None) -> dict[str, Any]:
-    """The values of the settings that depend on others, by name; those that were said count for the rest."""
+    """Return the defaults that depend on other settings, by name."""
     is_sequence = model in SEQUENCE_MODELS
     optimizer = optimizer or ("adamw" if is_sequence else "sgd")
     if is_sequence and optimizer in ("adam", "adamw"):
@@ -171,7 +196,7 @@ def usual(model: str, optimizer: str | None, kv_store: str | None) -> dict[str, 
 
 
 AUTO = "auto"
-"""``resume``: go on where there is something to go on from."""
+"""The value of ``resume`` that resumes if there is a checkpoint, and else starts a new run."""
 
 _OF_SEVERAL = ("dist", "dist_sync", "dist_device_sync", "dist_async")
 """The kinds of key-value stores that several ranks can share."""
@@ -179,10 +204,10 @@ _OF_SEVERAL = ("dist", "dist_sync", "dist_device_sync", "dist_async")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that decides a training run; ``None`` means "not said", see each setting.
+    """The settings of a training run, checked on construction; ``None`` stands for the default of each setting.
 
-    Checked when made: a wrong type, an unknown choice or a value out of range raises `ConfigError`, which names the
-    setting, what was got and what is valid.
+    Raises:
+        ConfigError: a setting has a wrong type, an unknown choice or a value out of range, or conflicts with another.
     """
 
     model: str = setting("lenet", "network to train: char_lstm, gpt, lenet, mlp, resnet18, resnet18_cifar")
@@ -221,9 +246,7 @@ class TrainConfig:
     flip: bool = setting(False, "mirror about half of the training images left to right, anew each epoch")
     ranks: int | None = setting(None, "MPI ranks (default: those of the launcher, or 1)", least=1)
     kv_store: str | None = setting(
-        None,
-        "train on a key-value store (default: in buckets, without)",
-        choices=("local", "device", *_OF_SEVERAL),
+        None, "train on a key-value store (default: in buckets, without)", choices=("local", "device", *_OF_SEVERAL)
     )
     work_load: str | None = setting(
         None, "shares of the ranks in a batch, e.g. 3,1; or: measured, anew after each epoch (default: all alike)"
@@ -281,6 +304,7 @@ class TrainConfig:
         None, "save and stop after so many seconds, with exit status 75", least=0.0, above=True
     )
     trace: str | None = setting(None, "write what every rank did when to this file, for ui.perfetto.dev")
+    verbose: bool = setting(False, "print where the time of each epoch went")
 
     def __post_init__(self) -> None:
         for name, value in usual(self.model, self.optimizer, self.kv_store).items():
@@ -295,17 +319,17 @@ class TrainConfig:
                 check_range(field, value)
         self._check_data()
         if self.compression is not None:
-            from ...compression import Compression  # not before: NumPy would be loaded for --help, too
+            from ...compression import Compression  # imported late: --help must not load NumPy
 
             Compression.of(self.compression)
         if self.work_load is not None:
-            from ..load_balance import check_work_load  # not before, as above
+            from ..load_balance import check_work_load  # imported late, as above
 
             check_work_load(self)
-        if self.reproducible:
-            from ...data_parallel.deterministic import VIRTUAL_SHARDS  # other settings are read without the trainers
+        if self.reproducible and self.virtual_shards is None:
+            from ...data_parallel.deterministic import VIRTUAL_SHARDS  # imported late, as above
 
-            object.__setattr__(self, "virtual_shards", self.virtual_shards or VIRTUAL_SHARDS)
+            object.__setattr__(self, "virtual_shards", VIRTUAL_SHARDS)
         for is_broken, name, expected in self._rules():
             if is_broken:
                 raise ConfigError(f"setting {name}", expected=expected, got=_shown(getattr(self, name)))
@@ -314,7 +338,7 @@ class TrainConfig:
                 "setting batch_size",
                 expected=f"at least one sample for each of the {self.ranks} ranks",
                 got=self.batch_size,
-                remedy="batch_size is the global batch: raise it, or lower ranks",
+                remedy="increase batch_size, which is that of the global batch, or use fewer ranks",
             )
 
     def _check_data(self) -> None:
@@ -322,22 +346,22 @@ class TrainConfig:
             (self.data_dir or "").encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                "setting data_dir", expected="a name in UTF-8, as config.toml is", got=repr(self.data_dir),
-                remedy="give it a link of such a name",
+                "setting data_dir", expected="a name in UTF-8, which config.toml requires", got=repr(self.data_dir),
+                remedy="pass a symbolic link with such a name",
             ) from error  # fmt: skip
         if (self.model in SEQUENCE_MODELS) == (self.data in TEXTS):
             return
-        from ...data.catalog import NAMES  # not before, as above
+        from ...data.catalog import NAMES  # imported late, as above
         from ...nn.models import MODELS
 
         if self.model not in MODELS:
-            return  # `create` says what is wrong
+            return  # `create` raises the error
         fitting = TEXTS if self.model in SEQUENCE_MODELS else [name for name in NAMES if name not in TEXTS]
         expected = f"with model={self.model} {' or '.join(fitting)}"
         raise ConfigError("setting data", expected=expected, got=self.data)
 
     def _rules(self) -> Iterator[tuple[bool, str, str]]:
-        """Yield whether each rule about several settings is broken, by which of them, and what that should be."""
+        """Yield for each rule about several settings: whether it is broken, by which setting, and the valid values."""
         yield self.momentum >= 1, "momentum", "a number in [0, 1)"
         yield self.warmup_epochs > self.epochs, "warmup_epochs", f"at most epochs = {self.epochs}"
         yield self.resume is not None and self.overwrite, "overwrite", "false with resume"
@@ -346,9 +370,7 @@ class TrainConfig:
         if self.reproducible:
             yield self.compression is not None, "compression", "none with reproducible"
             yield self.threads != 1, "threads", "1 with reproducible"
-            from ...data_parallel.deterministic import VIRTUAL_SHARDS  # other settings are read without the trainers
-
-            shards, ranks = self.virtual_shards or VIRTUAL_SHARDS, self.ranks or 1
+            shards, ranks = self.virtual_shards or 0, self.ranks or 1
             yield self.batch_size < shards, "batch_size", f"at least one for each of the {shards} virtual shards"
             yield shards < ranks, "virtual_shards", f"at least one for each of the {ranks} ranks"
         else:
@@ -370,35 +392,38 @@ class TrainConfig:
 
     @property
     def for_host(self) -> str | None:
-        """The setting that can be followed on the host alone, if any."""
+        """The setting that only the host supports, if any."""
         if self.reproducible:
             return "reproducible"  # sums on GPUs have no fixed order
         if self.work_load == "measured":
-            return "work_load=measured"  # what a rank's phases take is not what its GPU takes
+            return "work_load=measured"  # the host's times of a rank's phases are not those of its GPU
         return None
 
     def for_world(self, size: int, num_servers: int = 0) -> TrainConfig:
-        """These settings with ``ranks`` and ``servers`` as in the world that runs; an error if they say others."""
-        for name, said, there in (("ranks", self.ranks, size), ("servers", self.servers, num_servers)):
-            if said not in (None, there):
+        """Return the settings with the ``ranks`` and ``servers`` of the running world.
+
+        Raises:
+            ConfigError: the settings have other numbers.
+        """
+        for name, value, actual in (("ranks", self.ranks, size), ("servers", self.servers, num_servers)):
+            if value not in (None, actual):
                 raise ConfigError(
-                    f"setting {name}",
-                    expected=f"{there}, the {name} that the launcher started",
-                    got=said,
+                    f"setting {name}", expected=f"{actual}, the {name} that the launcher started", got=value,
                     remedy=f"leave --{name} out under mpirun or srun",
-                )
+                )  # fmt: skip
         return dataclasses.replace(self, ranks=size, servers=num_servers or None)
 
     def to_toml(self) -> str:
-        """One ``key = value`` line a setting, without those that are None; `load` reads it back."""
-        given = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
-        return "".join(f"{key} = {toml_value(value)}\n" for key, value in given.items())
+        """Return one ``key = value`` line for each setting that is not None; `load` reads them."""
+        values = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        return "".join(f"{key} = {toml_value(value)}\n" for key, value in values.items())
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """What a TOML file of ``key = value`` lines says.
+    """Return the settings of a TOML file of ``key = value`` lines.
 
-    Raises `ConfigError` for a missing or damaged file, or an unknown key (with the valid ones).
+    Raises:
+        ConfigError: the file is missing or damaged, or has an unknown key.
     """
     try:
         settings = files.read_toml(path)
@@ -409,52 +434,51 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     for key, value in settings.items():
         if isinstance(value, dict):
             raise ConfigError(
-                "read the configuration",
-                where=path,
-                expected="settings at the top level, without tables",
+                "read the configuration", where=path, expected="top-level settings without tables",
                 got=f"the table [{key}]",
-            )
+            )  # fmt: skip
         check_name("setting", key, names(), where=path)
     return settings
 
 
 def load(path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> TrainConfig:
-    """The settings of a TOML file (`read_toml`), overridden by ``flags``; defaults for the rest.
+    """Return the settings of a TOML file (`read_toml`), overridden by ``flags``, with defaults for the rest.
 
-    Raises `ConfigError` for what the file has wrong, or a bad value.
+    Raises:
+        ConfigError: the file or a value is invalid.
     """
     return merged({} if path is None else read_toml(path), flags or {}, path)
 
 
 def merged(settings: Mapping[str, Any], flags: Mapping[str, Any], path: str | Path | None) -> TrainConfig:
-    """The ``settings`` that were read from ``path``, overridden by ``flags``; see `load`."""
+    """Return the ``settings`` read from ``path``, overridden by ``flags``; see `load`."""
     for key in flags:
         check_name("setting", key, names())
     try:
         return TrainConfig(**{**settings, **flags})
     except ConfigError as error:
         if settings:
-            TrainConfig(**flags)  # raises by itself where the file is not to blame
+            TrainConfig(**flags)  # raises its own error if the flags are to blame, not the file
             error.where = path
         raise
 
 
 def names() -> list[str]:
-    """The names of all settings, in the order in which they are declared."""
+    """Return the names of all settings in the order of their declaration."""
     return [field.name for field in dataclasses.fields(TrainConfig)]
 
 
 def kind_of(name: str) -> type:
-    """The type of a setting that is not None: int, float, str or bool; of one that may be a word the other."""
+    """Return the type of a setting, int, float, str or bool, ignoring None and words instead of numbers."""
     hint = _hints()[name]
     return typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
 
 
-@functools.cache  # each evaluation is of all settings, and every `TrainConfig` asks for each of them
+@functools.cache  # evaluates the hints of all settings, and every `TrainConfig` needs each of them
 def _hints() -> dict[str, Any]:
     return typing.get_type_hints(TrainConfig)
 
 
 def parse(name: str, text: str | bool) -> Any:
-    """The value of setting ``name`` from a command line; `ConfigError` where ``text`` is of another type."""
+    """Return the value of setting ``name`` from a command line; `ConfigError` if ``text`` has another type."""
     return parsed(TrainConfig.__dataclass_fields__[name], kind_of(name), text)

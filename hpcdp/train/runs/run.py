@@ -1,21 +1,16 @@
-"""What ``hpcdp train`` does on every rank.
-
-A whole training run, from settings to report: what ``hpcdp train`` does on every rank.
-
-Where the ranks of a run compute: on GPUs or on the host, all alike.
-
-What a run's settings name: the data set, the network and the update rule.
-"""
+"""A training run of ``hpcdp train`` on every rank: data, network and optimizer from settings, training, report."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import math
 import os
 import shlex
 import signal
 import socket
+import textwrap
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -52,18 +47,18 @@ from ..metrics import Record, peak_memory_mb
 from ..preemption import StopRequests
 from ..progress import slowest_rank
 from ..trainer import Trainer
-from .config import SEQUENCE_MODELS, TrainConfig, uncollected
+from .config import SEQUENCE_MODELS, TrainConfig, explained, uncollected
 from .run_dir import CHECKPOINTS, RunFolder, drop_empty_run_dir, is_finished, make_run_folder, open_run_folder
 
 _FOR_POOLS = 0.9
-"""Of a GPU's memory, where ranks share it; the rest is for what is not in their pools."""
+"""The fraction of a shared GPU's memory for the pools of its ranks; the rest is for allocations outside of pools."""
 
 
 def choose_device(config: TrainConfig, world: World) -> Device:
-    """Where this rank computes; a GPU becomes this thread's current one. Every rank must call.
+    """Return this rank's device, and make a GPU the current one of this thread; every rank must call.
 
     Raises:
-        ConfigError: GPUs are asked for, and some rank has none; on every rank.
+        ConfigError: the settings ask for GPUs, and some rank has none; on every rank.
     """
     if config.device == "gpu":
         on_every_rank(world.comm, lambda: require_gpu(world.device))
@@ -75,42 +70,42 @@ def choose_device(config: TrainConfig, world: World) -> Device:
 
 
 def _share_memory(world: World) -> None:
-    """Ranks that share a GPU get equal parts of its memory, unless CuPy is told otherwise; every rank must call.
+    """Give ranks that share a GPU equal parts of its memory, unless CuPy has a limit already; every rank must call.
 
-    The pool of each keeps what it has once taken, also when another one needs it, but not beyond its limit.
+    Without a limit, the pool of one rank would keep memory that another rank needs.
     """
-    uuid = next((each.uuid for each in comm_world.visible() if each.index == world.device.index), "")
-    found = {tuple(each) for each in world.comm.allgather_json([uuid, socket.gethostname(), os.getpid()])}
-    sharing = sum(of_other == uuid for of_other, _, _ in found)
+    uuid = next((gpu.uuid for gpu in comm_world.visible() if gpu.index == world.device.index), "")
+    processes = {tuple(process) for process in world.comm.allgather_json([uuid, socket.gethostname(), os.getpid()])}
+    sharing = sum(of_other == uuid for of_other, _, _ in processes)
     if sharing > 1 and not os.environ.get(MEMORY_LIMIT):
         world.device.limit_memory(_FOR_POOLS / sharing)
 
 
 def require_gpu(device: Device) -> None:
-    """Raises `ConfigError` unless ``device`` is a GPU, which it is where there are one and CuPy."""
+    """Raise `ConfigError` unless ``device`` is a GPU, which needs a GPU and CuPy."""
     if device.kind != "gpu":
-        there, remedy = "no GPU that CUDA's driver shows", "a machine with a GPU, or device=cpu"
+        got, remedy = "no GPU visible to CUDA's driver", "use a machine with a GPU, or --device cpu"
         if comm_world.visible():
-            there, remedy = "no CuPy", "pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]', or device=cpu"
-        raise ConfigError("setting device", expected="a GPU for each rank, and CuPy", got=there, remedy=remedy)
+            got, remedy = "no CuPy", "pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]', or use --device cpu"
+        raise ConfigError("setting device", expected="a GPU for each rank, and CuPy", got=got, remedy=remedy)
 
 
 def described(device: Device, world: World) -> str | None:
-    """The GPUs of all ranks in words, None where they compute on the host; every rank must call."""
+    """Describe the GPUs of all ranks; None for ranks on the host. Every rank must call."""
     if device.kind == "cpu":
         return None
-    own = next(each for each in comm_world.visible() if each.index == device.index)
-    found = world.comm.allgather_json([world.node, own.uuid, own.name])
-    number = Counter(name for _, _, name in {tuple(each) for each in found})
+    own = next(gpu for gpu in comm_world.visible() if gpu.index == device.index)
+    gpus = world.comm.allgather_json([world.node, own.uuid, own.name])
+    number = Counter(name for _, _, name in {tuple(gpu) for gpu in gpus})
     return ", ".join(f"{count} x {name}" for name, count in sorted(number.items()))
 
 
 _IMAGE_SIZE = {"digits": 28}
-"""Data sets that are enlarged: the digits have 8x8 pixels, and LeNet's layers want 28x28."""
+"""Image sizes of enlarged data sets: the digits have 8x8 pixels, LeNet needs 28x28."""
 
 
 def datasets(config: TrainConfig) -> tuple[data.Dataset, data.Dataset]:
-    """The training and the test set; this rank alone. Raises ConfigError or DataError."""
+    """Return the training and the test set, without communication. Raises ConfigError or DataError."""
     train_set, test_set = (
         data.load(config.data, split=split, root=config.data_dir, image_size=_IMAGE_SIZE.get(config.data))
         for split in ("train", "test")
@@ -119,7 +114,7 @@ def datasets(config: TrainConfig) -> tuple[data.Dataset, data.Dataset]:
 
 
 def augmentation(config: TrainConfig, dataset: data.Dataset) -> data.Augmentation | None:
-    """The random changes of training samples like those of ``dataset``, if any. Raises ConfigError."""
+    """Return the augmentation for the training samples of ``dataset``, if any. Raises ConfigError."""
     changes: list[data.RandomCrop | data.RandomFlip] = []
     if config.shift:
         changes.append(data.RandomCrop(padding=config.shift))
@@ -129,16 +124,16 @@ def augmentation(config: TrainConfig, dataset: data.Dataset) -> data.Augmentatio
         return None
     if len(dataset.sample_shape) != 3:
         raise ConfigError(
-            f"setting {'shift' if config.shift else 'flip'}", expected="data of images (channels, height, width)",
+            f"setting {'shift' if config.shift else 'flip'}", expected="images (channels, height, width)",
             got=f"samples of shape {tuple(dataset.sample_shape)} in {config.data}",
         )  # fmt: skip
     augment, no_samples = data.Augmentation(*changes, seed=config.seed), np.empty(0, np.int64)
-    augment(dataset[no_samples][0], no_samples, epoch=0)  # raises where they are too small
+    augment(dataset[no_samples][0], no_samples, epoch=0)  # raises if images are too small
     return augment
 
 
 def network(config: TrainConfig, dataset: data.Dataset, device: Device | None = None) -> nn.Module:
-    """The network for samples like those of ``dataset``, the same on every rank, on ``device``. Raises ConfigError."""
+    """Return the network for the samples of ``dataset``, the same on every rank, on ``device``. Raises ConfigError."""
     net = models.create(
         config.model, input_shape=dataset.sample_shape, num_classes=dataset.num_classes, seed=config.seed
     )
@@ -148,18 +143,20 @@ def network(config: TrainConfig, dataset: data.Dataset, device: Device | None = 
 
 
 def optimizer(config: TrainConfig, steps: int, updates: int = 1) -> optim.Optimizer:
-    """The update rule; its learning rate follows the schedule over epochs of ``steps`` steps.
+    """Return the optimizer with its learning rate schedule.
 
     Args:
-        updates: into how many the update of a global batch falls, each by the gradient of its samples over the count of
-            all. Together they decay weights as one does, and go as far where the rule does not see a gradient's length.
+        config: the settings.
+        steps: steps of an epoch.
+        updates: the number of updates per global batch, each with a part of the batch's gradient. Weight decay, and
+            the rates of rules that normalize the gradient, are divided by it, so that a batch has the same effect.
     """
     base, decay = float(config.lr or 0), config.weight_decay
     if config.lr_batch_size is not None:
         base = optim.linear_scaling(base, config.batch_size, config.lr_batch_size)
     if config.optimizer != "sgd":
         base /= updates
-    if config.optimizer != "adamw":  # whose decay is times the rate
+    if config.optimizer != "adamw":  # AdamW multiplies its decay by the rate, which is already divided
         decay /= updates
     lr: float | optim.Schedule = base
     if config.schedule == "cosine":
@@ -173,9 +170,9 @@ def optimizer(config: TrainConfig, steps: int, updates: int = 1) -> optim.Optimi
 
 
 def check(config: TrainConfig) -> None:
-    """Makes the data sets, their augmentation and the network, for what they say: better by one process than by all.
+    """Check the settings by creating data sets, augmentation and network, before any rank starts.
 
-    Looks for a GPU, where one is asked for, and tries out the name of the trace, too.
+    Also checks for a GPU, if the settings ask for one, and the path of the trace.
     """
     if config.device == "gpu":
         require_gpu(device_of(0))
@@ -190,27 +187,25 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
     """Train and evaluate as ``config`` says; every rank must call, with the same settings.
 
     Args:
-        config: the settings; ``resume`` is None or the folder of a run, see `resume.settled`.
-        stop: asks for an early end, after which the result has ``stopped``; None: only ``time_limit_s`` does.
+        config: the settings; ``resume`` is None or the folder of a run, see `run_dir.settled`.
+        stop: the requests for an early stop; None: only ``time_limit_s``.
 
-    Rank 0 shows the progress, owns the run folder and prints the report. A wrong setting, missing data or a run folder
-    that cannot be used is the same error on every rank. SIGINT ends the run with KeyboardInterrupt and SIGTERM with
-    `Terminated`; what was measured until then stays in the run folder.
+    Rank 0 prints the progress, writes the run folder and prints the report. An invalid setting, missing data or an
+    unusable run folder raises the same error on every rank. SIGINT ends the run with KeyboardInterrupt, SIGTERM with
+    `Terminated`; the metrics until then stay in the run folder.
 
     Returns:
-        ``stopped``: whether the run ended early, with a checkpoint, and then nothing else but ``run_dir`` and
-        ``records``, as where a resumed run was at its end already, whose folder is then left as it is. Else the numbers
-        of the report, alike on every rank: ``test_accuracy``, ``test_loss``, ``perplexity`` (None but of text),
-        ``samples_per_s`` (training, all ranks), ``seconds`` (training), ``comm_s`` and ``comm_exposed_s`` (mean over
-        ranks), ``comm_hidden`` (share of ``comm_s`` hidden behind computation, None with one rank and on a store),
-        ``compute_s`` and ``data_s`` (mean over ranks), ``critical_path_s``, ``peak_memory_mb`` (largest rank),
-        ``nbytes`` (`Trainer.nbytes` of this rank), ``ranks``, ``compression`` (a line about what it saved, None
-        without), ``gpus`` (a line about them, None on the host), ``store`` (names and texts of lines about it),
-        ``run_dir``, ``trace`` (a line about the file, None without one) and ``records`` (one for each epoch of this
-        start, see `fit`).
+        ``stopped`` (whether the run stopped early, with a checkpoint), ``run_dir`` and ``records`` (one for each epoch
+        of this start, see `fit`). A run that stopped early, or was already complete, has only these. Other runs have
+        the numbers of the report, the same on every rank: ``test_accuracy``, ``test_loss``, ``perplexity`` (text only,
+        else None), ``samples_per_s`` (training, all ranks), ``seconds`` (training), ``comm_s`` and ``comm_exposed_s``
+        (mean over ranks), ``comm_hidden`` (fraction of ``comm_s`` hidden behind computation; None with one rank or a
+        store), ``compute_s`` and ``data_s`` (mean over ranks), ``critical_path_s``, ``peak_memory_mb`` (largest rank),
+        ``nbytes`` (`Trainer.nbytes` of this rank) and ``ranks``; and texts, or None: ``compression`` (its savings),
+        ``gpus``, ``store`` (labels and texts) and ``trace``.
 
     Raises:
-        SaveError: on every rank, after the report, where the run folder or the trace is not complete.
+        SaveError: on every rank, after the report, if the run folder or the trace is incomplete.
     """
     world = init()
     config = config.for_world(world.size, 0 if world.whole is None else world.whole.num_servers)
@@ -220,19 +215,17 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
         return {"stopped": False, "run_dir": config.run_dir, "records": []}
     if stop is None:
         stop = StopRequests(config.time_limit_s)
-    with (
-        _interruptible(stop),
-        threadpool_limits(config.threads, user_api="blas"),
-        contextlib.ExitStack() as start,
-    ):
+    with _interruptible(stop), threadpool_limits(config.threads, user_api="blas"), contextlib.ExitStack() as start:
         start.enter_context(uncollected())
-        train_set, test_set = on_every_rank(world.comm, lambda: datasets(config))
-        device = choose_device(config, world)
-        net = on_every_rank(world.comm, lambda: network(config, train_set, device))
+        with explained("loading the data and the network", world.rank == 0):
+            train_set, test_set = on_every_rank(world.comm, lambda: datasets(config))
+            device = choose_device(config, world)
+            net = on_every_rank(world.comm, lambda: network(config, train_set, device))
         with contextlib.ExitStack() as stack:
             recording = None if config.trace is None else stack.enter_context(traced(config.trace, world))
-            _load_kernels(config, train_set, world, device)
-            trainer = make_trainer(config, net, train_set, world)
+            with explained("loading kernels", world.rank == 0):
+                _load_kernels(config, train_set, world, device)
+                trainer = make_trainer(config, net, train_set, world)  # waits for the other ranks
             together = trainer.steps_together
             loader = on_every_rank(world.comm, lambda: make_loader(config, train_set, world, together, device))
             hybridize = device.kind == "gpu" if config.hybridize is None else config.hybridize
@@ -251,11 +244,11 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
                 callbacks.append(stopping)
             if folder is not None:
                 stack.enter_context(folder)
-                callbacks += [ShowProgress(), KeepMetrics(folder)]
+                callbacks += [ShowProgress(config.verbose), KeepMetrics(folder)]
                 if config.resume is not None:
                     print(f"going on in {config.run_dir}", flush=True)
             start.close()
-            stack.enter_context(np.errstate(all="ignore"))  # of a run that diverges the losses tell
+            stack.enter_context(np.errstate(all="ignore"))  # the losses show that a run diverges
             records = fit(
                 net,
                 trainer,
@@ -271,36 +264,36 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
     if checkpoints.stopped is None and records:
         result |= _result(config, records, trainer, world)
         result["gpus"] = described(device, world)
-        result["trace"] = None if recording is None else _told(recording)
+        result["trace"] = None if recording is None else _trace_text(recording)
     if folder is not None:
         if stopping and stopping.stop_training:
             last = records[-1]["epoch"]
             best = "never a number" if stopping.best is None else f"lowest after epoch {last - stopping.waited}"
             print(f"early stopping after epoch {last}: test loss was {best}")
-        print(_last_words(result, checkpoints, folder), flush=True)
+        print(_closing_lines(result, checkpoints, folder), flush=True)
     if checkpoints.stopped is None:
         on_rank_0(world.comm, lambda: _require_complete(folder, recording))
     return result
 
 
 def _require_complete(*written: RunFolder | Recording | None) -> None:
-    """Raise `SaveError` where a file of a run that has ended is not complete."""
-    for each in written:
-        if each is not None and each.failure is not None:
+    """Raise `SaveError` if a file of a completed run is incomplete."""
+    for output in written:
+        if output is not None and output.failure is not None:
             raise SaveError(
-                "write what the run has measured", where=each.path, got=each.failure.strerror,
-                remedy="make room there, or make it writable",
+                "write the results of the run", where=output.path, got=output.failure.strerror,
+                remedy="free disk space there, or make it writable",
             )  # fmt: skip
 
 
-def _last_words(result: dict[str, Any], checkpoints: Checkpoints, folder: RunFolder) -> str:
+def _closing_lines(result: dict[str, Any], checkpoints: Checkpoints, folder: RunFolder) -> str:
     run_dir, stopped = result["run_dir"], checkpoints.stopped
     if stopped is not None:
         return (
             f"stopped early after step {stopped.position.total} ({stopped.reason}): a checkpoint is in "
             f"{run_dir}/{CHECKPOINTS}\ngo on with     hpcdp train --resume {shlex.quote(str(run_dir))}"
         )
-    if not result["records"]:  # its newest checkpoint is damaged, and that of the step before went far enough
+    if not result["records"]:  # the newest checkpoint is damaged, and the one before has enough epochs
         return _at_its_end(run_dir)
     return report(result, folder.failure)
 
@@ -311,7 +304,7 @@ def _at_its_end(run_dir: str | None) -> str:
 
 @contextlib.contextmanager
 def make_checkpoints(config: TrainConfig, world: World, stop: StopRequests) -> Iterator[Checkpoints]:
-    """When the run is saved, and whether it goes on; every rank must call. No other job may save there from here on."""
+    """Create the checkpoints of the run, and lock their folder against other jobs; every rank must call."""
     with Manager(
         Path(str(config.run_dir)) / CHECKPOINTS, world, keep=config.keep, keep_every=config.keep_every
     ) as manager:
@@ -326,9 +319,9 @@ def make_checkpoints(config: TrainConfig, world: World, stop: StopRequests) -> I
 
 
 def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World, device: Device) -> None:
-    """Have the kernels compiled or loaded before the clock runs, by a step of a network that is thrown away."""
+    """Compile or load the kernels before training is timed, by a step of a temporary network."""
     net = network(config, train_set, device)
-    x, y = (device.put(each) for each in train_set[np.arange(min(2, len(train_set)))])
+    x, y = (device.put(array) for array in train_set[np.arange(min(2, len(train_set)))])
     with record():
         losses = softmax_cross_entropy(net(x), y)
     losses.backward()
@@ -336,15 +329,17 @@ def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World, de
     rule = optimizer(config, steps=1)
     rule.update(flat, gradient, rule.init_state(flat), step=1)
     allreduce(np.zeros(1), world=world)
-    if world.size > 1 and device.kind == "cpu" and rule.update_is_its_kernel:
-        name, coefficients = rule.kernel(1, 1.0)
-        arrays = rule.arrays_of(rule.init_state(flat))
-        rules = kernels.load("update").REDUCING_RULES
-        rules[name](np.zeros((1, 1), np.float32), 0, 1, flat, *arrays, coefficients)
+    if world.size > 1 and device.kind == "cpu":
+        nothing, reducing = np.zeros((1, 1), np.float32), kernels.load("reduce")
+        reducing.combine_into(nothing, 0, 0, 0, reducing.SUM)
+        if rule.update_is_its_kernel:
+            name, coefficients = rule.kernel(1, 1.0)
+            arrays = rule.arrays_of(rule.init_state(flat))
+            kernels.load("update").REDUCING_RULES[name](nothing, 0, 1, flat, *arrays, coefficients)
 
 
 def make_trainer(config: TrainConfig, net: Module, train_set: data.Dataset, world: World) -> BaseTrainer:
-    """What updates ``net`` as ``config`` says; every rank must call."""
+    """Create the trainer of ``net``; every rank must call."""
     if config.kv_store is None:
         return Trainer(
             net.parameters(),
@@ -373,7 +368,7 @@ def make_trainer(config: TrainConfig, net: Module, train_set: data.Dataset, worl
 def make_loader(
     config: TrainConfig, train_set: data.Dataset, world: World, together: bool, device: Device | None = None
 ) -> data.DataLoader:
-    """Batches of this rank: pieces of global ones, or, where ranks do not step ``together``, such as nobody has.
+    """Create the loader of this rank: parts of global batches, or shared batches if ranks do not step ``together``.
 
     Every rank must call.
     """
@@ -381,8 +376,7 @@ def make_loader(
     count, prefetch = len(train_set), 2
     sampler: data.ShardedSampler | data.VirtualShardSampler | data.SharedSampler
     if not together:
-        # What is read ahead no other rank can take: one batch, and a slow rank keeps the others waiting for no more.
-        prefetch = 1
+        prefetch = 1  # no other rank can take a prefetched batch, so a slow rank delays the others by one at most
         sampler = data.SharedSampler(count, config.batch_size // world.size, SharedCount(world), seed=config.seed)
     elif config.virtual_shards is None:
         shares = parse_work_load(config.work_load, world.size)
@@ -394,9 +388,9 @@ def make_loader(
 
 @contextlib.contextmanager
 def _interruptible(stop: StopRequests) -> Iterator[None]:
-    """Let SIGTERM, which mpirun sends after Ctrl-C, unwind the run as Ctrl-C does, so that its folder is finished.
+    """Let SIGTERM, which mpirun sends after Ctrl-C, unwind the run like Ctrl-C, so that its folder is completed.
 
-    Unless ``stop`` has taken it.
+    Does nothing if ``stop`` handles SIGTERM.
     """
     if threading.current_thread() is not threading.main_thread() or stop.takes(signal.SIGTERM):
         yield
@@ -431,14 +425,14 @@ def _result(config: TrainConfig, records: list[Record], trainer: BaseTrainer, wo
         "nbytes": trainer.nbytes,
         "ranks": world.size,
         "compression": saved_by_compression(trainer),
-        "store": _told_of_store(trainer, records[-1]),
+        "store": _store_lines(trainer, records[-1]),
         "run_dir": config.run_dir,
         "records": records,
     }
 
 
 def saved_by_compression(trainer: BaseTrainer) -> str | None:
-    """What nodes send less by compression, in words, None where nothing is compressed; every rank must call."""
+    """Describe the bytes that compression saves between nodes; None without compression. Every rank must call."""
     if trainer.compression is None or not isinstance(trainer, BucketTrainer):
         return None
     coder, world = trainer.reducer.coder, trainer.world
@@ -451,8 +445,8 @@ def saved_by_compression(trainer: BaseTrainer) -> str | None:
     return f"{name}, {sent / 1e6:.2f} of {plain / 1e6:.2f} MB a step and node; pays below {rate:.0f} Gbit/s"
 
 
-def _told_of_store(trainer: BaseTrainer, last: Record) -> list[tuple[str, str]]:
-    """Which store it was and what its pushes have met, as lines of the report; none without one."""
+def _store_lines(trainer: BaseTrainer, last: Record) -> list[tuple[str, str]]:
+    """Return the lines of the report about the key-value store, if any, and the staleness of its pushes."""
     if not isinstance(trainer, StoreTrainer):
         return []
     who = "the store" if trainer.update_on_kvstore else "every rank"
@@ -464,8 +458,31 @@ def _told_of_store(trainer: BaseTrainer, last: Record) -> list[tuple[str, str]]:
     return lines
 
 
+_LABEL, _COLUMNS = 15, 80
+
+
+def _line(label: str, value: str) -> str:
+    """Format a line of the report, wrapped to 80 columns; names and paths are never broken."""
+    return textwrap.fill(
+        value, _COLUMNS, initial_indent=f"{label:<{_LABEL}}", subsequent_indent=" " * _LABEL,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _command(label: str, *arguments: str) -> str:
+    """Format a shell command, continued on further lines by backslashes where it exceeds 80 columns."""
+    lines = [f"{label:<{_LABEL}}{arguments[0]}"]
+    for argument in arguments[1:]:
+        if len(lines[-1]) + len(argument) + 3 <= _COLUMNS:
+            lines[-1] += f" {argument}"
+        else:
+            lines[-1] += " \\"
+            lines.append(" " * (_LABEL + 2) + argument)
+    return "\n".join(lines)
+
+
 def report(result: dict[str, Any], failure: OSError | None = None) -> str:
-    """The lines that end a run: what came out, how fast, where it is, what to look at next."""
+    """Return the report of a run: results, speed, files, and commands to continue with, in 80 columns."""
     ranks = "1 rank" if result["ranks"] == 1 else f"{result['ranks']} ranks"
     share = result["comm_s"] / result["seconds"]
     if result["ranks"] == 1:
@@ -477,8 +494,7 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
             f"{result['comm_hidden']:.0%} hidden; {result['comm_s']:.2f} s a rank, {result['comm_exposed_s']:.2f} "
             f"exposed; {share:.1%} of the time"
         )
-    folder = result["run_dir"]
-    quoted = shlex.quote(str(folder))
+    folder, quoted = result["run_dir"], shlex.quote(str(result["run_dir"]))
     lines = [
         *_diverged(result["records"]),
         ("test accuracy", f"{result['test_accuracy']:.4f}"),
@@ -493,32 +509,36 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
         ("held per rank", ", ".join(f"{name} {count / 1e6:,.2f} MB" for name, count in result["nbytes"].items())),
         ("run folder", f"{folder}" if failure is None else f"{folder}, not complete: {failure.strerror}"),
         *([] if result["trace"] is None else [("trace", result["trace"])]),
-        ("look at", f"{folder}/curves.png, or: tensorboard --logdir {quoted}" if failure is None else folder),
-        ("export", f"hpcdp checkpoint export {quoted} network.npz --name network"),
-        ("run it again", f"hpcdp train --config {shlex.quote(f'{folder}/config.toml')}"),
+        *([("look at", f"{folder}/curves.png")] if failure is None else []),
     ]
-    return "\n".join(f"{name:<14} {value}" for name, value in lines)
+    commands = [
+        ("export", "hpcdp checkpoint export", quoted, "network.npz", "--name network"),
+        ("run it again", "hpcdp train", f"--config {shlex.quote(f'{folder}/config.toml')}"),
+    ]
+    if failure is None and importlib.util.find_spec("tensorboard") is not None:
+        commands.insert(0, ("TensorBoard", "tensorboard", f"--logdir {quoted}"))
+    return "\n".join([_line(*line) for line in lines] + [_command(*command) for command in commands])
 
 
 def _diverged(records: list[Record]) -> list[tuple[str, str]]:
-    wrong = [each["epoch"] for each in records if not math.isfinite(each["loss"] + each["test_loss"])]
+    wrong = [record["epoch"] for record in records if not math.isfinite(record["loss"] + record["test_loss"])]
     return [("loss", f"not finite since epoch {wrong[0]}: try a smaller --lr, or --clip-norm")] if wrong else []
 
 
 def _times(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Where the time went, how short it could have been, and which ranks the others have waited for."""
+    """Return the lines of the report about time per rank, critical path and slow ranks."""
     records = result["records"]
     seconds, path_s = result["seconds"], result["critical_path_s"]
     exposed_s = result["comm_exposed_s"] if result["ranks"] > 1 else 0.0
     other_s = max(0.0, seconds - result["compute_s"] - exposed_s - result["data_s"])
-    through, _ = Counter(record["critical_path"] for record in records).most_common(1)[0]
+    path, _ = Counter(record["critical_path"] for record in records).most_common(1)[0]
     lines = [
         (
             "time per rank",
             f"compute {result['compute_s']:.2f} s, exposed communication {exposed_s:.2f}, "
             f"data {result['data_s']:.2f}, rest {other_s:.2f}",
         ),
-        ("critical path", f"{path_s:.2f} s, {path_s / seconds:.0%} of the time: {through}"),
+        ("critical path", f"{path_s:.2f} s, {path_s / seconds:.0%} of the time: {path}"),
     ]
     if slowest := slowest_rank(records):
         lines.append(("slowest rank", slowest))
@@ -529,7 +549,7 @@ def _times(result: dict[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _told(recording: Recording) -> str:
+def _trace_text(recording: Recording) -> str:
     if recording.failure is not None:
         return f"not written: {recording.failure.strerror}"
     dropped = f", {recording.num_dropped:,} more dropped" if recording.num_dropped else ""

@@ -1,13 +1,6 @@
-"""The folder of a run, and how a run goes on from it.
+"""The folder of a run: its creation, its files, and the resumption of a run from it.
 
-Which folder a run has, and what may be removed from one.
-
-A job takes the lock of the folder's checkpoints before it writes anything else there, so a folder with nothing but that
-counts as empty.
-
-The folder that a run leaves behind: who makes it, what lies in it, and what goes wrong with it.
-
-Which run ``--resume`` goes on with, and under which settings.
+A job locks the folder's checkpoints before it writes anything else there, so a folder with only a lock counts as empty.
 """
 
 from __future__ import annotations
@@ -35,21 +28,24 @@ RUN_FILES = (
     "config.toml", "metrics.jsonl", "events.out.tfevents.*", "*.png", "*.png.part", "config.toml.part",
     "metrics.jsonl.part",
 )  # fmt: skip
-"""What a run leaves, or one that was killed while it wrote that, in its folder, and so all that ``overwrite`` may
-remove from one, with `CHECKPOINTS`."""
+"""The files of a complete or killed run. ``overwrite`` removes only these and `CHECKPOINTS`."""
 
 RUNS = "runs"
-"""Where new run folders are made."""
+"""The folder of new run folders."""
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run folder."""
 
 
 def reserve_run_dir(config: TrainConfig) -> TrainConfig:
-    """``config`` with a ``run_dir`` that exists and is empty; called by one process of the job.
+    """Return ``config`` with a ``run_dir`` that exists and is empty; one process of the job calls it.
 
-    Without a ``run_dir`` it is a new ``runs/MODEL-DATA-NNN``. One with results in it is refused, or with ``overwrite``
-    emptied of `RUN_FILES`; nothing else is ever removed. One that another job has is a `DataError`, which names it.
+    Without a ``run_dir`` it creates ``runs/MODEL-DATA-NNN``. With ``overwrite`` it removes `RUN_FILES` and checkpoints
+    from the folder, and nothing else.
+
+    Raises:
+        ConfigError: the folder has results, or cannot be created.
+        DataError: another job uses the folder.
     """
     if config.run_dir is None:
         return dataclasses.replace(config, run_dir=str(_new_run_dir(f"{config.model}-{config.data}")))
@@ -57,7 +53,7 @@ def reserve_run_dir(config: TrainConfig) -> TrainConfig:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not _is_empty(folder):
-            _require_free(folder)
+            directory.require_free(folder / CHECKPOINTS)
             _clear_run_dir(folder, config.overwrite)
     except OSError as error:
         raise _cannot_make(folder, error) from error
@@ -65,7 +61,7 @@ def reserve_run_dir(config: TrainConfig) -> TrainConfig:
 
 
 def drop_empty_run_dir(config: TrainConfig) -> None:
-    """Removes the reserved run folder of a job that ended before it wrote anything, unless another one has it now."""
+    """Remove the reserved run folder of a job that ended before it wrote anything, unless another job uses it."""
     folder = Path(str(config.run_dir))
     with contextlib.suppress(OSError, DataError):
         if _is_empty(folder):
@@ -74,19 +70,11 @@ def drop_empty_run_dir(config: TrainConfig) -> None:
             folder.rmdir()
 
 
-def _require_free(folder: Path) -> None:
-    from ...checkpoint.directory import require_free  # not before, as in `_is_empty`
-
-    require_free(folder / CHECKPOINTS)
-
-
 def _is_empty(folder: Path) -> bool:
-    from ...checkpoint.directory import NAME  # not before: NumPy would be loaded for --help, too
-
     checkpoints = folder / CHECKPOINTS
     inner = {path.name for path in checkpoints.iterdir()} if checkpoints.is_dir() else set()  # it may be a link
-    found = {path.name for path in folder.iterdir()}
-    return found <= {CHECKPOINTS} and inner <= {NAME} and not checkpoints.is_file()
+    names = {path.name for path in folder.iterdir()}
+    return names <= {CHECKPOINTS} and inner <= {directory.NAME} and not checkpoints.is_file()
 
 
 def _new_run_dir(stem: str) -> Path:
@@ -108,30 +96,26 @@ def _new_run_dir(stem: str) -> Path:
 
 
 def _cannot_make(folder: Path, error: OSError) -> ConfigError:
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     return ConfigError(
-        "make the run folder",
-        where=folder,
-        got=f"{reason(error)}: {os.path.abspath(there)}",
-        remedy="choose another with --run-dir",
-    )
+        "make the run folder", where=folder, got=f"{reason(error)}: {os.path.abspath(existing)}",
+        remedy="choose another folder with --run-dir",
+    )  # fmt: skip
 
 
 def drop_run_files(folder: Path) -> None:
-    """Removes `RUN_FILES` from ``folder``; nothing else."""
+    """Remove `RUN_FILES` from ``folder``."""
     for pattern in RUN_FILES:
         for path in folder.glob(pattern):
             path.unlink()
 
 
 def _drop_checkpoints(folder: Path) -> None:
-    from ...checkpoint.directory import NAME, WriterLock, remove
-
-    lock = WriterLock(folder)
+    lock = directory.WriterLock(folder)
     try:
         for path in folder.glob("step-*"):
-            remove(path)
-        (folder / NAME).unlink()
+            directory.remove(path)
+        (folder / directory.NAME).unlink()
     finally:
         lock.release()
     with contextlib.suppress(OSError):
@@ -145,30 +129,26 @@ def _clear_run_dir(folder: Path, overwrite: bool) -> None:
         )
     if not (folder / "config.toml").is_file():
         raise ConfigError(
-            "overwrite the run folder",
-            where=folder,
-            expected="the config.toml of an earlier run in it",
+            "overwrite the run folder", where=folder, expected="the config.toml of an earlier run in it",
             remedy="choose another --run-dir",
-        )
+        )  # fmt: skip
     if (folder / CHECKPOINTS).is_dir():
         _drop_checkpoints(folder / CHECKPOINTS)
     drop_run_files(folder)
 
 
 _OF_ONE_START: dict[str, Any] = {
-    "run_dir": None,
-    "resume": None,
-    "trace": None,
-    "time_limit_s": None,
-    "overwrite": False,
-}
+    "run_dir": None, "resume": None, "trace": None, "time_limit_s": None, "overwrite": False, "verbose": False,
+}  # fmt: skip
+"""Settings of a single start, which ``config.toml`` does not keep, and their defaults."""
 
 
 def make_run_folder(config: TrainConfig, world: World) -> TrainConfig:
-    """Make the run folder, which stays empty, unless the run goes on in one; every rank must call.
+    """Create the empty run folder of a new run, and return the settings with its name; every rank must call.
 
-    Returns the settings with the folder's name, alike on all ranks. A folder that holds another run, or cannot be made,
-    is the same `ConfigError` on every rank; one in which another job saves, `DataError`.
+    Raises:
+        ConfigError: the folder has another run, or cannot be created; on every rank.
+        DataError: another job saves in the folder; on every rank.
     """
     if config.resume is not None:
         return config
@@ -176,10 +156,12 @@ def make_run_folder(config: TrainConfig, world: World) -> TrainConfig:
 
 
 def open_run_folder(config: TrainConfig, world: World) -> RunFolder | None:
-    """The files of the run folder, on rank 0; None elsewhere. Every rank must call.
+    """Open the files of the run folder on rank 0, and return None elsewhere; every rank must call.
 
-    Nothing but the lock of the checkpoints, which is this job's by now, says that no other job writes them. A folder
-    that cannot be written is the same `ConfigError` on every rank.
+    The job must hold the lock of the checkpoints, which alone keeps other jobs from writing the files.
+
+    Raises:
+        ConfigError: the folder cannot be written; on every rank.
     """
     folder: RunFolder | None = None
 
@@ -192,12 +174,14 @@ def open_run_folder(config: TrainConfig, world: World) -> RunFolder | None:
 
 
 def draw_run(folder: Path, config: TrainConfig | None = None) -> None:
-    """Draw ``curves.png`` from the other files of a run folder; nothing where there are no numbers yet.
-
-    Of a run that was killed too. Raises OSError where a file cannot be read or written.
+    """Draw ``curves.png`` from the other files of a run folder, also of a killed run; nothing without records.
 
     Args:
-        config: the settings of the run; None: those in its folder, which may have become others.
+        folder: the run folder.
+        config: the settings of the run; None: those in its folder, which may have changed.
+
+    Raises:
+        OSError: a file cannot be read or written.
     """
     records = read_metrics(folder / "metrics.jsonl")
     if not records:
@@ -209,18 +193,20 @@ def draw_run(folder: Path, config: TrainConfig | None = None) -> None:
 
 
 class RunFolder:
-    """One run's files: ``config.toml``, ``metrics.jsonl``, TensorBoard events and, when closed, ``curves.png``.
+    """The files of one run: ``config.toml``, ``metrics.jsonl``, TensorBoard events and, when closed, ``curves.png``.
 
-    ``config.toml`` leaves out what is said for one start alone, such as ``run_dir`` and ``trace``, so that a run
-    repeated from it gets a folder of its own and touches no file outside of it. A resumed run goes on in the files of
-    its first start.
+    ``config.toml`` omits the settings of a single start, such as ``run_dir`` and ``trace``, so a run repeated from it
+    gets its own folder and writes no file outside of it. A resumed run continues the files of its first start.
+
+    Raises:
+        ConfigError: the folder cannot be written.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         self.path = Path(str(config.run_dir))
         self._config = config
         self.failure: OSError | None = None
-        """Why the folder is not complete, or None."""
+        """The error that left the folder incomplete, or None."""
         try:
             settings = dataclasses.replace(config, **_OF_ONE_START).to_toml()
             if config.resume is None:
@@ -232,22 +218,21 @@ class RunFolder:
             self._log = MetricsLog(self.path, append=config.resume is not None)
         except OSError as error:
             if config.resume is None:
-                with contextlib.suppress(OSError):  # half a config.toml would keep the folder from being used again
+                with contextlib.suppress(OSError):  # a partial config.toml would keep later runs from the folder
                     drop_run_files(self.path)
             raise ConfigError(
                 "write the run folder", where=self.path, got=error.strerror, remedy="choose another --run-dir"
             ) from error
 
     def go_on(self, epochs: int, steps: int) -> None:
-        """Drop the records of what comes after ``epochs`` whole epochs and ``steps`` steps; a failure is kept in
-        `failure`."""
+        """Drop the records after a checkpoint, see `MetricsLog.go_on`; an error is kept in `failure`."""
         try:
             self._log.go_on(epochs, steps)
         except (OSError, *_DAMAGE) as error:
-            self.failure = _told(error)
+            self.failure = _as_os_error(error)
 
     def write(self, record: Record) -> None:
-        """Log ``record`` at once; a failure is kept in `failure` and does not raise."""
+        """Log ``record`` at once; an error is kept in `failure` and not raised."""
         self._log.write(record)
         self.failure = self.failure or self._log.failure
 
@@ -262,41 +247,41 @@ class RunFolder:
             with uncollected():
                 draw_run(self.path, self._config)
         except (OSError, *_DAMAGE) as failure:
-            self.failure = self.failure or _told(failure)
+            self.failure = self.failure or _as_os_error(failure)
 
 
 _DAMAGE = (ValueError, LookupError, TypeError, RecursionError)
-"""What reading numbers raises that no run has written."""
+"""Exceptions from reading a damaged ``metrics.jsonl``."""
 
 
-def _told(error: BaseException) -> OSError:
+def _as_os_error(error: BaseException) -> OSError:
     return error if isinstance(error, OSError) else OSError(0, f"metrics.jsonl is damaged: {error}")
 
 
 _MAY_DIFFER = (
     "ranks", "servers", "work_load", "owner", "device", "hybridize", "threads", "eval_batch_size", "data_dir",
     "run_dir", "overwrite", "resume", "trace", "checkpoint_every", "keep", "keep_every", "time_limit_s",
-    "early_stopping",
+    "early_stopping", "verbose",
 )  # fmt: skip
-"""Settings that may be others when a run goes on: they decide how fast it is, what it leaves, and after which epoch it
-ends, not what it computes, but for rounding. So may ``epochs``, unless the learning rate follows them."""
+"""Settings that may change when a run resumes. They affect its speed, its files and its last epoch, and its results
+only by rounding. ``epochs`` may change too, unless the learning rate depends on it."""
 
 
 def settled(said: Mapping[str, Any], launched: bool) -> TrainConfig:
-    """The settings of a run for which ``resume`` was said; one process of the job calls it.
+    """Return the settings of a run with ``resume``; one process of the job calls it.
 
-    Where there is a checkpoint to go on from, ``resume`` and ``run_dir`` are its run's folder, and what was not said is
-    as it was. Without a ``run_dir`` that is the newest run in `RUNS` that is not at its end and has these settings.
-    Else ``resume`` is None, and the run starts anew: in ``run_dir``, over what a start without a checkpoint has left
-    there, or in a new folder.
+    If there is a checkpoint to resume from, ``resume`` and ``run_dir`` are its run's folder, and the other settings
+    default to those of the run. Without a ``run_dir`` it is the newest incomplete run in `RUNS` with these settings.
+    Otherwise ``resume`` is None, and a new run starts: in ``run_dir``, over the files of a start without a checkpoint,
+    or in a new folder.
 
     Args:
-        said: settings by name, of a file or flags; without those that were not said.
-        launched: whether ranks run already, whose number is then not that of before.
+        said: explicit settings by name, from a file or flags.
+        launched: whether ranks run already, so that their number may differ from that of the first start.
 
     Raises:
-        ConfigError: there is no checkpoint in the folder that was named, or settings differ that would change the run.
-        DataError: the run still goes on: another job saves there, which is named.
+        ConfigError: the named folder has no checkpoint, or a setting differs that would change the run.
+        DataError: the run is still active: another job saves in its folder.
     """
     config = load(None, said)
     try:
@@ -311,9 +296,9 @@ def settled(said: Mapping[str, Any], launched: bool) -> TrainConfig:
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Whether the run to be resumed is at its end already: its newest checkpoint says so, which looks undamaged."""
-    found = directory.find(Path(str(config.resume)) / CHECKPOINTS)
-    newest = look_at(found[max(found)], max(found)) if found else None
+    """Return whether the run to resume is complete, according to its newest checkpoint, if that looks undamaged."""
+    paths = directory.find(Path(str(config.resume)) / CHECKPOINTS)
+    newest = look_at(paths[max(paths)], max(paths)) if paths else None
     if newest is None or newest.manifest is None or newest.damage is not None:
         return False
     next_epoch, ended = (flatten.below(newest.manifest.state, f"position/{name}") for name in ("epoch", "ended"))
@@ -330,7 +315,7 @@ def _settled_in(folder: Path, said: Mapping[str, Any], launched: bool) -> TrainC
 
 
 def _find(config: TrainConfig, said: Mapping[str, Any], launched: bool) -> Path | None:
-    """The folder of the run that goes on."""
+    """Return the folder of the run to resume, None if there is none with ``resume="auto"``."""
     if config.resume != AUTO:
         folder = Path(str(config.resume))
         if folder.name == CHECKPOINTS and _has_checkpoint(folder.parent):
@@ -338,7 +323,7 @@ def _find(config: TrainConfig, said: Mapping[str, Any], launched: bool) -> Path 
         if directory.is_named(folder):
             raise ConfigError(
                 "resume", where=folder, expected="the folder of a run", got="one of its checkpoints",
-                remedy=f"--resume {folder.parent.parent} goes on from its newest one",
+                remedy=f"pass --resume {folder.parent.parent}, which resumes from its newest one",
             )  # fmt: skip
         if not _has_checkpoint(folder):
             got = "no config.toml beside it" if directory.find(folder / CHECKPOINTS) else "none"
@@ -361,7 +346,7 @@ def _find(config: TrainConfig, said: Mapping[str, Any], launched: bool) -> Path 
 def _can_go_on(folder: Path, said: Mapping[str, Any], launched: bool) -> bool:
     try:
         return _has_checkpoint(folder) and not is_finished(_settled_in(folder, said, launched))
-    except (ConfigError, OSError):  # another run than the one that was asked for, or somebody else's
+    except (ConfigError, OSError):  # a run with other settings, or of another user
         return False
 
 
@@ -378,5 +363,5 @@ def _refuse_others(config: TrainConfig, before: TrainConfig, folder: Path) -> No
             "resume", where=folder,
             expected=listed([f"{name} = {getattr(before, name)}" for name in odd]),
             got=listed([f"{name} = {getattr(config, name)}" for name in odd]),
-            remedy="leave out what would change the run, or start another one without --resume",
+            remedy="omit these settings, or start a new run without --resume",
         )  # fmt: skip

@@ -69,8 +69,11 @@ from hpcdp.train.runs.config import TrainConfig
             "setting kv_store: expected dist or dist_sync or dist_device_sync or dist_async for 2 ranks, got local",
         ),
         ({"batch_size": 3, "ranks": 4}, "expected at least one sample for each of the 4 ranks, got 3"),
-        ({"run_dir": "runs/\0"}, "setting run_dir: expected a name, which has no NUL, got 'runs/\\x00'"),
-        ({"data_dir": "d\udcfc"}, "setting data_dir: expected a name in UTF-8, as config.toml is, got 'd\\udcfc'"),
+        ({"run_dir": "runs/\0"}, "setting run_dir: expected a non-empty string without NUL, got 'runs/\\x00'"),
+        (
+            {"data_dir": "d\udcfc"},
+            "setting data_dir: expected a name in UTF-8, which config.toml requires",
+        ),
     ],
 )
 def test_a_bad_setting_is_named(settings: dict, says: str) -> None:
@@ -99,7 +102,7 @@ def test_a_flag_is_judged_together_with_the_file(tmp_path: Path) -> None:
     [
         ("epoch = 3", "unknown setting 'epoch' ["),
         ("epochs = ", "expected a TOML file, got Invalid value"),
-        ("[train]\nepochs = 3", "expected settings at the top level, without tables, got the table [train]"),
+        ("[train]\nepochs = 3", "expected top-level settings without tables, got the table [train]"),
         ("epochs = 0", "setting epochs ["),
         ("optimizer = 'adma'", "unknown optimizer 'adma' ["),
         (f"seed = {'9' * 5000}", "expected a TOML file, got an integer of more than 64 bits"),

@@ -376,7 +376,7 @@ def test_what_else_it_is_made_of(wrong, message, tmp_path):
 
 def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(tmp_path):
     _, _, _, steps = whole_run(2, tmp_path / "a", epochs=1)
-    with pytest.raises(ConfigError, match=f"got that of step {STEPS}; pass resume=True to go on, or take another"):
+    with pytest.raises(ConfigError, match=f"got a checkpoint of step {STEPS}; pass resume=True"):
         whole_run(2, tmp_path / "a", epochs=1, kill_at=1)
     assert steps == [STEPS]
 
@@ -386,7 +386,7 @@ def test_without_a_complete_checkpoint_there_is_nowhere_to_go_on(tmp_path, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(directory, "commit", full)
-    with pytest.raises(SaveError, match="make it writable, and start again: no checkpoint is complete"):
+    with pytest.raises(SaveError, match="make the folder writable, then start again: no checkpoint is complete"):
         whole_run(2, tmp_path / "a", every=4, epochs=1)
 
 
@@ -401,7 +401,7 @@ def test_what_cannot_be_written_ends_the_training_and_says_where_to_go_on(at, tm
 
     monkeypatch.setattr(directory, "commit", full)
     newest = 4 if at == "in between" else 8
-    with pytest.raises(SaveError, match=rf"No space left on device; make room .* with --resume: .* of step {newest}\b"):
+    with pytest.raises(SaveError, match=rf"No space left on device; free .* with --resume: .* of step {newest}\b"):
         whole_run(2, tmp_path / "a", every=4, epochs=1)
     monkeypatch.undo()
     assert whole_run(2, tmp_path / "a", resume=True, epochs=1)[0].resumed == (0, newest)
@@ -423,5 +423,5 @@ def test_a_disk_that_is_gone_ends_the_training_and_says_so(tmp_path, monkeypatch
 
     monkeypatch.setattr(directory, "commit", losing)
     monkeypatch.setattr(directory, "find", found)
-    with pytest.raises(SaveError, match=r"save \[.*Input/output error; make room .* --resume when it can be read\b"):
+    with pytest.raises(SaveError, match=r"save \[.*Input/output error; free .* --resume when it can be read\b"):
         whole_run(2, tmp_path / "a", every=4, epochs=1)

@@ -172,7 +172,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_known_to_be_done(here):
 def test_the_folder_of_its_checkpoints_stands_for_a_run(here, monkeypatch):
     leave_run(here / "a")
     assert settled({"resume": "a/checkpoints"}, launched=True).run_dir == "a"
-    with pytest.raises(ConfigError, match="got one of its checkpoints; --resume a goes on from its newest one"):
+    with pytest.raises(ConfigError, match="got one of its checkpoints; pass --resume a"):
         settled({"resume": "a/checkpoints/step-0000000007"}, launched=True)
     monkeypatch.chdir(here / "a")
     assert settled({"resume": "checkpoints"}, launched=True).run_dir == "."

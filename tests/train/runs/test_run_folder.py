@@ -158,8 +158,7 @@ def test_a_run_whose_files_are_not_complete_fails_on_every_rank_after_its_report
     assert train_on_threads(monkeypatch, tmp_path, 3, "mlp", "--epochs", "1", "--run-dir", "runs/a") == [1, 1, 1]
     shown = capsys.readouterr()
     assert "run folder     runs/a, not complete: No space left on device" in shown.out
-    said = "hpcdp: write what the run has measured [runs/a]: got No space left on device; make room there, or make it"
-    assert said in shown.err
+    assert "hpcdp: write the results of the run [runs/a]: got No space left on device; free disk space" in shown.err
 
 
 def test_curves_that_cannot_be_drawn_are_a_failure_of_the_folder_not_of_the_run(tmp_path):

@@ -74,7 +74,7 @@ def test_a_gpu_that_is_not_there_is_one_line(monkeypatch, capsys, tmp_path):
     assert cli.main(["train", "mlp", "--device", "gpu"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "got no GPU that CUDA's driver shows; a machine with a GPU, or device=cpu" in said
+    assert "got no GPU visible to CUDA's driver; use a machine with a GPU, or --device cpu" in said
     assert not list(tmp_path.iterdir())
 
 
