@@ -202,13 +202,7 @@ def make_tag(signature: int, operation: int, lane: int = 0) -> int:
 
 
 def disagree(expected: int, got: int, users: Set[int] = frozenset()) -> bool:
-    """Return whether two tags belong to one operation that ranks have called differently.
-
-    Args:
-        expected: the tag of the receive.
-        got: the tag of the message.
-        users: see `Communicator.users`.
-    """
+    """Return whether two tags belong to one operation that ranks have called differently; see `Communicator.users`."""
     signatures = LANE_BITS + OPERATION_BITS
     same_operation = (expected ^ got) >> LANE_BITS & (1 << OPERATION_BITS) - 1 == 0
     return same_operation and expected >> signatures != got >> signatures and got >> signatures not in users
@@ -383,12 +377,7 @@ _YIELDS, _NAP_S = 10, 50e-6
 
 
 class PolledRequest:
-    """A request that is complete when ``test()`` returns true.
-
-    Args:
-        test: the condition.
-        yields: the number of tests before a lone waiter naps; higher if the condition is expected soon.
-    """
+    """A request that is complete when ``test()`` returns true; a lone waiter naps after ``yields`` tests."""
 
     def __init__(self, test: Callable[[], bool], yields: int = _YIELDS) -> None:
         self.test = test

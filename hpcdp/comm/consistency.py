@@ -84,10 +84,10 @@ def first_difference(
     """Return the error for ranks ``odd`` that have the items ``other`` instead of ``first``, those of rank 0."""
     at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     longer, most = (0, len(first)) if at < len(first) else (odd[0], len(other))
-    wanted, found = _around_difference(_item(first, at), _item(other, at))
+    wanted, actual = _around_difference(_item(first, at), _item(other, at))
     error = MismatchError(
         operation, where=f"item {at + 1} of {most} on rank {longer}", expected=f"{wanted} as on rank 0",
-        got=f"{found} on rank{'s' if len(odd) > 1 else ''} {listed(odd, 8)}", remedy=remedy,
+        got=f"{actual} on rank{'s' if len(odd) > 1 else ''} {listed(odd, 8)}", remedy=remedy,
     )  # fmt: skip
     error.is_on_every_rank = True
     return error
@@ -220,13 +220,9 @@ FIELDS = ("comm", "call_comm", "node_comm", "rail_comm", "node_memory", "divide"
 
 
 class Refused:
-    """A stand-in that raises an error at any use, named after the hpcdp function that the program called.
+    """A stand-in for a communicator that raises ``kind`` at any use, named after the function that the program called.
 
-    Args:
-        kind: the class of the error.
-        rank: the communicator's `rank`.
-        size: the communicator's `size`.
-        why: the parts of the error.
+    ``rank`` and ``size`` are the communicator's, ``why`` are the parts of the error.
     """
 
     def __init__(self, kind: type[HpcdpError], rank: int, size: int, **why: Any) -> None:
@@ -242,14 +238,7 @@ class Refused:
         """Raise the error."""
         self._refuse()
 
-    def __contains__(self, _: object) -> NoReturn:
-        self._refuse()
-
-    def __len__(self) -> NoReturn:
-        self._refuse()
-
-    def __getitem__(self, _: object) -> NoReturn:
-        self._refuse()
+    __contains__ = __len__ = __getitem__ = __call__
 
     def __repr__(self) -> str:
         return "refused"
@@ -259,10 +248,7 @@ class Refused:
 
 
 def called(frame: FrameType | None) -> tuple[str, str]:
-    """Return the public function that a program has called: the outermost of hpcdp below it on a stack.
-
-    Args:
-        frame: the innermost frame of the stack.
+    """Return the public function that a program has called: the outermost of hpcdp on the stack below ``frame``.
 
     Returns:
         The public name of its class, which may be empty, and its own name. For a constructor or ``__call__`` the latter
@@ -499,10 +485,8 @@ class _Blocks:
 class ByMessages:
     """Comparison by messages between pairs of ranks, at distances 1, 2, 4 and so on.
 
-    Ranks beyond the largest power of two send to a partner first, and get the result from it last.
-
-    Args:
-        comm: all ranks; for this object only.
+    Ranks beyond the largest power of two send to a partner first, and get the result from it last. Nothing else may use
+    ``comm``, which has all ranks.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -515,12 +499,9 @@ class ByMessages:
         self._blocks = _Blocks()
 
     def agree(self, call: Call, total: np.ndarray | None = None, op: Reduction | None = None) -> None:
-        """Block until every rank has made ``call``; also reduce ``total``.
+        """Block until every rank has made ``call``; also reduce ``total``, shape ``(count,)``, in place by ``op``.
 
-        Args:
-            call: this rank's call.
-            total: shape ``(count,)``; reduced in place over all ranks, without the division of a mean.
-            op: the reduction.
+        A mean is not divided yet.
 
         Raises:
             MismatchError: the same on every rank; ``total`` is undefined then.

@@ -99,50 +99,50 @@ def offers(comm: Communicator, mine: Offer) -> list[Offer]:
     return [Offer(**fields) for fields in comm.allgather_json(asdict(mine))]
 
 
-def choose(found: Sequence[Offer]) -> tuple[GpuTransport, str]:
+def choose(node_offers: Sequence[Offer]) -> tuple[GpuTransport, str]:
     """Return the transport of a node whose ranks have these offers, and the reason; equal on all ranks."""
-    if len(found) == 1:
+    if len(node_offers) == 1:
         return GpuTransport.ALONE, GpuTransport.ALONE.value
-    without = [rank for rank, offer in enumerate(found) if not offer.bus_id]
+    without = [rank for rank, offer in enumerate(node_offers) if not offer.bus_id]
     if without:
         return GpuTransport.HOST, f"local rank {without[0]} has no GPU"
-    if not all(offer.shares_memory for offer in found):
+    if not all(offer.shares_memory for offer in node_offers):
         return GpuTransport.HOST, "its ranks share no host memory, in which they would report their progress"
-    groups = by_gpu(found)
+    groups = by_gpu(node_offers)
     for ranks in groups:
-        if len({found[rank].uuid for rank in ranks}) > 1:
+        if len({node_offers[rank].uuid for rank in ranks}) > 1:
             first, second = ranks[:2]
             why = f"local ranks {first} and {second} have instances of one GPU (MIG), which share no memory"
             return GpuTransport.HOST, why
-        if len({found[rank].pid for rank in ranks}) < len(ranks):
+        if len({node_offers[rank].pid for rank in ranks}) < len(ranks):
             why = "its ranks are threads of one process, and CUDA IPC opens no handle of its own process"
             return GpuTransport.HOST, why
     if len(groups) == 1:
         return GpuTransport.CUDA_IPC, GpuTransport.CUDA_IPC.value
-    without = [rank for rank, offer in enumerate(found) if not offer.nccl]
+    without = [rank for rank, offer in enumerate(node_offers) if not offer.nccl]
     if without:
         return GpuTransport.HOST, f"local rank {without[0]} has no NCCL; pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]'"
-    versions = sorted({offer.nccl for offer in found})
+    versions = sorted({offer.nccl for offer in node_offers})
     if len(versions) > 1:
         return GpuTransport.HOST, f"its ranks have different versions of NCCL, {' and '.join(map(str, versions))}"
-    way = GpuTransport.NCCL if len(groups) == len(found) else GpuTransport.GROUPS
+    way = GpuTransport.NCCL if len(groups) == len(node_offers) else GpuTransport.GROUPS
     return way, way.value
 
 
-def by_gpu(found: Sequence[Offer]) -> list[list[int]]:
+def by_gpu(node_offers: Sequence[Offer]) -> list[list[int]]:
     """Return the local ranks of each GPU, ordered by the first of them."""
     groups: dict[str, list[int]] = {}
-    for rank, offer in enumerate(found):
+    for rank, offer in enumerate(node_offers):
         groups.setdefault(offer.bus_id, []).append(rank)
     return list(groups.values())
 
 
-def refuse_shared(found: Sequence[Offer]) -> None:
+def refuse_shared(node_offers: Sequence[Offer]) -> None:
     """Raise `DeviceError` if two ranks have one GPU: NCCL may hang there."""
-    ranks = next((ranks for ranks in by_gpu(found) if len(ranks) > 1), None)
+    ranks = next((ranks for ranks in by_gpu(node_offers) if len(ranks) > 1), None)
     if ranks is not None:
         raise DeviceError(
-            "NCCL", where=f"GPU {found[ranks[0]].bus_id}", expected="one rank on each GPU",
+            "NCCL", where=f"GPU {node_offers[ranks[0]].bus_id}", expected="one rank on each GPU",
             got=f"local ranks {', '.join(map(str, ranks))}",
             remedy="start one rank per GPU of a node, with all GPUs visible (srun --gres=gpu:N --gpu-bind=none)",
         )  # fmt: skip

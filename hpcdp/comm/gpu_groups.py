@@ -501,12 +501,8 @@ class GpuGroups:
 class GroupRows:
     """`NodeRows` of ranks that share GPUs in groups. Its steps end when their work is done.
 
-    Args:
-        streams: the streams of this rank's GPU.
-        on_gpu: the rows of this rank's GPU.
-        over_gpus: the rows of the first ranks; None on other ranks.
-        own: the local ranks of this GPU.
-        places: the GPU of each local rank, as the number of its first rank among the first ranks.
+    ``on_gpu`` are the rows of this rank's GPU, ``over_gpus`` those of the first ranks (None on other ranks). ``own``
+    are the local ranks of this GPU; ``places`` has the GPU of each local rank, as the number of its first rank.
     """
 
     def __init__(
@@ -594,12 +590,12 @@ def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequ
         DeviceError: as for `Nccl` and `CudaIpc`; on all ranks of the world.
         UnsupportedError: as for `Nccl` and `CudaIpc`; on all ranks of the world.
     """
-    given = world.keep("rows on GPUs", lambda: _begin(world))
-    _give_back(world, given)
+    all_rows = world.keep("rows on GPUs", lambda: _begin(world))
+    _give_back(world, all_rows)
     comm, memory = world.node_comm, world.node_memory
-    found = offers(comm, own_offer(streams.device, shares_memory=memory.size == comm.size))
-    way, why = choose(found)
-    own = found[comm.rank].bus_id
+    node_offers = offers(comm, own_offer(streams.device, shares_memory=memory.size == comm.size))
+    way, why = choose(node_offers)
+    own = node_offers[comm.rank].bus_id
     everyone = world.comm.allgather_json([way.name, why, world.node, own])
     reasons = [reason for name, reason, *_ in everyone if name == GpuTransport.HOST.name]
     if reasons:
@@ -613,8 +609,8 @@ def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequ
     def make_group() -> NcclGroup | CudaIpc | GpuGroups | None:
         if way is GpuTransport.GROUPS:
             assert parts is not None
-            groups = by_gpu(found)
-            firsts = [found[ranks[0]] for ranks in groups]
+            groups = by_gpu(node_offers)
+            firsts = [node_offers[ranks[0]] for ranks in groups]
 
             def between(arrays: list[Any]) -> NcclGroup:
                 require_rows(sizes)
@@ -623,16 +619,18 @@ def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequ
             return GpuGroups(parts.shared, groups, comm, streams, sizes, between)
         if way is GpuTransport.NCCL:
             require_rows(sizes)
-            return _communicator(world, streams, found, world.rank).group(sizes)
+            return _communicator(world, streams, node_offers, world.rank).group(sizes)
         return CudaIpc(comm, memory, streams, sizes) if way is GpuTransport.CUDA_IPC else None
 
     group = on_every_rank(world.comm, make_group)  # together: other nodes would wait for one that has failed
     if isinstance(group, NcclGroup):
-        _communicators(world)[_gpus_of(found)] = group.node
+        _communicators(world)[_gpus_of(node_offers)] = group.node
     if isinstance(group, GpuGroups) and parts is not None and group.firsts is not None:
-        _communicators(parts.firsts)[_gpus_of([found[ranks[0]] for ranks in by_gpu(found)])] = group.firsts.node
+        _communicators(parts.firsts)[_gpus_of([node_offers[ranks[0]] for ranks in by_gpu(node_offers)])] = (
+            group.firsts.node
+        )
     rows: Sequence[NodeRows] = lone_rows(streams, sizes) if group is None else group.hand_out()
-    given.append(_Given(group, weakref.WeakSet() if group is None else group.users))
+    all_rows.append(_Given(group, weakref.WeakSet() if group is None else group.users))
     return rows, way
 
 
@@ -641,8 +639,8 @@ def _communicators(world: World) -> dict[tuple[str, ...], Nccl]:
     return world.keep("communicators of NCCL", dict)
 
 
-def _gpus_of(found: Sequence[Offer]) -> tuple[str, ...]:
-    return tuple(offer.bus_id for offer in found)
+def _gpus_of(node_offers: Sequence[Offer]) -> tuple[str, ...]:
+    return tuple(offer.bus_id for offer in node_offers)
 
 
 @dataclass(frozen=True)
@@ -665,15 +663,15 @@ def _parts_by_gpu(world: World, places: Sequence[tuple[int, str]]) -> _Parts:
     return world.keep(("ranks by GPU", tuple(places)), make)
 
 
-def _communicator(world: World, streams: Streams, found: Sequence[Offer], rank: int) -> Nccl:
+def _communicator(world: World, streams: Streams, node_offers: Sequence[Offer], rank: int) -> Nccl:
     """Return the communicator of the node's GPUs, a new one if a rank has lost it; every rank of the node must call.
 
     ``rank`` is this rank's number in the world of all nodes, for messages.
     """
-    kept = _communicators(world).get(_gpus_of(found))
+    kept = _communicators(world).get(_gpus_of(node_offers))
     if kept is not None and kept.is_common():
         return kept
-    return Nccl(world.node_comm, world.node_memory, streams, found, rank)
+    return Nccl(world.node_comm, world.node_memory, streams, node_offers, rank)
 
 
 class _AllGiven(list[_Given]):
@@ -686,16 +684,16 @@ class _AllGiven(list[_Given]):
 
 
 def _begin(world: World) -> _AllGiven:
-    given = _AllGiven()
-    world.endings.add(given.end)
-    return given
+    all_rows = _AllGiven()
+    world.endings.add(all_rows.end)
+    return all_rows
 
 
-def _give_back(world: World, given: _AllGiven) -> None:
+def _give_back(world: World, all_rows: _AllGiven) -> None:
     """Release rows that no rank of the world uses any more; every rank must call."""
     gc.collect()  # networks and trainers form reference cycles
-    everyone = world.comm.allgather_json([bool(rows.users) for rows in given])
-    for rows, *used in zip(tuple(given), *everyone, strict=True):
+    everyone = world.comm.allgather_json([bool(rows.users) for rows in all_rows])
+    for rows, *used in zip(tuple(all_rows), *everyone, strict=True):
         if not any(used):
-            given.remove(rows)
+            all_rows.remove(rows)
             rows.end()

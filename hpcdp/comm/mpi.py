@@ -282,8 +282,8 @@ class MpiReceive:
 
     def _look(self) -> None:
         status = MPI.Status()
-        found = self._comm.Iprobe(self._source, MPI.ANY_TAG, status)
-        if found and disagree(self._tag, status.Get_tag(), self._users):
+        is_here = self._comm.Iprobe(self._source, MPI.ANY_TAG, status)
+        if is_here and disagree(self._tag, status.Get_tag(), self._users):
             raise disagreement(self._source)
 
 
@@ -343,15 +343,11 @@ class _WindowMemory:
 
 
 class MpiCommunicator:
-    """The ranks of an MPI communicator (see `Communicator`).
+    """The ranks of an MPI communicator, which nothing else uses (see `Communicator`).
 
     MPI libraries have a limited number of communicators (MPICH: 2048). Freeing one is collective, but ranks drop their
     last references at different times. So each communicator lists those derived from it. When another one is derived,
     its ranks compare which of them no rank references any more, and free those.
-
-    Args:
-        comm: an intra-communicator that nothing else uses.
-        source: the communicator from which it was derived.
     """
 
     def __init__(self, comm: MPI.Intracomm, source: MpiCommunicator | None = None) -> None:

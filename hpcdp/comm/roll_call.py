@@ -55,10 +55,8 @@ class WaitingCall(NamedTuple):
 class DifferentCalls:
     """The calls in which the ranks of a node wait, in its memory; all of them must make it together.
 
-    Args:
-        memory: the node's shared memory.
-        ranks: the world ranks of the node.
-        begun: returns the number of calls of a kind and item that this rank has begun.
+    ``ranks`` are the node's world ranks; ``begun`` returns the number of calls of a kind and item that this rank has
+    begun.
     """
 
     def __init__(self, memory: NodeMemory, ranks: Sequence[int], begun: Callable[[str, int], int]) -> None:
@@ -196,13 +194,8 @@ class Missing(NamedTuple):
 class _Roll:
     """A roll call in progress, as one rank of its tree sees it.
 
-    Args:
-        first: the root, which calls the roll.
-        number: the number of that rank's roll call.
-        calls: the number of calls that the root has begun.
-        call: the root's call.
-        alone: see `RollCall.call`.
-        above: the parent; None at the root.
+    ``first`` is the root and ``number`` counts its roll calls; ``calls`` and ``call`` are the root's, ``alone`` is that
+    of `RollCall.call`. ``above`` is the parent, None at the root.
     """
 
     def __init__(self, first: int, number: int, calls: int, call: bytes, alone: bool, above: int | None) -> None:
@@ -212,7 +205,7 @@ class _Roll:
         """Children that have not acknowledged the question, and their deadlines (monotonic)."""
         self.at_work: dict[int, float] = {}
         """Children that have acknowledged but not answered it, and their deadlines."""
-        self.found: dict[int, str] = {}
+        self.problems: dict[int, str] = {}
         self.uncounted = 0
         """The number of missing ranks that are not named."""
         self.waiting: WaitingCall | None = None
@@ -226,7 +219,7 @@ class _Roll:
 
     @property
     def missing(self) -> Missing:
-        return Missing(dict(sorted(self.found.items())), len(self.found) + self.uncounted)
+        return Missing(dict(sorted(self.problems.items())), len(self.problems) + self.uncounted)
 
 
 class RollCall:
@@ -309,7 +302,7 @@ class RollCall:
             return None
         self._rolls.pop((own.first, own.number), None)
         for rank in (*own.asked, *own.at_work):
-            own.found[rank] = SILENT
+            own.problems[rank] = SILENT
         return own.missing
 
     def is_wanted(self, calls: int) -> bool:
@@ -346,7 +339,7 @@ class RollCall:
             elif roll is not None:
                 roll.asked.pop(source, None)
                 roll.at_work.pop(source, None)
-                roll.found.pop(source, None)  # its answer was late
+                roll.problems.pop(source, None)  # its answer was late
                 self._add(roll, {int(rank): _WORDS[word] for rank, word in _entries(said)}, int(said["total"]))
                 if said["compares"]:
                     roll.other = int(said["other"]), _waiting_of(said)
@@ -410,7 +403,7 @@ class RollCall:
             if below >= self._comm.size:
                 continue
             rank = (roll.first + below) % self._comm.size
-            if roll.found.get(rank) in UNABLE or rank in self.lost:
+            if roll.problems.get(rank) in UNABLE or rank in self.lost:
                 self._ask_below(roll, below)
             else:
                 roll.asked[rank] = time.monotonic() + self._step_s
@@ -446,11 +439,11 @@ class RollCall:
             ranks = self._reporter[1]
             self._send(roll.above, kind=_REPORTED, first=roll.first, number=roll.number, ranks=ranks)
 
-    def _add(self, roll: _Roll, found: Mapping[int, str], total: int = 0) -> None:
-        for rank, why in found.items():
-            if roll.found.get(rank) not in UNABLE:  # a known state is more precise than a missing answer
-                roll.found[rank] = why
-        roll.uncounted += max(0, total - len(found))
+    def _add(self, roll: _Roll, problems: Mapping[int, str], total: int = 0) -> None:
+        for rank, why in problems.items():
+            if roll.problems.get(rank) not in UNABLE:  # a known state is more precise than a missing answer
+                roll.problems[rank] = why
+        roll.uncounted += max(0, total - len(problems))
 
     def _place(self, roll: _Roll, rank: int) -> int:
         return (rank - roll.first) % self._comm.size

@@ -59,10 +59,9 @@ def is_free(answer: bytes) -> bool:
 
 
 class NodeLocks:
-    """Locks by number, from 0. All ranks of the node must make it together.
+    """Locks by number, from 0, of the ranks ``comm``; None is this rank alone.
 
-    Args:
-        comm: the ranks that share memory; None: this rank alone.
+    All ranks of the node must make it together.
     """
 
     def __init__(self, comm: Communicator | None) -> None:
@@ -233,11 +232,7 @@ def patience_for(ranks: int, cores: int) -> np.ndarray:
 class NodeBarrier:
     """A barrier of a node's ranks on one counter each; takes about a microsecond with a core per rank.
 
-    Every rank of the node must make it, and call it in the same order.
-
-    Args:
-        memory: the node's shared memory.
-        most_numbers: the maximum number of values in one `tally`.
+    Every rank of the node must make it, and call it in the same order. One `tally` takes up to ``most_numbers`` values.
     """
 
     def __init__(self, memory: NodeMemory, most_numbers: int = LINE_NUMBERS) -> None:
@@ -291,11 +286,7 @@ class NodeBarrier:
 class ProgressCounters:
     """Monotonic progress counters of every rank of a node, visible to all without messages.
 
-    Every rank of the node must make it.
-
-    Args:
-        memory: the node's shared memory.
-        things: the number of counters per rank.
+    Every rank of the node must make it; each rank has ``things`` counters.
     """
 
     def __init__(self, memory: NodeMemory, things: int = 1) -> None:

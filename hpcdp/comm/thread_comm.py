@@ -381,28 +381,16 @@ def _worlds(
     places = [(node, local_rank) for node, size in enumerate(sizes) for local_rank in range(size)]
     for rank, (node, local_rank) in enumerate(places):
         comm, node_comm = ThreadCommunicator(everyone, rank), ThreadCommunicator(nodes[node], local_rank)
-        worlds.append(
-            World(
-                rank=rank,
-                size=n,
-                local_rank=local_rank,
-                local_size=sizes[node],
-                node=node,
-                num_nodes=len(sizes),
-                num_rails=num_rails,
-                comm=comm,
-                call_comm=ThreadCommunicator(calls, rank),
-                node_comm=node_comm,
-                rail_comm=ThreadCommunicator(rails[local_rank], node) if local_rank < num_rails else None,
-                node_memory=ThreadMemory(node_comm, job, patience_for(n, cores)),
-                library="threads",
-                cores=cores,
-                place=places_on_machine[rank],
-                divide=partial(_part_of, job, comm, node, places_on_machine[rank]),
-                **(fields[rank] if fields else {}),
-            )
-        )
-        compare_exchanges(worlds[-1])
+        world = World(
+            rank=rank, size=n, local_rank=local_rank, local_size=sizes[node], node=node, num_nodes=len(sizes),
+            num_rails=num_rails, comm=comm, call_comm=ThreadCommunicator(calls, rank), node_comm=node_comm,
+            rail_comm=ThreadCommunicator(rails[local_rank], node) if local_rank < num_rails else None,
+            node_memory=ThreadMemory(node_comm, job, patience_for(n, cores)), library="threads", cores=cores,
+            place=places_on_machine[rank], divide=partial(_part_of, job, comm, node, places_on_machine[rank]),
+            **(fields[rank] if fields else {}),
+        )  # fmt: skip
+        compare_exchanges(world)
+        worlds.append(world)
     return worlds
 
 

@@ -199,21 +199,7 @@ class Watchdog:
         self._strangers = sorted(set(range(world.size)) - set(self._neighbours))
         exchange, own = exchange_of(world.comm), weakref.ref(self)
 
-        def about(calls: int) -> dict[int, str]:
-            watchdog = own()
-            assert watchdog is not None  # it runs the roll calls
-            return watchdog._about(calls)
-
-        def differs(theirs: WaitingCall) -> WaitingCall | None:
-            watchdog = own()
-            assert watchdog is not None
-            return watchdog._differs(theirs)
-
-        def begun(kind: str, item: int) -> int:
-            watchdog = own()
-            assert watchdog is not None
-            return watchdog._begun(kind, item)
-
+        about, differs, begun = (_weak(method) for method in (self._about, self._differs, self._begun))
         self._different = DifferentCalls(world.node_memory, self._neighbours, begun)
         asks = world.concurrent and self._strangers
         self._roll = RollCall(world.comm.duplicate(), self._look_s, about, differs) if asks else None
@@ -707,13 +693,7 @@ class _Watching:
 
 
 class WatchedBarrier(NodeBarrier):
-    """A node barrier that a watchdog observes.
-
-    Args:
-        memory: see `NodeBarrier`.
-        watchdog: this rank's watchdog.
-        most_numbers: see `NodeBarrier`.
-    """
+    """A node barrier that a watchdog observes; see `NodeBarrier`."""
 
     def __init__(self, memory: NodeMemory, watchdog: Watchdog, most_numbers: int = LINE_NUMBERS) -> None:
         super().__init__(memory, most_numbers)
@@ -724,6 +704,18 @@ class WatchedBarrier(NodeBarrier):
         if self._memory.size > 1:
             with self._watchdog.watching("barrier of the node's ranks"):
                 super().barrier()
+
+
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method of a watchdog, which runs the call itself, without keeping it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        living = reference()
+        assert living is not None
+        return living(*args)
+
+    return call
 
 
 def _described(call: tuple[Any, ...]) -> str:

@@ -206,14 +206,14 @@ def _check_kernel_cache(folder: str) -> None:
 
 def check_memory_limit() -> None:
     """Raise `DeviceError` if CuPy cannot parse its memory limit; strip blanks, which it cannot parse either."""
-    given = os.environ.get(MEMORY_LIMIT)
-    limit = (given or "").strip()
+    setting = os.environ.get(MEMORY_LIMIT)
+    limit = (setting or "").strip()
     number = re.fullmatch(r"\d+|(\d+(?:\.\d*)?)%", limit)
     if limit and (number is None or float(number[1] or 0) > 100):
         raise DeviceError("device", where=MEMORY_LIMIT, expected="bytes, or percent such as 50%", got=limit)
     if not limit:
         os.environ.pop(MEMORY_LIMIT, None)
-    elif limit != given:
+    elif limit != setting:
         os.environ[MEMORY_LIMIT] = limit
 
 

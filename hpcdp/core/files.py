@@ -177,9 +177,7 @@ def require_private(
 def who_else_may_write_file(descriptor: int, path: str | Path) -> str | None:
     """Return which other users may change an open file, in words; None if only this user and root may.
 
-    Args:
-        descriptor: the file's descriptor, so that the check and the use are of the same file.
-        path: the file's name in the returned text.
+    It takes a descriptor, so that the check and the use are of the same file; ``path`` is its name in the text.
     """
     return _writer(str(path), os.fstat(descriptor), is_last=True)
 
@@ -434,11 +432,7 @@ def read(
 def _require_as_written(file: zipfile.ZipFile, nbytes: int) -> None:
     """Raise ValueError unless all arrays are uncompressed and of the sizes that their headers state.
 
-    NumPy allocates memory by the header before it reads an array.
-
-    Args:
-        file: the archive.
-        nbytes: the size of the whole file.
+    NumPy allocates memory by the header before it reads an array. ``nbytes`` is the size of the whole file.
     """
     from numpy.lib import format as npy
 

@@ -228,14 +228,10 @@ _MOST_SOFT_LINKS = 16
 
 
 def outside(file: h5py.File, name: str, seen: set[str] | None = None) -> str | None:
-    """Return which part of the data set ``name`` is in another file, in words; None if none is.
+    """Return which part of the data set ``name`` is in another file, in words; None if none is, or it is missing.
 
-    Opens no file. Numbered sources count as another file, since HDF5 looks for any number of them.
-
-    Args:
-        file: an open file.
-        name: the data set; a missing one is nowhere else.
-        seen: names checked so far, because virtual data sets may refer to each other.
+    Opens no file. Numbered sources count as another file, since HDF5 looks for any number of them. ``seen`` has the
+    names checked so far, because virtual data sets may refer to each other.
     """
     import h5py
 
@@ -255,8 +251,8 @@ def outside(file: h5py.File, name: str, seen: set[str] | None = None) -> str | N
             return f"a view of the file {source.file_name}"
         if _is_pattern(source.dset_name):
             return f"a view of numbered data sets {source.dset_name}"
-        if (found := outside(file, _plain(source.dset_name), seen)) is not None:
-            return found
+        if (elsewhere := outside(file, _plain(source.dset_name), seen)) is not None:
+            return elsewhere
     return None
 
 
@@ -264,11 +260,7 @@ def special_file(file: h5py.File, name: str, seen: set[Source] | None = None) ->
     """Return a file that HDF5 would open for the data set ``name`` and that is not regular, or None.
 
     Opening a FIFO waits for a writer, and a device may have no end. Regular files are opened to look for links in them.
-
-    Args:
-        file: an open file.
-        name: the data set.
-        seen: files and names checked so far.
+    ``seen`` has the files and names checked so far.
     """
     import h5py
 
@@ -346,10 +338,7 @@ def missing_source(
 ) -> Source | None:
     """Return the first missing source of ``dataset``, also through other virtual data sets; None if all exist.
 
-    Args:
-        dataset: an open data set.
-        opened: opens a file to read data sets of these names.
-        seen: paths and names checked so far.
+    ``opened`` opens a file to read data sets of these names; ``seen`` has the paths and names checked so far.
     """
     import h5py
 
@@ -382,10 +371,7 @@ def missing_source(
 def _resolved(file_name: str, referrer: str, prefixes: str) -> Path | None:
     """Return the file that HDF5 opens for a name in the file ``referrer`` (its ``H5F_prefix_open_file``), or None.
 
-    Args:
-        file_name: a name as in `Source`.
-        referrer: the path of the file that names it.
-        prefixes: the environment variable of the folders to search first.
+    The environment variable ``prefixes`` names the folders to search first.
     """
     if file_name == ".":
         return Path(referrer)

@@ -178,7 +178,7 @@ class Cut:
     """The length of the whole along the axis."""
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the whole array, given a part's ``shape``."""
+        """Return the shape of the whole array for a part's ``shape``."""
         return (*shape[: self.axis], self.total, *shape[self.axis + 1 :])
 
     def runs(self, shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int, int, int]]:
@@ -215,34 +215,34 @@ def cut_of(param: object) -> Cut | None:
     return getattr(param, "cut", None)
 
 
-def take(where: str, own: Sharded, given: Any) -> None:
+def take(where: str, own: Sharded, source: Any) -> None:
     """Fill this rank's parts of a tensor in place; parts that share memory with the source cost nothing.
 
     Args:
         where: the tensor's name in errors.
         own: this rank's parts of the tensor.
-        given: the same parts of another state, or the whole tensor as an array; on any device.
+        source: the same parts of another state, or the whole tensor as an array; on any device.
 
     Raises:
-        ConfigError: ``given`` is no tensor, or has another shape or other parts.
+        ConfigError: ``source`` is no tensor, or has another shape or other parts.
     """
     runs = [slice(part.first, part.first + part.values.shape[0]) for part in own.parts]
-    theirs = [(part.first, part.values.shape[0]) for part in given.parts] if isinstance(given, Sharded) else None
-    if not hasattr(given, "shape"):
+    theirs = [(part.first, part.values.shape[0]) for part in source.parts] if isinstance(source, Sharded) else None
+    if not hasattr(source, "shape"):
         expected = f"a tensor of shape {own.shape}"
-        raise ConfigError("load_state_dict", where=where, expected=expected, got=type_named(given))
-    if tuple(given.shape) != own.shape or theirs not in (None, [(run.start, run.stop - run.start) for run in runs]):
+        raise ConfigError("load_state_dict", where=where, expected=expected, got=type_named(source))
+    if tuple(source.shape) != own.shape or theirs not in (None, [(run.start, run.stop - run.start) for run in runs]):
         raise ConfigError(
             "load_state_dict", where=where, expected=f"shape {own.shape}, or this rank's part of it",
-            got=f"shape {tuple(given.shape)}" + ("" if theirs is None else f", {len(theirs)} parts of it"),
+            got=f"shape {tuple(source.shape)}" + ("" if theirs is None else f", {len(theirs)} parts of it"),
             remedy="restore it with checkpoint.Manager.restore, which gives each rank its part",
         )  # fmt: skip
     for part, run, number in zip(own.parts, runs, range(len(runs)), strict=True):
         with on_device_of(part.values):
             if theirs is None:
-                part.values[...] = to_device_of(given.reshape(-1)[run], part.values)
-            elif not _same_memory(part.values, given.parts[number].values):
-                part.values[...] = to_device_of(given.parts[number].values, part.values)
+                part.values[...] = to_device_of(source.reshape(-1)[run], part.values)
+            elif not _same_memory(part.values, source.parts[number].values):
+                part.values[...] = to_device_of(source.parts[number].values, part.values)
 
 
 def _same_memory(x: Array, y: Array) -> bool:

@@ -101,16 +101,10 @@ class Trace:
         self._lock = threading.Lock()
 
     def slice(self, name: str, lane: str, start_ns: int, end_ns: int, **args: Any) -> None:
-        """Add an interval from ``start_ns`` to ``end_ns``, or an instant if they are equal; an `engine.Observer`.
+        """Add an interval by `clock`, or an instant if start and end are equal; an `engine.Observer`.
 
-        Slices of a lane other than "main" may overlap; they are drawn below each other.
-
-        Args:
-            name: the title of the slice.
-            lane: the row in which it is drawn.
-            start_ns: the start by `clock`.
-            end_ns: the end by `clock`.
-            args: strings and numbers to show with it.
+        Slices of a lane other than "main" may overlap; they are drawn below each other. ``args`` are strings and
+        numbers to show.
         """
         if self._has_room():
             self.slices.append(Slice(name, lane, start_ns, end_ns, args or None, lane == MAIN))
@@ -570,14 +564,11 @@ class Engine:
         throw(self._schedule.wait_for(var))
 
     def hold(self, var: Variable, unless_spoilt: bool = False) -> bool:
-        """Acquire a variable for writing in this thread if no task holds it or waits for it; never block.
+        """Acquire a variable for writing in this thread if no task holds it or waits for it; return whether it was.
 
-        Returns whether it was acquired. The caller must then call `release`; tasks pushed meanwhile wait for that.
-
-        Args:
-            var: the variable.
-            unless_spoilt: do not acquire it if its last write failed. A thread that only reads must not, because
-                `release` drops the error.
+        Never blocks. The caller must then call `release`; tasks pushed meanwhile wait for that. With ``unless_spoilt``
+        a variable whose last write failed is not acquired: a thread that only reads must not, because `release` drops
+        the error.
         """
         return self._schedule.hold(var, unless_spoilt)
 

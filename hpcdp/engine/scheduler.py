@@ -85,9 +85,8 @@ def throw(failure: Failure | None) -> None:
 class Task:
     """A function, the variables that it reads and writes, and its progress.
 
-    Args:
-        frame: the frame of the caller of `Engine.push`. Keeping it would keep the caller's variables alive, so only its
-            code and instruction are kept; an error looks up the line.
+    ``frame`` is that of the caller of `Engine.push`. Keeping it would keep the caller's variables alive, so only its
+    code and instruction are kept; an error looks up the line.
     """
 
     __slots__ = (
