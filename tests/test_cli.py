@@ -266,7 +266,7 @@ def test_memory_that_is_not_there_is_one_line(
 
     monkeypatch.setattr(cli, "_train", fail)
     assert cli.main(["train"]) == 1
-    said = "train: expected more memory, got Out of memory allocating 512 bytes; take smaller batches, or fewer ranks"
+    said = "train: expected more memory, got Out of memory allocating 512 bytes; use smaller batches, or fewer ranks"
     assert capsys.readouterr().err == f"hpcdp: {said} a node\n"
 
 

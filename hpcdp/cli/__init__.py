@@ -20,7 +20,7 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -121,8 +121,7 @@ def _main(argv: Sequence[str]) -> int:
         if argv[:1] in (["train"], ["launch"]):
             _require_working_folder(argv[0])
         arguments = _parse(argv)
-        command: Callable[[argparse.Namespace], int] = arguments.command
-        status = command(arguments)
+        status: int = arguments.run(arguments)
         sys.stdout.flush()
         return status
     except HpcdpError as error:
@@ -151,21 +150,28 @@ def _require_working_folder(command: str) -> None:
 
 def parser() -> Parser:
     """Return the parser of ``hpcdp`` and its commands; those of `_FORWARDING` have parsers in their modules."""
-    from ..launch.parser import Parser
+    from ..launch.parser import Parser, add_command
 
     made = Parser(prog="hpcdp", description="Data-parallel training of neural networks on MPI.")
     made.add_argument("--version", action="version", version=f"hpcdp {hpcdp.__version__}")
     commands = made.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", required=True)
-    for add in (_add_train, _add_info, _add_doctor):
-        add(commands)
+    usage = "hpcdp train [MODEL] [--data NAME] [--ranks N] [options]"
+    train = add_command(commands, "train", _train, "train a network over MPI ranks", usage=usage,
+                        epilog=_TRAIN_EXAMPLES, argument_default=argparse.SUPPRESS)  # fmt: skip
+    _add_settings(train)
+    about = "show versions, MPI library, cores, memory and devices"
+    info = add_command(commands, "info", _info, about, epilog=_INFO_EXAMPLES)
+    info.add_argument("--json", action="store_true", help="print JSON")
+    doctor = add_command(commands, "doctor", _doctor, "check an installation and print remedies")
+    doctor.add_argument("--slurm", action="store_true", help="check MPI under Slurm; in a job this runs steps")
     for name, about in _FORWARDING.items():
-        _add_command(commands, name, about, run=_forward)
+        add_command(commands, name, _forward, about)
     return made
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if argv and argv[0] in _FORWARDING:
-        return argparse.Namespace(command=_forward, name=argv[0], rest=argv[1:])
+        return argparse.Namespace(run=_forward, name=argv[0], rest=argv[1:])
     made = parser()
     if argv and not argv[0].startswith("-"):
         check_name("command", argv[0], made.commands)
@@ -182,24 +188,9 @@ def complete_parser() -> Parser:
     return made
 
 
-def _add_command(commands: Any, name: str, about: str, *, run: Callable[..., int], **options: Any) -> Parser:
-    parser: Parser = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".", **options)
-    parser.set_defaults(command=run)
-    return parser
-
-
-def _add_train(commands: Any) -> Parser:
+def _add_settings(parser: Parser) -> None:
     from ..train.runs.config import TrainConfig, kind_of
 
-    parser = _add_command(
-        commands,
-        "train",
-        "train a network over MPI ranks",
-        run=_train,
-        usage="hpcdp train [MODEL] [--data NAME] [--ranks N] [options]",
-        epilog=_TRAIN_EXAMPLES,
-        argument_default=argparse.SUPPRESS,
-    )
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
     for field in dataclasses.fields(TrainConfig):
         kind = kind_of(field.name)
@@ -217,29 +208,12 @@ def _add_train(commands: Any) -> Parser:
             parser.add_argument(*flags, action=action, help=about)
         else:
             parser.add_argument(*flags, metavar=_metavar(field.name, kind), help=about)
-    return parser
 
 
 def _metavar(name: str, kind: type) -> str:
     if name == "trace":
         return "FILE"
     return "DIR" if name.endswith("_dir") or name == "resume" else {int: "N", float: "X", str: "NAME"}[kind]
-
-
-def _add_info(commands: Any) -> Parser:
-    parser = _add_command(
-        commands, "info", "show versions, MPI library, cores, memory and devices", run=_info, epilog=_INFO_EXAMPLES
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
-def _add_doctor(commands: Any) -> Parser:
-    parser = _add_command(
-        commands, "doctor", "look for the usual breakages of an installation and say the remedies", run=_doctor
-    )
-    parser.add_argument("--slurm", action="store_true", help="of MPI under Slurm instead; in a job it runs steps")
-    return parser
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -7,13 +7,13 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..core.checks import check_name
 from ..errors import ConfigError, DataError, printable
-from ..launch.parser import Parser, at_least
+from ..launch.parser import Parser, add_command, at_least
 
 if TYPE_CHECKING:
     from ..checkpoint.export import Writer
@@ -47,26 +47,26 @@ def parser() -> Parser:
     made.set_defaults(run=None)
     commands = made.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", prog="hpcdp checkpoint")
 
-    ls = _command(commands, "ls", _ls, "one line a checkpoint, left-overs, and who saves here")
+    ls = add_command(commands, "ls", _ls, "one line a checkpoint, left-overs, and who saves here")
     ls.add_argument("path", metavar="PATH", type=Path, help="a folder of checkpoints, of a run, or of one checkpoint")
     ls.add_argument("--json", action="store_true", help="print JSON")
 
-    show = _command(commands, "show", _show, "what is in a checkpoint, or in one tensor of it")
+    show = add_command(commands, "show", _show, "what is in a checkpoint, or in one tensor of it")
     show.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of several")
     show.add_argument("name", metavar="NAME", nargs="?", default="", help="one tensor, or what lies below a name")
     show.add_argument("--step", metavar="N", type=at_least(0), help="of several, that one instead of the newest")
 
-    verify = _command(commands, "verify", _verify, "every byte of every file against the manifest")
+    verify = add_command(commands, "verify", _verify, "every byte of every file against the manifest")
     verify.add_argument("paths", metavar="PATH", type=Path, nargs="+", help="a checkpoint, or a folder: all in it")
 
-    diff = _command(commands, "diff", _diff, "in what two checkpoints differ; status 1 if they do")
+    diff = add_command(commands, "diff", _diff, "in what two checkpoints differ; status 1 if they do")
     diff.add_argument("a", metavar="A", type=Path, help="a checkpoint, or a folder of several")
     diff.add_argument("b", metavar="B", type=Path, help="the other")
     for name in ("rtol", "atol"):
         diff.add_argument(f"--{name}", metavar="X", type=at_least(0.0), default=0.0,
                           help="no difference: |a - b| <= atol + rtol |b| (0: the same bits)")  # fmt: skip
 
-    export = _command(commands, "export", _export, "to NumPy, safetensors or PyTorch")
+    export = add_command(commands, "export", _export, "to NumPy, safetensors or PyTorch")
     export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of several")
     export.add_argument("out", metavar="OUT", type=Path, help="a file .npz, .safetensors or .pt")
     export.add_argument("--name", metavar="PREFIX", default="", help="what lies below it, without it; e.g. network")
@@ -77,18 +77,12 @@ def parser() -> Parser:
     )
     export.add_argument("--overwrite", action="store_true", help="replace OUT")
 
-    prune = _command(commands, "prune", _prune, "remove old checkpoints, never the last good one")
+    prune = add_command(commands, "prune", _prune, "remove old checkpoints, never the last good one")
     prune.add_argument("path", metavar="FOLDER", type=Path, help="of checkpoints, or of a run")
     prune.add_argument("--keep", metavar="N", type=at_least(1), required=True, help="the newest N stay")
     prune.add_argument("--keep-every", metavar="M", type=at_least(1), help="and those whose step M divides")
     prune.add_argument("--best", metavar="METRIC", help="and the one with the greatest; --best=-loss: the smallest")
     prune.add_argument("--dry-run", action="store_true", help="say what would be removed")
-    return made
-
-
-def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str) -> Parser:
-    made: Parser = commands.add_parser(name, help=about, description=f"{name}: {about}.")
-    made.set_defaults(run=run)
     return made
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..core.checks import check_name
 from ..errors import ConfigError
-from ..launch.parser import Parser, at_least
+from ..launch.parser import Parser, add_command, at_least
 
 if TYPE_CHECKING:
     from ..launch.slurm_scripts import Script
@@ -41,14 +41,14 @@ def parser() -> Parser:
     made.set_defaults(run=None)
     commands = made.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", prog="hpcdp slurm")
     usage = "hpcdp slurm {} TEMPLATE [options] [-- PROGRAM [ARGUMENT ...]]"
-    _add_request(_command(commands, "render", _render, "print the script of a job", usage=usage.format("render")))
+    _add_request(add_command(commands, "render", _render, "print the script of a job", usage=usage.format("render")))
     about = "write the script of a job beside its run, and submit it"
-    submit = _command(commands, "submit", _submit, about, usage=usage.format("submit"))
+    submit = add_command(commands, "submit", _submit, about, usage=usage.format("submit"))
     submit.add_argument("--dry-run", action="store_true", help="say what would be written and submitted")
     _add_request(submit)
-    status = _command(commands, "status", _status, "how jobs are; without a number all of yours in the queue")
+    status = add_command(commands, "status", _status, "how jobs are; without a number all of yours in the queue")
     status.add_argument("jobs", metavar="JOB", nargs="*", help="its number, of a task 4711_3")
-    cancel = _command(commands, "cancel", _cancel, "end jobs")
+    cancel = add_command(commands, "cancel", _cancel, "end jobs")
     cancel.add_argument("jobs", metavar="JOB", nargs="+", help="its number, of a task 4711_3")
     cancel.add_argument("--save", action="store_true", help="with a checkpoint: USR1, and time to save, before the end")
     return made
@@ -70,12 +70,6 @@ def _add_request(made: Parser) -> None:
     about = "of what trains: it comes back so many times after a fault, if it has saved since its start (default: 3)"
     made.add_argument("--requeues", metavar="N", type=at_least(0), help=about)
     made.add_argument("--site", metavar="FILE", help="the site's profile")
-
-
-def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, **options: str) -> Parser:
-    made: Parser = commands.add_parser(name, help=about, description=f"{name}: {about}.", **options)
-    made.set_defaults(run=run)
-    return made
 
 
 def main(argv: Sequence[str]) -> int:

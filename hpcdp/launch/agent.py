@@ -10,6 +10,7 @@ import sys
 
 
 def main() -> int:
+    """Pass the command to the launcher and return its exit status, 255 without an answer."""
     path, *words = sys.argv[1:]
     while words[0].startswith("-"):
         words.pop(0)

@@ -32,12 +32,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from ..core.environment import batch_system, launched_ranks, module
+from ..core.environment import batch_system, module
 from ..core.files import require_private
 from ..errors import ConfigError, LaunchError, to_stderr
 from . import hosts as launch_hosts
 from . import mpi_library
 from .mpi_library import FIND_PROGRAMS, READ_BY_PROGRAMS, Dialect
+from .parser import refuse_rank
 from .process_monitor import bound
 from .runner import ENDING, FORWARDED
 from .spec import Host, Job, LaunchPlan
@@ -227,13 +228,7 @@ def check(job: Job, launcher: str) -> None:
         LaunchError: this process is itself a rank.
         ConfigError: the job has hosts or a ``sync_dst_dir``.
     """
-    if launched_ranks() is not None:
-        raise LaunchError(
-            f"launch --launcher {launcher}",
-            expected="a plain shell",
-            got=f"a rank of a job of {launched_ranks()} that mpirun or srun started",
-            remedy="call the program itself",
-        )
+    refuse_rank(f"launch --launcher {launcher}")
     if job.hosts:
         raise ConfigError(
             f"launch -H with --launcher {launcher}",

@@ -248,6 +248,8 @@ if world.rank == 0:
 
 
 class Verdict(enum.Enum):
+    """The result of a check, by severity."""
+
     OK = "ok"
     WARNING = "warning"  # jobs run, but slower or not everywhere
     FAILED = "failed"  # jobs cannot run, or give wrong results
@@ -263,14 +265,17 @@ class Finding:
 
 
 def ok(saw: str) -> Finding:
+    """Return a finding without a fault."""
     return Finding(Verdict.OK, saw)
 
 
 def warning(saw: str, remedy: str) -> Finding:
+    """Return a finding of a fault with which jobs run."""
     return Finding(Verdict.WARNING, saw, remedy)
 
 
 def failed(saw: str, remedy: str) -> Finding:
+    """Return a finding of a fault with which jobs fail."""
     return Finding(Verdict.FAILED, saw, remedy)
 
 

@@ -223,8 +223,7 @@ def main() -> None:
 
 
 def _shares(workers: int, environ: dict[str, str]) -> dict[str, str]:
-    """Return this host's environment, with its cores shared out among the ranks' BLAS threads unless ``environ`` has
-    their number."""
+    """Return this host's environment with its cores shared out among BLAS threads, unless ``environ`` sets them."""
     return {**os.environ, **blas_threads(max(1, len(os.sched_getaffinity(0)) // max(1, workers)), environ)}
 
 

@@ -53,6 +53,7 @@ class Allocation:
 
     @property
     def tasks(self) -> int:
+        """Return the number of tasks on all hosts."""
         return sum(host.slots or 0 for host in self.hosts)
 
     @property
@@ -490,6 +491,7 @@ class HostSlots:
 
     @property
     def processes(self) -> int:
+        """Return the number of ranks and servers."""
         return self.ranks + self.servers
 
 

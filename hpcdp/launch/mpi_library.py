@@ -47,6 +47,7 @@ class MpiLibrary:
 
     @property
     def name(self) -> str:
+        """Return the name of the family."""
         return FAMILIES[self.family]
 
 

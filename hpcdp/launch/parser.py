@@ -83,6 +83,15 @@ class _Defaults(argparse.HelpFormatter):
         return about if shown else f"{about} (default: %(default)s)"
 
 
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, **options: Any
+) -> Parser:
+    """Add a command to the subparsers ``commands`` and return its parser; ``run`` becomes the attribute ``run``."""
+    made: Parser = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", **options)
+    made.set_defaults(run=run)
+    return made
+
+
 class Program(Parser):
     """The parser of a program that runs as ranks; ``--help`` shows the defaults."""
 
@@ -136,13 +145,7 @@ def check(job: Job, *, several_hosts: bool = False) -> list[str]:
         LaunchError: this process is itself a rank; the program is missing here; ``mpi_args`` has an open quote.
         ConfigError: the network interface is missing or reaches no other host; a watchdog limit is invalid.
     """
-    if launched_ranks() is not None:
-        raise LaunchError(
-            "launch ranks",
-            expected="a plain shell",
-            got=f"a rank of a job of {launched_ranks()} that mpirun or srun started",
-            remedy="call the program itself, or remove the outer mpirun or srun",
-        )
+    refuse_rank("launch ranks")
     if any(name in os.environ for name in _LIMIT_VARIABLES):
         _check_limits()
     try:
@@ -153,6 +156,14 @@ def check(job: Job, *, several_hosts: bool = False) -> list[str]:
         hosts.check(job.interface, several_hosts=several_hosts)
     check_program(job.program[0], job.env.get("PATH"))
     return mpi_args
+
+
+def refuse_rank(operation: str) -> None:
+    """Raise `LaunchError` in a rank of a job, which cannot launch another one."""
+    if (ranks := launched_ranks()) is not None:
+        got = f"a rank of a job of {ranks} that mpirun or srun started"
+        remedy = "call the program itself, or remove the outer mpirun or srun"
+        raise LaunchError(operation, expected="a plain shell", got=got, remedy=remedy)
 
 
 def warn_of_other_library(job: Job, family: str) -> None:

@@ -377,6 +377,7 @@ class Watch:
         self._poll.register(self._signals, select.EPOLLIN)
 
     def close(self) -> None:
+        """Close all descriptors."""
         for descriptor in (self._signals, *self._ranks):
             os.close(descriptor)
         self._poll.close()
