@@ -1,15 +1,15 @@
-"""Compute kernels.
+"""Compute kernels, in seven families, and the choice of the module for an array.
 
-There are seven families: `elementwise`, `convolution`, `normalisation`, `sequences`, `reduce`, `update` and `compress`.
-`reference` has the plain implementations, in the functions that NumPy and CuPy share: what they compute is the
-specification. `cuda` is for CuPy arrays, with CUDA sources in the folder ``kernels`` of `hpcdp.core.files`. In both,
-`networks` holds the first four families and `gradients` the other three. ``X.py`` here has the Numba kernels of the
-family X for NumPy arrays, reached through `load`. They are compiled for the types of their arguments when they are
-first called with them, by one process of a node while the others wait and then read the cache (`jit`). `kernels_for`
-chooses by the array.
+The families are `elementwise`, `convolution`, `normalisation`, `sequences`, `reduce`, `update` and `compress`.
 
-Not of a family: `shm_allreduce` and `pushpull` for memory shared by ranks, `products` by BLAS, `buffers`; `jit` for
-all Numba kernels.
+- `reference` has the plain implementations, in operations that NumPy and CuPy share. They are the specification.
+- `cuda` is for CuPy arrays, with CUDA sources in the folder ``kernels`` of `hpcdp.core.files`.
+- In both, `networks` holds the first four families and `gradients` the other three.
+- ``X.py`` here has the Numba kernels of family X for NumPy arrays, see `load`. They are compiled for the types of their
+  arguments at the first call, by one process of a node, while the others wait and then read the cache (`jit`).
+
+Outside of the families: `shm_allreduce` and `pushpull` for memory shared by ranks, `products` for BLAS, `buffers`, and
+`jit`, which compiles all Numba kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GROUPS = {
     **dict.fromkeys(("elementwise", "convolution", "normalisation", "sequences"), "networks"),
     **dict.fromkeys(("reduce", "update", "compress"), "gradients"),
 }
-"""The module of `reference`, and of `cuda`, that has the functions of each family."""
+"""Module of `reference` and `cuda` that implements each family."""
 _loaded: dict[str, ModuleType] = {}
 _loading = threading.Lock()
 _turn = threading.RLock()
@@ -45,9 +45,9 @@ _said: set[str] = set()
 _all_kept = True
 _queues = True
 _ROOM_NBYTES = 4 << 20
-"""That a disk must have left to be tried: the code of one module takes less."""
+"""Free disk space required for the cache; the code of one module is smaller."""
 _NAP_S, _PATIENCE_S, _LIMIT_S = 0.05, 5.0, 120.0
-"""Of a wait for another process that compiles: between two looks, until it is said, and until it is given up."""
+"""Seconds of a wait for another compiling process: between two polls, until a message, and until giving up."""
 
 
 def _say_once(text: str) -> None:
@@ -57,12 +57,12 @@ def _say_once(text: str) -> None:
 
 
 def not_taken(writer: str) -> None:
-    """Say that kept machine code is compiled anew, because of a ``writer`` who may change the file."""
+    """Report that cached machine code is recompiled, because ``writer`` may change its file."""
     _say_once(f"kernel cache: expected files that this user alone may write, got {writer}; compiling anew")
 
 
 def not_kept(folder: Path, error: Exception) -> None:
-    """Machine code could not be written: training goes on, and the next job compiles again."""
+    """Report that machine code could not be written, so that every process of every job compiles it."""
     global _all_kept
     _all_kept = False
     reason = getattr(error, "strerror", None) or error
@@ -70,23 +70,24 @@ def not_kept(folder: Path, error: Exception) -> None:
 
 
 def compiled_dir() -> Path:
-    """Where machine code of just these sources is: Numba looks at a kernel's own file only, not at those it imports.
+    """Return the folder of the machine code of exactly these sources.
 
-    By what they say and not by where they are: all clones and environments with the same kernels compile them once.
+    Numba checks only a kernel's own file, not the modules that it imports. The folder's name is a hash of the contents,
+    not of the location, so all clones and environments with the same kernels share it.
     """
     folder = Path(__file__).parent
-    patterns = ("*.py", "convolution/*.py", "reference/*.py")  # kernels have numbers of the last ones
+    patterns = ("*.py", "convolution/*.py", "reference/*.py")  # kernels use constants of the reference
     sources = [source for pattern in patterns for source in sorted(folder.glob(pattern))]
     stamps = [(source, source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
-    found = cache_dir() / "numba" / _digest(*stamps)
-    with contextlib.suppress(OSError):  # it is not made yet
-        refuse_what_others_may_write("kernel cache", found, found, "remove it")
-    return found
+    compiled = cache_dir() / "numba" / _digest(*stamps)
+    with contextlib.suppress(OSError):  # it may not exist yet
+        refuse_what_others_may_write("kernel cache", compiled, compiled, "remove it")
+    return compiled
 
 
 @lru_cache(maxsize=1)
 def _digest(*stamps: tuple[Path, int, int]) -> str:
-    """Of the sources and what else machine code depends on; they are read again when a stamp has changed."""
+    """Return the hash of the sources and the target; recomputed when a stamp changes."""
     from .jit import target
 
     digest = hashlib.blake2b(target().encode(), digest_size=6)
@@ -97,15 +98,15 @@ def _digest(*stamps: tuple[Path, int, int]) -> str:
 
 @contextlib.contextmanager
 def one_process_compiles(is_kept: Callable[[], bool]) -> Iterator[None]:
-    """Compile meanwhile: what another process has not, for whose end this one waits. Any thread may call, also again.
+    """Run the block in one process at a time, while other processes wait; reentrant, for any thread.
 
-    ``is_kept()`` tells whether another process has compiled it, so that there is nothing left to wait for.
+    ``is_kept()`` returns whether another process has compiled the kernel, which ends the wait.
     """
     global _compiling
     with _turn, contextlib.ExitStack() as held:
         _compiling += 1
         held.callback(_no_longer_compiles)
-        if _compiling == 1:  # not for a kernel that calls another one
+        if _compiling == 1:  # not again for a kernel that another one calls
             _take_turn(held, is_kept)
         yield
 
@@ -117,21 +118,21 @@ def _no_longer_compiles() -> None:
 
 def _take_turn(held: contextlib.ExitStack, is_kept: Callable[[], bool]) -> None:
     folder = compiled_dir()
-    if not _all_kept or not _has_room(folder):  # every process compiles, then
+    if not _all_kept or not _has_room(folder):  # then every process compiles
         return
     _say_once(
         "compiling kernels that are new on this machine, as they are needed; set HPCDP_CACHE_DIR to keep them elsewhere"
     )
     try:
         lock = held.enter_context((folder / "compile.lock").open("a"))
-        if _has_turn(lock, folder, is_kept):  # closed, it stays locked while a process has it that was forked meanwhile
+        if _has_turn(lock, folder, is_kept):  # unlock explicitly: a process forked meanwhile would keep the lock
             held.callback(fcntl.flock, lock, fcntl.LOCK_UN)
     except OSError as error:
         not_kept(folder, error)
 
 
 def _has_turn(lock: IO[str], folder: Path, is_kept: Callable[[], bool]) -> bool:
-    """Wait for it, or until another process has compiled what is wanted, or for too long."""
+    """Wait for the lock, until another process has compiled the kernel, or until the time limit."""
     global _queues
     began = time.monotonic()
     while _queues:
@@ -145,14 +146,14 @@ def _has_turn(lock: IO[str], folder: Path, is_kept: Callable[[], bool]) -> bool:
         waited = time.monotonic() - began
         if waited > _PATIENCE_S:
             _say_once(f"another process is compiling kernels ({folder}); waiting")
-        _queues = waited < _LIMIT_S  # one that is stuck is not waited for again, for each of the other modules
+        _queues = waited < _LIMIT_S  # do not wait again, for other modules, for a stuck process
         time.sleep(_NAP_S)
     return False
 
 
 @lru_cache(maxsize=1)
 def _has_room(folder: Path) -> bool:
-    """Whether machine code can be kept there; else ranks that wait for each other would compile one by one."""
+    """Return whether machine code can be cached there; if not, ranks must not wait for each other's compilations."""
     try:
         make_private_folder(folder)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -164,19 +165,19 @@ def _has_room(folder: Path) -> bool:
 
 
 def loading() -> bool:
-    """Whether a thread of this process is loading kernels, or compiling them, or waiting for another that does."""
+    """Return whether a thread of this process is loading or compiling kernels, or waiting for another process to."""
     return _loading.locked() or _compiling > 0
 
 
 def load(name: str) -> ModuleType:
-    """The Numba kernels of ``hpcdp.kernels.<name>``, each compiled at most once a node for its arguments' types.
+    """Return the Numba kernels of ``hpcdp.kernels.<name>``, compiled at most once per node and argument types.
 
-    May be called by any thread of any rank, alone. The first call in a process takes 0.3 s (Numba's import), that of a
-    kernel a few milliseconds, and on a machine where it is new its compilation, by this process or another. Rank 0 says
-    on standard error when it first compiles or waits, and after 5 s that it waits for another process; a kernel that
-    others have compiled before it asks is read without a word. After 120 s a process that waits compiles for itself.
+    Any thread of any rank may call, alone. The first call in a process takes 0.3 s (Numba's import), that of a kernel a
+    few milliseconds, or its compilation if it is new on the machine. Rank 0 reports on standard error when it first
+    compiles or waits, and after 5 s of waiting for another process. A cached kernel is read silently. After 120 s a
+    waiting process compiles for itself.
 
-    Where machine code cannot be kept, every process compiles for itself, after one warning on rank 0.
+    If machine code cannot be cached, every process compiles for itself, after one warning on rank 0.
 
     Raises:
         ConfigError: see `cache_dir`.
@@ -185,7 +186,7 @@ def load(name: str) -> ModuleType:
     if module is None:
         with _loading:
             if name not in _loaded:
-                compiled_dir()  # that it cannot be used is said here
+                compiled_dir()  # raises here if the folder cannot be used
                 _loaded[name] = importlib.import_module(f"{__name__}.{name}")
             module = _loaded[name]
     return module
@@ -194,14 +195,14 @@ def load(name: str) -> ModuleType:
 def kernels_for(family: str, x: Array, plain_on_host: bool = False) -> ModuleType:
     """Return the module of a family of kernels for arrays like ``x``.
 
-    It is Numba's (`load`) for NumPy arrays and CUDA's for CuPy arrays, with convolutions by cuDNN where that is
-    installed (`cuda.cudnn_conv`). For all others it is the reference, which every namespace can do.
+    That is Numba's (`load`) for NumPy arrays and CUDA's for CuPy arrays, with convolutions by cuDNN if it is installed
+    (`cuda.cudnn_conv`). For other arrays it is the reference.
 
     Args:
         family: one of the seven families of kernels.
-        x: the array that a function of the module is to be called with.
-        plain_on_host: take the reference for NumPy arrays, too. It is for functions that NumPy does as fast by itself,
-            which have no Numba kernels: a program that calls no others need not load Numba.
+        x: an array for which a function of the module will be called.
+        plain_on_host: return the reference for NumPy arrays, too. For functions without a Numba kernel because NumPy is
+            as fast; a program that calls only these does not load Numba.
 
     Raises:
         ConfigError: as `load`.

@@ -1,8 +1,8 @@
-"""Memory for activations and gradients that is used again in the next step.
+"""Reusable memory for activations and gradients.
 
 A large array that NumPy allocates anew in every step costs a page fault for every 4 KiB, more than most operations on
-it. Here a block of memory is given out again when the last array that lies in it is gone, which its reference count
-says; so whatever is still on a tape, or kept by the caller, is never overwritten. Each thread has blocks of its own.
+it. Here a block is reused when its reference count shows that no array uses it. Arrays on a tape, or kept by the
+caller, are therefore never overwritten. Each thread has its own blocks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 from ..core.arrays import Array
 
 _KEPT_FROM = 64 * 1024
-"""Smaller arrays come from malloc's free lists at once."""
+"""Smaller arrays are allocated by malloc, from its free lists."""
 _ALIGNMENT = 64
 _IDLE_REQUESTS = 512
-"""Blocks that were free for so many requests are given back when a new one is needed."""
+"""Blocks unused for this number of requests are freed when a new block is needed."""
 
 
 class _Block:
@@ -69,9 +69,9 @@ _blocks = _Blocks()
 
 
 def empty(shape: tuple[int, ...], dtype: Any, xp: Any = np) -> Array:
-    """An uninitialised C-contiguous array of namespace ``xp``, on the host in memory that may have been used before.
+    """Return an uninitialised C-contiguous array of namespace ``xp``, on the host in reused memory.
 
-    Devices have memory pools of their own, so elsewhere this is ``xp.empty``.
+    In other namespaces this is ``xp.empty``, because devices have memory pools of their own.
     """
     if xp is not np:
         return xp.empty(shape, dtype=dtype)

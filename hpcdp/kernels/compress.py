@@ -1,11 +1,11 @@
-"""Gradients of NumPy arrays encoded for the wire, in one call that keeps what is not sent.
+"""Encoding of gradients in NumPy arrays for the wire, in one call that keeps the residual.
 
-Functions have the names and arguments of `reference.gradients`; the scales of blocks are the same up to rounding, and
-everything else to the bit for the same scales. A block's arrays stay in the first cache between its passes, so memory
-is read and written once.
+Functions have the names and arguments of `reference.gradients`. The scales of blocks are equal up to rounding, and all
+else has the same bits for the same scales. A block's arrays stay in the L1 cache between its passes, so memory is read
+and written once.
 
-Comparing a vector of elements gives a vector of bits, which is (a part of) a packed word as it stands. LLVM does not
-find that in a loop over elements (0.04 of the copy rate), so words are packed by vector operations (`jit`).
+Comparing a vector of elements gives a vector of bits, which is (a part of) a packed word. LLVM does not find that in a
+loop over elements (0.04 of the copy rate), so words are packed by vector operations (`jit`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .reference.gradients import BLOCK, SHARE
 
 @intrinsic
 def _pack_16(typingctx: Any, grad: Any, residual: Any, index: Any, threshold: Any, magnitude: Any) -> Any:
-    """The word of 16 elements from ``index`` on; changes ``residual``."""
+    """Return the word of 16 elements from ``index`` on; changes ``residual``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         added = Lanes(context, builder, (signature.args[0], args[0]), args[2], 16).load()
@@ -54,7 +54,7 @@ def _unpack_16(typingctx: Any, word: Any, magnitude: Any, out: Any, index: Any) 
 
 @intrinsic
 def _pack_32(typingctx: Any, grad: Any, residual: Any, index: Any, threshold: Any, magnitude: Any) -> Any:
-    """The word of 32 elements from ``index`` on; changes ``residual``."""
+    """Return the word of 32 elements from ``index`` on; changes ``residual``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         added = Lanes(context, builder, (signature.args[0], args[0]), args[2], 32).load()
@@ -79,8 +79,8 @@ def _unpack_32(typingctx: Any, word: Any, magnitude: Any, out: Any, index: Any) 
     return types.none(uint32, float64, out, intp), generate
 
 
-# A factory would close over an intrinsic, and then Numba's cache finds nothing in the next process; the tails as
-# functions of their own took 0.3 s more to compile, of 1.0.
+# No factory: Numba's cache misses functions that close over an intrinsic in the next process. Separate functions for
+# the tails took 0.3 s more to compile, of 1.0.
 @kernel()
 def pack_two_bit(grad, residual, threshold, magnitude, words):  # type: ignore[no-untyped-def]
     """See `reference.pack_two_bit`."""
@@ -152,7 +152,7 @@ def unpack_one_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
 
 
 _DIGITS = ((19, 12), (7, 12), (0, 7))
-"""Of a float32's magnitude, which has 31 bits: how far each is shifted to the left, and how many bits it has."""
+"""Digits of a float32's magnitude, which has 31 bits: left shift and number of bits of each."""
 
 
 @kernel(fastmath={"reassoc", "contract"})
@@ -247,7 +247,7 @@ def encode_float16(grad, residual, halves):  # type: ignore[no-untyped-def]
 
 @kernel()
 def encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
-    """See `reference.encode_bfloat16`, block by block: NaNs are looked for in many elements at a time."""
+    """See `reference.encode_bfloat16`; block by block, so that the search for NaNs is vectorised."""
     for first in range(0, grad.size, BLOCK):
         part = slice(first, min(first + BLOCK, grad.size))
         _encode_bfloat16(grad[part], residual[part], halves[part])
@@ -265,7 +265,7 @@ def _encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
 
 @kernel()
 def encode_top_k(grad, residual, indices, values):  # type: ignore[no-untyped-def]
-    """See `reference.encode_top_k`. The smallest magnitude that is sent is found digit by digit."""
+    """See `reference.encode_top_k`; finds the smallest magnitude that is sent digit by digit."""
     if indices.size == 0:
         return
     for i in range(grad.size):
@@ -296,7 +296,7 @@ def encode_top_k(grad, residual, indices, values):  # type: ignore[no-untyped-de
         residual[i] = 0
         place += 1
     if not np.isfinite(values[0] if indices.size == 1 else np.abs(values).max()):
-        for i in range(residual.size):  # more of them than are sent
+        for i in range(residual.size):  # there may be more than are sent
             residual[i] = residual[i] if abs(residual[i]) < np.inf else float32(0)
 
 

@@ -1,11 +1,11 @@
 """Elementwise kernels for NumPy arrays: bias and activation, GELU, chains of operations, casts, scaling.
 
-Functions have the names and arguments of `reference.networks`; sums and ReLU are the reference's, which NumPy does
-as fast by itself. There is no fastmath here, so that operations round as NumPy's own.
+Functions have the names and arguments of `reference.networks`. Sums and ReLU are the reference's, because NumPy is as
+fast. Without fastmath, operations round as NumPy's own.
 
-Chains are known only when a network is planned, so `run_chain` is no kernel for one chain, which would have to be
-compiled then, but one that reads what to do: all operations for a block that stays in the first-level cache, then the
-next block. Casts take 1-D contiguous arrays that do not overlap; the 16-bit numbers are given as their bits in uint16.
+Chains are known only when a network is planned, too late to compile a kernel for each. `run_chain` therefore interprets
+a chain: all operations for a block that stays in the L1 cache, then the next block. Casts take 1-D contiguous arrays
+that do not overlap; 16-bit floats are passed as their bits in uint16.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from llvmlite import ir
 from numba import float32, types, uint16
 from numba.extending import intrinsic, overload
 
-from .jit import WORD, Lanes, any_bfloat16, kernel, narrow, nearest_bfloat16, of_bfloat16, widen
+from .jit import WORD, Lanes, any_bfloat16, float_kernel, kernel, narrow, nearest_bfloat16, of_bfloat16, widen
 from .reference.gradients import add_up_rows
 from .reference.networks import add as add
 from .reference.networks import relu as relu
-
-_FLOATS = (numba.float32, numba.float64)
 
 _F = np.float32
 _BOUND = _F(7.90531110763549805)
@@ -36,10 +34,10 @@ GELU_SLOPE, GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
 def tanh(x):  # type: ignore[no-untyped-def]
-    """The hyperbolic tangent, inside of kernels; that of float64 is the machine's own.
+    """Return the hyperbolic tangent inside of kernels; in float64 that of the C library.
 
-    Of float32 it is the quotient of polynomials of degree 13 and 6 that Eigen has (``ptanh_float``), off by at most 6
-    units in the last place; the machine's own is a call for each element. NaN stays NaN.
+    In float32 it is Eigen's quotient of polynomials of degree 13 and 6 (``ptanh_float``), with an error of at most 6
+    units in the last place. The C library would need a call for each element. NaN stays NaN.
     """
     return np.tanh(x)
 
@@ -50,7 +48,7 @@ def _tanh(x):  # type: ignore[no-untyped-def]
         return lambda x: np.tanh(x)
 
     def quotient(x):  # type: ignore[no-untyped-def]
-        y = _BOUND if x > _BOUND else x  # written so that NaN is kept
+        y = _BOUND if x > _BOUND else x  # this form keeps NaN
         y = -_BOUND if y < -_BOUND else y
         s = y * y
         above = (((((_A13 * s + _A11) * s + _A9) * s + _A7) * s + _A5) * s + _A3) * s + _A1
@@ -61,19 +59,19 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def gelu_of(x, half, one, slope, cube):  # type: ignore[no-untyped-def]
-    """See `reference.gelu`; constants of the dtype of ``x``: 1/2, 1, `GELU_SLOPE` and `GELU_CUBE`."""
+    """See `reference.gelu`; the constants 1/2, 1, `GELU_SLOPE` and `GELU_CUBE` have the dtype of ``x``."""
     return half * x * (one + tanh(slope * (x + cube * x * x * x)))
 
 
 @numba.njit(inline="always")
 def gelu_gradient_of(gy, x, half, one, slope, cube):  # type: ignore[no-untyped-def]
-    """See `reference.gelu_gradient`; constants as of `gelu_of`."""
+    """See `reference.gelu_gradient`; constants as in `gelu_of`."""
     square = x * x
     y = tanh(slope * x * (one + cube * square))
     return gy * (half * (one + y) + half * x * (one - y * y) * slope * (one + (one + one + one) * cube * square))
 
 
-@kernel([numba.void(f[:, ::1], f[::1], numba.boolean) for f in _FLOATS])
+@float_kernel(lambda f: (f[:, ::1], f[::1], numba.boolean))
 def add_bias(y, bias, relu):  # type: ignore[no-untyped-def]
     """See `reference.add_bias`."""
     zero = y.dtype.type(0)
@@ -87,7 +85,7 @@ def add_bias(y, bias, relu):  # type: ignore[no-untyped-def]
                 y[row, i] += bias[i]
 
 
-@kernel([numba.void(f[::1], f[::1], f[::1]) for f in _FLOATS])
+@float_kernel(lambda f: (f[::1], f[::1], f[::1]))
 def _relu_gradient(gy, y, dx):  # type: ignore[no-untyped-def]
     zero = gy.dtype.type(0)
     for i in range(gy.size):
@@ -100,14 +98,14 @@ def relu_gradient(gy: np.ndarray, y: np.ndarray, dx: np.ndarray) -> None:
 
 
 def bias_gradient(gy: np.ndarray, y: np.ndarray | None, dx: np.ndarray | None, dbias: np.ndarray) -> None:
-    """See `reference.bias_gradient`; of rows alone."""
+    """See `reference.bias_gradient`; for rows only."""
     if y is not None and dx is not None:
         relu_gradient(gy, y, dx)
         gy = dx
     add_up_rows(gy, dbias)
 
 
-@kernel([numba.void(f[::1], f[::1]) for f in _FLOATS])
+@float_kernel(lambda f: (f[::1], f[::1]))
 def _gelu(x, out):  # type: ignore[no-untyped-def]
     kind = x.dtype.type
     half, one, slope, cube = kind(0.5), kind(1), kind(GELU_SLOPE), kind(GELU_CUBE)
@@ -120,7 +118,7 @@ def gelu(x: np.ndarray, out: np.ndarray) -> None:
     _gelu(x.reshape(-1), out.reshape(-1))
 
 
-@kernel([numba.void(f[::1], f[::1], f[::1]) for f in _FLOATS])
+@float_kernel(lambda f: (f[::1], f[::1], f[::1]))
 def _gelu_gradient(gy, x, dx):  # type: ignore[no-untyped-def]
     kind = x.dtype.type
     half, one, slope, cube = kind(0.5), kind(1), kind(GELU_SLOPE), kind(GELU_CUBE)
@@ -134,7 +132,7 @@ def gelu_gradient(gy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
 
 
 CHAIN_BLOCK = 1024
-"""Elements."""
+"""Number of elements of a block."""
 
 (
     _ADD, _SUBTRACT, _MULTIPLY, _DIVIDE, _MAXIMUM, _MINIMUM, _NEGATIVE, _ABS, _SQRT, _SIGN, _GREATER, _EQUAL,
@@ -160,16 +158,16 @@ def _operand(code, number, start, first, count, zero):  # type: ignore[no-untype
 def run_chain(code, zero):  # type: ignore[no-untyped-def]
     """Compute a chain for all its elements.
 
-    Operations are made in their order for one block of up to `CHAIN_BLOCK` elements after the other. What one of them
-    writes must not overlap with what it reads, or it takes several times as long.
+    The operations run in order on one block of up to `CHAIN_BLOCK` elements after the other. An operation's result must
+    not overlap with its operands, which would take several times as long.
 
     Args:
-        code: int64, four numbers a row: first how many elements, the period after which rows begin again (no block
-            lies in two), and the numbers of operands and of fillings. Then the operands: the address of each, and how
-            many bytes further the next element of the whole and of the row is (0 for what each block begins with
-            anew). Then the fillings, made once before all else: the address of some elements, how many, and to which
-            address they are copied over and over, up to how many. Then the operations: their places in
-            `reference.OPERATIONS`, the numbers of both operands (of the only one twice) and of the result.
+        code: int64, four numbers a row. Row 0: number of elements, period after which rows restart (no block spans
+            two), numbers of operands and of fillings. Then the operands: address, and the bytes to the next element of
+            the whole array and of the row (0 for data that every block restarts). Then the fillings, done once before
+            all else: source address, number of elements, and the target address and length that they fill repeatedly.
+            Then the operations: index in `reference.OPERATIONS`, numbers of both operands (a single one twice) and of
+            the result.
         zero: 0 in the dtype of all elements.
     """
     size, period, num_operands, num_fillings = code[0]
@@ -203,7 +201,7 @@ def run_chain(code, zero):  # type: ignore[no-untyped-def]
                 elif operation == _DIVIDE:
                     for i in range(count):
                         out[i] = a[i] / b[i]
-                elif operation == _MAXIMUM:  # of two zeros the second one, as NumPy's
+                elif operation == _MAXIMUM:  # as in NumPy, the second of two zeros
                     for i in range(count):
                         out[i] = a[i] if a[i] > b[i] or np.isnan(a[i]) else b[i]
                 elif operation == _MINIMUM:
@@ -251,9 +249,9 @@ def _bfloat16(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def _round_32(typingctx: Any, x: Any, out: Any, index: Any) -> Any:
-    """Round 32 elements from ``index`` on as if none were NaN; returns a number that is 0 if none was.
+    """Round 32 elements from ``index`` on as if none were NaN; return a number that is 0 if none was.
 
-    Comparing one half with the other is one instruction for both; 16 elements or 64 took 1.1 times as long.
+    One instruction compares both halves with each other; 16 or 64 elements took 1.1 times as long.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -279,7 +277,7 @@ def _from_bfloat16(typingctx: Any, value: Any) -> Any:
     return types.float32(types.uint16), generate
 
 
-# No factory for these loops: what closes over an intrinsic is not found in Numba's cache by the next process.
+# No factory for these loops: Numba's cache misses functions that close over an intrinsic in the next process.
 @kernel([types.void(float32[::1], uint16[::1])])
 def to_float16(x, out):  # type: ignore[no-untyped-def]
     """See `reference.to_float16`."""
@@ -302,7 +300,7 @@ def from_float16(x, out):  # type: ignore[no-untyped-def]
 def to_bfloat16(x, out):  # type: ignore[no-untyped-def]
     """See `reference.to_bfloat16`.
 
-    NaNs are looked for in 32 elements at a time: a choice in every element took a quarter of the time.
+    NaNs are detected in 32 elements at a time; a branch for every element took a quarter of the time.
     """
     if out.size != x.size:
         raise ValueError("out must have as many elements as x")

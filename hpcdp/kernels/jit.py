@@ -1,21 +1,20 @@
-"""A decorator for Numba functions whose machine code is compiled, or read from a cache, when it is first needed.
+"""A decorator for Numba kernels that are compiled, or read from a cache, at the first use, and LLVM intrinsics.
 
-Numba by itself compiles all signatures of a function when it is decorated, of which a job needs a few; it raises out of
-a kernel's first call when the disk is full, and where a folder cannot be written it takes one beside the sources, in
-which code is not renewed when another module of this package changes. It takes whatever a file holds: one that a power
-loss has damaged raises any error, or ends the process within LLVM, and a damaged index is never replaced. What it
-reads is unpickled, so files and folders that other users may change are never read.
+Reasons not to use Numba's own cache:
 
-LLVM instructions that Numba lacks, for use inside kernels: vectors, floats of 16 bits, runs of elements.
+- It compiles all signatures when a function is decorated, although a job needs few.
+- It raises out of a kernel's first call on a full disk. For a read-only folder it uses one beside the sources, where
+  code stays stale when another module of this package changes.
+- It trusts the contents of files. A file damaged by a power loss raises arbitrary errors or ends the process in LLVM,
+  and a damaged index is never replaced. It unpickles them, so files that other users may change are never read here.
 
-LLVM turns operations on these vectors into what the processor has, whatever its own vectors' width.
+The intrinsics provide vectors, 16-bit floats and runs of elements. LLVM maps the vectors to those of the processor.
 
-Numba knows neither 16-bit format, so a kernel is given their bits as integers (`hpcdp.core.arrays.words`) and tells one
-from the other by the sign of these: uint16 is float16 (IEEE binary16), int16 is bfloat16, the upper half of a float32.
-They are widened to float32 to be computed with, and rounded once.
+Numba has no 16-bit floats, so a kernel takes their bits as integers (`hpcdp.core.arrays.words`): uint16 is float16
+(IEEE binary16), int16 is bfloat16, the upper half of a float32. They are computed in float32 and rounded once.
 
-Short runs of elements are moved as vectors: from a loop the compiler makes vectors of 32 elements at once and leaves
-what is over to single ones, which is most of a row of a small image.
+Short runs are moved as vectors, because a compiled loop uses vectors of 32 elements and handles the rest one by one,
+which is most of a row of a small image.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import llvmlite.binding
 import numba
 from llvmlite import binding, ir
 from numba import types
@@ -47,7 +45,7 @@ from ..errors import ConfigError
 from . import compiled_dir, not_kept, not_taken, one_process_compiles, refuse_what_others_may_write
 
 _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": None, "no_cfunc_wrapper": True}
-"""The wrapper would be for callers in C, and is compiled with each version."""
+"""Options of all kernels; the C wrapper would be compiled with each version."""
 _SUM_NBYTES = 16
 _PACKAGE = Path(__file__).parent
 _here = threading.local()
@@ -55,26 +53,26 @@ _opening = threading.Lock()
 
 
 def _refuse_settings() -> None:
-    """Those of Numba with which there is no kernel, or one that jumps to nowhere."""
+    """Refuse settings of Numba that disable kernels, or make them jump to an invalid address."""
     if config.DISABLE_JIT:
         raise ConfigError(
-            "kernels", where="NUMBA_DISABLE_JIT", expected="0: they are nothing but machine code",
-            got=config.DISABLE_JIT, remedy="unset it",
+            "kernels", where="NUMBA_DISABLE_JIT", expected="0, because kernels need compilation",
+            got=config.DISABLE_JIT, remedy="unset NUMBA_DISABLE_JIT",
         )  # fmt: skip
     features = config.CPU_FEATURES
     if features is not None and platform.machine() == "x86_64" and "+f16c" not in features.split(","):
         raise ConfigError(
-            "kernels", where="NUMBA_CPU_FEATURES", expected="+f16c among them, by which float16 is converted",
-            got=f"{features!r} for NUMBA_CPU_NAME={config.CPU_NAME}", remedy="add it, or unset both",
+            "kernels", where="NUMBA_CPU_FEATURES", expected="a list with +f16c, which converts float16",
+            got=f"{features!r} for NUMBA_CPU_NAME={config.CPU_NAME}", remedy="add +f16c, or unset both variables",
         )  # fmt: skip
     if config.CACHE_DIR:
-        with contextlib.suppress(OSError):  # it is not made yet
+        with contextlib.suppress(OSError):  # it may not exist yet
             _refuse_shared(config.CACHE_DIR)
 
 
 def _refuse_shared(folder: str) -> None:
-    """Refuse a folder of ``NUMBA_CACHE_DIR`` that other users may change; `OSError` where it is not there."""
-    where, remedy = f"NUMBA_CACHE_DIR={config.CACHE_DIR}", "unset it, or name a folder of yours"
+    """Refuse a folder of ``NUMBA_CACHE_DIR`` that other users may change; `OSError` if it does not exist."""
+    where, remedy = f"NUMBA_CACHE_DIR={config.CACHE_DIR}", "unset it, or set it to a folder of your own"
     refuse_what_others_may_write("kernel cache", folder, where, remedy)
 
 
@@ -82,17 +80,17 @@ _refuse_settings()
 
 
 def target() -> str:
-    """What machine code depends on beside its sources."""
-    return f"numba {numba.__version__}, {llvmlite.binding.get_host_cpu_name()}"
+    """Return what machine code depends on besides its sources."""
+    return f"numba {numba.__version__}, {binding.get_host_cpu_name()}"
 
 
 class _NotKeptError(Exception):
-    """A kernel that was asked for by `_read_only` would have to be compiled."""
+    """A kernel requested in `_read_only` would have to be compiled."""
 
 
 @contextlib.contextmanager
 def _read_only(reads_only: bool) -> Iterator[None]:
-    """Whether this thread meanwhile raises `_NotKeptError` where it would have to compile."""
+    """Set whether this thread raises `_NotKeptError` instead of compiling."""
     before = getattr(_here, "reads_only", False)
     _here.reads_only = reads_only
     try:
@@ -102,29 +100,33 @@ def _read_only(reads_only: bool) -> Iterator[None]:
 
 
 class _Private(UserProvidedCacheLocator):
-    """The folder of ``NUMBA_CACHE_DIR`` for a source, if no other user may change it."""
+    """The folder of ``NUMBA_CACHE_DIR`` for a source, unless another user may change it."""
 
     def ensure_cache_path(self) -> None:
+        """Create the folder, and refuse one that other users may change."""
         make_private_folder(Path(self.get_cache_path()))
         self.refuse_shared()
         super().ensure_cache_path()
 
     def refuse_shared(self) -> None:
+        """Refuse a folder that other users may change."""
         _refuse_shared(self.get_cache_path())
 
 
 class _OneFolder(_Private):
-    """Of code whose folder is named after its sources: the same for all clones and environments that have those."""
+    """The folder named after all sources, shared by all clones and environments that have the same."""
 
     @classmethod
     def get_suitable_cache_subpath(cls, py_file: str) -> str:
+        """Return no subfolder."""
         return ""
 
     def get_source_stamp(self) -> Any:
-        """None for a source of this package, which the folder's name covers; else what tells a changed file."""
+        """Return None for a source of this package, which the folder's name covers, else Numba's stamp."""
         return None if Path(self._py_file).is_relative_to(_PACKAGE) else super().get_source_stamp()
 
     def refuse_shared(self) -> None:
+        """See `_Private.refuse_shared`."""
         folder = self.get_cache_path()
         refuse_what_others_may_write("kernel cache", folder, folder, "remove it")
 
@@ -138,13 +140,14 @@ class _OnlyThere(CompileResultCacheImpl):
 
 
 class _Summed(IndexDataCacheFile):
-    """A file for each signature, which begins with a checksum of what it is for and what it holds.
+    """A file for each signature, which begins with a checksum of its purpose and contents.
 
-    One whose checksum is wrong counts as not there: it is compiled again and replaced. Numba's index, which could be
-    damaged too, or name a file whose code another process has replaced, is not needed: the file's name has the key.
+    A file with a wrong checksum counts as missing: it is compiled again and replaced. Numba's index, which could be
+    damaged too, or name a file with replaced code, is not used: the file's name contains the key.
     """
 
     def load(self, key: Any) -> Any:
+        """Return the cached code for ``key``, or None; `OSError` if there is none."""
         path = self._path(key)
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
             writer = who_else_may_write_file(file.fileno(), path)
@@ -156,6 +159,7 @@ class _Summed(IndexDataCacheFile):
         return pickle.loads(data) if kept[:_SUM_NBYTES] == self._sum(path, data) else None
 
     def save(self, key: Any, data: Any) -> None:
+        """Write the code for ``key`` with its checksum."""
         path, dumped = self._path(key), self._dump(data)
         with self._open_for_write(path) as file:
             os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & 0o755)
@@ -171,9 +175,9 @@ class _Summed(IndexDataCacheFile):
 
 
 class _Forgiving(FunctionCache):
-    """The kept machine code of one function; what cannot be read is compiled, what cannot be written is told.
+    """The cached machine code of one function; unreadable code is compiled again, failed writes are reported.
 
-    ``NUMBA_CACHE_DIR`` goes before ``folder``, which is of just these sources and this `target`.
+    ``NUMBA_CACHE_DIR`` takes precedence over ``folder``, which is specific to these sources and this `target`.
     """
 
     def __init__(self, function: Any, folder: Path) -> None:
@@ -187,21 +191,23 @@ class _Forgiving(FunctionCache):
             impl = self._impl
             self._cache_file = _Summed(self._cache_path, impl.filename_base, impl.locator.get_source_stamp())
             self._is_open = True
-        except (OSError, RuntimeError) as error:  # Numba has no place for it
+        except (OSError, RuntimeError) as error:  # RuntimeError: Numba found no folder
             not_kept(folder, error)
         finally:
             config.CACHE_DIR = before
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        found = None
+        """Return the cached version for ``sig``, or None; `_NotKeptError` in `_read_only`."""
+        code = None
         if self._is_open:
             with contextlib.suppress(OSError):
-                found = super().load_overload(sig, target_context)
-        if found is None and getattr(_here, "reads_only", False):
+                code = super().load_overload(sig, target_context)
+        if code is None and getattr(_here, "reads_only", False):
             raise _NotKeptError
-        return found
+        return code
 
     def save_overload(self, sig: Any, data: Any) -> None:
+        """Write the version for ``sig``, and report a failure."""
         if not self._is_open:
             return
         try:
@@ -211,7 +217,7 @@ class _Forgiving(FunctionCache):
 
 
 class Kernel(CPUDispatcher):  # type: ignore[misc]
-    """What `kernel` makes of a function."""
+    """A function decorated by `kernel`."""
 
     def __init__(self, function: Any, options: dict[str, Any], signatures: Sequence[Any]) -> None:
         super().__init__(function, targetoptions=_OPTIONS | options)
@@ -220,16 +226,16 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         ]
         self._kept: _Forgiving | None = None
         self._converting: dict[tuple[Any, ...], Any] = {}
-        """Of types that are converted: what takes them."""
+        """Entry points for argument types that are converted."""
 
     def _compilation_chain_init_hook(self) -> None:
-        """What other packages may have registered with Numba is not looked for: kernels need none of it."""
+        """Skip the search for Numba extensions of other packages, which no kernel needs."""
 
     def compile(self, sig: Any) -> Any:
-        """Have it for the types ``sig``; returns what takes the arguments themselves, without a choice by their types.
+        """Compile or read the version for the types ``sig``, and return its entry point without dispatch.
 
         Raises:
-            TypeError: it is declared for others, to which these cannot be converted.
+            TypeError: the arguments cannot be converted to any declared signature.
         """
         wanted = tuple(map(types.unliteral, sigutils.normalize_signature(sig)[0]))
         if wanted in self._converting:
@@ -245,24 +251,24 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
             with one_process_compiles(lambda: self._is_kept(chosen)), _read_only(False):
                 super().compile(chosen)
         args = tuple(sigutils.normalize_signature(chosen)[0])
-        found = self.overloads[args].entry_point
-        with _opening:  # of two that are alike no call would choose one: each would come here, and add one more
-            if args != wanted and wanted not in self._converting:  # the next call finds it without coming here
-                self._insert([each._code for each in wanted], found, False)
-                self._converting[wanted] = found
-        return found
+        entry_point = self.overloads[args].entry_point
+        with _opening:  # duplicates would be ambiguous, so that every call would come here and add one more
+            if args != wanted and wanted not in self._converting:  # the next call is dispatched without `compile`
+                self._insert([kind._code for kind in wanted], entry_point, False)
+                self._converting[wanted] = entry_point
+        return entry_point
 
     def _chosen(self, wanted: tuple[Any, ...]) -> Any:
-        """Of the declared signatures that for arguments of the types ``wanted``; these themselves if none is."""
+        """Return the declared signature for arguments of the types ``wanted``; these types if none is declared."""
         if not self._declared:
             return wanted
-        found = self.typingctx.resolve_overload(self.py_func, self._declared, wanted, {})
-        if found is None:
+        declared = self.typingctx.resolve_overload(self.py_func, self._declared, wanted, {})
+        if declared is None:
             raise TypeError(f"No matching definition for argument type(s) {', '.join(map(str, wanted))}")
-        return found
+        return declared
 
     def _is_kept(self, chosen: Any) -> bool:
-        """Whether it could be read; then it is there to be called."""
+        """Return whether the version was read from the cache; it can then be called."""
         with contextlib.suppress(_NotKeptError), _read_only(True):
             super().compile(chosen)
             return True
@@ -270,16 +276,22 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
 
 
 def kernel(signatures: Any = (), **options: Any) -> Callable[[Any], Kernel]:
-    """A decorator: as ``numba.njit(signatures, cache=True, nogil=True, error_model="numpy", **options)``, but each
-    version is read when it is first needed, or compiled, by one process of the machine.
+    """Decorate a kernel, as ``numba.njit(..., cache=True, nogil=True, error_model="numpy")`` would.
+
+    Each version is read or compiled at its first use, by one process of the machine.
 
     Args:
-        signatures: one, or a list: of the types of arguments to which others are converted where that can be. None:
-            whatever types it is called with.
-        options: further ones of ``numba.njit``.
+        signatures: one or a list, of argument types to which others are converted if possible. Empty: the types of each
+            call.
+        **options: further options of ``numba.njit``.
     """
     several = signatures if isinstance(signatures, list | tuple) else [signatures]
     return lambda function: Kernel(function, options, several)
+
+
+def float_kernel(arguments: Callable[[Any], tuple[Any, ...]], **options: Any) -> Callable[[Any], Kernel]:
+    """Decorate a kernel for float32 and float64; ``arguments`` returns the argument types for a float type."""
+    return kernel([types.void(*arguments(kind)) for kind in (types.float32, types.float64)], **options)
 
 
 WORD = ir.IntType(32)
@@ -287,13 +299,13 @@ WORD = ir.IntType(32)
 
 @functools.cache
 def are_eight() -> bool:
-    """Whether the processor's vectors are of eight floats, which it multiplies and adds at once: not of sixteen."""
+    """Return whether the processor has vectors of eight floats with fused multiply-add, but not of sixteen."""
     features = binding.get_host_cpu_features()
     return bool(features.get("avx2") and features.get("fma") and not features.get("avx512f"))
 
 
 class Lanes:
-    """``width`` elements of an array from ``index`` on as one vector; uint16 holds the bits of float16."""
+    """A vector of ``width`` elements of an array from ``index`` on; uint16 holds the bits of float16."""
 
     def __init__(self, context: Any, builder: Any, array: tuple[Any, Any], index: Any, width: int) -> None:
         array_type, value = array
@@ -306,9 +318,11 @@ class Lanes:
         self._pointer = builder.bitcast(builder.gep(data, [index]), self._stored.as_pointer())
 
     def load(self) -> Any:
+        """Load the vector, with 16-bit floats widened."""
         return self._widened(self._builder.load(self._pointer, align=self._alignment))
 
     def store(self, value: Any) -> None:
+        """Store a vector, rounded to the array's dtype."""
         self._builder.store(self._narrowed(value), self._pointer, align=self._alignment)
 
     def store_bits(self, value: Any) -> None:
@@ -316,7 +330,7 @@ class Lanes:
         self._builder.store(self._builder.bitcast(value, self._stored), self._pointer, align=self._alignment)
 
     def rounded(self, value: Any) -> Any:
-        """``value`` as it would be read after it was stored."""
+        """Return ``value`` as it would be loaded after a store."""
         return self._widened(self._narrowed(value))
 
     def _widened(self, value: Any) -> Any:
@@ -326,7 +340,7 @@ class Lanes:
         return value if self._stored == self._computed else self._builder.fptrunc(value, self._stored)
 
     def repeat(self, number: Any) -> Any:
-        """A float64 in all lanes, rounded as an element."""
+        """Return a float64 in all lanes, rounded as an element."""
         builder = self._builder
         kind = self._computed.element
         number = number if kind == ir.DoubleType() else builder.fptrunc(number, kind)
@@ -335,15 +349,16 @@ class Lanes:
         return self.rounded(builder.shuffle_vector(one, one, zeros))
 
     def constant(self, number: float) -> Any:
+        """Return a vector of one constant."""
         return ir.Constant(self._computed, [number] * self._width)
 
     def bits(self, flags: Any) -> Any:
-        """A vector of truth values as a 32-bit number, the first one lowest."""
+        """Return a vector of truth values as a 32-bit number, the first one lowest."""
         number = self._builder.bitcast(flags, ir.IntType(self._width))
         return number if self._width == 32 else self._builder.zext(number, WORD)
 
     def flags(self, number: Any, lowest: int) -> Any:
-        """The bits of a 32-bit number from ``lowest`` on as a vector of truth values: each shifted to be a sign."""
+        """Return the bits of a 32-bit number from ``lowest`` on as truth values, each shifted to the sign."""
         kind = ir.VectorType(WORD, self._width)
         one = self._builder.insert_element(ir.Constant(kind, ir.Undefined), number, WORD(0))
         numbers = self._builder.shuffle_vector(one, one, ir.Constant(kind, None))
@@ -356,8 +371,7 @@ _HALF = ir.IntType(16)
 
 
 def nearest_bfloat16(builder: Any, value: Any, width: int) -> Any:
-    """Floats that are no NaN, ``width`` of them, as the nearest bfloat16, ties to even; in 32 bits, where Numba would
-    take 64."""
+    """Round ``width`` floats that are not NaN to the nearest bfloat16, ties to even, in 32-bit arithmetic."""
     word, half = ir.VectorType(WORD, width), ir.VectorType(_HALF, width)
     sixteen, one, below_half = (ir.Constant(word, [number] * width) for number in (16, 1, 0x7FFF))
     bits = builder.bitcast(value, word)
@@ -366,20 +380,20 @@ def nearest_bfloat16(builder: Any, value: Any, width: int) -> Any:
 
 
 def any_bfloat16(builder: Any, value: Any) -> Any:
-    """A float32 as the bits of the nearest bfloat16; a NaN is made quiet so that it does not become an infinity."""
+    """Round a float32 to the bits of the nearest bfloat16; NaNs are made quiet, else rounding could give infinity."""
     quiet = builder.or_(builder.lshr(builder.bitcast(value, WORD), WORD(16)), WORD(0x40))
     rounded = builder.bitcast(nearest_bfloat16(builder, value, 1), _HALF)
     return builder.select(builder.fcmp_unordered("uno", value, value), builder.trunc(quiet, _HALF), rounded)
 
 
 def of_bfloat16(builder: Any, bits: Any) -> Any:
-    """The float32 that the bits of a bfloat16 stand for."""
+    """Return the float32 of the bits of a bfloat16."""
     return builder.bitcast(builder.shl(builder.zext(bits, WORD), WORD(16)), ir.FloatType())
 
 
 @intrinsic
 def widen(typingctx: Any, value: Any) -> Any:
-    """The value as its accumulator's type: a float of 16 bits as float32, anything else unchanged."""
+    """Return the value in its accumulator's type: 16-bit floats as float32, others unchanged."""
     if value not in (_float16, _bfloat16):
         return value(value), lambda context, builder, signature, args: args[0]
 
@@ -393,7 +407,7 @@ def widen(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def narrow(typingctx: Any, value: Any, like: Any) -> Any:
-    """An accumulator as an element of the array ``like``, rounded to nearest even."""
+    """Return an accumulator as an element of the array ``like``, rounded to nearest even."""
     dtype = like.dtype
     if dtype not in (_float16, _bfloat16):
         return dtype(dtype, like), lambda context, builder, signature, args: args[0]  # integers wrap
@@ -408,8 +422,10 @@ def narrow(typingctx: Any, value: Any, like: Any) -> Any:
 
 @intrinsic
 def magnitude_bits(typingctx: Any, value: Any) -> Any:
-    """The bits of a float without the sign, as an unsigned integer of its size; of `hpcdp.core.arrays.words` in their
-    own type, which tells the format."""
+    """Return the bits of a float without its sign as an unsigned integer.
+
+    For `hpcdp.core.arrays.words` the result keeps their type, which determines the format.
+    """
     bits = value.bitwidth
     result = {32: types.uint32, 64: types.uint64}.get(bits, value)
 
@@ -421,7 +437,7 @@ def magnitude_bits(typingctx: Any, value: Any) -> Any:
 
 
 def _moves_eight(adds: bool) -> Any:
-    """An intrinsic that copies, or ``adds``, eight elements of one flat array, from an index on, to another's."""
+    """Make an intrinsic that copies, or ``adds``, eight elements from one flat array and index to another."""
 
     @intrinsic
     def move(context: Any, source: Any, first: Any, target: Any, start: Any) -> Any:
@@ -441,7 +457,7 @@ _copy_eight, _add_eight = _moves_eight(False), _moves_eight(True)
 
 @intrinsic
 def _copy_every_other(context: Any, source: Any, first: Any, target: Any, start: Any) -> Any:
-    """As ``_copy_eight``, of fifteen elements every second."""
+    """Copy every second of fifteen elements, else as ``_copy_eight``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = partial(Lanes, context, builder)
@@ -454,52 +470,43 @@ def _copy_every_other(context: Any, source: Any, first: Any, target: Any, start:
     return types.none(source, types.intp, target, types.intp), generate
 
 
-@intrinsic
-def _add_in_turn(context: Any, source: Any, first: Any, other: Any, target: Any, start: Any) -> Any:
-    """Add sixteen elements, in turn one of the eight from ``first`` on and one of those from ``other`` on."""
+def _weaves(adds: bool) -> Any:
+    """Make an intrinsic that writes, or ``adds``, sixteen elements, alternating between two runs of eight."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = partial(Lanes, context, builder)
-        one, two = (lanes((signature.args[0], args[0]), args[k], 8).load() for k in (1, 2))
-        into = lanes((signature.args[3], args[3]), args[4], 16)
-        in_turn = [lane // 2 + lane % 2 * 8 for lane in range(16)]
-        both = builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(WORD, 16), in_turn))
-        into.store(builder.fadd(into.load(), both))
-        return context.get_dummy_value()
+    @intrinsic
+    def weave(context: Any, source: Any, first: Any, other: Any, target: Any, start: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            lanes = partial(Lanes, context, builder)
+            one, two = (lanes((signature.args[0], args[0]), args[k], 8).load() for k in (1, 2))
+            into = lanes((signature.args[3], args[3]), args[4], 16)
+            alternating = [lane // 2 + lane % 2 * 8 for lane in range(16)]
+            both = builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(WORD, 16), alternating))
+            into.store(builder.fadd(into.load(), both) if adds else both)
+            return context.get_dummy_value()
 
-    return types.none(source, types.intp, types.intp, target, types.intp), generate
+        return types.none(source, types.intp, types.intp, target, types.intp), generate
+
+    return weave
 
 
-@intrinsic
-def _copy_in_turn(context: Any, source: Any, first: Any, other: Any, target: Any, start: Any) -> Any:
-    """Write sixteen elements, in turn one of the eight from ``first`` on and one of those from ``other`` on."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = partial(Lanes, context, builder)
-        one, two = (lanes((signature.args[0], args[0]), args[k], 8).load() for k in (1, 2))
-        in_turn = [lane // 2 + lane % 2 * 8 for lane in range(16)]
-        both = builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(WORD, 16), in_turn))
-        lanes((signature.args[3], args[3]), args[4], 16).store(both)
-        return context.get_dummy_value()
-
-    return types.none(source, types.intp, types.intp, target, types.intp), generate
+_copy_in_turn, _add_in_turn = _weaves(False), _weaves(True)
 
 
 @numba.njit(inline="always")
 def copy_run(source, first, target, start, size):  # type: ignore[no-untyped-def]
-    """Copy ``size`` elements of one flat array, from an index on, to another's."""
+    """Copy ``size`` elements from one flat array and index to another."""
     if size < 8:
         for k in range(size):
             target[start + k] = source[first + k]
         return
     for k in range(0, size - 8, 8):
         _copy_eight(source, first + k, target, start + k)
-    _copy_eight(source, first + size - 8, target, start + size - 8)  # of which some were copied before
+    _copy_eight(source, first + size - 8, target, start + size - 8)  # overlaps the run before
 
 
 @numba.njit(inline="always")
 def add_run(source, first, target, start, size):  # type: ignore[no-untyped-def]
-    """As `copy_run`, but add them."""
+    """Add ``size`` elements, else as `copy_run`."""
     whole = size - size % 8
     for k in range(0, whole, 8):
         _add_eight(source, first + k, target, start + k)
@@ -509,7 +516,7 @@ def add_run(source, first, target, start, size):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def copy_strided(source, first, stride, target, start, size):  # type: ignore[no-untyped-def]
-    """As `copy_run`, of elements ``stride`` apart."""
+    """Copy elements ``stride`` apart, else as `copy_run`."""
     if stride == 1:
         copy_run(source, first, target, start, size)
         return
@@ -522,7 +529,7 @@ def copy_strided(source, first, stride, target, start, size):  # type: ignore[no
 
 @numba.njit(inline="always")
 def add_both(source, even, odd, wide, target, line, width, padding):  # type: ignore[no-untyped-def]
-    """Add rows of both components to a line of the plane, whose first sample is one of the even's or of the odd's."""
+    """Add rows of both components to a line of the plane, which starts with a sample of either."""
     first, other = (odd, even) if padding % 2 else (even, odd)
     first += (padding + 1) // 2 - padding % 2
     other += (padding + 1) // 2
@@ -536,7 +543,7 @@ def add_both(source, even, odd, wide, target, line, width, padding):  # type: ig
 
 @numba.njit(inline="always")
 def weave_run(source, even, odd, target, start, size):  # type: ignore[no-untyped-def]
-    """Write ``size`` elements, in turn one of two runs."""
+    """Write ``size`` elements, alternating between two runs."""
     whole = size - size % 16
     for k in range(0, whole, 16):
         _copy_in_turn(source, even + k // 2, odd + k // 2, target, start + k)

@@ -1,28 +1,24 @@
 """Batch and layer normalisation of NumPy arrays.
 
-Functions have the names and arguments of `reference.networks`. Sums over a plane or a row run in as many lanes as
-a vector register has (``reassoc``), the same in every run since those loops store nothing; those over a plane are added
-up in float64.
+Functions have the names and arguments of `reference.networks`. Sums over a plane or a row run in as many lanes as a
+vector register has (``reassoc``). Their order is the same in every run, because those loops store nothing. Sums of
+planes are added in float64.
 """
 
 from __future__ import annotations
 
-import numba
+from functools import partial
+
 import numpy as np
+from numba import float64
+from numba.types import Tuple, UniTuple
 
-from .jit import kernel
+from .jit import float_kernel
 
-_FLOATS = (numba.float32, numba.float64)
-_LANES = {"reassoc", "contract"}
+_kernel = partial(float_kernel, fastmath={"reassoc", "contract"})
 
 
-@kernel(
-    [
-        numba.void(f[:, :, ::1], f[::1], f[::1], f[:, :, ::1], numba.types.UniTuple(f[::1], 2), numba.float64)
-        for f in _FLOATS
-    ],
-    fastmath={"reassoc", "contract"},
-)
+@_kernel(lambda f: (f[:, :, ::1], f[::1], f[::1], f[:, :, ::1], UniTuple(f[::1], 2), float64))
 def batch_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def]
     """See `reference.batch_norm`."""
     batch, channels, size = x.shape
@@ -50,19 +46,8 @@ def batch_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def
                 out[n, c, i] = (x[n, c, i] - mean) * factor + offset
 
 
-@kernel(
-    [
-        numba.void(
-            f[:, :, ::1],
-            f[:, :, ::1],
-            f[::1],
-            numba.types.UniTuple(f[::1], 2),
-            numba.types.Tuple((f[:, :, ::1], f[::1], f[::1])),
-            numba.float64,
-        )
-        for f in _FLOATS
-    ],
-    fastmath={"reassoc", "contract"},
+@_kernel(
+    lambda f: (f[:, :, ::1], f[:, :, ::1], f[::1], UniTuple(f[::1], 2), Tuple((f[:, :, ::1], f[::1], f[::1])), float64)
 )
 def batch_norm_gradients(gy, x, scale, saved, into, eps):  # type: ignore[no-untyped-def]
     """See `reference.batch_norm_gradients`."""
@@ -90,10 +75,7 @@ def batch_norm_gradients(gy, x, scale, saved, into, eps):  # type: ignore[no-unt
                 dx[n, c, i] = (gy[n, c, i] - constant - (x[n, c, i] - mean) * slope) * factor
 
 
-@kernel(
-    [numba.void(f[:, :, ::1], numba.float64[:, ::1]) for f in _FLOATS],
-    fastmath={"reassoc", "contract"},
-)
+@_kernel(lambda f: (f[:, :, ::1], float64[:, ::1]))
 def channel_sums(x, sums):  # type: ignore[no-untyped-def]
     """See `reference.channel_sums`."""
     batch, channels, size = x.shape
@@ -101,20 +83,14 @@ def channel_sums(x, sums):  # type: ignore[no-untyped-def]
         total, squares = 0.0, 0.0
         for n in range(batch):
             for i in range(size):
-                value = numba.float64(x[n, c, i])
+                value = float64(x[n, c, i])
                 total += value
                 squares += value * value
         sums[0, c] = total
         sums[1, c] = squares
 
 
-@kernel(
-    [
-        numba.void(f[:, :, ::1], f[::1], f[::1], numba.types.UniTuple(f[::1], 2), f[:, :, ::1], numba.float64)
-        for f in _FLOATS
-    ],
-    fastmath={"reassoc", "contract"},
-)
+@_kernel(lambda f: (f[:, :, ::1], f[::1], f[::1], UniTuple(f[::1], 2), f[:, :, ::1], float64))
 def normalise(x, scale, shift, saved, out, eps):  # type: ignore[no-untyped-def]
     """See `reference.normalise`."""
     batch, channels, size = x.shape
@@ -127,13 +103,7 @@ def normalise(x, scale, shift, saved, out, eps):  # type: ignore[no-untyped-def]
                 out[n, c, i] = (x[n, c, i] - mean) * factor + offset
 
 
-@kernel(
-    [
-        numba.void(f[:, :, ::1], f[:, :, ::1], numba.types.UniTuple(f[::1], 2), numba.float64[:, ::1], numba.float64)
-        for f in _FLOATS
-    ],
-    fastmath={"reassoc", "contract"},
-)
+@_kernel(lambda f: (f[:, :, ::1], f[:, :, ::1], UniTuple(f[::1], 2), float64[:, ::1], float64))
 def gradient_sums(gy, x, saved, sums, eps):  # type: ignore[no-untyped-def]
     """See `reference.gradient_sums`."""
     batch, channels, size = x.shape
@@ -151,21 +121,7 @@ def gradient_sums(gy, x, saved, sums, eps):  # type: ignore[no-untyped-def]
         sums[1, c] = product / np.sqrt(saved[1][c] + eps)
 
 
-@kernel(
-    [
-        numba.void(
-            f[:, :, ::1],
-            f[:, :, ::1],
-            f[::1],
-            numba.types.UniTuple(f[::1], 2),
-            numba.float64[:, ::1],
-            f[:, :, ::1],
-            numba.float64,
-        )
-        for f in _FLOATS
-    ],
-    fastmath={"reassoc", "contract"},
-)
+@_kernel(lambda f: (f[:, :, ::1], f[:, :, ::1], f[::1], UniTuple(f[::1], 2), float64[:, ::1], f[:, :, ::1], float64))
 def gradient_of_input(gy, x, scale, saved, means, dx, eps):  # type: ignore[no-untyped-def]
     """See `reference.gradient_of_input`."""
     batch, channels, size = x.shape
@@ -180,10 +136,7 @@ def gradient_of_input(gy, x, scale, saved, means, dx, eps):  # type: ignore[no-u
                 dx[n, c, i] = (gy[n, c, i] - constant - (x[n, c, i] - mean) * slope) * factor
 
 
-@kernel(
-    [numba.void(f[:, ::1], f[::1], f[::1], f[:, ::1], numba.types.UniTuple(f[::1], 2), numba.float64) for f in _FLOATS],
-    fastmath=_LANES,
-)
+@_kernel(lambda f: (f[:, ::1], f[::1], f[::1], f[:, ::1], UniTuple(f[::1], 2), float64))
 def layer_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def]
     """See `reference.layer_norm`."""
     count = x.shape[1]
@@ -203,16 +156,7 @@ def layer_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def
         saved[1][n] = inverse
 
 
-@kernel(
-    [
-        numba.void(
-            f[:, ::1], f[:, ::1], f[::1], numba.types.UniTuple(f[::1], 2),
-            numba.types.Tuple((f[:, ::1], f[::1], f[::1])),
-        )
-        for f in _FLOATS
-    ],
-    fastmath=_LANES,
-)  # fmt: skip
+@_kernel(lambda f: (f[:, ::1], f[:, ::1], f[::1], UniTuple(f[::1], 2), Tuple((f[:, ::1], f[::1], f[::1]))))
 def layer_norm_gradients(gy, x, scale, saved, into):  # type: ignore[no-untyped-def]
     """See `reference.layer_norm_gradients`."""
     dx, dscale, dshift = into

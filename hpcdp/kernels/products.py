@@ -1,15 +1,15 @@
-"""Matrix products: of NumPy arrays by BLAS, in the pieces in which it is fastest; of others by their namespace.
+"""Matrix products: of NumPy arrays by BLAS, in the tiles in which it is fastest; of others by their namespace.
 
-OpenBLAS copies ("packs") both matrices of a product before it multiplies. Where one of them has few rows, that is a
-large part of the time. For processors with AVX-512 it also has kernels that take matrices as they lie, but it uses
-them only for products of up to a million multiplications (``sgemm_small_kernel_permit_skylakex.c``). So a larger
-product is given to it in tiles of that size, on one thread; with several, OpenBLAS shares out the whole.
+OpenBLAS copies ("packs") both matrices of a product before it multiplies, which is slow if one of them has few rows.
+For processors with AVX-512 it also has kernels without packing, but only for products of up to a million
+multiplications (``sgemm_small_kernel_permit_skylakex.c``). Larger products are therefore split into tiles of that size
+on one thread; with several threads OpenBLAS distributes the whole product.
 
 Measured on one core of an AMD EPYC, whole and in tiles, in us: 32 x 320 by 320 x 1024, 261 and 206; 128 x 256 by the
 transpose of 576 x 256, 441 and 407; and with matrices that come from memory, 16 x 2048 by 2048 x 2048, 3760 and 3220;
 by its transpose, 4130 and 2100 (turned round, 3050); the transpose of 16 x 2048 by 16 x 2048, 3830 and 2740. A core
-that multiplies whole vectors of AVX-512 twice a cycle, as Intel's do, makes more of what is packed: there products of
-few rows gain (`_gains_on_fast_cores`). More is in docs/targets.md.
+that multiplies whole vectors of AVX-512 twice a cycle, as Intel's do, benefits more from packing: there only products
+of few rows gain (`_gains_on_fast_cores`). More is in benchmarks/notes/targets.md.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from .buffers import empty
 from .cuda.cublas import matmul_of
 
 MOST = 1_000_000
-"""Multiplications up to which OpenBLAS takes float32 matrices as they lie."""
+"""Multiplications up to which OpenBLAS takes float32 matrices without packing."""
 _CORES = frozenset({"SkylakeX", "Cooperlake", "SapphireRapids"})
-"""OpenBLAS's names of the processors for which it does."""
+"""OpenBLAS's names of the processors with these kernels."""
 _MOST_RESULTS = 1200
-"""Of a tile whose right matrix is transposed: with more OpenBLAS packs it all the same."""
+"""Results of a tile with a transposed right matrix, above which OpenBLAS packs it."""
 _FEWEST, _FEW_ROWS = 8, 64
 _COLUMNS = 64
-"""Of a tile: four vectors."""
+"""Columns of a tile: four vectors."""
 _USUAL = 1 << 19
-"""Multiplications of a tile that may be of any size."""
+"""Multiplications of a tile without a size limit."""
 _WORTH = 4_000_000
-"""Multiplications from which on tiles save more than views of them cost."""
+"""Multiplications from which tiles save more than their views cost."""
 _IN_CACHE_NBYTES = 5 << 18
-"""Of a right matrix that all rows of tiles pass over, one after another."""
+"""Bytes of a right matrix that all rows of tiles read one after another."""
 _DEEPEST_TURNED = 128
-"""A left matrix that is transposed has tiles up to this depth: beyond it the whole is as fast."""
+"""Greatest depth of tiles with a transposed left matrix: beyond it the whole product is as fast."""
 
 
 _SHALLOW, _THIN, _DEEP, _MANY_ROWS = 32, 16, 768, 128
-"""On fast cores; see `_gains_on_fast_cores`."""
+"""Bounds on fast cores; see `_gains_on_fast_cores`."""
 
 
 class _Tile(NamedTuple):
@@ -56,27 +56,27 @@ class _Tile(NamedTuple):
 
 @functools.cache
 def _openblas() -> list[Any]:
-    """NumPy's OpenBLAS, if it is one that has kernels for small products."""
+    """Return NumPy's OpenBLAS libraries if they have kernels for small products, else none."""
     from threadpoolctl import ThreadpoolController
 
     name = np.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {}).get("name", "")
-    found = [each for each in ThreadpoolController().lib_controllers if each.internal_api == "openblas"]
-    return found if "openblas" in name and all(each.architecture in _CORES for each in found) else []
+    libraries = [library for library in ThreadpoolController().lib_controllers if library.internal_api == "openblas"]
+    return libraries if "openblas" in name and all(library.architecture in _CORES for library in libraries) else []
 
 
 @functools.cache
 def _cores_are_fast() -> bool:
-    """Whether a core is not AMD's Zen 4, for which all bounds were measured but those of `_gains_on_fast_cores`."""
+    """Return False for AMD's Zen 4, on which all bounds but those of `_gains_on_fast_cores` were measured."""
     from llvmlite import binding
 
     return str(binding.get_host_cpu_name()) != "znver4"
 
 
 def _gains_on_fast_cores(m: int, k: int, right_turned: bool) -> bool:
-    """Whether tiles of an ``(m, k)`` matrix that is not turned are faster than the whole product, on one of Intel's.
+    """Return whether tiles of an untransposed ``(m, k)`` matrix beat the whole product on an Intel core.
 
-    In steps of training, which is another question than a product again and again: packing also takes the place of
-    what the cache had. There many rows are faster whole, and so are few that pass over a deep matrix from memory.
+    This holds within training steps, where packing also evicts other data from the cache, unlike in repeated products.
+    Many rows are faster as a whole, and so are few rows with a deep matrix from memory.
     """
     if right_turned:
         return m <= _FEW_ROWS
@@ -85,16 +85,16 @@ def _gains_on_fast_cores(m: int, k: int, right_turned: bool) -> bool:
 
 def _has_small_kernels() -> bool:
     libraries = _openblas()
-    return [each.get_num_threads() for each in libraries] == [1] * len(libraries) != []
+    return [library.get_num_threads() for library in libraries] == [1] * len(libraries) != []
 
 
 def _is_turned(x: np.ndarray) -> bool:
-    """Whether the transpose of ``x`` is what has its rows along memory."""
+    """Return whether the transpose of ``x`` has its rows contiguous in memory."""
     return x.strides[-1] != x.itemsize and x.strides[-2] == x.itemsize
 
 
 def _rows_of(count: int, most: int) -> int:
-    """A number of rows up to ``most``, a multiple of 8, that parts ``count`` rows evenly; 0: there is none."""
+    """Return a multiple of 8 up to ``most`` that divides ``count`` rows evenly; 0 if there is none."""
     if count <= most or most < 8:
         return count if count <= most else 0
     parts = -(-count // most)
@@ -105,7 +105,7 @@ def _rows_of(count: int, most: int) -> int:
 
 @functools.lru_cache
 def _tile_of(m: int, k: int, n: int, left_turned: bool, right_turned: bool) -> _Tile | None:
-    """The tile for an ``(m, k)`` times a ``(k, n)`` matrix, or None where the whole is as fast."""
+    """Return the tile for an ``(m, k)`` times a ``(k, n)`` matrix, or None if the whole product is as fast."""
     if left_turned:
         rows = min(m, max(k, 16), _COLUMNS)
         return None if right_turned or k > _DEEPEST_TURNED else _Tile(rows, min(n, _columns_of(rows, k)), 1)
@@ -125,7 +125,7 @@ def _tile_of(m: int, k: int, n: int, left_turned: bool, right_turned: bool) -> _
 
 
 def _columns_of(rows: int, depth: int) -> int:
-    """Whole vectors that make a tile of the usual size, or a little more where it is deep."""
+    """Return a multiple of the vector length that gives a tile of the usual size, or slightly more for deep tiles."""
     return max(_COLUMNS, _USUAL // (rows * depth) // 16 * 16)
 
 
@@ -136,7 +136,7 @@ def _in_parts(rows: int, columns: int, depth: int) -> _Tile | None:
 
 
 def _by_tiles(a: np.ndarray, b: np.ndarray, out: np.ndarray, rows: int, columns: int) -> None:
-    """``out = a @ b`` in tiles of ``rows`` and ``columns``, and what is left over at its edges."""
+    """Compute ``out = a @ b`` in tiles of ``rows`` and ``columns``, and the remainder at its edges."""
     high, wide = out.shape[-2:]
     down, across = high - high % rows, wide - wide % columns
     if down < high:
@@ -154,14 +154,14 @@ def _by_tiles(a: np.ndarray, b: np.ndarray, out: np.ndarray, rows: int, columns:
         np.matmul(left, right, out=out.reshape(*stack, high // rows, rows, wide // columns, columns).swapaxes(-3, -2))
 
 
-@np.errstate(over="ignore", invalid="ignore")  # as numpy.dot: who cares for overflows looks for them
+@np.errstate(over="ignore", invalid="ignore")  # as in numpy.dot; callers check for overflows
 def multiply(a: Array, b: Array, out: Array) -> None:
-    """Write ``out = a @ b``, where ``out`` shares no memory with the others.
+    """Compute ``out = a @ b``, where ``out`` shares no memory with the operands.
 
     Args:
-        a: shape ``(..., m, k)``, the axes before broadcast against those of ``b``.
+        a: shape ``(..., m, k)``; leading axes broadcast against those of ``b``.
         b: shape ``(..., k, n)``.
-        out: shape ``(..., m, n)``; all of one floating dtype, in any order in memory.
+        out: shape ``(..., m, n)``; all of one floating dtype, in any memory order.
     """
     if not is_host(out) or is_half(out):
         matmul_of(array_namespace(a, b))(a, b, out=out)
@@ -187,11 +187,11 @@ def multiply(a: Array, b: Array, out: Array) -> None:
 
 
 def _whole(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """As one product.
+    """Compute one product.
 
-    With few rows most of the time goes into packing ``b``, which BLAS does faster as the left operand and not turned
-    round: by this way the product of 16 x 2048 and 2048 x 2048 takes 0.6 of the time, with 64 rows 0.85, the turned
-    result's copy included. A single row is no product for BLAS but a pass over ``b``.
+    With few rows most of the time is spent packing ``b``, which BLAS does faster for an untransposed left operand. In
+    this form the product of 16 x 2048 and 2048 x 2048 takes 0.6 of the time, with 64 rows 0.85, including the copy of
+    the transposed result. For a single row BLAS only reads ``b`` once.
     """
     if out.ndim == 2 and 1 < a.shape[0] <= _FEW_ROWS and b.shape[0] >= 128 and b.shape[1] > 1 and _is_turned(b):
         out[...] = np.matmul(b.T, a.T, out=empty(out.shape[::-1], out.dtype)).T

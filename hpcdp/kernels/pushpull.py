@@ -1,12 +1,12 @@
-"""What all ranks of a node push to one value, merged into it and read back, each in one call that can stop and go on.
+"""Push and pull of one value by all ranks of a node, in resumable calls.
 
-The ranks meet. A rank that has pushed in another way, a whole row at once, takes part in no such exchange: all see that
-then, before anything is written. Then a rank stages what others own, piece by piece of everybody's part. While others
-sum a piece it stages the next one, so a value of ``p`` pieces takes ``p + 2`` waits. Sums run in order of the ranks.
+First the ranks meet. A rank that has pushed in another way (a whole row at once) does not join, which all ranks detect
+before anything is written. Then a rank stages the shards of the others, piece by piece, and stages the next piece while
+others sum one, so a value of ``p`` pieces takes ``p + 2`` waits. Sums run in order of the ranks.
 
-An owner writes a sum to its part of the value, and back where it has read, from where the others fetch it. So what goes
-from core to core stays in a staging buffer, and in the caches, as in an allreduce; of the value a rank writes what it
-owns, which no other core has. Whoever has come to the meeting reads the value of before no more.
+An owner writes a sum to its shard of the value, and back to the staging buffer, from which the others fetch it. As in
+an allreduce, data moves between cores only through the staging buffer, which stays in the caches. A rank writes only
+its own shard of the value, which no other core caches. After the meeting no rank reads the previous value.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import numpy as np
 from numba import njit
 
 from .jit import kernel
-from .shm_allreduce import STRIDE, post, wait_all
+from .shm_allreduce import DTYPES as DTYPES
+from .shm_allreduce import STRIDE, _copy, post, wait_all
 
 NOT_YET, DONE, MIXED, SUMMED = 0, 1, 2, 3
-"""What is returned: a peer was not there in time (the same call again goes on from there), done, some rank has pushed
-in another way, or this rank's part is summed and nobody told yet."""
+"""Return values: a peer was late (repeat the call to resume), done, a rank pushed in another way, shard summed."""
 
 ME, SPINS, SLEEP_NS, PIECES, PHASES, ROUND, PIECE, PHASE = range(8)
 STATE_LENGTH = 8
-"""What an exchange knows, int64. What never changes: this rank's number in the node, how often to look before sleeping,
-nanoseconds of sleep before giving up, pieces of a part, numbers that a round may post (one more than twice as many). To
-be set before: the number of the round; its first post, at the meeting, is that times the numbers of a round, and one,
-the last one is that of the next round less one. Zero between calls: the phase; and the piece that comes next."""
+"""Length of an exchange's state, int64.
 
-DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
-"""What these are called for."""
+Constant: this rank's number in the node, spins before sleeping, nanoseconds of sleep before giving up, pieces of a
+shard, and numbers that a round may post (one more than twice as many). Set before a call: the number of the round. Its
+first post, at the meeting, is that times the numbers of a round, plus one; its last post is that of the next round less
+one. Zero between calls: the phase, and the next piece.
+"""
+
 
 SLOTS = 3
-"""Pieces for which the staging buffer has room. While a rank stages one, others may not yet have summed the one before,
-nor it have fetched the sums of the one before that."""
+"""Pieces in the staging buffer: while a rank stages one, two earlier ones may not yet be summed or fetched."""
 
 _ROUND_OF = 2
 _BLOCK = 2048
@@ -41,17 +41,10 @@ _ARRIVING, _MEETING, _WAITING = 0, 1, 2
 
 
 def state_of(rank: int, patience: np.ndarray, pieces: int, phases: int) -> np.ndarray:
-    """The state of this rank before its first exchange; ``patience`` as `hpcdp.comm.shared_memory.NodeMemory` has
-    it."""
+    """Return this rank's state before its first exchange; see `shared_memory.NodeMemory` for ``patience``."""
     state = np.zeros(STATE_LENGTH, np.int64)
     state[ME], state[PIECES], state[PHASES], state[[SPINS, SLEEP_NS]] = rank, pieces, phases, patience
     return state
-
-
-@njit(inline="always")
-def _copy(out, x):  # type: ignore[no-untyped-def]
-    for i in range(out.size):
-        out[i] = x[i]
 
 
 @njit(inline="always")
@@ -77,8 +70,8 @@ def _stage(x, staging, ends, me, piece):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def _sum(x, out, in_place, total, staging, ends, me, piece):  # type: ignore[no-untyped-def]
-    # One array that is read and written by two names would keep a loop from being vectorised: hence `in_place`, and
-    # blocks that stay in the first-level cache.
+    # A loop that reads and writes one array by two names is not vectorised: hence `in_place`, and blocks in the L1
+    # cache.
     n = staging.shape[1]
     begin, end = _span(ends, me, piece, staging.shape[2] // n)
     if n == 2:
@@ -126,8 +119,8 @@ def _sum(x, out, in_place, total, staging, ends, me, piece):  # type: ignore[no-
 
 @njit(inline="always")
 def _fetch(out, staging, ends, me, piece, takes):  # type: ignore[no-untyped-def]
-    # ``takes``: the owner is the next to write there. Lines that were only read here would take it long to write again,
-    # those that are written not.
+    # ``takes``: the owner writes there next. That is slow for cache lines that were only read here, but not for lines
+    # that were written here.
     n = staging.shape[1]
     for owner in range(n):
         if owner != me:
@@ -193,14 +186,16 @@ def _met(x, staging, ends, counters, state):  # type: ignore[no-untyped-def]
 
 @kernel()
 def replace(x, out, in_place, total, staging, ends, counters, state):  # type: ignore[no-untyped-def]
-    """The sum of all ranks' ``x``, into ``total`` and this rank's ``out``.
+    """Sum all ranks' ``x`` into ``total`` and this rank's ``out``.
 
     Args:
-        x, out: shape ``(count,)``, contiguous, apart, or, ``in_place``, the same array.
-        total: shape ``(count,)`` or longer, shared; what it has been nobody reads who has come to the meeting.
+        x: shape ``(count,)``, contiguous.
+        out: like ``x``; another array, or with ``in_place`` the same.
+        in_place: whether ``out`` is ``x``.
+        total: shape ``(count,)`` or longer, shared; no rank reads its previous value after the meeting.
         staging: shape ``(SLOTS, n, chunk)``, shared.
-        ends: shape ``(n + 1,)``, int64: where the ranks' parts begin and end.
-        counters: how far the ranks are with this value, shared (see `shm_allreduce`).
+        ends: shape ``(n + 1,)``, int64: bounds of the ranks' shards.
+        counters: progress of the ranks with this value, shared (see `shm_allreduce`).
         state: shape ``(STATE_LENGTH,)``, this rank's.
 
     Returns:
@@ -225,7 +220,7 @@ def replace(x, out, in_place, total, staging, ends, counters, state):  # type: i
             else:
                 post(counters, me, np.int32(last))
             state[PIECE] = piece + 1
-        if piece > 0:  # after the post: nobody waits for it
+        if piece > 0:  # after the post, because no rank waits for it
             _fetch(out, staging, ends, me, piece - 1, False)
         if piece == pieces:
             state[PHASE] = _ARRIVING
@@ -234,10 +229,10 @@ def replace(x, out, in_place, total, staging, ends, counters, state):  # type: i
 
 @kernel()
 def gather(x, total, staging, ends, counters, state):  # type: ignore[no-untyped-def]
-    """This rank's part of the sum of all ranks' ``x``, into its part of ``total``; arguments as `replace`.
+    """Sum this rank's shard of all ranks' ``x`` into its shard of ``total``; arguments as `replace`.
 
     Returns:
-        `NOT_YET`, `SUMMED` or `MIXED`. When it is summed `spread` must follow, which says that the value is new.
+        `NOT_YET`, `SUMMED` or `MIXED`. After `SUMMED` `spread` must follow, which announces the new value.
     """
     n, me, pieces = staging.shape[1], state[ME], state[PIECES]
     if state[PHASE] != _WAITING:
@@ -259,7 +254,7 @@ def gather(x, total, staging, ends, counters, state):  # type: ignore[no-untyped
 
 @kernel()
 def spread(out, total, staging, ends, counters, state):  # type: ignore[no-untyped-def]
-    """After `gather`: what every rank has made of its part of ``total`` meanwhile, into all ranks' ``out``.
+    """Copy every rank's shard of ``total``, as updated after `gather`, to all ranks' ``out``.
 
     Returns:
         `NOT_YET` or `DONE`.

@@ -1,14 +1,14 @@
-"""Reductions of NumPy arrays: rows shared by a node's ranks, norms, the search for what is not finite.
+"""Reductions of NumPy arrays: rows shared by a node's ranks, norms, and the search for non-finite values.
 
 Functions have the names and arguments of `reference.gradients`. `combine` and `combine_into` have its bits: sums run in
-the order of the ranks, whatever the blocking, so the result is the same on every rank and in every run. float16 and
-bfloat16, as `hpcdp.core.arrays.words`, are accumulated in float32 and rounded once. Norms have the same sums up to
-rounding in float64. They may be reassociated so that they run in several vectors at once; their order depends on the
-compiled code and the number of elements alone, so the same run gives the same bits.
+the order of the ranks for any blocking, so the result is the same on every rank and in every run. float16 and bfloat16,
+as `hpcdp.core.arrays.words`, are accumulated in float32 and rounded once. Norms are equal up to rounding in float64.
+They may be reassociated into several vectors; their order depends only on the compiled code and the number of elements,
+so the same run gives the same bits.
 
-A block is accumulated in a small buffer of its own before it is written anywhere: an array that is read and written in
-one loop defeats LLVM's alias check, and then nothing is vectorised (5 instead of 52 GB/s). What kernels call is
-``inline="always"``: compiled within them it takes 0.7 of the time that it takes by itself.
+A block is accumulated in a small buffer before it is written: reading and writing one array in a loop defeats LLVM's
+alias check and vectorisation (5 instead of 52 GB/s). Functions that kernels call are ``inline="always"``: compiling
+them within the kernels takes 0.7 of the time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .reference.gradients import MAX as MAX
 from .reference.gradients import MEAN, MIN, PROD, SUM
 
 BLOCK = 2048
-"""Elements that are accumulated at a time: they stay in a core's first-level cache."""
+"""Number of elements accumulated at a time; they stay in the L1 cache."""
 
 
 @kernel(inline="always")
@@ -40,7 +40,7 @@ def start(partial, row):  # type: ignore[no-untyped-def]
 
 @kernel(inline="always")
 def accumulate(partial, row, op):  # type: ignore[no-untyped-def]
-    """Reduce ``row`` into ``partial``, element by element."""
+    """Reduce ``row`` elementwise into ``partial``."""
     if op in (SUM, MEAN):
         for i in range(row.size):
             partial[i] += widen(row[i])
@@ -59,7 +59,7 @@ def accumulate(partial, row, op):  # type: ignore[no-untyped-def]
 
 @kernel(inline="always")
 def divide(partial, n):  # type: ignore[no-untyped-def]
-    """Make a sum over ``n`` rows their mean."""
+    """Divide a sum over ``n`` rows by ``n``."""
     divisor = type(partial[0])(n)
     for i in range(partial.size):
         partial[i] = partial[i] / divisor
@@ -74,7 +74,7 @@ def finish(partial, out):  # type: ignore[no-untyped-def]
 
 @kernel(inline="always")
 def sum_in_both(a, b):  # type: ignore[no-untyped-def]
-    """Replace both ``a`` and ``b``, shape ``(count,)``, by their sum: the lines that are read are those written."""
+    """Replace ``a`` and ``b``, shape ``(count,)``, by their sum; the cache lines read are those written."""
     for i in range(a.size):
         total = narrow(widen(a[i]) + widen(b[i]), a)
         a[i] = total
@@ -102,7 +102,7 @@ def combine(rows, lo, hi, out, op):  # type: ignore[no-untyped-def]
     if rows.shape[0] == 2 and op == SUM:
         _sum_of_two(rows[0, lo:hi], rows[1, lo:hi], out)
         return
-    if rows.shape[0] == 4 and op == SUM:  # one pass: a partial sum in the cache is stored five times (0.75 of a copy)
+    if rows.shape[0] == 4 and op == SUM:  # in one pass, because storing partial sums runs at 0.75 of the copy rate
         _sum_of_four(rows[0, lo:hi], rows[1, lo:hi], rows[2, lo:hi], rows[3, lo:hi], out)
         return
     partial = np.empty(BLOCK, type(widen(rows[0, 0])))
@@ -118,7 +118,7 @@ def combine(rows, lo, hi, out, op):  # type: ignore[no-untyped-def]
 
 @kernel()
 def combine_into(rows, lo, hi, row, op):  # type: ignore[no-untyped-def]
-    """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, in place: into ``row``, or all if that is -1."""
+    """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, in place into ``row``, or into all for -1."""
     if rows.shape[0] == 2 and op == SUM and row == EVERY_ROW:
         sum_in_both(rows[0, lo:hi], rows[1, lo:hi])
         return
@@ -137,9 +137,9 @@ def combine_into(rows, lo, hi, row, op):  # type: ignore[no-untyped-def]
 
 @kernel()
 def combine_staged(x, rows, me, lo, hi, op):  # type: ignore[no-untyped-def]
-    """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, row ``me`` being ``x``: into ``x`` and all others.
+    """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, with ``x`` as row ``me``, into all of them.
 
-    The lines that are read are those that are written, so each changes hands between cores once.
+    The cache lines read are those written, so each moves between cores once.
     """
     n = rows.shape[0]
     if n == 2 and op == SUM:
@@ -160,12 +160,12 @@ def combine_staged(x, rows, me, lo, hi, op):  # type: ignore[no-untyped-def]
 
 
 _SEARCH_BLOCK = 1 << 14
-"""Elements that are looked at before the search may end."""
+"""Number of elements checked before the search may end."""
 
 
 @intrinsic
 def _larger(typingctx: Any, a: Any, b: Any) -> Any:
-    """The larger of two magnitudes; Numba's own would be computed in 64 bits."""
+    """Return the larger of two magnitudes; Numba's own would compute in 64 bits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.select(builder.icmp_unsigned(">", *args), *args)

@@ -1,9 +1,8 @@
-"""Kernels of networks on sequences, for NumPy arrays: causal softmax, LSTM, additions to rows of a table.
+"""Kernels of sequence networks for NumPy arrays: causal softmax, LSTM, additions to rows of a table.
 
-Functions have the names and arguments of `reference.networks`; cross-entropy is the reference's, which NumPy does as
-fast by itself. Sums over a row run in as many lanes as a vector register has (``reassoc``), the same in every run.
-Loops of an LSTM write one array each: with more the compiler would have to compare too many places to be sure that they
-are apart, and would not use vector registers.
+Functions have the names and arguments of `reference.networks`. Cross-entropy is the reference's, because NumPy is as
+fast. Sums over a row run in as many lanes as a vector register has (``reassoc``), the same in every run. Loops of an
+LSTM write one array each: with more the compiler would not vectorise, because it would need too many alias checks.
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ import numba
 import numpy as np
 
 from .elementwise import tanh
-from .jit import kernel
+from .jit import float_kernel
 from .reference import networks
 from .reference.networks import softmax_cross_entropy as softmax_cross_entropy
 from .reference.networks import softmax_cross_entropy_gradient as softmax_cross_entropy_gradient
 
-_FLOATS = (numba.float32, numba.float64)
 _LANES = {"reassoc", "contract"}
 
 
-@kernel([numba.void(f[:, :, ::1], numba.float64) for f in _FLOATS])
+@float_kernel(lambda f: (f[:, :, ::1], numba.float64))
 def causal_shift(scores, factor):  # type: ignore[no-untyped-def]
     """See `reference.causal_shift`."""
     by = scores.dtype.type(factor)
@@ -41,7 +39,7 @@ def causal_shift(scores, factor):  # type: ignore[no-untyped-def]
                 row[j] = -np.inf
 
 
-@kernel([numba.void(f[:, :, ::1]) for f in _FLOATS], fastmath=_LANES)
+@float_kernel(lambda f: (f[:, :, ::1],), fastmath=_LANES)
 def normalise_rows(chances):  # type: ignore[no-untyped-def]
     """See `reference.normalise_rows`."""
     for n in range(chances.shape[0]):
@@ -55,10 +53,7 @@ def normalise_rows(chances):  # type: ignore[no-untyped-def]
                 row[j] *= by
 
 
-@kernel(
-    [numba.void(f[:, :, ::1], f[:, :, ::1], numba.float64) for f in _FLOATS],
-    fastmath=_LANES,
-)
+@float_kernel(lambda f: (f[:, :, ::1], f[:, :, ::1], numba.float64), fastmath=_LANES)
 def softmax_gradient(chances, gradients, factor):  # type: ignore[no-untyped-def]
     """See `reference.softmax_gradient`."""
     by = chances.dtype.type(factor)
@@ -72,9 +67,8 @@ def softmax_gradient(chances, gradients, factor):  # type: ignore[no-untyped-def
                 to[j] = row[j] * (to[j] - along) * by
 
 
-@kernel(
-    [numba.void(f[::1], f[:, ::1], numba.int64, f[:, :, ::1], f[:, :, ::1], f[:, :, ::1]) for f in _FLOATS],
-    fastmath={"contract"},
+@float_kernel(
+    lambda f: (f[::1], f[:, ::1], numba.int64, f[:, :, ::1], f[:, :, ::1], f[:, :, ::1]), fastmath={"contract"}
 )
 def lstm_step(bias, product, t, gates, cells, inputs):  # type: ignore[no-untyped-def]
     """See `reference.lstm_step`."""
@@ -97,11 +91,8 @@ def lstm_step(bias, product, t, gates, cells, inputs):  # type: ignore[no-untype
             inputs[t + 1, b, first_hidden + j] = gates[t, b, 3 * size + j] * tanh(cells[t + 1, b, j])
 
 
-@kernel(
-    [
-        numba.void(f[:, :, ::1], f[:, :, ::1], f[:, ::1], numba.int64, f[:, :, ::1], f[:, :, ::1], f[:, :, ::1], f[::1])
-        for f in _FLOATS
-    ],
+@float_kernel(
+    lambda f: (f[:, :, ::1], f[:, :, ::1], f[:, ::1], numba.int64, f[:, :, ::1], f[:, :, ::1], f[:, :, ::1], f[::1]),
     fastmath={"contract"},
 )
 def lstm_step_gradients(gy, dinputs, dcell, t, gates, cells, dgates, dbias):  # type: ignore[no-untyped-def]
@@ -135,9 +126,7 @@ def lstm_step_gradients(gy, dinputs, dcell, t, gates, cells, dgates, dbias):  # 
             dbias[j] += dgates[t, b, j]
 
 
-@kernel(
-    [numba.void(f[:, ::1], numba.int64[::1], f[:, ::1]) for f in _FLOATS],
-)
+@float_kernel(lambda f: (f[:, ::1], numba.int64[::1], f[:, ::1]))
 def add_rows(table, rows, values):  # type: ignore[no-untyped-def]
     """See `reference.add_rows`."""
     for k in range(rows.size):
@@ -147,5 +136,5 @@ def add_rows(table, rows, values):  # type: ignore[no-untyped-def]
 
 
 def add_at(table: np.ndarray, key: Any, values: np.ndarray) -> None:
-    """See `reference.add_at`: NumPy adds in their order."""
+    """See `reference.add_at`; NumPy adds in order."""
     networks.add_at(table, key, values)

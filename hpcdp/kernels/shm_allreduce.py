@@ -1,14 +1,14 @@
-"""Sums over memory shared by a node's ranks, and the counters by which the ranks wait for each other.
+"""Sums over memory shared by a node's ranks, and the counters with which the ranks wait for each other.
 
-A counter is an ``int32`` that only grows (and wraps: comparisons are by difference). Waiting spins for a while, since a
-peer on another core answers within a microsecond, then sleeps in the kernel on a futex (Drepper, "Futexes Are Tricky",
-2011), since a peer that shares our core cannot run while we spin. The word after each counter says how many sleep on
-it, so that posting makes a system call only when somebody does. A plain loop over an array never sees another process's
-store (the load is hoisted), hence the intrinsics.
+A counter is an ``int32`` that only grows (and wraps: comparisons are by difference). Waiting first spins, because a
+peer on another core answers within a microsecond. Then it sleeps in the kernel on a futex (Drepper, "Futexes Are
+Tricky", 2011), because a peer that shares this core cannot run while it spins. The word after each counter is the
+number of sleepers, so posting makes a system call only if there are any. The intrinsics are needed because a plain loop
+never sees another process's store (the load is hoisted).
 
-An exchange of private arrays is one call that can stop and go on. The ranks use the two halves of a staging buffer in
-turn: whoever writes a half again has waited for everybody in the exchange between, so nobody reads it any more. Sums
-run in the order of the ranks.
+An exchange of private arrays is one resumable call. The ranks use the two halves of a staging buffer in turn. A rank
+that writes to a half again has waited for all ranks in the exchange between, so no rank still reads it. Sums run in the
+order of the ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _word(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -
 
 @intrinsic
 def load(typingctx: Any, counters: Any, index: Any) -> Any:
-    """The counter, so that what was written before it was posted is visible after."""
+    """Load a counter; data written before it was posted is visible afterwards."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load_atomic(_word(context, builder, signature.args[0], *args), "seq_cst", 4)
@@ -56,7 +56,7 @@ def load(typingctx: Any, counters: Any, index: Any) -> Any:
 
 @intrinsic
 def store(typingctx: Any, counters: Any, index: Any, value: Any) -> Any:
-    """Set the counter; what was written before is visible to whoever reads the new value."""
+    """Set a counter; data written before is visible to readers of the new value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _word(context, builder, signature.args[0], args[0], args[1])
@@ -68,7 +68,7 @@ def store(typingctx: Any, counters: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def add(typingctx: Any, counters: Any, index: Any, value: Any) -> Any:
-    """Add to the counter in one step and return what it was."""
+    """Add to a counter atomically and return its previous value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _word(context, builder, signature.args[0], args[0], args[1])
@@ -99,7 +99,7 @@ def _pause(typingctx: Any) -> Any:
 
 @kernel(types.void(_counters_t, types.intp, types.int32))
 def post(counters: np.ndarray, index: int, value: int) -> None:
-    """Set counter ``index`` (shape ``(n * STRIDE,)``, int32) and wake whoever sleeps on it."""
+    """Set counter ``index`` (shape ``(n * STRIDE,)``, int32) and wake its sleepers."""
     at = index * STRIDE
     store(counters, at, value)
     if _FUTEX_CALL >= 0 and load(counters, at + 1) > 0:
@@ -108,9 +108,9 @@ def post(counters: np.ndarray, index: int, value: int) -> None:
 
 @kernel(types.boolean(_counters_t, types.intp, types.int32, types.int64, types.int64))
 def wait(counters: np.ndarray, index: int, target: int, spins: int, timeout_ns: int) -> bool:
-    """Wait until counter ``index`` has reached ``target``; false when ``timeout_ns`` of sleep did not bring it.
+    """Wait until counter ``index`` has reached ``target``; return False after ``timeout_ns`` of sleep without that.
 
-    ``spins`` is how often to look before sleeping; one look takes 15 to 50 ns.
+    ``spins`` is the number of polls before sleeping; one poll takes 15 to 50 ns.
     """
     at = index * STRIDE
     if np.int32(load(counters, at) - target) >= 0:
@@ -136,7 +136,7 @@ def wait(counters: np.ndarray, index: int, target: int, spins: int, timeout_ns: 
     while np.int32(seen - target) < 0 and not timed_out:
         timed_out = _syscall(_FUTEX_CALL, _address(counters, at), _FUTEX_WAIT, seen, _address(limit, 0)) != 0
         now = load(counters, at)
-        # Any return but a wake-up: EAGAIN (the value moved: look again), ETIMEDOUT or EINTR (give Python a turn).
+        # Not a wake-up: EAGAIN (the value changed: check again), ETIMEDOUT or EINTR (return to Python).
         timed_out = timed_out and now == seen
         seen = now
     add(counters, at + 1, -1)
@@ -145,7 +145,7 @@ def wait(counters: np.ndarray, index: int, target: int, spins: int, timeout_ns: 
 
 @kernel(types.boolean(_counters_t, types.intp, types.int32, types.int64, types.int64))
 def wait_all(counters: np.ndarray, n: int, target: int, spins: int, timeout_ns: int) -> bool:
-    """Wait until the counters 0 to ``n - 1`` have all reached ``target``; false as `wait`."""
+    """Wait until the counters 0 to ``n - 1`` have all reached ``target``; returns False as `wait`."""
     for index in range(n):  # noqa: SIM110, Numba has no all()
         if not wait(counters, index, target, spins, timeout_ns):
             return False
@@ -153,24 +153,25 @@ def wait_all(counters: np.ndarray, n: int, target: int, spins: int, timeout_ns: 
 
 
 NOT_YET, DONE, DIFFERENT = 0, 1, 2
-"""What an exchange returns: a peer was not there in time (the same call again goes on from there), done, or the ranks
-have called with different arrays or reductions."""
+"""Return values of an exchange: a peer was late (repeat the call to resume), done, or mismatched calls."""
 
 SEQUENCE, HALF, POSITION, PHASE, ME, SPINS, SLEEP_NS = range(7)
 STATE_LENGTH = 8
-"""What an exchange knows, int64: the number of its last post and the half to use (kept from call to call), the first
-element of the current chunk and the phase in it (zero between calls), and what never changes: this rank's number in the
-node, how often to look before sleeping, nanoseconds of sleep before giving up."""
+"""Length of an exchange's state, int64.
+
+Kept from call to call: the number of the last post, and the half to use. Zero between calls: the first element of the
+current chunk, and the phase in it. Constant: this rank's number in the node, polls before sleeping, and nanoseconds of
+sleep before giving up.
+"""
 
 DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
-"""What these are called for."""
+"""Dtypes for which the sums are called."""
 
 _BLOCK = 2048
 
 
 def state_of(rank: int, patience: np.ndarray) -> np.ndarray:
-    """The state of this rank before its first exchange; ``patience`` as `hpcdp.comm.shared_memory.NodeMemory` has
-    it."""
+    """Return this rank's state before its first exchange; see `shared_memory.NodeMemory` for ``patience``."""
     state = np.zeros(STATE_LENGTH, np.int64)
     state[ME], state[[SPINS, SLEEP_NS]] = rank, patience
     return state
@@ -181,14 +182,14 @@ _state_t = types.Array(types.int64, 1, "C")
 
 @njit(inline="always")
 def _copy(out, x):  # type: ignore[no-untyped-def]
-    for i in range(out.size):  # a slice assignment would compile for three seconds, for its error messages
+    for i in range(out.size):  # the error messages of a slice assignment would compile for three seconds
         out[i] = x[i]
 
 
 @njit(inline="always")
 def _arrive(counters, state, kind):  # type: ignore[no-untyped-def]
-    # Beside its counter a rank says what it has come for. Two places in turn: whoever writes one again has waited for
-    # everybody at the arrival between, so nobody reads it any more.
+    # Beside its counter a rank posts the kind of its call. It alternates between two words: before it writes one again
+    # it has waited for all ranks at the arrival between, so no rank still reads it.
     state[SEQUENCE] += 1
     state[PHASE] += 1
     counters[state[ME] * STRIDE + 2 + (state[SEQUENCE] & 1)] = np.int32(kind)
@@ -216,7 +217,7 @@ def _finish_chunk(state, position):  # type: ignore[no-untyped-def]
 
 @kernel(types.int64(_counters_t, types.intp, _state_t, types.int64))
 def meet(counters, n, state, kind):  # type: ignore[no-untyped-def]
-    """A barrier of ``n`` ranks that have come for the same ``kind``; arguments as `sum_by_all`."""
+    """Run a barrier of ``n`` ranks with the same ``kind`` of call; arguments as `sum_by_all`."""
     if state[PHASE] == 0:
         _arrive(counters, state, kind)
     met = _all_arrived(counters, n, state, kind)
@@ -227,7 +228,7 @@ def meet(counters, n, state, kind):  # type: ignore[no-untyped-def]
 
 @kernel()
 def sum_by_all(x, staging, counters, state, kind):  # type: ignore[no-untyped-def]
-    """Every rank stages its array, waits for all, and sums what all have staged: one wait, ``n - 1`` sizes read.
+    """Sum arrays that every rank stages and all ranks read: one wait, ``n - 1`` sizes read.
 
     Args:
         x: shape ``(count,)``, contiguous, ``count <= chunk``; replaced by the sum.
@@ -259,11 +260,10 @@ def sum_by_all(x, staging, counters, state, kind):  # type: ignore[no-untyped-de
 
 @kernel()
 def sum_by_owners(x, staging, counters, state, kind):  # type: ignore[no-untyped-def]
-    """Every rank stages what others own, sums its own shard, and writes the sum back where it has read.
+    """Sum arrays by shards: every rank stages the others' shards, sums its own and writes the sum back in place.
 
-    Two waits a chunk, ``2 (n - 1) / n`` sizes read. The lines that the owner has read are those that it writes, so each
-    changes hands between cores once; a result in lines of its own would be fetched twice. Arguments as `sum_by_all`,
-    any ``count``.
+    Two waits a chunk, ``2 (n - 1) / n`` sizes read. An owner writes the cache lines that it has read, so each moves
+    between cores once; separate lines for the result would move twice. Arguments as `sum_by_all`, for any ``count``.
     """
     n, chunk, me = staging.shape[1], staging.shape[2], state[ME]
     partial = np.empty(_BLOCK, x.dtype)
@@ -309,14 +309,18 @@ def sum_by_owners(x, staging, counters, state, kind):  # type: ignore[no-untyped
 
 @kernel()
 def share(x, first, last, staging, counters, n, state, kind):  # type: ignore[no-untyped-def]
-    """Bring every rank's part of an array to all ranks: each stages its own part, waits for all and takes the others'.
+    """Gather an array on all ranks: each stages its own shard, waits for all and copies the others'.
 
     Args:
-        x: shape ``(nbytes,)``, uint8, contiguous; this rank has written its elements ``first`` to ``last``, and the
-            ranks' parts are all of it.
-        first, last: see ``x``.
+        x: shape ``(nbytes,)``, uint8, contiguous; consists of the ranks' shards, of which this rank has written its
+            own.
+        first: first element of this rank's shard.
+        last: end of this rank's shard.
         staging: shape ``(2, chunk)``, uint8, shared.
-        counters, n, state, kind: as for `meet`.
+        counters: as for `meet`.
+        n: as for `meet`.
+        state: as for `meet`.
+        kind: as for `meet`.
 
     Returns:
         `NOT_YET`, `DONE` or `DIFFERENT`.

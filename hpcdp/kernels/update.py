@@ -1,14 +1,13 @@
-"""Optimizer updates of NumPy arrays in one pass over memory, also summed over a node's ranks in the same pass.
+"""Optimizer updates of NumPy arrays in one pass over memory, optionally fused with the sum over a node's ranks.
 
-Plain updates have the names, arguments and bits of `reference.gradients`, which also has LARS. There is no fastmath:
-LLVM may then neither contract a multiplication and an addition nor reorder, so the vectorised body of a loop and its
-scalar tail round alike, and any split of the arrays gives the same bits (measured: no slower, the loops wait for
-memory).
+Plain updates have the names, arguments and bits of `reference.gradients`, which also has LARS. Without fastmath LLVM
+can neither contract a multiplication and an addition nor reorder. The vectorised body of a loop and its scalar tail
+therefore round alike, and any split of the arrays gives the same bits (measured: no slower, the loops wait for memory).
 
-``reduce_*`` sum a block, in the order of the ranks, into a buffer that stays in the first-level cache, and apply the
-plain update to it: the same operations as `reduce.combine` and the update one after the other, so the same bits. A
-shard is one call: summing and updating blocks of 256 KiB by calls of their own took 102 to 149 us for 1 MB on 2 ranks,
-this takes 62 to 102. One loop for the sum and the rule took some 20 us less, and needs a second copy of each rule.
+``reduce_*`` sum a block, in the order of the ranks, into a buffer in the L1 cache, and apply the plain update to it:
+the operations of `reduce.combine` and the update, so the same bits. A shard is one call: separate calls for blocks of
+256 KiB took 102 to 149 us for 1 MB on 2 ranks, this takes 62 to 102. One loop for the sum and the rule took some 20 us
+less, but needs a second copy of each rule.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def _compile(num_arrays: int, num_coefficients: int):  # type: ignore[no-untyped
 
 @_compile(2, 3)
 def sgd(param, grad, coefficients):  # type: ignore[no-untyped-def]
-    """SGD without momentum; see `reference.sgd`."""
+    """Update by SGD without momentum; see `reference.sgd`."""
     lr = param.dtype.type(coefficients[0])
     weight_decay = param.dtype.type(coefficients[1])
     scale = param.dtype.type(coefficients[2])
@@ -47,7 +46,7 @@ def sgd(param, grad, coefficients):  # type: ignore[no-untyped-def]
 
 @_compile(3, 4)
 def sgd_momentum(param, grad, velocity, coefficients):  # type: ignore[no-untyped-def]
-    """SGD with momentum; see `reference.sgd_momentum`."""
+    """Update by SGD with momentum; see `reference.sgd_momentum`."""
     lr = param.dtype.type(coefficients[0])
     weight_decay = param.dtype.type(coefficients[1])
     scale = param.dtype.type(coefficients[2])
@@ -62,7 +61,7 @@ def sgd_momentum(param, grad, velocity, coefficients):  # type: ignore[no-untype
 
 @_compile(3, 4)
 def sgd_nesterov(param, grad, velocity, coefficients):  # type: ignore[no-untyped-def]
-    """SGD with Nesterov's momentum; see `reference.sgd_nesterov`."""
+    """Update by SGD with Nesterov's momentum; see `reference.sgd_nesterov`."""
     lr = param.dtype.type(coefficients[0])
     weight_decay = param.dtype.type(coefficients[1])
     scale = param.dtype.type(coefficients[2])
@@ -77,7 +76,7 @@ def sgd_nesterov(param, grad, velocity, coefficients):  # type: ignore[no-untype
 
 @_compile(4, 9)
 def adam(param, grad, m, v, coefficients):  # type: ignore[no-untyped-def]
-    """Adam and AdamW; see `reference.adam`."""
+    """Update by Adam or AdamW; see `reference.adam`."""
     step_size = param.dtype.type(coefficients[0])
     weight_decay = param.dtype.type(coefficients[1])
     scale = param.dtype.type(coefficients[2])
@@ -98,10 +97,10 @@ def adam(param, grad, m, v, coefficients):  # type: ignore[no-untyped-def]
 
 
 _SUM_BLOCK = 1024
-"""Elements that are summed at a time."""
+"""Number of elements summed at a time."""
 
 REDUCING_DTYPES = (np.dtype("float32"), np.dtype("float64"))
-"""What these are called for."""
+"""Dtypes for which these are called."""
 
 _coefficients = {count: types.UniTuple(types.float64, count) for count in (3, 4, 9)}
 
@@ -117,15 +116,15 @@ def _compile_reducing(num_states: int, num_coefficients: int):  # type: ignore[n
     return kernel(signatures)
 
 
-# A factory that closes over the rule would be compiled anew by every process: Numba's key of a cached function has the
-# identity of kernels in its closure, which no two processes share (measured: no hit in a second run).
+# A factory that closes over the rule would be compiled by every process: Numba's cache key contains the identity of
+# kernels in the closure, which differs between processes (measured: no hit in a second run).
 
 
 @_compile_reducing(0, 3)
 def reduce_sgd(rows, lo, hi, param, coefficients):  # type: ignore[no-untyped-def]
-    """Sum columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, and update ``param``, shape ``(hi - lo,)``, by it.
+    """Sum columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, and update ``param``, shape ``(hi - lo,)``.
 
-    ``coefficients`` and the rule as in `sgd`; so in the others, whose state has the shape of ``param``.
+    ``coefficients`` and the rule are those of `sgd`. The variants with state take arrays of the shape of ``param``.
     """
     grad = np.empty(_SUM_BLOCK, param.dtype)
     for first in range(0, param.size, _SUM_BLOCK):
@@ -136,7 +135,7 @@ def reduce_sgd(rows, lo, hi, param, coefficients):  # type: ignore[no-untyped-de
 
 @_compile_reducing(1, 4)
 def reduce_sgd_momentum(rows, lo, hi, param, velocity, coefficients):  # type: ignore[no-untyped-def]
-    """As `reduce_sgd`, with momentum."""
+    """Sum and update by SGD with momentum, as `reduce_sgd`."""
     grad = np.empty(_SUM_BLOCK, param.dtype)
     for first in range(0, param.size, _SUM_BLOCK):
         last = min(first + _SUM_BLOCK, param.size)
@@ -146,7 +145,7 @@ def reduce_sgd_momentum(rows, lo, hi, param, velocity, coefficients):  # type: i
 
 @_compile_reducing(1, 4)
 def reduce_sgd_nesterov(rows, lo, hi, param, velocity, coefficients):  # type: ignore[no-untyped-def]
-    """As `reduce_sgd`, with Nesterov's momentum."""
+    """Sum and update by SGD with Nesterov's momentum, as `reduce_sgd`."""
     grad = np.empty(_SUM_BLOCK, param.dtype)
     for first in range(0, param.size, _SUM_BLOCK):
         last = min(first + _SUM_BLOCK, param.size)
@@ -156,7 +155,7 @@ def reduce_sgd_nesterov(rows, lo, hi, param, velocity, coefficients):  # type: i
 
 @_compile_reducing(2, 9)
 def reduce_adam(rows, lo, hi, param, m, v, coefficients):  # type: ignore[no-untyped-def]
-    """As `reduce_sgd`, by Adam and AdamW."""
+    """Sum and update by Adam or AdamW, as `reduce_sgd`."""
     grad = np.empty(_SUM_BLOCK, param.dtype)
     for first in range(0, param.size, _SUM_BLOCK):
         last = min(first + _SUM_BLOCK, param.size)
@@ -170,4 +169,4 @@ REDUCING_RULES = {
     "sgd_nesterov": reduce_sgd_nesterov,
     "adam": reduce_adam,
 }
-"""By the names of the plain updates."""
+"""The fused updates by the names of the plain ones."""

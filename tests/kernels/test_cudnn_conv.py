@@ -323,7 +323,7 @@ def test_a_frontend_without_the_library_is_none(cudnn):
         raise RuntimeError("Unable to find symbol cudnnGetVersion")
 
     cudnn.backend_version = missing
-    with pytest.warns(UserWarning, match="go by im2col, for cuDNN does not start: Unable to find symbol"):
+    with pytest.warns(UserWarning, match="use im2col, because cuDNN does not start: Unable to find symbol"):
         assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is networks
 
 
@@ -376,7 +376,7 @@ def test_one_that_does_not_start_is_told_once(cudnn, monkeypatch):
         return load(name, *more)
 
     monkeypatch.setattr("importlib.import_module", refuses)
-    with pytest.warns(UserWarning, match=r"go by im2col, for cuDNN does not start: no libcudnn\.so\.9") as told:
+    with pytest.warns(UserWarning, match=r"use im2col, because cuDNN does not start: no libcudnn\.so\.9") as told:
         for _ in range(2):
             assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is networks
     assert len(told) == 1

@@ -1,9 +1,9 @@
-"""Convolution and pooling of NumPy arrays; a convolution goes by whichever of three ways suits its shapes.
+"""Convolution and pooling of NumPy arrays, and the choice of the convolution algorithm by shapes.
 
-Functions have the names and arguments of `reference.networks`; all arrays must be C-contiguous. Pooling has its
-bits: sums are of 0, too, so that none is -0, and add in the same order, of gradients from the last window to the first.
-Windows of 2 x 2 without overlap or padding, the usual ones, have loops of their own that vectorise. Indices are
-unsigned where Numba would ask of each whether it counts from the end.
+Functions have the names and arguments of `reference.networks`; all arrays must be C-contiguous. Pooling has its bits:
+sums start from 0, so that none is -0, and add in the same order, gradients from the last window to the first. The usual
+windows of 2 x 2 without overlap or padding have separate loops that vectorise. Indices are unsigned where Numba would
+check each for a negative value.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _PAIR = numba.types.UniTuple(numba.int64, 2)
 Pair = tuple[int, int]
 
 _CHANNELS, _TILES = 16, 32
-"""From so many channels, in and out, and so many tiles, Winograd's transforms cost less than they save."""
+"""Channels, in and out, and tiles from which Winograd's transforms cost less than they save."""
 _POSITIONS, _DEPTH = 64, 16
-"""From so many results a plane, each of so many products, on, what begins and ends a sum costs little beside it."""
+"""Results per plane, and products per result, from which starting and finishing a sum costs little."""
 
 
 def _by_winograd(x: np.ndarray, weight: np.ndarray, out: np.ndarray, stride: Pair, padding: Pair) -> bool:
@@ -37,11 +37,11 @@ def _by_winograd(x: np.ndarray, weight: np.ndarray, out: np.ndarray, stride: Pai
 
 
 def _directly(x: np.ndarray, weight: np.ndarray, out: np.ndarray) -> bool:
-    """Whether results and the gradient of the weights come without unfolding.
+    """Return whether results and the gradient of the weights are computed without unfolding.
 
-    It is for processors for which BLAS packs what was unfolded once more; with longer vectors it need not (`products`).
-    Sums have lanes for eight channels. The weights are brought into their order in each call, so there must be as many
-    positions as channels.
+    That suits processors for which BLAS packs the unfolded patches once more; with longer vectors it does not
+    (`products`). Sums have lanes for eight channels. Each call reorders the weights, so there must be as many positions
+    as channels.
     """
     batch, channels, height, width = out.shape
     if x.dtype != np.float32 or height * width < _POSITIONS or batch * height * width < channels:
@@ -51,7 +51,7 @@ def _directly(x: np.ndarray, weight: np.ndarray, out: np.ndarray) -> bool:
 
 
 def _directly_to_input(x: np.ndarray, weight: np.ndarray, out: np.ndarray, stride: Pair) -> bool:
-    """Whether the input's gradient does, for which sums are of all places of the input."""
+    """Return whether the input's gradient, which has sums at all places of the input, is computed without unfolding."""
     sums = -(-x.shape[2] // stride[0]) * -(-x.shape[3] // stride[1])
     are_wanted = 0 < 3 * sums <= 4 * out.shape[2] * out.shape[3]
     return _directly(x, weight, out) and are_wanted and _fills_lanes(weight.shape[1])
@@ -115,9 +115,9 @@ def conv2d_gradients(
 
 
 def _compile(*shapes):  # type: ignore[no-untyped-def]
-    """For float32 and float64; a shape is ``f`` (float array) or an array type."""
+    """Decorate a kernel for float32 and float64; a shape is ``f`` (float array) or an array type."""
     signatures = [
-        numba.void(*[f[:, :, :, ::1] if each == "f" else each for each in shapes], _PAIR, _PAIR, _PAIR) for f in _FLOATS
+        numba.void(*[f[:, :, :, ::1] if shape == "f" else shape for shape in shapes], *[_PAIR] * 3) for f in _FLOATS
     ]
     return kernel(signatures)
 
@@ -164,7 +164,7 @@ def average_pool_gradient(gy, dx, kernel, stride, padding):  # type: ignore[no-u
                         dx[n, c, 2 * y, 2 * z + 1] = part
                     for z in range(2 * gy.shape[3], dx.shape[3]):
                         dx[n, c, 2 * y, z] = 0
-                    for z in range(dx.shape[3]):  # a slice would make Numba compile what shapes that differ raise
+                    for z in range(dx.shape[3]):  # a slice would compile the error for mismatched shapes
                         dx[n, c, 2 * y + 1, z] = dx[n, c, 2 * y, z]
                 dx[n, c, 2 * gy.shape[2] :, :] = 0
                 continue
@@ -201,7 +201,7 @@ def max_pool(x, out, chosen, kernel, stride, padding):  # type: ignore[no-untype
 @_compile("f", numba.int32[:, :, :, ::1], "f")
 def max_pool_gradient(gy, chosen, dx, kernel, stride, padding):  # type: ignore[no-untyped-def]
     """See `reference.max_pool_gradient`."""
-    height, width = np.uint64(dx.shape[2]), np.uint64(dx.shape[3])  # what is below 0 is beyond them, unsigned
+    height, width = np.uint64(dx.shape[2]), np.uint64(dx.shape[3])  # unsigned: negative indices are beyond them
     for n in range(gy.shape[0]):
         for c in range(gy.shape[1]):
             dx[n, c, :, :] = 0

@@ -1,13 +1,13 @@
-"""Convolution of NumPy arrays without unfolding (AVX2).
+"""Direct convolution of NumPy arrays without unfolding (AVX2).
 
-A sample of a patch lies as far from the first one of the patch in every patch of an image; so one table says where
-patches begin, another where their samples lie, and no patch is ever written (Dukhan, "The indirect convolution
-algorithm", 2019). The innermost loop keeps `ROWS` sums of two vectors in registers, and for each step multiplies two
-vectors of a panel by `ROWS` samples that it finds by the tables. Forward, sums are of patches, and steps the samples
-of a patch; for the gradient of the weights the tables change places; the gradient of the input is a convolution of
-``gy`` for each phase of the stride, by those weights that the phase meets.
+The samples of a patch have the same offsets from its first sample in every patch of an image. One table therefore holds
+the positions of patches, another the offsets of samples, and no patch is ever written (Dukhan, "The indirect
+convolution algorithm", 2019). The innermost loop keeps `ROWS` sums of two vectors in registers. Each step multiplies
+two vectors of a panel by `ROWS` samples that it finds with the tables. Forward, sums are of patches, and steps the
+samples of a patch. For the gradient of the weights the tables are exchanged. The gradient of the input is a convolution
+of ``gy`` for each phase of the stride, with the weights that affect the phase.
 
-BLAS for such processors copies ("packs") the patches once more, after they were unfolded: what is saved is both copies.
+On such processors BLAS would pack the unfolded patches once more, so both copies are saved.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ..jit import WORD, Lanes, copy_run, kernel, weave_run
 
 LANES = 8
 ROWS = 6
-"""With two vectors each, and these two and a sample's beside them, sums take 15 of 16 registers."""
+"""Rows of a tile: their sums, two vectors and a sample occupy 15 of 16 registers."""
 
 
 def _tile(vectors: int) -> Any:
-    """An intrinsic that adds products to `ROWS` sums of ``vectors``.
+    """Make an intrinsic that adds products to `ROWS` sums of ``vectors``.
 
-    Sum ``r`` is, of the steps ``k``, ``x[places[first + r] + steps[k]]`` times the vectors at ``panel[start]`` and on,
-    ``vectors * LANES`` for each step. It begins with what lies at ``initial[origin + r * leap]``, and ends in
-    ``sums[at]`` and on.
+    Sum ``r`` adds, over the steps ``k``, ``x[places[first + r] + steps[k]]`` times the vectors from ``panel[start]``
+    on, ``vectors * LANES`` for each step. It starts from ``initial[origin + r * leap]`` and is stored from ``sums[at]``
+    on.
     """
 
     @intrinsic
@@ -45,7 +45,7 @@ def _tile(vectors: int) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             fuse = ("contract",)
             word = args[2].type
-            each = [(row, vector) for row in range(ROWS) for vector in range(vectors)]
+            keys = [(row, vector) for row in range(ROWS) for vector in range(vectors)]
 
             def array(number: int) -> Any:
                 return context.make_array(signature.args[number])(context, builder, args[number])
@@ -63,7 +63,7 @@ def _tile(vectors: int) -> Any:
                 (row, v): lanes(
                     8, builder.add(args[9], builder.add(builder.mul(args[10], word(row)), word(v * LANES)))
                 ).load()
-                for row, v in each
+                for row, v in keys
             }  # fmt: skip
             kind = begin[0, 0].type
             before = builder.block
@@ -72,7 +72,7 @@ def _tile(vectors: int) -> Any:
 
             builder.position_at_end(loop)
             k = builder.phi(word)
-            totals = {key: builder.phi(kind) for key in each}
+            totals = {key: builder.phi(kind) for key in keys}
             offset = builder.load(builder.gep(step.data, [k]))
             line = builder.add(args[5], builder.mul(k, word(vectors * LANES)))
             factors = [lanes(4, builder.add(line, word(v * LANES))).load() for v in range(vectors)]
@@ -87,18 +87,18 @@ def _tile(vectors: int) -> Any:
             following = builder.add(k, word(1))
             k.add_incoming(word(0), before)
             k.add_incoming(following, loop)
-            for key in each:
+            for key in keys:
                 totals[key].add_incoming(begin[key], before)
                 totals[key].add_incoming(ends[key], loop)
             builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
 
             builder.position_at_end(after)
-            found = {key: builder.phi(kind) for key in each}
-            for key in each:
-                found[key].add_incoming(begin[key], before)
-                found[key].add_incoming(ends[key], loop)
-            for row, v in each:
-                lanes(6, builder.add(args[7], word((row * vectors + v) * LANES))).store(found[row, v])
+            results = {key: builder.phi(kind) for key in keys}
+            for key in keys:
+                results[key].add_incoming(begin[key], before)
+                results[key].add_incoming(ends[key], loop)
+            for row, v in keys:
+                lanes(6, builder.add(args[7], word((row * vectors + v) * LANES))).store(results[row, v])
             return context.get_dummy_value()
 
         return types.none(
@@ -113,7 +113,7 @@ _narrow_tile, _wide_tile = _tile(1), _tile(2)
 
 @intrinsic
 def _turn_eight(context: Any, source: Any, first: Any, down: Any, target: Any, start: Any, across: Any) -> Any:
-    """Transpose eight rows of eight: ``down`` and ``across`` are the elements from one row to the next."""
+    """Transpose eight rows of eight; ``down`` and ``across`` are the elements from one row to the next."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def lanes(number: int, row: int) -> Lanes:
@@ -121,7 +121,7 @@ def _turn_eight(context: Any, source: Any, first: Any, down: Any, target: Any, s
             return Lanes(context, builder, (signature.args[number], args[number]), index, LANES)
 
         def exchanged(distance: int, is_second: bool) -> Any:
-            """Which lanes of two rows stand in one of them when blocks of ``distance`` have changed places."""
+            """Return the lanes of two rows that one of them has after an exchange of blocks of ``distance``."""
             chosen = [
                 lane + distance * is_second if not lane & distance else 8 + lane - distance * (not is_second)
                 for lane in range(8)
@@ -143,7 +143,7 @@ def _turn_eight(context: Any, source: Any, first: Any, down: Any, target: Any, s
 
 @numba.njit(inline="always")
 def turn(source, first, down, size, target, start, across):  # type: ignore[no-untyped-def]
-    """``target[start + c * across + r]`` becomes ``source[first + r * down + c]`` for all of ``size`` (r, c)."""
+    """Set ``target[start + c * across + r]`` to ``source[first + r * down + c]`` for all of ``size`` (r, c)."""
     high, wide = size[0] - size[0] % 8, size[1] - size[1] % 8
     for c in range(0, wide, 8):
         for r in range(0, high, 8):
@@ -158,7 +158,7 @@ def turn(source, first, down, size, target, start, across):  # type: ignore[no-u
 
 @numba.njit(inline="always")
 def add_products(x, places, steps, panel, start, width, sums, at, initial, origin, leap):  # type: ignore[no-untyped-def]
-    """As `_tile`, of all ``places``, whose number is a multiple of `ROWS`, and a panel of ``width``."""
+    """Run `_tile` for all ``places``, a multiple of `ROWS` in number, and a panel of ``width``."""
     for row in range(0, places.size, ROWS):
         to, begin = at + row * width, origin + row * leap
         if width == 2 * LANES:
@@ -168,10 +168,12 @@ def add_products(x, places, steps, panel, start, width, sums, at, initial, origi
 
 
 _PLACES_AT_ONCE, _TAPS_AT_ONCE = 96, 192
-"""So many patches, and samples of each, stay in the caches with the panel of 12 KiB that they meet. From 48 patches to
-all, and from 96 samples to 256, the time was the same within 4%."""
+"""Patches, and samples of each, that stay in the caches with their panel of 12 KiB.
+
+From 48 patches to all, and from 96 samples to 256, the time was the same within 4%.
+"""
 _POSITIONS_AT_ONCE = 512
-"""Of results whose gradients lie in one panel, of 32 KiB, over which all samples of a patch pass."""
+"""Results whose gradients fill one panel of 32 KiB, which is read for all samples of a patch."""
 _FLOAT = numba.float32
 _FLAT, _TABLE, _IMAGES = _FLOAT[::1], numba.int64[::1], _FLOAT[:, :, :, ::1]
 _PAIR = numba.types.UniTuple(numba.int64, 2)
@@ -181,7 +183,7 @@ Pair = tuple[int, int]
 
 @numba.njit(inline="always")
 def _panel(channels, first):  # type: ignore[no-untyped-def]
-    """How many of the ``channels`` are in the panel from ``first`` on, and how many it has room for."""
+    """Return how many of the ``channels`` are in the panel from ``first`` on, and its capacity."""
     used = min(2 * LANES, channels - first)
     return used, 2 * LANES if used > LANES else LANES
 
@@ -190,7 +192,7 @@ def _panel(channels, first):  # type: ignore[no-untyped-def]
 def _lay_out(image, planes, layout):  # type: ignore[no-untyped-def]
     """Copy the ``image`` into ``planes``.
 
-    ``layout`` is their size, of how many lines (second) how many are seen (first), and the padding.
+    ``layout`` is their size, the used lines (first) of each period of lines (second), and the padding.
     """
     size, seen, padding = layout
     source, target, width = image.reshape(-1), planes.reshape(-1), image.shape[2]
@@ -204,7 +206,7 @@ def _lay_out(image, planes, layout):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def _weave(phases, out, stride):  # type: ignore[no-untyped-def]
-    """Bring ``phases``, shape (phases, channels, positions), to ``out``, shape (channels, height, width)."""
+    """Interleave ``phases``, shape (phases, channels, positions), into ``out``, shape (channels, height, width)."""
     wide = (out.shape[2] + stride[1] - 1) // stride[1]
     flat, source, step = out.reshape(-1), phases.reshape(-1), phases.shape[1] * phases.shape[2]
     for c in range(out.shape[0]):
@@ -225,10 +227,10 @@ def _weave(phases, out, stride):  # type: ignore[no-untyped-def]
     ),
 )  # fmt: skip
 def _convolve(x, layout, planes, tables, panels, bias, out, stride, relu):  # type: ignore[no-untyped-def]
-    """A convolution for each phase of results that lie ``stride`` apart in ``out``.
+    """Convolve for each phase of results, ``stride`` apart in ``out``.
 
-    ``layout`` is as of `_lay_out`; ``tables`` are where patches begin, where their samples lie, those of all phases
-    side by side, and where those of each phase begin; ``panels`` are the weights, panels of a phase side by side.
+    ``layout`` is that of `_lay_out`. ``tables`` are the positions of patches, the offsets of their samples for all
+    phases, and the bounds of each phase. ``panels`` are the weights, the panels of a phase side by side.
     """
     places, taps, begins = tables
     channels, phases = out.shape[1], stride[0] * stride[1]
@@ -277,7 +279,7 @@ def _convolve(x, layout, planes, tables, panels, bias, out, stride, relu):  # ty
     ),
 )  # fmt: skip
 def _to_weights(x, layout, planes, tables, gy, dweight):  # type: ignore[no-untyped-def]
-    """The gradient of the weights, shape (out, depth), by ``gy``, shape (images, out, positions)."""
+    """Compute the gradient of the weights, shape (out, depth), from ``gy``, shape (images, out, positions)."""
     places, taps, _ = tables
     channels, count, depth = gy.shape[1], gy.shape[2], dweight.shape[1]
     sums = np.zeros(taps.size * ((channels + LANES - 1) // LANES * LANES), x.dtype)
@@ -300,7 +302,7 @@ def _to_weights(x, layout, planes, tables, gy, dweight):  # type: ignore[no-unty
 
 @kernel(numba.void(_FLOAT[:, ::1], _FLAT))
 def _pack(weight, panels):  # type: ignore[no-untyped-def]
-    """Panels of ``weight``, shape (out, depth), for `_convolve` to one phase."""
+    """Pack ``weight``, shape (out, depth), into panels for `_convolve` with one phase."""
     channels, depth = weight.shape
     for c in range(0, channels, 2 * LANES):
         used, width = _panel(channels, c)
@@ -311,7 +313,7 @@ def _pack(weight, panels):  # type: ignore[no-untyped-def]
 
 @kernel(numba.void(_FLOAT[:, :, ::1], _TABLE, _TABLE, _FLAT))
 def _pack_phases(weight, chosen, begins, panels):  # type: ignore[no-untyped-def]
-    """Panels of ``weight``, shape (out, in, kernel), for the input's gradient: of each phase the ``chosen`` places."""
+    """Pack ``weight``, shape (out, in, kernel), for the input's gradient: the ``chosen`` places of each phase."""
     outputs, inputs, kernel = weight.shape
     room = (inputs + LANES - 1) // LANES * LANES
     flat, lines = weight.reshape(-1), np.zeros(kernel * 2 * LANES, weight.dtype)
@@ -328,17 +330,18 @@ def _pack_phases(weight, chosen, begins, panels):  # type: ignore[no-untyped-def
 
 
 class _Layout(NamedTuple):
-    """How `_lay_out` lays an image out, and where patches and their samples are found there."""
+    """The layout of an image for `_lay_out`, and the tables of its patches and samples."""
 
     channels: int
     step: int
-    """Elements from one plane to the next: cache lines of an odd number, else channels take each other's place."""
+    """Elements from one plane to the next: an odd number of cache lines, so that channels map to different sets."""
     how: tuple[Pair, Pair, Pair]
     tables: tuple[np.ndarray, np.ndarray, np.ndarray]
     is_padded: bool
-    """Whether there is anything beside the image that patches see."""
+    """True if patches read beyond the image."""
 
     def planes(self) -> np.ndarray:
+        """Return memory for one image, zeroed if patches read beyond it."""
         planes = _aligned(self.channels * self.step).reshape(self.channels, self.step)
         if self.is_padded:
             planes[...] = 0
@@ -346,7 +349,7 @@ class _Layout(NamedTuple):
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Memory that begins with a cache line, as large arrays do."""
+    """Return memory that starts at a cache line, as large arrays do."""
     return empty((max(size, 1 << 14),), np.float32)[:size]
 
 
@@ -356,18 +359,18 @@ def _step(size: Pair) -> int:
 
 
 def _sums_of(*axes: Any) -> np.ndarray:
-    """All sums of one number of each axis, the last one's running fastest."""
+    """Return all sums of one number of each axis, the last axis varying fastest."""
     return functools.reduce(np.add.outer, (np.asarray(axis, np.int64) for axis in axes)).reshape(-1)
 
 
 def _filled(table: np.ndarray) -> np.ndarray:
-    """The last one repeated up to a multiple of `ROWS`: what is found there is not used."""
+    """Repeat the last entry up to a multiple of `ROWS`; results there are unused."""
     return np.concatenate([table, np.full(-table.size % ROWS, table[-1])])
 
 
 @functools.lru_cache
 def _of_input(shape: tuple[int, ...], kernel: Pair, results: Pair, stride: Pair, padding: Pair) -> _Layout:
-    """The layout of an input of ``shape``."""
+    """Return the layout of an input of ``shape``."""
     size = (shape[2] + 2 * padding[0], shape[3] + 2 * padding[1])
     step, wide = _step(size), size[1]
     places = _sums_of(np.arange(results[0]) * (stride[0] * wide), np.arange(results[1]) * stride[1])
@@ -380,7 +383,7 @@ def _of_input(shape: tuple[int, ...], kernel: Pair, results: Pair, stride: Pair,
 def _of_gradient(
     channels: int, kernel: Pair, size: Pair, stride: Pair, padding: Pair
 ) -> tuple[_Layout, np.ndarray]:  # fmt: skip
-    """The layout of ``gy`` for the gradient of an input of ``size``, and the kernel's places that each phase meets."""
+    """Return the layout of ``gy`` for the gradient of an input of ``size``, and the kernel places of each phase."""
     seen = [
         [[i for i in range(kernel[k]) if (phase + padding[k] - i) % stride[k] == 0] for phase in range(stride[k])]
         for k in (0, 1)
@@ -389,8 +392,8 @@ def _of_gradient(
         [[(phase + padding[k] - i) // stride[k] for i in places] for phase, places in enumerate(seen[k])]
         for k in (0, 1)
     ]
-    before = [max([0, *(-shift for each in axis for shift in each)]) for axis in shifts]
-    after = [max([0, *(shift for each in axis for shift in each)]) for axis in shifts]
+    before = [max([0, *(-shift for phase in axis for shift in phase)]) for axis in shifts]
+    after = [max([0, *(shift for phase in axis for shift in phase)]) for axis in shifts]
     extent = [-(-size[k] // stride[k]) for k in (0, 1)]
     results = [(size[k] + 2 * padding[k] - kernel[k]) // stride[k] + 1 for k in (0, 1)]
     high, wide = (before[k] + extent[k] + after[k] for k in (0, 1))
@@ -399,14 +402,14 @@ def _of_gradient(
     planes = np.arange(channels) * step
     taps = [_sums_of(planes, np.array(down, np.int64) * wide, right) for down in shifts[0] for right in shifts[1]]
     chosen = [_sums_of(np.array(rows, np.int64) * kernel[1], columns) for rows in seen[0] for columns in seen[1]]
-    tables = _filled(places), np.concatenate(taps), np.cumsum([0, *(each.size for each in taps)])
+    tables = _filled(places), np.concatenate(taps), np.cumsum([0, *(table.size for table in taps)])
     how = (high, wide), (1, 1), (before[0], before[1])
-    is_padded = any(before + after) or extent != results  # where no patch reaches the end of the input
+    is_padded = any(before + after) or extent != results  # patches may end before the input does
     return _Layout(channels, step, how, tables, is_padded), np.concatenate(chosen)
 
 
 def _room(channels: int, depth: int) -> np.ndarray:
-    """For panels of so many channels."""
+    """Return memory for panels of ``channels``."""
     return _aligned(-(-channels // LANES) * LANES * depth)
 
 
@@ -426,7 +429,7 @@ def conv2d(
 
 
 def gradient_of_input(gy: np.ndarray, weight: np.ndarray, dx: np.ndarray, stride: Pair, padding: Pair) -> None:
-    """``dx`` becomes the gradient of the input of `conv2d` without ReLU."""
+    """Set ``dx`` to the gradient of the input of `conv2d` without ReLU."""
     outputs, inputs = weight.shape[:2]
     layout, chosen = _of_gradient(outputs, weight.shape[2:], dx.shape[2:], stride, padding)
     panels = _room(inputs, layout.tables[1].size)
@@ -436,7 +439,7 @@ def gradient_of_input(gy: np.ndarray, weight: np.ndarray, dx: np.ndarray, stride
 
 
 def gradient_of_weight(x: np.ndarray, gy: np.ndarray, dweight: np.ndarray, stride: Pair, padding: Pair) -> None:
-    """``dweight`` becomes the gradient of the weights of `conv2d` without ReLU."""
+    """Set ``dweight`` to the gradient of the weights of `conv2d` without ReLU."""
     layout = _of_input(x.shape, dweight.shape[2:], gy.shape[2:], stride, padding)
     outputs = len(dweight)
     flat = gy.reshape(*gy.shape[:2], -1), dweight.reshape(outputs, -1)

@@ -1,13 +1,13 @@
 """Convolution of NumPy arrays by blocked im2col and BLAS.
 
-A block is as many images, or rows of an image, as keep their patches in the L2 cache: unfolding the whole batch at once
-was measured at a quarter of the speed.
+A block is the number of images, or rows of an image, whose patches fit in the L2 cache: unfolding the whole batch at
+once ran at a quarter of the speed.
 
 Patches have two layouts, as Georganas et al. ("Anatomy of high-performance deep learning convolutions", 2018) discuss
-them. `ChannelsLast` moves runs of ``kernel width * channels`` elements, but has to bring images and weights into that
-order. `Planes` leaves all in the order it has: a place of the kernel sees runs of samples side by side once a plane is
-parted by the stride (its polyphase components). Where such runs are short, single samples are picked by a table, the
-same for all channels and images.
+them. `ChannelsLast` copies runs of ``kernel width * channels`` elements, but has to reorder images and weights.
+`Planes` keeps the order: after a plane is split by the stride (into its polyphase components), a place of the kernel
+reads runs of adjacent samples. If such runs are short, single samples are read by a table, the same for all channels
+and images.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..buffers import empty
-from ..jit import add_both, add_run, copy_run, copy_strided, kernel
+from ..jit import add_both, add_run, copy_run, copy_strided, float_kernel, kernel
 from ..products import multiply
 
 _FLOATS = (numba.float32, numba.float64)
@@ -32,15 +32,15 @@ _PAIR, _TRIPLE = numba.types.UniTuple(numba.int64, 2), numba.types.UniTuple(numb
 Pair = tuple[int, int]
 
 _NARROW = 8
-"""Results a row below which their samples are picked one by one."""
+"""Results per row below which their samples are read one by one."""
 
 
 @kernel(numba.types.Tuple((_PAIR, _PAIR))(_PAIR, _PAIR, numba.int64, _PAIR))
 def _phases_of(kernel, stride, width, rows):  # type: ignore[no-untyped-def]
-    """How many polyphase components of a plane a kernel sees, and what size they have, for some output ``rows``.
+    """Return the number of polyphase components that a kernel reads for output ``rows``, and their size.
 
-    The component (a, b) has the samples (stride[0] u + a, stride[1] v + b) of the padded plane, from the first one
-    that the rows see, so that each place of the kernel sees runs of ``width`` samples side by side.
+    The component (a, b) has the samples (stride[0] u + a, stride[1] v + b) of the padded plane, from the first one that
+    the rows read, so that each place of the kernel reads runs of ``width`` adjacent samples.
     """
     count = min(kernel[0], stride[0]), min(kernel[1], stride[1])
     high = (kernel[0] - 1) // stride[0] + rows[1] - rows[0]
@@ -49,15 +49,15 @@ def _phases_of(kernel, stride, width, rows):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def _inside(b, stride, padding, width, wide):  # type: ignore[no-untyped-def]
-    """Of a row ``wide`` of the component ``b`` what lies in a line of ``width``: (first, end), and where first lies."""
+    """Return the part (first, end) of a row of component ``b`` inside a line of ``width``, and where first is."""
     first = max(0, (padding - b + stride - 1) // stride)
     end = max(first, min(wide, (width - 1 - b + padding) // stride + 1))
     return first, end, first * stride + b - padding
 
 
-@kernel([numba.void(f[:, ::1], f[:, :, :, ::1], numba.int64, _PAIR, _PAIR) for f in _FLOATS])
+@float_kernel(lambda f: (f[:, ::1], f[:, :, :, ::1], numba.int64, _PAIR, _PAIR))
 def _part_plane(plane, phases, top, stride, padding):  # type: ignore[no-untyped-def]
-    """Write what lies in the ``plane`` to its ``phases``, from the output row ``top`` on; the rest stays as it is."""
+    """Split ``plane`` into its ``phases``, from the output row ``top`` on; other elements do not change."""
     source, target = plane.reshape(-1), phases.reshape(-1)
     width, (high, wide) = plane.shape[1], phases.shape[2:]
     for b in range(phases.shape[1]):
@@ -70,9 +70,9 @@ def _part_plane(plane, phases, top, stride, padding):  # type: ignore[no-untyped
                 y += stride[0]
 
 
-@kernel([numba.void(f[:, :, :, ::1], f[:, ::1], numba.int64, _PAIR, _PAIR) for f in _FLOATS])
+@float_kernel(lambda f: (f[:, :, :, ::1], f[:, ::1], numba.int64, _PAIR, _PAIR))
 def _join_plane(phases, plane, top, stride, padding):  # type: ignore[no-untyped-def]
-    """The transpose of `_part_plane`: add the ``phases`` to the ``plane``."""
+    """Add the ``phases`` to the ``plane``, the transpose of `_part_plane`."""
     source, target = phases.reshape(-1), plane.reshape(-1)
     width, (high, wide) = plane.shape[1], phases.shape[2:]
     for a in range(phases.shape[0]):
@@ -89,14 +89,12 @@ def _join_plane(phases, plane, top, stride, padding):  # type: ignore[no-untyped
             y += stride[0]
 
 
-@kernel(
-    [numba.void(f[:, :, :, ::1], f[::1], _PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
-)
+@float_kernel(lambda f: (f[:, :, :, ::1], f[::1], _PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64))
 def _unfold_wide(x, patches, steps, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
-    """Write the patches of some output ``rows`` (first, end) of the images ``x``.
+    """Write the patches of output ``rows`` (first, end) of the images ``x``.
 
-    They lie by (channel, kernel row, kernel column), a run of all positions for each image; ``steps`` are the elements
-    from one image's run to the next's, and from one row of the matrix to the next.
+    They are ordered by (channel, kernel row, kernel column), each a run of all positions of an image. ``steps`` are the
+    elements from one image's run to the next, and from one row of the matrix to the next.
     """
     count, size = _phases_of(kernel, stride, width, rows)
     phases = np.zeros((count[0], count[1], size[0], size[1]), patches.dtype)
@@ -104,7 +102,7 @@ def _unfold_wide(x, patches, steps, rows, kernel, stride, padding, width):  # ty
     for n in range(x.shape[0]):
         start = n * steps[0]
         for c in range(x.shape[1]):
-            if kernel == (1, 1) and padding == (0, 0):  # all that is seen of the plane is the patch
+            if kernel == (1, 1) and padding == (0, 0):  # the part of the plane that is read is the patch
                 patch = patches[start : start + size[0] * size[1]].reshape((1, 1, size[0], size[1]))
                 _part_plane(x[n, c], patch, rows[0], stride, padding)
                 start += steps[1]
@@ -118,13 +116,11 @@ def _unfold_wide(x, patches, steps, rows, kernel, stride, padding, width):  # ty
                     start += steps[1]
 
 
-@kernel(
-    [numba.void(f[::1], _PAIR, f[:, :, :, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
-)
+@float_kernel(lambda f: (f[::1], _PAIR, f[:, :, :, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64))
 def _fold_wide(patches, steps, dx, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
-    """The transpose of `_unfold_wide`: add the patches to ``dx``, which starts from zero with row 0."""
+    """Add the patches to ``dx``, the transpose of `_unfold_wide`; row 0 zeroes ``dx`` first."""
     count, size = _phases_of(kernel, stride, width, rows)
-    count = count[0], 2 if stride[1] == 2 else count[1]  # also one that no place of the kernel sees
+    count = count[0], 2 if stride[1] == 2 else count[1]  # including one that no place of the kernel reads
     phases = np.empty((count[0], count[1], size[0], size[1]), patches.dtype)
     flat = phases.reshape(-1)
     if rows[0] == 0:
@@ -144,7 +140,7 @@ def _fold_wide(patches, steps, dx, rows, kernel, stride, padding, width):  # typ
 
 @intrinsic
 def _single(typingctx: Any, array: Any, index: Any) -> Any:
-    """An element, by a load of its own: what gathers a vector at once took a fifth longer on AMD's Zen 4."""
+    """Load one element: the gather of a vector took a fifth longer on AMD's Zen 4."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0]).data
@@ -156,10 +152,10 @@ def _single(typingctx: Any, array: Any, index: Any) -> Any:
 
 @kernel(types.Tuple((_PAIR, numba.uint32[:, ::1]))(_PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64))
 def _seen(size, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
-    """What samples the output ``rows`` see of a plane of ``size``, as (first, end), and which each position sees.
+    """Return the samples (first, end) of a plane of ``size`` that output ``rows`` read, and those of each position.
 
-    The latter has the shape ``(places in the kernel, positions)`` and counts from the first one on; padding is the end.
-    Unsigned, so that no index may be negative: only then the loops need not look.
+    The latter have the shape ``(places in the kernel, positions)`` and count from the first sample; padding is the end.
+    They are unsigned, so that loops need no checks for negative indices.
     """
     top = min(size[0], max(0, rows[0] * stride[0] - padding[0]))
     bottom = max(top, min(size[0], (rows[1] - 1) * stride[0] - padding[0] + kernel[0]))
@@ -176,13 +172,11 @@ def _seen(size, rows, kernel, stride, padding, width):  # type: ignore[no-untype
     return (top * size[1], bottom * size[1]), seen
 
 
-@kernel(
-    [numba.void(f[:, :, :, ::1], f[::1], _PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
-)
+@float_kernel(lambda f: (f[:, :, :, ::1], f[::1], _PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64))
 def _unfold_narrow(x, patches, steps, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
-    """As `_unfold_wide`."""
+    """Write patches as `_unfold_wide`, sample by sample."""
     (first, end), seen = _seen(x.shape[2:], rows, kernel, stride, padding, width)
-    samples = np.zeros(end - first + 1, patches.dtype)  # the last one being padding
+    samples = np.zeros(end - first + 1, patches.dtype)  # the last one is padding
     for n in range(x.shape[0]):
         start = n * steps[0]
         for c in range(x.shape[1]):
@@ -196,11 +190,11 @@ def _unfold_narrow(x, patches, steps, rows, kernel, stride, padding, width):  # 
 
 @kernel(types.Tuple((numba.uint32[::1], numba.uint32[::1]))(numba.uint32[:, ::1], numba.int64, numba.int64))
 def _seeing(seen, samples, step):  # type: ignore[no-untyped-def]
-    """What of the patches sees each of so many samples, by `_seen`: where the lists of them begin, and all of them.
+    """Invert `_seen`: return the positions in the patches that read each sample, as bounds of lists, and the lists.
 
-    They lie ``step`` elements apart from one place of the kernel to the next, by which each list is in order.
+    Places of the kernel are ``step`` elements apart, which orders each list.
     """
-    begins = np.zeros(samples + 2, np.uint32)  # counted one further on, until each has come to where its list ends
+    begins = np.zeros(samples + 2, np.uint32)  # shifted by one; filling the lists moves each to its end
     for at in seen.reshape(-1):
         begins[at + 2] += 1
     for k in range(2, begins.size):
@@ -214,13 +208,11 @@ def _seeing(seen, samples, step):  # type: ignore[no-untyped-def]
     return begins, lists
 
 
-@kernel(
-    [numba.void(f[::1], _PAIR, f[:, :, :, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
-)
+@float_kernel(lambda f: (f[::1], _PAIR, f[:, :, :, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64))
 def _fold_narrow(patches, steps, dx, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
-    """The transpose of `_unfold_narrow`: add the patches to ``dx``, which starts from zero with row 0.
+    """Add the patches to ``dx``, the transpose of `_unfold_narrow`; row 0 zeroes ``dx`` first.
 
-    Each sample's are added up in a register: what is added to memory is read again before it is there.
+    Each sample is summed in a register, because adding in memory would wait for the store before.
     """
     (first, end), seen = _seen(dx.shape[2:], rows, kernel, stride, padding, width)
     begins, lists = _seeing(seen, end - first + 1, steps[1])
@@ -241,8 +233,8 @@ def _fold_narrow(patches, steps, dx, rows, kernel, stride, padding, width):  # t
 class Workspace:
     """Scratch memory for matrices with a column for each position of some images.
 
-    Those of all images lie side by side, ``joined``, as one matrix ``(rows, images * positions)``, or each image has
-    a matrix of its own, ``(images, rows, positions)``.
+    With ``joined`` all images form one matrix ``(rows, images * positions)``, else each image has its own, ``(images,
+    rows, positions)``.
     """
 
     def __init__(self, rows: int, columns: int, dtype: np.dtype, joined: bool) -> None:
@@ -250,21 +242,21 @@ class Workspace:
         self._flat = empty((rows * columns,), dtype)
 
     def matrices(self, images: int, positions: int) -> np.ndarray:
-        """Shape ``(rows, images * positions)`` or ``(images, rows, positions)``."""
+        """Return the memory in the shape ``(rows, images * positions)`` or ``(images, rows, positions)``."""
         shape = (self._rows, images * positions) if self._joined else (images, self._rows, positions)
         return self.flat(images, positions).reshape(shape)
 
     def flat(self, images: int, positions: int) -> np.ndarray:
-        """The same memory along one axis."""
+        """Return the same memory along one axis."""
         return self._flat[: self._rows * images * positions]
 
     def steps(self, images: int, positions: int) -> Pair:
-        """Elements from one image to the next, and from one row to the next."""
+        """Return the elements from one image to the next, and from one row to the next."""
         return (positions, images * positions) if self._joined else (self._rows * positions, positions)
 
 
 class Shape:
-    """What a convolution's ``kernel``, ``stride`` and ``padding`` are, and the ``width`` of its results."""
+    """The ``kernel``, ``stride`` and ``padding`` of a convolution, and the ``width`` of its results."""
 
     def __init__(self, weight: np.ndarray, stride: Pair, padding: Pair, width: int) -> None:
         self.kernel: Pair = weight.shape[2:]
@@ -272,9 +264,9 @@ class Shape:
 
 
 class Planes:
-    """Patches as columns, in the order (channel, kernel row, kernel column), which is that of the weights.
+    """Patches as columns, in the order (channel, kernel row, kernel column) of the weights.
 
-    The methods are those of `patches.ChannelsLast`.
+    The methods are those of `ChannelsLast`.
     """
 
     def __init__(self, x: np.ndarray, weight: np.ndarray, shape: Shape, columns: int, joined: bool) -> None:
@@ -282,36 +274,39 @@ class Planes:
         self._room = Workspace(weight[0].size, columns, x.dtype, joined)
 
     def matrix(self) -> np.ndarray:
+        """See `ChannelsLast.matrix`."""
         return self._weight.reshape(len(self._weight), -1)
 
     def sums(self, dweight: np.ndarray) -> np.ndarray:
+        """See `ChannelsLast.sums`; returns a view of ``dweight``."""
         return dweight.reshape(len(dweight), -1)
 
     def finish(self, dweight: np.ndarray, sums: np.ndarray) -> None:
-        """They are ``dweight`` itself."""
+        """Do nothing, because ``sums`` is ``dweight`` itself."""
 
     def room(self, images: int, rows: Pair) -> np.ndarray:
+        """See `ChannelsLast.room`."""
         return self._room.matrices(images, (rows[1] - rows[0]) * self._shape.width)
 
     def unfold(self, x: np.ndarray, rows: Pair) -> np.ndarray:
+        """See `ChannelsLast.unfold`."""
         s, extent = self._shape, (len(x), (rows[1] - rows[0]) * self._shape.width)
         unfold = _unfold_narrow if s.width < _NARROW else _unfold_wide
         unfold(x, self._room.flat(*extent), self._room.steps(*extent), rows, s.kernel, s.stride, s.padding, s.width)
         return self._room.matrices(*extent)
 
     def fold(self, dx: np.ndarray, rows: Pair) -> None:
+        """See `ChannelsLast.fold`."""
         s, extent = self._shape, (len(dx), (rows[1] - rows[0]) * self._shape.width)
         fold = _fold_narrow if s.width < _NARROW else _fold_wide
         fold(self._room.flat(*extent), self._room.steps(*extent), dx, rows, s.kernel, s.stride, s.padding, s.width)
 
 
-@kernel(
-    [numba.void(f[:, :, :, ::1], f[:, :, ::1], f[:, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
-)
+@float_kernel(lambda f: (f[:, :, :, ::1], f[:, :, ::1], f[:, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64))
 def _unfold_channels_last(x, image, patches, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
-    """Write the patches of some output ``rows`` (first, end), each ``width`` positions, of the images ``x``.
+    """Write the patches of output ``rows`` (first, end), each ``width`` positions, of the images ``x``.
 
-    ``image`` is room for one padded image with channels last, of which only the lines that the rows see are written.
+    ``image`` is memory for one padded image with channels last; only the lines that the rows read are written.
     """
     run = kernel[1] * x.shape[1]
     flat, wide, target = image.reshape(-1), image.shape[1] * image.shape[2], patches.reshape(-1)
@@ -332,11 +327,9 @@ def _unfold_channels_last(x, image, patches, rows, kernel, stride, padding, widt
                     start += run
 
 
-@kernel(
-    [numba.void(f[:, ::1], f[:, :, ::1], f[:, :, :, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
-)
+@float_kernel(lambda f: (f[:, ::1], f[:, :, ::1], f[:, :, :, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64))
 def _fold_channels_last(patches, image, dx, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
-    """The transpose of `_unfold_channels_last`: add the patches to ``dx``, which starts from zero with row 0."""
+    """Add the patches to ``dx``, the transpose of `_unfold_channels_last`; row 0 zeroes ``dx`` first."""
     run = kernel[1] * dx.shape[1]
     flat, wide, source = image.reshape(-1), image.shape[1] * image.shape[2], patches.reshape(-1)
     above, below = rows[0] * stride[0], (rows[1] - 1) * stride[0] + kernel[0]
@@ -362,8 +355,11 @@ class ChannelsLast:
     """Patches as rows, in the order (kernel row, kernel column, channel).
 
     Args:
-        columns: how many patches there is room for.
-        joined: as of `Workspace`.
+        x: the images.
+        weight: the weights.
+        shape: the convolution.
+        columns: capacity in patches.
+        joined: as for `Workspace`.
     """
 
     def __init__(self, x: np.ndarray, weight: np.ndarray, shape: Shape, columns: int, joined: bool) -> None:
@@ -373,20 +369,20 @@ class ChannelsLast:
         self._image = empty((x.shape[2] + 2 * top, x.shape[3] + 2 * left, x.shape[1]), x.dtype)
 
     def matrix(self) -> np.ndarray:
-        """The weights as a matrix of shape ``(out, depth)``."""
+        """Return the weights as a matrix of shape ``(out, depth)``."""
         return np.ascontiguousarray(self._weight.transpose(0, 2, 3, 1)).reshape(len(self._weight), -1)
 
     def sums(self, dweight: np.ndarray) -> np.ndarray:
-        """Where to sum up the gradient of `matrix` for `finish`."""
+        """Return an array in which to sum the gradient of `matrix` for `finish`."""
         return empty((len(dweight), self._patches.shape[1]), dweight.dtype)
 
     def finish(self, dweight: np.ndarray, sums: np.ndarray) -> None:
-        """Bring ``sums`` into the order of the weights."""
+        """Copy ``sums`` to ``dweight`` in the order of the weights."""
         outputs, inputs = dweight.shape[:2]
         dweight[...] = sums.reshape(outputs, *self._shape.kernel, inputs).transpose(0, 3, 1, 2)
 
     def room(self, images: int, rows: Pair) -> np.ndarray:
-        """Of the output ``rows`` (first, end) of so many images, as of `Workspace`; `fold` adds them."""
+        """Return memory for the output ``rows`` (first, end) of ``images`` images, see `Workspace`; `fold` adds it."""
         patches = self._rows(images, rows)
         return patches.T if self._joined else patches.reshape(images, -1, patches.shape[1]).swapaxes(1, 2)
 
@@ -394,38 +390,36 @@ class ChannelsLast:
         return self._patches[: images * (rows[1] - rows[0]) * self._shape.width]
 
     def unfold(self, x: np.ndarray, rows: Pair) -> np.ndarray:
-        """The patches of the images ``x``, in `room`."""
+        """Return the patches of the images ``x``, in `room`."""
         s, patches = self._shape, self._rows(len(x), rows)
         _unfold_channels_last(x, self._image, patches, rows, s.kernel, s.stride, s.padding, s.width)
         return self.room(len(x), rows)
 
     def fold(self, dx: np.ndarray, rows: Pair) -> None:
-        """Add what stands in `room` to ``dx``, which starts from zero with row 0."""
+        """Add `room` to ``dx``; row 0 zeroes ``dx`` first."""
         s, patches = self._shape, self._rows(len(dx), rows)
         _fold_channels_last(patches, self._image, dx, rows, s.kernel, s.stride, s.padding, s.width)
 
 
 _BLOCK_NBYTES = 512 * 1024
 _BLOCK_POSITIONS = 512
-"""A block has so many output positions at least: with fewer, passing over a deep layer's weights costs too much."""
+"""Least output positions of a block: with fewer, reading a deep layer's weights costs too much."""
 _OWN_PRODUCT_POSITIONS = 256
-"""From so many positions on, each image has a product of its own; smaller products pass over the weights too often."""
+"""Positions from which each image has its own product; smaller products would read the weights too often."""
 _SHALLOW, _FEWEST_CHANNELS = range(16, 65), 16
-"""Depths, and from how many channels out on, for which the product with patches as columns is slow."""
+"""Depths, and least output channels, for which the product with patches as columns is slow."""
 
 
-@kernel(
-    [numba.void(f[::1], _TRIPLE, f[::1], numba.boolean, f[:, :, ::1], _PAIR) for f in _FLOATS],
-)
+@float_kernel(lambda f: (f[::1], _TRIPLE, f[::1], numba.boolean, f[:, :, ::1], _PAIR))
 def _finish(product, steps, bias, relu, out, span):  # type: ignore[no-untyped-def]
-    """Bias and ReLU on the way from ``product`` to ``out``.
+    """Apply bias and ReLU on the way from ``product`` to ``out``.
 
-    ``product`` has ``steps`` between images, between channels and between positions, ``out`` is (images, channels,
+    ``steps`` are the elements of ``product`` between images, channels and positions. ``out`` is (images, channels,
     positions), of which the block covers the positions ``span`` (first, end).
     """
     zero = out.dtype.type(0)
     size = span[1] - span[0]
-    line = np.empty(size, out.dtype)  # of one plane, where its positions do not lie side by side: then loops vectorise
+    line = np.empty(size, out.dtype)  # copy of a strided plane, so that loops vectorise
     for n in range(out.shape[0]):
         for c in range(out.shape[1]):
             b = bias[c]
@@ -446,19 +440,17 @@ def _finish(product, steps, bias, relu, out, span):  # type: ignore[no-untyped-d
 
 @kernel([f(f[::1]) for f in _FLOATS], fastmath={"reassoc"})
 def _total(x):  # type: ignore[no-untyped-def]
-    # Reassociated, so it may store nothing: a loop that also stores is vectorised only where its arrays lie far enough
-    # apart, which changes the order of the sum, and so its last bits, from one call to the next.
+    # A reassociated loop must not store: it would be vectorised only if its arrays are far enough apart, which changes
+    # the order of the sum, and so its last bits, from call to call.
     total = x.dtype.type(0)
     for i in range(x.size):
         total += x[i]
     return total
 
 
-@kernel(
-    [numba.void(f[:, :, ::1], f[:, :, ::1], f[::1], _PAIR, f[::1], _PAIR) for f in _FLOATS],
-)
+@float_kernel(lambda f: (f[:, :, ::1], f[:, :, ::1], f[::1], _PAIR, f[::1], _PAIR))
 def _gather_through_relu(gy, out, g, steps, dbias, span):  # type: ignore[no-untyped-def]
-    """``g``, a product with ``steps``, becomes the gradient before ReLU over ``span``; its sums go onto ``dbias``."""
+    """Write the gradient before ReLU over ``span`` to ``g``, a product with ``steps``; add its sums to ``dbias``."""
     zero = gy.dtype.type(0)
     size = span[1] - span[0]
     for n in range(gy.shape[0]):
@@ -471,11 +463,9 @@ def _gather_through_relu(gy, out, g, steps, dbias, span):  # type: ignore[no-unt
             dbias[c] += _total(target)
 
 
-@kernel(
-    [numba.void(f[:, :, ::1], f[::1], _PAIR, f[::1], _PAIR) for f in _FLOATS],
-)
+@float_kernel(lambda f: (f[:, :, ::1], f[::1], _PAIR, f[::1], _PAIR))
 def _gather(gy, g, steps, dbias, span):  # type: ignore[no-untyped-def]
-    """As `_gather_through_relu` where there was none."""
+    """Write the gradient as `_gather_through_relu`, without ReLU."""
     size = span[1] - span[0]
     for n in range(gy.shape[0]):
         for c in range(gy.shape[1]):
@@ -494,7 +484,7 @@ class _Block(NamedTuple):
     span: Pair
     """The positions of ``rows`` in a plane."""
     extent: Pair
-    """How many images and positions of each."""
+    """Number of images, and of positions of each."""
 
 
 class _Blocks:
@@ -511,7 +501,7 @@ class _Blocks:
         columns = self._images_at_once * self._rows_at_once * self._width
         shape = Shape(weight, stride, padding, self._width)
         self.joined = plane < _OWN_PRODUCT_POSITIONS
-        """Whether one product takes all images of a block, else each has its own, right where the results belong."""
+        """True if one product covers all images of a block, else each image has its own, written in place."""
         self.patches: ChannelsLast | Planes
         shallow = unfolds_alone and depth in _SHALLOW and self._channels >= _FEWEST_CHANNELS
         if shape.kernel != (1, 1) and (shallow or (self.joined and self._batch * plane >= self._channels)):
@@ -521,7 +511,7 @@ class _Blocks:
         self.product = Workspace(self._channels, columns, x.dtype, self.joined)
 
     def __iter__(self) -> Iterator[_Block]:
-        """All blocks; the rows of an image from the first to the last."""
+        """Yield all blocks; the rows of an image from the first to the last."""
         for first in range(0, self._batch, self._images_at_once):
             last = min(first + self._images_at_once, self._batch)
             for top in range(0, self._height, self._rows_at_once):
@@ -530,9 +520,9 @@ class _Blocks:
                 yield _Block(slice(first, last), (top, bottom), span, (last - first, span[1] - span[0]))
 
     def scratch(self, extent: Pair) -> tuple[np.ndarray, np.ndarray, tuple[int, int, int]]:
-        """Room for the product of so many images and positions: as a matrix or matrices, flat, and its steps.
+        """Return memory for the product of some images and positions: as matrices, flat, and its steps.
 
-        Patches as rows are multiplied faster where the product, too, has its positions as rows.
+        Patches as rows are multiplied faster if the product, too, has its positions as rows.
         """
         flat = self.product.flat(*extent)
         if isinstance(self.patches, ChannelsLast) and self.joined:
@@ -540,7 +530,7 @@ class _Blocks:
         return self.product.matrices(*extent), flat, (*self.product.steps(*extent), 1)
 
     def planes(self, images: np.ndarray) -> np.ndarray:
-        """Results or their gradients with the positions along one axis."""
+        """Return results or their gradients with the positions along one axis."""
         return images.reshape(self._batch, self._channels, self._height * self._width)
 
 
@@ -571,7 +561,7 @@ def conv2d(
 
 
 def _add_product(g: np.ndarray, patches: np.ndarray, sums: np.ndarray, is_first: bool) -> None:
-    """Add ``g @ patches.T``, over all images, to ``sums``, which start with the first such product."""
+    """Add ``g @ patches.T``, summed over all images, to ``sums``; the first product overwrites them."""
     if is_first and g.ndim == 2:
         multiply(g, patches.T, sums)
         return
@@ -579,8 +569,8 @@ def _add_product(g: np.ndarray, patches: np.ndarray, sums: np.ndarray, is_first:
     multiply(g, patches.swapaxes(-1, -2), product)
     if is_first:
         sums[...] = 0
-    for each in product if product.ndim == 3 else product[None]:
-        sums += each
+    for term in product if product.ndim == 3 else product[None]:
+        sums += term
 
 
 def conv2d_gradients(

@@ -1,16 +1,16 @@
-"""Convolution by 3 x 3 with stride 1 in a quarter of the multiplications.
+"""Convolution by 3 x 3 with stride 1 in a quarter of the multiplications (Winograd).
 
-Winograd's F(4 x 4, 3 x 3), as Lavin and Gray describe it ("Fast algorithms for convolutional neural networks", 2016,
-sections 4.1 and 4.3): a tile of 4 x 4 results needs 6 x 6 samples ``d``, and is ``A' ((G g G') * (B' d B)) A`` for the
-weights ``g``, where ``*`` multiplies element by element; over channels, 36 products of matrices. The gradient of the
-input is such a convolution, by the weights rotated; that of the weights is ``G' ((A gy A') * (B' d B)) G``.
+Winograd's F(4 x 4, 3 x 3), as in Lavin and Gray ("Fast algorithms for convolutional neural networks", 2016, sections
+4.1 and 4.3): a tile of 4 x 4 results needs 6 x 6 samples ``d``, and is ``A' ((G g G') * (B' d B)) A`` for the weights
+``g``, where ``*`` multiplies elementwise; over channels, 36 matrix products. The gradient of the input is such a
+convolution with the rotated weights; that of the weights is ``G' ((A gy A') * (B' d B)) G``.
 
-Tiles lie with channels last, of which `_LANES` at once are transformed as vectors. A block has as many tiles as keep
-their 36 planes in the L2 cache between transform and product.
+Tiles have channels last, of which `_LANES` at a time are transformed as vectors. A block is the number of tiles whose
+36 planes stay in the L2 cache between transform and product.
 
-Accuracy: as the transforms subtract, float32 results differ from those in float64 by up to 2e-5 of the largest (by
-single products: 1e-6), and samples above 1e36 overflow. A sample that is infinite or NaN makes the whole tiles that see
-it NaN, so whether there is any such element is found all the same, but not where.
+Accuracy: because the transforms subtract, float32 results differ from those in float64 by up to 2e-5 of the largest (by
+single products: 1e-6), and samples above 1e36 overflow. An infinite or NaN sample makes the whole tiles that contain it
+NaN, so its presence is detected, but not its position.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Matrix = tuple[tuple[float, ...], ...]
 
 
 def _combination(builder: Any, coefficients: tuple[float, ...], vectors: list[Any], constant: Any) -> Any:
-    """The sum of ``vectors`` times ``coefficients``."""
+    """Return the sum of ``vectors`` times ``coefficients``."""
     total = None
     for number, vector in zip(coefficients, vectors, strict=True):
         if total is not None and number in (1, -1):
@@ -65,10 +65,10 @@ def _combination(builder: Any, coefficients: tuple[float, ...], vectors: list[An
 
 
 def _on_both_sides(matrix: Matrix) -> Any:
-    """An intrinsic that writes ``matrix @ square @ matrix.T`` of a square whose elements are vectors of `_LANES`.
+    """Make an intrinsic that writes ``matrix @ square @ matrix.T`` of a square of vectors of `_LANES` elements.
 
-    Its arguments are, of the source and then of the target: array, index of the first element, and steps in elements
-    from one row of the square to the next and from one column to the next.
+    Its arguments are, for the source and then the target: array, index of the first element, and elements from one row
+    of the square to the next and from one column to the next.
     """
 
     @intrinsic
@@ -102,10 +102,10 @@ _to_weights = _on_both_sides(tuple(zip(*_G, strict=True)))
 
 @kernel(numba.void(_FLOAT[:, :, :, ::1], _FLOAT[:, ::1], _PAIR, _PAIR, _PAIR, numba.boolean))
 def _spread(images, planes, rows, grid, padding, gradients):  # type: ignore[no-untyped-def]
-    """Write the 36 planes of ``rows`` (first, end) of tiles, of which an image has ``grid`` (vertical, horizontal).
+    """Write the 36 planes of ``rows`` (first, end) of tiles; an image has ``grid`` (vertical, horizontal) tiles.
 
-    Tiles of samples are of 6 x 6, the first beginning ``padding`` before the image; those of ``gradients`` of results
-    of 4 x 4.
+    Tiles of samples are 6 x 6, the first starting ``padding`` before the image; tiles of ``gradients`` of results are 4
+    x 4.
     """
     size = 4 if gradients else 6
     lines = np.zeros((size, 4 * grid[1] + size - 4, _LANES), images.dtype)
@@ -135,7 +135,7 @@ def _spread(images, planes, rows, grid, padding, gradients):  # type: ignore[no-
 
 @kernel(numba.void(_FLOAT[:, ::1], _FLOAT[::1], numba.boolean, _FLOAT[:, :, :, ::1], _PAIR, _PAIR))
 def _collect(planes, bias, relu, images, rows, grid):  # type: ignore[no-untyped-def]
-    """From 36 planes to ``rows`` of tiles of the ``images``, with bias and ReLU; as `_spread`."""
+    """Write ``rows`` of tiles of ``images`` from 36 planes, with bias and ReLU; arguments as `_spread`."""
     zero = images.dtype.type(0)
     lines = np.empty((4, 4 * grid[1], _LANES), images.dtype)
     flat, steps = lines.reshape(-1), (lines.shape[1] * _LANES, _LANES)
@@ -162,7 +162,7 @@ def _collect(planes, bias, relu, images, rows, grid):  # type: ignore[no-untyped
 
 @kernel(numba.void(_FLOAT[:, :, :], numba.boolean, _FLOAT[:, ::1], numba.int64))
 def _spread_weights(weight, rotated, planes, lanes):  # type: ignore[no-untyped-def]
-    """Write the 36 planes, whose rows are ``lanes`` long, of the weights, shape ``(rows, columns, 9)``."""
+    """Write the 36 planes, with rows of ``lanes``, of the weights, shape ``(rows, columns, 9)``."""
     taps = np.zeros(9 * _LANES, weight.dtype)
     target, plane = planes.reshape(-1), planes.shape[1]
     for first in range(0, weight.shape[1], _LANES):
@@ -176,7 +176,7 @@ def _spread_weights(weight, rotated, planes, lanes):  # type: ignore[no-untyped-
 
 @kernel(numba.void(_FLOAT[:, ::1], _FLOAT[:, :, ::1], numba.int64))
 def _collect_weights(planes, dweight, lanes):  # type: ignore[no-untyped-def]
-    """The transpose of `_spread_weights`."""
+    """Write ``dweight`` from 36 planes, the transpose of `_spread_weights`."""
     taps = np.empty(9 * _LANES, dweight.dtype)
     source, plane = planes.reshape(-1), planes.shape[1]
     for row in range(dweight.shape[0]):
@@ -188,14 +188,14 @@ def _collect_weights(planes, dweight, lanes):  # type: ignore[no-untyped-def]
 
 
 def _whole(channels: int) -> int:
-    """So many elements are ``channels`` as whole vectors."""
+    """Return ``channels`` rounded up to whole vectors."""
     return -(-channels // _LANES) * _LANES
 
 
 def _planes(rows: int, channels: int) -> tuple[np.ndarray, np.ndarray]:
-    """36 planes of ``rows``, flat as the kernels take them, and as matrices, shape ``(36, rows, channels)``.
+    """Return 36 planes of ``rows``, flat for the kernels, and as matrices of shape ``(36, rows, channels)``.
 
-    A plane is one vector longer than it need be: else all of them would begin in the same set of the caches.
+    A plane has one more vector than needed; else all planes would start in the same cache set.
     """
     lanes = _whole(channels)
     flat = empty((36, rows * lanes + _LANES), np.float32)
@@ -208,22 +208,22 @@ class _Tiles:
     def __init__(self, results: np.ndarray, at_once: int) -> None:
         batch, _, height, width = results.shape
         self.grid: Pair = (-(-height // 4), -(-width // 4))
-        """The tiles of an image (vertical, horizontal)."""
+        """Number of tiles of an image (vertical, horizontal)."""
         rows, rows_at_once = batch * self.grid[0], max(1, at_once // self.grid[1])
         self.blocks = [(first, min(first + rows_at_once, rows)) for first in range(0, rows, rows_at_once)]
         """The rows of tiles (first, end) of each block."""
 
     def count(self, rows: Pair) -> int:
-        """The tiles in ``rows``; the first block has the most."""
+        """Return the number of tiles in ``rows``; the first block has the most."""
         return (rows[1] - rows[0]) * self.grid[1]
 
     def planes(self, channels: int) -> tuple[np.ndarray, np.ndarray]:
-        """`_planes` for a block."""
+        """Return `_planes` for a block."""
         return _planes(self.count(self.blocks[0]), channels)
 
 
 def _weight_planes(weight: np.ndarray, rotated: bool) -> np.ndarray:
-    """Shape ``(36, rows, columns)`` of the weights, shape ``(rows, columns, 3, 3)``."""
+    """Return the planes ``(36, rows, columns)`` of the weights, shape ``(rows, columns, 3, 3)``."""
     rows, columns = weight.shape[:2]
     flat, planes = _planes(rows, columns)
     _spread_weights(weight.reshape(rows, columns, 9), rotated, flat, _whole(columns))
@@ -233,7 +233,7 @@ def _weight_planes(weight: np.ndarray, rotated: bool) -> np.ndarray:
 def _convolve(
     x: np.ndarray, weight_planes: np.ndarray, bias: np.ndarray | None, out: np.ndarray, padding: Pair, relu: bool
 ) -> None:
-    """``weight_planes`` has the shape ``(36, channels of x, channels of out)``."""
+    """Convolve with ``weight_planes`` of shape ``(36, channels of x, channels of out)``."""
     tiles = _Tiles(out, _BLOCK_TILES)
     flat, samples = tiles.planes(x.shape[1])
     flat_results, results = tiles.planes(out.shape[1])
@@ -254,12 +254,12 @@ def conv2d(
 
 
 def gradient_of_input(gy: np.ndarray, weight: np.ndarray, dx: np.ndarray, padding: Pair) -> None:
-    """``dx`` becomes the gradient of the input of `conv2d` without ReLU; ``padding`` is that of `conv2d`, up to 2."""
+    """Set ``dx`` to the gradient of the input of `conv2d` without ReLU; ``padding`` is that of `conv2d`, up to 2."""
     _convolve(gy, _weight_planes(weight, True), None, dx, (2 - padding[0], 2 - padding[1]), False)
 
 
 def gradient_of_weight(x: np.ndarray, gy: np.ndarray, dweight: np.ndarray, padding: Pair) -> None:
-    """``dweight`` becomes the gradient of the weights of `conv2d` without ReLU."""
+    """Set ``dweight`` to the gradient of the weights of `conv2d` without ReLU."""
     outputs, inputs = dweight.shape[:2]
     tiles = _Tiles(gy, _BLOCK_TILES)
     flat, samples = tiles.planes(inputs)

@@ -1,19 +1,18 @@
-"""CUDA graphs: what a function launches is captured once, and launched again at once.
+"""CUDA graphs: the launches of a function are captured once and replayed.
 
-What holds in a capture (CUDA's programming guide, "CUDA Graphs"; CuPy's ``cuda/stream.pyx`` and ``cuda/memory.pyx``):
+Rules of a capture (CUDA's programming guide, "CUDA Graphs"; CuPy's ``cuda/stream.pyx`` and ``cuda/memory.pyx``):
 
-- Nothing runs: a launch is noted, with the addresses and numbers that it is given. Whoever waits for a result, or
-  copies from or to the host, gets an error, from CUDA or from CuPy, and the capture is over.
-- The stream must be another than the default one, and must not wait for it: hence ``non_blocking``.
-- CuPy captures in the relaxed mode, where memory may be allocated. What is freed in the capture goes back to the pool
-  and is given out again, also to others, while the graph writes there whenever it is launched. So a graph has a pool of
-  its own, as in PyTorch, which lives as long as it does; and graphs share one only where one is not launched between
-  another's forward and backward. Where a pool of CuPy's finds no more memory it gives back to CUDA what is free at the
-  moment; one of graphs must not (`_pool`).
-- Kernels that are not compiled and loaded yet would be in the capture, which may fail: what is captured has run before
+- Nothing runs: a launch is recorded with its addresses and numbers. Waiting for a result, or copying from or to the
+  host, raises an error of CUDA or CuPy and ends the capture.
+- The stream must not be the default one, and must not wait for it: hence ``non_blocking``.
+- CuPy captures in the relaxed mode, which allows allocations. Memory freed in the capture returns to the pool and is
+  reused, also by others, although every launch of the graph writes there. So graphs have a pool of their own, as in
+  PyTorch, which lives as long as they do. Graphs share a pool only if none is launched between forward and backward of
+  another. A CuPy pool that is out of memory returns free memory to CUDA; a graph's pool must not (`_pool`).
+- Kernels that are not yet compiled and loaded would be part of the capture, which may fail: run them before
   (`warmed_up`).
-- Numbers from the host are frozen. What is to be another in each launch is brought by `fill`.
-- A graph calls nothing on the host while it runs. Where that is needed it is cut in two (`between`).
+- Numbers from the host are frozen. `fill` updates those that differ between launches.
+- A graph calls nothing on the host while it runs. `between` splits it where that is needed.
 """
 
 from __future__ import annotations
@@ -32,73 +31,77 @@ from .cublas import Cublas
 
 
 def fill(place: Array, make: Callable[[], np.ndarray]) -> None:
-    """Write what ``make()`` gives, an array on the host, to ``place``, on any device.
+    """Write the host array ``make()`` to ``place``, on any device.
 
-    In a graph that is captured it is made and brought anew by each launch, before the first kernel.
+    In a captured graph ``make`` is called by each launch, and its result copied before the first kernel.
     """
     graph = _here.graph
     if graph is None:
         place[...] = from_host(make(), place)
         return
-    brought = graph.place_like(place)
-    graph.before_launch.append(lambda: brought.__setitem__(..., from_host(make(), brought)))
-    place[...] = brought
+    staged = graph.place_like(place)
+    graph.before_launch.append(lambda: staged.__setitem__(..., from_host(make(), staged)))
+    place[...] = staged
 
 
 def numbers(make: Callable[[], tuple[float, ...]]) -> Array:
-    """What ``make()`` gives, in float64 on the current GPU, in a graph that is captured: each launch asks anew, and
-    brings it where it is other than before."""
+    """Return a float64 array on the current GPU that each launch of the captured graph fills with ``make()``.
+
+    The numbers are copied only if they have changed.
+    """
     graph = _here.graph
     assert graph is not None
     import cupy
 
     place = graph.place_like(cupy.empty(len(make())))
-    brought: tuple[float, ...] = ()
-    under_way: deque[tuple[Any, np.ndarray]] = deque()
+    copied: tuple[float, ...] = ()
+    in_flight: deque[tuple[Any, np.ndarray]] = deque()
 
-    def bring() -> None:
-        nonlocal brought
-        made = make()
-        if made != brought:
-            on_host = np.array(made)
+    def update() -> None:
+        nonlocal copied
+        values = make()
+        if values != copied:
+            on_host = np.array(values)
             place.set(on_host)  # takes a sixth of the time of a copy through a new array
-            brought = made
-            # Where GPUs read the host's memory by its page tables (Grace) that is not copied before they come to it.
-            under_way.append((cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True)), on_host))
-            while len(under_way) > 1 and under_way[0][0].done:
-                under_way.popleft()
+            copied = values
+            # GPUs that read host memory through its page tables (Grace) read it late, so keep it until they have.
+            in_flight.append((cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True)), on_host))
+            while len(in_flight) > 1 and in_flight[0][0].done:
+                in_flight.popleft()
 
-    graph.before_launch.append(bring)
+    graph.before_launch.append(update)
     return place
 
 
 def between(function: Callable[[], object]) -> None:
-    """Have each launch of the graph that is captured call ``function()`` on the host here, when the current stream has
-    been given all that comes before, and nothing of what comes behind."""
+    """Make each launch of the captured graph call ``function()`` on the host at this point.
+
+    The current stream then has all work from before this point, and none from after it.
+    """
     graph = _here.graph
     assert graph is not None
     graph.cut(function)
 
 
 class CudaGraph:
-    """What a function has launched, to be launched again; see `Capturer.capture`."""
+    """The captured launches of a function; see `Capturer.capture`."""
 
     def __init__(self, pool: Any, inputs: Any, stream: Any) -> None:
-        self._pool, self._inputs, self._stream = pool, inputs, stream  # whose memory lives as long as the graph
+        self._pool, self._inputs, self._stream = pool, inputs, stream  # keeps their memory alive
         self._parts: list[tuple[Any, Callable[[], object] | None]] = []
-        """CuPy's graphs, and what is to be called behind each; behind the last one, nothing."""
+        """CuPy's graphs, each with the function to call after it; None after the last."""
         self.before_launch: list[Callable[[], None]] = []
-        """What each launch calls first."""
+        """Functions that each launch calls first."""
 
     def place_like(self, x: Array) -> Array:
-        """An array like ``x`` in memory that nothing in the graph shares, to be filled before a launch."""
+        """Return an array like ``x`` in memory that nothing in the graph shares, to be filled before a launch."""
         import cupy
 
         with cupy.cuda.using_allocator(self._inputs.malloc):
             return cupy.empty(x.shape, dtype=x.dtype)
 
     def begin(self) -> None:
-        """Capture what the stream is given from now on."""
+        """Start to capture the stream."""
         self._stream.begin_capture()
 
     def cut(self, function: Callable[[], object]) -> None:
@@ -107,11 +110,11 @@ class CudaGraph:
         self.begin()
 
     def end(self, behind: Callable[[], object] | None = None) -> None:
-        """All of a part is captured."""
+        """End a part of the capture, after which ``behind`` is called."""
         self._parts.append((self._stream.end_capture(), behind))
 
     def launch(self) -> None:
-        """Give it to the current stream; waits for nothing. Where what is called `between` raises, the rest is not."""
+        """Launch on the current stream, without waiting; stops where a function of `between` raises."""
         for function in self.before_launch:
             function()
         for part, behind in self._parts:
@@ -121,12 +124,12 @@ class CudaGraph:
 
 
 class Capturer:
-    """Captures graphs that are launched one after the other by the current stream of the current GPU.
+    """Captures graphs that the current stream of the current GPU launches one after another.
 
-    They share the memory in which they compute; each may be overwritten by the next, but for arrays that still live.
+    They share working memory. Each may be overwritten by the next, except arrays that are still alive.
 
     Raises:
-        UnsupportedError: there is no cuBLAS that products could be captured with.
+        UnsupportedError: no cuBLAS to capture products with.
     """
 
     def __init__(self) -> None:
@@ -137,28 +140,29 @@ class Capturer:
         self._device = self._cuda.Device().id
         self._stream = self._cuda.Stream(non_blocking=True)
         self._taken: list[Any] = []
-        """Memory of both pools."""
+        """Allocations of both pools."""
         self._pool, self._inputs = _pool(self._taken), _pool(self._taken)
         self._cublas = _cublas()
 
     def is_current(self) -> bool:
-        """Whether GPU and stream are those which launch its graphs: others would not wait for each other."""
+        """Return whether GPU and stream are those that launch its graphs; others would not be ordered with them."""
         return self._cuda.Device().id == self._device and self._cuda.get_current_stream() == self._launched_by
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that its graphs hold."""
-        return sum(int(each.size) for each in self._taken)
+        """Bytes of memory that its graphs hold."""
+        return sum(int(memory.size) for memory in self._taken)
 
     def capture(self, function: Callable[[], object]) -> CudaGraph:
-        """What ``function`` launches, which does not run before `CudaGraph.launch`.
+        """Capture the launches of ``function``, which do not run before `CudaGraph.launch`.
 
         Raises:
-            Exception: what ``function`` raises, or CuPy where it did what no graph can have; nothing is captured then.
+            Exception: raised by ``function``, or by CuPy for an operation that a graph cannot have; nothing is captured
+                then.
         """
         import cupy
 
-        cupy.get_default_memory_pool().free_all_blocks()  # of a run without a graph, which took as much
+        cupy.get_default_memory_pool().free_all_blocks()  # used by the run without a graph
         graph = CudaGraph(self._pool, self._inputs, self._stream)
         with self._cuda.using_allocator(self._pool.malloc), self._cublas.on(self._stream), self._stream:
             graph.begin()
@@ -166,7 +170,7 @@ class Capturer:
             try:
                 function()
             except BaseException:
-                with contextlib.suppress(Exception):  # the first error is the one to tell
+                with contextlib.suppress(Exception):  # raise the first error
                     graph.end()
                 raise
             finally:
@@ -176,16 +180,18 @@ class Capturer:
 
 
 def _pool(taken: list[Any]) -> Any:
-    """A pool that adds what it takes from CUDA to ``taken``, and has all of that as long as it lives, also what CuPy
-    believes to have given back; at most ``CUPY_GPU_MEMORY_LIMIT``."""
+    """Return a pool that appends its allocations to ``taken`` and keeps them as long as it lives.
+
+    That includes memory that CuPy believes to have freed; at most ``CUPY_GPU_MEMORY_LIMIT``.
+    """
     import cupy
 
     limit = int(cupy.cuda.MemoryPool().get_limit())
 
     def take(nbytes: int) -> Any:
-        held = sum(int(each.size) for each in taken)
+        held = sum(int(memory.size) for memory in taken)
         if 0 < limit < held + nbytes:
-            raise MemoryError(f"{nbytes} bytes beside {held}, where CUPY_GPU_MEMORY_LIMIT is {limit}")
+            raise MemoryError(f"{nbytes} bytes beside {held} exceed CUPY_GPU_MEMORY_LIMIT={limit}")
         taken.append(cupy.cuda.Memory(nbytes))
         return cupy.cuda.MemoryPointer(taken[-1], 0)
 
@@ -193,17 +199,17 @@ def _pool(taken: list[Any]) -> Any:
 
 
 def warmed_up() -> contextlib.AbstractContextManager[None]:
-    """What runs inside has its kernels loaded for a capture later: also cuBLAS's, which depend on the workspace."""
+    """Load the kernels of the block for a later capture, including those of cuBLAS, which depend on the workspace."""
     import cupy
 
     try:
         return _cublas().on(cupy.cuda.get_current_stream())
-    except UnsupportedError:  # so says the capture
+    except UnsupportedError:  # the capture raises it
         return contextlib.nullcontext()
 
 
 def _cublas() -> Cublas:
-    """For the current GPU and stream."""
+    """Return the `Cublas` of the current GPU and stream."""
     import cupy
 
     key = cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr
@@ -214,11 +220,11 @@ def _cublas() -> Cublas:
 
 class _Here(threading.local):
     graph: CudaGraph | None = None
-    """That this thread captures."""
+    """The graph that this thread captures."""
 
     def __init__(self) -> None:
         self.cublas: dict[tuple[int, int], Cublas] = {}
-        """By GPU and stream that launches."""
+        """By GPU and launching stream."""
 
 
 _here = _Here()

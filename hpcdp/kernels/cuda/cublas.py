@@ -1,9 +1,9 @@
-"""Matrix products of CuPy arrays, which a CUDA graph can capture, too.
+"""Matrix products of CuPy arrays that a CUDA graph can capture.
 
 CuPy refuses to call cuBLAS while a stream is captured (``setStream`` in ``cupy_backends/cuda/libs/cublas.pyx``; CuPy's
-issue 6290), though cuBLAS allows it where numbers are read from the host and the workspace is the caller's (its manual,
-"CUDA Graphs Support" and "cublasSetWorkspace"). So while a graph is captured, its routines are called here by ctypes,
-with the handle, the layout and the settings that CuPy takes (``cupy/_core/_routines_linalg.pyx``); else CuPy is.
+issue 6290). cuBLAS allows it if scalars are read from the host and the workspace is the caller's (its manual, "CUDA
+Graphs Support" and "cublasSetWorkspace"). During a capture its routines are therefore called here by ctypes, with the
+handle, the layout and the settings of CuPy (``cupy/_core/_routines_linalg.pyx``); otherwise CuPy is called.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ...errors import DeviceError, UnsupportedError
 
 _AS_IT_IS, _TURNED = 0, 1
 _TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1}
-"""cuBLAS's numbers of what arrays hold."""
+"""cuBLAS's numbers of dtypes."""
 _IN_FLOAT32, _IN_FLOAT64 = 68, 70
 _COMPUTE_TYPES = {
     ("float32", 2): 69, ("float16", 2): 69, ("bfloat16", 2): 69, ("float64", 2): 71, ("float32", 7): 77
 }  # fmt: skip
-"""cuBLAS's numbers of how products are computed, by dtype and CuPy's setting, where that is pedantic or TF32."""
+"""cuBLAS's numbers of compute types, by dtype and CuPy's setting, for pedantic and TF32."""
 _DEFAULT, _TENSOR_CORES = -1, 99
 _WORKSPACE_NBYTES, _OF_HOPPER_NBYTES = 4 << 20, 32 << 20
-"""As the manual recommends."""
+"""Workspace sizes recommended by the manual."""
 
 _Int, _Long, _Pointer = ctypes.c_int, ctypes.c_longlong, ctypes.c_void_p
 _ROUTINES = {
@@ -48,43 +48,43 @@ _ROUTINES = {
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """``a @ b`` as `numpy.matmul` has it, in ``out`` where that is given, which must not overlap with the others."""
+    """Return ``a @ b`` as `numpy.matmul` does, in ``out`` if given, which must not overlap with the operands."""
     if _here.cublas is not None:
         return _here.cublas.matmul(a, b, out)
     if a.ndim == b.ndim == 2 and (out is None or (out.flags.c_contiguous and out.dtype == a.dtype == b.dtype)):
-        return a.dot(b, out)  # to which CuPy's matmul comes, too, behind a third more of the host's time
+        return a.dot(b, out)  # as CuPy's matmul does after a third more host time
     xp = array_namespace(a, b)
-    if max(a.ndim, b.ndim) > 2 and is_bfloat16(a) and is_bfloat16(b):  # of which CuPy 14.2 multiplies no stacks
-        found = xp.matmul(a.astype(xp.float32), b.astype(xp.float32)).astype(a.dtype)
+    if max(a.ndim, b.ndim) > 2 and is_bfloat16(a) and is_bfloat16(b):  # CuPy 14.2 multiplies no stacks
+        product = xp.matmul(a.astype(xp.float32), b.astype(xp.float32)).astype(a.dtype)
         if out is None:
-            return found
-        out[...] = found
+            return product
+        out[...] = product
         return out
     return xp.matmul(a, b, out=out)
 
 
 def matmul_of(xp: Any) -> Callable[..., Array]:
-    """The ``matmul`` of a namespace, for CuPy's the one here."""
+    """Return the ``matmul`` of a namespace; for CuPy `matmul`."""
     return matmul if xp.__name__ == "cupy" else xp.matmul  # type: ignore[no-any-return]
 
 
 def dot_of(x: Array) -> Callable[..., Array]:
-    """``x.dot``, a function of the other matrix and the result's array, which a graph can capture."""
+    """Return ``x.dot``, a function of the other matrix and the result's array, which a graph can capture."""
     return partial(matmul, x) if is_cupy(x) else x.dot  # type: ignore[no-any-return]
 
 
 class Cublas:
-    """cuBLAS for graphs that this thread captures, and that one stream launches: they share a workspace.
+    """cuBLAS for the graphs that this thread captures and one stream launches; they share a workspace.
 
     Raises:
-        UnsupportedError: it is not found.
+        UnsupportedError: the library is not found.
     """
 
     def __init__(self) -> None:
         import cupy
 
         self._cupy = cupy
-        self._handle = cupy.cuda.get_cublas_handle()  # also loads the library, which is then found by its name
+        self._handle = cupy.cuda.get_cublas_handle()  # also loads the library, so that it is found by name
         self._set_stream = importlib.import_module("cupy_backends.cuda.libs.cublas").setStream
         self._library = _library(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
         self._capability = int(cupy.cuda.Device().compute_capability)
@@ -93,8 +93,8 @@ class Cublas:
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """Products of this thread are made here, and go to ``stream``, whose capture may begin inside."""
-        self._set_stream(self._handle, stream.ptr)  # gives the workspace up; so does CuPy before its next product
+        """Compute this thread's products here, on ``stream``, whose capture may begin inside the block."""
+        self._set_stream(self._handle, stream.ptr)  # resets the workspace, as CuPy does before its next product
         workspace = self._workspace
         self._call("cublasSetWorkspace_v2", workspace.data.ptr, workspace.nbytes)
         before, _here.cublas = _here.cublas, self
@@ -104,14 +104,14 @@ class Cublas:
             _here.cublas = before
 
     def matmul(self, a: Array, b: Array, out: Array | None) -> Array:
-        """See the function of this name."""
+        """See the function `matmul`."""
         xp, dtype = self._cupy, np.promote_types(a.dtype, b.dtype)
         if str(dtype) not in _TYPES:
             raise UnsupportedError("matmul", where="dtype", expected=" or ".join(_TYPES), got=dtype)
         if dtype.itemsize == 2 and max(a.ndim, b.ndim) > 2:  # as above, and as CuPy does with float16
-            found: Array = self.matmul(a.astype(np.float32), b.astype(np.float32), None).astype(dtype)
+            product: Array = self.matmul(a.astype(np.float32), b.astype(np.float32), None).astype(dtype)
         else:
-            x, y = (each if each.dtype == dtype else each.astype(dtype) for each in (a, b))
+            x, y = (operand.astype(dtype, copy=False) for operand in (a, b))
             x, y = x if x.ndim > 1 else x[None, :], y if y.ndim > 1 else y[:, None]
             if x.shape[-1] != y.shape[-2]:
                 expected = "shapes (.., n, k) and (.., k, m)"
@@ -120,16 +120,18 @@ class Cublas:
             whole = (*lead, x.shape[-2], y.shape[-1])
             shape = (*lead, *x.shape[-2:-1] * (a.ndim > 1), *y.shape[-1:] * (b.ndim > 1))
             fits = out is not None and out.flags.c_contiguous and out.dtype == dtype
-            found = out if fits else xp.empty(shape, dtype=dtype)
-            self._multiply(x, y, found.reshape(whole))
-        if out is None or out is found:
-            return found
-        out[...] = found
+            product = out if fits else xp.empty(shape, dtype=dtype)
+            self._multiply(x, y, product.reshape(whole))
+        if out is None or out is product:
+            return product
+        out[...] = product
         return out
 
     def _multiply(self, a: Array, b: Array, c: Array) -> None:
-        """Write ``a @ b`` to ``c``, which is C-contiguous. To cuBLAS, whose matrices lie by columns, rows are columns:
-        it is told to compute the product of what it takes for ``b.T`` and ``a.T``."""
+        """Write ``a @ b`` to ``c``, which is C-contiguous.
+
+        cuBLAS uses column-major matrices, so it is asked for the product of its view of ``b.T`` and ``a.T``.
+        """
         if not a.size or not b.size:
             c[...] = 0
             return
@@ -176,7 +178,7 @@ def _library(name: str) -> Any:
 
 class _Here(threading.local):
     cublas: Cublas | None = None
-    """Of the graph that this thread captures."""
+    """The cuBLAS of the graph that this thread captures."""
 
 
 _here = _Here()

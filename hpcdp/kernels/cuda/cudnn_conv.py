@@ -1,13 +1,13 @@
-"""Convolution of CuPy arrays by cuDNN, through its Python frontend; pooling is that of `cuda.convolution`.
+"""Convolution of CuPy arrays by cuDNN, through its Python frontend; pooling is that of `cuda.networks`.
 
-``pip install nvidia-cudnn-frontend nvidia-cudnn-cu12`` (or ``cu13``); without them, for what cuDNN has no engine for,
-and for arrays that begin where it takes none, `cuda.convolution` computes. Functions have the names and arguments of
-`reference.networks`, sums in another order. Engines that round to fewer bits than the arrays have (TF32 on tensor
-cores), or whose bits differ from run to run, are left out. What has 16 bits is multiplied on tensor cores, which add up
-in float32, and rounded; what a bias is added to is rounded once more.
+``pip install nvidia-cudnn-frontend nvidia-cudnn-cu12`` (or ``cu13``). `cuda.networks` computes without them, for
+operations without an engine, and for arrays with an unsupported alignment. Functions have the names and arguments of
+`reference.networks`, with sums in another order. Engines that round to fewer bits than the arrays have (TF32 on tensor
+cores), or whose bits differ between runs, are excluded. 16-bit values are multiplied on tensor cores, which accumulate
+in float32, and rounded; adding a bias rounds once more.
 
-The first engine that cuDNN's heuristics name computes, or, with ``HPCDP_CUDNN_BENCHMARK=1``, the one that is fastest
-when a convolution of new shapes is first computed.
+The engine is the first of cuDNN's heuristics. With ``HPCDP_CUDNN_BENCHMARK=1`` it is the fastest one, measured when a
+convolution of new shapes is first computed.
 
 Source: NVIDIA, "cuDNN Frontend", github.com/NVIDIA/cudnn-frontend, `pygraph`.
 """
@@ -39,28 +39,31 @@ from .networks import max_pool_gradient as max_pool_gradient
 
 _TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT", "float64": "DOUBLE"}
 _ALIGNED = 16
-"""Bytes of which each address is a multiple that cuDNN is given: the frontend says so of tensors, unless it is told."""
+"""Bytes of alignment that the frontend assumes for tensors."""
 _LEFT_OUT = ("DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "NONDETERMINISTIC")
 _SELDOM_BEST = "FFT"
-"""Left out, too, where heuristics choose for float32 and float64: they count on TF32, and what they name next is often
-this. A step of ResNet-18 on an H200 took 40.4 ms by mode A, 38.7 by B, 31.2 by B without FFT, and 29 by measuring."""
+"""Also excluded if heuristics choose for float32 and float64.
+
+They count on TF32, and often name FFT next. A step of ResNet-18 on an H200 took 40.4 ms by mode A, 38.7 by B, 31.2 by B
+without FFT, and 29 by measuring.
+"""
 
 _MOST_TRIED = 16
-"""Plans whose time is taken, of some dozens in the order of cuDNN's heuristics."""
+"""Number of plans that are measured, of some dozens in the order of cuDNN's heuristics."""
 
 _of_thread = threading.local()
-"""cuDNN's handles, one a GPU, and plans: neither may be used by two threads at once."""
+"""cuDNN's handles, one per GPU, and plans; neither may be used by two threads at once."""
 
 
 @functools.cache
 def is_there() -> bool:
-    """Whether cuDNN's frontend is installed and starts; of one that does not start, a warning says why, once."""
+    """Return whether cuDNN's frontend is installed and starts; warns once why it does not start."""
     if importlib.util.find_spec("cudnn") is None:
         return False
     try:
-        importlib.import_module("cudnn").backend_version()  # the frontend is imported without the library, too
+        importlib.import_module("cudnn").backend_version()  # importing the frontend does not load the library
     except (ImportError, OSError, RuntimeError) as error:
-        warnings.warn(f"convolutions on GPUs go by im2col, for cuDNN does not start: {error}", stacklevel=2)
+        warnings.warn(f"convolutions on GPUs use im2col, because cuDNN does not start: {error}", stacklevel=2)
         return False
     return True
 
@@ -100,7 +103,7 @@ def conv2d_gradients(
 
 
 def _run(operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair) -> bool:
-    """Let cuDNN compute ``out``, on CuPy's current stream; whether it can."""
+    """Let cuDNN compute ``out`` on CuPy's current stream; return whether it can."""
     arrays = (*given.values(), out)
     if any(x.dtype != out.dtype or x.size == 0 or not x.flags.c_contiguous for x in arrays):
         return False
@@ -122,7 +125,7 @@ def _run(operation: str, given: dict[str, Array], out: Array, stride: Pair, padd
 
 
 def _execute(handle: Any, graph: Any, tensors: list[Any], arrays: tuple[Array, ...]) -> None:
-    """By the plan of ``graph`` that was built last."""
+    """Execute the plan of ``graph`` that was built last."""
     cupy = array_namespace(*arrays)
     workspace = cupy.empty(max(1, graph.get_workspace_size()), dtype=cupy.uint8)
     at = {tensor: int(x.data.ptr) for tensor, x in zip(tensors, arrays, strict=True)}
@@ -130,7 +133,7 @@ def _execute(handle: Any, graph: Any, tensors: list[Any], arrays: tuple[Array, .
 
 
 def _handle(cudnn: Any, device: int) -> Any:
-    """That of this thread for the current GPU, which is ``device``; a number only in early releases of the frontend."""
+    """Return this thread's handle for the current GPU ``device``; a number only in early frontend releases."""
     handles = vars(_of_thread).setdefault("handles", {})
     if device not in handles:
         handles[device] = cudnn.create_handle()
@@ -138,7 +141,7 @@ def _handle(cudnn: Any, device: int) -> Any:
 
 
 def _measures() -> bool:
-    """Whether ``HPCDP_CUDNN_BENCHMARK`` has engines chosen by measuring them, whose bits may differ from run to run."""
+    """Return whether ``HPCDP_CUDNN_BENCHMARK`` selects engines by measurement; their bits may differ between runs."""
     setting = os.environ.get("HPCDP_CUDNN_BENCHMARK") or "0"
     return one_of("convolution", "HPCDP_CUDNN_BENCHMARK", setting, ("0", "1")) == "1"
 
@@ -146,7 +149,7 @@ def _measures() -> bool:
 def _plan(
     cudnn: Any, handle: Any, operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair
 ) -> tuple[Any, list[Any]] | None:
-    """A graph of one operation, built, and its tensors: those ``given``, and the result. None: cuDNN has none."""
+    """Return a built graph of one operation, and its tensors, ``given`` and result; None without an engine."""
     kind = getattr(cudnn.data_type, _TYPES[dtype_name(out.dtype)])
     measures = _measures()
     left_out: tuple[str, ...] = _LEFT_OUT
@@ -180,10 +183,10 @@ def _plan(
 
 
 def _build_fastest(cudnn: Any, graph: Any, execute: Callable[[], None]) -> None:
-    """Build the plan by which ``execute`` takes the least time, of the first ones that it can go by."""
+    """Build the plan with which ``execute`` is fastest, of the first supported ones."""
     measured: dict[int, float] = {}
     for index in range(graph.get_execution_plan_count()):
-        # one that is left out, that this GPU cannot run, or whose workspace finds no room
+        # a plan may be excluded, unsupported by this GPU, or out of memory for its workspace
         with contextlib.suppress(cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, MemoryError):
             graph.build_plan_at_index(index)
             measured[index] = milliseconds(execute)
@@ -196,24 +199,24 @@ def _build_fastest(cudnn: Any, graph: Any, execute: Callable[[], None]) -> None:
 
 
 def _strides(x: Array) -> list[int]:
-    """In elements."""
-    return [each // x.dtype.itemsize for each in x.strides]
+    """Return the strides in elements."""
+    return [stride // x.dtype.itemsize for stride in x.strides]
 
 
 _RUNS = 3
 _NAP_TICKS = 600_000
-"""Of the GPU's clock, some 0.3 ms."""
+"""Ticks of the GPU's clock, some 0.3 ms."""
 
 
 def milliseconds(work: Callable[[], None]) -> float:
-    """The median of a few runs of what ``work`` gives the current stream, after a first one; waits for them.
+    """Return the median time of a few runs of ``work`` on the current stream, after a first one; waits for them.
 
-    The stream naps before each, so that the host has given it all of ``work`` when it begins.
+    The stream naps before each, so that all of ``work`` is enqueued when it begins.
     """
     import cupy
 
     work()
-    found = []
+    times = []
     for _ in range(_RUNS):
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
         cuda.launch("times", "nap", 1, np.int64(_NAP_TICKS))
@@ -221,5 +224,5 @@ def milliseconds(work: Callable[[], None]) -> float:
         work()
         end.record()
         end.synchronize()
-        found.append(cupy.cuda.get_elapsed_time(begin, end))
-    return statistics.median(found)
+        times.append(cupy.cuda.get_elapsed_time(begin, end))
+    return statistics.median(times)

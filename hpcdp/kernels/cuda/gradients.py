@@ -1,18 +1,14 @@
-"""Reductions of CuPy arrays: rows of several ranks, norms, the search for what is not finite (`reduce.cu`, `norms.cu`).
+"""Reductions, optimizer updates and gradient encodings of CuPy arrays.
 
-Functions have the names and arguments of `reference.gradients`. Rows are combined in one pass over memory, to the same
-bits; norms have the same sums up to rounding in float64. What returns numbers waits for the current stream.
+Functions have the names and arguments of `reference.gradients`.
 
-Optimizer updates of CuPy arrays, one pass over memory (`update.cu`, `lars.cu`).
-
-Functions have the names, arguments and bits of `reference.gradients`. Coefficients may also be a float64 array on the
-GPU: for CUDA graphs, which freeze numbers that a kernel is given. So may the ``scale`` that counts in the place of
-theirs, shape ``(1,)``. LARS reads the norms on the GPU: the host does not wait for them.
-
-Gradients of CuPy arrays encoded for the wire (`quantise.cu`, `compress.cu`, `top_k.cuh`).
-
-Functions have the names and arguments of `reference.gradients`; the scales of blocks are the same up to rounding, and
-everything else has the same bits for the same scales. Nothing is copied to the host and nothing waits.
+- Reductions and norms (`reduce.cu`, `norms.cu`): rows are combined in one pass over memory, to the same bits; norms are
+  equal up to rounding in float64. Functions that return numbers wait for the current stream.
+- Updates (`update.cu`, `lars.cu`): one pass over memory, the same bits. For CUDA graphs, which freeze numbers,
+  coefficients may be a float64 array on the GPU. So may ``scale``, shape ``(1,)``, which replaces the scale in the
+  coefficients. LARS reads the norms on the GPU without a wait of the host.
+- Encodings (`quantise.cu`, `compress.cu`, `top_k.cuh`): scales of blocks are equal up to rounding; all else has the
+  same bits for the same scales. Nothing is copied to the host, and nothing waits.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from ..reference.gradients import EVERY_ROW, Rows, num_blocks
 
 _ROW_DTYPES = ("uint16", "int16", "float32", "float64", "int32", "int64")
 MAX_ROWS = 32
-"""`reduce.cu` says so, too."""
+"""Most rows that `combine` takes; also defined in `reduce.cu`."""
 
 _POINTERS = np.dtype([("at", np.uint64, MAX_ROWS)])
 
@@ -50,9 +46,9 @@ def _launch_combine(rows: list[Array], targets: list[Array], op: int) -> None:
     of_type = cuda.type_name("combine", _ROW_DTYPES, rows[0].size, *rows, *targets)
     if len(rows) > MAX_ROWS:
         raise UnsupportedError("combine", expected=f"at most {MAX_ROWS} rows", got=len(rows))
-    given = (_pointers(rows), np.int32(len(rows)), _pointers(targets), np.int32(len(targets)))
+    pointers = (_pointers(rows), np.int32(len(rows)), _pointers(targets), np.int32(len(targets)))
     blocks = cuda.blocks(-(-rows[0].nbytes // 16))
-    cuda.launch("reduce", f"combine_{of_type}", blocks, *given, np.int64(rows[0].size), np.int32(op))
+    cuda.launch("reduce", f"combine_{of_type}", blocks, *pointers, np.int64(rows[0].size), np.int32(op))
 
 
 def _pointers(rows: list[Array]) -> np.ndarray:
@@ -63,15 +59,15 @@ def _pointers(rows: list[Array]) -> np.ndarray:
 
 _NORM_DTYPES = ("uint16", "int16", "float32", "float64")
 _PIECES = 128
-"""Blocks that sum one layer; `norms.cu` says so, too."""
+"""Blocks that sum one layer; also defined in `norms.cu`."""
 
 
 def all_finite(x: Array) -> bool:
     """See `reference.all_finite`."""
     of_type = cuda.type_name("all_finite", _NORM_DTYPES, x.size, x)
-    found = array_namespace(x).zeros(1, dtype=np.int32)
-    cuda.launch("norms", f"find_not_finite_{of_type}", cuda.blocks(-(-x.nbytes // 16)), x, np.int64(x.size), found)
-    return not int(found[0])
+    flag = array_namespace(x).zeros(1, dtype=np.int32)
+    cuda.launch("norms", f"find_not_finite_{of_type}", cuda.blocks(-(-x.nbytes // 16)), x, np.int64(x.size), flag)
+    return not int(flag[0])
 
 
 def sum_of_squares(x: Array) -> float:
@@ -81,12 +77,12 @@ def sum_of_squares(x: Array) -> float:
 
 def sums_of_squares(xs: Iterable[Array]) -> list[float]:
     """See `reference.sums_of_squares`; waits once for all."""
-    given = list(xs)
-    return to_host(all_squares(given)).tolist() if given else []
+    arrays = list(xs)
+    return to_host(all_squares(arrays)).tolist() if arrays else []
 
 
 def all_squares(xs: Sequence[Array]) -> Array:
-    """`sums_of_squares` of one or more arrays, in float64 on their GPU; waits for nothing."""
+    """Return `sums_of_squares` of one or more arrays, in float64 on their GPU, without waiting."""
     xp = array_namespace(*xs)
     out = xp.empty(len(xs), dtype=np.float64)
     for number, x in enumerate(xs):
@@ -99,8 +95,10 @@ def all_squares(xs: Sequence[Array]) -> Array:
 
 
 def clipped_scale(squares: Array, scale: float | Array, most: float) -> Array:
-    """See `reference.clipped_scale`: float64, shape ``(1,)``, on the GPU of ``squares``, where ``scale`` may be,
-    too; waits for nothing."""
+    """See `reference.clipped_scale`; returns float64, shape ``(1,)``, on the GPU of ``squares``, without waiting.
+
+    ``scale`` may be on the GPU, too.
+    """
     cuda.check("clipped_scale", ("float64",), squares.size, squares)
     number, place = (np.float64(scale), cuda.NOWHERE) if isinstance(scale, float) else (np.float64(1), scale)
     out = array_namespace(squares).empty(1, dtype=np.float64)
@@ -109,7 +107,7 @@ def clipped_scale(squares: Array, scale: float | Array, most: float) -> Array:
 
 
 def segment_squares(params: Array, grads: Array, bounds: Array, out: Array) -> None:
-    """See `reference.segment_squares`; waits for nothing."""
+    """See `reference.segment_squares`; does not wait."""
     of_type = cuda.type_name("segment_squares", _NORM_DTYPES, params.size, params, grads)
     cuda.check("segment_squares", ("int64",), bounds.size, bounds)
     layers = bounds.size - 1
@@ -155,7 +153,7 @@ def _launch(name: str, arrays: tuple[Array, ...], coefficients: Coefficients, co
         numbers, place = (0.0,) * count, coefficients
     if scale is not None:
         cuda.check(name, ("float64",), 1, scale)
-    scalars = (param.dtype.type(each) for each in numbers)
+    scalars = map(param.dtype.type, numbers)
     scale_at = cuda.NOWHERE if scale is None else scale
     cuda.launch_elementwise("update", f"{name}_{of_type}", arrays, *scalars, place, scale_at)
 
@@ -184,8 +182,7 @@ def _launch_lars(name: str, arrays: tuple[Array, ...], squares: Array, coefficie
     of_type = cuda.type_name(name, ("float32", "float64"), param.size, *arrays)
     cuda.check(name, ("float64",), 2, squares)
     lr, weight_decay, scale, *momentum, trust = coefficients
-    rounded = (param.dtype.type(each) for each in (lr, *momentum))
-    numbers = (np.float64(each) for each in (weight_decay, scale, trust))
+    rounded, numbers = map(param.dtype.type, (lr, *momentum)), map(np.float64, (weight_decay, scale, trust))
     cuda.launch_elementwise("lars", f"lars_{name}_{of_type}", arrays, *rounded, squares, *numbers)
 
 
@@ -229,13 +226,13 @@ def _unpack(name: str, width: int, words: Array, magnitude: float, out: Array) -
 
 
 def _rounded(value: float, like: Array) -> np.generic:
-    """As an element of ``like``, in the type it is computed in."""
+    """Return ``value`` rounded to an element of ``like``, in the type of its computations."""
     return np.float32(np.float16(value)) if like.dtype == np.uint16 else like.dtype.type(value)
 
 
 _DTYPES = ("uint16", "int16", "float32", "float64")
 _DIGIT_BITS = 11
-"""`top_k.cuh` says so, too."""
+"""Bits of a digit; also defined in `top_k.cuh`."""
 _SAMPLED_PACKS = 1 << 15
 
 
@@ -304,7 +301,7 @@ def encode_top_k(grad: Array, residual: Array, indices: Array, values: Array) ->
 
 
 def _stretches(x: Array) -> tuple[int, int, int]:
-    """How many elements each warp has, and how many blocks and warps that takes."""
+    """Return the elements of each warp, and the number of blocks and warps."""
     warps_of_block, at_once = cuda.THREADS // cuda.WARP, cuda.WARP * 16 // x.itemsize
     length = -(-x.size // (cuda.MAX_PARTS * warps_of_block * at_once)) * at_once
     blocks = -(-x.size // (length * warps_of_block))
@@ -312,7 +309,7 @@ def _stretches(x: Array) -> tuple[int, int, int]:
 
 
 def _digits(bits: int) -> Iterator[tuple[int, int]]:
-    """The shift and the bits of each digit of a magnitude of ``bits``, from the highest on."""
+    """Yield the shift and the bits of each digit of a magnitude of ``bits``, from the highest on."""
     while bits > 0:
         of_digit = min(bits, _DIGIT_BITS)
         bits -= of_digit
@@ -320,10 +317,10 @@ def _digits(bits: int) -> Iterator[tuple[int, int]]:
 
 
 def _sample(packs: int, chosen_of_pack: float) -> tuple[int, int]:
-    """Of how many packs one is looked at, and how many elements of those should be candidates.
+    """Return the sampling stride in packs, and the number of sampled elements that should become candidates.
 
-    That is what is sent of so many on average, and eight deviations more; should elements that lie side by side be
-    alike, as many as a pack has, it is still three.
+    That is the expected number of sent elements in the sample, plus eight deviations. If adjacent elements are alike,
+    as many as a pack has, it is still three deviations.
     """
     stride = max(1, packs // _SAMPLED_PACKS)
     expected = -(-packs // stride) * chosen_of_pack
@@ -347,7 +344,7 @@ def _encode_blocks(
     grad, residual = map(bits_of, arrays)
     of_type = _checked_blocks(name, width, scales, words, grad, residual)
     blocks = cuda.blocks(num_blocks(grad.size) * cuda.WARP)
-    passed = (grad, residual, np.int64(grad.size), *(np.float64(each) for each in numbers), scales, words)
+    passed = (grad, residual, np.int64(grad.size), *map(np.float64, numbers), scales, words)
     cuda.launch("compress", f"{name}_{of_type}", blocks, *passed)
 
 
@@ -359,7 +356,7 @@ def _decode_blocks(name: str, width: int, scales: Array, words: Array, out: Arra
 
 
 def _checked_blocks(name: str, width: int, scales: Array, words: Array, *arrays: Array) -> str:
-    """The last part of the kernel's name for ``arrays``, whose scales and words of ``width`` elements are given."""
+    """Return the suffix of the kernel's name for ``arrays``, whose scales and words of ``width`` elements are given."""
     count = arrays[0].size
     of_type = cuda.type_name(name, _DTYPES, count, *arrays)
     cuda.check(name, ("float32",), num_blocks(count), scales)

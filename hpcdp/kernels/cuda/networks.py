@@ -1,29 +1,19 @@
-"""Elementwise operations of CuPy arrays (`elementwise.cu`, `epilogue.cu`, `cast.cu`).
+"""Elementwise operations, normalisation, cross-entropy, rows of a table, and convolution of CuPy arrays.
 
-Functions have the names and arguments of `reference.networks`, and its bits where gradients are finite, but for a
-NaN in float16; of 16 bits those of float32, rounded once. Sums of gradients of a bias are in float64, up to rounding
-the same. GELU is the reference's.
+Functions have the names and arguments of `reference.networks`. Computations of 16-bit floats are in float32, rounded
+once. GELU, layer normalisation, attention and LSTM are the reference's.
 
-Batch normalisation of CuPy arrays, and sums over their channels (`batch_norm.cu`, `channels.cuh`).
-
-Functions have the names and arguments of `reference.networks`, sums up to rounding in float64, and the same bits
-for the same sums, of 16 bits those of float32, rounded once. What has one number a channel is float32 where ``x`` has
-16 bits. Forward and backward are three launches each; where a batch has other parts (`nn.functional`), what has one
-number a channel is computed by CuPy's own operations. Layer normalisation is the reference's.
-
-Cross-entropy of CuPy arrays, and additions to rows of a table (`cross_entropy.cu`, `rows.cu`).
-
-Functions have the names and arguments of `reference.networks`. Cross-entropy has the same numbers up to the rounding
-of ``exp`` and ``log``; of logits of 16 bits chances and losses are float32, and so are the gradients that come back. A
-label that is out of range makes the loss and the chances of its row NaN. Additions to rows have the same bits, without
-atomic additions, whose order changes from run to run; rows not in the table are left out. Nothing is waited for, but
-where an index has a mask, which CuPy waits for. Attention and LSTM are the reference's.
-
-Convolution of CuPy arrays by im2col and one product over all images, and pooling (`conv.cu`, `pool.cu`).
-
-Functions have the names and arguments of `reference.networks`, and the same product; all else has the same bits
-where gradients are finite, but the gradient of the bias, which is added up in float64. Of 16 bits a product is added up
-in float32 and rounded, and so is what is made of it.
+- Elementwise (`elementwise.cu`, `epilogue.cu`, `cast.cu`): the reference's bits where gradients are finite, except for
+  a NaN in float16. Sums of gradients of a bias are in float64, equal up to rounding.
+- Batch normalisation and channel sums (`batch_norm.cu`, `channels.cuh`): sums are equal up to rounding in float64, and
+  bits for the same sums. Values per channel are float32 if ``x`` has 16 bits. Forward and backward are three launches
+  each; for a batch split over ranks (`nn.functional`) CuPy computes the values per channel.
+- Cross-entropy and rows (`cross_entropy.cu`, `rows.cu`): cross-entropy is equal up to the rounding of ``exp`` and
+  ``log``. Probabilities, losses and their gradients for logits of 16 bits are float32. A label out of range makes the
+  loss and the probabilities of its row NaN. Additions to rows have the same bits, without atomic additions, whose order
+  varies; rows outside the table are ignored. Nothing waits, except for an index with a mask, for which CuPy waits.
+- Convolution by im2col and one product over all images, and pooling (`conv.cu`, `pool.cu`): the same product; all else
+  has the same bits where gradients are finite, except the gradient of the bias, which is summed in float64.
 """
 
 from __future__ import annotations
@@ -67,14 +57,14 @@ def _launched(name: str, *arrays: Array) -> bool:
         return False
     if any(x.dtype != dtype or x.size != size or not x.flags.c_contiguous for x in arrays):
         return False
-    if any(x.device.id != arrays[-1].device.id for x in arrays):  # which CuPy lets GPUs see each other for
+    if any(x.device.id != arrays[-1].device.id for x in arrays):  # CuPy enables peer access between GPUs
         return False
     cuda.launch_elementwise("elementwise", f"{name}_{cuda.type_name(name, cuda.FLOATS, size, *arrays)}", arrays)
     return True
 
 
 _COLUMNS = 16
-"""Of rows that a block sums; `epilogue.cu` says so, too."""
+"""Columns that a block sums; also defined in `epilogue.cu`."""
 
 
 def add_bias(y: Array, bias: Array, relu: bool) -> None:
@@ -165,25 +155,13 @@ def batch_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Ar
     of_type = _checked("batch_norm", (x, out), (scale, shift, *saved))
     partial, factor = _partial_sums(f"channel_sums_{of_type}", x, np.bool_(True)), array_namespace(x).empty_like(mean)
     of_channels = (partial, scale, mean.dtype.type(eps), mean, variance, factor)
-    cuda.launch(
-        _FILE,
-        f"statistics_{of_type}",
-        x.shape[1],
-        x,
-        *of_channels,
-        cuda.shape_of_channels(x),
-        np.int64(partial.shape[2]),
-    )
+    sizes = cuda.shape_of_channels(x), np.int64(partial.shape[2])
+    cuda.launch(_FILE, f"statistics_{of_type}", x.shape[1], x, *of_channels, *sizes)
     cuda.launch(_FILE, f"normalise_{of_type}", _blocks(x), x, mean, factor, shift, out, cuda.shape_of_channels(x))
 
 
 def batch_norm_gradients(
-    gy: Array,
-    x: Array,
-    scale: Array,
-    saved: tuple[Array, Array],
-    into: tuple[Array, Array, Array],
-    eps: float,
+    gy: Array, x: Array, scale: Array, saved: tuple[Array, Array], into: tuple[Array, Array, Array], eps: float
 ) -> None:
     """See `reference.batch_norm_gradients`."""
     (mean, variance), (dx, dscale, dshift) = saved, into
@@ -235,7 +213,7 @@ def gradient_of_input(
 
 
 def _partial_sums(name: str, x: Array, *more: Array | np.generic) -> Array:
-    """What the kernel ``name`` sums over pieces of each channel, shape ``(2, channels, pieces)``, float64."""
+    """Return the kernel's sums over pieces of each channel, shape ``(2, channels, pieces)``, float64."""
     channels, pieces = x.shape[1], cuda.pieces_of(x.shape[1], x.shape[0] * x.shape[2])
     partial = array_namespace(x).empty((2, channels, pieces), dtype=np.float64)
     cuda.launch(_FILE, name, channels * pieces, x, *more, cuda.shape_of_channels(x), partial)
@@ -248,7 +226,7 @@ def _add_partials(partial: Array, sums: Array) -> None:
 
 
 def _checked(operation: str, like_x: tuple[Array, ...], of_channels: tuple[Array, ...] = ()) -> str:
-    """The last part of the names of its kernels."""
+    """Return the suffix of the kernels' names."""
     x = like_x[0]
     of_type = cuda.type_name(operation, cuda.FLOATS, x.size, *like_x)
     if of_channels:
@@ -261,7 +239,7 @@ def _blocks(x: Array) -> int:
 
 
 _KEPT = 8
-"""Packs of 16 bytes of a row that a thread keeps; `cross_entropy.cu` says so, too."""
+"""Packs of 16 bytes of a row that a thread keeps; also defined in `cross_entropy.cu`."""
 
 
 def softmax_cross_entropy(logits: Array, labels: Array, chances: Array, losses: Array) -> None:
@@ -286,7 +264,7 @@ def _power_of_two(least: int) -> int:
 
 
 def _check_logits(operation: str, x: Array, labels: Array, chances: Array, of_rows: Array) -> str:
-    """The last part of a kernel's name for logits ``x``, or their gradient; ``of_rows`` has one number a row."""
+    """Return the suffix of a kernel's name for logits ``x``, or their gradient; ``of_rows`` has one number a row."""
     of_type = cuda.type_name(operation, cuda.FLOATS, x.size, x)
     cuda.check(operation, (cuda.wide_type(x),), x.size, chances)
     cuda.check(operation, (cuda.wide_type(x),), x.shape[0], of_rows)
@@ -297,7 +275,7 @@ def _check_logits(operation: str, x: Array, labels: Array, chances: Array, of_ro
 _DTYPES = ("uint16", "int16", "float32", "float64")
 _DIGIT_BITS = 8
 _CHUNK = 1024
-"""Places that a block sorts, unless there are too many for the blocks of a launch."""
+"""Places that a block sorts, unless that needs too many blocks."""
 
 
 def add_rows(table: Array, rows: Array, values: Array) -> None:
@@ -307,17 +285,17 @@ def add_rows(table: Array, rows: Array, values: Array) -> None:
     of_type = cuda.type_name("add_rows", _DTYPES, count * features, values)
     cuda.check("add_rows", (str(values.dtype),), number * features, table)
     cuda.check("add_rows", ("int64",), count, rows)
-    if number == 0:  # no digit would be sorted by, and `order` would have what nobody has written
+    if number == 0:  # there would be no digit to sort by, and `order` would stay uninitialised
         return
     xp, chunk = array_namespace(table), max(_CHUNK, -(-count // cuda.MAX_BLOCKS))
     blocks = -(-count // chunk)
     counts, starts = xp.empty((blocks, cuda.THREADS), dtype=np.uint32), xp.empty((blocks, cuda.THREADS), dtype=np.int64)
     order, other = xp.empty(count, dtype=np.int64), xp.empty(count, dtype=np.int64)
     for shift in range(0, int(number).bit_length(), _DIGIT_BITS):
-        what = rows, np.int64(count), np.int64(number), order, np.int64(chunk), np.int32(shift), np.bool_(shift == 0)
-        cuda.launch("rows", "count_digits", blocks, *what, counts)
+        args = rows, np.int64(count), np.int64(number), order, np.int64(chunk), np.int32(shift), np.bool_(shift == 0)
+        cuda.launch("rows", "count_digits", blocks, *args, counts)
         cuda.launch("rows", "find_starts", min(blocks, 1), counts, np.int64(blocks), starts)
-        cuda.launch("rows", "sort_by_digit", blocks, *what, starts, other)
+        cuda.launch("rows", "sort_by_digit", blocks, *args, starts, other)
         order, other = other, order
     sizes = np.int64(count), np.int64(number)
     threads = cuda.blocks(count * features)
@@ -334,7 +312,7 @@ def add_at(table: Array, key: Any, values: Array) -> None:
 
 
 def _axes(key: Any, ndim: int) -> int:
-    """So many axes are chosen from, the first ones; what comes behind them is taken as it is."""
+    """Return how many leading axes ``key`` indexes; the axes after them are copied as a whole."""
     parts, axes = key if isinstance(key, tuple) else (key,), 0
     for part in parts:
         if part is Ellipsis or isinstance(part, (bool, list)):
@@ -348,7 +326,7 @@ _WINDOWS = np.dtype([("planes", np.int64), ("at", np.int32, 10)])
 
 
 def _windows(x: Array, size: Pair, kernel: Pair, stride: Pair, padding: Pair) -> np.ndarray:
-    """The structure ``Windows`` of `windows.cuh`: planes like those of ``x``, and ``size`` positions of a window."""
+    """Return the structure ``Windows`` of `windows.cuh`: planes like those of ``x``, and ``size`` window positions."""
     return cuda.structure(_WINDOWS, x.shape[0] * x.shape[1], (*x.shape[2:], *size, *kernel, *stride, *padding))
 
 
@@ -395,12 +373,12 @@ def conv2d_gradients(
 
 
 def _product(a: Array, b: Array) -> Array:
-    """``a @ b``, in their dtype also where a namespace would give one of more bits."""
+    """Return ``a @ b`` in their dtype, even if the namespace would return a wider one."""
     return matmul(a, b, array_namespace(a, b).empty((a.shape[0], b.shape[1]), dtype=a.dtype))
 
 
 def _unfolded(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair) -> Array:
-    """Patches: shape ``(in channels * kernel positions, batch * output positions)``."""
+    """Return the patches: shape ``(in channels * kernel positions, batch * output positions)``."""
     of_type = cuda.type_name("conv2d", cuda.FLOATS, x.size, x)
     rows, width = math.prod(weight.shape[1:]), out.shape[0] * math.prod(out.shape[2:])
     columns = array_namespace(x).empty((rows, width), dtype=x.dtype)
@@ -411,26 +389,20 @@ def _unfolded(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair) 
 
 
 def _sizes(images: Array) -> tuple[np.int64, np.int64, np.int64]:
-    """Elements, channels and positions."""
+    """Return the numbers of elements, channels and positions."""
     return np.int64(images.size), np.int64(images.shape[1]), np.int64(math.prod(images.shape[2:]))
 
 
 def average_pool(x: Array, out: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
     """See `reference.average_pool`."""
-    _launch_pool(
-        "average_pool", (x, out), out.size, _windows_of_pool(x, out, kernel, stride, padding), _share(kernel, x)
-    )
+    windows = _windows_of_pool(x, out, kernel, stride, padding)
+    _launch_pool("average_pool", (x, out), out.size, windows, _share(kernel, x))
 
 
 def average_pool_gradient(gy: Array, dx: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
     """See `reference.average_pool_gradient`."""
-    _launch_pool(
-        "average_pool_gradient",
-        (gy, dx),
-        dx.size,
-        _windows_of_pool(dx, gy, kernel, stride, padding),
-        _share(kernel, dx),
-    )
+    windows = _windows_of_pool(dx, gy, kernel, stride, padding)
+    _launch_pool("average_pool_gradient", (gy, dx), dx.size, windows, _share(kernel, dx))
 
 
 def max_pool(x: Array, out: Array, chosen: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
@@ -452,7 +424,7 @@ def _windows_of_pool(x: Array, out: Array, kernel: Pair, stride: Pair, padding: 
 
 
 def _share(kernel: Pair, x: Array) -> np.generic:
-    """Of an element in a mean, in the type that is computed in."""
+    """Return the weight of an element in a mean, in the type of the computation."""
     return (np.float64 if x.itemsize == 8 else np.float32)(1.0 / (kernel[0] * kernel[1]))
 
 

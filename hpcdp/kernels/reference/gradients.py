@@ -1,33 +1,26 @@
-"""Reference reductions: rows of several ranks, norms, the search for infinities and NaNs.
+"""Reference reductions, optimizer updates and gradient encodings.
 
-Rows are reduced in their order, so the result has the same bits on every rank and in every run. Floats of 16 bits, as
-`hpcdp.core.arrays.words`, are accumulated in float32 and rounded once. A NaN wins in minimum and maximum. Norms take
-1-D contiguous arrays of float32, float64 or `hpcdp.core.arrays.words`; any number of elements, also none.
+Arrays are 1-D, contiguous, do not overlap and may be empty. Floats of 16 bits are `hpcdp.core.arrays.words`.
 
-Reference optimizer updates, in the operations that NumPy and CuPy share.
+Reductions: rows are reduced in order, so the result has the same bits on every rank and in every run. Floats of 16 bits
+are accumulated in float32 and rounded once. A NaN wins in minimum and maximum.
 
-All arrays are 1-D, contiguous, of one float dtype and one size, and do not overlap. Coefficients are Python floats and
-are rounded to the arrays' dtype before use. Every operation is elementwise, in the order in which it stands here.
+Updates: arrays have one float dtype and one size. Coefficients are Python floats, rounded to the arrays' dtype before
+use. Every operation is elementwise, in the order of the code. LARS also takes ``squares``, float64, shape ``(2,)``: the
+squared norms of the layer's weights and of its gradient before ``scale``, as from `segment_squares`; the trust is the
+last coefficient. The resulting rates are computed in float64, and then rounded.
 
-Updates by LARS take ``squares``, too, float64, shape ``(2,)``: of the norms of the layer's weights and of its gradient
-before ``scale``, as `reference.segment_squares` has them, and the trust as the last coefficient. What the norms
-make of the coefficients is computed in float64, and then rounded.
-
-Reference encodings of gradients for the wire, in the operations that NumPy and CuPy share.
-
-All arrays are 1-D, contiguous and do not overlap; any number of elements, also none.
-
-``pack_*`` encodes a whole array by one threshold. Gradients, residuals and results are float32, float64, or the bits of
-float16 in uint16; threshold and magnitude are rounded to their dtype first. A residual is what was not sent yet, in the
-gradient's dtype: a sum is rounded to that before it is compared. The formulas are those of MXNet's kvstore
-(``gradient_compression-inl.h``), which sends the threshold in 2 bits, and 1 in 1 bit; the bits are arranged for vectors
-instead of for bytes. A NaN is never sent in 2 bits and stays in the residual; in 1 bit it is sent as a negative number
+``pack_*`` encodes an array with one threshold. Gradients, residuals and results are float32, float64, or the bits of
+float16 in uint16; threshold and magnitude are first rounded to their dtype. A residual, in the gradient's dtype, is
+what was not sent yet; a sum is rounded to that dtype before the comparison. The formulas are those of MXNet's kvstore
+(``gradient_compression-inl.h``), which sends the threshold in 2 bits, and 1 in 1 bit; the bits are arranged for
+vectors, not bytes. In 2 bits a NaN is never sent and stays in the residual; in 1 bit it is sent as a negative number
 and stays.
 
-``encode_*`` are the codecs of `hpcdp.compression`: in 1 and 2 bits blocks have scales of their own. Gradients,
-residuals and results are as above, float16 in 1 and 2 bits alone. Every encoder begins with ``residual += grad``, and
-leaves in ``residual`` what it has not sent. What cannot be sent and kept, a NaN or an infinity, is sent and not kept:
-it arrives as no finite number, in 1 and 2 bits as a whole block of NaN, and the residual is zero there.
+``encode_*`` are the codecs of `hpcdp.compression`, with a scale for each block in 1 and 2 bits. Arrays are as above; 1
+and 2 bits take float16 only, not bfloat16. Every encoder begins with ``residual += grad``, and leaves the unsent part
+in ``residual``. A NaN or an infinity is sent and not kept: it arrives as a non-finite number, in 1 and 2 bits as a
+whole block of NaN, and the residual is zero there.
 """
 
 from __future__ import annotations
@@ -44,7 +37,7 @@ from .networks import from_bfloat16, from_float16, narrowed, to_bfloat16, to_flo
 SUM, PROD, MIN, MAX, MEAN = 0, 1, 2, 3, 4
 
 EVERY_ROW = -1
-"""As ``row`` of `combine_into`."""
+"""Value of ``row`` in `combine_into` for all rows."""
 
 Rows = Array | Sequence[Array]
 """An array of shape ``(n, m)``, or n arrays of shape ``(m,)``."""
@@ -77,10 +70,10 @@ ROWS_AT_ONCE = 256
 
 
 def add_up_rows(x: Array, out: Array | None = None) -> Array:
-    """The sum over the first axis, into ``out`` where that is given.
+    """Return the sum over the first axis, in ``out`` if given.
 
-    NumPy adds one row after the other, and its error grows with their number: of 10,000 rows of 0.1 it is 1e-4, of a
-    million 1%. So rows are added in blocks, and then their sums.
+    NumPy adds one row after the other, with an error that grows with their number: 1e-4 for 10,000 rows of 0.1, 1% for
+    a million. So rows are added in blocks, and then the sums of blocks.
     """
     if type(x) is not np.ndarray or x.dtype.kind != "f":
         return x.sum(axis=0, out=out)
@@ -94,14 +87,14 @@ def add_up_rows(x: Array, out: Array | None = None) -> Array:
 
 
 def all_finite(x: Array) -> bool:
-    """Whether no element of ``x`` is infinite or NaN."""
+    """Return whether no element of ``x`` is infinite or NaN."""
     return bool(array_namespace(x).isfinite(widened(x)).all())
 
 
 def sum_of_squares(x: Array) -> float:
-    """The sum of the squares of ``x``, in float64.
+    """Return the sum of the squares of ``x``, in float64.
 
-    But for float64 it is finite exactly if all elements are: the square of no other number overflows.
+    Except for float64, it is finite exactly if all elements are, because no other square overflows.
     """
     xp = array_namespace(x)
     wide = widened(x).astype(xp.float64)
@@ -109,13 +102,14 @@ def sum_of_squares(x: Array) -> float:
 
 
 def sums_of_squares(xs: Iterable[Array]) -> list[float]:
-    """`sum_of_squares` of each."""
+    """Return the `sum_of_squares` of each array."""
     return [float(sum_of_squares(x)) for x in xs]
 
 
 def clipped_scale(squares: Iterable[float], scale: float, most: float) -> float:
-    """The scale by which a gradient is at most ``most`` long, whose parts have these sums of squares: ``scale``, where
-    it is that already, and where it is not finite.
+    """Return the scale that limits the norm of a gradient to ``most``, given the squared norms of its parts.
+
+    That is ``scale`` if the norm is within the limit, or not finite.
 
     Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013, algorithm 1.
     """
@@ -124,9 +118,9 @@ def clipped_scale(squares: Iterable[float], scale: float, most: float) -> float:
 
 
 def segment_squares(params: Array, grads: Array, bounds: Array, out: Array) -> None:
-    """The squared norms that LARS needs (You, Gitman and Ginsburg 2017, algorithm 1), of every layer in one reading.
+    """Compute the squared norms for LARS (You, Gitman and Ginsburg 2017, algorithm 1) of every layer.
 
-    Squares, so that the parts of a layer that ranks own add up. Changes ``out``.
+    Squared, so that the segments of a layer on different ranks add up. Changes ``out``.
 
     Args:
         params: the weights of all layers, flat, shape ``(count,)``.
@@ -141,10 +135,9 @@ def segment_squares(params: Array, grads: Array, bounds: Array, out: Array) -> N
 
 
 def sgd(param: Array, grad: Array, coefficients: tuple[float, float, float]) -> None:
-    """``p -= lr * (scale * g + weight_decay * p)``; changes ``param``.
+    """Update ``param`` by ``p -= lr * (scale * g + weight_decay * p)``, in place.
 
-    Args:
-        coefficients: ``(lr, weight_decay, scale)``.
+    ``coefficients`` are ``(lr, weight_decay, scale)``.
     """
     lr, weight_decay, scale = coefficients
     g = grad * scale + param * weight_decay
@@ -152,12 +145,10 @@ def sgd(param: Array, grad: Array, coefficients: tuple[float, float, float]) -> 
 
 
 def sgd_momentum(param: Array, grad: Array, velocity: Array, coefficients: tuple[float, float, float, float]) -> None:
-    """``v = momentum * v + g``, ``p -= lr * v`` (Polyak 1964, in the form of Sutskever et al. 2013, without dampening).
+    """Update ``param`` and ``velocity`` by ``v = momentum * v + g``, ``p -= lr * v``, in place.
 
-    Changes ``param`` and ``velocity``.
-
-    Args:
-        coefficients: ``(lr, weight_decay, scale, momentum)``.
+    ``coefficients`` are ``(lr, weight_decay, scale, momentum)`` (Polyak 1964, in the form of Sutskever et al. 2013,
+    without dampening).
     """
     lr, weight_decay, scale, momentum = coefficients
     g = grad * scale + param * weight_decay
@@ -166,12 +157,9 @@ def sgd_momentum(param: Array, grad: Array, velocity: Array, coefficients: tuple
 
 
 def sgd_nesterov(param: Array, grad: Array, velocity: Array, coefficients: tuple[float, float, float, float]) -> None:
-    """``v = momentum * v + g``, ``p -= lr * (g + momentum * v)`` (Sutskever et al. 2013, section 2).
+    """Update ``param`` and ``velocity`` by ``v = momentum * v + g``, ``p -= lr * (g + momentum * v)``, in place.
 
-    Changes ``param`` and ``velocity``.
-
-    Args:
-        coefficients: ``(lr, weight_decay, scale, momentum)``.
+    ``coefficients`` are ``(lr, weight_decay, scale, momentum)`` (Sutskever et al. 2013, section 2).
     """
     lr, weight_decay, scale, momentum = coefficients
     g = grad * scale + param * weight_decay
@@ -180,14 +168,12 @@ def sgd_nesterov(param: Array, grad: Array, velocity: Array, coefficients: tuple
 
 
 def adam(param: Array, grad: Array, m: Array, v: Array, coefficients: tuple[float, ...]) -> None:
-    """Adam (Kingma and Ba 2015, algorithm 1) and AdamW (Loshchilov and Hutter 2019, algorithm 2).
+    """Update by Adam (Kingma and Ba 2015, algorithm 1) or AdamW (Loshchilov and Hutter 2019, algorithm 2).
 
     ``p = shrink * p - step_size * m / (sqrt(v) * root_scale + eps)``; changes ``param``, ``m`` and ``v``.
-
-    Args:
-        coefficients: ``(step_size, weight_decay, scale, shrink, 1 - beta1, beta2, 1 - beta2, root_scale, eps)``, where
-            ``step_size`` is ``lr / (1 - beta1**step)``, ``root_scale`` is ``1 / sqrt(1 - beta2**step)``; Adam has
-            ``shrink`` 1, AdamW has ``weight_decay`` 0 and ``shrink`` ``1 - lr * weight_decay``.
+    ``coefficients`` are ``(step_size, weight_decay, scale, shrink, 1 - beta1, beta2, 1 - beta2, root_scale, eps)``,
+    where ``step_size`` is ``lr / (1 - beta1**step)`` and ``root_scale`` is ``1 / sqrt(1 - beta2**step)``. Adam has
+    ``shrink`` 1, AdamW has ``weight_decay`` 0 and ``shrink`` ``1 - lr * weight_decay``.
     """
     step_size, weight_decay, scale, shrink, one_minus_beta1, beta2, one_minus_beta2, root_scale, eps = coefficients
     xp = array_namespace(param, grad, m, v)
@@ -198,38 +184,40 @@ def adam(param: Array, grad: Array, m: Array, v: Array, coefficients: tuple[floa
 
 
 def _rates(squares: Array, weight_decay: float, scale: float, trust: float) -> tuple[Array, Array]:
-    """Weight decay and scale of the layer: times ``trust * |w| / (scale * |g| + weight_decay * |w|)``, if that has a
-    meaning (You, Gitman and Ginsburg 2017, algorithm 1)."""
+    """Return weight decay and scale of the layer (You, Gitman and Ginsburg 2017, algorithm 1).
+
+    Both are multiplied by ``trust * |w| / (scale * |g| + weight_decay * |w|)``, unless a norm is zero.
+    """
     xp = array_namespace(squares)
     weights, gradient = xp.sqrt(squares[0]), xp.sqrt(squares[1])
-    has_meaning = (weights != 0) & (gradient != 0)
-    length = xp.where(has_meaning, gradient * scale + weight_decay * weights, 1.0)
-    factor = xp.where(has_meaning, trust * weights / length, 1.0)
+    is_defined = (weights != 0) & (gradient != 0)
+    length = xp.where(is_defined, gradient * scale + weight_decay * weights, 1.0)
+    factor = xp.where(is_defined, trust * weights / length, 1.0)
     return weight_decay * factor, scale * factor
 
 
 def _of_layer(squares: Array, like: Array, coefficients: tuple[float, ...]) -> tuple[float, ...]:
     lr, weight_decay, scale, *momentum, trust = coefficients
-    rates = (each.astype(like.dtype) for each in _rates(squares, weight_decay, scale, trust))
+    rates = (rate.astype(like.dtype) for rate in _rates(squares, weight_decay, scale, trust))
     return (lr, *rates, *momentum)  # type: ignore[return-value]
 
 
 def lars_sgd(param: Array, grad: Array, squares: Array, coefficients: tuple[float, float, float, float]) -> None:
-    """`reference.sgd` of a layer; ``coefficients`` are ``(lr, weight_decay, scale, trust)``."""
+    """Update one layer as `sgd`; ``coefficients`` are ``(lr, weight_decay, scale, trust)``."""
     sgd(param, grad, _of_layer(squares, param, coefficients))  # type: ignore[arg-type]
 
 
 def lars_sgd_momentum(
     param: Array, grad: Array, velocity: Array, squares: Array, coefficients: tuple[float, float, float, float, float]
 ) -> None:
-    """`reference.sgd_momentum` of a layer; ``coefficients``: ``(lr, weight_decay, scale, momentum, trust)``."""
+    """Update one layer as `sgd_momentum`; ``coefficients``: ``(lr, weight_decay, scale, momentum, trust)``."""
     sgd_momentum(param, grad, velocity, _of_layer(squares, param, coefficients))  # type: ignore[arg-type]
 
 
 def lars_sgd_nesterov(
     param: Array, grad: Array, velocity: Array, squares: Array, coefficients: tuple[float, float, float, float, float]
 ) -> None:
-    """`reference.sgd_nesterov` of a layer; ``coefficients`` as of `lars_sgd_momentum`."""
+    """Update one layer as `sgd_nesterov`; ``coefficients`` as in `lars_sgd_momentum`."""
     sgd_nesterov(param, grad, velocity, _of_layer(squares, param, coefficients))  # type: ignore[arg-type]
 
 
@@ -239,7 +227,7 @@ def _floats(x: Array) -> Array:
 
 
 def _packed(flags: Array, width: int) -> Array:
-    """Truth values as uint32 words of ``width`` bits, the first value lowest."""
+    """Pack truth values into uint32 words of ``width`` bits, the first value lowest."""
     xp = array_namespace(flags)
     lanes = xp.zeros(-(-flags.size // width) * width, dtype=xp.uint32)
     lanes[: flags.size] = flags
@@ -247,20 +235,20 @@ def _packed(flags: Array, width: int) -> Array:
 
 
 def _unpacked(words: Array, width: int, count: int) -> Any:
-    """The first ``count`` truth values in words of ``width`` bits."""
+    """Return the first ``count`` truth values in words of ``width`` bits."""
     xp = array_namespace(words)
     bits = (words[:, None] >> xp.arange(width, dtype=xp.uint32)) & 1
     return bits.reshape(-1)[:count] != 0
 
 
 def pack_two_bit(grad: Array, residual: Array, threshold: float, magnitude: float, words: Array) -> None:
-    """``residual += grad``, then send ``magnitude`` where it is at least ``threshold``, ``-magnitude`` where it is at
-    most ``-threshold``, else nothing, and subtract what was sent from ``residual``; changes ``residual`` and ``words``.
+    """Encode ``residual + grad`` in 2 bits per element; changes ``residual`` and ``words``.
 
-    Args:
-        threshold: 0 or more.
-        words: uint32, shape ``((count + 15) // 16,)``. In each, bit i says that element i of 16 is positive, bit
-            16 + i that it is negative; bits of elements that do not exist are 0.
+    Elements of at least ``threshold`` are sent as ``magnitude``, those of at most ``-threshold`` as ``-magnitude``,
+    others as nothing. What was sent is subtracted from ``residual``.
+
+    ``threshold`` is at least 0. ``words`` is uint32, shape ``((count + 15) // 16,)``: bit i marks element i of 16 as
+    positive, bit 16 + i as negative; bits of missing elements are 0.
     """
     xp = array_namespace(grad, residual, words)
     added, kept = _floats(grad), _floats(residual)
@@ -273,7 +261,7 @@ def pack_two_bit(grad: Array, residual: Array, threshold: float, magnitude: floa
 
 
 def unpack_two_bit(words: Array, magnitude: float, out: Array) -> None:
-    """What `pack_two_bit` sent; changes ``out``, shape ``(count,)``."""
+    """Decode the words of `pack_two_bit` into ``out``, shape ``(count,)``."""
     xp = array_namespace(words, out)
     into = _floats(out)
     sent = into.dtype.type(magnitude)
@@ -282,12 +270,11 @@ def unpack_two_bit(words: Array, magnitude: float, out: Array) -> None:
 
 
 def pack_one_bit(grad: Array, residual: Array, threshold: float, magnitude: float, words: Array) -> None:
-    """``residual += grad``, then send ``magnitude`` where it is above ``threshold``, else ``-magnitude``, and subtract
-    what was sent from ``residual``; changes ``residual`` and ``words``.
+    """Encode ``residual + grad`` in 1 bit per element; changes ``residual`` and ``words``.
 
-    Args:
-        words: uint32, shape ``((count + 31) // 32,)``. In each, bit i says that element i of 32 is 1; bits of elements
-            that do not exist are 0.
+    Elements above ``threshold`` are sent as ``magnitude``, others as ``-magnitude``. What was sent is subtracted from
+    ``residual``. ``words`` is uint32, shape ``((count + 31) // 32,)``: bit i is that of element i of 32; bits of
+    missing elements are 0.
     """
     xp = array_namespace(grad, residual, words)
     added, kept = _floats(grad), _floats(residual)
@@ -299,7 +286,7 @@ def pack_one_bit(grad: Array, residual: Array, threshold: float, magnitude: floa
 
 
 def unpack_one_bit(words: Array, magnitude: float, out: Array) -> None:
-    """What `pack_one_bit` sent; changes ``out``, shape ``(count,)``."""
+    """Decode the words of `pack_one_bit` into ``out``, shape ``(count,)``."""
     xp = array_namespace(words, out)
     into = _floats(out)
     sent = into.dtype.type(magnitude)
@@ -307,17 +294,16 @@ def unpack_one_bit(words: Array, magnitude: float, out: Array) -> None:
 
 
 BLOCK = 256
-"""Elements with a scale of their own: of more, few large ones among many small ones are sent too late."""
+"""Number of elements with one scale; in longer blocks few large elements delay many small ones."""
 
 SHARE = 0.6
-"""Of a block's root mean square: what an element must reach to be sent in 2 bits; for normally distributed ones about
-what leaves least behind."""
+"""Threshold of 2 bits relative to a block's root mean square; about the least residual for normal data."""
 
 _LARGEST = 3.4028234e38  # float32
 
 
 def num_blocks(count: int) -> int:
-    """How many scales ``count`` elements have."""
+    """Return the number of scales of ``count`` elements."""
     return -(-count // BLOCK)
 
 
@@ -327,13 +313,11 @@ def _blocks(count: int) -> Iterator[tuple[int, slice]]:
 
 
 def encode_two_bit(grad: Array, residual: Array, threshold: float, scales: Array, words: Array) -> None:
-    """`pack_two_bit` block by block; changes ``residual``, ``scales`` and ``words``.
+    """Encode block by block with `pack_two_bit`; changes ``residual``, ``scales`` and ``words``.
 
-    Args:
-        threshold: what an element must reach, and what is sent of it then. 0: it must reach `SHARE` of its block's root
-            mean square, and the mean of those that do is sent.
-        scales: float32, shape ``(num_blocks(count),)``: what is sent.
-        words: uint32, shape ``((count + 15) // 16,)``.
+    ``threshold`` is both the threshold and the magnitude that is sent. With 0 the threshold is `SHARE` of the block's
+    root mean square, and the mean of the elements that reach it is sent. ``scales`` is float32, shape
+    ``(num_blocks(count),)``, the magnitudes; ``words`` is uint32, shape ``((count + 15) // 16,)``.
     """
     xp = array_namespace(grad, residual)
     for block, part in _blocks(grad.size):
@@ -351,7 +335,7 @@ def encode_two_bit(grad: Array, residual: Array, threshold: float, scales: Array
 
 
 def decode_two_bit(scales: Array, words: Array, out: Array) -> None:
-    """What `encode_two_bit` sent; changes ``out``, shape ``(count,)``."""
+    """Decode the result of `encode_two_bit` into ``out``, shape ``(count,)``."""
     for block, part in _blocks(out.size):
         unpack_two_bit(words[part.start // 16 : -(-part.stop // 16)], float(scales[block]), out[part])
 
@@ -359,12 +343,10 @@ def decode_two_bit(scales: Array, words: Array, out: Array) -> None:
 def encode_one_bit(
     grad: Array, residual: Array, threshold: float, magnitude: float, scales: Array, words: Array
 ) -> None:
-    """`pack_one_bit` block by block; changes ``residual``, ``scales`` and ``words``.
+    """Encode block by block with `pack_one_bit`; changes ``residual``, ``scales`` and ``words``.
 
-    Args:
-        magnitude: of what all blocks send, or 0: each block's mean magnitude.
-        scales: float32, shape ``(num_blocks(count),)``: the magnitudes.
-        words: uint32, shape ``((count + 31) // 32,)``.
+    ``magnitude`` is that of all blocks, or 0 for each block's mean magnitude. ``scales`` is float32, shape
+    ``(num_blocks(count),)``, the magnitudes; ``words`` is uint32, shape ``((count + 31) // 32,)``.
     """
     xp = array_namespace(grad, residual)
     for block, part in _blocks(grad.size):
@@ -379,7 +361,7 @@ def encode_one_bit(
 
 
 def decode_one_bit(scales: Array, words: Array, out: Array) -> None:
-    """What `encode_one_bit` sent; changes ``out``, shape ``(count,)``."""
+    """Decode the result of `encode_one_bit` into ``out``, shape ``(count,)``."""
     for block, part in _blocks(out.size):
         unpack_one_bit(words[part.start // 32 : -(-part.stop // 32)], float(scales[block]), out[part])
 
@@ -413,11 +395,10 @@ def _keep_rest(residual: Array, halves: Array, back: Callable[[Array, Array], No
 
 
 def encode_top_k(grad: Array, residual: Array, indices: Array, values: Array) -> None:
-    """Send the elements of largest magnitude, a NaN before all, of equal ones the first; changes all but ``grad``.
+    """Send the elements of largest magnitude, NaNs first, then the first of equal ones; changes all but ``grad``.
 
-    Args:
-        indices: uint32, shape ``(k,)``, ascending when it returns; k is at most the number of elements.
-        values: as ``grad``, shape ``(k,)``.
+    ``indices`` is uint32, shape ``(k,)``, and ascending on return; k is at most the number of elements. ``values`` has
+    the dtype of ``grad`` and shape ``(k,)``.
     """
     xp = array_namespace(grad, residual)
     residual += grad
@@ -426,10 +407,10 @@ def encode_top_k(grad: Array, residual: Array, indices: Array, values: Array) ->
     chosen = xp.sort(order[: indices.size])
     indices[...], values[...] = chosen, residual[chosen]
     residual[chosen] = 0
-    residual[~xp.isfinite(residual)] = 0  # where there are more of them than are sent
+    residual[~xp.isfinite(residual)] = 0  # there may be more than are sent
 
 
 def decode_top_k(indices: Array, values: Array, out: Array) -> None:
-    """What `encode_top_k` sent, and zeros; changes ``out``, shape ``(count,)``."""
+    """Decode the result of `encode_top_k` into ``out``, shape ``(count,)``, with zeros elsewhere."""
     out[...] = 0
     out[indices] = values

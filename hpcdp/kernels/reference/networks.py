@@ -1,24 +1,17 @@
-"""Reference elementwise operations: sums, activations, bias, chains, casts to 16 bits and scaling.
+"""Reference operations of networks: elementwise, normalisation, sequences, convolution and pooling.
 
-Casts and scaling take 1-D contiguous arrays that do not overlap. The 16-bit numbers of casts are given as their bits in
-uint16. Casts to them round to nearest, ties to even (IEEE 754, section 4.3.1): what is too large becomes infinite,
-subnormals are kept, and a NaN stays one.
+Results are written into the given arrays, all of one float dtype, which must not overlap with the operands unless
+stated.
 
-Reference normalisation, in the operations that NumPy and CuPy share: over a batch, and over each row.
+Casts and scaling take 1-D contiguous arrays that do not overlap; 16-bit numbers are passed as their bits in uint16.
+Casts to 16 bits round to nearest, ties to even (IEEE 754, section 4.3.1). Too large values become infinite, subnormals
+are kept, and a NaN stays NaN.
 
-Results are written into the arrays given for them, all of one float dtype; those must not overlap with the operands.
-
-Reference operations of networks on sequences: attention, LSTM, embedding, cross-entropy.
-
-Sequences are ``(batch, time, features)``. Results are written into the arrays given for them, all contiguous and of one
-float dtype; those must not overlap with the operands. What is added to one row of a table is added in the order in
-which it is given, so the same run has the same bits again.
-
-Reference convolution and pooling, in the operations that NumPy and CuPy share.
+Sequences are contiguous, ``(batch, time, features)``. Additions to one row of a table are made in the given order, so
+the same run gives the same bits.
 
 Images are ``(batch, channels, height, width)``, weights ``(out, in, kernel height, kernel width)``. Pairs ``kernel``,
-``stride`` and ``padding`` are (vertical, horizontal); padding is on both sides, of a convolution with zeros. Results
-are written into the arrays given for them, all of one float dtype; those must not overlap with the operands.
+``stride`` and ``padding`` are (vertical, horizontal). Padding is on both sides; that of a convolution is zeros.
 """
 
 from __future__ import annotations
@@ -36,17 +29,17 @@ _SLOPE, _CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
 def add(a: Array, b: Array, out: Array) -> None:
-    """``out = a + b``, of one shape; ``out`` may be either."""
+    """Compute ``out = a + b``, of one shape; ``out`` may be either operand."""
     array_namespace(a).add(a, b, out=out)
 
 
 def relu(x: Array, out: Array) -> None:
-    """``out = max(x, 0)``, in which a NaN stays; ``out`` may be ``x``."""
+    """Compute ``out = max(x, 0)``, which keeps NaN; ``out`` may be ``x``."""
     array_namespace(x).maximum(x, 0, out=out)
 
 
 def add_bias(y: Array, bias: Array, relu: bool) -> None:
-    """``y += bias``, then ``max(y, 0)`` if ``relu``; changes ``y``, of shape ``(rows, features)`` or images."""
+    """Compute ``y += bias``, then ``max(y, 0)`` if ``relu``; changes ``y``, of shape ``(rows, features)`` or images."""
     xp = array_namespace(y, bias)
     y += bias.reshape(-1, *[1] * (y.ndim - 2))
     if relu:
@@ -54,15 +47,14 @@ def add_bias(y: Array, bias: Array, relu: bool) -> None:
 
 
 def relu_gradient(gy: Array, y: Array, dx: Array) -> None:
-    """``dx = gy`` where the result ``y`` of ReLU is positive, else 0, whatever ``gy`` is; changes ``dx``; any shape."""
+    """Set ``dx`` to ``gy`` where the result ``y`` of ReLU is positive, else to 0, for any ``gy``; any shape."""
     dx[...] = array_namespace(gy, y).where(y > 0, gy, 0)
 
 
 def bias_gradient(gy: Array, y: Array | None, dx: Array | None, dbias: Array) -> None:
-    """``dbias`` becomes the sum of ``gy``, like what `add_bias` takes, over all axes but the second.
+    """Set ``dbias`` to the sum of ``gy``, shaped as in `add_bias`, over all axes but the second.
 
-    Args:
-        y: None, or the result of ReLU: then `relu_gradient` is written to ``dx``, and summed.
+    If ``y``, the result of ReLU, is given, `relu_gradient` is written to ``dx`` and summed instead.
     """
     if y is not None:
         relu_gradient(gy, y, dx)
@@ -71,13 +63,13 @@ def bias_gradient(gy: Array, y: Array | None, dx: Array | None, dbias: Array) ->
 
 
 def gelu(x: Array, out: Array) -> None:
-    """``x`` times nearly the chance of a normal number below it (Hendrycks and Gimpel 2016, section 2, by tanh)."""
+    """Compute GELU with the tanh approximation (Hendrycks and Gimpel 2016, section 2)."""
     xp = array_namespace(x)
     out[...] = 0.5 * x * (1 + xp.tanh(_SLOPE * (x + _CUBE * x * x * x)))
 
 
 def gelu_gradient(gy: Array, x: Array, dx: Array) -> None:
-    """The gradient of `gelu`; ``dx`` is written."""
+    """Compute the gradient of `gelu`; changes ``dx``."""
     xp = array_namespace(gy, x)
     y = xp.tanh(_SLOPE * (x + _CUBE * x * x * x))
     dx[...] = gy * (0.5 * (1 + y) + 0.5 * x * (1 - y * y) * _SLOPE * (1 + 3 * _CUBE * x * x))
@@ -121,28 +113,30 @@ OPERATIONS: dict[str, Callable[..., Array]] = {
     "gelu_gradient": _gelu_gradient,
     "copy": lambda a: a.copy(),
 }
-"""By name; `chain` knows them by their places in this order. ``greater`` and ``equal`` give 1 or 0, ``where_positive(a,
-b)`` is ``b`` where ``a`` is above 0, else 0."""
+"""Operations of a chain by name; `run_chain` knows them by their position.
+
+``greater`` and ``equal`` return 1 or 0; ``where_positive(a, b)`` returns ``b`` where ``a`` is above 0, else 0.
+"""
 
 
 def to_float16(x: Array, out: Array) -> None:
-    """float32, here float64, too, to the bits of IEEE binary16; changes ``out``."""
+    """Convert float32, here also float64, to the bits of IEEE binary16; changes ``out``."""
     xp = array_namespace(x, out)
     with np.errstate(over="ignore"):
         out[...] = x.astype(xp.float16).view(xp.uint16)
 
 
 def from_float16(x: Array, out: Array) -> None:
-    """The bits of IEEE binary16 to float32, exactly; changes ``out``."""
+    """Convert the bits of IEEE binary16 to float32, exactly; changes ``out``."""
     xp = array_namespace(x, out)
     out[...] = x.view(xp.float16).astype(xp.float32)
 
 
 def to_bfloat16(x: Array, out: Array) -> None:
-    """float32 to the bits of bfloat16, the upper half of a float32; changes ``out``.
+    """Convert float32 to the bits of bfloat16, the upper half of a float32; changes ``out``.
 
-    Adding 0x7fff carries into the upper half above a tie, and one more does at a tie whose upper half is odd. A NaN
-    must not be rounded, it could become infinite: it is cut off and made quiet.
+    Adding 0x7fff carries into the upper half above a tie; adding one more carries at a tie with an odd upper half. A
+    NaN is not rounded, which could make it infinite: it is truncated and made quiet.
     """
     xp = array_namespace(x, out)
     bits = x.view(xp.uint32)
@@ -152,14 +146,13 @@ def to_bfloat16(x: Array, out: Array) -> None:
 
 
 def from_bfloat16(x: Array, out: Array) -> None:
-    """The bits of bfloat16 to float32, exactly; changes ``out``."""
+    """Convert the bits of bfloat16 to float32, exactly; changes ``out``."""
     xp = array_namespace(x, out)
     out[...] = (x.astype(xp.uint32) << 16).view(xp.float32)
 
 
 def widened(x: Array) -> Any:
-    """``x``, of any shape, in the type that it is computed in: `hpcdp.core.arrays.words` as float32, all else as it
-    is."""
+    """Return ``x``, of any shape, in its computation type: `hpcdp.core.arrays.words` as float32, others unchanged."""
     xp = array_namespace(x)
     if x.dtype not in (xp.uint16, xp.int16):
         return x
@@ -169,23 +162,23 @@ def widened(x: Array) -> Any:
 
 
 def narrowed(wide: Array, like: Array) -> Any:
-    """What `widened` has made of an array like ``like`` as words again, rounded; all else as it is."""
+    """Return the result of `widened` rounded to words like ``like``; others unchanged."""
     xp = array_namespace(wide, like)
     if like.dtype not in (xp.uint16, xp.int16):
         return wide
-    found, to_words = xp.empty(wide.shape, dtype=xp.uint16), to_float16 if like.dtype == xp.uint16 else to_bfloat16
-    to_words(wide, found)
-    return found.view(like.dtype)
+    words, to_words = xp.empty(wide.shape, dtype=xp.uint16), to_float16 if like.dtype == xp.uint16 else to_bfloat16
+    to_words(wide, words)
+    return words.view(like.dtype)
 
 
 def follow(wide: Array, x: Array) -> None:
-    """Elements of ``wide``, float32, that are not rounded to those of `hpcdp.core.arrays.words` ``x`` become these."""
+    """Overwrite elements of ``wide``, float32, that do not round to those of `hpcdp.core.arrays.words` ``x``."""
     xp = array_namespace(wide, x)
     xp.copyto(wide, widened(x), where=narrowed(wide, x) != x)
 
 
 def scale(x: Array, factor: float) -> None:
-    """``x *= factor``, in place; ``factor`` is rounded to the dtype first.
+    """Compute ``x *= factor``, in place; ``factor`` is rounded to the dtype first.
 
     `hpcdp.core.arrays.words` are multiplied in float32 and rounded once.
     """
@@ -193,20 +186,16 @@ def scale(x: Array, factor: float) -> None:
 
 
 def scale_into(x: Array, factor: float, out: Array) -> None:
-    """``out = x * factor``, as `scale`; changes ``out``."""
+    """Compute ``out = x * factor``, as `scale`."""
     wide = widened(x)
     out[...] = narrowed(wide * wide.dtype.type(factor), x)
 
 
 def batch_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Array, Array], eps: float) -> None:
-    """Batch normalisation (Ioffe and Szegedy 2015, algorithm 1) over all axes but the second.
+    """Apply batch normalisation (Ioffe and Szegedy 2015, algorithm 1) over all axes but the second.
 
-    Args:
-        x: shape ``(batch, channels, positions)``.
-        scale: gamma, shape ``(channels,)``.
-        shift: beta, shape ``(channels,)``.
-        out: like ``x``; changed.
-        saved: mean and variance (biased) of each channel, shape ``(channels,)``; changed.
+    ``x`` and ``out`` have the shape ``(batch, channels, positions)``. All else has the shape ``(channels,)``: ``scale``
+    (gamma), ``shift`` (beta), and ``saved``, which receives the mean and the biased variance.
     """
     xp = array_namespace(x, scale)
     mean, variance = saved
@@ -217,14 +206,9 @@ def batch_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Ar
 
 
 def batch_norm_gradients(
-    gy: Array,
-    x: Array,
-    scale: Array,
-    saved: tuple[Array, Array],
-    into: tuple[Array, Array, Array],
-    eps: float,
+    gy: Array, x: Array, scale: Array, saved: tuple[Array, Array], into: tuple[Array, Array, Array], eps: float
 ) -> None:
-    """The gradients of `batch_norm`; ``into`` is where those of ``x``, ``scale`` and ``shift`` go, all changed."""
+    """Compute the gradients of `batch_norm`: ``into`` receives those of ``x``, ``scale`` and ``shift``."""
     xp = array_namespace(gy, x)
     dx, dscale, dshift = into
     mean, variance = saved
@@ -238,10 +222,9 @@ def batch_norm_gradients(
 
 
 def channel_sums(x: Array, sums: Array) -> None:
-    """Of each channel of ``x``, shape ``(batch, channels, positions)``, the sum and that of the squares.
+    """Compute the sum and the sum of squares of each channel of ``x``, shape ``(batch, channels, positions)``.
 
-    Args:
-        sums: shape ``(2, channels)``, float64, in which squares cancel harmlessly; changed.
+    ``sums`` receives them, shape ``(2, channels)``, float64, so that cancellation of squares is harmless.
     """
     xp = array_namespace(x, sums)
     doubles = x.astype(xp.float64)
@@ -250,14 +233,14 @@ def channel_sums(x: Array, sums: Array) -> None:
 
 
 def normalise(x: Array, scale: Array, shift: Array, saved: tuple[Array, Array], out: Array, eps: float) -> None:
-    """`batch_norm` by the mean and variance ``saved``; changes ``out``."""
+    """Apply `batch_norm` with the mean and variance ``saved``; changes ``out``."""
     xp = array_namespace(x, scale)
     mean, variance = saved
     out[...] = (x - mean[:, None]) * (scale / xp.sqrt(variance + eps))[:, None] + shift[:, None]
 
 
 def gradient_sums(gy: Array, x: Array, saved: tuple[Array, Array], sums: Array, eps: float) -> None:
-    """What this batch adds to the gradients of shift and scale: rows 0 and 1 of ``sums``, ``(2, channels)`` float64."""
+    """Compute this batch's gradients of shift and scale: rows 0 and 1 of ``sums``, ``(2, channels)`` float64."""
     xp = array_namespace(gy, x)
     mean, variance = saved
     normal = (x - mean[:, None]) / xp.sqrt(variance + eps)[:, None]
@@ -268,7 +251,7 @@ def gradient_sums(gy: Array, x: Array, saved: tuple[Array, Array], sums: Array, 
 def gradient_of_input(
     gy: Array, x: Array, scale: Array, saved: tuple[Array, Array], means: Array, dx: Array, eps: float
 ) -> None:
-    """The gradient of ``x`` where ``means`` are `gradient_sums` over the count of the whole batch; changes ``dx``."""
+    """Compute the gradient of ``x``; ``means`` are `gradient_sums` divided by the count of the whole batch."""
     xp = array_namespace(gy, x)
     mean, variance = saved
     inverse = 1.0 / xp.sqrt(variance + eps)
@@ -278,11 +261,9 @@ def gradient_of_input(
 
 
 def layer_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Array, Array], eps: float) -> None:
-    """Each row normalised by its own mean and variance (Ba, Kiros and Hinton 2016), times ``scale``, plus ``shift``.
+    """Normalise each row by its own mean and variance (Ba, Kiros and Hinton 2016), times ``scale``, plus ``shift``.
 
-    Args:
-        x: ``(rows, features)``; ``out`` likewise, written.
-        saved: where each row's mean and inverse deviation go, ``(rows,)``; written.
+    ``x`` and ``out`` are ``(rows, features)``; ``saved`` receives each row's mean and inverse deviation, ``(rows,)``.
     """
     xp = array_namespace(x, scale)
     mean = x.mean(axis=1)
@@ -295,7 +276,7 @@ def layer_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Ar
 def layer_norm_gradients(
     gy: Array, x: Array, scale: Array, saved: tuple[Array, Array], into: tuple[Array, Array, Array]
 ) -> None:
-    """The gradients of `layer_norm`; ``into`` is where those of ``x``, ``scale`` and ``shift`` go, all written."""
+    """Compute the gradients of `layer_norm`: ``into`` receives those of ``x``, ``scale`` and ``shift``."""
     dx, dscale, dshift = into
     mean, inverse = saved
     normal = (x - mean[:, None]) * inverse[:, None]
@@ -307,10 +288,10 @@ def layer_norm_gradients(
 
 
 def causal_shift(scores: Array, factor: float) -> None:
-    """Row i of each matrix times ``factor``, less its largest among the first i + 1, and minus infinity after them.
+    """Scale ``scores`` by ``factor`` and prepare them for a causal softmax, in place.
 
-    Args:
-        scores: ``(matrices, time, time)``; changed.
+    Row i of each matrix, ``(matrices, time, time)``, is shifted by its largest element among the first i + 1, and minus
+    infinity after them.
     """
     xp = array_namespace(scores)
     time = scores.shape[-1]
@@ -321,28 +302,29 @@ def causal_shift(scores: Array, factor: float) -> None:
 
 
 def normalise_rows(chances: Array) -> None:
-    """Each row over its sum; ``chances``, ``(matrices, time, time)``, is changed."""
+    """Divide each row of ``chances``, ``(matrices, time, time)``, by its sum, in place."""
     chances /= chances.sum(axis=-1, keepdims=True)
 
 
 def softmax_gradient(chances: Array, gradients: Array, factor: float) -> None:
-    """The gradient before a softmax over rows, times ``factor``, of that after it, in place of ``gradients``."""
+    """Replace ``gradients`` after a softmax over rows by those before it, times ``factor``."""
     along = (gradients * chances).sum(axis=-1, keepdims=True)
     gradients[...] = chances * (gradients - along) * factor
 
 
 def lstm_step(bias: Array, product: Array, t: int, gates: Array, cells: Array, inputs: Array) -> None:
-    """One step of an LSTM (Hochreiter and Schmidhuber 1997; with forget gates, Gers, Schmidhuber and Cummins 2000).
+    """Run one step of an LSTM (Hochreiter and Schmidhuber 1997; with forget gates, Gers, Schmidhuber and Cummins 2000).
 
-    Arrays of all steps begin with time, so that what a step takes lies together.
+    Arrays of all steps have time first, so that the data of a step is contiguous.
 
     Args:
         bias: ``(4 size,)``, of the input, forget, candidate and output gates.
         product: ``(batch, 4 size)``, ``inputs[t]`` times the weights.
+        t: the step.
         gates: ``(time, batch, 4 size)``, of which ``t``, the values of the gates, is written.
         cells: ``(time + 1, batch, size)``; ``t`` is read and ``t + 1`` written.
-        inputs: ``(time + 1, batch, features + size)``, of each step what it is given and the hidden values of the step
-            before; the hidden values of this one are written at ``t + 1``.
+        inputs: ``(time + 1, batch, features + size)``, for each step its features and the hidden values of the step
+            before. The hidden values of this step are written at ``t + 1``.
     """
     xp = array_namespace(gates, bias)
     size = cells.shape[2]
@@ -357,12 +339,15 @@ def lstm_step(bias: Array, product: Array, t: int, gates: Array, cells: Array, i
 def lstm_step_gradients(
     gy: Array, dinputs: Array, dcell: Array, t: int, gates: Array, cells: Array, dgates: Array, dbias: Array
 ) -> None:
-    """The gradients of `lstm_step`.
+    """Compute the gradients of `lstm_step`.
 
     Args:
-        gy: ``(batch, time, size)``, of the hidden values from outside of the LSTM.
-        dinputs: of ``inputs``; ``gy`` at ``t`` is added to that of the hidden values at ``t + 1``.
-        dcell: ``(batch, size)``, of the cells after this step; becomes that of the cells before it.
+        gy: ``(batch, time, size)``, gradients of the hidden values from outside of the LSTM.
+        dinputs: gradients of ``inputs``; ``gy`` at ``t`` is added to that of the hidden values at ``t + 1``.
+        dcell: ``(batch, size)``, gradient of the cells after this step; replaced by that before it.
+        t: the step.
+        gates: as in `lstm_step`.
+        cells: as in `lstm_step`.
         dgates: at ``t`` the gradient of the gates before their activation; written.
         dbias: the same, summed over the batch, is added to it.
     """
@@ -385,12 +370,12 @@ def lstm_step_gradients(
 
 
 def softmax_cross_entropy(logits: Array, labels: Array, chances: Array, losses: Array) -> None:
-    """``losses = -log(softmax(logits)[label])`` of each row; changes ``chances`` and ``losses``.
+    """Compute ``losses = -log(softmax(logits)[label])`` of each row; changes ``chances`` and ``losses``.
 
     Args:
         logits: shape ``(rows, classes)``.
         labels: int64, shape ``(rows,)``, from 0 to ``classes - 1``.
-        chances: like ``logits``: the softmax of each row.
+        chances: like ``logits``: receives the softmax of each row.
         losses: shape ``(rows,)``.
     """
     xp = array_namespace(logits, labels)
@@ -402,17 +387,17 @@ def softmax_cross_entropy(logits: Array, labels: Array, chances: Array, losses: 
 
 
 def softmax_cross_entropy_gradient(gy: Array, labels: Array, chances: Array, dx: Array) -> None:
-    """The gradient of the logits from the gradient ``gy`` of the losses, shape ``(rows,)``; changes ``dx``."""
+    """Compute the gradient ``dx`` of the logits from the gradient ``gy`` of the losses, shape ``(rows,)``."""
     xp = array_namespace(gy, chances)
     xp.multiply(chances, gy[:, None], out=dx)
     dx[xp.arange(labels.size), labels] -= gy
 
 
 def add_rows(table: Array, rows: Array, values: Array) -> None:
-    """``table[rows[k]] += values[k]`` for each k, in that order; ``table`` is changed.
+    """Add ``values[k]`` to ``table[rows[k]]`` for each k, in that order.
 
     Args:
-        table: ``(number, features)``.
+        table: ``(number, features)``; changed.
         rows: integers from 0 to ``number - 1``, shape ``(count,)``.
         values: ``(count, features)``.
     """
@@ -420,11 +405,12 @@ def add_rows(table: Array, rows: Array, values: Array) -> None:
 
 
 def add_at(table: Array, key: Any, values: Array) -> None:
-    """``table[key] += values``, where an element that ``key`` names several times gets all that is there for it.
+    """Add ``values`` to ``table[key]``; elements that ``key`` selects several times receive all of theirs.
 
     Args:
-        key: of arrays of integers, masks, slices and what else an index may have.
-        values: of the shape of ``table[key]``.
+        table: the array; changed.
+        key: an index with arrays of integers, masks, slices and others.
+        values: shape of ``table[key]``.
     """
     array_namespace(table, values).add.at(table, key, values)
 
@@ -433,12 +419,12 @@ Pair = tuple[int, int]
 
 
 def output_size(size: int, kernel: int, stride: int, padding: int) -> int:
-    """How many positions a window of ``kernel`` has along an axis of ``size``."""
+    """Return the number of positions of a window of ``kernel`` along an axis of ``size``."""
     return (size + 2 * padding - kernel) // stride + 1
 
 
 def padded(x: Array, padding: Pair, value: float = 0.0) -> Array:
-    """``x`` with ``value`` around it; itself without padding."""
+    """Return ``x`` surrounded by ``value``; ``x`` itself without padding."""
     if padding == (0, 0):
         return x
     (batch, channels, height, width), (top, left) = x.shape, padding
@@ -449,18 +435,18 @@ def padded(x: Array, padding: Pair, value: float = 0.0) -> Array:
 
 
 def window(wide: Array, at: Pair, size: Pair, stride: Pair) -> Array:
-    """The view of ``wide`` that element ``at`` of the window sees over all positions."""
+    """Return the view of ``wide`` that element ``at`` of the window covers over all positions."""
     (i, j), (height, width), (down, right) = at, size, stride
     return wide[:, :, i : i + (height - 1) * down + 1 : down, j : j + (width - 1) * right + 1 : right]
 
 
 def offsets(kernel: Pair) -> list[Pair]:
-    """The elements of a window, along its rows."""
+    """Return the elements of a window, along its rows."""
     return [(i, j) for i in range(kernel[0]) for j in range(kernel[1])]
 
 
 def _unfolded(x: Array, kernel: Pair, stride: Pair, padding: Pair, size: Pair) -> Array:
-    """Patches (im2col): shape ``(channels * kernel positions, batch * output positions)``."""
+    """Return the patches (im2col): shape ``(channels * kernel positions, batch * output positions)``."""
     xp = array_namespace(x)
     wide = padded(x, padding)
     patches = xp.stack([window(wide, at, size, stride) for at in offsets(kernel)], axis=0)
@@ -469,10 +455,9 @@ def _unfolded(x: Array, kernel: Pair, stride: Pair, padding: Pair, size: Pair) -
 
 
 def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair, padding: Pair, relu: bool) -> None:
-    """``out = weight * x + bias``, cross-correlation, followed by ``max(out, 0)`` if ``relu``; changes ``out``.
+    """Compute ``out = weight * x + bias``, cross-correlation, followed by ``max(out, 0)`` if ``relu``.
 
-    Args:
-        bias: shape ``(out channels,)``.
+    ``bias`` has the shape ``(out channels,)``.
     """
     xp = array_namespace(x, weight)
     batch, channels, height, width = out.shape
@@ -494,11 +479,10 @@ def conv2d_gradients(
     stride: Pair,
     padding: Pair,
 ) -> None:
-    """The gradients of `conv2d` from the gradient ``gy`` of its result.
+    """Compute the gradients of `conv2d` from the gradient ``gy`` of its result.
 
-    Args:
-        out: the result, if it went through ReLU.
-        into: where the gradients of ``x``, ``weight`` and bias go; changes those that are not None.
+    ``out`` is the result if it passed through ReLU. ``into`` receives the gradients of ``x``, ``weight`` and bias that
+    are not None.
     """
     xp = array_namespace(x, weight)
     dx, dweight, dbias = into
@@ -522,14 +506,14 @@ def conv2d_gradients(
 
 
 def average_pool(x: Array, out: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
-    """``out`` becomes the mean of each window, padding counted; changes ``out``."""
+    """Set ``out`` to the mean of each window, with padding counted."""
     wide = padded(x, padding)
     total = sum(window(wide, at, out.shape[2:], stride) for at in offsets(kernel))
     out[...] = total * (1.0 / (kernel[0] * kernel[1]))
 
 
 def average_pool_gradient(gy: Array, dx: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
-    """The gradient of `average_pool`; changes ``dx``."""
+    """Compute the gradient ``dx`` of `average_pool`."""
     xp = array_namespace(gy)
     wide = xp.zeros_like(padded(dx, padding))
     share = gy * (1.0 / (kernel[0] * kernel[1]))
@@ -540,11 +524,10 @@ def average_pool_gradient(gy: Array, dx: Array, kernel: Pair, stride: Pair, padd
 
 
 def max_pool(x: Array, out: Array, chosen: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
-    """``out`` becomes the largest element of each window, padding never being it; changes ``out`` and ``chosen``.
+    """Set ``out`` to the largest element of each window, which is never padding.
 
-    Args:
-        chosen: int32, like ``out``: which element of the window it is, counted along its rows; the first of equal ones,
-            but the last NaN, which counts as larger than all.
+    ``chosen``, int32, shaped like ``out``, receives its index in the window, counted along rows: the first of equal
+    elements, but the last NaN, which counts as larger than all.
     """
     xp = array_namespace(x)
     wide = padded(x, padding, -xp.inf)
@@ -559,7 +542,7 @@ def max_pool(x: Array, out: Array, chosen: Array, kernel: Pair, stride: Pair, pa
 
 
 def max_pool_gradient(gy: Array, chosen: Array, dx: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
-    """The gradient of `max_pool`; changes ``dx``."""
+    """Compute the gradient ``dx`` of `max_pool`."""
     xp = array_namespace(gy)
     wide = xp.zeros_like(padded(dx, padding))
     for number, at in enumerate(offsets(kernel)):
