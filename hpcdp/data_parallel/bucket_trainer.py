@@ -648,9 +648,9 @@ class BucketTrainer(BaseTrainer, FitsSaved):
     def save_states(self, path: str | Path) -> None:
         """See `BaseTrainer.save_states`.
 
-        The file is a NumPy archive with one array for each parameter and name of the optimizer's state,
-        ``"<parameter>/<state>"``, which any number of ranks can read, with any owner and bucket size. Residuals of
-        compression are ``"<parameter>/residual"``, of shape ``(nodes, *shape)``.
+        The file is a NumPy archive with one array ``"<parameter>/<state>"`` for each parameter and name of the
+        optimizer's state. Any number of ranks can read it, with any owner and bucket size. Residuals of compression
+        are ``"<parameter>/residual"``, of shape ``(nodes, *shape)``.
         """
         self._refuse_half_a_step("save_states")
         arrays: dict[str, np.ndarray] = {}

@@ -4,9 +4,9 @@ Both strategies apply the optimizer to the flat buckets, element by element, so 
 
 - `Replicated`, `ShardedUpdate`: the strategies. `lies_once_per_node` chooses one for ``owner="auto"``.
 - `changing`: the context in which a program changes parameters.
-- `init_state`, `update`: master weights, which are float32 copies of 16-bit parameters. The optimizer updates them, and
-  parameters are rounded from them, because 16 bits would lose an update of less than half a unit in the last place
-  (Micikevicius et al., "Mixed precision training", 2018, section 3.1). They are part of the optimizer's state.
+- `init_state`, `update`: master weights, which are float32 copies of 16-bit parameters, in the optimizer's state. The
+  optimizer updates them, and parameters are rounded from them. 16 bits would lose an update of less than half a unit in
+  the last place (Micikevicius et al., "Mixed precision training", 2018, section 3.1).
 - `squares_of_model`, `Layers`: norms of summed gradients, of a model and of its layers (`hpcdp.optim.LARS`), whose
   elements are in the shards of several ranks. In a cut model, the parts of cut parameters count on every rank, and
   uncut parameters count once.

@@ -1,8 +1,8 @@
 """The base of the trainers on buckets and on key-value stores.
 
 `BaseTrainer` declares their methods; `bucket_trainer` and `kvstore.trainer` define them, and `train.trainer.Trainer`
-makes either. The module also has the checks of parameters, counts and settings, the warning about losses that are means
-already (`MeanLosses`), and trainers of networks that infer shapes in their first call, as in Gluon (`Waiting`).
+makes either. The module also checks parameters, counts and settings. `MeanLosses` warns about losses that are means
+already, and `Waiting` stands for the trainer of a network that infers shapes in its first call, as in Gluon.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`DistributedDataParallel`: a module whose gradients are averaged over all ranks.
 
 - `Backward`: hooks of PyTorch's backward, from the first gradient to the average. Autograd allocates a gradient for
-  each parameter. A hook copies it once to its place in the bucket, in memory that the node's ranks share or on the GPU,
-  and calls the reducer, which leaves the sum in that place. On a GPU all work goes to torch's current stream, and the
-  host waits for none of it.
+  each parameter. A hook copies it once to its place in the bucket, in memory that the node's ranks share or on the GPU.
+  Then it calls the reducer, which leaves the sum in that place. On a GPU all work goes to torch's current stream, and
+  the host waits for none of it.
 - `Turns`: uneven inputs (`DistributedDataParallel.join`). Before each collective operation on a joined model, every
   rank announces it. A rank without data announces nothing, and takes part with gradients of zero in the operations of
   the others, until no rank has data.
@@ -436,8 +436,9 @@ class DistributedDataParallel(torch.nn.Module):
         require_world("DistributedDataParallel", world)  # torch's wrapper takes devices there
         one_of("DistributedDataParallel", "owner", owner, OWNERS)
         moves = owner == "shard"
-        trained = [TorchParameter(name, each, moves) for name, each in module.named_parameters() if each.requires_grad]
-        self._frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
+        params = list(module.named_parameters())
+        trained = [TorchParameter(name, tensor, moves) for name, tensor in params if tensor.requires_grad]
+        self._frozen = {name: tensor for name, tensor in params if not tensor.requires_grad}
         if not trained:
             raise ConfigError(
                 "DistributedDataParallel", where="module", expected="at least one parameter that requires a gradient",
@@ -454,10 +455,10 @@ class DistributedDataParallel(torch.nn.Module):
         self._buffers_of_all = ModuleBuffers(module, self.world) if broadcast_buffers else None
         alike = f"{owner=} {broadcast_buffers=} {find_unused_parameters=} {bucket_cap_mb=} {overlap=}"
         place = "" if self.device is None else " on a GPU"
-        alike_tensors = (*module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ()))
-        states = [f"{name} {tuple(each.shape)} {each.dtype}{' requires_grad' * each.requires_grad}{place}"
-                  + f" strides {each.stride()}" * (moves and each.requires_grad)
-                  for name, each in alike_tensors]  # fmt: skip
+        alike_tensors = (*params, *(module.named_buffers() if broadcast_buffers else ()))
+        states = [f"{name} {tuple(tensor.shape)} {tensor.dtype}{' requires_grad' * tensor.requires_grad}{place}"
+                  + f" strides {tensor.stride()}" * (moves and tensor.requires_grad)
+                  for name, tensor in alike_tensors]  # fmt: skip
         require_same(self.world.comm, "DistributedDataParallel", [alike, f"compression {settings}"])
         require_same(self.world.comm, "DistributedDataParallel", states)
         self._broadcast_values(0)
@@ -487,7 +488,7 @@ class DistributedDataParallel(torch.nn.Module):
         if will_sync:
             backward.begin()
             self._refuse_unfrozen()
-            if any(held.get(name) is not each for held, name, each in self._held_before):
+            if any(held.get(name) is not value for held, name, value in self._held_before):
                 self._refuse_others()
             backward.turns.announce("forward", self.training)
             self._share_buffers(self.training)
@@ -502,7 +503,7 @@ class DistributedDataParallel(torch.nn.Module):
         return output
 
     def _refuse_unfrozen(self) -> None:
-        unfrozen = next((name for name, each in self._frozen.items() if each.requires_grad), None)
+        unfrozen = next((name for name, tensor in self._frozen.items() if tensor.requires_grad), None)
         if unfrozen is not None:
             raise ConfigError(
                 "forward", where=unfrozen, expected="a parameter that stays frozen",
@@ -515,9 +516,9 @@ class DistributedDataParallel(torch.nn.Module):
         Known parameters may have moved, by pruning or tying, or may be gone.
         """
         known = {id(param.tensor) for param in self.backward_pass.params.values()}
-        for name, each in self.module.named_parameters():
+        for name, tensor in self.module.named_parameters():
             # `torch.func.functional_call` temporarily replaces parameters by tensors.
-            if each.requires_grad and id(each) not in known and isinstance(each, torch.nn.Parameter):
+            if tensor.requires_grad and id(tensor) not in known and isinstance(tensor, torch.nn.Parameter):
                 raise ConfigError(
                     "forward", where=name, expected="a parameter that the module had when it was wrapped",
                     got="a new parameter", remedy="wrap the module again, or use load_state_dict() without assign=True",
@@ -536,8 +537,8 @@ class DistributedDataParallel(torch.nn.Module):
         for place, leaf in enumerate(leaves):
             if _is_record(leaf):  # torch's pytrees treat it as a leaf
                 leaves[place] = copy.copy(leaf)
-                for name, each in self._marked(_fields(leaf)).items():
-                    object.__setattr__(leaves[place], name, each)
+                for name, value in self._marked(_fields(leaf)).items():
+                    object.__setattr__(leaves[place], name, value)
         return tree_unflatten(leaves, form)
 
     def compression_state(self) -> dict[str, torch.Tensor]:
@@ -547,14 +548,14 @@ class DistributedDataParallel(torch.nn.Module):
             On rank 0 tensors of shape ``(nodes, *shape)`` by parameter, on other ranks an empty dict.
         """
         reducer = self.backward_pass.reducer
-        found = {}
+        unsent = {}
         for bucket in reducer.buckets:
             rows = gather_residuals(reducer, bucket.number)
             for slot in bucket.slots if self.world.rank == 0 else ():
                 shaped = self.backward_pass.params[slot.name].shaped
                 parts = (row[slot.offset : slot.offset + slot.count].reshape(slot.shape) for row in rows)
-                found[slot.name] = torch.stack([shaped(torch.from_numpy(part)) for part in parts])
-        return found
+                unsent[slot.name] = torch.stack([shaped(torch.from_numpy(part)) for part in parts])
+        return unsent
 
     def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore a `compression_state` of rank 0; every rank must call, with the same state.
@@ -565,15 +566,15 @@ class DistributedDataParallel(torch.nn.Module):
             ConfigError: the state is of another model.
         """
         reducer, params = self.backward_pass.reducer, self.backward_pass.params
-        for name, each in state.items():
+        for name, rows in state.items():
             shape = tuple(params[name].tensor.shape) if name in params else None
-            if shape is None or tuple(each.shape[1:]) != shape:
+            if shape is None or tuple(rows.shape[1:]) != shape:
                 raise ConfigError(
-                    "load_compression_state", where=name, got=tuple(each.shape),
+                    "load_compression_state", where=name, got=tuple(rows.shape),
                     expected=f"a parameter of {', '.join(params)}" if shape is None else f"(nodes, *{shape})",
                 )  # fmt: skip
-        flat = {name: [params[name].flat(row).numpy() for row in each] for name, each in state.items()}
-        give_residuals(reducer, {name: np.stack(rows) for name, rows in flat.items()})
+        flat = {name: np.stack([params[name].flat(row).numpy() for row in rows]) for name, rows in state.items()}
+        give_residuals(reducer, flat)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and drop those that backward has left for a `ShardedOptimizer`."""
@@ -587,16 +588,16 @@ class DistributedDataParallel(torch.nn.Module):
     def refuse_shared_memory(self, operation: str) -> None:
         """Raise `UnsupportedError` if a parameter, whose memory moves, shares it with a buffer or parameter."""
         at: dict[int, str] = {}
-        for name, each in self.module.named_parameters():
-            first = at.setdefault(each.data_ptr(), name) if each.numel() else name
+        for name, tensor in self.module.named_parameters():
+            first = at.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
             if first != name:
                 raise UnsupportedError(
                     operation, where=name, expected="a parameter with its own memory", got=f"the memory of {first}",
                     remedy="use one Parameter for both names, or wrap the model with owner='rank'",
                 )  # fmt: skip
-        memory = {each.untyped_storage().data_ptr(): name for name, each in self.module.named_parameters()}
-        for name, each in self.module.named_buffers():
-            shared = memory.get(each.untyped_storage().data_ptr()) if each.numel() else None
+        memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in self.module.named_parameters()}
+        for name, buffer in self.module.named_buffers():
+            shared = memory.get(buffer.untyped_storage().data_ptr()) if buffer.numel() else None
             if shared is not None:
                 raise UnsupportedError(
                     operation, where=name, expected="a buffer with its own memory", got=f"the memory of {shared}",
@@ -626,7 +627,7 @@ class DistributedDataParallel(torch.nn.Module):
             ConfigError: a model is joined already.
             UnsupportedError: the model contains a `SyncBatchNorm`.
         """
-        if any(isinstance(each, SyncBatchNorm) for each in self.module.modules()):
+        if any(isinstance(module, SyncBatchNorm) for module in self.module.modules()):
             raise UnsupportedError(
                 "join", expected="a model without SyncBatchNorm", got="a model with SyncBatchNorm",
                 remedy="use the same number of batches on every rank (drop_last=True)",
@@ -674,8 +675,8 @@ def _refuse(of_torchs: Mapping[str, object]) -> None:
 
 def _places(module: torch.nn.Module) -> list[tuple[Mapping[str, Any], str, Any]]:
     """Return the dicts, names and values of all parameters and submodules, except inside scripted modules."""
-    return [(held, name, each) for part in module.modules() for held in (part._parameters, part._modules)
-            if isinstance(held, dict) for name, each in held.items()]  # fmt: skip
+    return [(held, name, value) for part in module.modules() for held in (part._parameters, part._modules)
+            if isinstance(held, dict) for name, value in held.items()]  # fmt: skip
 
 
 def _one_device(trained: Sequence[TorchParameter]) -> Device | None:
@@ -696,8 +697,8 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, dict):
         yield from _tensors(list(output.values()))
     elif isinstance(output, list | tuple):
-        for each in output:
-            yield from _tensors(each)
+        for member in output:
+            yield from _tensors(member)
     elif _is_record(output):
         yield from _tensors(_fields(output))
 
@@ -707,7 +708,7 @@ def _is_record(output: Any) -> bool:
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    return {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 class _Marked(torch.autograd.Function):

@@ -306,7 +306,7 @@ class _Module(Adapter):
         state = dict(self._module.state_dict())
         own = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers() if name in state}
         seen = {name: view(buffer) for name, buffer in own.items()}
-        means = averages({name: of_bits(each.array, each.dtype) for name, each in seen.items()}, self._world)
+        means = averages({name: of_bits(own.array, own.dtype) for name, own in seen.items()}, self._world)
         state |= {name: tensor(bits(mean), seen[name].dtype) for name, mean in means.items()}
         return state | of_ranks(own)
 
