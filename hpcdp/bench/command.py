@@ -19,23 +19,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..comm.communicator import OPS
-from ..comm.consistency import on_rank_0
-from ..core.arrays import dtype_of
-from ..core.checks import check_name
-from ..errors import ConfigError, UnsupportedError, listed, to_stderr, whole_number
-from ..launch.checks import Parser
-from .measure import (
-    as_json,
-    check_memory,
-    check_writable,
-    describe,
-    format_size,
-    parse_size,
-    pin_to_own_core,
-    size_range,
-    write,
-)
+from ..core.checks import check_name, whole_number
+from ..errors import ConfigError, UnsupportedError, listed, to_stderr
+from ..launch.parser import Parser
 
 if TYPE_CHECKING:
     from ..comm import World
@@ -240,6 +226,8 @@ def draw(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+    from .measure import format_size
 
     figure = Figure(figsize=(7.6, 4.4), dpi=130, layout="constrained")
     canvas = FigureCanvasAgg(figure)
@@ -462,6 +450,9 @@ def parse(argv: Sequence[str]) -> Settings:
 
 def _sizes(given: argparse.Namespace, dtype: str) -> tuple[int, ...]:
     """Return the sizes of OSU's forms MIN:MAX, MAX and MIN:, rounded down to whole elements."""
+    from ..core.arrays import dtype_of
+    from .measure import parse_size, size_range
+
     itemsize = dtype_of(dtype).itemsize
     low, high = given.sizes.split(":", 1) if ":" in given.sizes else ("", given.sizes)
     usual = (f"{itemsize}", "4M") if given.benchmark in PAIRS else (f"{max(4, itemsize)}", "64M")
@@ -486,6 +477,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: an option is invalid; on every rank.
     """
+    from .measure import pin_to_own_core
+
     settings = parse(argv)
 
     from .. import comm
@@ -497,6 +490,9 @@ def main(argv: Sequence[str]) -> int:
 
 def run(settings: Settings, world: World) -> int:
     """Run a benchmark in ``world`` and return the exit status; every rank must call. Rank 0 prints and writes."""
+    from ..comm.consistency import on_rank_0
+    from .measure import format_size
+
     check(settings, world)
     facts = _facts(settings, world)
     measured = _rows(settings, world)
@@ -533,6 +529,8 @@ def run(settings: Settings, world: World) -> int:
 def _write_files(
     settings: Settings, world: World, rows: Sequence[Row], limit: tuple[str, float] | None, where: str
 ) -> None:
+    from .measure import as_json, describe, write
+
     def report() -> str:
         asked = {name: value for name, value in vars(settings).items() if name not in ("csv", "json", "plot")}
         about = {"library": world.library, "machine": describe(world), "limit": limit}
@@ -562,6 +560,9 @@ def check(settings: Settings, world: World) -> None:
             rank.
     """
     from ..collectives import ALGORITHMS
+    from ..comm.communicator import OPS
+    from ..comm.consistency import on_rank_0
+    from .measure import check_memory, check_writable
 
     if settings.benchmark in COLLECTIVES:
         collective = settings.benchmark.removeprefix("i")
@@ -583,6 +584,7 @@ def check(settings: Settings, world: World) -> None:
 
 
 def _rows(settings: Settings, world: World) -> Iterator[Row]:
+    from ..core.arrays import dtype_of
     from . import communication
 
     dtype, sizes = dtype_of(settings.dtype), list(settings.sizes)
@@ -639,6 +641,7 @@ def _limit(settings: Settings, world: World) -> tuple[str, float]:
 
     It is the rate of memory copies on one node, and of messages between two nodes otherwise.
     """
+    from .measure import format_size
     from .tune import copy_rates, link_rates
 
     if world.num_nodes > 1:
