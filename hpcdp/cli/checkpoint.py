@@ -210,7 +210,7 @@ def _export(given: argparse.Namespace) -> int:
     line = f"{given.out}: {format.counted(len(chosen.tensors), 'tensor')} of step {chosen.step}, {format.size(nbytes)}"
     left_out = [] if kind == "pt" or not chosen.others else [format.counted(len(chosen.others), "value")]
     if chosen.per_rank:
-        left_out.append(f"{format.counted(len(chosen.per_rank), 'entry', 'entries')} of single ranks")
+        left_out.append(format.counted(len(chosen.per_rank), "per-rank entry", "per-rank entries"))
     _say(line + (f"; left out: {', '.join(left_out)}" if left_out else ""))
     return 0
 

@@ -103,7 +103,7 @@ def test_a_cupy_that_does_not_work_is_not_told_to_be_missing(driver: None, monke
     monkeypatch.setattr(doctor, "cupy", lambda: (False, "does not work: ImportError: libcudart.so.12"))
     finding = doctor.check_gpus()
     assert finding.saw.endswith("CuPy does not work: ImportError: libcudart.so.12")
-    assert finding.remedy == "mend that, or install CuPy anew; hpcdp train --device cpu goes without"
+    assert finding.remedy == "repair it, or reinstall CuPy; or use the CPU with hpcdp train --device cpu"
 
 
 def test_a_driver_that_is_too_old_for_cupy(driver: None, cupy: Path) -> None:
