@@ -425,7 +425,7 @@ def _check_record(number: int, record: object) -> None:
     if wrong:
         name, expected = wrong[0]
         shown = shortened(repr(record.get(name)), 40)
-        raise ValueError(f"record {number} with {name!r} = {shown}, not {expected}")
+        raise ValueError(f"record {number}: {name!r} is {shown}, not {expected}")
 
 
 def _is_number(value: object) -> bool:

@@ -121,12 +121,12 @@ def test_a_loader_for_another_trainer_is_refused():
         fit(net, trainer_of(net, world, **options), DataLoader(SET, sampler, prefetch=0), epochs=1, world=world)
 
     sampler = ShardedSampler(75, 32)
-    with pytest.raises(ConfigError, match="for shards 0 to 7 of 8, got one of whole batches"):
+    with pytest.raises(ConfigError, match="for shards 0 to 7 of 8, got a loader without virtual shards"):
         thread_comm.run(1, lambda world: one(world, sampler))
     for options in ({"virtual_shards": 5}, {"reproducible": False}):
-        with pytest.raises(ConfigError, match="got that of a VirtualShardSampler for shards 0 to 7 of 8"):
+        with pytest.raises(ConfigError, match="got a loader with a VirtualShardSampler for shards 0 to 7 of 8"):
             thread_comm.run(1, lambda world, o=options: one(world, VirtualShardSampler(75, 32, 8), **o))
-    said = "for shards 0 to 3 of 8, got that of a VirtualShardSampler for shards 4 to 7 of 8"
+    said = "for shards 0 to 3 of 8, got a loader with a VirtualShardSampler for shards 4 to 7 of 8"
     with pytest.raises(ConfigError, match=said):
         thread_comm.run(2, lambda world: one(world, VirtualShardSampler(75, 32, 8, 2, 1 - world.rank)))
 
@@ -141,7 +141,7 @@ def test_an_empty_data_set_is_refused(reproducible):
             VirtualShardSampler(0, 32, 8, world.size, world.rank) if trainer.virtual_shards else ShardedSampler(0, 32)
         )
         with pytest.raises(
-            ConfigError, match=r"fit \[loader\]: expected an epoch of at least one batch, got none on any"
+            ConfigError, match=r"fit \[loader\]: expected an epoch of at least one batch, got no batch on any"
         ):
             fit(net, trainer, DataLoader(empty, sampler), epochs=1, world=world)
 

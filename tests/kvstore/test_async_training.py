@@ -247,7 +247,9 @@ def test_batches_that_are_taken_are_not_for_ranks_that_step_together():
         loader = DataLoader(SAMPLES, SharedSampler(len(SAMPLES), BATCH, SharedCount(world)))
         fit(net, trainer, loader, epochs=1, world=world)
 
-    with pytest.raises(ConfigError, match=r"fit \[loader\]: expected batches of a rank's own.*take a ShardedSampler"):
+    with pytest.raises(
+        ConfigError, match=r"fit \[loader\]: expected a sampler with fixed batches per rank.*use a ShardedSampler"
+    ):
         thread_comm.run(2, rank)
 
 

@@ -165,15 +165,15 @@ def test_a_run_that_was_killed_early_or_goes_on(epochs, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["none"], "expected the folder of a run, with metrics.jsonl, got none"),
-        (["a", "a/../a"], "expected each run once, got it twice"),
-        (["x" * 300], "expected the folder of a run, with metrics.jsonl, got none"),
-        (["a", "-o", f"{'x' * 300}/all.html"], "expected an existing folder"),
-        (["torn"], "expected what a run has written, got"),
-        (["strange"], "expected what a run has written, got a line that is no record"),
-        (["a", "-o", "nowhere/at/all.html"], "expected an existing folder nowhere/at, got none"),
+        (["none"], "expected a run folder with metrics.jsonl, got no metrics.jsonl"),
+        (["a", "a/../a"], "expected each run once, got a duplicate"),
+        (["x" * 300], "expected a run folder with metrics.jsonl, got no metrics.jsonl"),
+        (["a", "-o", f"{'x' * 300}/all.html"], "that is there, got none"),
+        (["torn"], "expected a file written by a run, got"),
+        (["strange"], "expected a file written by a run, got a line that is not a record"),
+        (["a", "-o", "nowhere/at/all.html"], "expected a folder nowhere/at that is there, got none"),
         (["a", "-o", "a/metrics.jsonl"], "expected a name that ends in .html, .htm, got 'a/metrics.jsonl'"),
-        (["cut"], "got line 2 of the file is none of JSON: "),
+        (["cut"], "got line 2 of the file is not JSON: "),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(arguments, said, tmp_path, monkeypatch, capsys):
@@ -204,7 +204,7 @@ TIMES = {"compute_s": [0.1, 0.2], "data_s": [0.1, 0.2], "exposed_s": [0.1, 0.2]}
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"epoch": "two", "loss": SCRIPT, "step": 1}, "got record 9, whose 'epoch' is 'two', not a number"),
+        ({"epoch": "two", "loss": SCRIPT, "step": 1}, "got record 9: 'epoch' is 'two', not a number"),
         ({"epoch": None}, "'epoch' is None, not a number"),
         ({"step": [1]}, "'step' is [1], not a number"),
         ({"kind": ["epoch"]}, "'kind' is ['epoch'], not a text"),
@@ -219,17 +219,17 @@ TIMES = {"compute_s": [0.1, 0.2], "data_s": [0.1, 0.2], "exposed_s": [0.1, 0.2]}
         ({"slowest_ratio": "1"}, "'slowest_ratio' is '1', not a number"),
         ({"slowest_ratio": None}, "'slowest_ratio' is None, not a number"),
         ({"slowest_host": ...}, "'slowest_host' is None, not a text"),
-        ({"by_rank": [1, 2]}, "'by_rank' is [1, 2], not as many numbers of each part"),
-        ({"by_rank": {"compute_s": [1]}}, "'by_rank' is {'compute_s': [1]}, not as many numbers"),
-        ({"by_rank": TIMES | {"data_s": [0.1]}}, "not as many numbers of each part"),
-        ({"by_rank": TIMES | {"data_s": [0.1, "x"]}}, "not as many numbers of each part"),
+        ({"by_rank": [1, 2]}, "'by_rank' is [1, 2], not equally many numbers for each part"),
+        ({"by_rank": {"compute_s": [1]}}, "'by_rank' is {'compute_s': [1]}, not equally many numbers"),
+        ({"by_rank": TIMES | {"data_s": [0.1]}}, "not equally many numbers for each part"),
+        ({"by_rank": TIMES | {"data_s": [0.1, "x"]}}, "not equally many numbers for each part"),
     ],
 )
 def test_a_field_of_another_type_is_said_in_a_line(fields, said, tmp_path, capsys):
     run = damaged(tmp_path / "a", **fields)
     assert main(["report", str(run)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"hpcdp: report [{run}/metrics.jsonl]: expected what a run has written, got ")
+    assert error.startswith(f"hpcdp: report [{run}/metrics.jsonl]: expected a file written by a run, got ")
     assert said in error and error.count("\n") == 1 and not (run / "report.html").exists()
 
 

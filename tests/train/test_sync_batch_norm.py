@@ -196,7 +196,7 @@ def test_a_reproducible_trainer_is_refused():
         net = SyncBatchNorm.convert(network(), world)
         trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, reproducible=True)
         with (
-            pytest.raises(ConfigError, match="expected a Trainer without reproducible=True, got one with it"),
+            pytest.raises(ConfigError, match="expected a Trainer without reproducible=True, got a reproducible one"),
             record(),
         ):
             net(np.ones((2, 1, 6, 6), "f4"))

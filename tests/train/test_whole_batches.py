@@ -39,7 +39,7 @@ def test_replicas_refuse_layers_of_all_ranks():
             nn.Replicas(net, [hpcdp.cpu(0), hpcdp.cpu(1)])
         replicas = nn.Replicas(network(), [hpcdp.cpu(0), hpcdp.cpu(1)])
         for each in (replicas, nn.Sequential(replicas)):
-            with pytest.raises(ConfigError, match="whole batch, got a Replicas, which cuts it"):
+            with pytest.raises(ConfigError, match="whole batch, got a Replicas, which splits it"):
                 SyncBatchNorm.convert(each, world)
         with pytest.raises(ConfigError, match=r"convert: expected a network, got an int"):
             SyncBatchNorm.convert(3, world)
@@ -54,7 +54,7 @@ def test_a_pipeline_refuses_layers_of_all_ranks_on_all_ranks(n):
         SyncBatchNorm.convert(parts[0], world)
         with pytest.raises(ConfigError, match=r"stages\[0\].*layers that do not communicate.*got a SyncBatchNorm"):
             Pipeline(parts, CE, world)
-        with pytest.raises(ConfigError, match="got a Pipeline, which cuts it"):
+        with pytest.raises(ConfigError, match="got a Pipeline, which splits it"):
             SyncBatchNorm.convert(Pipeline(stages(), CE, world), world)
 
     thread_comm.run(n, job)
@@ -241,7 +241,7 @@ def test_fit_takes_an_evaluation_and_the_loaders_own_shares():
     for options, expected in (
         ({"evaluate": lambda: 0.5}, r"\[evaluate\]: expected an Evaluation, or None, got a float"),
         ({"evaluate": ArrayDataset(X, Y)}, r"\[evaluate\]: expected a function, got ArrayDataset"),
-        ({"callbacks": [other]}, r"AdaptWorkLoad \[sampler\]: expected that of fit's loader"),
+        ({"callbacks": [other]}, r"AdaptWorkLoad \[sampler\]: expected the sampler of the loader"),
     ):
         with pytest.raises(ConfigError, match=expected):
             thread_comm.run(1, lambda world, options=options: fitted(world, **options))

@@ -63,8 +63,8 @@ def test_settings():
     assert parse_work_load("measured", 2) is None
     assert TrainConfig(ranks=2, work_load="3, 1").work_load == "3, 1"
     for text, ranks, said in (
-        ("3,1", 3, "expected 3 positive numbers between commas, or: measured, got '3,1'"),
-        ("fast", None, "expected a positive number a rank between commas"),
+        ("3,1", 3, "expected 3 positive numbers, comma-separated, or 'measured', got '3,1'"),
+        ("fast", None, "expected a positive number per rank, comma-separated"),
         ("1,-1", 2, "expected 2 positive numbers"),
         ("1,nan", 2, "expected 2 positive numbers"),
     ):
