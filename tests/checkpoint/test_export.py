@@ -279,7 +279,7 @@ def test_dtypes_that_a_format_does_not_have(tmp_path, torch):
     (path,) = save(tmp_path, state=lambda step, world: {"x": np.ones(2, np.longdouble), "y": np.ones(2, complex)})
     with pytest.raises(ConfigError, match=r"\[x\]: expected a dtype that safetensors supports.*--format npz"):
         write(choose(path), tmp_path / "x.safetensors", WRITERS["safetensors"])
-    with pytest.raises(ConfigError, match=r"\[x\]: expected a dtype that PyTorch has.*--format npz"):
+    with pytest.raises(ConfigError, match=r"\[x\]: expected a dtype of PyTorch.*--format npz"):
         write(choose(path), tmp_path / "x.pt", torch_writer())
     assert cli.main(["checkpoint", "export", str(path), str(tmp_path / "x.pt")]) == 2  # as for the others
 
