@@ -36,14 +36,13 @@ from ..engine import Variable
 from ..errors import ConfigError
 from ..optim import Optimizer, Schedule
 from . import handlers
-from .arguments import Entry, Key, PullHandle, can_wait, checked_file, checked_integer, merged
+from .arguments import Entry, Key, PullHandle, can_wait, checked_integer, merged
 from .client import Own, StateTransfer, Transfer
 from .handlers import Replay, Requests, Table, no_updater, require_same_by_name
 from .protocol import AWAY, BACK, NO_STATE, VALUE, Message, MessageKind
 from .server import Server
 from .store import WorldStore
-from .store_state import States, read_states, write_states
-from .updaters import ByOptimizer, Function, Rate, Updater, check_codable, name_of, rate_of, state_dtype
+from .updaters import ByOptimizer, Function, Rate, Updater, check_codable, name_of, rate_of
 
 
 class AsyncStore(WorldStore):
@@ -370,40 +369,6 @@ class AsyncStore(WorldStore):
     def _renew(self, rule: ByOptimizer, config: dict[str, Any]) -> None:
         super()._renew(rule, config)
         self._install({"optimizer": config}, lambda: self._updater)
-
-    def save_optimizer_states(self, path: str) -> None:
-        """See `KVStore.save_optimizer_states`."""
-        rule = self._by_optimizer("save_optimizer_states").optimizer
-        file = self._agreed(lambda: checked_file("save_optimizer_states", path))
-
-        def write() -> None:
-            states, steps = States(), dict[Key, int]()
-            for key, own in self._own.items():
-                steps[key] = self._transfer.read_state(own.item, NO_STATE)[1]
-                for which, name in enumerate(sorted(rule.state_names())):
-                    states[key, name] = self._transfer.read_state(own.item, which)[0]
-            write_states(file, rule, steps, states, self.key_names)
-
-        self._by_first(write)
-
-    def load_optimizer_states(self, path: str) -> None:
-        """See `KVStore.load_optimizer_states`."""
-        rule = self._by_optimizer("load_optimizer_states").optimizer
-        file = self._agreed(lambda: checked_file("load_optimizer_states", path))
-
-        def read() -> None:
-            shapes = {key: own.item.shape for key, own in self._own.items()}
-            steps, states = read_states(file, rule, shapes, self.key_names)
-            for key, own in self._own.items():
-                item = own.item
-                self._transfer.write_steps(item, steps.get(key, 0))
-                for which, name in enumerate(sorted(rule.state_names())):
-                    saved = states.get((key, name))
-                    value = np.zeros(item.shape) if saved is None else saved
-                    whole = np.ascontiguousarray(value, state_dtype(item.dtype))
-                    self._transfer.write(item, which, Sharded(item.shape, whole.dtype, [Part(0, whole.reshape(-1))]))
-
-        self._by_first(read)
 
 
 def _let_go(transfer: Transfer, replay: Replay | None, worker: int) -> None:

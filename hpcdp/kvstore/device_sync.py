@@ -138,7 +138,3 @@ class DeviceSyncStore(SyncStore):
     def _own_part(self, entry: Entry, whole: Array) -> Array:
         how = StateDictMixin if entry.key in self._on_gpus else SyncStore
         return how._own_part(self, entry, whole)
-
-    def _joined(self, entry: Entry, part: Array) -> np.ndarray:
-        how = StateDictMixin if entry.key in self._on_gpus else SyncStore
-        return how._joined(self, entry, part)

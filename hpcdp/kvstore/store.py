@@ -20,6 +20,8 @@ from ..compression import Compression, Settings
 from ..core.arrays import Array, is_host, to_host
 from ..core.checks import function, not_copied, number
 from ..core.devices import to_device_of
+from ..core.state import Sharded
+from ..data_parallel.trainer_state import joined
 from ..engine import Engine, Variable
 from ..errors import ConfigError, MissingKeyError, UnsupportedError, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer
@@ -511,3 +513,7 @@ class WorldStore(KVStore):
 
     def _by_first(self, write: Callable[[], None]) -> None:
         on_rank_0(self._world.comm, write)
+
+    def whole(self, tensor: Sharded | Array) -> np.ndarray:
+        """See `StateDictMixin.whole`."""
+        return joined(tensor, self._world) if isinstance(tensor, Sharded) else super().whole(tensor)

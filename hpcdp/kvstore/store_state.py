@@ -171,9 +171,9 @@ class StateDictMixin(abc.ABC):
         """Return the part that this worker updates, flat, of an array of the key's shape."""
         return to_device_of(whole.reshape(-1), entry.stored)
 
-    def _joined(self, entry: Entry, part: Array) -> np.ndarray:
-        """Join every worker's part to a NumPy array of the key's shape; every worker must call."""
-        return to_host(part).reshape(entry.stored.shape)
+    def whole(self, tensor: Sharded | Array) -> np.ndarray:
+        """Return a whole tensor of a state on the host, from the parts of all workers; every worker must call."""
+        return to_host(tensor.parts[0].values if isinstance(tensor, Sharded) else tensor).reshape(tensor.shape)
 
     def _held(self, entry: Entry, part: Array) -> Sharded | Array:
         """Return this worker's flat ``part`` of an array of the key's shape in the form of a state."""
@@ -282,14 +282,12 @@ class StateDictMixin(abc.ABC):
             ConfigError: there is no optimizer, or ``path`` names no file; on every worker.
             DataError: the file cannot be written; on every worker.
         """
-        rule = self._by_optimizer("save_optimizer_states")
+        rule = self._by_optimizer("save_optimizer_states").optimizer
         file = self._agreed(lambda: checked_file("save_optimizer_states", path))
-        states = {
-            (key, name): self._joined(entry, part)
-            for key, entry in self._entries.items()  # not the order of the rule's states, which differs between ranks
-            for name, part in (rule.states[key].items() if rule.steps.get(key) else ())
-        }
-        self._by_first(lambda: write_states(file, rule.optimizer, rule.steps, states, self.key_names))
+        state = self.state_dict()
+        updates = {key: count for key, count in state["updates"].items() if count}
+        states = {(key, name): self.whole(tensor) for key in updates for name, tensor in state["states"][key].items()}
+        self._by_first(lambda: write_states(file, rule, updates, states, self.key_names))
 
     def load_optimizer_states(self, path: str) -> None:
         """Restore a file of `save_optimizer_states`, of any number of workers; every worker must call.
@@ -300,18 +298,20 @@ class StateDictMixin(abc.ABC):
             ConfigError: there is no optimizer.
             DataError: the file is missing, damaged or of another optimizer, or other keys; on every worker.
         """
-        rule = self._by_optimizer("load_optimizer_states")
-        shapes = {key: entry.stored.shape for key, entry in self._entries.items()}
-        rule.steps, states = self._agreed(
-            lambda: read_states(checked_file("load_optimizer_states", path), rule.optimizer, shapes, self.key_names)
+        rule = self._by_optimizer("load_optimizer_states").optimizer
+        shapes = {key: tuple(entry.stored.shape) for key, entry in self._entries.items()}
+        updates, saved = self._agreed(
+            lambda: read_states(checked_file("load_optimizer_states", path), rule, shapes, self.key_names)
         )
-        rule.states = {}
-        for key in rule.steps:
-            entry = self._entries[key]
-            with on_device_of(entry.stored):
-                rule.states[key] = new_state(rule.optimizer, self._own_part(entry, entry.stored))
-                for name, place in rule.states[key].items():
-                    place[...] = self._own_part(entry, states[key, name])
+        states = {
+            key: {name: saved[key, name] if key in updates else np.zeros(shape) for name in rule.state_names()}
+            for key, shape in shapes.items()
+        }
+        self.take_optimizer_states(states, {key: updates.get(key, 0) for key in shapes})
+
+    def take_optimizer_states(self, states: Mapping[Key, Mapping[str, Any]], updates: Mapping[Key, int]) -> None:
+        """Set the optimizer's state and the number of updates of all keys; every worker must call."""
+        self.load_state_dict({**self.state_dict(), "states": states, "updates": updates})
 
     def _by_optimizer(self, operation: str) -> ByOptimizer:
         """Return the optimizer once the pushes of all workers have taken effect; every worker must call."""

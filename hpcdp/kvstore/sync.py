@@ -21,7 +21,7 @@ import numpy as np
 
 from .. import kernels
 from ..comm import World
-from ..comm.communicator import Steps, join_parts
+from ..comm.communicator import Steps
 from ..comm.consistency import require_same
 from ..comm.tasks import ProgressEngine, run_until_complete
 from ..compression import Compression
@@ -341,11 +341,3 @@ class SyncStore(WorldStore):
         padded = np.zeros(rows.flat.size, whole.dtype)
         padded[: whole.size] = whole.reshape(-1)
         return padded[slice(*rows.bucket.shard)]
-
-    def _joined(self, entry: Entry, part: Array) -> np.ndarray:
-        rows = self._rows[entry.key]
-        padded = np.zeros(rows.flat.size, part.dtype)
-        if self._rail is None or self._rail.comm.rank == 0:
-            padded[slice(*rows.bucket.shard)] = part
-        join_parts(padded, self._world.comm)
-        return padded[: entry.stored.size].reshape(entry.stored.shape)

@@ -25,7 +25,7 @@ from ..comm.tasks import ProgressEngine
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression, Settings
 from ..core import files
-from ..core.arrays import Array, array_namespace, is_half, on_device_of, to_host
+from ..core.arrays import Array, array_namespace, is_half, on_device_of
 from ..core.checks import instance, one_of
 from ..core.environment import launched_ranks
 from ..core.state import FitsSaved, Part, Saved, Sharded, require_state, take, unquoted
@@ -49,7 +49,7 @@ from ..data_parallel.trainer import (
     trained,
     unfinished,
 )
-from ..data_parallel.trainer_state import RESIDUAL, joined
+from ..data_parallel.trainer_state import RESIDUAL
 from ..errors import ConfigError, DataError, StaleGradientError, warn
 from ..optim import Optimizer, require_by_elements
 from . import KINDS, KVStore, create
@@ -523,7 +523,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         arrays: dict[str, np.ndarray] = {}
         for name, tensors in states.items():
             for key, tensor in tensors.items():
-                whole = self._whole(tensor)
+                whole = self.store.whole(tensor)
                 if self.store.rank == 0:
                     arrays[f"{name}/{key}"] = whole
         header = {"version": 1, "step_count": self.step_count, "optimizer": self.optimizer.config()["name"]}
@@ -540,9 +540,11 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         read = partial(self._read_states, Path(path))
         step_count, passed_over, states = read() if self.world is None else on_every_rank(self.world.comm, read)
         if self.update_on_kvstore:
-            updates = {key: step_count - passed_over.get(name, 0) for key, name in enumerate(self.names)}
-            by_key = {key: states[name] for key, name in enumerate(self.names)}
-            self.store.load_state_dict({**self.store.state_dict(), "states": by_key, "updates": updates})
+            updates: dict[Key, int] = {}
+            by_key: dict[Key, dict[str, np.ndarray]] = {}
+            for key, name in enumerate(self.names):
+                updates[key], by_key[key] = step_count - passed_over.get(name, 0), states[name]
+            self.store.take_optimizer_states(by_key, updates)
         else:
             self._take_states(states)
         self.step_count = self._known_steps = step_count
@@ -599,14 +601,6 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         for name, tensors in self._own_states().items():
             for key, tensor in tensors.items():
                 take(f"{name}/{key}", tensor, states[name][key])
-
-    def _whole(self, tensor: Sharded | Array) -> np.ndarray:
-        """Return a whole tensor of a state on the host; every rank must call."""
-        if not isinstance(tensor, Sharded):
-            return to_host(tensor)
-        if self.world is None:
-            return to_host(tensor.parts[0].values).reshape(tensor.shape)
-        return joined(tensor, self.world)
 
     @property
     def _needs_store(self) -> bool:
