@@ -74,9 +74,10 @@ test-cupy:  ## run CuPy itself without a GPU, for its calls and waits, not for v
 bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (ten to twenty quiet minutes)
 	@$(BIN)/python benchmarks/bench_suite.py $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)
 
-check: $(VENV)/installed-dev  ## lint, formatting, types, order of the packages, the site
+check: $(VENV)/installed-dev  ## lint, formatting, spelling, types, order of the packages, the site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell hpcdp benchmarks docs examples kernels slurm README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_imports.py
