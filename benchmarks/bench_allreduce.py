@@ -138,6 +138,7 @@ def _median_of(name: str, row: dict[str, Any]) -> float | None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = sweep_parser("allreduce", __doc__, "4:64M", "message sizes in bytes", 3)
     parser.add_argument("--mpich", metavar="PYTHON", help="start jobs in turn with this Python, which has MPICH")
     parser.add_argument("--ranks", type=at_least(2), default=2, help="of those jobs")

@@ -281,6 +281,7 @@ def _folder_in(where: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     args = _parser().parse_args(argv)
     nbytes = parse_size(args.size)
     check_writable("checkpoint --json", [args.json])

@@ -91,6 +91,7 @@ def job(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = Parser(prog="python benchmarks/bench_compression.py", description=__doc__)
     add_options(parser, "2,4")
     parser.set_defaults(rate="1gbit,100mbit")

@@ -58,6 +58,7 @@ class Layer:
 
     @property
     def out_size(self) -> int:
+        """The height and width of the output."""
         return output_size(self.size, self.kernel, self.stride, self.padding)
 
     @property
@@ -174,6 +175,7 @@ def measure(layer: Layer, turns: int, torch: Any) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = Parser(prog="python benchmarks/bench_convolutions.py", description=__doc__)
     parser.add_argument("--turns", type=at_least(1), default=15, help="of each candidate (15)")
     parser.add_argument("--brief", action="store_true", help="the layers of LeNet alone")

@@ -31,11 +31,14 @@ POOL = "pool"
 class Executor(Protocol):
     """Runs functions on another thread, in the order in which they are handed over."""
 
-    def hand_over(self, fn: Callable[[], object]) -> None: ...
+    def hand_over(self, fn: Callable[[], object]) -> None:
+        """Start ``fn`` on the other thread, after all earlier ones."""
 
-    def wait_for_last(self) -> None: ...
+    def wait_for_last(self) -> None:
+        """Wait until the function that was handed over last has run."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the thread."""
 
 
 class ByEngine:
@@ -53,15 +56,18 @@ class ByEngine:
         self._written = self._pairs[0][1][0]
 
     def hand_over(self, fn: Callable[[], object]) -> None:
+        """Start ``fn`` on the other thread, after all earlier ones."""
         self._number = (self._number + 1) % len(self._pairs)
         reads, writes = self._pairs[self._number]
         self._engine.push(fn, reads, writes)
         self._written = writes[0]
 
     def wait_for_last(self) -> None:
+        """Wait until the function that was handed over last has run."""
         self._engine.wait_to_read(self._written)
 
     def close(self) -> None:
+        """End the thread."""
         self._engine.shutdown()
 
 
@@ -73,13 +79,16 @@ class ByPool:
         self._last: Future[object] | None = None
 
     def hand_over(self, fn: Callable[[], object]) -> None:
+        """Start ``fn`` on the other thread, after all earlier ones."""
         self._last = self._pool.submit(fn)
 
     def wait_for_last(self) -> None:
+        """Wait until the function that was handed over last has run."""
         if self._last is not None:
             self._last.result()
 
     def close(self) -> None:
+        """End the thread."""
         self._pool.shutdown()
 
 
@@ -174,6 +183,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = Parser(prog="python benchmarks/bench_engine.py", description=__doc__)
     parser.add_argument("--turns", type=at_least(1), default=25, metavar="N", help="of each candidate (25)")
     parser.add_argument("--count", type=at_least(10), default=2000, metavar="N", help="functions a turn (2000)")

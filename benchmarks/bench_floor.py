@@ -140,12 +140,15 @@ class BareExchange:
     count: int
 
     def refresh(self, iteration: int) -> None:
+        """Write the data of an iteration into the inputs."""
         self.data.write(self.floor.input(self.pattern, self.count), iteration)
 
     def timed(self) -> int:
+        """Run the exchange once and return its nanoseconds."""
         return self.floor.exchange(self.pattern, self.count)
 
     def wrong(self, iteration: int) -> int:
+        """Return how many elements of the result of an iteration are wrong."""
         return self.data.wrong(self.floor.result(self.pattern, self.count), iteration)
 
 
@@ -175,6 +178,7 @@ def sweep(world: comm.World, sizes: list[int], iterations: int, warmup: int) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = Parser(prog="python benchmarks/bench_floor.py", description=__doc__)
     parser.add_argument("-m", dest="sizes", default="4:256M", metavar="MIN:MAX", help="message sizes in bytes")
     parser.add_argument("-i", dest="iterations", type=at_least(1), default=200)

@@ -179,6 +179,7 @@ def gpu_or_reason() -> tuple[Any, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = Parser(prog="python benchmarks/bench_gpu.py", description=__doc__)
     parser.add_argument("-m", dest="size", default="256M", help="bytes of one float32 array (256M)")
     parser.add_argument("--batch", type=at_least(1), default=256, help="of images (256)")

@@ -298,6 +298,7 @@ def seconds(call: Callable[[], Any], marker: Array) -> float:
     """Return the seconds of one ``call``: the median over turns of calls in a row for `_TURN_S`, without waits.
 
     Args:
+        call: what is timed.
         marker: an array of one element; its copy to the host waits for all that was launched before.
     """
 
@@ -376,6 +377,7 @@ def all_kernels(
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = Parser(prog="python benchmarks/bench_gpu_alone.py", description=__doc__)
     parser.add_argument("-m", dest="size", default="256M", help="bytes of one float32 array (256M)")
     parser.add_argument("--batch", type=at_least(1), default=256, help="of images (256)")

@@ -266,6 +266,7 @@ CASES = {each.__name__: each for each in (shared, staging, training, graphs, cod
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = Parser(prog="python benchmarks/bench_gpu_sums.py", description=__doc__)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("-m", dest="size", default="256M", help="bytes of float32 (256M)")

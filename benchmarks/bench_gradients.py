@@ -87,15 +87,18 @@ class GradientAllreduce:
         self._gradients = _Gradients(world, data, count, "auto")
 
     def refresh(self, iteration: int) -> None:
+        """Write the data of an iteration into the inputs."""
         self._gradients.trainer.reducer.reset()  # as the update that is not timed here would
         self._gradients.write(iteration)
 
     def timed(self) -> int:
+        """Run the exchange once and return its nanoseconds."""
         begin = time.perf_counter_ns()
         self._gradients.trainer.allreduce_grads()
         return time.perf_counter_ns() - begin
 
     def wrong(self, iteration: int) -> int:
+        """Return how many elements of the result of an iteration are wrong."""
         return sum(self._gradients.data.wrong(param.grad, iteration) for param in self._gradients.params)
 
 
@@ -125,17 +128,20 @@ class TrainerStep:
         self._reference = _Reference(world, data)
 
     def refresh(self, iteration: int) -> None:
+        """Write the data of an iteration into the inputs."""
         for param in self._gradients.params:
             np.sum(param.data)
         self._gradients.write(iteration)
         self._reference.step(iteration)
 
     def timed(self) -> int:
+        """Run the exchange once and return its nanoseconds."""
         begin = time.perf_counter_ns()
         self._gradients.trainer.step(1)
         return time.perf_counter_ns() - begin
 
     def wrong(self, iteration: int) -> int:
+        """Return how many elements of the result of an iteration are wrong."""
         return sum(self._reference.wrong(param.data) for param in self._gradients.params)
 
 
@@ -151,16 +157,19 @@ class PeerStep:
     step: Callable[[], None]
 
     def refresh(self, iteration: int) -> None:
+        """Write the data of an iteration into the inputs."""
         np.sum(self.param)
         self.data.write(self.grad, iteration)
         self.reference.step(iteration)
 
     def timed(self) -> int:
+        """Run the exchange once and return its nanoseconds."""
         begin = time.perf_counter_ns()
         self.step()
         return time.perf_counter_ns() - begin
 
     def wrong(self, iteration: int) -> int:
+        """Return how many elements of the result of an iteration are wrong."""
         return self.reference.wrong(self.param)
 
 
@@ -229,6 +238,7 @@ def compare_updates(
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     args = sweep_parser("gradients", __doc__, "64K:64M", "bytes of the parameters", 2).parse_args(argv)
     sizes = size_range(args.sizes, args.factor)
     world = comm.init()

@@ -51,9 +51,11 @@ class Calls:
     number: int
 
     def refresh(self, iteration: int) -> None:
+        """Write the data of an iteration into the inputs."""
         self.call()
 
     def timed(self) -> int:
+        """Run the exchange once and return its nanoseconds."""
         call = self.call
         begin = time.perf_counter_ns()
         for _ in range(self.number):
@@ -61,6 +63,7 @@ class Calls:
         return (time.perf_counter_ns() - begin) // self.number
 
     def wrong(self, iteration: int) -> int:
+        """Return how many elements of the result of an iteration are wrong."""
         return 0
 
 
@@ -193,6 +196,7 @@ class Chain(nn.Module):
         self._compute = compute
 
     def forward(self, x: Any) -> Any:
+        """Compute the chain of ``x`` and the weight."""
         return self._compute(x, self.weight)
 
 
@@ -330,6 +334,7 @@ def _show(row: dict[str, Any], what: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = Parser(prog="python benchmarks/bench_hybrid.py", description=__doc__)
     parser.add_argument("--turns", type=at_least(1), default=40, help="of each candidate (40)")
     parser.add_argument("--brief", action="store_true", help="the document's network alone")

@@ -151,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     args = _parser().parse_args(argv)
     if args.job:
         return job(args)

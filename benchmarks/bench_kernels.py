@@ -96,14 +96,17 @@ class Repeated:
     call: Callable[[], Any]
 
     def refresh(self, iteration: int) -> None:
+        """Write the data of an iteration into the inputs."""
         self.call()
 
     def timed(self) -> int:
+        """Run the exchange once and return its nanoseconds."""
         begin = time.perf_counter_ns()
         self.call()
         return time.perf_counter_ns() - begin
 
     def wrong(self, iteration: int) -> int:
+        """Return how many elements of the result of an iteration are wrong."""
         return 0
 
 
@@ -316,6 +319,7 @@ def measure_kernel(kernel: Kernel, nbytes: int, iterations: int, warmup: int) ->
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = sweep_parser("kernels", __doc__, "1M:64M", "bytes of one float32 array", 2, 64)
     args = parser.parse_args(argv)
     sizes = size_range(args.sizes, args.factor)

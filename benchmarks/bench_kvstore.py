@@ -65,6 +65,7 @@ class Updating(MeasuredCollective):
         super().__init__(UPDATED, data, x, x, call, lambda value, _: count_wrong(value, -self._total, 0.0))
 
     def refresh(self, iteration: int) -> None:
+        """Write the data of an iteration into the inputs."""
         super().refresh(iteration)
         self._total += self.data.reduced(iteration)
 
@@ -147,17 +148,20 @@ class Rounds:
         self.name, self._data, self._x, self._call, self._total = name, data, x, call, total
 
     def refresh(self, iteration: int) -> None:
+        """Write the data of an iteration into the inputs."""
         self._data.write(self._x.reshape(-1), iteration)
         if self._total is not None:
             self._total += self._data.reduced(iteration)
 
     def timed(self) -> int:
+        """Run the exchange once and return its nanoseconds."""
         begin = time.perf_counter_ns()
         for number in range(len(self._x)):
             self._call(number)
         return time.perf_counter_ns() - begin
 
     def wrong(self, iteration: int) -> int:
+        """Return how many elements of the result of an iteration are wrong."""
         return 0  # the sum is looked at in the end: meanwhile others push
 
 
@@ -235,6 +239,7 @@ def print_row(row: dict[str, Any], *, heading: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = sweep_parser("kvstore", __doc__, "4K:16M", "value sizes in bytes", 3, factor=16)
     args = parser.parse_args(argv)
     sizes = size_range(args.sizes, args.factor)

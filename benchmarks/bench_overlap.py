@@ -167,6 +167,7 @@ class Alone(Training):
             param.data_hook = partial(self._stamp_needed, slot.bucket)  # type: ignore[attr-defined]
 
     def turn(self, steps: int, found: Found) -> None:
+        """Time ``steps`` steps, and drop the first, which is not counted."""
         super().turn(steps, found)
         del self.taken[-1 - steps]  # that of the step which is not counted
 
@@ -178,6 +179,7 @@ class Alone(Training):
         self._needed_ns[bucket] = self._needed_ns[bucket] or time.perf_counter_ns()
 
     def update(self, count: int) -> None:
+        """Update as usual, and record when each bucket was ready and needed."""
         reducer, owner = self.trainer.reducer, self.trainer.owner
         assert isinstance(owner, Replicated | ShardedUpdate)
         begin, backward, end = self.marks_ns
@@ -355,6 +357,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     args = _parser().parse_args(argv)
     for name in args.models.split(","):
         check_name("model", name, list(MODELS))

@@ -109,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     args = _parser().parse_args(argv)
     numbers = [int(each) if each.isdecimal() else 0 for each in args.micro_batches.split(",")]
     if min(numbers) < 1:

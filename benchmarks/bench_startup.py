@@ -72,6 +72,7 @@ def measure(ranks: int, repeats: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = Parser(prog="python benchmarks/bench_startup.py", description=__doc__)
     parser.add_argument("--ranks", type=at_least(1), default=2)
     parser.add_argument("--repeats", type=at_least(1), default=9)

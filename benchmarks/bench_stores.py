@@ -137,6 +137,7 @@ def _run(args: argparse.Namespace, store: str, seed: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = Parser(prog="python benchmarks/bench_stores.py", description=__doc__)
     parser.add_argument("--ranks", type=at_least(2), default=4, help="each a node of its own (4)")
     parser.add_argument("--slow", type=float, default=3.0, metavar="X", help="how long the slow rank's steps take (3)")

@@ -225,6 +225,7 @@ def _report_of_gpu(file: str) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = Parser(prog="python benchmarks/bench_suite.py", description=__doc__)
     parser.add_argument("--ranks", type=at_least(2), default=2, help="of the jobs that compare collectives (2)")
     parser.add_argument("--largest", default="256M", metavar="SIZE", help="the largest message")

@@ -109,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     args = _parser().parse_args(argv)
     check_writable("tensor_parallel --json", [args.json])
     world = comm.init()

@@ -175,6 +175,7 @@ def _agrees(place: dict[str, Any]) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = Parser(prog="python benchmarks/bench_torch_ddp.py", description=__doc__)
     add_options(parser, "1,2")
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")

@@ -158,6 +158,7 @@ def all_ranks(world: comm.World, framework: str, batch: int, turns: int, seconds
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = Parser(prog="python benchmarks/bench_train_lenet.py", description=__doc__)
     parser.add_argument("--batch", type=at_least(1), default=64, help="samples a rank")
     frameworks = ("compare", "hpcdp", "torch")

@@ -127,6 +127,7 @@ def against_torch(world: comm.World, model: str, batch: int, turns: int, seconds
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark and return its exit status; every rank calls."""
     parser = Parser(prog="python benchmarks/bench_train_models.py", description=__doc__)
     parser.add_argument("--model", choices=list(PAIRS), default="char_lstm", metavar="NAME", help=", ".join(PAIRS))
     parser.add_argument("--batch", type=at_least(1), default=32, help="samples a step (32)")

@@ -72,6 +72,7 @@ def best_peer_ratio(rounds: list[dict[str, Any]], ours: str, peers: list[str]) -
 
 
 def median(name: str) -> Pick:
+    """Return a pick of the median microseconds of ``name``."""
     return lambda row: row["median_us"].get(name)
 
 
@@ -180,6 +181,7 @@ def _fabrics(results: dict[str, Any]) -> list[Verdict]:
 
 
 def overlapped_places(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the places of all reports of overlap."""
     return [place for report in results.get("overlap", []) for place in report["places"]]
 
 
@@ -194,6 +196,7 @@ def _overlaps(results: dict[str, Any]) -> list[Verdict]:
 
 
 def where(place: dict[str, Any]) -> str:
+    """Return the text that names a place: its hosts, ranks and rate."""
     ranks = f"{place['ranks_per_node']} rank" + ("s" if place["ranks_per_node"] > 1 else "")
     return f"{ranks} on one node" if place["hosts"] == 1 else f"{place['hosts']} hosts x {ranks}, {place['rate']}"
 
@@ -204,6 +207,7 @@ _OVER_DDP = {"wide": {16: 1.6, 64: 1.3}}
 
 
 def torch_places(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the places of all comparisons with PyTorch."""
     return [place for report in results.get("torch", []) for place in report["places"]]
 
 
@@ -288,6 +292,7 @@ def kernel_names(results: dict[str, Any]) -> list[str]:
 
 
 def of_kernel(name: str, key: str) -> Pick:
+    """Return a pick of ``key`` in the row of the kernel ``name``."""
     return lambda row: row[key] if row["kernel"] == name else None
 
 
@@ -390,4 +395,5 @@ def _hybrid(results: dict[str, Any]) -> list[Verdict]:
 
 
 def hybrid_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of all reports of hybridized networks."""
     return [row for report in results.get("hybrid", []) for row in report["rows"]]

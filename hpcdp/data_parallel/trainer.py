@@ -689,7 +689,7 @@ class BaseTrainer:
     def load_states(self, path: str | Path) -> None:
         """Restore a file of `save_states`, written by any number of ranks with any owner; every rank must call.
 
-        Files of trainers on buckets and on stores differ.
+        Trainers with and without a ``kvstore`` load each other's files; without one, compression residuals load, too.
 
         Raises:
             DataError: the file is missing, damaged or of another model or optimizer; on every rank, nothing is changed.
