@@ -46,7 +46,8 @@ def parser() -> Parser:
     add("-n", "--ranks", metavar="N", help="number of ranks (in a Slurm job default: its tasks)")
     add("-s", "--servers", default="0", metavar="S", help="number of servers beside them (default: 0)")
     add("-H", "--hosts", metavar="HOSTS", help="a file of hosts, or hosts: node1:4,node2:4")
-    add("--launcher", metavar="NAME", help=f"{', '.join(launchers.LAUNCHERS)} (default: ssh with -H, else local)")
+    usual = "default: mpi in a batch job, else ssh with -H, else local"
+    add("--launcher", metavar="NAME", help=f"{', '.join(launchers.LAUNCHERS)} ({usual})")
     add("--ranks-per-node", metavar="N", help="at most so many ranks on a host")
     add("--sync-dst-dir", metavar="DIR", help="copy this folder to DIR on every host, and run there")
     add("--env", action="append", default=[], metavar="K=V", help=_ENV)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import codecs
-import contextlib
 import gzip
 import io
 import itertools
@@ -32,7 +31,7 @@ from ..core.checks import instance, is_number, part_of, whole_number
 from ..core.devices import Device, require_devices
 from ..core.files import require_file
 from ..core.hdf5 import damage_as_data_error, missing_source, open_to_read, require_inside, special_file
-from ..errors import ConfigError, DataError, listed, shortened, type_named
+from ..errors import ConfigError, DataError, HpcdpError, listed, shortened, type_named
 from .images import resize
 
 if TYPE_CHECKING:
@@ -466,6 +465,8 @@ def read_csv(
     path, fault = Path(path), partial(DataError, "read csv", where=path)
     try:
         table = _table(path, delimiter, skip_rows, num_parts, part_index)
+    except HpcdpError:
+        raise
     except _UNREADABLE as error:
         _refuse_damaged(path, fault)
         _refuse_rows(path, delimiter, skip_rows, fault)
@@ -580,7 +581,7 @@ def _refuse_rows(path: Path, delimiter: str, skip_rows: int, fault: Callable[...
     NumPy's own message counts rows of the part, from 0 or from 1, so it cannot name the line.
     """
     columns = 0
-    with contextlib.suppress(*_UNREADABLE):
+    try:
         for line, row in _numbered(path, skip_rows):
             fields = row.split(delimiter)
             if columns == 0 and len(fields) > 1 and not any(map(_is_number, fields)):
@@ -595,6 +596,10 @@ def _refuse_rows(path: Path, delimiter: str, skip_rows: int, fault: Callable[...
             else:
                 continue
             raise fault(expected=f"rows of {columns} numbers, as the first one", got=got)
+    except HpcdpError:
+        raise
+    except _UNREADABLE:
+        return
 
 
 def _is_number(field: str) -> bool:

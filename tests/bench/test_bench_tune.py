@@ -270,7 +270,7 @@ def test_links_are_measured_on_any_nodes(sizes, per_node):
         (["-m", "2:64"], "4 bytes or more"),
         (["fast"], "got 'fast'"),
         (["--dry-run", "--show"], "not allowed with"),
-        (["--slow"], "tune: unknown option '--slow'; hpcdp tune -h"),
+        (["--slow"], r"tune: unknown option '--slow' \(did you mean '--show'\?\); hpcdp tune -h"),
     ],
 )
 def test_wrong_usage_is_one_line(argv, says):

@@ -394,7 +394,7 @@ def test_export(run, saved, tmp_path):
     assert status == 0 and "8 tensors of step 100, " in out
     status, out, _ = run("export", saved, tmp_path / "all", "--format", "npz")
     assert status == 0
-    assert out.endswith("; left out: 6 values, 1 entry of single ranks\n")
+    assert out.endswith("; left out: 6 values, 1 per-rank entry\n")
 
 
 def test_prune(run, folder):

@@ -19,7 +19,7 @@ from ...checkpoint import directory, flatten
 from ...checkpoint.inspect import look_at
 from ...comm import World
 from ...comm.consistency import on_rank_0
-from ...errors import ConfigError, DataError, listed, reason
+from ...errors import ConfigError, DataError, HpcdpError, listed, reason
 from ..metrics import MetricsLog, Record, read_metrics, replace_file
 from ..progress import draw_curves
 from .config import AUTO, TrainConfig, load, read_toml, uncollected
@@ -228,6 +228,8 @@ class RunFolder:
         """Drop the records after a checkpoint, see `MetricsLog.go_on`; an error is kept in `failure`."""
         try:
             self._log.go_on(epochs, steps)
+        except HpcdpError:
+            raise
         except (OSError, *_DAMAGE) as error:
             self.failure = _as_os_error(error)
 
@@ -246,6 +248,8 @@ class RunFolder:
         try:
             with uncollected():
                 draw_run(self.path, self._config)
+        except HpcdpError:
+            raise
         except (OSError, *_DAMAGE) as failure:
             self.failure = self.failure or _as_os_error(failure)
 
