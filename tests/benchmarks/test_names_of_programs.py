@@ -11,8 +11,11 @@ import pytest
 
 from bench_harness import programs
 
-NAMES = sorted({path.name.removesuffix(".py") for path in programs.PROGRAMS.iterdir() if path.name != "__pycache__"})
-MODULES = [name for name in NAMES if name.isidentifier()]
+MODULES = sorted(
+    path.name.removesuffix(".py")
+    for path in programs.PROGRAMS.iterdir()
+    if path.suffix == ".py" or any(path.glob("*.py"))  # a folder without Python never hides a package behind it
+)
 ALL = sorted(path.stem for path in programs.PROGRAMS.glob("bench_*.py"))
 ON_PYPI = {
     "bench",
