@@ -74,7 +74,7 @@ def most_under_way(x, number, bound, wait):
             under_way.append(product(x))
             if wait:
                 autograd.waitall()
-            under_way = [result for result in under_way if result.call.found is None]
+            under_way = [result for result in under_way if result.call.computed is None]
             most = max(most, len(under_way))
         return most * x.data.nbytes / 1e6
 
