@@ -41,7 +41,7 @@ def test_replicas_refuse_layers_of_all_ranks():
         for each in (replicas, nn.Sequential(replicas)):
             with pytest.raises(ConfigError, match="whole batch, got a Replicas, which splits it"):
                 SyncBatchNorm.convert(each, world)
-        with pytest.raises(ConfigError, match=r"convert: expected a network, got an int"):
+        with pytest.raises(ConfigError, match=r"convert: expected a network, got "):
             SyncBatchNorm.convert(3, world)
 
     thread_comm.run(1, job)
