@@ -92,8 +92,8 @@ def test_a_loss_has_all_outputs_and_softmax_the_first():
 
 @pytest.mark.parametrize(
     ("loss", "message"),
-    [("l2", "expected a function of output and labels, got a str"),
-     (lambda output, y: output.mean(), r"evaluate \[loss\]: expected one loss a sample, shape \(4,\), got shape \(\)")],
+    [("l2", "expected a function of output and labels, got 'l2'"),
+     (lambda output, y: output.mean(), r"evaluate \[loss\]: expected one a sample, shape \(4,\), got shape \(\)")],
 )  # fmt: skip
 def test_what_is_no_loss_per_sample_is_refused(loss, message):
     with pytest.raises(ConfigError, match=message):
@@ -102,7 +102,7 @@ def test_what_is_no_loss_per_sample_is_refused(loss, message):
 
 @pytest.mark.parametrize("net", ["lenet", None, np.tanh])
 def test_what_is_no_network_is_refused(net):
-    with pytest.raises(ConfigError, match=r"evaluate \[net\]: expected a network, got (a|an) \w+"):
+    with pytest.raises(ConfigError, match=r"evaluate \[net\]: expected a network, got "):
         thread_comm.run(1, lambda world: evaluate(net, dataset(4), world))
 
 

@@ -204,14 +204,14 @@ def test_epochs_of_different_length_where_short_batches_roll_over(ranks):
     [
         (
             {"callbacks": EarlyStopping("loss", patience=1)},
-            r"\[callbacks\]: expected a list of callbacks, got EarlyStopping",
+            r"\[callbacks\]: expected a list of callbacks, got ",
         ),
         ({"callbacks": [print]}, r"\[callbacks\]: expected instances of Callback, got "),
         ({"epochs": 1.5}, r"\[epochs\]: expected an integer >= 0, got 1.5"),
-        ({"checkpoints": "runs"}, r"\[checkpoints\]: expected Checkpoints or None, got str"),
-        ({"loader": [(1, 2)]}, r"\[loader\]: expected a DataLoader, got list"),
-        ({"trainer": optim.SGD(lr=0.1)}, r"\[trainer\]: expected a Trainer, got SGD"),
-        ({"net": print}, r"\[net\]: expected a network, got builtin_function_or_method"),
+        ({"checkpoints": "runs"}, r"\[checkpoints\]: expected Checkpoints or None, got "),
+        ({"loader": [(1, 2)]}, r"\[loader\]: expected a DataLoader, got "),
+        ({"trainer": optim.SGD(lr=0.1)}, r"\[trainer\]: expected a Trainer, got "),
+        ({"net": print}, r"\[net\]: expected a network, got "),
     ],
 )
 def test_arguments_of_another_kind_are_refused_on_every_rank(wrong, message):

@@ -321,7 +321,7 @@ def test_a_world_is_traced_once_at_a_time(tmp_path):
     (world,) = thread_comm.run(1, lambda world: world)
     with (
         traced(tmp_path / "a.json", world),
-        pytest.raises(ConfigError, match="not traced"),
+        pytest.raises(ConfigError, match="not being traced"),
         traced(tmp_path / "b.json", world),
     ):
         pass
