@@ -28,7 +28,7 @@ from hpcdp.errors import ConfigError, DataError
         ({"path": 5}, "got 5"),
         ({"path": b"x"}, "got b'x'"),
         ({"path": ""}, "got ''"),
-        ({"world": 3}, r"Manager \[world\]: expected what hpcdp.init\(\) returns, or None for that, got 3"),
+        ({"world": 3}, r"Manager \[world\]: expected the world of hpcdp.init\(\), or None for it, got 3"),
     ],
 )
 def test_settings_are_checked(arguments, message, n, tmp_path):

@@ -169,7 +169,7 @@ def test_ranks_with_other_models_are_told_on_every_rank(change, message):
 @pytest.mark.parametrize("kvstore", [None, "local", "dist_sync"])
 def test_what_is_no_world_is_refused_by_name(kvstore):
     """Gluon's Trainer takes its optimizer's settings there."""
-    message = r"Trainer \[world\]: expected what hpcdp.init\(\) returns, or None for that, got {'learning_rate': 0.1}"
+    message = r"Trainer \[world\]: expected the world of hpcdp.init\(\), or None for it, got {'learning_rate': 0.1}"
     with pytest.raises(ConfigError, match=message):
         Trainer(model(0), optim.SGD(lr=0.1), {"learning_rate": 0.1}, kvstore=kvstore)
 

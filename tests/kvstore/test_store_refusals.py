@@ -60,7 +60,7 @@ def test_what_is_refused(kind):
 @pytest.mark.parametrize("name", ["local", "dist_sync"])
 def test_what_is_no_world_is_refused(name):
     with pytest.raises(
-        ConfigError, match=r"kvstore.create \[world\]: expected what hpcdp.init\(\) returns, .* got 'w'"
+        ConfigError, match=r"kvstore.create \[world\]: expected the world of hpcdp.init\(\), .* got 'w'"
     ):
         kvstore.create(name, "w")
 

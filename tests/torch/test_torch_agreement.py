@@ -280,7 +280,7 @@ def test_a_buffer_that_was_expanded_is_refused_on_all_ranks():
 
 
 def test_devices_where_torchs_wrapper_takes_them_are_refused():
-    with pytest.raises(ConfigError, match=r"\[world\]: expected what hpcdp.init\(\) returns, .*, got \[0\]"):
+    with pytest.raises(ConfigError, match=r"\[world\]: expected the world of hpcdp.init\(\), .*, got \[0\]"):
         hpcdp.torch.DistributedDataParallel(nn.Linear(2, 2), [0])
 
 

@@ -138,5 +138,5 @@ def test_a_network_finds_its_shapes_when_it_is_evaluated():
 )
 @pytest.mark.parametrize("number", [0, 64])
 def test_what_is_no_world_is_refused_by_name(call, number):
-    with pytest.raises(ConfigError, match=rf"\[world\]: expected what hpcdp.init\(\) returns, .*, got {number}"):
+    with pytest.raises(ConfigError, match=rf"\[world\]: expected the world of hpcdp.init\(\), .*, got {number}"):
         call(number)
