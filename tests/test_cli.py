@@ -160,7 +160,7 @@ def test_the_public_face() -> None:
         (["trian"], "unknown command 'trian'; did you mean 'train'? valid: train, info, doctor, launch, bench, tune"),
         ([], "hpcdp: the following arguments are required: COMMAND; hpcdp -h lists the options"),
         (["train", "lenet", "extra"], "hpcdp: train: unrecognized arguments: extra; hpcdp train -h lists the options"),
-        (["train", "--run-dir", ""], "setting run_dir: expected a name, got ''"),
+        (["train", "--run-dir", ""], "setting run_dir: expected a non-empty string without NUL, got ''"),
         (["train", "--epoch", "3"], "train: unknown option '--epoch' (did you mean '--epochs'?); hpcdp train -h lists"),
         (["train", "--epochs", "x"], "setting epochs: expected an integer, got 'x'"),
         (["train", "--lr", "0"], "setting lr: expected more than 0, got 0.0"),
@@ -175,7 +175,7 @@ def test_the_public_face() -> None:
         (["train", "--shift", "28"], "RandomCrop: expected images larger than 28 pixels, got samples of shape (1, 28,"),
         (
             ["train", "gpt", "--flip"],
-            "setting flip: expected data of images (channels, height, width), got samples of shape (64,) in",
+            "setting flip: expected images (channels, height, width), got samples of shape (64,) in",
         ),
         (["train", "--config", "none.toml"], "[none.toml]: got No such file or directory"),
         (["launch", "-n", "two", "--", "x"], "launch -n: expected a number of ranks, 1 to 1,000,000, got 'two'"),

@@ -88,7 +88,7 @@ def test_messages_that_share_a_link(sizes):
     found = {"neighbours": cost_model.neighbours(on)}
     if n > 1:
         edges["everybody"] = [(a, b) for a in range(n) for b in range(n) if a != b]
-        found["everybody"] = cost_model.everybody(on)
+        found["everybody"] = cost_model.all_pairs(on)
     for distance in (1, 2, 4, 8):
         if n & (n - 1) == 0 and distance < n:
             edges[distance] = [(rank, rank ^ distance) for rank in range(n)]
