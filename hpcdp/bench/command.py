@@ -477,11 +477,10 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: an option is invalid; on every rank.
     """
-    from .measure import pin_to_own_core
-
     settings = parse(argv)
 
     from .. import comm
+    from .measure import pin_to_own_core
 
     world = comm.init()
     pin_to_own_core(world)
