@@ -93,7 +93,7 @@ def test_a_loss_has_all_outputs_and_softmax_the_first():
 @pytest.mark.parametrize(
     ("loss", "message"),
     [("l2", "expected a function of output and labels, got 'l2'"),
-     (lambda output, y: output.mean(), r"evaluate \[loss\]: expected one a sample, shape \(4,\), got shape \(\)")],
+     (lambda output, y: output.mean(), r"evaluate \[loss\]: expected one loss a sample, shape \(4,\), got shape \(\)")],
 )  # fmt: skip
 def test_what_is_no_loss_per_sample_is_refused(loss, message):
     with pytest.raises(ConfigError, match=message):

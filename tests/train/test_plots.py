@@ -87,7 +87,7 @@ def test_other_files_and_names_that_are_no_list_are_refused(draw, got):
 
 
 def test_what_an_animator_cannot_draw_is_refused_when_it_is_said(tmp_path):
-    with pytest.raises(ConfigError, match=r"expected a folder .*none"):
+    with pytest.raises(ConfigError, match=r"expected an existing folder .*none"):
         progress.Animator(tmp_path / "none" / "a.png", "epoch", ["loss"])
     with pytest.raises(ConfigError, match=r"add: expected a list of 1 values, got a float"):
         progress.Animator(tmp_path / "a.png", "epoch", ["loss"]).add(1, 0.5)

@@ -114,7 +114,7 @@ def test_stages_that_are_none(stage, expected):
 def test_ranks_that_do_not_wait_take_no_layers_of_all(n):
     def job(world):
         net = SyncBatchNorm.convert(network(), world)
-        with pytest.raises(ConfigError, match=r"Trainer.*layers of this rank alone with dist_async"):
+        with pytest.raises(ConfigError, match=r"Trainer.*layers without communication with dist_async"):
             hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore="dist_async")
         hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore="dist_sync")
 
@@ -146,7 +146,7 @@ def test_layers_that_become_those_of_all_ranks_are_found(n):
         net = network()
         trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore="dist_async")
         SyncBatchNorm.convert(net, world)
-        with pytest.raises(ConfigError, match=r"layers of this rank alone with dist_async"):
+        with pytest.raises(ConfigError, match=r"layers without communication with dist_async"):
             trainer.step(1)
 
     thread_comm.run(n, job)
@@ -240,7 +240,7 @@ def test_fit_takes_an_evaluation_and_the_loaders_own_shares():
     other = AdaptWorkLoad(ShardedSampler(101, 16))
     for options, expected in (
         ({"evaluate": lambda: 0.5}, r"\[evaluate\]: expected an Evaluation, or None, got"),
-        ({"evaluate": ArrayDataset(X, Y)}, r"\[evaluate\]: expected a function, got ArrayDataset"),
+        ({"evaluate": ArrayDataset(X, Y)}, r"\[evaluate\]: expected a function, got an ArrayDataset"),
         ({"callbacks": [other]}, r"AdaptWorkLoad \[sampler\]: expected the sampler of the loader"),
     ):
         with pytest.raises(ConfigError, match=expected):
