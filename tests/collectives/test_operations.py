@@ -86,7 +86,7 @@ def test_a_receiver_that_cannot_be_written_is_told_after_it_took_part(x):
         if world.rank == 0:
             broadcast(x)
         else:
-            with pytest.raises(UnsupportedError, match=r"expected a writeable array, got a (number|read-only one)"):
+            with pytest.raises(UnsupportedError, match=r"expected a writeable array, got a (number|read-only array)"):
                 broadcast(x)
         assert broadcast(np.full(2, world.rank + value)).tolist() == [value] * 2
 
