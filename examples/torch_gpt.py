@@ -148,7 +148,7 @@ def train(world, args):
                 break
     if world.rank == 0:
         print(f"{tested / np.log(2):.2f} bits a byte; ranks: {world.size}")
-        print(continued(net, "Every rank ", 60))
+        print("a sample:", repr(continued(net, "Every rank ", 60)))
     return np.mean(losses[:5]), np.mean(losses[-5:]), tested
 
 

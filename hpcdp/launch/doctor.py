@@ -424,6 +424,10 @@ def check_temporary_folder() -> Finding:
     return ok(f"{folder} with {free_mib:,} MiB, /dev/shm with {shm_mib:,} MiB free")
 
 
+_MOST_STALE = 8
+"""Leftovers that a remedy names at a time: killed jobs can leave a thousand."""
+
+
 def _temporary_folder() -> str | None:
     """Return the folder of temporary files; None if none can be written."""
     try:
@@ -450,7 +454,9 @@ def check_stale_segments() -> Finding:
 
 
 def _to_remove(stale: Sequence[Path], what: str) -> Finding:
-    return warning(f"{len(stale)} {what}", f"rm -r {' '.join(shlex.quote(str(path)) for path in stale)}")
+    remedy = f"rm -r {' '.join(shlex.quote(str(path)) for path in stale[:_MOST_STALE])}"
+    others = len(stale) - _MOST_STALE
+    return warning(f"{len(stale)} {what}", remedy if others <= 0 else f"{remedy}; then again for {others} more")
 
 
 def check_stale_sessions() -> Finding:

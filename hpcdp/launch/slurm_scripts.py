@@ -134,7 +134,7 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ
     if path is None:
         raise ConfigError(
             "site profile", expected=f"a file: {', '.join(map(str, places(environ)))}", got="none",
-            remedy='write one, e.g. with the line mpi_type = "pmix", or use --site FILE',
+            remedy='write one with mpi_type = "pmix" and time = "04:00:00", or use --site FILE',
         )  # fmt: skip
     try:
         remedy = "copy it to a folder of yours" if is_named else f"use it with --site {path}"

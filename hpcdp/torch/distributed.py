@@ -360,9 +360,9 @@ OWNERS = ("rank", "shard")
 """The valid values of ``owner``."""
 
 _OF_TORCHS = {
-    "device_ids": "move the module to its device before by module.to(device)",
+    "device_ids": "call module.to(device) before you wrap the module",
     "output_device": "outputs are on the device of the module",
-    "dim": "split the batch before",
+    "dim": "split the batch before the forward",
     "init_sync": "all ranks begin with rank 0's values",
     "process_group": "pass world=world.split(color) for some of the ranks",
     "check_reduction": "reductions are always checked",
@@ -667,8 +667,9 @@ class DistributedDataParallel(torch.nn.Module):
 def _refuse(of_torchs: Mapping[str, object]) -> None:
     for name in of_torchs:
         if name in _OF_TORCHS:
-            raise ConfigError("DistributedDataParallel", where=name, expected="no such argument of torch's wrapper",
-                              remedy=f"leave it out: {_OF_TORCHS[name]}")  # fmt: skip
+            expected = "no argument of torch's wrapper alone"
+            remedy = f"leave it out: {_OF_TORCHS[name]}"
+            raise ConfigError("DistributedDataParallel", where=name, expected=expected, got=name, remedy=remedy)
         check_name("argument", name, [*inspect.signature(DistributedDataParallel).parameters][:-1],
                    "DistributedDataParallel")  # fmt: skip
 
