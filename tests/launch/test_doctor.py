@@ -135,7 +135,8 @@ def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "none" not in doctor.check_kernel_cache().saw
 
 
-def test_a_segment_that_nobody_uses() -> None:
+def test_a_segment_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_MOST_STALE", 1 << 20)  # others may have left more on this machine
     with tempfile.TemporaryDirectory(prefix="hpcdp-", dir="/dev/shm") as used:
         with tempfile.TemporaryDirectory(prefix="hpcdp-", dir="/dev/shm") as left, open(f"{used}/a", "w+b") as held:
             for folder in (used, left):
@@ -157,6 +158,10 @@ def test_a_folder_of_an_mpirun_that_was_killed(tmp_path: Path, monkeypatch: pyte
     finding = doctor.check_stale_sessions()
     assert finding.verdict is Verdict.WARNING and finding.remedy == f"rm -r {tmp_path}/ompi.4194305"
     assert finding.saw == f"1 in {tmp_path}, left by mpirun when it was killed"
+    for number in range(4194306, 4194316):
+        (tmp_path / f"ompi.{number}").mkdir()
+    named, _, rest = doctor.check_stale_sessions().remedy.partition("; ")
+    assert len(named.split()) == 2 + 8 and rest == "then again for 3 more"
 
 
 @pytest.mark.parametrize(
