@@ -13,8 +13,8 @@ from hpcdp.errors import ConfigError
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"device_ids": [0]}, r"\[device_ids\]: expected no such .* leave it out: move the module to its device"),
-        ({"process_group": None}, r"\[process_group\]: expected no such .* pass world=world.split"),
+        ({"device_ids": [0]}, r"\[device_ids\]: expected no argument .* leave it out: call module.to"),
+        ({"process_group": None}, r"\[process_group\]: expected no argument .* pass world=world.split"),
         ({"bukket_cap_mb": 25}, r"unknown argument 'bukket_cap_mb' .*; did you mean 'bucket_cap_mb'\? valid: module, "),
     ],
 )
@@ -28,5 +28,5 @@ def test_every_argument_of_torchs_wrapper_is_taken_or_refused_by_name():
         inspect.signature(each.DistributedDataParallel).parameters for each in (hpcdp.torch, torch.nn.parallel)
     )
     for name in theirs.keys() - ours.keys():
-        with pytest.raises(ConfigError, match=rf"\[{name}\]: expected no such argument"):
+        with pytest.raises(ConfigError, match=rf"\[{name}\]: expected no argument of torch"):
             hpcdp.torch.DistributedDataParallel(torch.nn.Linear(3, 2), **{name: None})
