@@ -455,7 +455,6 @@ class _Tail:
             self._stream.flush()
 
 
-_SIGNAL_POLL_S = 0.2
 _STOP_EARLY = {signal.SIGUSR1, signal.SIGUSR2}
 _OF_GRID_ENGINE = (99, 100)
 """Exit statuses with which Grid Engine restarts a job, or puts it into an error state."""
@@ -491,7 +490,7 @@ def run_command(folder: Path, command: Sequence[str], stop_s: float = float("inf
         stop_at_s = time.monotonic() + stop_s
         child = subprocess.Popen(command, preexec_fn=bound(), start_new_session=True)
         while child.poll() is None:
-            received = signal.sigtimedwait(watched, _SIGNAL_POLL_S)
+            received = signal.sigtimedwait(watched, _POLL_S)
             if received is not None and received.si_signo != signal.SIGCHLD:
                 sign = signal.Signals(received.si_signo)
                 child.send_signal(signal.SIGUSR1 if sign in _STOP_EARLY else sign)

@@ -57,14 +57,14 @@ def _pointers(rows: list[Array]) -> np.ndarray:
     return made
 
 
-_NORM_DTYPES = ("uint16", "int16", "float32", "float64")
+_DTYPES = ("uint16", "int16", "float32", "float64")
 _PIECES = 128
 """Blocks that sum one layer; also defined in `norms.cu`."""
 
 
 def all_finite(x: Array) -> bool:
     """See `reference.all_finite`."""
-    of_type = cuda.type_name("all_finite", _NORM_DTYPES, x.size, x)
+    of_type = cuda.type_name("all_finite", _DTYPES, x.size, x)
     flag = array_namespace(x).zeros(1, dtype=np.int32)
     cuda.launch("norms", f"find_not_finite_{of_type}", cuda.blocks(-(-x.nbytes // 16)), x, np.int64(x.size), flag)
     return not int(flag[0])
@@ -86,7 +86,7 @@ def all_squares(xs: Sequence[Array]) -> Array:
     xp = array_namespace(*xs)
     out = xp.empty(len(xs), dtype=np.float64)
     for number, x in enumerate(xs):
-        of_type = cuda.type_name("sum_of_squares", _NORM_DTYPES, x.size, x)
+        of_type = cuda.type_name("sum_of_squares", _DTYPES, x.size, x)
         blocks = min(cuda.blocks(-(-x.nbytes // 16)), cuda.MAX_PARTS)
         partial = xp.empty(blocks, dtype=np.float64)
         cuda.launch("norms", f"sum_of_squares_{of_type}", blocks, x, np.int64(x.size), partial)
@@ -108,7 +108,7 @@ def clipped_scale(squares: Array, scale: float | Array, most: float) -> Array:
 
 def segment_squares(params: Array, grads: Array, bounds: Array, out: Array) -> None:
     """See `reference.segment_squares`; does not wait."""
-    of_type = cuda.type_name("segment_squares", _NORM_DTYPES, params.size, params, grads)
+    of_type = cuda.type_name("segment_squares", _DTYPES, params.size, params, grads)
     cuda.check("segment_squares", ("int64",), bounds.size, bounds)
     layers = bounds.size - 1
     cuda.check("segment_squares", ("float64",), 2 * layers, out)
@@ -230,7 +230,6 @@ def _rounded(value: float, like: Array) -> np.generic:
     return np.float32(np.float16(value)) if like.dtype == np.uint16 else like.dtype.type(value)
 
 
-_DTYPES = ("uint16", "int16", "float32", "float64")
 _DIGIT_BITS = 11
 """Bits of a digit; also defined in `top_k.cuh`."""
 _SAMPLED_PACKS = 1 << 15
