@@ -49,7 +49,7 @@ class Case:
 
     Args:
         name: as printed.
-        room: as `kernels.kernels_for` takes it.
+        family: as `kernels.kernels_for` takes it.
         call: takes the module and the arrays, of which it changes some; returns None or a number, perhaps on a GPU.
         arrays: NumPy's.
         moved: bytes that must be read or written.
@@ -57,7 +57,7 @@ class Case:
     """
 
     name: str
-    room: str
+    family: str
     call: Callable[..., Any]
     arrays: tuple[np.ndarray, ...]
     moved: int
@@ -66,13 +66,13 @@ class Case:
     def on(self, asarray: Callable[[np.ndarray], Array]) -> tuple[Callable[[], Any], tuple[Array, ...]]:
         """Return the call on copies of its arrays by ``asarray``, and the copies."""
         found = tuple(map(asarray, self.arrays))
-        return partial(self.call, kernels.kernels_for(self.room, found[0]), *found), found
+        return partial(self.call, kernels.kernels_for(self.family, found[0]), *found), found
 
     def wrong(self, asarray: Callable[[np.ndarray], Array]) -> int:
         """Return the number of elements of one call's arrays that differ from the reference."""
         call, ours = self.on(asarray)
         theirs = tuple(x.copy() for x in self.arrays)
-        answer, expected = call(), self.call(kernels.specification(self.room), *theirs)
+        answer, expected = call(), self.call(kernels.specification(self.family), *theirs)
         differ = 0 if expected is None else int(abs(float(answer) - expected) > 1e-12 * abs(expected))
         for x, y in zip(map(to_host, ours), theirs, strict=True):
             apart = abs(x.astype(np.float64) - y)  # unsigned integers would wrap around

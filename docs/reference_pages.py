@@ -27,7 +27,7 @@ PACKAGES = (
     "hpcdp.engine", "hpcdp.kvstore", "hpcdp.nn", "hpcdp.nn.functional", "hpcdp.nn.init", "hpcdp.nn.models",
     "hpcdp.optim", "hpcdp.parallel", "hpcdp.torch", "hpcdp.train",
 )  # fmt: skip
-"""Those of which each public name must have an entry."""
+"""The packages whose public names must each have an entry."""
 
 _COLON = "\x1f"
 logger = logging.getLogger(__name__)

@@ -52,7 +52,7 @@ class HpcdpError(Exception):
         self.remedy = remedy
         self.rank = rank
         self.is_on_every_rank = False
-        """Whether every rank of a world raises this error (`hpcdp.comm.consistency`), so that one rank reports it."""
+        """True if every rank of a world raises this error (`hpcdp.comm.consistency`), so that one rank reports it."""
         super().__init__(operation)
 
     def __str__(self) -> str:

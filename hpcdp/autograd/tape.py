@@ -119,7 +119,7 @@ R = TypeVar("R")
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
 Again = tuple[Any, ...] | Callable[[Array], Sequence[Call]]
-"""How to recompute an operator's result from the same operand arrays after their values changed.
+"""The recomputation of an operator's result from the same operand arrays after their values changed.
 
 Either the name of a function of the arrays' namespace and its operands, ``("add", x, y)``, which is called with
 ``out``, or a function that returns the calls that compute into a given array.

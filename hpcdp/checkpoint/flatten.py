@@ -88,7 +88,7 @@ class HostView(NamedTuple):
     write_back: Callable[[np.ndarray], object] | None = None
     """Function that copies values back to the original; None where `array` shares its memory."""
     overlaps: bool = False
-    """Whether elements of the original share memory, and so cannot be set separately."""
+    """True if elements of the original share memory, and so cannot be set separately."""
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
@@ -158,7 +158,7 @@ class Adapter(FitsSaved):
     """The state of an object for checkpoints, where the object has none, or checkpoints need another."""
 
     takes_more = False
-    """Whether `load_state_dict` also gets saved entries that the current `state_dict` does not have."""
+    """True if `load_state_dict` also gets saved entries that the current `state_dict` does not have."""
     names: Mapping[int, NamedTensor] = {}
     """Names of the parameters of all modules in the state by `id`, in the order of their registration."""
 
@@ -377,9 +377,9 @@ class HeldTensor:
     copies: int
     copy: int
     is_own: bool = False
-    """Whether other ranks have another tensor in its place, see `PerRank`."""
+    """True if other ranks have another tensor in its place, see `PerRank`."""
     is_copied: bool = False
-    """Whether the parts are copies, of an array on a device or one that is not contiguous."""
+    """True if the parts are copies, of an array on a device or one that is not contiguous."""
 
 
 @dataclass

@@ -527,7 +527,7 @@ class ShardReader:
         self._took_s: tuple[list[float], list[float]] = [], []
         """Seconds of the first blocks, direct and by the scratch buffer."""
         self._is_by_cache: bool | None = None
-        """Whether further blocks are read by the scratch buffer; None before that is decided."""
+        """True if further blocks are read by the scratch buffer; None before that is decided."""
 
     def __enter__(self) -> ShardReader:
         return self

@@ -557,7 +557,7 @@ class Difference(NamedTuple):
     what: str
     """The difference in words."""
     is_value: bool = False
-    """Whether neither entry is a tensor."""
+    """True if neither entry is a tensor."""
 
 
 def differences(

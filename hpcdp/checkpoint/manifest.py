@@ -80,7 +80,7 @@ class Manifest:
     written: str = ""
     """Time of the save, in ISO 8601."""
     commit_file: bool = False
-    """Whether the checkpoint is complete only with the file `directory.COMMITTED`."""
+    """True if the checkpoint is complete only with the file `directory.COMMITTED`."""
 
     @property
     def nbytes(self) -> int:

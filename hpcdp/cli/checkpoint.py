@@ -53,7 +53,7 @@ def parser() -> Parser:
 
     show = add_command(commands, "show", _show, "what is in a checkpoint, or in one tensor of it")
     show.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of several")
-    show.add_argument("name", metavar="NAME", nargs="?", default="", help="one tensor, or what lies below a name")
+    show.add_argument("name", metavar="NAME", nargs="?", default="", help="one tensor, or all entries below a name")
     show.add_argument("--step", metavar="N", type=at_least(0), help="of several, that one instead of the newest")
 
     verify = add_command(commands, "verify", _verify, "every byte of every file against the manifest")
@@ -69,7 +69,9 @@ def parser() -> Parser:
     export = add_command(commands, "export", _export, "to NumPy, safetensors or PyTorch")
     export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of several")
     export.add_argument("out", metavar="OUT", type=Path, help="a file .npz, .safetensors or .pt")
-    export.add_argument("--name", metavar="PREFIX", default="", help="what lies below it, without it; e.g. network")
+    export.add_argument(
+        "--name", metavar="PREFIX", default="", help="entries below it, without the prefix; e.g. network"
+    )
     export.add_argument("--format", metavar="NAME", help="npz, safetensors or pt (default: by the suffix of OUT)")
     export.add_argument("--step", metavar="N", type=at_least(0), help="of several, that one instead of the newest")
     export.add_argument(

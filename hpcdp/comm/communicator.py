@@ -62,7 +62,7 @@ class Reduction:
     into: Callable[[np.ndarray, np.ndarray], None]
     """``into(total, x)`` reduces ``x`` into ``total``, in place."""
     named: bool = True
-    """Whether ``name`` is one of `OPS`."""
+    """True if ``name`` is one of `OPS`."""
 
     def without_mean(self) -> Reduction:
         """Return the reduction for partial results: the sum for a mean."""

@@ -73,7 +73,7 @@ class Offer:
     nccl: int = 0
     """The version of NCCL that CuPy has loaded; 0 for none."""
     shares_memory: bool = True
-    """Whether the rank shares host memory with all other ranks of its node."""
+    """True if the rank shares host memory with all other ranks of its node."""
     pid: int = 0
     """The rank's process."""
 

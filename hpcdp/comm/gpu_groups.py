@@ -79,7 +79,7 @@ class AgreedOrder:
         # No decision is overwritten too early: all ranks start an operation before it is decided again.
         self._decisions = memory.alloc((THINGS,), np.int64)
         self._rounds = np.zeros(THINGS, np.int64)
-        """How often this rank has become ready for each operation."""
+        """The number of times that this rank has become ready, by operation."""
         self._deciding = threading.Lock()
         self._awaited: set[int] = set()
         """On the deciding rank: operations for which it is ready and that are not decided."""

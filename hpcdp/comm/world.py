@@ -205,7 +205,7 @@ class World:
     place: int = 0
     """The number of this rank on its machine, which may be several virtual nodes."""
     concurrent: bool = True
-    """Whether several threads of a rank may communicate at a time (MPI's THREAD_MULTIPLE)."""
+    """True if several threads of a rank may communicate at a time (MPI's THREAD_MULTIPLE)."""
     whole: World | None = None
     """The world of all processes, workers before servers, for stores. None without servers, and in that world itself.
     """

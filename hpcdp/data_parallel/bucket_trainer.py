@@ -161,7 +161,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         self._unwritten = Unwritten(self.policy, by_name, self.world.rank, self.world.size)
         self.clip_norm = None if clip_norm is None else float(clip_norm)
         self._leaves_some = False
-        """Whether the step leaves out parameters, which no rank has used."""
+        """True if the step leaves out parameters, which no rank has used."""
         self._replayed: Callable[[int, float], None] | None = None
         """Reduction and update by a CUDA graph, within `step_replayed`."""
         self._syncing = True

@@ -430,7 +430,7 @@ class ReproducibleSteps(PlainSteps):
         self._layers = layers_of(params)
         self._noted: list[tuple[int, np.ndarray]] = []  # virtual shards of this step and their rows, see _row
         self._met_stranger = False
-        """Whether a layer that is not the trainer's has noted statistics on this rank in this step."""
+        """True if a layer that is not the trainer's has noted statistics on this rank in this step."""
         self.begin(1)
 
     def begin(self, step: int) -> None:

@@ -541,7 +541,7 @@ class GpuReduction(BucketReduction):
         self.sends_messages = alone or world.num_nodes > 1
         self._across = comm if alone else rail
         self.goes_direct = False
-        """Whether messages go from and to GPUs' memory, and not through the host; the same on all ranks."""
+        """True if messages go from and to GPUs' memory, and not through the host; the same on all ranks."""
         self._staging: Staging | None = None
         self._direct: Direct | None = None
         self.coder: CodeStaging | None = None

@@ -197,18 +197,18 @@ class Reducer:
         self.memory = reduction.memory
         """Memory that the ranks with rows in the same buckets share."""
         self.on_one_node = self.memory.size == world.size
-        """Whether all ranks share the memory of the buckets, so that no message is needed."""
+        """True if all ranks share the memory of the buckets, so that no message is needed."""
         if compression is not None and not reduction.sends_messages and world.rank == 0 and world.size > 1:
             warn(
                 f"compression {compression.codec.name} changes nothing on one node, whose ranks send no messages; pass "
                 "inside_nodes=on to compress there"
             )
         self.overlap = world.concurrent and (overlap or (overlap is None and not self.on_one_node))
-        """Whether reductions are launched while backward runs."""
+        """True if reductions are launched while backward runs."""
         self.updates_later = (
             self.overlap and not reduction.orders_by_stream and all(hasattr(param, "data_hook") for param in params)
         )
-        """Whether updates may run after the end of a step, because readers of a parameter wait for its update."""
+        """True if updates may run after the end of a step, because readers of a parameter wait for its update."""
         lane = CommunicationLane.of(world) if self.overlap else None
         closing = StepSync(world, reduction.comm, reduction.gate, lane, signature, f"steps of trainer {serial}")
         self.tally, self.tally_alike = closing.tally, closing.tally_alike
@@ -228,17 +228,17 @@ class Reducer:
         self.keeps_unsent, self.is_deterministic = reduction.keeps_unsent, reduction.is_deterministic
         self.own_virtual_shards, self.way = reduction.own_virtual_shards, reduction.way
         self.sums_rows = reduction.sums_rows and not self.overlap
-        """Whether gradients are summed over the rows of the buckets, without messages, after all have left backward."""
+        """True if gradients are summed over the rows of the buckets, without messages, after all have left backward."""
         self.watch: Callable[[], None] | None = None
         """Callback within backward for each gradient that is written."""
         self.holds_sums = False
-        """Whether every rank's row of every bucket is the sum over all ranks."""
+        """True if every rank's row of every bucket is the sum over all ranks."""
         self.num_missing = len(params)
         """Number of gradients that backward has still to write in this step."""
         self._written_before: set[str] = set()
         """Parameters whose gradients earlier virtual shards of this step have written."""
         self._is_held = False
-        """Whether another backward of the step follows, so that this one launches nothing."""
+        """True if another backward of the step follows, so that this one launches nothing."""
         self._overwriting: set[str] | None = None
         """Parameters whose gradients backward overwrites when gradients do not accumulate; None then."""
         self._bucket_of = {slot.name: self.buckets[slot.bucket] for slot in layout.slots}

@@ -282,19 +282,19 @@ class BucketReduction(Protocol):
     copies: tuple[int, int] = (1, 0)
     """Number of ranks that sum this rank's shards, and the index of this rank among them."""
     is_counted: bool = True
-    """Whether this rank's shards count in sums over all shards; of the nodes, which hold the same, the first counts."""
+    """True if this rank's shards count in sums over all shards; of the nodes, which hold the same, the first counts."""
     sends_messages: bool = True
-    """Whether some rank sends its gradients by messages."""
+    """True if some rank sends its gradients by messages."""
     sums_rows: bool = False
-    """Whether a sum is one pass over the rows of a bucket, so that an update may do it in its own pass."""
+    """True if a sum is one pass over the rows of a bucket, so that an update may do it in its own pass."""
     keeps_unsent: bool = False
-    """Whether compression keeps gradients that it has not sent in a step for later steps."""
+    """True if compression keeps gradients that it has not sent in a step for later steps."""
     orders_by_stream: bool = False
-    """Whether a stream of the GPU orders reductions, updates and the next forward, so that the host never waits."""
+    """True if a stream of the GPU orders reductions, updates and the next forward, so that the host never waits."""
     is_deterministic: bool = False
-    """Whether sums have the same bits on any number of ranks."""
+    """True if sums have the same bits on any number of ranks."""
     is_last_backward: bool = True
-    """Whether the current backward is the last one of the step."""
+    """True if the current backward is the last one of the step."""
     own_virtual_shards: range = range(1)
     """Virtual shards of each step that this rank computes, one backward each."""
     virtual_shard: int = 0

@@ -425,7 +425,7 @@ class UpdateStrategy:
     """
 
     holds_all = False
-    """Whether every rank updates all parameters, and so holds their whole state; the same on all ranks."""
+    """True if every rank updates all parameters, and so holds their whole state; the same on all ranks."""
 
     def __init__(
         self, reducer: Reducer, optimizer: Optimizer, rules: Mapping[str, Optimizer | None] | None = None
@@ -437,7 +437,7 @@ class UpdateStrategy:
         self.passed_over: dict[str, int] = {}
         """Number of steps that left a parameter out, by name; they do not count in its own steps."""
         self.is_changing = False
-        """Whether the program is within `changing`."""
+        """True if the program is within `changing`."""
         self.flats: list[Array] = []
         self._states: list[dict[str, Array]] = []
         for bucket in reducer.buckets:

@@ -225,7 +225,7 @@ class MeanLosses:
         self._met: list[NumberHeads] = []
         """Heads of the backwards since the last step."""
         self._met_others = False
-        """Whether a backward since the last step began with several losses."""
+        """True if a backward since the last step began with several losses."""
 
     def note(self) -> None:
         """Record the backward that this thread runs."""
@@ -445,7 +445,7 @@ class BaseTrainer:
     step_count: int = 0
     """Number of updates so far."""
     accumulation: tuple[bool, bool] = (False, False)
-    """Whether backward adds to gradients, and whether `step` only counts, as within `no_sync`."""
+    """True if backward adds to gradients, and whether `step` only counts, as within `no_sync`."""
     num_nonfinite: int = 0
     """Number of steps whose summed gradients held a NaN or an infinity, if the policy checks."""
     loss_scale: float = 1.0
@@ -460,7 +460,7 @@ class BaseTrainer:
     _places: Places
     """The arrays in which the trainer updates its parameters."""
     steps_together: bool = True
-    """Whether all ranks step together and wait for each other; not with ``dist_async``."""
+    """True if all ranks step together and wait for each other; not with ``dist_async``."""
 
     def __getattr__(self, name: str) -> Any:
         waiting = self.waiting

@@ -52,7 +52,7 @@ class Slice(NamedTuple):
     args: dict[str, Any] | None
     """Further strings and numbers to show."""
     nests: bool
-    """Whether slices of the lane may be nested; on a lane with several tasks at a time they are not."""
+    """True if slices of the lane may be nested; on a lane with several tasks at a time they are not."""
 
 
 class Count(NamedTuple):

@@ -133,7 +133,7 @@ class Message:
     which: int = 0
     """Number of an optimizer state, in the order of their names."""
     coded: bool = False
-    """Whether ``payload`` holds a codec's codes."""
+    """True if ``payload`` holds a codec's codes."""
     payload: np.ndarray | None = None
     """A contiguous array of one of `DTYPES`."""
 

@@ -212,7 +212,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         self.policy = checked_policy(policy)
         self.compression = Compression.of(compression)
         self.update_on_kvstore = update_on_kvstore is not False
-        """Whether the store updates the parameters; otherwise every rank updates them."""
+        """True if the store updates the parameters; otherwise every rank updates them."""
         kind = _kind_of(kvstore)
         check_settings(kind, update_on_kvstore, self.policy, for_buckets)
         check_precision(self._params, loss_scale)

@@ -31,7 +31,7 @@ class Updater(Protocol):
     """A rule that applies received values to stored ones."""
 
     by_parts: bool
-    """Whether the rule is elementwise, so that the ranks of a node can update one part each."""
+    """True if the rule is elementwise, so that the ranks of a node can update one part each."""
 
     def rate(self, key: Key) -> float:
         """Return the learning rate of the key's next update, which ranks compare; 0 without one."""

@@ -567,7 +567,7 @@ class MpirunStderr:
         self._quiet, self._kept = Quiet(), b""
         self._banners = None if with_banners else Banners()
         self.has_spoken = False
-        """Whether any output has been shown or is held."""
+        """True if any output has been shown or is held."""
         self._held: bytes | None = b"" if held else None
         self._until_s = time.monotonic() + _HOLD_S
         self._lost: dict[str, str] = {}
@@ -578,9 +578,9 @@ class MpirunStderr:
         self.invoked: Invoked | None = None
         """The first call of MPI_Abort that a rank's library reports; a lost connection makes none."""
         self.have_closed = False
-        """Whether a rank of Open MPI has reported a closed connection to another."""
+        """True if a rank of Open MPI has reported a closed connection to another."""
         self.are_unread = False
-        """Whether mpirun has ended the job because the reader of its standard output has gone."""
+        """True if mpirun has ended the job because the reader of its standard output has gone."""
         self.missing: str | None = None
         """The watchdog's reason for ending the job: the missing ranks and their state."""
         self.no_module: str | None = None

@@ -50,15 +50,15 @@ class Module:
     """
 
     needs_all_ranks = False
-    """Whether all ranks must run forward and backward together in training, including ranks without samples."""
+    """True if all ranks must run forward and backward together in training, including ranks without samples."""
     gives_pieces = False
-    """Whether its parts compute a batch in pieces. Parts that need all ranks require whole batches."""
+    """True if its parts compute a batch in pieces. Parts that need all ranks require whole batches."""
     has_own_step = False
-    """Whether it trains by its own ``step`` method instead of a recorded call."""
+    """True if it trains by its own ``step`` method instead of a recorded call."""
     keeps_float32 = False
-    """Whether `to` keeps its own parameters and buffers in float32 when others become 16-bit floats."""
+    """True if `to` keeps its own parameters and buffers in float32 when others become 16-bit floats."""
     is_traceable = True
-    """Whether its forward consists of operators that `hybridize` can trace. A network with an untraceable part is
+    """True if its forward consists of operators that `hybridize` can trace. A network with an untraceable part is
     called without plans."""
     _hybrid: Hybrid | None = None
     """The plans, if the module is hybridized."""

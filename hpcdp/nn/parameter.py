@@ -45,7 +45,7 @@ class Parameter(Tensor):
         self.cut: Cut | None = None
         """The slice of the full parameter that this rank holds, if ranks split the layer: see `hpcdp.parallel`."""
         self.is_joint = False
-        """Whether it belongs to a layer that all ranks must run together: see `Module.needs_all_ranks`."""
+        """True if it belongs to a layer that all ranks must run together: see `Module.needs_all_ranks`."""
         self.attach_grad(grad_req)
 
     @property

@@ -58,7 +58,7 @@ class Turns:
         """Lowest rank that had data at the last turn of the last `joined`."""
         self._world = world
         self.following = False
-        """Whether this rank has run out of data, and other ranks have not."""
+        """True if this rank has run out of data, and other ranks have not."""
         self._open = False
         self._divides_by_all = True
 
@@ -158,9 +158,9 @@ class Backward:
         self.reducer = reducer
         self.params = {param.name: param for param in params}
         self.syncing = True
-        """Whether a backward ends with the average over all ranks; otherwise it only adds to this rank's gradients."""
+        """True if a backward ends with the average over all ranks; otherwise it only adds to this rank's gradients."""
         self.awaits_step = False
-        """Whether an optimizer sums and updates in one pass, so that backward leaves this rank's own gradients."""
+        """True if an optimizer sums and updates in one pass, so that backward leaves this rank's own gradients."""
         self.turns = Turns(world)
         self.turns.events["backward"] = lambda _: self._average()
         self.find_unused = find_unused

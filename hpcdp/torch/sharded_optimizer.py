@@ -262,7 +262,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._steps = 0
         self._scale: float | None = None  # factor of the sums; None until gradients are summed
         self.knows_scaler = False
-        """Whether a `GradScaler` of this package is in use."""
+        """True if a `GradScaler` of this package is in use."""
         events = self._backward.turns.events
         events["step"] = self._step
         events["clip"] = self._clip

@@ -296,7 +296,7 @@ class TorchParameter:
         self._strides = torch.empty_like(tensor, device="meta").stride()
         """Strides of ``tensor``; if it has gaps, those of a dense tensor of the same order."""
         self._has_order = moves or tensor.is_contiguous()
-        """Whether the elements are in the order of ``tensor``'s memory, not in C order."""
+        """True if the elements are in the order of ``tensor``'s memory, not in C order."""
         is_c_order = tensor.is_contiguous() or not moves
         self.shape = tuple(tensor.shape) if is_c_order else (tensor.numel(),)
         """Shape for the reducer: flat if the elements are not in C order."""

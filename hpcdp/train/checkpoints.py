@@ -109,7 +109,7 @@ class Checkpoints:
         self._saved: Position | None = None
         """The position of the last checkpoint."""
         self._just_saved = False
-        """Whether a save began after the last exchange of save states between ranks."""
+        """True if a save began after the last exchange of save states between ranks."""
         self._began_s = time.monotonic()
         """The start of the last save, or of the run, on the monotonic clock."""
         self._took_s = 0.0

@@ -55,7 +55,7 @@ class _Known:
         self.is_on_host = kinds <= {np.ndarray}
         records_by_itself = not recording and any(node.is_recorded for node in traced.nodes)
         self.is_planned = all(map(_is_planned_kind, kinds)) and not records_by_itself
-        """Whether plans are possible: they record nothing by themselves. False after a plan has failed."""
+        """True if plans are possible: they record nothing by themselves. False after a plan has failed."""
         self.graph = rewritten(traced) if self.is_on_host else traced
         self.plans: list[Plan | CudaPlan] = []
 
@@ -76,7 +76,7 @@ class _Here(threading.local):
         self.parameter: Any = None
         """The network's first parameter, which determines the device."""
         self.needs_all_ranks = False
-        """Whether one of the network's parts needs all ranks."""
+        """True if one of the network's parts needs all ranks."""
         self.shortcut: Shortcut | None = None
         """Shortcut to the plan of the last call."""
 
@@ -308,7 +308,7 @@ class Stepping(Protocol):
     loss_scale: float
     step_count: int
     accumulation: tuple[bool, bool]
-    """Whether backward adds to gradients, and whether further gradients follow before the update."""
+    """True if backward adds to gradients, and whether further gradients follow before the update."""
 
     def step(self, count: int) -> int:
         """Reduce the gradients and update; see `hpcdp.Trainer.step`."""

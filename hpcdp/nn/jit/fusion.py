@@ -163,11 +163,11 @@ class _Operand(NamedTuple):
     array: Array
     """Flat array; None if each run passes it."""
     moves: bool = False
-    """Whether its elements advance with the block."""
+    """True if its elements advance with the block."""
     is_row: bool = False
-    """Whether its elements repeat with each period."""
+    """True if its elements repeat with each period."""
     is_whole: bool = False
-    """Whether it has all elements, not only those of a piece."""
+    """True if it has all elements, not only those of a piece."""
 
 
 class FusedProgram:

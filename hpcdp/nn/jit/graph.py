@@ -36,7 +36,7 @@ class CapturedTensor:
 
     number: int
     is_detached: bool = False
-    """Whether only the tensor's array is meant, through which no gradient flows."""
+    """True if only the tensor's array is meant, through which no gradient flows."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class GraphNode:
     attributes: dict[str, Any]
     outputs: tuple[Meta, ...]
     is_recorded: bool = True
-    """Whether the call was put on the tape if the network's was: not inside ``with autograd.pause()``."""
+    """True if the call was put on the tape if the network's was: not inside ``with autograd.pause()``."""
 
     def results(self) -> Iterator[Result]:
         """Return an iterator over the results that it reads."""
@@ -115,7 +115,7 @@ class Graph:
     outputs: tuple[Source, ...] = ()
     form: str = "one"
     any_batch: bool = False
-    """Whether the graph is known to be valid for any batch size, not only that of ``inputs``."""
+    """True if the graph is known to be valid for any batch size, not only that of ``inputs``."""
 
     def summary(self) -> str:
         """Return a table of the operations: operands, shape and bytes of results, parameters at their first reader."""
