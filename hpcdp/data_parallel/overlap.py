@@ -85,7 +85,7 @@ class CommunicationLane:
     @classmethod
     def of(cls, world: World) -> CommunicationLane:
         """Return the lane of ``world``."""
-        return world.kept.get(cls) or world.keep(cls, lambda: cls(_engine_of(world)))
+        return world.kept.get(cls) or world.keep(cls, lambda: cls(world.engine))
 
     def launch(
         self,
@@ -146,17 +146,6 @@ class CommunicationLane:
         if not self._running:
             _busy.discard(self)
         return bool(ended) or self.engine.has_ready(COMMUNICATION) or not self._awaited
-
-
-def _engine_of(world: World) -> Engine:
-    def make() -> Engine:
-        engine = Engine(lanes=(), max_inflight=1 << 20)
-        trace = world.kept.get(Trace)
-        if trace is not None:
-            engine.observer = trace.slice
-        return engine
-
-    return world.keep(Engine, make)
 
 
 _FILLED, _UPDATED, _PHASES = 1, 2, 2  # milestones of a bucket in a step
