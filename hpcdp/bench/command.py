@@ -45,6 +45,11 @@ TITLES = {
     "allgather": "Allgather Latency",
     "broadcast": "Broadcast Latency",
     "reduce": "Reduce Latency",
+    "allgatherv": "Allgatherv Latency",
+    "alltoall": "All-to-All Personalized Exchange Latency",
+    "gather": "Gather Latency",
+    "scatter": "Scatter Latency",
+    "pt2pt": "Latency",
 }
 
 _LATENCY = (("Avg Latency(us)", "avg"), ("Min Latency(us)", "minimum"), ("Max Latency(us)", "maximum"))
@@ -297,22 +302,24 @@ def _rate(figures: dict[str, Any], nbytes: int) -> float:
     return float(nbytes / figures["median"] / 1e3)
 
 
-COLLECTIVES = ("allreduce", "iallreduce", "reduce_scatter", "allgather", "broadcast", "reduce")
-PAIRS = ("latency", "bandwidth", "bibandwidth", "multi_pair")
+BLOCKS = ("allgatherv", "alltoall", "gather", "scatter")
+COLLECTIVES = ("allreduce", "iallreduce", "reduce_scatter", "allgather", "broadcast", "reduce", *BLOCKS)
+PAIRS = ("latency", "pt2pt", "bandwidth", "bibandwidth", "multi_pair")
 BENCHMARKS = (*PAIRS, *COLLECTIVES)
 REDUCING = ("allreduce", "iallreduce", "reduce_scatter", "reduce")
 STYLES = ("osu", "nccl")
 
-ROOTED = ("broadcast", "reduce")
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 _INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 _DTYPES = ("float32", "float64", "float16", "bfloat16", *_INTEGERS)
 _EPILOG = """\
 benchmarks:
-  between two ranks       latency, bandwidth, bibandwidth
+  between two ranks       latency, bandwidth, bibandwidth; pt2pt: send, recv
   pairs (i, i + n/2)      multi_pair
   collectives             allreduce, iallreduce, reduce_scatter, allgather,
-                          broadcast, reduce
+                          broadcast, reduce, allgatherv, alltoall, gather,
+                          scatter
 
 examples:
   hpcdp launch -n 2 -- hpcdp bench allreduce -m 4:64M
@@ -565,7 +572,7 @@ def check(settings: Settings, world: World) -> None:
 
     if settings.benchmark in COLLECTIVES:
         collective = settings.benchmark.removeprefix("i")
-        check_name(f"{collective} algorithm", settings.algorithm, ["auto", *ALGORITHMS[collective]])
+        check_name(f"{collective} algorithm", settings.algorithm, ["auto", *ALGORITHMS.get(collective, ())])
     if settings.benchmark in REDUCING:
         check_name("op", settings.op, OPS)
     if settings.benchmark in ROOTED:
@@ -577,8 +584,8 @@ def check(settings: Settings, world: World) -> None:
         on_rank_0(world.comm, check_drawable)
     check_writable("bench", settings.files, world)
     arrays = 2 if settings.benchmark in PAIRS or settings.style == "nccl" else 1
-    if settings.benchmark == "allgather":
-        arrays += world.size - 1
+    if settings.benchmark in ("allgather", *BLOCKS):
+        arrays += 2 * world.size - 1
     check_memory(f"bench {settings.benchmark} -m", world, settings.sizes[-1], arrays)
 
 
@@ -618,7 +625,7 @@ def _facts(settings: Settings, world: World) -> list[str]:
     else:
         op = f", op: {settings.op}" if settings.benchmark in REDUCING else ""
         op += f", root: {settings.root}" if settings.benchmark in ROOTED else ""
-        where = "" if settings.style == "nccl" else ", in place"
+        where = "" if settings.style == "nccl" or settings.benchmark in BLOCKS else ", in place"
         facts.append(f"Algorithm: {settings.algorithm}{op}{where}.")
     return facts
 

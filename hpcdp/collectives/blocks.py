@@ -65,18 +65,18 @@ def offsets(sizes: Sequence[int]) -> list[int]:
     return [0, *itertools.accumulate(sizes)]
 
 
-def alltoall_blocks(sent: np.ndarray, sizes: np.ndarray, rank: int) -> Blocks:
+def alltoall_blocks(sent: np.ndarray, received: np.ndarray, sizes: np.ndarray, rank: int) -> Blocks:
     """Return the blocks of an alltoall.
 
     Args:
         sent: shape ``(nbytes,)``, uint8: the blocks for all ranks, in their order.
+        received: shape ``(nbytes,)``, uint8: gets the blocks of all ranks.
         sizes: shape ``(n, n)``: the bytes that each rank sends to each.
         rank: this rank.
     """
     own, befores = offsets(sizes[rank].tolist()), np.cumsum(sizes, axis=1) - sizes
     ends = offsets(sizes[:, rank].tolist())
     longest = int(sizes.sum(axis=1).max())
-    received = np.empty(ends[-1], np.uint8)
     return Blocks(sent, list(itertools.pairwise(own)), received, ends, befores[:, rank].tolist(), longest)
 
 
@@ -94,22 +94,22 @@ def allgather_blocks(parts: np.ndarray, ends: Sequence[int], rank: int) -> Block
     return Blocks(own, [(0, own.size)] * n, parts, ends, [0] * n, longest)
 
 
-def gather_blocks(part: np.ndarray, sizes: Sequence[int], rank: int, root: int) -> Blocks:
-    """Return the blocks of a gather: only ``root`` receives; ``part`` is this rank's, ``sizes`` those of all ranks."""
+def gather_blocks(part: np.ndarray, received: np.ndarray, sizes: Sequence[int], rank: int, root: int) -> Blocks:
+    """Return the blocks of a gather: ``root`` receives all in ``received``; ``sizes`` are those of the ranks' parts."""
     n = len(sizes)
     limits = [(0, part.size if other == root else 0) for other in range(n)]
     ends = offsets(sizes) if rank == root else [0] * (n + 1)
-    return Blocks(part, limits, np.empty(ends[-1], np.uint8), ends, [0] * n, max(sizes))
+    return Blocks(part, limits, received, ends, [0] * n, max(sizes))
 
 
-def scatter_blocks(sent: np.ndarray, sizes: Sequence[int], rank: int, root: int) -> Blocks:
-    """Return the blocks of a scatter: only ``root`` sends, ``sizes[r]`` bytes to rank r, of ``sent``."""
+def scatter_blocks(sent: np.ndarray, received: np.ndarray, sizes: Sequence[int], rank: int, root: int) -> Blocks:
+    """Return the blocks of a scatter: ``root`` sends ``sizes[r]`` bytes of ``sent`` to rank r, in ``received``."""
     n, limits = len(sizes), offsets(sizes)
     own = sent if rank == root else np.empty(0, np.uint8)
     mine = list(itertools.pairwise(limits)) if rank == root else [(0, 0)] * n
     ends = [0] * (root + 1) + [sizes[rank]] * (n - root)
     firsts = [limits[rank] if other == root else 0 for other in range(n)]
-    return Blocks(own, mine, np.empty(sizes[rank], np.uint8), ends, firsts, limits[-1])
+    return Blocks(own, mine, received, ends, firsts, limits[-1])
 
 
 def direct(blocks: Blocks, comm: Communicator, tag: int) -> Steps:
