@@ -95,10 +95,11 @@ $(BIN)/python:
 		{ echo "hpcdp needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=/path/to/python3.11"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "$(PYTHON) has no venv module: install it (Debian: python3-venv) or use another PYTHON="; exit 1; }
+	@echo "making the virtual environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: pyproject.toml | $(BIN)/python
-	@echo "installing hpcdp into $(VENV), a minute the first time"
+	@echo "installing hpcdp into $(VENV), for a minute or two"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.$(call bracketed,$(EXTRAS))'
 	@touch $@
 

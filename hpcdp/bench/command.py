@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import itertools
 import os
 import socket
+import sys
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..core.checks import check_name, whole_number
+from ..core.environment import explained, speaks
 from ..errors import ConfigError, UnsupportedError, listed, to_stderr
 from ..launch.parser import Parser
 
@@ -64,6 +67,7 @@ _WIDTH, _NARROW, _SIZE_WIDTH, _ITERATIONS_WIDTH = 18, 16, 10, 12
 _MAIN_OVERLAP = ("overall", "compute", "pure", "overlap")
 OSU_DTYPES = {"mpi_char": "int8", "mpi_int": "int32", "mpi_float": "float32"}
 _OSU_NAMES = {dtype: name.upper() for name, dtype in OSU_DTYPES.items()}
+_NCCL_WIDTH, _NCCL_PREDICTED_WIDTH = 116, 11
 _NCCL_TYPES = {"float32": "float", "float64": "double", "float16": "half"}
 
 
@@ -73,10 +77,12 @@ class Style(ABC):
     Args:
         settings: the settings of the benchmark.
         version: the version of hpcdp.
+        terminal: the width of the terminal that shows the table, which then fits it; 0 for files and scripts, which get
+            the exact columns of the other program.
     """
 
-    def __init__(self, settings: Settings, version: str) -> None:
-        self._settings, self._version = settings, version
+    def __init__(self, settings: Settings, version: str, terminal: int = 0) -> None:
+        self._settings, self._version, self._terminal = settings, version, terminal
 
     @abstractmethod
     def heading(self, facts: Sequence[str]) -> str:
@@ -94,8 +100,8 @@ class Style(ABC):
 class OsuStyle(Style):
     """The tables of osu_latency, osu_bw, osu_allreduce, osu_iallreduce and so on; ``-f`` shows all columns."""
 
-    def __init__(self, settings: Settings, version: str) -> None:
-        super().__init__(settings, version)
+    def __init__(self, settings: Settings, version: str, terminal: int = 0) -> None:
+        super().__init__(settings, version, terminal)
         full, name = settings.full, settings.benchmark
         if name == "iallreduce":
             columns = [column for column in _OVERLAP if full or column[1] in _MAIN_OVERLAP]
@@ -120,20 +126,29 @@ class OsuStyle(Style):
         lines = ["", title, by, *_comments(facts), f"# Datatype: {name}."]
         if settings.benchmark == "iallreduce":
             lines += ["# Overall = Coll. Init + Compute + MPI_Test + MPI_Wait", ""]
-        titles = "".join(f"{title:>{self._width}}" for title, _ in self._columns)
-        iterations = f"{'Iterations':>{_ITERATIONS_WIDTH}}" if self._shows_iterations else ""
-        validation = f"{'Validation':>{self._width}}" if settings.shows_validation else ""
-        predicted = f"{self._predicted[0]:>{self._width}}" if settings.predict else ""
-        return "\n".join([*lines, f"{'# Size':<{_SIZE_WIDTH}}{titles}{iterations}{validation}{predicted}"])
+        cells = [f"{title:>{self._width}}" for title, _ in self._columns]
+        cells += [f"{'Iterations':>{_ITERATIONS_WIDTH}}"] if self._shows_iterations else []
+        cells += [f"{'Validation':>{self._width}}"] if settings.shows_validation else []
+        cells += [f"{self._predicted[0]:>{self._width}}"] if settings.predict else []
+        return "\n".join([*lines, *self._folded("# Size", "#", cells)])
 
     def line(self, row: Row) -> str:
         """See `Style.line`."""
         settings = self._settings
-        values = "".join(f"{row[key]:>{self._width}.2f}" for _, key in self._columns)
-        iterations = f"{row['iterations']:>{_ITERATIONS_WIDTH}}" if self._shows_iterations else ""
-        validation = f"{'Fail' if row['wrong'] else 'Pass':>{self._width}}" if settings.shows_validation else ""
-        predicted = f"{row[self._predicted[1]]:>{self._width}.2f}" if settings.predict else ""
-        return f"{row['nbytes']:<{_SIZE_WIDTH}}{values}{iterations}{validation}{predicted}"
+        cells = [f"{row[key]:>{self._width}.2f}" for _, key in self._columns]
+        cells += [f"{row['iterations']:>{_ITERATIONS_WIDTH}}"] if self._shows_iterations else []
+        cells += [f"{'Fail' if row['wrong'] else 'Pass':>{self._width}}"] if settings.shows_validation else []
+        cells += [f"{row[self._predicted[1]]:>{self._width}.2f}"] if settings.predict else []
+        return "\n".join(self._folded(str(row["nbytes"]), "", cells))
+
+    def _folded(self, first: str, later: str, cells: Sequence[str]) -> list[str]:
+        """Return the lines of a row that begin with ``first`` and ``later``, as many as the terminal requires."""
+        lines = [f"{first:<{_SIZE_WIDTH}}"]
+        for cell in cells:
+            if 0 < self._terminal < len(lines[-1]) + len(cell):
+                lines.append(f"{later:<{_SIZE_WIDTH}}")
+            lines[-1] += cell
+        return lines
 
 
 def _comments(facts: Sequence[str]) -> list[str]:
@@ -143,25 +158,45 @@ def _comments(facts: Sequence[str]) -> list[str]:
 
 
 class NcclStyle(Style):
-    """The tables of all_reduce_perf and so on: out of place, then in place; ``#wrong`` counts elements of all ranks."""
+    """The tables of all_reduce_perf and so on: out of place, then in place; ``#wrong`` counts elements of all ranks.
+
+    On a terminal that is too narrow, the columns that are equal in all lines are in a comment line instead.
+    """
+
+    def __init__(self, settings: Settings, version: str, terminal: int = 0) -> None:
+        super().__init__(settings, version, terminal)
+        self._is_narrow = 0 < terminal < _NCCL_WIDTH + (_NCCL_PREDICTED_WIDTH if settings.predict else 0)
 
     def heading(self, facts: Sequence[str]) -> str:
         """See `Style.heading`."""
         settings = self._settings
         least, largest = settings.sizes[0], settings.sizes[-1]
         iterations = settings.iterations or "by size"
-        both = f"{'out-of-place':^30}  {'in-place':^30}"
-        figures = f"{'time':>9}  {'algbw':>6}  {'busbw':>6} {'#wrong':>6}"
-        units = f"{'(us)':>9}  {'(GB/s)':>6}  {'(GB/s)':>6} {'':>6}"
-        names = f"{'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
-        name_units = f"{'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
+        counts = (
+            f"minBytes {least} maxBytes {largest} step: {settings.factor}(factor) warmup iters: {settings.warmup} "
+            f"iters: {iterations} validation: {int(settings.validate)}"
+        )
+        title = f"# hpcdp {TITLES[settings.benchmark].removesuffix(' Latency')} Test v{self._version}"
+        if self._is_narrow:
+            kind, op, root = self._constants()
+            same = [f"type {kind}, redop {op}, root {root}", counts]
+            both = f"{'out-of-place':^30}{'in-place':^30}"
+            figures = f"{'time':>9}{'algbw':>7}{'busbw':>7}{'#wrong':>7}"
+            units = f"{'(us)':>9}{'(GB/s)':>7}{'(GB/s)':>7}{'':>7}"
+            names, name_units, gap, settings_lines = f"{'size':>8}", f"{'(B)':>8}", "", _comments(same)
+        else:
+            both = f"{'out-of-place':^30}  {'in-place':^30}"
+            figures = f"{'time':>9}  {'algbw':>6}  {'busbw':>6} {'#wrong':>6}"
+            units = f"{'(us)':>9}  {'(GB/s)':>6}  {'(GB/s)':>6} {'':>6}"
+            names = f"{'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
+            name_units = f"{'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
+            gap, settings_lines = "  ", [f"# {counts}"]
         lines = [
-            f"# hpcdp {TITLES[settings.benchmark].removesuffix(' Latency')} Test v{self._version}",
+            title,
             *_comments(facts),
-            f"# minBytes {least} maxBytes {largest} step: {settings.factor}(factor) warmup iters: {settings.warmup} "
-            f"iters: {iterations} validation: {int(settings.validate)}",
+            *settings_lines,
             "#",
-            f"# {'':>{len(names)}}  {both}",
+            f"# {'':>{len(names)}}{gap}{both}",
             f"# {names}{figures}{figures}{self._predicted('predicted')}",
             f"# {name_units}{units}{units}{self._predicted('(us)')}",
         ]
@@ -170,12 +205,22 @@ class NcclStyle(Style):
     def line(self, row: Row) -> str:
         """See `Style.line`."""
         settings = self._settings
-        kind = _NCCL_TYPES.get(settings.dtype, settings.dtype)
-        op = settings.op if "reduce" in settings.benchmark else "none"
-        root = settings.root if settings.benchmark in ROOTED else -1
         both = self._figures(row.get("out_of_place")) + self._figures(row)
         predicted = self._predicted(f"{row['predicted_us']:.2f}") if settings.predict else ""
+        if self._is_narrow:
+            return f"{row['total_nbytes']:>10}{both}{predicted}"
+        kind, op, root = self._constants()
         return f"{row['total_nbytes']:>12}  {row['count']:>12}  {kind:>8}  {op:>6}  {root:>6}{both}{predicted}"
+
+    def _constants(self) -> tuple[str, str, int]:
+        """Return the type, the reduction and the root."""
+        settings = self._settings
+        op = settings.op if "reduce" in settings.benchmark else "none"
+        return (
+            _NCCL_TYPES.get(settings.dtype, settings.dtype),
+            op,
+            settings.root if settings.benchmark in ROOTED else -1,
+        )
 
     def closing(self, rows: Sequence[Row]) -> str:
         """See `Style.closing`."""
@@ -187,14 +232,19 @@ class NcclStyle(Style):
 
     def _figures(self, figures: Row | None) -> str:
         if figures is None:
-            return f"{'N/A':>9}  {'N/A':>6}  {'N/A':>6} {'N/A':>6}"
+            return self._spaced("N/A", "N/A", "N/A", "N/A")
         us = figures["avg"]
         time_us = f"{us:.0f}" if us >= 10000 else f"{us:.1f}" if us >= 100 else f"{us:.2f}"
         faulty = figures["wrong"] if self._settings.validate else "N/A"
-        return f"{time_us:>9}  {figures['algbw_gb_s']:>6.2f}  {figures['busbw_gb_s']:>6.2f} {faulty:>6}"
+        return self._spaced(time_us, f"{figures['algbw_gb_s']:.2f}", f"{figures['busbw_gb_s']:.2f}", str(faulty))
+
+    def _spaced(self, time_us: str, algbw: str, busbw: str, faulty: str) -> str:
+        gap = "" if self._is_narrow else " "
+        return f"{time_us:>9}{gap}{algbw:>7}{gap}{busbw:>7}{faulty:>7}"
 
     def _predicted(self, text: str) -> str:
-        return f"  {text:>9}" if self._settings.predict else ""
+        width = 10 if self._is_narrow else _NCCL_PREDICTED_WIDTH
+        return f"{text:>{width}}" if self._settings.predict else ""
 
 
 _OURS, _PEER, _LIMIT, _GRID = "#3566a8", "#c8552b", "#6b6b6b", "#d9d9d9"
@@ -479,10 +529,11 @@ def main(argv: Sequence[str]) -> int:
     """
     settings = parse(argv)
 
-    from .. import comm
-    from .measure import pin_to_own_core
+    with explained("starting MPI", speaks(), sys.stderr):
+        from .. import comm
+        from .measure import pin_to_own_core
 
-    world = comm.init()
+        world = comm.init()
     pin_to_own_core(world)
     return run(settings, world)
 
@@ -490,6 +541,7 @@ def main(argv: Sequence[str]) -> int:
 def run(settings: Settings, world: World) -> int:
     """Run a benchmark in ``world`` and return the exit status; every rank must call. Rank 0 prints and writes."""
     from ..comm.consistency import on_rank_0
+    from ..train.progress import terminal_columns
     from .measure import format_size
 
     check(settings, world)
@@ -498,19 +550,23 @@ def run(settings: Settings, world: World) -> int:
     if settings.predict:
         from . import tune
 
-        predicted, basis = tune.predictor(settings, world)
+        with explained("measuring links and cores", world.rank == 0, sys.stderr):
+            predicted, basis = tune.predictor(settings, world)
         facts.append(basis)
         if predicted is None:
             settings = replace(settings, predict=False)
         else:
             measured = tune.with_predictions(measured, predicted)
-    style: Style = (OsuStyle if settings.style == "osu" else NcclStyle)(settings, __version__)
+    shown_on = terminal_columns(sys.stdout)
+    style: Style = (OsuStyle if settings.style == "osu" else NcclStyle)(settings, __version__, shown_on)
     rows: list[Row] = []
     try:
-        for row in measured:
+        with explained("loading kernels and measuring the first size", world.rank == 0, sys.stderr):
+            first = [next(measured)]
+        if world.rank == 0:
+            print(style.heading(facts))
+        for row in itertools.chain(first, measured):
             if world.rank == 0:
-                if not rows:
-                    print(style.heading(facts))
                 print(style.line(row), flush=True)
             rows.append(row)
     except UnsupportedError as error:

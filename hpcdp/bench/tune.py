@@ -13,6 +13,7 @@ messages differently and caches are small. `predictor` predicts a benchmark.
 
 from __future__ import annotations
 
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ from ..comm.consistency import on_rank_0
 from ..comm.shared_memory import NodeBarrier
 from ..comm.tasks import LANES, TaskGroup
 from ..core.checks import one_of
+from ..core.environment import explained
 from ..errors import ConfigError, HpcdpError, UnsupportedError, listed
 from ..launch.parser import Parser
 from .command import PAIRS, REDUCING, Settings
@@ -534,7 +536,8 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
         registry.check_folder(world)
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
     facts = [f"hpcdp tune v{__version__}, {world.size} ranks on {nodes}, {world.library}"]
-    machine = probe(world)
+    with explained("measuring links and cores", world.rank == 0, sys.stderr):
+        machine = probe(world)
     crowded = registry.crowded(world)
     facts += describe(machine, world.num_nodes > 1)
     facts += [f"no predictions: {crowded}, but the model assumes a core per rank"] if crowded else []

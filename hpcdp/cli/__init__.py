@@ -268,8 +268,8 @@ def _train_here(config: TrainConfig, settings: dict[str, Any]) -> int:
 
 
 def _train_as_a_rank(config: TrainConfig, settings: dict[str, Any]) -> int:
-    from ..core.environment import speaks
-    from ..train.runs.config import explained, uncollected
+    from ..core.environment import explained, speaks
+    from ..train.runs.config import uncollected
 
     with uncollected(), explained("importing hpcdp", speaks(os.environ)):
         from ..comm import init

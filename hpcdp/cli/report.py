@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.checks import file_name
+from ..core.environment import explained
 from ..errors import ConfigError, printable, reason
 from ..launch.parser import Parser
 from ..train.metrics import replace_file
@@ -49,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
     file_name("report", "--output", output, (".html", ".htm"))
     if arguments.png is not None:
         file_name("report", "--png", arguments.png)
-    figures = report.draw_all(runs)
+    with explained("drawing", True, sys.stderr):
+        figures = report.draw_all(runs)
     page = report.page(runs, figures)
     _write(output, page)
     print(f"report    {printable(str(output))}, {len(page) / 1e3:.0f} kB")

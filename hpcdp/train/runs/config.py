@@ -11,8 +11,6 @@ import dataclasses
 import functools
 import gc
 import math
-import threading
-import time
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -38,31 +36,6 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-_PATIENCE_S = 2.0
-
-
-@contextlib.contextmanager
-def explained(activity: str, speaks: bool) -> Iterator[None]:
-    """Explain a silence while a run starts: print ``activity`` after 2 s, and its duration at the end.
-
-    Args:
-        activity: what the block does.
-        speaks: whether this process prints, as rank 0 does.
-    """
-    began_s = time.monotonic()
-    lines = [f"{activity} ..."]
-    timer = threading.Timer(_PATIENCE_S, lambda: print(lines.pop(), flush=True))
-    timer.daemon = True
-    if speaks:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        if not lines:
-            print(f"{activity}: {time.monotonic() - began_s:.1f} s", flush=True)
 
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}

@@ -30,6 +30,7 @@ from ...comm.consistency import on_every_rank, on_rank_0
 from ...comm.world import device_of
 from ...compression import pays_below
 from ...core.devices import MEMORY_LIMIT, Device, cpu
+from ...core.environment import explained
 from ...data_parallel.bucket_trainer import BucketTrainer
 from ...data_parallel.reductions import node_nbytes
 from ...data_parallel.trainer import BaseTrainer
@@ -47,7 +48,7 @@ from ..metrics import Record, peak_memory_mb
 from ..preemption import StopRequests
 from ..progress import slowest_rank
 from ..trainer import Trainer
-from .config import SEQUENCE_MODELS, TrainConfig, explained, uncollected
+from .config import SEQUENCE_MODELS, TrainConfig, uncollected
 from .run_dir import CHECKPOINTS, RunFolder, drop_empty_run_dir, is_finished, make_run_folder, open_run_folder
 
 _FOR_POOLS = 0.9
