@@ -431,30 +431,30 @@ def parser() -> Parser:
     add("-M", "--mem-limit", dest="most", metavar="SIZE", help="leave out messages above SIZE bytes")
     add("-i", "--iterations", type=int, metavar="N", help="timed calls (default: by size)")
     add("-x", "--warmup", type=int, default=10, metavar="N", help="untimed calls before (10)")
-    add("-f", "--full", action="store_true", help="all columns, e.g. least and greatest latency")
+    add("-f", "--full", action="store_true", help="all columns, e.g. minimum and maximum")
     add(
         "-c", "--validation", dest="validate", type=int, nargs="?", const=1, metavar="0|1",
-        help="1: a column for the validation, which is done in any case; 0: do without",
+        help="1: print a column for the validation; 0: do not validate (default: validate without a column)",
     )  # fmt: skip
     add(
         "-T", "--type", dest="dtype", metavar="DTYPE",
         help="float32, bfloat16, int64 ...; or mpi_char, mpi_int, mpi_float",
     )  # fmt: skip
-    add("-d", "--accelerator", dest="device", default="cpu", metavar="DEVICE", help="where the arrays are: cpu")
+    add("-d", "--accelerator", dest="device", default="cpu", metavar="DEVICE", help="memory of the arrays: cpu")
     add("-k", "--root-rank", dest="root", type=int, default=0, metavar="RANK", help="root of broadcast and reduce (0)")
-    add("-l", "--in-place", action="store_true", help="collectives in place, as they are in any case")
-    add("-W", "--window-size", dest="window", type=int, default=64, metavar="N", help="messages under way at once (64)")
+    add("-l", "--in-place", action="store_true", help="no effect: collectives are always in place")
+    add("-W", "--window-size", dest="window", type=int, default=64, metavar="N", help="messages in flight (64)")
     add(
         "-t", "--num-test-calls", dest="tests", type=int, default=0, metavar="N",
         help="calls of test() while iallreduce runs (0)",
     )  # fmt: skip
     add("--algorithm", default="auto", metavar="NAME", help="auto (default), native, ring ...")
     add("--op", default="sum", metavar="NAME", help="sum (default), mean, min, max, prod")
-    add("--style", default="osu", metavar="NAME", help="columns of osu (default) or of nccl, for collectives")
-    add("--predict", action="store_true", help="what the cost model expects, beside what was measured")
-    add("--csv", metavar="FILE", help="a line for each size")
-    add("--json", metavar="FILE", help="the figures, and the machine they were measured on")
-    add("--plot", metavar="FILE", help="PNG: bandwidth over size, the MPI library's own, the machine's limit")
+    add("--style", default="osu", metavar="NAME", help="table of osu (default) or nccl; nccl for collectives only")
+    add("--predict", action="store_true", help="also print the time that the cost model predicts")
+    add("--csv", metavar="FILE", help="write the figures as CSV, one line per size")
+    add("--json", metavar="FILE", help="write the figures and facts of the machine as JSON")
+    add("--plot", metavar="FILE", help="plot bandwidth over size as PNG, with that of the MPI library")
     return made
 
 

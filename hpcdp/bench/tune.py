@@ -464,15 +464,21 @@ def parser() -> Parser:
     made = Parser(
         prog="hpcdp tune",
         usage="hpcdp tune [COLLECTIVE ...] [-m MIN:MAX] [--quick] [--dry-run | --show]",
-        description="Measure links and algorithms, and save which is the fastest at each size.",
+        description="Measure links and collectives, and save the fastest algorithm for each size.",
         epilog=_EPILOG,
     )
-    made.add_argument("collectives", nargs="*", metavar="COLLECTIVE", help="only these; saved choices of others stay")
-    made.add_argument("-m", dest="sizes", metavar="MIN:MAX", help="array sizes in bytes (4:64M); others stay")
-    made.add_argument("--quick", action="store_true", help="sizes 4:4M and fewer timings, some seconds in all")
+    made.add_argument(
+        "collectives", nargs="*", metavar="COLLECTIVE", help="measure only these, and keep the saved choices of others"
+    )
+    made.add_argument(
+        "-m", dest="sizes", metavar="MIN:MAX", help="array sizes in bytes (4:64M); keep the saved choices of others"
+    )
+    made.add_argument(
+        "--quick", action="store_true", help="sizes 4:4M and fewer timings, in some twenty seconds on two ranks"
+    )
     either = made.add_mutually_exclusive_group()
     either.add_argument("--dry-run", action="store_true", help="measure and print, save nothing")
-    either.add_argument("--show", action="store_true", help="print the table that fits these ranks, measure nothing")
+    either.add_argument("--show", action="store_true", help="print the saved table for these ranks, measure nothing")
     return made
 
 
