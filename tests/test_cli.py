@@ -362,7 +362,7 @@ def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(to_a_rank: boo
         assert "SIGTERM) before the others" in said
     else:
         assert first == "hpcdp launch: SIGTERM: the run saves and ends; a second one ends it at once"
-        assert last.endswith("; go on with: hpcdp train --resume run")
+        assert last.endswith("; resume with: hpcdp train --resume run")
         assert "(SIGTERM): a checkpoint is in run/checkpoints\n" in shown
         (saved,) = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")][-1:]
         steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]

@@ -305,7 +305,7 @@ def _how_to_go_on(run_dir: str) -> str:
     with contextlib.suppress(OSError, HpcdpError):
         directory.require_free(Path(run_dir) / CHECKPOINTS)  # as below
         if directory.find(Path(run_dir) / CHECKPOINTS):
-            return f"; go on with: hpcdp train --resume {shlex.quote(run_dir)}"
+            return f"; resume with: hpcdp train --resume {shlex.quote(run_dir)}"
     return ""
 
 

@@ -247,7 +247,7 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
                 stack.enter_context(folder)
                 callbacks += [ShowProgress(config.verbose), KeepMetrics(folder)]
                 if config.resume is not None:
-                    print(f"going on in {config.run_dir}", flush=True)
+                    print(f"resuming {config.run_dir}", flush=True)
             start.close()
             stack.enter_context(np.errstate(all="ignore"))  # the losses show that a run diverges
             records = fit(
@@ -292,7 +292,7 @@ def _closing_lines(result: dict[str, Any], checkpoints: Checkpoints, folder: Run
     if stopped is not None:
         return (
             f"stopped early after step {stopped.position.total} ({stopped.reason}): a checkpoint is in "
-            f"{run_dir}/{CHECKPOINTS}\ngo on with     hpcdp train --resume {shlex.quote(str(run_dir))}"
+            f"{run_dir}/{CHECKPOINTS}\nresume with    hpcdp train --resume {shlex.quote(str(run_dir))}"
         )
     if not result["records"]:  # the newest checkpoint is damaged, and the one before has enough epochs
         return _at_its_end(run_dir)
@@ -300,7 +300,7 @@ def _closing_lines(result: dict[str, Any], checkpoints: Checkpoints, folder: Run
 
 
 def _at_its_end(run_dir: str | None) -> str:
-    return f"{run_dir}: this run is at its end, there is nothing to go on with"
+    return f"{run_dir}: this run is complete, there is nothing to resume"
 
 
 @contextlib.contextmanager

@@ -128,10 +128,10 @@ def test_cancel_tells_how_what_it_has_saved_goes_on(
 ) -> None:
     monkeypatch.setattr(slurm_scripts, "_POLL_S", 0.01)
     standin(job7={}, job8={"state": "PENDING"})
-    Path("out of 7").write_text("hpcdp: job 7, start 1\nhpcdp: job 7 does not come back; go on with: sbatch a\nlast\n")
+    Path("out of 7").write_text("hpcdp: job 7, start 1\nhpcdp: job 7 is not requeued; resume with: sbatch a\nlast\n")
     assert cli.main(["slurm", "cancel", "--save", "7", "8"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "job 7 does not come back; go on with: sbatch a",
+        "job 7 is not requeued; resume with: sbatch a",
         "job 8 was PENDING: it had nothing to save",
     ]
 
