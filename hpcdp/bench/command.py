@@ -68,6 +68,7 @@ _MAIN_OVERLAP = ("overall", "compute", "pure", "overlap")
 OSU_DTYPES = {"mpi_char": "int8", "mpi_int": "int32", "mpi_float": "float32"}
 _OSU_NAMES = {dtype: name.upper() for name, dtype in OSU_DTYPES.items()}
 _NCCL_WIDTH, _NCCL_PREDICTED_WIDTH = 116, 11
+_GB_S = ("(GB/s)", "(GB/s)")
 _NCCL_TYPES = {"float32": "float", "float64": "double", "float16": "half"}
 
 
@@ -77,12 +78,10 @@ class Style(ABC):
     Args:
         settings: the settings of the benchmark.
         version: the version of hpcdp.
-        terminal: the width of the terminal that shows the table, which then fits it; 0 for files and scripts, which get
-            the exact columns of the other program.
     """
 
-    def __init__(self, settings: Settings, version: str, terminal: int = 0) -> None:
-        self._settings, self._version, self._terminal = settings, version, terminal
+    def __init__(self, settings: Settings, version: str) -> None:
+        self._settings, self._version = settings, version
 
     @abstractmethod
     def heading(self, facts: Sequence[str]) -> str:
@@ -98,10 +97,17 @@ class Style(ABC):
 
 
 class OsuStyle(Style):
-    """The tables of osu_latency, osu_bw, osu_allreduce, osu_iallreduce and so on; ``-f`` shows all columns."""
+    """The tables of osu_latency, osu_bw, osu_allreduce, osu_iallreduce and so on; ``-f`` shows all columns.
 
-    def __init__(self, settings: Settings, version: str, terminal: int = 0) -> None:
-        super().__init__(settings, version, terminal)
+    Args:
+        settings: see `Style`.
+        version: see `Style`.
+        terminal: the width of the terminal, to which rows are folded; 0 for files and scripts, without folding.
+    """
+
+    def __init__(self, settings: Settings, version: str, terminal: int) -> None:
+        super().__init__(settings, version)
+        self._terminal = terminal
         full, name = settings.full, settings.benchmark
         if name == "iallreduce":
             columns = [column for column in _OVERLAP if full or column[1] in _MAIN_OVERLAP]
@@ -158,69 +164,25 @@ def _comments(facts: Sequence[str]) -> list[str]:
 
 
 class NcclStyle(Style):
-    """The tables of all_reduce_perf and so on: out of place, then in place; ``#wrong`` counts elements of all ranks.
-
-    On a terminal that is too narrow, the columns that are equal in all lines are in a comment line instead.
-    """
-
-    def __init__(self, settings: Settings, version: str, terminal: int = 0) -> None:
-        super().__init__(settings, version, terminal)
-        self._is_narrow = 0 < terminal < _NCCL_WIDTH + (_NCCL_PREDICTED_WIDTH if settings.predict else 0)
+    """The tables of all_reduce_perf and so on: out of place, then in place; ``#wrong`` counts elements of all ranks."""
 
     def heading(self, facts: Sequence[str]) -> str:
         """See `Style.heading`."""
         settings = self._settings
-        least, largest = settings.sizes[0], settings.sizes[-1]
-        iterations = settings.iterations or "by size"
-        counts = (
-            f"minBytes {least} maxBytes {largest} step: {settings.factor}(factor) warmup iters: {settings.warmup} "
-            f"iters: {iterations} validation: {int(settings.validate)}"
-        )
         title = f"# hpcdp {TITLES[settings.benchmark].removesuffix(' Latency')} Test v{self._version}"
-        if self._is_narrow:
-            kind, op, root = self._constants()
-            same = [f"type {kind}, redop {op}, root {root}", counts]
-            both = f"{'out-of-place':^30}{'in-place':^30}"
-            figures = f"{'time':>9}{'algbw':>7}{'busbw':>7}{'#wrong':>7}"
-            units = f"{'(us)':>9}{'(GB/s)':>7}{'(GB/s)':>7}{'':>7}"
-            names, name_units, gap, settings_lines = f"{'size':>8}", f"{'(B)':>8}", "", _comments(same)
-        else:
-            both = f"{'out-of-place':^30}  {'in-place':^30}"
-            figures = f"{'time':>9}  {'algbw':>6}  {'busbw':>6} {'#wrong':>6}"
-            units = f"{'(us)':>9}  {'(GB/s)':>6}  {'(GB/s)':>6} {'':>6}"
-            names = f"{'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
-            name_units = f"{'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
-            gap, settings_lines = "  ", [f"# {counts}"]
-        lines = [
-            title,
-            *_comments(facts),
-            *settings_lines,
-            "#",
-            f"# {'':>{len(names)}}{gap}{both}",
-            f"# {names}{figures}{figures}{self._predicted('predicted')}",
-            f"# {name_units}{units}{units}{self._predicted('(us)')}",
-        ]
+        counts = (
+            f"minBytes {settings.sizes[0]} maxBytes {settings.sizes[-1]} step: {settings.factor}(factor) "
+            f"warmup iters: {settings.warmup} iters: {settings.iterations or 'by size'} "
+            f"validation: {int(settings.validate)}"
+        )
+        lines = [title, *_comments(facts), *self._settings_lines(counts), "#", *self._column_titles()]
         return "\n".join(line.rstrip() for line in lines)
 
     def line(self, row: Row) -> str:
         """See `Style.line`."""
-        settings = self._settings
-        both = self._figures(row.get("out_of_place")) + self._figures(row)
-        predicted = self._predicted(f"{row['predicted_us']:.2f}") if settings.predict else ""
-        if self._is_narrow:
-            return f"{row['total_nbytes']:>10}{both}{predicted}"
         kind, op, root = self._constants()
-        return f"{row['total_nbytes']:>12}  {row['count']:>12}  {kind:>8}  {op:>6}  {root:>6}{both}{predicted}"
-
-    def _constants(self) -> tuple[str, str, int]:
-        """Return the type, the reduction and the root."""
-        settings = self._settings
-        op = settings.op if "reduce" in settings.benchmark else "none"
-        return (
-            _NCCL_TYPES.get(settings.dtype, settings.dtype),
-            op,
-            settings.root if settings.benchmark in ROOTED else -1,
-        )
+        names = f"{row['total_nbytes']:>12}  {row['count']:>12}  {kind:>8}  {op:>6}  {root:>6}"
+        return names + self._both(row)
 
     def closing(self, rows: Sequence[Row]) -> str:
         """See `Style.closing`."""
@@ -229,6 +191,31 @@ class NcclStyle(Style):
         verdict = "not checked" if not self._settings.validate else f"{faulty} {'FAILED' if faulty else 'OK'}"
         average = sum(figures["busbw_gb_s"] for figures in measured) / len(measured)
         return f"# Out of bounds values : {verdict}\n# Avg bus bandwidth    : {average:.6g}\n#"
+
+    def _settings_lines(self, counts: str) -> list[str]:
+        return [f"# {counts}"]
+
+    def _column_titles(self) -> list[str]:
+        names = f"{'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
+        units = f"{'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
+        figures, figure_units = self._spaced("time", "algbw", "busbw", "#wrong"), self._spaced("(us)", *_GB_S, "")
+        return [
+            f"# {'':>{len(names)}}  {'out-of-place':^30}  {'in-place':^30}",
+            f"# {names}{figures}{figures}{self._predicted('predicted')}",
+            f"# {units}{figure_units}{figure_units}{self._predicted('(us)')}",
+        ]
+
+    def _constants(self) -> tuple[str, str, int]:
+        """Return the type, the reduction and the root, which are equal in all lines."""
+        settings = self._settings
+        op = settings.op if "reduce" in settings.benchmark else "none"
+        root = settings.root if settings.benchmark in ROOTED else -1
+        return _NCCL_TYPES.get(settings.dtype, settings.dtype), op, root
+
+    def _both(self, row: Row) -> str:
+        """Return the figures out of place and in place, and the predicted time if requested."""
+        predicted = self._predicted(f"{row['predicted_us']:.2f}") if self._settings.predict else ""
+        return self._figures(row.get("out_of_place")) + self._figures(row) + predicted
 
     def _figures(self, figures: Row | None) -> str:
         if figures is None:
@@ -239,12 +226,44 @@ class NcclStyle(Style):
         return self._spaced(time_us, f"{figures['algbw_gb_s']:.2f}", f"{figures['busbw_gb_s']:.2f}", str(faulty))
 
     def _spaced(self, time_us: str, algbw: str, busbw: str, faulty: str) -> str:
-        gap = "" if self._is_narrow else " "
-        return f"{time_us:>9}{gap}{algbw:>7}{gap}{busbw:>7}{faulty:>7}"
+        return f"{time_us:>9}  {algbw:>6}  {busbw:>6} {faulty:>6}"
 
     def _predicted(self, text: str) -> str:
-        width = 10 if self._is_narrow else _NCCL_PREDICTED_WIDTH
-        return f"{text:>{width}}" if self._settings.predict else ""
+        return f"{text:>{_NCCL_PREDICTED_WIDTH}}" if self._settings.predict else ""
+
+
+class NarrowNcclStyle(NcclStyle):
+    """The tables of `NcclStyle` in 80 columns: a comment line has what is equal in all lines."""
+
+    def line(self, row: Row) -> str:
+        """See `Style.line`."""
+        return f"{row['total_nbytes']:>10}{self._both(row)}"
+
+    def _settings_lines(self, counts: str) -> list[str]:
+        kind, op, root = self._constants()
+        return _comments([f"type {kind}, redop {op}, root {root}", counts])
+
+    def _column_titles(self) -> list[str]:
+        figures, units = self._spaced("time", "algbw", "busbw", "#wrong"), self._spaced("(us)", *_GB_S, "")
+        return [
+            f"# {'':>8}{'out-of-place':^30}{'in-place':^30}",
+            f"# {'size':>8}{figures}{figures}{self._predicted('predicted')}",
+            f"# {'(B)':>8}{units}{units}{self._predicted('(us)')}",
+        ]
+
+    def _spaced(self, time_us: str, algbw: str, busbw: str, faulty: str) -> str:
+        return f"{time_us:>9}{algbw:>7}{busbw:>7}{faulty:>7}"
+
+    def _predicted(self, text: str) -> str:
+        return f"{text:>10}" if self._settings.predict else ""
+
+
+def style_for(settings: Settings, version: str, terminal: int) -> Style:
+    """Return the format of a table on a terminal of this width, 0 for files and scripts."""
+    if settings.style == "osu":
+        return OsuStyle(settings, version, terminal)
+    width = _NCCL_WIDTH + (_NCCL_PREDICTED_WIDTH if settings.predict else 0)
+    return (NarrowNcclStyle if 0 < terminal < width else NcclStyle)(settings, version)
 
 
 _OURS, _PEER, _LIMIT, _GRID = "#3566a8", "#c8552b", "#6b6b6b", "#d9d9d9"
@@ -557,8 +576,7 @@ def run(settings: Settings, world: World) -> int:
             settings = replace(settings, predict=False)
         else:
             measured = tune.with_predictions(measured, predicted)
-    shown_on = terminal_columns(sys.stdout)
-    style: Style = (OsuStyle if settings.style == "osu" else NcclStyle)(settings, __version__, shown_on)
+    style = style_for(settings, __version__, terminal_columns(sys.stdout))
     rows: list[Row] = []
     try:
         with explained("loading kernels and measuring the first size", world.rank == 0, sys.stderr):
