@@ -198,7 +198,7 @@ WORKER = """
 """
 
 
-COMPILING = re.compile(r"^hpcdp: (compiling kernels that are new|another process is compiling kernels).*\n", re.M)
+COMPILING = re.compile(r"^hpcdp: (compiling kernels that are new|waiting for another rank or job).*\n", re.M)
 
 
 def job(*programs, **environ):

@@ -30,6 +30,7 @@ from ...comm.consistency import on_every_rank, on_rank_0
 from ...comm.world import device_of
 from ...compression import pays_below
 from ...core.devices import MEMORY_LIMIT, Device, cpu
+from ...core.environment import explained
 from ...data_parallel.bucket_trainer import BucketTrainer
 from ...data_parallel.reductions import node_nbytes
 from ...data_parallel.trainer import BaseTrainer
@@ -47,7 +48,7 @@ from ..metrics import Record, peak_memory_mb
 from ..preemption import StopRequests
 from ..progress import slowest_rank
 from ..trainer import Trainer
-from .config import SEQUENCE_MODELS, TrainConfig, explained, uncollected
+from .config import SEQUENCE_MODELS, TrainConfig, uncollected
 from .run_dir import CHECKPOINTS, RunFolder, drop_empty_run_dir, is_finished, make_run_folder, open_run_folder
 
 _FOR_POOLS = 0.9
@@ -246,7 +247,7 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
                 stack.enter_context(folder)
                 callbacks += [ShowProgress(config.verbose), KeepMetrics(folder)]
                 if config.resume is not None:
-                    print(f"going on in {config.run_dir}", flush=True)
+                    print(f"resuming {config.run_dir}", flush=True)
             start.close()
             stack.enter_context(np.errstate(all="ignore"))  # the losses show that a run diverges
             records = fit(
@@ -291,7 +292,7 @@ def _closing_lines(result: dict[str, Any], checkpoints: Checkpoints, folder: Run
     if stopped is not None:
         return (
             f"stopped early after step {stopped.position.total} ({stopped.reason}): a checkpoint is in "
-            f"{run_dir}/{CHECKPOINTS}\ngo on with     hpcdp train --resume {shlex.quote(str(run_dir))}"
+            f"{run_dir}/{CHECKPOINTS}\nresume with    hpcdp train --resume {shlex.quote(str(run_dir))}"
         )
     if not result["records"]:  # the newest checkpoint is damaged, and the one before has enough epochs
         return _at_its_end(run_dir)
@@ -299,7 +300,7 @@ def _closing_lines(result: dict[str, Any], checkpoints: Checkpoints, folder: Run
 
 
 def _at_its_end(run_dir: str | None) -> str:
-    return f"{run_dir}: this run is at its end, there is nothing to go on with"
+    return f"{run_dir}: this run is complete, there is nothing to resume"
 
 
 @contextlib.contextmanager
