@@ -67,7 +67,7 @@ def public_messages(world: World) -> PairMessages:
 
 def library_messages(world: World) -> PairMessages | None:
     """Return the calls of the MPI library; None for thread ranks."""
-    mpi = getattr(world.comm, "mpi", None)
+    mpi = _mpi(world)
     if mpi is None:
         return None
     return PairMessages(
@@ -363,16 +363,23 @@ CALLS: dict[str, Call] = {
         x if world.rank == how.root else None, how.root, world, out=out
     ),
 }
+
+
+def _mpi(world: World) -> Any:
+    """Return the communicator of mpi4py; None for thread ranks."""
+    return getattr(world.comm, "mpi", None)
+
+
 LIBRARY: dict[str, Call] = {
     "allreduce": lambda x, out, how, world: world.comm.native_allreduce(x, how.op),
     "reduce_scatter": lambda x, out, how, world: world.comm.native_reduce_scatter(x, out, how.op),
     "allgather": lambda x, out, how, world: world.comm.native_allgather(out),
     "broadcast": lambda x, out, how, world: world.comm.native_broadcast(x, how.root),
     "reduce": lambda x, out, how, world: world.comm.native_reduce(x, how.op, how.root),
-    "allgatherv": lambda x, out, how, world: world.comm.mpi.Allgatherv(x, [out, [x.size] * world.size]),
-    "alltoall": lambda x, out, how, world: world.comm.mpi.Alltoall(x, out),
-    "gather": lambda x, out, how, world: world.comm.mpi.Gather(x, out if world.rank == how.root else None, how.root),
-    "scatter": lambda x, out, how, world: world.comm.mpi.Scatter(x if world.rank == how.root else None, out, how.root),
+    "allgatherv": lambda x, out, how, world: _mpi(world).Allgatherv(x, [out, [x.size] * world.size]),
+    "alltoall": lambda x, out, how, world: _mpi(world).Alltoall(x, out),
+    "gather": lambda x, out, how, world: _mpi(world).Gather(x, out if world.rank == how.root else None, how.root),
+    "scatter": lambda x, out, how, world: _mpi(world).Scatter(x if world.rank == how.root else None, out, how.root),
 }
 """The MPI library's own collectives, in place unless they are of `BLOCKS`."""
 

@@ -32,6 +32,10 @@ T = TypeVar("T")
 
 _SHORT_NBYTES = 1 << 10
 """The longest blocks of one size that `blocks.bruck` moves: they travel several times, in fewer messages."""
+_SHORT_TOTAL_NBYTES = 64 << 10
+"""The largest result of an allgather for which fewer messages (`blocks.bruck_allgather`) cost less than the copies."""
+_JOINED_NBYTES = 32 << 10
+"""The longest blocks that `blocks.by_node` joins with others of their node: longer ones do not wait for latency."""
 _MOST_AXES = 64
 """The most axes of a NumPy array."""
 
@@ -197,12 +201,17 @@ def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
         intra_node.prepare(world)
         progress.prepared.add(intra_node.prepare)
 
+    if not shares and block_algorithms.nodes_of not in world.kept:
+        progress.finish()
+        progress.calls.agree(call)
+        block_algorithms.nodes_of(world)
+
     def move(algorithm: str, blocks: Blocks) -> Steps:
         blocks.keep_own(world.rank)
         if shares:
             yield from intra_node.exchange(blocks, world, call)
         else:
-            yield from block_algorithms.ALGORITHMS[algorithm](blocks, world.comm, tag)
+            yield from block_algorithms.ALGORITHMS[algorithm](blocks, world, tag)
 
     steps = progress.calls.gather(call, np.array(exchange.counts, np.int64), lambda counts: exchange.then(counts, move))
     tag = progress.tag(call.signature)
@@ -225,7 +234,9 @@ def _allgather(name: str, world: World, x: Array, *facts: str) -> Exchange:
         parts = bytes_of(out)
         parts[ends[rank] : ends[rank + 1]] = bytes_of(host)
         is_broadcast = sum(first < last for first, last in itertools.pairwise(ends)) == 1
-        yield from move("tree" if is_broadcast else "ring", block_algorithms.allgather_blocks(parts, ends, rank))
+        is_short = ends[-1] <= _SHORT_TOTAL_NBYTES
+        algorithm = "tree" if is_broadcast else "bruck_allgather" if is_short else "ring"
+        yield from move(algorithm, block_algorithms.allgather_blocks(parts, ends, rank))
         return from_host(out, x)
 
     return Exchange(_call(name, host, *facts), [len(host)], then)
@@ -293,12 +304,21 @@ def _alltoall(name: str, world: World, x: Array, splits: Sequence[int] | None, o
         receiver = _Receiver(name, out, (sizes[:, rank].sum(), *row), host.dtype)
         nbytes = sizes * _nbytes(row, host.dtype)
         blocks = block_algorithms.alltoall_blocks(bytes_of(host), receiver.nbytes, nbytes, rank)
-        yield from move("bruck" if is_even and blocks.ends[1] <= _SHORT_NBYTES else "pairwise", blocks)
+        yield from move(_alltoall_algorithm(world, blocks, is_even), blocks)
         received = receiver.result(x)
         return received if is_even else (received, counts[:, rank].copy())
 
     call = _call(name, host, f"{len(host)} rows each" if is_even else "splits")
     return Exchange(call, [] if is_even else rows, then)
+
+
+def _alltoall_algorithm(world: World, blocks: Blocks, is_even: bool) -> str:
+    """Return the algorithm of an alltoall by messages; the same on every rank."""
+    assert blocks.sizes is not None
+    longest = int(blocks.sizes.max())
+    if 1 < world.num_nodes < world.size and longest <= _JOINED_NBYTES:
+        return "by_node"
+    return "bruck" if is_even and longest <= _SHORT_NBYTES else "pairwise"
 
 
 def _ibarrier(name: str, world: World, x: None) -> Exchange:
