@@ -31,7 +31,7 @@ from ..core.arrays import (
     words,
 )
 from ..core.checks import whole_number
-from ..core.devices import lie_together, to_device_of
+from ..core.devices import Device, lie_together, to_device_of
 from ..engine import Variable
 from ..errors import ConfigError, HpcdpError, UnsupportedError, type_named
 from ..kernels import kernels_for
@@ -304,6 +304,18 @@ def check_storable(values: Mapping[Key, Array]) -> None:
             expected = f"an array of {', '.join(map(str, STORABLE))}"
             got = value.dtype.name if is_bfloat16(value) else value.dtype.str
             raise UnsupportedError("init", where=f"key {key!r}", expected=expected, got=got)
+
+
+def check_one_gpu(values: Mapping[Key, Array]) -> None:
+    """Raise `UnsupportedError` unless all ``values`` are on one GPU."""
+    devices = {key: Device.of(value) for key, value in values.items()}
+    first = next(iter(devices.values()), None)
+    odd = next((key for key, device in devices.items() if device != first), None)
+    if odd is not None:
+        raise UnsupportedError(
+            "init", where=f"key {odd!r}", expected=f"an array on {first}, like the other keys",
+            got=f"an array on {devices[odd]}",
+        )  # fmt: skip
 
 
 def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:

@@ -25,9 +25,8 @@ from ..core.state import Part, Sharded
 from ..data_parallel.overlap import SendPriority
 from ..errors import HpcdpError, MismatchError, to_stderr
 from ..optim import Schedule
-from .handlers import Delay, Item, Table, take
-from .protocol import AWAY, NO_STATE, VALUE, Change, Message, MessageKind, ShmValue
-from .server import PendingRequest, Server
+from .handlers import AWAY, Change, Delay, Item, ShmValue, Table, take
+from .server import NO_STATE, VALUE, Message, MessageKind, PendingRequest, Server
 from .updaters import Rate, state_dtype
 
 

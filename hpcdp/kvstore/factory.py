@@ -18,8 +18,7 @@ from ..errors import ConfigError
 from .arguments import KINDS, Entry, Key, PullHandle, carry, check_storable, fill, like, merged, sum_into
 from .asynchronous import AsyncStore
 from .device_sync import DeviceSyncStore
-from .store import KVStore
-from .store_state import residuals_of
+from .store import KVStore, residuals_of
 from .sync import SyncStore
 from .updaters import ByOptimizer, Codes, check_codable
 

@@ -55,7 +55,7 @@ from ..optim import Optimizer, require_by_elements
 from . import KINDS, KVStore, create
 from .arguments import Key, PendingPull, can_wait
 from .asynchronous import AsyncStore
-from .store_state import is_store_file, read_states
+from .updaters import is_store_file, read_states
 
 
 def pull_target(param: Any) -> Any:
