@@ -76,12 +76,12 @@ from .trainer_state import (
     FILE_HEADER,
     RESIDUAL,
     joined,
-    named_tensors,
     optimizer_states,
     read_states,
     regrouped,
     residuals,
-    take_tensors,
+    take_residuals,
+    take_states,
 )
 
 _NAMES = ("step_count", "loss_scale", "num_nonfinite", "optimizer", "states", "virtual_shards", "arithmetic", "layout")
@@ -406,7 +406,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         if self._means is None:
             self.reducer.watch = None
         self.reducer.reset()
-        self.reducer.overwrite()
+        self.reducer.accumulation.end()
         self._held_count = 0
         self._stale = []
         self._steps.begin(self.step_count + 1)
@@ -435,7 +435,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
     @property
     def accumulation(self) -> tuple[bool, bool]:  # type: ignore[override]
         """See `BaseTrainer.accumulation`."""
-        return self.reducer.accumulating, not self._syncing
+        return self.reducer.accumulation.is_on, not self._syncing
 
     def allreduce_grads(self) -> None:
         """See `BaseTrainer.allreduce_grads`."""
@@ -600,7 +600,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
             "arithmetic": None if self.virtual_shards is None else arithmetic(),
             "layout": layout,
         }
-        unsent = residuals(self.reducer, self.compression)
+        unsent = residuals(self.reducer)
         return state | ({"residuals": unsent} if unsent else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -624,7 +624,8 @@ class BucketTrainer(BaseTrainer, FitsSaved):
                         got=f"the state of a parameter of {had}", remedy="make the network in the saved dtype",
                     )  # fmt: skip
             self.optimizer.take_config(json.loads(state["optimizer"]))
-            take_tensors(self.reducer, self.compression, own, saved, state.get("residuals", {}))
+            take_states(own, saved)
+            take_residuals(self.reducer, state.get("residuals", {}))
             self.owner.take_passed_over(state.get("passed_over", {}))
             self.step_count = state["step_count"]
             self.loss_scale = state["loss_scale"]
@@ -653,11 +654,15 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         are ``"<parameter>/residual"``, of shape ``(nodes, *shape)``.
         """
         self._refuse_half_a_step("save_states")
+        tensors = optimizer_states(self.owner, self.reducer)
+        for name, unsent in residuals(self.reducer).items():
+            tensors.setdefault(name, {})[RESIDUAL] = unsent
         arrays: dict[str, np.ndarray] = {}
-        for name, tensor in named_tensors(self.owner, self.reducer, self.compression).items():
-            whole = joined(tensor, self.world)
-            if self.world.rank == 0:
-                arrays[name] = whole
+        for name, of_param in tensors.items():
+            for key, tensor in of_param.items():
+                whole = joined(tensor, self.world)
+                if self.world.rank == 0:
+                    arrays[f"{name}/{key}"] = whole
         header = {"version": 1, "step_count": self.step_count, "optimizer": self.optimizer.config()["name"]}
         if self.virtual_shards is not None:
             header |= {"virtual_shards": self.virtual_shards, "arithmetic": arithmetic()}
@@ -672,15 +677,14 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         """See `BaseTrainer.load_states`."""
         with self._on_its_gpu():
             self._refuse_half_a_step("load_states")
-            rule = self.optimizer.config()["name"]
-            read = partial(read_states, Path(path), rule, self.virtual_shards, self.owner, self.reducer)
+            rule, own = self.optimizer.config()["name"], optimizer_states(self.owner, self.reducer)
+            shapes = {slot.name: slot.shape for slot in self.reducer.layout.slots}
+            read = partial(read_states, Path(path), rule, shapes, own, self.virtual_shards)
             header, arrays = on_every_rank(self.world.comm, read)
-            own = optimizer_states(self.owner, self.reducer)
             saved = {name: {key: arrays[f"{name}/{key}"] for key in states} for name, states in own.items()}
-            nodes = next((tensor.shape[0] for tensor in residuals(self.reducer, self.compression).values()), 1)
-            rows = {name: arrays.get(f"{name}/{RESIDUAL}") for name in self.reducer.params}
-            unsent = {name: regrouped(own, nodes) for name, own in rows.items() if own is not None and own.any()}
-            take_tensors(self.reducer, self.compression, own, saved, unsent)
+            unsent = {name: arrays[key] for name in shapes if (key := f"{name}/{RESIDUAL}") in arrays}
+            take_states(own, saved)
+            take_residuals(self.reducer, regrouped(self.reducer, unsent))
             self.owner.take_passed_over(header.get("passed_over", {}))
             self.step_count = header["step_count"]
             if self._dynamic is not None and "loss_scale" in header:
@@ -702,7 +706,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
 
         def check() -> None:
             self._check_shards(operation)
-            if self._held_count or self.reducer.accumulating or self.reducer.holds_sums:
+            if self._held_count or self.reducer.accumulation.is_on or self.reducer.holds_sums:
                 raise unfinished(operation)
 
         on_every_rank(self.world.comm, check)

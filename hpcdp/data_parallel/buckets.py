@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -149,6 +149,32 @@ class Parameter(Protocol):
     grad: Array
     grad_req: str
     grad_hook: Any
+
+
+class Accumulation:
+    """The ``grad_req`` of a trainer's parameters, which is "add" instead of "write" while gradients accumulate."""
+
+    def __init__(self, params: Mapping[str, Parameter]) -> None:
+        self._params = params
+        self._overwritten: set[str] = set()
+        """Parameters whose gradients backward overwrites at other times."""
+        self.is_on = False
+
+    def begin(self) -> None:
+        """Let backward add to the gradients; parameters with ``grad_req="null"`` stay without."""
+        self.is_on = True
+        for name, param in self._params.items():
+            if param.grad_req == "write":
+                self._overwritten.add(name)
+                param.grad_req = "add"
+
+    def end(self) -> None:
+        """Let backward overwrite gradients again, except where the program has set another ``grad_req`` since."""
+        for name in self._overwritten:
+            if self._params[name].grad_req == "add":
+                self._params[name].grad_req = "write"
+        self._overwritten.clear()
+        self.is_on = False
 
 
 class State(Enum):

@@ -23,8 +23,9 @@ from ..comm.tasks import ProgressEngine, run_until_complete
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression
 from ..core.arrays import Array, is_cupy, is_host
+from ..core.state import Part, Sharded
 from ..errors import ConfigError, StaleGradientError, warn
-from .buckets import Bucket, Layout, Parameter, State
+from .buckets import Accumulation, Bucket, Layout, Parameter, State
 from .deterministic import DeterministicReduction
 from .gpu_reduction import GpuReduction, streams_of
 from .overlap import CommunicationLane, OverlapScheduler, Scheduler, SequentialScheduler
@@ -120,7 +121,7 @@ def choose_reduction(
     on_host = all(is_host(param.data) for param in params)
     on_gpu = not on_host and all(is_cupy(param.data) for param in params)
     if on_gpu and world.size > 1:
-        between_nodes, everyone = _shared_comms(world, signature, world.rail_comm, world.comm)
+        between_nodes, everyone = shared_comms(world, "reducers", signature, world.rail_comm, world.comm)
         return GpuReduction(params, layout, world, everyone, between_nodes, signature, compression, sharded)
     if on_gpu:
         streams_of(params)  # elsewhere buckets would be on another GPU, and with them the parameters
@@ -130,7 +131,8 @@ def choose_reduction(
     rail: Communicator | None = None
     comm: Communicator | None = None
     if memory.size < world.size:
-        rail, comm = _shared_comms(world, signature, world.rail_comm if is_shared else world.comm, world.comm)
+        between = world.rail_comm if is_shared else world.comm
+        rail, comm = shared_comms(world, "reducers", signature, between, world.comm)
     ranks = ReductionRanks(world, gate, memory, world.num_rails if is_shared else 1, comm, rail, signature)
     if virtual_shards is not None:
         return DeterministicReduction(ranks, params, virtual_shards)
@@ -139,13 +141,16 @@ def choose_reduction(
     return HierarchicalReduction(ranks, params, compression)
 
 
-def _shared_comms(
-    world: World, signature: int, rail: Communicator | None, everyone: Communicator
+def shared_comms(
+    world: World, users: str, signature: int, rail: Communicator | None, everyone: Communicator
 ) -> tuple[Communicator | None, Communicator]:
-    """Return duplicates of a rail and of all ranks that all reducers of a world share; every rank must call."""
+    """Return duplicates of a rail and of all ranks that all ``users`` of a world share; every rank must call.
+
+    ``signature`` is the caller's, see `make_tag`.
+    """
 
     def shared(comm: Communicator) -> Communicator:  # MPICH has only 2048 communicators
-        duplicate: Communicator = world.keep(("reducers", id(comm)), comm.duplicate)
+        duplicate: Communicator = world.keep((users, id(comm)), comm.duplicate)
         duplicate.users.add(signature % duplicate.signatures)
         return duplicate
 
@@ -223,7 +228,7 @@ class Reducer:
             else OverlapScheduler(world, reduction, self.buckets, self.params, lane)
         )
         """Scheduler of reductions and updates."""
-        self.is_counted, self.copies, self.coder = reduction.is_counted, reduction.copies, reduction.coder
+        self.is_counted, self.copies = reduction.is_counted, reduction.copies
         """See `BucketReduction`, also for the next attributes."""
         self.keeps_unsent, self.is_deterministic = reduction.keeps_unsent, reduction.is_deterministic
         self.own_virtual_shards, self.way = reduction.own_virtual_shards, reduction.way
@@ -239,8 +244,8 @@ class Reducer:
         """Parameters whose gradients earlier virtual shards of this step have written."""
         self._is_held = False
         """True if another backward of the step follows, so that this one launches nothing."""
-        self._overwriting: set[str] | None = None
-        """Parameters whose gradients backward overwrites when gradients do not accumulate; None then."""
+        self.accumulation = Accumulation(self.params)
+        """Whether backward adds to the gradients."""
         self._bucket_of = {slot.name: self.buckets[slot.bucket] for slot in layout.slots}
         self._hooks: dict[int, Callable[[Parameter], None]] = {}
         for param, slot in zip(params, layout.slots, strict=True):
@@ -267,6 +272,34 @@ class Reducer:
     def nbytes(self) -> int:
         """Bytes of gradients and of sums that this rank holds."""
         return sum(bucket.mine.nbytes for bucket in self.buckets) + self.reduction.nbytes
+
+    def residual(self, bucket: Bucket) -> Sharded:
+        """Return what compression has not sent of a bucket's gradients, shape ``(nodes, elements)``.
+
+        This rank has the row of its node, in the columns that it sums, as a view.
+        """
+        coder, count = self.reduction.coder, bucket.mine.shape[0]
+        dtype, parts = np.dtype(bucket.mine.dtype), []
+        if coder is not None and coder.feedback:
+            first = coder.comm.rank * count + coder.columns(bucket.number)[0]
+            parts.append(Part(first, coder.feedback[bucket.number].residual))
+        nodes = self.world.num_nodes if coder is None else coder.comm.size
+        return Sharded((nodes, count), dtype, parts, shares=True)
+
+    def node_nbytes(self) -> tuple[float, float, int]:
+        """Return what a node sends in a step that compresses; every rank must call.
+
+        Returns:
+            Bytes with and without compression, mean over the nodes, and the number of ranks that sum the same shard.
+            All are 0 where nothing is compressed.
+        """
+        sent = plain = num_ranks = 0.0
+        if (coder := self.reduction.coder) is not None:
+            num_ranks = coder.comm.size
+            sent, plain = (nbytes / num_ranks for nbytes in coder.sent_nbytes())
+        by_rank = self.world.comm.allgather_json([sent, plain, num_ranks if plain else 0])
+        all_sent, all_plain, sizes = zip(*by_rank, strict=True)
+        return sum(all_sent) / self.world.num_nodes, sum(all_plain) / self.world.num_nodes, int(max(sizes))
 
     # Hooks of the parameters
 
@@ -382,35 +415,18 @@ class Reducer:
     def accumulate(self) -> None:
         """Let backward add to the gradients, and launch nothing, until `launch_again`.
 
-        Gradients that are not written in this step become zero; parameters with ``grad_req="null"`` stay without.
+        Gradients that are not written in this step become zero.
         """
         self._is_held = True
-        if self._overwriting is None:
-            self._overwriting = set()
+        if not self.accumulation.is_on:
             self.fill_with_zeros()
-        for name, param in self.params.items():
-            if param.grad_req == "write":
-                self._overwriting.add(name)
-                param.grad_req = "add"
+        self.accumulation.begin()
 
     def launch_again(self) -> None:
         """Let the next backward, which is the last one of this step, launch reductions."""
         self._is_held = False
         for bucket in self.buckets:
             bucket.awaited = set(bucket.names)
-
-    @property
-    def accumulating(self) -> bool:
-        """True if backward adds to the gradients."""
-        return self._overwriting is not None
-
-    def overwrite(self) -> None:
-        """Undo `accumulate`, except where the program has set another ``grad_req`` since."""
-        if self._overwriting is not None:
-            for name in self._overwriting:
-                if self.params[name].grad_req == "add":
-                    self.params[name].grad_req = "write"
-            self._overwriting = None
 
     # Reductions
 
@@ -423,7 +439,7 @@ class Reducer:
 
         Without overlap nothing is sent, but other ranks may sum this rank's gradients from now on.
         """
-        if self.num_missing and not self.accumulating:
+        if self.num_missing and not self.accumulation.is_on:
             self.fill_with_zeros()
         for bucket in self.buckets:
             if bucket.state in _WRITABLE:

@@ -35,6 +35,7 @@ from ..comm.tasks import MESSAGE_NBYTES, ProgressEngine, TaskGroup, in_lanes, ru
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression, ErrorFeedback
 from ..core.arrays import Array, array_namespace, from_host, is_half, is_host, to_host, words
+from ..kernels.reference.gradients import EVERY_ROW, SUM
 from .buckets import Bucket, Layout, Parameter, Slot, State
 
 LONGER_NBYTES = (256 << 10, 1 << 20)
@@ -216,16 +217,6 @@ def lanes_of_segment(
     return ring.lanes_of_chunks(x, total, ring.Ring.through(comm), tag, nbytes, turn)
 
 
-def node_nbytes(coder: Coder | None, world: World) -> tuple[float, float]:
-    """Return the bytes that a node sends in a step, mean over the nodes, with and without compression.
-
-    Every rank must call. Both are 0 where nothing is compressed.
-    """
-    own = (0.0, 0.0) if coder is None else [nbytes / coder.comm.size for nbytes in coder.sent_nbytes()]
-    sent, plain = (sum(by_rank) / world.num_nodes for by_rank in zip(*world.comm.allgather_json(own), strict=True))
-    return sent, plain
-
-
 def slots_by_bucket(buckets: Sequence[Bucket], names: Set[str]) -> dict[int, list[Slot]]:
     """Return the slots of the parameters ``names``, by the number of their bucket."""
     slots = {bucket.number: [slot for slot in bucket.slots if slot.name in names] for bucket in buckets if names}
@@ -374,6 +365,22 @@ class BucketReduction(Protocol):
         return
 
 
+_LIKE_HALVES = (np.dtype("int16"), np.dtype("uint16"))
+"""Dtypes of keys of stores whose elements kernels would treat as 16-bit floats (`hpcdp.core.arrays.words`)."""
+
+
+def sum_rows(bucket: Bucket, row: int) -> None:
+    """Sum this rank's shard over the rows of ``bucket``, on the host, into one row, or with `EVERY_ROW` into all."""
+    first, last = bucket.shard
+    if last == first or len(bucket.rows) == 1:
+        return
+    if bucket.rows.dtype in _LIKE_HALVES:
+        targets = slice(None) if row == EVERY_ROW else row
+        bucket.rows[targets, first:last] = bucket.rows[:, first:last].sum(axis=0, dtype=bucket.rows.dtype)
+    else:
+        kernels.load("reduce").combine_into(bucket.words, first, last, row, SUM)
+
+
 def run_together(world: World, reductions: Sequence[tuple[Bucket, Reduce]]) -> None:
     """Run the reductions of all buckets in this thread, in any order, and wait for them."""
 
@@ -420,7 +427,7 @@ class SharedMemoryReduction(BucketReduction):
         self.memory, self.gate, self.comm = ranks.memory, ranks.gate, ranks.comm
         self._world, self._num_shards = ranks.world, ranks.num_shards
         self._namespace = array_namespace(*(param.data for param in params))
-        self._kernels = kernels.load("reduce")
+        kernels.load("reduce")  # compiled before the first step
 
     def allocate(self, layout: Layout) -> list[Bucket]:
         """See `BucketReduction.allocate`."""
@@ -439,17 +446,14 @@ class SharedMemoryReduction(BucketReduction):
 
     def _compile_for_halves(self, dtype: np.dtype) -> None:
         """Compile kernels now, because all ranks would wait for that in the first step."""
-        nothing = np.zeros((1, 1), dtype)
-        self._kernels.combine_into(nothing, 0, 0, 0, self._kernels.SUM)
-        self._kernels.sum_of_squares(nothing[0])
+        nothing, reduce = np.zeros((1, 1), dtype), kernels.load("reduce")
+        reduce.combine_into(nothing, 0, 0, 0, SUM)
+        reduce.sum_of_squares(nothing[0])
         kernels.load("elementwise")
 
     def sum_shard(self, bucket: Bucket, everywhere: bool = False) -> None:
         """Sum this rank's shard over the rows, into its own row or into all rows."""
-        first, last = bucket.shard
-        if self.memory.size > 1 and last > first:
-            row = self._kernels.EVERY_ROW if everywhere else self.memory.rank
-            self._kernels.combine_into(bucket.words, first, last, row, self._kernels.SUM)
+        sum_rows(bucket, EVERY_ROW if everywhere else self.memory.rank)
 
     def prepare(self, bucket: Bucket) -> Reduce:
         """See `BucketReduction.prepare`."""

@@ -30,6 +30,7 @@ from ..core.state import Part, Sharded
 from ..data_parallel.buckets import LINE_NBYTES, Bucket, Layout, Slot
 from ..data_parallel.gpu_reduction import GpuReduction
 from ..data_parallel.overlap import SendPriority
+from ..data_parallel.reducer import shared_comms
 from ..engine import Variable
 from ..errors import MismatchError
 from .arguments import STORABLE, Entry, Key, PullHandle, carry, fill, sum_into
@@ -236,14 +237,9 @@ class DeviceSyncStore(SyncStore):
     def _keep_on_gpus(self, values: dict[Key, Array]) -> None:
         """Make keys on GPUs; every rank must call."""
         world = self._world
-        comm = world.keep("keys on GPUs", world.comm.duplicate)
-        rail = None if world.rail_comm is None else world.keep("keys on GPUs, rail", world.rail_comm.duplicate)
         serial = world.kept["number of GpuKeys"] = world.kept.get("number of GpuKeys", 0) + 1
         signature = zlib.crc32(f"keys on GPUs {serial}".encode())
-        for used in (comm, rail):
-            if used is not None:
-                used.users.add(signature % used.signatures)
-        world.barrier()  # all ranks register the signature before any message with it arrives
+        rail, comm = shared_comms(world, "keys on GPUs", signature, world.rail_comm, world.comm)
         self._on_gpus |= dict.fromkeys(values, GpuKeys(values, world, comm, rail, signature))
 
     def _overwrite(self, entry: Entry, value: np.ndarray) -> None:

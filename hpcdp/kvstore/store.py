@@ -60,9 +60,9 @@ from .updaters import (
     check_codable,
     name_of,
     new_state,
-    read_states,
+    read_key_states,
     summary,
-    write_states,
+    write_key_states,
 )
 
 T = TypeVar("T")
@@ -609,7 +609,7 @@ class KVStore(abc.ABC):
         state = self.state_dict()
         updates = {key: count for key, count in state["updates"].items() if count}
         states = {(key, name): self.whole(tensor) for key in updates for name, tensor in state["states"][key].items()}
-        self._by_first(lambda: write_states(file, rule, updates, states, self.key_names))
+        self._by_first(lambda: write_key_states(file, rule, updates, states, self.key_names))
 
     def load_optimizer_states(self, path: str) -> None:
         """Restore a file of `save_optimizer_states`, of any number of workers; every worker must call.
@@ -623,7 +623,7 @@ class KVStore(abc.ABC):
         rule = self._by_optimizer("load_optimizer_states").optimizer
         shapes = {key: tuple(entry.stored.shape) for key, entry in self._entries.items()}
         updates, saved = self._agreed(
-            lambda: read_states(checked_file("load_optimizer_states", path), rule, shapes, self.key_names)
+            lambda: read_key_states(checked_file("load_optimizer_states", path), rule, shapes, self.key_names)
         )
         states = {
             key: {name: saved[key, name] if key in updates else np.zeros(shape) for name in rule.state_names()}

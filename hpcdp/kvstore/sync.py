@@ -47,7 +47,7 @@ from ..core.arrays import Array, to_host
 from ..core.state import Part, Sharded
 from ..data_parallel.buckets import Bucket, plan
 from ..data_parallel.overlap import UPDATE, CommunicationLane, SendPriority
-from ..data_parallel.reductions import InterNodeReduction
+from ..data_parallel.reductions import InterNodeReduction, sum_rows
 from ..engine import Variable
 from ..errors import ConfigError, HpcdpError, MismatchError
 from .arguments import Entry, Key, can_wait, carry, merged
@@ -378,10 +378,6 @@ class RowExchange:
         return True
 
 
-_LIKE_HALVES = (np.dtype("int16"), np.dtype("uint16"))
-"""Dtypes of keys whose elements kernels would treat as 16-bit floats (`hpcdp.core.arrays.words`)."""
-
-
 @dataclass(slots=True)
 class _Push:
     """This rank's push in one round of a key."""
@@ -417,7 +413,7 @@ class SyncStore(WorldStore):
         super().__init__(kind, world, self._of_world.engine, UPDATE)
         self._memory = Pool(world.node_memory)
         self._watchdog = ProgressEngine.of(world).watchdog
-        self._reduce = kernels.load("reduce")
+        kernels.load("reduce")  # compiled before the first push
         serial = world.kept["number of stores"] = world.kept.get("number of stores", 0) + 1
         self._name = f"pushes to store {serial}"
         self._watchdog.count(self._name, self._pushes_of)
@@ -592,17 +588,10 @@ class SyncStore(WorldStore):
             else:
                 bucket.mine[: value.size] = value.reshape(-1)
                 yield [rows.post(push.number, FILLED)]
-                self._sum_part(bucket)
+                sum_rows(bucket, self._memory.rank)
             if self._rail is not None:
                 yield from self._rail.sum(bucket, turn)
         yield from self._update(push, bucket.mine)
-
-    def _sum_part(self, bucket: Bucket) -> None:
-        first, last = bucket.shard
-        if bucket.rows.dtype in _LIKE_HALVES:
-            bucket.mine[first:last] = bucket.rows[:, first:last].sum(axis=0, dtype=bucket.rows.dtype)
-        elif last > first:
-            self._reduce.combine_into(bucket.words, first, last, self._memory.rank, self._reduce.SUM)
 
     def _update(self, push: _Push, summed: np.ndarray) -> Steps:
         """Update by the sum of a round: ``summed`` is a row, valid in this rank's part."""

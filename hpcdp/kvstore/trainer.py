@@ -29,11 +29,11 @@ from ..core.arrays import Array, array_namespace, is_half, on_device_of
 from ..core.checks import instance, one_of
 from ..core.environment import launched_ranks
 from ..core.state import FitsSaved, Part, Saved, Sharded, require_state, take, unquoted
-from ..data_parallel.buckets import Parameter
+from ..data_parallel.buckets import Accumulation, Parameter
 from ..data_parallel.overlap import CommunicationLane
 from ..data_parallel.policy import Policy, Unwritten, checked_policy, first_scale, is_dynamic, stale, stale_anywhere
 from ..data_parallel.profiling import CommunicationStats
-from ..data_parallel.reducer import StepSync
+from ..data_parallel.reducer import StepSync, shared_comms
 from ..data_parallel.sharded_update import changing, moved, moved_anywhere, places_of, rule_at
 from ..data_parallel.trainer import (
     BaseTrainer,
@@ -49,13 +49,13 @@ from ..data_parallel.trainer import (
     trained,
     unfinished,
 )
-from ..data_parallel.trainer_state import RESIDUAL
-from ..errors import ConfigError, DataError, StaleGradientError, warn
+from ..data_parallel.trainer_state import FILE_HEADER, RESIDUAL, read_states
+from ..errors import ConfigError, StaleGradientError, warn
 from ..optim import Optimizer, require_by_elements
 from . import KINDS, KVStore, create
 from .arguments import Key, PendingPull, can_wait
 from .asynchronous import AsyncStore
-from .updaters import is_store_file, read_states
+from .updaters import is_store_file, read_key_states
 
 
 def pull_target(param: Any) -> Any:
@@ -77,8 +77,6 @@ def scratch_like(arrays: Sequence[Array]) -> list[Array]:
 
 _BY_KEY = ("values", "states", "updates", "residuals")
 """Entries of a store's state that are dicts by key."""
-_STATES_FILE = "hpcdp/trainer"
-"""The name of the header in files of `save_states`, which is also that of `data_parallel.bucket_trainer`."""
 
 
 def _with_keys(store: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
@@ -248,8 +246,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         """Number of steps that did not update a parameter, by name, where every rank updates."""
         self._holds_sums = False
         self._syncing, self._held_count = True, 0
-        self._overwriting: set[str] | None = None
-        """Parameters whose ``grad_req`` is "write" except during accumulation; None when no gradients accumulate."""
+        self._accumulation = Accumulation(self._by_name)
         self._known_steps = 0
         """Updates by all ranks up to the last `synchronize`, where ranks do not step together."""
         for name, param in zip(self.names, self._params, strict=True):
@@ -377,13 +374,9 @@ class StoreTrainer(BaseTrainer, FitsSaved):
     def no_sync(self) -> Iterator[None]:
         """See `BaseTrainer.no_sync`."""
         self._refuse_sums("no_sync")
-        if self._overwriting is None:
+        if not self._accumulation.is_on:
             self._fill_unwritten_with_zeros()
-            self._overwriting = set()
-        for name, param in self._by_name.items():
-            if param.grad_req == "write":
-                self._overwriting.add(name)
-                param.grad_req = "add"
+        self._accumulation.begin()
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -434,7 +427,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
     @property
     def holds_gradients(self) -> bool:
         """True while gradients wait for a later update."""
-        return self._holds_sums or self._held_count > 0 or self._overwriting is not None
+        return self._holds_sums or self._held_count > 0 or self._accumulation.is_on
 
     def state_dict(self) -> dict[str, Any]:
         """See `BaseTrainer.state_dict`; ranks of ``dist_async`` wait for each other."""
@@ -529,7 +522,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         header = {"version": 1, "step_count": self.step_count, "optimizer": self.optimizer.config()["name"]}
         if passed_over:
             header["passed_over"] = passed_over
-        write = partial(files.write, "save_states", Path(path), _STATES_FILE, header, arrays)
+        write = partial(files.write, "save_states", Path(path), FILE_HEADER, header, arrays)
         write() if self.world is None else on_rank_0(self.world.comm, write)
 
     def load_states(self, path: str | Path) -> None:
@@ -560,7 +553,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         shapes = {name: tuple(param.data.shape) for name, param in self._by_name.items()}
         if is_store_file(path):
             by_key = dict[Key, tuple[int, ...]](enumerate(shapes.values()))
-            updates, saved = read_states(path, rule, by_key, self.store.key_names)
+            updates, saved = read_key_states(path, rule, by_key, self.store.key_names)
             step_count = max(updates.values(), default=0)
             own_updates = {name: updates.get(key, 0) for key, name in enumerate(self.names)}
             states = {
@@ -571,25 +564,12 @@ class StoreTrainer(BaseTrainer, FitsSaved):
                 for key, name in enumerate(self.names)
             }  # keys without updates are not in the file
             return step_count, self._passed_over(step_count, own_updates), states
-        fields = {"step_count": int, "optimizer": str}
-        header, arrays = files.read("load_states", path, _STATES_FILE, fields, "save_states")
-        if header["optimizer"] != rule.config()["name"]:
-            expected, got = f"states of {rule.config()['name']}", f"states of {header['optimizer']}"
-            raise DataError("load_states", where=path, expected=expected, got=got)
-        unsent = [arrays.pop(name) for name in list(arrays) if name.endswith(f"/{RESIDUAL}")]
-        expected_shapes = {f"{name}/{state}": shape for name, shape in shapes.items() for state in rule.state_names()}
-        saved_shapes = {name: array.shape for name, array in arrays.items()}
-        if saved_shapes != expected_shapes:
-            names = [*expected_shapes, *saved_shapes]
-            odd = next(name for name in names if saved_shapes.get(name) != expected_shapes.get(name))
-            raise DataError(
-                "load_states", where=f"{path}, {odd}", expected=expected_shapes.get(odd, "no such array"),
-                got=saved_shapes.get(odd, "no such array"),
-                remedy="build the model and optimizer that the states were saved from",
-            )  # fmt: skip
+        state_names = list(rule.state_names())
+        header, arrays = read_states(path, rule.config()["name"], shapes, dict.fromkeys(shapes, state_names))
+        unsent = [array for name, array in arrays.items() if name.endswith(f"/{RESIDUAL}")]
         if self.store.rank == 0 and any(residual.any() for residual in unsent):
             warn("load_states: drops the compression residuals of a trainer without a kvstore")
-        by_name = {name: {state: arrays[f"{name}/{state}"] for state in rule.state_names()} for name in shapes}
+        by_name = {name: {state: arrays[f"{name}/{state}"] for state in state_names} for name in shapes}
         return header["step_count"], dict(header.get("passed_over", {})), by_name
 
     @staticmethod
@@ -758,11 +738,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
     def _begin_step(self) -> None:
         self._written = set()
         self._holds_sums, self._held_count = False, 0
-        if self._overwriting is not None:
-            for name in self._overwriting:
-                if self._by_name[name].grad_req == "add":
-                    self._by_name[name].grad_req = "write"
-            self._overwriting = None
+        self._accumulation.end()
 
     def _account(self, began_ns: int) -> None:
         self.stats.steps += 1
@@ -781,7 +757,5 @@ def _closing(world: World, more_numbers: int) -> StepSync:
     gate = WatchedBarrier(world.node_memory, ProgressEngine.of(world).watchdog, LINE_NUMBERS + more_numbers)
     if world.node_memory.size == world.size:
         return StepSync(world, None, gate, None, signature, name)
-    comm = world.keep(("reducers", id(world.comm)), world.comm.duplicate)
-    comm.users.add(signature % comm.signatures)
-    world.barrier()  # all ranks register the signature before any message with it arrives
+    _, comm = shared_comms(world, "reducers", signature, None, world.comm)
     return StepSync(world, comm, gate, CommunicationLane.of(world), signature, name)

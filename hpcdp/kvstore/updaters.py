@@ -231,12 +231,12 @@ def _name(key: Key) -> str:
     return f"{type(key).__name__}:{_SURROGATE.sub(lambda half: f'%u{ord(half[0]):04x}', text)}"
 
 
-def write_states(
+def write_key_states(
     path: Path, optimizer: Optimizer, steps: Mapping[Key, int], states: States, names: Mapping[Key, str]
 ) -> None:
     """Write the states and the number of updates of each key to a file that replaces ``path`` atomically.
 
-    ``names`` are the parameter names of keys that number parameters, see `read_states`; it may be empty.
+    ``names`` are the parameter names of keys that number parameters, see `read_key_states`; it may be empty.
 
     Raises:
         DataError: the file cannot be written.
@@ -248,7 +248,7 @@ def write_states(
     files.write("save_optimizer_states", path, _HEADER, header, arrays)
 
 
-def read_states(
+def read_key_states(
     path: Path, optimizer: Optimizer, shapes: Mapping[Key, tuple[int, ...]], names: Mapping[Key, str]
 ) -> tuple[dict[Key, int], States]:
     """Return the number of updates of each key, and its states.

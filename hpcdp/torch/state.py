@@ -334,7 +334,7 @@ class _Wrapped(_Module):
         return super().state_dict() | ({self._RESIDUALS: own} if own else {})
 
     def _residuals(self) -> dict[str, Any]:
-        return residuals(self._model.backward_pass.reducer, self._model.compression)
+        return residuals(self._model.backward_pass.reducer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._RESIDUALS in state and not self._residuals() and self._model.world.rank == 0:
