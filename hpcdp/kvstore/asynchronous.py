@@ -38,10 +38,10 @@ from ..engine import Variable
 from ..errors import ConfigError
 from ..optim import Optimizer, Schedule
 from .arguments import Entry, Key, PullHandle, can_wait, checked_integer, merged
-from .client import Own, StateTransfer, Transfer
+from .client import Own, Transfer
 from .handlers import AWAY, BACK, Requests, Table, no_updater, require_same_by_name
 from .server import NO_STATE, VALUE, Message, MessageKind, Server
-from .store import WorldStore
+from .store import WorldStore, residuals_of
 from .updaters import ByOptimizer, Function, Rate, Updater, check_codable, name_of, rate_of
 
 
@@ -98,7 +98,7 @@ class AsyncStore(WorldStore):
             self._table.strangers = self._server.comm
         if self._replay is not None:
             self._shared = self._replay.share(world, self._table)
-        self._transfer = StateTransfer(self._table, number, self._server, world.rank)
+        self._transfer = Transfer(self._table, number, self._server, world.rank)
         group.comm.barrier()
 
     def _command(self, do: str, **arguments: Any) -> None:
@@ -189,7 +189,7 @@ class AsyncStore(WorldStore):
         if self._table.updater is None:
             raise no_updater("push")
         own, rate = self._own[entry.key], self._rate()
-        entry.count(own.codes_nbytes)
+        entry.count(None if own.codes is None else own.codes.sent_nbytes)
         if self._replay is not None:
             with self._replay.turn(self.rank, lambda: self._may_push_anywhere(entry.key)):
                 run_until_complete(self._transfer.push(own, merged(arrays).reshape(-1), rate, out, None))
@@ -355,8 +355,7 @@ class AsyncStore(WorldStore):
         return self._transfer.read_state(self._own[entry.key].item, NO_STATE)[1]
 
     def _residuals_of(self, entry: Entry) -> list[Part]:
-        own = self._own[entry.key]
-        return [Part(part.first, each.residual) for part, each in zip(own.item.parts, own.feedback, strict=False)]
+        return residuals_of(self._own[entry.key].codes)
 
     def _put(self, entry: Entry, values: Any, states: Mapping[str, Any], updates: int | None) -> None:
         item = self._own[entry.key].item

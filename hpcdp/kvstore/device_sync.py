@@ -46,11 +46,6 @@ _RATE_POSTED, _RATES_READ, _PHASES = 1, 2, 2
 """Milestones of a key's round: the rank has posted its learning rate, and has read those of the others."""
 
 
-def can_stay(value: Array) -> bool:
-    """Return whether ranks can sum CuPy arrays like ``value`` on their GPUs."""
-    return np.dtype(value.dtype).name in SUMMED_KINDS and np.dtype(value.dtype) in STORABLE
-
-
 @dataclass
 class _Held:
     """A key in the form of a parameter, for `GpuReduction`."""
@@ -216,7 +211,8 @@ class DeviceSyncStore(SyncStore):
         self._on_gpus: dict[Key, GpuKeys] = {}
 
     def _stays(self, value: Array) -> bool:
-        return self._compression is None and self._world.concurrent and is_cupy(value) and can_stay(value)
+        can_be_summed = np.dtype(value.dtype).name in SUMMED_KINDS and np.dtype(value.dtype) in STORABLE
+        return self._compression is None and self._world.concurrent and is_cupy(value) and can_be_summed
 
     def _make(self, values: dict[Key, Array]) -> None:
         self._check_new(values)

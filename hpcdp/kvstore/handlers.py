@@ -120,12 +120,9 @@ class ShmValue:
         """Number of pushes of each worker, or `AWAY`."""
         self._clocks_before = memory.alloc((num_workers,), np.int64)
         self._numbers = memory.alloc((_NUMBERS,), np.int64)
+        self.steps = self._numbers[_STEPS : _STEPS + 1]
+        """Number of updates by the optimizer, shape ``(1,)``."""
         self._memory, self._locks, self._lock = memory, locks, lock
-
-    @property
-    def steps(self) -> int:
-        """Number of updates by the optimizer."""
-        return int(self._numbers[_STEPS])
 
     @property
     def turn(self) -> int:
@@ -187,11 +184,11 @@ class ShmValue:
 
     def update(self, rule: Optimizer, received: np.ndarray, flat: np.ndarray) -> None:
         """Apply an optimizer's rule; to be called within `change`."""
-        self._numbers[_STEPS] += 1
+        self.steps += 1
         try:
-            apply_rule(rule, flat, received, self.states, int(self._numbers[_STEPS]))
+            apply_rule(rule, flat, received, self.states, int(self.steps[0]))
         except BaseException:
-            self._numbers[_STEPS] -= 1
+            self.steps -= 1
             raise
 
     def read(self, take: Change, ticketed: bool = False) -> int:
@@ -208,24 +205,14 @@ class ShmValue:
             finally:
                 self._numbers[_TURN] += ticketed
 
-    def assign(self, value: np.ndarray) -> None:
-        """Set the value without a new version."""
+    def write(self, place: np.ndarray, values: Any) -> None:
+        """Set `flat`, without a new version, or one of `states` or `steps`."""
         with self._locks.hold(self._lock):
-            self.flat[:] = value
-
-    def write_state(self, name: str, value: np.ndarray) -> None:
-        """Set an optimizer state."""
-        with self._locks.hold(self._lock):
-            self.states[name][:] = value
-
-    def set_steps(self, steps: int) -> None:
-        """Set the number of updates."""
-        with self._locks.hold(self._lock):
-            self._numbers[_STEPS] = steps
+            place[...] = values
 
     def keep_states_of(self, rule: Optimizer) -> None:
         """Allocate a rule's state, which is initially zero; every rank of the node must call."""
-        self._numbers[_STEPS] = 0
+        self.steps[:] = 0
         like = new_state(rule, self.flat[:0])
         self.states = {name: self._memory.alloc((self.flat.size,), like[name].dtype) for name in rule.state_names()}
 
@@ -338,7 +325,7 @@ class Table:
     def _assign(self, item: Item, value: np.ndarray) -> None:
         for part, cell in zip(item.parts, item.cells, strict=True):
             if cell is not None and self._memory.rank == 0:
-                cell.assign(value.reshape(-1)[part.first : part.last])
+                cell.write(cell.flat, value.reshape(-1)[part.first : part.last])
 
     def _is_near(self, part: ValuePart) -> bool:
         return self.homes[part.server] == self.own_home
@@ -396,7 +383,6 @@ class Table:
             return lambda flat: cell.update(rule, received, flat)
         assert isinstance(updater, ByFunction)
         shape = (-1,) if item.in_order else item.shape
-
         return lambda flat: updater.update(item.key, received.reshape(shape), flat.reshape(shape))
 
     def rate(self, worker: int, sent: float) -> Rate:
@@ -456,7 +442,7 @@ class Table:
         if message.which == NO_STATE:
             if not 0 <= message.number < MOST_STEPS:
                 raise MismatchError("write a state", expected=f"0 to {MOST_STEPS} updates", got=message.number)
-            cell.set_steps(message.number)
+            cell.write(cell.steps, message.number)
             return
         is_value = message.which == VALUE
         name = "" if is_value else self.state_name(cell, message)
@@ -467,7 +453,7 @@ class Table:
         if is_value:
             cell.change(lambda place: np.copyto(place, values), self.group.rank)
         else:
-            cell.write_state(name, values)
+            cell.write(cell.states[name], values)
 
     def set_clocks(self, worker: int, number: int) -> None:
         """Set a worker's clock of all keys whose first part is on this node: see `ShmValue.set_clock`."""
@@ -610,11 +596,16 @@ class Requests:
             delay = Delay(self.table, cell, source)
             return lambda: self._ticket(cell, source, bool(message.number), delay)
         if kind is MessageKind.PASS:
-            return lambda: self._pass(cell, source)
+            if self.table.staleness is not None:
+                cell.tick(source)
+            return lambda: Message(MessageKind.DONE)
         if kind is MessageKind.TAKE:
             return lambda: Message(MessageKind.DONE, number=take(item, cell, self.table.group.rank, message.number))
-        if kind in (MessageKind.READ_STATE, MessageKind.WRITE_STATE):
-            return lambda: self._state(cell, message)
+        if kind is MessageKind.WRITE_STATE:
+            return lambda: self._write_state(cell, message)
+        if kind is MessageKind.READ_STATE:
+            state = None if message.which == NO_STATE else cell.states[self.table.state_name(cell, message)]
+            return lambda: Message(MessageKind.DONE, number=int(cell.steps[0]), payload=state)
         if kind is MessageKind.PULL:
             rows = self._rows(item, message)
             return lambda: self._pull(item, cell, rows, message)
@@ -663,11 +654,6 @@ class Requests:
             return _held(delay)
         return Message(MessageKind.DONE, ticket=self.table.draw(cell, source, pushes), rate=delay.held_s)
 
-    def _pass(self, cell: ShmValue, source: int) -> Message:
-        if self.table.staleness is not None:
-            cell.tick(source)
-        return Message(MessageKind.DONE)
-
     def _push(self, item: Item, cell: ShmValue, change: Change, message: Message, delay: Delay) -> Message | None:
         in_order, source = item.in_order, delay.worker
         if in_order and cell.turn != message.ticket:
@@ -708,12 +694,9 @@ class Requests:
         answer.number = cell.read(take_copy, in_order)
         return answer
 
-    def _state(self, cell: ShmValue, message: Message) -> Message:
-        if message.kind is MessageKind.WRITE_STATE:
-            self.table.write_state(cell, message)
-            return Message(MessageKind.DONE)
-        payload = None if message.which == NO_STATE else cell.states[self.table.state_name(cell, message)].copy()
-        return Message(MessageKind.DONE, number=cell.steps, payload=payload)
+    def _write_state(self, cell: ShmValue, message: Message) -> Message:
+        self.table.write_state(cell, message)
+        return Message(MessageKind.DONE)
 
     def _set_clocks(self, source: int, number: int) -> Message:
         if number not in (0, AWAY, BACK):

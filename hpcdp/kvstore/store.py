@@ -342,7 +342,7 @@ class KVStore(abc.ABC):
     def sent_nbytes(self) -> tuple[int, int]:
         """Return the bytes of this worker's pushes, with and without compression."""
         entries = self._entries.values()
-        plain = sum(entry.plain_nbytes for entry in entries)
+        plain = sum(entry.pushes * int(entry.stored.nbytes) for entry in entries)
         return plain - sum(entry.spared_nbytes for entry in entries), plain
 
     def take(self, key: Any, count: int = 1) -> int:
@@ -559,15 +559,13 @@ class KVStore(abc.ABC):
             state["states"] = {key: self._states_of(entry, rule) for key, entry in updatable}
             state["updates"] = {key: self._updates_of(entry, rule) for key, entry in updatable}
         residuals = {key: self._residuals_of(entry) for key, entry in entries}
-        if any(residuals.values()):
-            state["residuals"] = {key: self._by_workers(self._entries[key], own) for key, own in residuals.items()}
+        for key, entry in entries if any(residuals.values()) else ():
+            shape, first = (self.num_workers, *entry.stored.shape), self.rank * int(entry.stored.size)
+            parts = [Part(first + part.first, part.values) for part in residuals[key]]
+            whole = Sharded(shape, np.dtype(entry.stored.dtype), parts, shares=True)
+            state.setdefault("residuals", {})[key] = whole
         self.barrier()
         return state
-
-    def _by_workers(self, entry: Entry, own: list[Part]) -> Sharded:
-        shape = tuple(entry.stored.shape)
-        parts = [Part(self.rank * int(entry.stored.size) + part.first, part.values) for part in own]
-        return Sharded((self.num_workers, *shape), np.dtype(entry.stored.dtype), parts, shares=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict` in place; every worker must call, on a store with its keys and kind of updater.
