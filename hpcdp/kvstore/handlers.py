@@ -604,7 +604,7 @@ class Requests:
         if kind is MessageKind.WRITE_STATE:
             return lambda: self._write_state(cell, message)
         if kind is MessageKind.READ_STATE:
-            state = None if message.which == NO_STATE else cell.states[self.table.state_name(cell, message)]
+            state = None if message.which == NO_STATE else cell.states[self.table.state_name(cell, message)].copy()
             return lambda: Message(MessageKind.DONE, number=int(cell.steps[0]), payload=state)
         if kind is MessageKind.PULL:
             rows = self._rows(item, message)
