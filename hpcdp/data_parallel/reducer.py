@@ -28,7 +28,7 @@ from ..errors import ConfigError, StaleGradientError, warn
 from .buckets import Accumulation, Bucket, Layout, Parameter, State
 from .deterministic import DeterministicReduction
 from .gpu_reduction import GpuReduction, streams_of
-from .overlap import CommunicationLane, OverlapScheduler, Scheduler, SequentialScheduler
+from .overlap import CommunicationLane, OverlapScheduler, Scheduler
 from .reductions import BucketReduction, HierarchicalReduction, ReductionRanks, SharedMemoryReduction
 
 _WRITABLE = (State.FILLING, State.READY)
@@ -222,12 +222,10 @@ class Reducer:
         """Blocks until all ranks of `memory` have called it."""
         self.buckets = reduction.allocate(layout)
         self.params = {param.name: param for param in params}
-        self.scheduler: Scheduler = (
-            SequentialScheduler(reduction, self.buckets)
-            if lane is None
-            else OverlapScheduler(world, reduction, self.buckets, self.params, lane)
-        )
+        self.scheduler = Scheduler(reduction, self.buckets)
         """Scheduler of reductions and updates."""
+        if lane is not None:
+            self.scheduler = OverlapScheduler(world, reduction, self.buckets, self.params, lane)
         self.is_counted, self.copies = reduction.is_counted, reduction.copies
         """See `BucketReduction`, also for the next attributes."""
         self.keeps_unsent, self.is_deterministic = reduction.keeps_unsent, reduction.is_deterministic
@@ -281,7 +279,7 @@ class Reducer:
         coder, count = self.reduction.coder, bucket.mine.shape[0]
         dtype, parts = np.dtype(bucket.mine.dtype), []
         if coder is not None and coder.feedback:
-            first = coder.comm.rank * count + coder.columns(bucket.number)[0]
+            first = coder.comm.rank * count + coder.columns[bucket.number][0]
             parts.append(Part(first, coder.feedback[bucket.number].residual))
         nodes = self.world.num_nodes if coder is None else coder.comm.size
         return Sharded((nodes, count), dtype, parts, shares=True)

@@ -17,7 +17,7 @@ eagerly, and a longer one waits for its receiver. But Python takes about 20 us a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -103,36 +103,32 @@ SHORT_NBYTES = 64 << 10
 """Size up to which the number of consecutive messages decides the time, not their length."""
 
 
-class Coder(Protocol):
-    """Encoder of this rank's shard of each bucket for other nodes, with the residual that it has not sent yet.
+class Coder:
+    """Sums of this rank's shard of each bucket over other nodes, with the residual that compression keeps.
 
     In a step that passes slots as ``unsent``, because no rank has used their parameters, it keeps their residuals:
     other nodes would not use them.
     """
 
-    @property
-    def comm(self) -> Communicator:
+    def __init__(
+        self, comm: Communicator, feedback: Sequence[ErrorFeedback], columns: Sequence[tuple[int, int]]
+    ) -> None:
+        self.comm = comm
         """The ranks that sum the same shards."""
-        ...
-
-    @property
-    def feedback(self) -> Sequence[ErrorFeedback]:
+        self.feedback = feedback
         """The error feedback of the shard of every bucket; empty without compression."""
-        ...
-
-    def columns(self, number: int) -> tuple[int, int]:
-        """Return the columns of the shard of bucket ``number``: the first, and one after the last."""
-        ...
+        self.columns = columns
+        """The columns of the shard of every bucket: the first, and one after the last."""
 
     def sent_nbytes(self) -> tuple[int, int]:
         """Return the bytes that all ranks of `comm` send in a step, with and without compression.
 
         Both are 0 where nothing is compressed.
         """
-        ...
+        return compressed.sent_and_plain_nbytes(self.feedback, self.comm.size)
 
 
-class InterNodeReduction:
+class InterNodeReduction(Coder):
     """Sums over the ranks that own the same shard of every bucket: one rank a node, or all ranks without shared memory.
 
     Args:
@@ -151,16 +147,12 @@ class InterNodeReduction:
         compression: Compression | None,
         message_nbytes: int = MESSAGE_NBYTES,
     ) -> None:
-        self.comm, self._message_nbytes = comm, message_nbytes
-        self._signature = signature % comm.signatures
-        self.feedback = (
-            [compression.for_array(last - first, np.dtype(bucket.mine.dtype)) for bucket in buckets
-             for first, last in [bucket.shard]]
-            if compression is not None and comm.size > 1
-            else []
-        )  # fmt: skip
-        """See `Coder.feedback`."""
-        self._shards = [bucket.shard for bucket in buckets]
+        feedback: list[ErrorFeedback] = []
+        if compression is not None and comm.size > 1:
+            sizes = [(bucket.shard[1] - bucket.shard[0], np.dtype(bucket.mine.dtype)) for bucket in buckets]
+            feedback = [compression.for_array(*size) for size in sizes]
+        super().__init__(comm, feedback, [bucket.shard for bucket in buckets])
+        self._message_nbytes, self._signature = message_nbytes, signature % comm.signatures
         if self.feedback:
             kernels.load("compress")  # compile now: in the first step all ranks would wait
         self._padding = [padding(bucket.slots, bucket.shard) for bucket in buckets] if self.feedback else []
@@ -196,14 +188,6 @@ class InterNodeReduction:
         if host is not shard:
             shard[...] = from_host(host, shard)
 
-    def columns(self, number: int) -> tuple[int, int]:
-        """See `Coder.columns`."""
-        return self._shards[number]
-
-    def sent_nbytes(self) -> tuple[int, int]:
-        """See `Coder.sent_nbytes`."""
-        return compressed.sent_and_plain_nbytes(self.feedback, self.comm.size)
-
 
 def lanes_of_segment(
     x: Array, total: Reduction, comm: Messages, tag: int, nbytes: int, turn: Request | None
@@ -215,12 +199,6 @@ def lanes_of_segment(
     if comm.size > 2 and x.nbytes <= SHORT_NBYTES:
         return halving_doubling.lanes(x, total, comm, tag)
     return ring.lanes_of_chunks(x, total, ring.Ring.through(comm), tag, nbytes, turn)
-
-
-def slots_by_bucket(buckets: Sequence[Bucket], names: Set[str]) -> dict[int, list[Slot]]:
-    """Return the slots of the parameters ``names``, by the number of their bucket."""
-    slots = {bucket.number: [slot for slot in bucket.slots if slot.name in names] for bucket in buckets if names}
-    return {number: of_bucket for number, of_bucket in slots.items() if of_bucket}
 
 
 def set_aside(residual: Array, slots: Sequence[Slot], columns: tuple[int, int]) -> list[tuple[slice, Array]]:
@@ -301,9 +279,13 @@ class BucketReduction(Protocol):
         """Allocate the buckets of ``layout``; every rank must call once, before any other method."""
         ...
 
+    _buckets: Sequence[Bucket] = ()
+    _unsent: Mapping[int, list[Slot]] = {}
+    """Slots of which this step sends nothing, by the number of their bucket."""
+
     def begin_step(self) -> None:
         """Begin a step; no gradient is written."""
-        return
+        self._unsent = {}
 
     def written(self, bucket: Bucket, name: str, param: Parameter) -> None:
         """Note that backward has written the gradient of ``param``, which is in ``bucket`` under ``name``.
@@ -323,7 +305,9 @@ class BucketReduction(Protocol):
 
     def keep_unsent(self, names: Set[str]) -> None:
         """Send nothing in this step of the parameters ``names``; call before `prepare`."""
-        return
+        if self.keeps_unsent:
+            slots = {bucket.number: bucket.slots for bucket in self._buckets}
+            self._unsent = {number: [slot for slot in own if slot.name in names] for number, own in slots.items()}
 
     def rescale_unsent(self, factor: float) -> None:
         """Multiply the gradients that compression has not sent by ``factor``, after a change of the loss scale."""
@@ -507,8 +491,6 @@ class HierarchicalReduction(SharedMemoryReduction):
         self.is_counted = self.memory.size == self._world.size or (rail is not None and rail.rank == 0)
         self.coder: InterNodeReduction | None = None
         self._rail, self._signature, self._compression = rail, ranks.signature, compression
-        self._buckets: Sequence[Bucket] = ()
-        self._unsent: dict[int, list[Slot]] = {}
 
     def allocate(self, layout: Layout) -> list[Bucket]:
         """See `BucketReduction.allocate`."""
@@ -517,15 +499,6 @@ class HierarchicalReduction(SharedMemoryReduction):
             nbytes = fitting(self._world, self._rail, 0 if self.keeps_unsent else layout.longest_nbytes)
             self.coder = InterNodeReduction(self._rail, self._signature, buckets, self._compression, nbytes)
         return buckets
-
-    def begin_step(self) -> None:
-        """See `BucketReduction.begin_step`."""
-        self._unsent = {}
-
-    def keep_unsent(self, names: Set[str]) -> None:
-        """See `BucketReduction.keep_unsent`."""
-        if self.keeps_unsent:
-            self._unsent = slots_by_bucket(self._buckets, names)
 
     def prepare(self, bucket: Bucket) -> Reduce:
         """See `BucketReduction.prepare`."""

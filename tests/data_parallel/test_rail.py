@@ -29,7 +29,11 @@ def sums(n, nodes, overlap, compression, steps=3):
             made.reduce_everywhere()
             found.append([param.grad.copy() for param in params])
             made.reset()
-        kept = 0.0 if made.reduction.coder is None else sum(float(each.residual.sum()) for each in made.reduction.coder.feedback)
+        kept = (
+            0.0
+            if made.reduction.coder is None
+            else sum(float(each.residual.sum()) for each in made.reduction.coder.feedback)
+        )
         return found, kept, (0, 0) if made.reduction.coder is None else made.reduction.coder.sent_nbytes()
 
     return thread_comm.run(n, rank, ranks_per_node=nodes)
