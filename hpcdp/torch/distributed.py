@@ -573,8 +573,11 @@ class DistributedDataParallel(torch.nn.Module):
                     "load_compression_state", where=name, got=tuple(rows.shape),
                     expected=f"a parameter of {', '.join(params)}" if shape is None else f"(nodes, *{shape})",
                 )  # fmt: skip
-        flat = {name: np.stack([params[name].flat(row).numpy() for row in rows]) for name, rows in state.items()}
-        take_residuals(reducer, regrouped(reducer, flat))
+        saved = {
+            name: np.stack([params[name].flat(row).numpy().reshape(params[name].shape) for row in rows])
+            for name, rows in state.items()
+        }
+        take_residuals(reducer, regrouped(reducer, saved))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and drop those that backward has left for a `ShardedOptimizer`."""
