@@ -1,6 +1,6 @@
 """The trainer that sums gradients in buckets, and lets the owners of shards update.
 
-`BucketTrainer.step` shows a step from top to bottom: close the step, reduce, update. `GraphUpdate` replaces reduction
+`BucketTrainer._step` shows a step from top to bottom: close the step, reduce, update. `GraphUpdate` replaces reduction
 and update where a CUDA graph contains forward, backward and update.
 """
 
@@ -59,7 +59,6 @@ from .sharded_update import (
 from .trainer import (
     BaseTrainer,
     MeanLosses,
-    checked_count,
     completed,
     described,
     may_wait,
@@ -209,45 +208,34 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         checked_policy(options.get("policy"))
 
     def _on_its_gpu(self) -> AbstractContextManager[object]:
-        """Make the GPU of the parameters, if they are on one, this thread's current GPU."""
         return on_device_of(next((bucket.mine for bucket in self.reducer.buckets), None))
 
     # A step
 
-    def step(self, count: int) -> int:
-        """See `BaseTrainer.step`."""
-        with self._on_its_gpu():
-            count = checked_count("step", count)
-            self._settle("step")
-            self._warn_of_mean_losses("step", count)
-            if not self._syncing:
-                self._held_count += count
-                return self._held_count
-            if count:
-                self._refuse_sums("step")
-            began_ns = time.perf_counter_ns()
-            self._steps.leave(count)
-            if not self._steps.is_last:
-                return self._next_virtual_shard(count)
-            total, before = self._close_step(count), self.step_count
-            try:
-                if not total:
-                    self.reducer.drop()
-                elif self._needs_sums:
-                    self._reduce()
-                    self._update(total)
-                else:
-                    reduce_and_update = self._replayed or self.owner.reduce_and_update
-                    reduce_and_update(self.step_count + 1, 1.0 / (total * self.loss_scale))
-                    self.step_count += 1
-                if self.step_count > before:
-                    if self._leaves_some:
-                        self.owner.pass_over()
-                    self._steps.move_statistics()
-            finally:
-                self._begin_step()
-            self._account(began_ns)
-            return total
+    def _step(self, count: int) -> int:
+        began_ns = time.perf_counter_ns()
+        self._steps.leave(count)
+        if not self._steps.is_last:
+            return self._next_virtual_shard(count)
+        total, before = self._close_step(count), self.step_count
+        try:
+            if not total:
+                self.reducer.drop()
+            elif self._needs_sums:
+                self._reduce()
+                self._update(total)
+            else:
+                reduce_and_update = self._replayed or self.owner.reduce_and_update
+                reduce_and_update(self.step_count + 1, 1.0 / (total * self.loss_scale))
+                self.step_count += 1
+            if self.step_count > before:
+                if self._leaves_some:
+                    self.owner.pass_over()
+                self._steps.move_statistics()
+        finally:
+            self._begin_step()
+        self._account(began_ns)
+        return total
 
     def _next_virtual_shard(self, count: int) -> int:
         if count:
@@ -437,40 +425,30 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         """See `BaseTrainer.accumulation`."""
         return self.reducer.accumulation.is_on, not self._syncing
 
-    def allreduce_grads(self) -> None:
-        """See `BaseTrainer.allreduce_grads`."""
-        with self._on_its_gpu():
-            self._settle("allreduce_grads")
-            self._refuse_reproducible("allreduce_grads", "let step() sum them")
-            self._refuse_sums("allreduce_grads")
-            began_ns = time.perf_counter_ns()
-            self._close_step(0 if self.reducer.num_missing == len(self.reducer.params) else 1)
-            self.reducer.reduce_everywhere()
-            self._account(began_ns)
+    def _require_own_sums(self, operation: str) -> None:
+        if operation == "allreduce_grads":
+            self._refuse_reproducible(operation, "let step() sum them")
 
-    def update(self, count: int) -> int:
-        """See `BaseTrainer.update`."""
-        with self._on_its_gpu():
-            self._settle("update")
-            if not self.reducer.holds_sums:
-                raise StaleGradientError(
-                    "update", expected="gradients summed by allreduce_grads()", got="gradients of this rank alone",
-                    remedy="call allreduce_grads() before, or step(count) instead",
-                )  # fmt: skip
-            held = checked_count("update", count) + self._held_count
-            self._warn_of_mean_losses("update", count)
-            settings = self._settings
-            (total,), alike = self.reducer.tally_alike(settings, held)
-            before = self.step_count
-            try:
-                if not alike:
-                    require_same_settings(self.world.comm, "update", *settings)
-                self._update(int(total))
-                if self.step_count > before:
-                    self.owner.pass_over()
-            finally:
-                self._begin_step()
-            return int(total)
+    def _sum_gradients(self) -> None:
+        self._close_step(0 if self.reducer.num_missing == len(self.reducer.params) else 1)
+        self.reducer.reduce_everywhere()
+
+    @property
+    def _holds_sums(self) -> bool:  # type: ignore[override]
+        return self.reducer.holds_sums
+
+    def _update_from_sums(self, held: int) -> int:
+        settings, before = self._settings, self.step_count
+        (total,), alike = self.reducer.tally_alike(settings, held)
+        try:
+            if not alike:
+                require_same_settings(self.world.comm, "update", *settings)
+            self._update(int(total))
+            if self.step_count > before:
+                self.owner.pass_over()
+        finally:
+            self._begin_step()
+        return int(total)
 
     def _refuse_reproducible(self, operation: str, remedy: str) -> None:
         """Raise `ConfigError` where gradients are summed by virtual shards."""
@@ -478,14 +456,6 @@ class BucketTrainer(BaseTrainer, FitsSaved):
             raise ConfigError(
                 operation, expected="a Trainer without reproducible=True", got="a reproducible Trainer",
                 remedy=f"{remedy}, or make the Trainer without it",
-            )  # fmt: skip
-
-    def _refuse_sums(self, operation: str) -> None:
-        """Raise `StaleGradientError` between `allreduce_grads` and `update`."""
-        if self.reducer.holds_sums:
-            raise StaleGradientError(
-                operation, expected="gradients of this rank", got="gradients summed by allreduce_grads()",
-                remedy="call update(count), or step(0) to drop them",
             )  # fmt: skip
 
     # A step whose update a CUDA graph contains

@@ -38,7 +38,6 @@ from ..data_parallel.sharded_update import changing, moved, moved_anywhere, plac
 from ..data_parallel.trainer import (
     BaseTrainer,
     MeanLosses,
-    checked_count,
     completed,
     may_wait,
     require_alike,
@@ -313,18 +312,9 @@ class StoreTrainer(BaseTrainer, FitsSaved):
             nbytes["state"] = sum(array.nbytes for state in self.states for array in state.values())
         return nbytes
 
-    def step(self, count: int) -> int:
-        """See `BaseTrainer.step`."""
-        count = checked_count("step", count)
+    def _step(self, count: int) -> int:
         if not self.steps_together:
             check_apart(self._params)
-        self._settle("step")
-        self._warn_of_mean_losses("step", count)
-        if not self._syncing:
-            self._held_count += count
-            return self._held_count
-        if count:
-            self._refuse_sums("step")
         began_ns = time.perf_counter_ns()
         total = self._close_step(count)
         try:
@@ -339,30 +329,15 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         self._account(began_ns)
         return total
 
-    def allreduce_grads(self) -> None:
-        """See `BaseTrainer.allreduce_grads`."""
-        self._settle("allreduce_grads")
-        self._refuse_if_store_updates("allreduce_grads")
-        self._refuse_sums("allreduce_grads")
-        began_ns = time.perf_counter_ns()
+    def _sum_gradients(self) -> None:
         self._close_step(1 if self._written else 0)
         self._sum()
         self._holds_sums = True
-        self._account(began_ns)
 
-    def update(self, count: int) -> int:
-        """See `BaseTrainer.update`."""
-        self._settle("update")
-        self._refuse_if_store_updates("update")
-        if not self._holds_sums:
-            raise StaleGradientError(
-                "update", expected="gradients summed by allreduce_grads()", got="gradients of this rank alone",
-                remedy="call allreduce_grads() first",
-            )  # fmt: skip
-        total = checked_count("update", count) + self._held_count
-        self._warn_of_mean_losses("update", count)
+    def _update_from_sums(self, held: int) -> int:
+        total = held
         if self._closing is not None and self.world is not None:
-            total = int(self._tally("update", self._closing, self.world, [total])[0])
+            total = int(self._tally("update", self._closing, self.world, [held])[0])
         try:
             if total:
                 self._update(total)
@@ -618,18 +593,11 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         if self._means is not None:
             self._means.note()
 
-    def _refuse_if_store_updates(self, operation: str) -> None:
+    def _require_own_sums(self, operation: str) -> None:
         if self.update_on_kvstore:
             raise ConfigError(
                 operation, expected="a store that only sums", got="a store that updates",
                 remedy="call step(count), or make the Trainer with update_on_kvstore=False",
-            )  # fmt: skip
-
-    def _refuse_sums(self, operation: str) -> None:
-        if self._holds_sums:
-            raise StaleGradientError(
-                operation, expected="gradients of this rank", got="the sums of allreduce_grads()",
-                remedy="call update(count), or step(0) to drop them",
             )  # fmt: skip
 
     def _close_step(self, count: int) -> int:
