@@ -42,7 +42,7 @@ from .client import Own, Transfer
 from .handlers import AWAY, BACK, Requests, Table, no_updater, require_same_by_name
 from .server import NO_STATE, VALUE, Message, MessageKind, Server
 from .store import WorldStore, residuals_of
-from .updaters import ByOptimizer, Function, Rate, Updater, check_codable, name_of, rate_of
+from .updaters import ByOptimizer, Function, Rate, Updater, name_of, rate_of
 
 
 class AsyncStore(WorldStore):
@@ -164,8 +164,7 @@ class AsyncStore(WorldStore):
         settings = "" if compression is None else str(compression)
         self._settle()  # pushes under way are decoded with the settings that encoded them
         require_same(self._world.comm, "set_gradient_compression", [settings], "pass the same on all ranks")
-        if compression is not None:
-            check_codable("set_gradient_compression", ((key, entry.stored) for key, entry in self._entries.items()))
+        self._check_codable(compression)
         self._command("compress", settings=settings)
         self._table.compress(compression)
         self._compression = compression

@@ -83,8 +83,7 @@ class LocalStore(KVStore):
             carry(value, self._entries[key].stored)
 
     def _compress(self, compression: Compression | None) -> None:
-        if compression is not None:
-            check_codable("set_gradient_compression", ((key, entry.stored) for key, entry in self._entries.items()))
+        self._check_codable(compression)
         self._compression, self._codes = compression, {}
         for key in self._entries:
             self._code(key)

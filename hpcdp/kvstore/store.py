@@ -335,6 +335,12 @@ class KVStore(abc.ABC):
         with self._meeting():
             self._compress(self._agreed(lambda: Compression.of(settings)))
 
+    def _check_codable(self, compression: Compression | None) -> None:
+        """Raise `UnsupportedError` unless the codec, if any, supports all keys."""
+        values = ((key, entry.stored) for key, entry in self._entries.items())
+        if compression is not None:
+            check_codable("set_gradient_compression", values)
+
     @abc.abstractmethod
     def _compress(self, compression: Compression | None) -> None:
         """Set the compression of later pushes."""

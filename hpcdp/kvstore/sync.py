@@ -52,7 +52,7 @@ from ..engine import Variable
 from ..errors import ConfigError, HpcdpError, MismatchError
 from .arguments import Entry, Key, can_wait, carry, merged
 from .store import WorldStore, residuals_of
-from .updaters import Codes, Replace, Updater, check_codable, summary
+from .updaters import Codes, Replace, Updater, summary
 
 BLOCK_NBYTES, LONGEST_NBYTES = 1 << 20, 64 << 10
 """Bytes of a block, whose untouched pages take no memory, and most bytes of an array in one."""
@@ -480,8 +480,7 @@ class SyncStore(WorldStore):
         remedy = "set the same on all ranks, after as many pushes"
         settings = f"compression {compression}"
         require_same(self._world.comm, "set_gradient_compression", [settings, *pushes], remedy)
-        if compression is not None:
-            check_codable("set_gradient_compression", ((key, entry.stored) for key, entry in self._entries.items()))
+        self._check_codable(compression)
         self._compression = compression
         self._coded = {}
         for key in self._rows:

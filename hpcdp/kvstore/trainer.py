@@ -28,7 +28,7 @@ from ..core import files
 from ..core.arrays import Array, array_namespace, is_half, on_device_of
 from ..core.checks import instance, one_of
 from ..core.environment import launched_ranks
-from ..core.state import FitsSaved, Part, Saved, Sharded, require_state, take, unquoted
+from ..core.state import FitsSaved, Part, Saved, Sharded, require_state, unquoted
 from ..data_parallel.buckets import Accumulation, Parameter
 from ..data_parallel.overlap import CommunicationLane
 from ..data_parallel.policy import Policy, Unwritten, checked_policy, first_scale, is_dynamic, stale, stale_anywhere
@@ -48,7 +48,7 @@ from ..data_parallel.trainer import (
     trained,
     unfinished,
 )
-from ..data_parallel.trainer_state import FILE_HEADER, RESIDUAL, read_states
+from ..data_parallel.trainer_state import FILE_HEADER, RESIDUAL, read_states, take_states
 from ..errors import ConfigError, StaleGradientError, warn
 from ..optim import Optimizer, require_by_elements
 from . import KINDS, KVStore, create
@@ -439,7 +439,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         if not self.update_on_kvstore:
             require_same_parameters(self._own_states(), state["states"])
             self.optimizer.take_config(json.loads(state["optimizer"]))
-            self._take_states(state["states"])
+            take_states(self._own_states(), state["states"])
             self.passed_over = dict(state.get("passed_over", {}))
         if self._needs_store:
             numbers = {name: number for number, name in enumerate(self.names)}
@@ -514,7 +514,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
                 updates[key], by_key[key] = step_count - passed_over.get(name, 0), states[name]
             self.store.take_optimizer_states(by_key, updates)
         else:
-            self._take_states(states)
+            take_states(self._own_states(), states)
         self.step_count = self._known_steps = step_count
         self.passed_over = passed_over
 
@@ -550,12 +550,6 @@ class StoreTrainer(BaseTrainer, FitsSaved):
     @staticmethod
     def _passed_over(step_count: int, updates: Mapping[str, int]) -> dict[str, int]:
         return {name: step_count - count for name, count in updates.items() if count < step_count}
-
-    def _take_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fill the optimizer's state in place, where every rank updates."""
-        for name, tensors in self._own_states().items():
-            for key, tensor in tensors.items():
-                take(f"{name}/{key}", tensor, states[name][key])
 
     @property
     def _needs_store(self) -> bool:
