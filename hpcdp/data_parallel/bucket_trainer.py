@@ -392,7 +392,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
 
     def _begin_step(self) -> None:
         if self._means is None:
-            self.reducer.watch = None
+            self.reducer.watch = lambda: None
         self.reducer.reset()
         self.reducer.accumulation.end()
         self._held_count = 0

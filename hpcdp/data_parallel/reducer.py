@@ -23,7 +23,6 @@ from ..comm.tasks import ProgressEngine, run_until_complete
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression
 from ..core.arrays import Array, is_cupy, is_host
-from ..core.state import Part, Sharded
 from ..errors import ConfigError, StaleGradientError, warn
 from .buckets import Accumulation, Bucket, Layout, Parameter, State
 from .deterministic import DeterministicReduction
@@ -230,9 +229,10 @@ class Reducer:
         """See `BucketReduction`, also for the next attributes."""
         self.keeps_unsent, self.is_deterministic = reduction.keeps_unsent, reduction.is_deterministic
         self.own_virtual_shards, self.way = reduction.own_virtual_shards, reduction.way
+        self.residual, self.node_nbytes = reduction.residual, reduction.node_nbytes
         self.sums_rows = reduction.sums_rows and not self.overlap
         """True if gradients are summed over the rows of the buckets, without messages, after all have left backward."""
-        self.watch: Callable[[], None] | None = None
+        self.watch: Callable[[], object] = lambda: None
         """Callback within backward for each gradient that is written."""
         self.holds_sums = False
         """True if every rank's row of every bucket is the sum over all ranks."""
@@ -271,34 +271,6 @@ class Reducer:
         """Bytes of gradients and of sums that this rank holds."""
         return sum(bucket.mine.nbytes for bucket in self.buckets) + self.reduction.nbytes
 
-    def residual(self, bucket: Bucket) -> Sharded:
-        """Return what compression has not sent of a bucket's gradients, shape ``(nodes, elements)``.
-
-        This rank has the row of its node, in the columns that it sums, as a view.
-        """
-        coder, count = self.reduction.coder, bucket.mine.shape[0]
-        dtype, parts = np.dtype(bucket.mine.dtype), []
-        if coder is not None and coder.feedback:
-            first = coder.comm.rank * count + coder.columns[bucket.number][0]
-            parts.append(Part(first, coder.feedback[bucket.number].residual))
-        nodes = self.world.num_nodes if coder is None else coder.comm.size
-        return Sharded((nodes, count), dtype, parts, shares=True)
-
-    def node_nbytes(self) -> tuple[float, float, int]:
-        """Return what a node sends in a step that compresses; every rank must call.
-
-        Returns:
-            Bytes with and without compression, mean over the nodes, and the number of ranks that sum the same shard.
-            All are 0 where nothing is compressed.
-        """
-        sent = plain = num_ranks = 0.0
-        if (coder := self.reduction.coder) is not None:
-            num_ranks = coder.comm.size
-            sent, plain = (nbytes / num_ranks for nbytes in coder.sent_nbytes())
-        by_rank = self.world.comm.allgather_json([sent, plain, num_ranks if plain else 0])
-        all_sent, all_plain, sizes = zip(*by_rank, strict=True)
-        return sum(all_sent) / self.world.num_nodes, sum(all_plain) / self.world.num_nodes, int(max(sizes))
-
     # Hooks of the parameters
 
     def _written(self, bucket: Bucket, name: str, param: Parameter) -> None:
@@ -325,8 +297,7 @@ class Reducer:
             self.num_missing -= 1
         bucket.awaited.discard(name)
         bucket.state = State.FILLING if bucket.awaited else State.READY
-        if self.watch is not None:
-            self.watch()
+        self.watch()
         if bucket.state is State.READY and self.overlap and not self._is_held and self.is_last_backward:
             self.scheduler.launch(bucket)
 

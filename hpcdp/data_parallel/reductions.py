@@ -35,6 +35,7 @@ from ..comm.tasks import MESSAGE_NBYTES, ProgressEngine, TaskGroup, in_lanes, ru
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression, ErrorFeedback
 from ..core.arrays import Array, array_namespace, from_host, is_half, is_host, to_host, words
+from ..core.state import Part, Sharded
 from ..kernels.reference.gradients import EVERY_ROW, SUM
 from .buckets import Bucket, Layout, Parameter, Slot, State
 
@@ -279,6 +280,7 @@ class BucketReduction(Protocol):
         """Allocate the buckets of ``layout``; every rank must call once, before any other method."""
         ...
 
+    _world: World
     _buckets: Sequence[Bucket] = ()
     _unsent: Mapping[int, list[Slot]] = {}
     """Slots of which this step sends nothing, by the number of their bucket."""
@@ -308,6 +310,34 @@ class BucketReduction(Protocol):
         if self.keeps_unsent:
             slots = {bucket.number: bucket.slots for bucket in self._buckets}
             self._unsent = {number: [slot for slot in own if slot.name in names] for number, own in slots.items()}
+
+    def residual(self, bucket: Bucket) -> Sharded:
+        """Return what compression has not sent of a bucket's gradients, shape ``(nodes, elements)``.
+
+        This rank has the row of its node, in the columns that it sums, as a view.
+        """
+        coder, count = self.coder, bucket.mine.shape[0]
+        dtype, parts = np.dtype(bucket.mine.dtype), []
+        if coder is not None and coder.feedback:
+            first = coder.comm.rank * count + coder.columns[bucket.number][0]
+            parts.append(Part(first, coder.feedback[bucket.number].residual))
+        nodes = self._world.num_nodes if coder is None else coder.comm.size
+        return Sharded((nodes, count), dtype, parts, shares=True)
+
+    def node_nbytes(self) -> tuple[float, float, int]:
+        """Return what a node sends in a step that compresses; every rank must call.
+
+        Returns:
+            Bytes with and without compression, mean over the nodes, and the number of ranks that sum the same shard.
+            All are 0 where nothing is compressed.
+        """
+        sent = plain = num_ranks = 0.0
+        if (coder := self.coder) is not None:
+            num_ranks = coder.comm.size
+            sent, plain = (nbytes / num_ranks for nbytes in coder.sent_nbytes())
+        by_rank = self._world.comm.allgather_json([sent, plain, num_ranks if plain else 0])
+        all_sent, all_plain, sizes = zip(*by_rank, strict=True)
+        return sum(all_sent) / self._world.num_nodes, sum(all_plain) / self._world.num_nodes, int(max(sizes))
 
     def rescale_unsent(self, factor: float) -> None:
         """Multiply the gradients that compression has not sent by ``factor``, after a change of the loss scale."""
