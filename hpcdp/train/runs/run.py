@@ -32,7 +32,6 @@ from ...compression import pays_below
 from ...core.devices import MEMORY_LIMIT, Device, cpu
 from ...core.environment import explained
 from ...data_parallel.bucket_trainer import BucketTrainer
-from ...data_parallel.reductions import node_nbytes
 from ...data_parallel.trainer import BaseTrainer
 from ...errors import ConfigError, SaveError, Terminated, listed
 from ...kvstore.trainer import StoreTrainer
@@ -436,12 +435,10 @@ def saved_by_compression(trainer: BaseTrainer) -> str | None:
     """Describe the bytes that compression saves between nodes; None without compression. Every rank must call."""
     if trainer.compression is None or not isinstance(trainer, BucketTrainer):
         return None
-    coder, world = trainer.reducer.coder, trainer.world
-    sent, plain = node_nbytes(coder, world)
-    num_coders = max(world.comm.allgather_json(0 if coder is None else coder.comm.size))  # some ranks may own no shard
+    sent, plain, num_ranks = trainer.reducer.node_nbytes()
     if not plain:
         return None
-    rate = 8e-9 * pays_below(trainer.compression.codec, num_coders)
+    rate = 8e-9 * pays_below(trainer.compression.codec, num_ranks)
     name = trainer.compression.codec.name
     return f"{name}, {sent / 1e6:.2f} of {plain / 1e6:.2f} MB a step and node; pays below {rate:.0f} Gbit/s"
 
