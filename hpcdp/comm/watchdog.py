@@ -548,6 +548,8 @@ class Watchdog:
 
     def _late(self, call: tuple[Any, ...]) -> dict[int, str]:
         """Return the ranks of this node that a call waits for, and ranks that have left, with the reason."""
+        if OWN in call[3:4] and len(call) > 4:
+            return {call[4]: LATE}
         behind = call[2] if len(call) > 2 else None
         seen = self._seen_calls()
         late = (here for here, (begun, _) in enumerate(seen) if begun < self.calls) if behind is None else behind()
@@ -653,7 +655,9 @@ class Patrol:
 
 
 OWN = "own"
-"""The fourth element of a call to which not all ranks come; each rank that waits in one reports it."""
+"""The fourth element of a call to which not all ranks come; each rank that waits in one reports it. A fifth element is
+the one rank that the call waits for.
+"""
 
 
 def _is_of_all(call: tuple[Any, ...]) -> bool:

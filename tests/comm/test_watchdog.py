@@ -15,16 +15,18 @@ import time
 import numpy as np
 import pytest
 
-from hpcdp.collectives import allreduce, iallreduce
+from hpcdp.collectives import allreduce, iallreduce, recv
 from hpcdp.comm import thread_comm, watchdog
 from hpcdp.comm.tasks import ProgressEngine
 from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, OWN, Watchdog, limits_s, look_at, nobody
+from hpcdp.engine import Engine
 from hpcdp.errors import ConfigError, WorldAborted
 
 
 def watched(world, timeout_s, reports, stall_s=0):
     reports[world.rank] = io.StringIO()
     world.kept.pop(ProgressEngine, None)
+    world.kept.pop(Engine, None)  # with the progress lane
     world.kept[Watchdog] = Watchdog(world, stall_s, timeout_s, reports[world.rank])
     ProgressEngine.of(world)
     return world.kept[Watchdog]
@@ -208,7 +210,20 @@ def test_started_operations_are_watched_while_they_are_waited_for():
 
     with pytest.raises(WorldAborted):
         thread_comm.run(2, rank)
-    assert "wait for an iallreduce of 3 float64 has not ended in 0.3 s: rank 1 (host" in reports[0].getvalue()
+    assert "wait for iallreduce of 3 float64 has not ended in 0.3 s: rank 1 (host" in reports[0].getvalue()
+
+
+def test_the_sender_that_does_not_come_is_named():
+    reports = {}
+
+    def rank(world):
+        watched(world, 0.3, reports)
+        if world.rank == 2:
+            recv(source=1, world=world)
+
+    with pytest.raises(WorldAborted):
+        thread_comm.run(3, rank, 1)
+    assert "recv from rank 1 has not ended in 0.3 s: rank 1 (host" in reports[2].getvalue()
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.15])
@@ -226,7 +241,7 @@ def test_started_operations_are_watched_while_they_are_asked_for(pause_s):
 
     with pytest.raises(WorldAborted):
         thread_comm.run(2, rank)
-    assert "wait for an iallreduce of 3 float64 has not ended in 0.5 s: rank 1 (host" in reports[0].getvalue()
+    assert "wait for iallreduce of 3 float64 has not ended in 0.5 s: rank 1 (host" in reports[0].getvalue()
 
 
 @pytest.mark.alone
