@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 COLUMNS = 80
-"""The width of comment lines, and of tables where their columns allow it."""
+"""The width of comment lines; OSU's tables may be wider."""
 OSU_VERSION = "7.4"
 """The version of OSU Micro-Benchmarks whose tables these are."""
 RATES = ("bandwidth", "bibandwidth", "multi_pair")
@@ -68,7 +68,7 @@ _OVERLAP = (
     ("Max Comm.(us)", "maximum"),
     ("Overlap(%)", "overlap"),
 )
-_WIDTH, _NARROW, _SIZE_WIDTH, _ITERATIONS_WIDTH = 18, 16, 10, 12
+_WIDTH, _SIZE_WIDTH, _ITERATIONS_WIDTH = 18, 10, 12
 _MAIN_OVERLAP = ("overall", "compute", "pure", "overlap")
 OSU_DTYPES = {"mpi_char": "int8", "mpi_int": "int32", "mpi_float": "float32"}
 _OSU_NAMES = {dtype: name.upper() for name, dtype in OSU_DTYPES.items()}
@@ -123,10 +123,6 @@ class OsuStyle(Style):
         self._columns, self._shows_iterations = columns, full and name != "iallreduce"
         rate = name in RATES
         self._predicted = ("Predicted(MB/s)", "predicted_mb_s") if rate else ("Predicted(us)", "predicted_us")
-        # OSU's width, or less to fit a terminal. The longest title has 16 characters.
-        fields = len(columns) + settings.shows_validation + bool(settings.predict)
-        rest = COLUMNS - _SIZE_WIDTH - _ITERATIONS_WIDTH * self._shows_iterations
-        self._width = max(_NARROW, min(_WIDTH, rest // fields))
 
     def heading(self, facts: Sequence[str]) -> str:
         """See `Style.heading`."""
@@ -137,19 +133,19 @@ class OsuStyle(Style):
         lines = ["", title, by, *_comments(facts), f"# Datatype: {name}."]
         if settings.benchmark == "iallreduce":
             lines += ["# Overall = Coll. Init + Compute + MPI_Test + MPI_Wait", ""]
-        cells = [f"{title:>{self._width}}" for title, _ in self._columns]
+        cells = [f"{title:>{_WIDTH}}" for title, _ in self._columns]
         cells += [f"{'Iterations':>{_ITERATIONS_WIDTH}}"] if self._shows_iterations else []
-        cells += [f"{'Validation':>{self._width}}"] if settings.shows_validation else []
-        cells += [f"{self._predicted[0]:>{self._width}}"] if settings.predict else []
+        cells += [f"{'Validation':>{_WIDTH}}"] if settings.shows_validation else []
+        cells += [f"{self._predicted[0]:>{_WIDTH}}"] if settings.predict else []
         return "\n".join([*lines, *self._folded("# Size", "#", cells)])
 
     def line(self, row: Row) -> str:
         """See `Style.line`."""
         settings = self._settings
-        cells = [f"{row[key]:>{self._width}.2f}" for _, key in self._columns]
+        cells = [f"{row[key]:>{_WIDTH}.2f}" for _, key in self._columns]
         cells += [f"{row['iterations']:>{_ITERATIONS_WIDTH}}"] if self._shows_iterations else []
-        cells += [f"{'Fail' if row['wrong'] else 'Pass':>{self._width}}"] if settings.shows_validation else []
-        cells += [f"{row[self._predicted[1]]:>{self._width}.2f}"] if settings.predict else []
+        cells += [f"{'Fail' if row['wrong'] else 'Pass':>{_WIDTH}}"] if settings.shows_validation else []
+        cells += [f"{row[self._predicted[1]]:>{_WIDTH}.2f}"] if settings.predict else []
         return "\n".join(self._folded(str(row["nbytes"]), "", cells))
 
     def _folded(self, first: str, later: str, cells: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import functools
 import os
@@ -63,19 +64,33 @@ class Member(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The state of its process, a letter of proc(5); X if it has ended."""
-        state, born = look_at(self.pid)
+        """The state of its process, a letter of proc(5); X if it has ended, ? if this process cannot look."""
+        try:
+            state, born = look_at(self.pid)
+        except OSError:
+            return "?"
         return "X" if born != self.born or state == "Z" else state
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
 
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
 def look_at(pid: int) -> tuple[str, str]:
-    """Return the state and the start time of a process; empty texts if it cannot be seen."""
+    """Return the state and the start time of a process; empty texts if it cannot be seen.
+
+    Raises:
+        OSError: this process has too many open files, or too little memory, to look.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, UnicodeDecodeError):
+    except UnicodeDecodeError:
+        return "", ""
+    except OSError as error:
+        if error.errno in _LACKS:
+            raise
         return "", ""
     return fields[0], fields[19]
 

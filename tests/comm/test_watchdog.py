@@ -4,6 +4,7 @@ import importlib.util
 import io
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from hpcdp.collectives import allreduce, iallreduce, recv
 from hpcdp.comm import thread_comm, watchdog
 from hpcdp.comm.tasks import ProgressEngine
-from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, OWN, Watchdog, limits_s, look_at, nobody
+from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, OWN, Member, Watchdog, limits_s, look_at, nobody
 from hpcdp.engine import Engine
 from hpcdp.errors import ConfigError, WorldAborted
 
@@ -511,3 +512,16 @@ def test_a_rank_shows_that_it_waits_for_others_to_start(tmp_path):
 def test_the_packages_in_which_ranks_wait_exist():
     """In an unknown package a waiting rank would count as computing."""
     assert all(importlib.util.find_spec(package.rstrip(".")) for package in watchdog._WAITS_IN)
+
+
+def test_without_a_descriptor_to_look_no_rank_is_gone():
+    """Else a rank with too many open files would end the job, and blame all others."""
+    own = look_at(os.getpid())
+    member = Member(0, "a", os.getpid(), own[1], False)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        state = member.state
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (state, member._replace(born="1").state) == ("?", "X")

@@ -27,6 +27,7 @@ shift
 echo "$1" >>{log}
 case $1 in
   refused*) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255 ;;
+  silent*) exec sleep 60 ;;
   bare) echo "bash: python: command not found" >&2; exit 127 ;;
   chatty) echo "welcome to this host"; echo "please read the news" >&2 ;;
 esac
@@ -96,6 +97,18 @@ class Job:
             assert time.monotonic() < deadline, "something is left"
             time.sleep(0.05)
         return self.process.returncode, said
+
+
+def test_silent_hosts_are_left_together(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ssh to one goes on for some time, which must not add up."""
+    monkeypatch.setattr(guard_client, "_REACHED_S", 0.2)
+    began_s = time.monotonic()
+    with (
+        pytest.raises(LaunchError, match="silent0: no answer in 0 s"),
+        Guards([HostSlots(f"silent{host}", 1) for host in range(20)], print),
+    ):
+        pass
+    assert time.monotonic() - began_s < 6
 
 
 @pytest.mark.parametrize(

@@ -154,12 +154,13 @@ def shown(secret: bytes) -> list[bytes]:
     return found
 
 
-def test_no_port_is_open_to_others_and_no_value_is_shown() -> None:
+@pytest.mark.parametrize("where", [[], ["-H", "localhost:4"]], ids=["local", "ssh"])
+def test_no_port_is_open_to_others_and_no_value_is_shown(where: list[str]) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "FI_", "UCX_"))}
     code = LISTENERS.format(folder=str(Path(__file__).parent))
-    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "3", "-s", "1", "--env", "TOKEN", "--", *python(code)]
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "3", "-s", "1", *where, "--env", "TOKEN", "--"]
     environ |= {"TOKEN": str(uuid.uuid4()), "HPCDP_RANKS_PER_NODE": "2"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    done = subprocess.run([*command, *python(code)], capture_output=True, text=True, timeout=60, env=environ)
     assert (done.stdout, done.returncode) == ("[] []\n", 0), done.stderr
 
 

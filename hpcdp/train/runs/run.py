@@ -33,7 +33,7 @@ from ...core.devices import MEMORY_LIMIT, Device, cpu
 from ...core.environment import explained
 from ...data_parallel.bucket_trainer import BucketTrainer
 from ...data_parallel.trainer import BaseTrainer
-from ...errors import ConfigError, SaveError, Terminated, listed
+from ...errors import ConfigError, HpcdpError, MismatchError, SaveError, Terminated, listed
 from ...kvstore.trainer import StoreTrainer
 from ...nn import Module, models
 from ...nn.functional import softmax_cross_entropy
@@ -221,7 +221,7 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
             train_set, test_set = on_every_rank(world.comm, lambda: datasets(config))
             device = choose_device(config, world)
             net = on_every_rank(world.comm, lambda: network(config, train_set, device))
-        with contextlib.ExitStack() as stack:
+        with _ended_together(world), contextlib.ExitStack() as stack:
             recording = None if config.trace is None else stack.enter_context(traced(config.trace, world))
             with explained("loading kernels", world.rank == 0):
                 _load_kernels(config, train_set, world, device)
@@ -274,6 +274,20 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
     if checkpoints.stopped is None:
         on_rank_0(world.comm, lambda: _require_complete(folder, recording))
     return result
+
+
+@contextlib.contextmanager
+def _ended_together(world: World) -> Iterator[None]:
+    """Raise an error of every rank after rank 0 has completed the run folder, which it does while it unwinds.
+
+    Rank 0 alone reports such an error. The other ranks end a second later, and the launcher then ends rank 0 too.
+    """
+    try:
+        yield
+    except HpcdpError as error:
+        if error.is_on_every_rank and not isinstance(error, MismatchError):  # ranks in different calls cannot meet
+            world.comm.barrier()
+        raise
 
 
 def _require_complete(*written: RunFolder | Recording | None) -> None:
