@@ -122,9 +122,10 @@ world = hpcdp.init()
 world.whole and world.comm.barrier()
 if world.rank == 0:
     import time
-    time.sleep(0.3)  # the launcher looks 50 times a second
-    parent = os.getppid()
-    print(listeners([os.getpid(), parent]), shown(os.environb[b"TOKEN"]), flush=True)
+    pids, until_s = [os.getpid(), os.getppid()], time.monotonic() + 5
+    while listeners(pids) and time.monotonic() < until_s:  # the launcher looks 50 times a second, if it gets a core
+        time.sleep(0.1)
+    print(listeners(pids), shown(os.environb[b"TOKEN"]), flush=True)
 world.comm.barrier()
 """
 
