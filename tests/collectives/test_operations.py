@@ -446,7 +446,6 @@ def test_every_call_is_told_from_every_other_one(n, warm, nodes):
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_a_first_call_is_told_from_what_ranks_compare_otherwise(collective, nodes):
     def rank(world):
-
         with raises(
             MismatchError,
             operation="exchange",

@@ -80,7 +80,6 @@ def test_elsewhere_a_change_of_what_several_ranks_hold_is_refused(change):
         net = network()
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
         before = net[0].weight.data.copy()
-
         with raises(HpcdpError, operation="in-place change", expected="changing_parameters()", got=2):
             change(net)
         np.testing.assert_array_equal(net[0].weight.data, before)
@@ -134,7 +133,6 @@ def test_another_gradient_is_an_error_of_all_ranks_in_the_next_step(how, replace
         grad = net[1].bias.grad
         if world.rank == n - 1:
             REPLACED[replace](net[1].bias)
-
         with raises(ConfigError, operation="step", where=f"1.bias.grad, rank {n - 1}"):
             steps(net, trainer, world.rank, n, 0, 1)
         net[1].bias.grad = grad

@@ -169,7 +169,6 @@ def test_another_shape_or_dtype_is_refused_on_all_ranks(how, values, ranks):
     def rank(world):
         net = network()
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
-
         with (
             raises(ConfigError, operation="changing_parameters", where="0.weight", expected=[(6, 8), "float32"]),
             trainer.changing_parameters(),
@@ -215,7 +214,6 @@ def test_within_itself_it_does_nothing(how):
 def test_steps_within_are_refused(how, call):
     def rank(world):
         trainer = Trainer(network().parameters(), optim.SGD(lr=0.1), world, **how)
-
         with raises(ConfigError, operation=call, expected="changing_parameters()"), trainer.changing_parameters():
             getattr(trainer, call)(*[1] * (call != "allreduce_grads"))
 
@@ -344,7 +342,6 @@ def test_an_earlier_trainer_has_no_say(how):
         earlier = Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
         Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="rank")
         before = net[0].weight.data.copy()
-
         with (
             raises(ConfigError, operation="changing_parameters", where="0.weight, rank 0"),
             earlier.changing_parameters(),
@@ -360,7 +357,6 @@ def test_what_is_no_array_is_refused_on_all_ranks(values):
     def rank(world):
         net = network()
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world)
-
         with (
             raises(ConfigError, operation="changing_parameters", where="1.bias", expected=[(4,), "float32"]),
             trainer.changing_parameters(),
@@ -377,7 +373,6 @@ def test_no_trainer_is_made_within(how):
     def rank(world):
         net = network()
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
-
         with raises(ConfigError, operation="Trainer", expected="changing_parameters()"), trainer.changing_parameters():
             Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
         steps(net, trainer, world.rank, 2, 0, 1)

@@ -277,7 +277,6 @@ def test_parameters_that_are_not_on_the_current_device_are_told_on_all_ranks(gpu
         params = [Parameter(f"p{i}", shape) for i, shape in enumerate(SHAPES)]
         gpu(7 if world.rank in wrong else 1 + world.place).use()
         who = None if len(wrong) == n else wrong[0]
-
         with raises(
             DeviceError, operation="reduction", where="device", expected=gpu(1 + wrong[0]), got=gpu(7), rank=who
         ):

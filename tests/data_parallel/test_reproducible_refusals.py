@@ -140,7 +140,6 @@ def test_a_loader_for_another_trainer_is_refused():
     for options in ({"virtual_shards": 5}, {"reproducible": False}):
         with raises(ConfigError, operation="fit", where="loader", got=["VirtualShardSampler", 0, 7, 8]):
             thread_comm.run(1, lambda world, o=options: one(world, VirtualShardSampler(75, 32, 8), **o))
-
     with raises(ConfigError, operation="fit", where="loader", expected=[0, 3, 8], got=["VirtualShardSampler", 4, 7, 8]):
         thread_comm.run(2, lambda world: one(world, VirtualShardSampler(75, 32, 8, 2, 1 - world.rank)))
 

@@ -187,7 +187,6 @@ def test_ranks_with_other_models_are_told_on_every_rank(change, fields):
 @pytest.mark.parametrize("kvstore", [None, "local", "dist_sync"])
 def test_what_is_no_world_is_refused_by_name(kvstore):
     """Gluon's Trainer takes its optimizer's settings there."""
-
     with raises(
         ConfigError, operation="Trainer", where="world", expected=["hpcdp.init()", None], got=["learning_rate", 0.1]
     ):

@@ -307,7 +307,6 @@ def ones(*shapes):
 def test_batch_norm_takes_a_number_for_each_channel(shapes):
     """Not checked, kernels would go beyond the end of what is shorter."""
     x, scale, shift, *running = ones(*shapes)
-
     calls = [lambda: functional.batch_norm(x, scale, shift, 1e-5, *map(Tensor, running))]
     if running:
         calls.append(lambda: functional.batch_norm_by_running(x, scale, shift, *running, 1e-5))
